@@ -1,0 +1,10 @@
+"""`caesura`: the command line. Commands import what they need when they run, so that `--help` is instant."""
+
+import typer
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+
+
+def main() -> None:
+    """Console entry point."""
+    app()

@@ -1,0 +1,189 @@
+"""The configuration: one YAML file, frozen, unknown keys refused. `cluster.config_source` reads it.
+
+Units are in the names (``_s`` seconds, ``_tokens``, ``_bytes``). Every field has a default, so that an empty file serves
+the built-in tiny model on this machine.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+
+from cluster.errors import ConfigError
+from cluster.registry import POLICIES, ROUTERS
+
+TINY = "tiny"
+"""The model source that stands for the built-in model of `caesura model tiny`."""
+
+RESERVED_ENGINE_KWARGS = {
+    "model": "model.source",
+    "served_model_name": "model.id",
+    "tensor_parallel_size": "replicas.tensor_parallel_size",
+    "scheduler_cls": "policy.name",
+    "scheduling_policy": "policy.name",
+    "tool_call_parser": "model.tool_parser",
+    "enable_auto_tool_choice": "model.tool_parser",
+    "additional_config": "policy.parameters",
+}
+"""Engine arguments that Caesura sets itself, each with the key that decides it."""
+
+
+class _Section(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+
+class ModelConfig(_Section):
+    """What is served."""
+
+    id: str = Field("tiny", min_length=1, max_length=256)
+    """The name that clients send as `model`."""
+    source: str = Field(TINY, min_length=1)
+    """A local path or a Hugging Face id; `tiny` is the built-in random model, made on first use."""
+    tool_parser: str | None = "hermes"
+    """vLLM's parser for the tool calls in this model's output; null turns tool parsing off."""
+
+
+class ReplicaConfig(_Section):
+    """How many engines, and on what."""
+
+    count: int = Field(1, ge=1, le=1024)
+    """Number of vLLM replicas."""
+    tensor_parallel_size: int = Field(1, ge=1, le=64)
+    """Devices (or CPU processes) that one replica is split over, through a Ray placement group."""
+    accelerator: Literal["cpu", "gpu"] = "cpu"
+    """What a replica runs on."""
+    accelerator_type: str | None = None
+    """Ray's name of the GPU type, such as H100; null takes any."""
+    cpus: float = Field(0.5, gt=0)
+    """Ray CPUs reserved for each process of a replica."""
+    kv_cache_bytes: int | None = Field(None, ge=1 << 20)
+    """KV cache of one CPU replica; null leaves it to vLLM. On a GPU set `engine.gpu_memory_utilization` instead."""
+    max_ongoing_requests: int = Field(256, ge=1)
+    """Requests that one replica works on at a time; more wait in front of it."""
+    max_queued_requests: int = Field(2048, ge=-1)
+    """Requests that wait in front of the replicas before 503 is answered; -1 is no limit."""
+    start_timeout_s: float = Field(600.0, gt=0)
+    """Seconds for a replica to load its model."""
+    stream_interval_ms: int = Field(50, ge=0)
+    """Tokens of one stream that are ready within this time travel together."""
+
+
+class RouterConfig(_Section):
+    """Which replica a turn goes to."""
+
+    name: str = "consistent_hash"
+    """A registered router."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """Keyword arguments of that router."""
+
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in ROUTERS:
+            raise ValueError(f"unknown router {name!r}; choose one of: {', '.join(ROUTERS)}")
+        return name
+
+
+class PolicyConfig(_Section):
+    """What runs next, and what keeps its KV memory through a tool call."""
+
+    name: str = "continuum"
+    """A registered policy."""
+    parameters: dict[str, Any] = Field(default_factory=dict)
+    """The policy's own parameters; `caesura config schema` lists them."""
+
+    @model_validator(mode="after")
+    def _known(self) -> "PolicyConfig":
+        if self.name not in POLICIES:
+            raise ValueError(f"unknown policy {self.name!r}; choose one of: {', '.join(POLICIES)}")
+        POLICIES.load(self.name).model_validate(self.parameters)
+        return self
+
+
+class SloConfig(_Section):
+    """When a turn counts as good. null: that bound does not apply."""
+
+    ttft_s: float | None = Field(1.0, gt=0)
+    """Seconds from the intended arrival to the first token."""
+    tpot_s: float | None = Field(None, gt=0)
+    """Mean seconds between tokens after the first."""
+    e2e_s: float | None = Field(None, gt=0)
+    """Seconds from the intended arrival to the last token."""
+    normalized_latency_s: float | None = Field(None, gt=0)
+    """Seconds from arrival to the last token divided by the tokens generated."""
+
+
+class StoreConfig(_Section):
+    """Where tool statistics are shared."""
+
+    url: str = Field("embedded", pattern=r"^(embedded|rediss?://.+|unix://.+)$")
+    """`embedded` starts a real Redis beside the cluster; else the URL of yours."""
+    path: str | None = None
+    """Where the embedded Redis keeps its data; null forgets at the end."""
+    timeout_s: float = Field(0.5, gt=0, le=60)
+    """Every call to Redis ends within this time."""
+    refresh_s: float = Field(1.0, gt=0)
+    """How often a replica writes its own statistics and reads the others'."""
+    expiry_s: float = Field(7 * 24 * 3600.0, gt=0)
+    """Statistics of a replica that no longer writes are forgotten after this time."""
+
+
+class HttpConfig(_Section):
+    """The HTTP surface."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = Field(8000, ge=0, le=65535)
+    """Port to listen on; 0 takes a free one."""
+    ingress_replicas: int = Field(1, ge=1, le=64)
+    """Processes that take HTTP requests."""
+    max_concurrent_requests: int = Field(1024, ge=1)
+    """Requests in flight in one ingress before 503 is answered."""
+    max_body_bytes: int = Field(8 << 20, ge=1024)
+    """Larger bodies get 413."""
+    max_header_bytes: int = Field(32 << 10, ge=1024)
+    """Larger headers get 431."""
+    max_json_depth: int = Field(64, ge=4, le=500)
+    """JSON nested deeper gets 400."""
+    request_timeout_s: float = Field(1200.0, gt=0)
+    """A turn that takes longer ends in an error."""
+    admin: bool = True
+    """Serve /admin routes: the policy switch, statistics, cache reset. Put a proxy or keys in front before exposing them."""
+
+
+class ControlConfig(_Section):
+    """The side channel into a replica's scheduler, and what bounds it."""
+
+    timeout_s: float = Field(5.0, gt=0)
+    """A call that is not answered within this time fails."""
+    hold_limit_s: float = Field(600.0, gt=0)
+    """No program's KV is held longer than this without a next turn, whatever a policy or a client asks."""
+    max_programs: int = Field(100_000, ge=1)
+    """Programs that a replica remembers."""
+    idle_program_s: float = Field(3600.0, gt=0)
+    """A program without a turn for this long counts as ended."""
+
+
+class CaesuraConfig(_Section):
+    """The whole configuration."""
+
+    model: ModelConfig = ModelConfig()
+    engine: dict[str, Any] = Field(default_factory=dict)
+    """vLLM engine arguments, passed through, such as max_model_len or max_num_seqs."""
+    replicas: ReplicaConfig = ReplicaConfig()
+    router: RouterConfig = RouterConfig()
+    policy: PolicyConfig = PolicyConfig()
+    slo: SloConfig = SloConfig()
+    store: StoreConfig = StoreConfig()
+    http: HttpConfig = HttpConfig()
+    control: ControlConfig = ControlConfig()
+
+    @field_validator("engine")
+    @classmethod
+    def _not_reserved(cls, engine: dict[str, Any]) -> dict[str, Any]:
+        for key in engine:
+            if key in RESERVED_ENGINE_KWARGS:
+                raise ValueError(f"{key!r} is set by {RESERVED_ENGINE_KWARGS[key]}")
+        return engine
+
+
+__all__ = ["TINY", "CaesuraConfig", "ConfigError"]

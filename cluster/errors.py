@@ -1,0 +1,107 @@
+"""Every exception that Caesura raises on purpose.
+
+    CaesuraError
+    ├── ConfigError            a configuration file, an environment override or a flag       (exit status 2)
+    ├── TraceError             a line of a trace file                                        (exit status 2)
+    ├── IllegalTransition      an event that a program's lifecycle does not allow; a bug of ours
+    ├── IntegrityError         blocks or counts do not add up; a bug of ours
+    ├── ControlError           the side channel into a replica's scheduler
+    │   ├── ControlTimeout     no answer in time
+    │   ├── ControlRefused     the scheduler answered that the request makes no sense
+    │   └── EngineGone         the engine is dead and will not answer again
+    └── HttpError              becomes an OpenAI error body
+        ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
+        ├── Overloaded         503  with Retry-After
+        └── UpstreamFailed     502  a replica failed while it answered
+
+Foreign exceptions are mapped at one boundary each: pydantic's in `config`, Ray's and vLLM's in `ingress`, vLLM's engine
+death in `replicas.control`.
+"""
+
+
+class CaesuraError(Exception):
+    """The root of all errors raised on purpose."""
+
+
+class ConfigError(CaesuraError):
+    """A configuration value that cannot be used. The message names the file and the key's path."""
+
+
+class TraceError(CaesuraError):
+    """A trace line that cannot be used. The message names the file, the line and the key."""
+
+
+class IllegalTransition(CaesuraError):
+    """An event that the lifecycle does not allow. The message tells the program's story; nothing was changed."""
+
+
+class IntegrityError(CaesuraError):
+    """An invariant of something that owns resources is broken."""
+
+
+class ControlError(CaesuraError):
+    """The side channel into a replica's scheduler failed."""
+
+
+class ControlTimeout(ControlError):
+    """The scheduler did not answer in time. Whether it acted is unknown."""
+
+
+class ControlRefused(ControlError):
+    """The scheduler answered that the request makes no sense; nothing was changed."""
+
+
+class EngineGone(ControlError):
+    """The engine behind the side channel is dead."""
+
+
+class HttpError(CaesuraError):
+    """An error that is told to the HTTP client in OpenAI's error body.
+
+    Attributes:
+        status: HTTP status code.
+        type: OpenAI error type.
+        param: the field of the request that is at fault, if one is.
+        code: a machine-readable reason, if there is one.
+        retry_after_s: seconds after which a retry makes sense, if one does.
+    """
+
+    status = 500
+    type = "server_error"
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        status: int | None = None,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.message = message
+        self.status = status if status is not None else type(self).status
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+
+class BadRequest(HttpError):
+    """The client's request cannot be served as it is."""
+
+    status = 400
+    type = "invalid_request_error"
+
+
+class Overloaded(HttpError):
+    """More work than is accepted now; retry later."""
+
+    status = 503
+    type = "overloaded_error"
+
+
+class UpstreamFailed(HttpError):
+    """A replica failed while it answered."""
+
+    status = 502
+    type = "upstream_error"

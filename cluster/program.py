@@ -1,0 +1,78 @@
+"""The words for agent programs: who asks, what is known of a program, how long a turn was."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+MAX_ID_LENGTH = 256
+"""Characters of a program, parent or tenant id; longer ones are refused."""
+
+DEFAULT_TENANT = "default"
+
+USER_REPLY = "user_reply"
+"""The tool name of a turn that asks for no tool and is not the last: the program waits for its user."""
+
+WIRE_KEY = "caesura"
+"""The key of ``vllm_xargs`` (``SamplingParams.extra_args``) under which an encoded ProgramIdentity reaches the scheduler."""
+
+
+@dataclass(frozen=True, slots=True)
+class Hints:
+    """What a client says of a turn beside its identity. None: not said."""
+
+    priority: int | None = None
+    """Least first, as vLLM's."""
+    expected_output_tokens: int | None = None
+    deadline_s: float | None = None
+    """Seconds from the turn's arrival within which it should end."""
+    expected_tool: str | None = None
+    """Name of the tool that this turn is going to call."""
+    last_tool: str | None = None
+    """Name of the tool whose result this turn brings back."""
+    expected_pause_s: float | None = None
+    """Seconds that the tool called by this turn is expected to take."""
+    retention_s: float | None = None
+    """Seconds for which the client asks to keep the KV cache after this turn."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramIdentity:
+    """Whose turn a request is. ``program_id`` None: nobody said; a program of one turn."""
+
+    program_id: str | None = None
+    parent_id: str | None = None
+    tenant: str = DEFAULT_TENANT
+    last_turn: bool = False
+    hints: Hints = field(default_factory=Hints)
+
+    @property
+    def key(self) -> str | None:
+        """The id that is unique in the cluster: tenant and program; None without a program."""
+        return None if self.program_id is None else f"{self.tenant}/{self.program_id}"
+
+    def encode(self) -> str:
+        """As JSON, without what was not said."""
+        return json.dumps(_without_none(asdict(self)), separators=(",", ":"))
+
+    @classmethod
+    def decode(cls, text: str) -> "ProgramIdentity":
+        """The inverse of :meth:`encode`.
+
+        Raises:
+            ValueError: ``text`` is not what :meth:`encode` writes.
+        """
+        try:
+            fields = json.loads(text)
+            return cls(**{**fields, "hints": Hints(**fields.get("hints", {}))})
+        except (TypeError, AttributeError) as error:
+            raise ValueError(f"not an encoded program identity: {text[:200]!r}") from error
+
+
+def tool_key(tools: tuple[str, ...]) -> str:
+    """One name for the tools that a turn asks for together, in any order: the key of their duration statistics."""
+    return "+".join(sorted(set(tools)))[:MAX_ID_LENGTH]
+
+
+def _without_none(value: dict[str, Any]) -> dict[str, Any]:
+    pruned = {k: _without_none(v) if isinstance(v, dict) else v for k, v in value.items() if v is not None}
+    return {k: v for k, v in pruned.items() if v != {}}

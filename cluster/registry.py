@@ -1,0 +1,56 @@
+"""The one place where plug-ins are named: a new policy or router is one new file and one line here.
+
+Entries are dotted ``module:attribute`` paths, resolved on first use, so that this module imports nothing and a choice
+that is not made costs nothing. Configuration choices and CLI help come from here.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from cluster.errors import ConfigError
+
+
+class Registry(Mapping[str, str]):
+    """Names of one kind of plug-in, each with the path of what implements it."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> str:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def load(self, name: str) -> Any:
+        """The object registered under ``name``.
+
+        Raises:
+            ConfigError: no such name; the message lists the names there are.
+        """
+        if name not in self._entries:
+            raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self._entries)}")
+        module, _, attribute = self._entries[name].partition(":")
+        return getattr(import_module(module), attribute)
+
+
+POLICIES = Registry(
+    "policy",
+    {
+        "vllm": "replicas.policies.vllm:VllmParameters",
+        "continuum": "replicas.policies.continuum:ContinuumParameters",
+    },
+)
+
+ROUTERS = Registry(
+    "router",
+    {
+        "consistent_hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
+        "power_of_two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    },
+)
