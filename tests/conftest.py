@@ -18,9 +18,9 @@ os.environ |= {
     "VLLM_CPU_KVCACHE_SPACE": "1",
 }
 
-import pytest  # noqa: E402
+import pytest
 
-from cluster.tiny.model import write_tiny_model  # noqa: E402
+from cluster.tiny.model import write_tiny_model
 
 
 @pytest.fixture(scope="session")

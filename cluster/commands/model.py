@@ -19,7 +19,11 @@ def tiny(
     seed: Annotated[int, typer.Option(min=0, help="The same seed gives the same bytes.")] = 0,
 ) -> None:
     """Write the built-in random model: any command takes its path as `model.source`."""
+    from cluster.errors import ConfigError
     from cluster.tiny.model import write_tiny_model
 
-    write_tiny_model(directory, seed)
+    try:
+        write_tiny_model(directory, seed)
+    except OSError as error:
+        raise ConfigError(f"cannot write {directory}: {error.strerror}") from error
     typer.echo(f"wrote {directory}")

@@ -1,7 +1,7 @@
 """The built-in model: a small random Llama with a trained tokenizer, so that everything runs without a model hub.
 
-It says nothing sensible, but it is a model like any other: Hugging Face files, a byte-level BPE tokenizer trained on the
-text beside this module, a chat template whose tool calls vLLM's `hermes` parser reads. Its replies have the word
+It says nothing sensible, but it is a model like any other: Hugging Face files, a byte-level BPE tokenizer trained on
+the text beside this module, a chat template whose tool calls vLLM's `hermes` parser reads. Its replies have the word
 frequencies of that text and end by themselves after some hundred tokens.
 """
 
@@ -25,7 +25,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, 
 from cluster.errors import ConfigError
 
 CONTEXT_TOKENS = 32_768
-VOCABULARY = 512
+VOCABULARY = 2_048
 """Tokens: the special ones, 256 bytes, and merges learnt from the corpus."""
 
 HIDDEN = 64
@@ -44,7 +44,9 @@ SPECIAL_TOKENS = (END_OF_TEXT, START, END)
 """In the order of their ids, from 0."""
 
 REPLY_TOKENS = 256
-"""Mean length of a sampled reply: the inverse of the frequency that the end of a reply gets among the tokens."""
+"""One token in so many is given to the end of a reply; the random weights blur it."""
+SHARPNESS = 2.0
+"""Gain of queries, keys and outputs over unit variance; with 1, greedy decoding soon repeats a few tokens."""
 
 _HERE = Path(__file__).parent
 _CORPUS = ("prose.txt", "code.txt", "transcripts.txt")
@@ -63,6 +65,7 @@ def write_tiny_model(directory: Path, seed: int = 0) -> None:
     Raises:
         ConfigError: ``directory`` is a file, or holds something that is not a tiny model; nothing was changed.
     """
+    directory = directory.resolve()
     occupied = directory.is_file() or (directory.is_dir() and any(directory.iterdir()))
     if occupied and not _is_tiny_model(directory):
         raise ConfigError(f"{directory} is not empty and not a tiny model: choose another directory")
@@ -153,12 +156,13 @@ def _train_tokenizer(corpus: list[str]) -> Tokenizer:
 
 
 def _log_frequencies(tokenizer: Tokenizer, corpus: list[str]) -> npt.NDArray[np.float32]:
-    """Natural logarithm of each token's frequency, shape [VOCABULARY]: smoothed counts of the corpus, and the end token."""
+    """Natural logarithm of each token's frequency, shape [VOCABULARY]: smoothed counts, a share for the end token."""
     counts = Counter(token for text in corpus for token in tokenizer.encode(text).ids)
-    smoothed = np.array([counts[token] + 0.5 for token in range(VOCABULARY)])
+    smoothed = np.array([counts[token] + 0.5 for token in range(VOCABULARY)], np.float32)
     smoothed[[SPECIAL_TOKENS.index(START), SPECIAL_TOKENS.index(END_OF_TEXT)]] = 0.01
     smoothed[SPECIAL_TOKENS.index(END)] = smoothed.sum() / REPLY_TOKENS
-    return np.log(smoothed / smoothed.sum()).astype(np.float32)
+    frequencies: npt.NDArray[np.float32] = np.log(smoothed / smoothed.sum())
+    return frequencies
 
 
 def _weights(random: np.random.Generator, log_frequencies: npt.NDArray[np.float32]) -> _Weights:
@@ -179,15 +183,15 @@ def _weights(random: np.random.Generator, log_frequencies: npt.NDArray[np.float3
     ones = np.ones(HIDDEN, np.float32)
     embedding = random.standard_normal((VOCABULARY, HIDDEN)).astype(np.float32)
     embedding[:, 0] = 1.0
-    output = matrix(VOCABULARY, HIDDEN)
+    output = matrix(VOCABULARY, HIDDEN, SHARPNESS)
     output[:, 0] = log_frequencies
     weights = {"model.embed_tokens.weight": embedding, "model.norm.weight": ones, "lm_head.weight": output}
     for layer in range(LAYERS):
         prefix = f"model.layers.{layer}"
         weights |= {
             f"{prefix}.input_layernorm.weight": ones,
-            f"{prefix}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN),
-            f"{prefix}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
+            f"{prefix}.self_attn.q_proj.weight": matrix(HEADS * HEAD_DIM, HIDDEN, SHARPNESS),
+            f"{prefix}.self_attn.k_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN, SHARPNESS),
             f"{prefix}.self_attn.v_proj.weight": matrix(KV_HEADS * HEAD_DIM, HIDDEN),
             f"{prefix}.self_attn.o_proj.weight": residual(HEADS * HEAD_DIM),
             f"{prefix}.post_attention_layernorm.weight": ones,
