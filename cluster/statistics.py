@@ -1,0 +1,319 @@
+"""How long tool calls take: distributions that are fed one duration at a time and merged across processes. Pure.
+
+Moments are Welford's, merged as Chan, Golub and LeVeque (1983) describe; quantiles come from a relative-error sketch
+(REQ, Cormode et al., arXiv:2004.01668), which is exact up to some dozens of durations and then most exact in the long
+tail, where a pause costs most. Durations are seconds.
+"""
+
+import math
+import struct
+import zlib
+from collections import OrderedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+import msgspec
+from datasketches import req_floats_sketch
+
+LONGEST_S = 1e9
+"""No duration is longer (31 years): squares and the sketch's 32-bit floats stay finite."""
+SKETCH_K = 12
+"""REQ's accuracy parameter: ranks are right within about 1 % at the median and far better near 1."""
+MAX_STATISTICS_BYTES = 64 << 10
+"""Of one serialized DurationStatistics; 2**40 durations need less than a third of it."""
+MAX_TOOLS = 1024
+"""Tools that a table tells apart; the least recently observed is forgotten first."""
+MAX_TOOL_NAME_BYTES = 256
+"""Tool names come from a model's output: longer ones count for the overall only."""
+OVERALL = ""
+"""The key that stands for all tools together."""
+
+_VERSION = 1
+_MAX_COUNT = 1 << 53
+_ENVELOPE = struct.Struct("<BI")
+"""Version; CRC-32 of all that follows. Nothing is handed to the sketch's C++ code before it is right."""
+_MOMENTS = struct.Struct("<Qdddd")
+"""Count; mean, M2, shortest and longest in seconds (M2: squared). The sketch's own format follows."""
+
+
+class DurationStatistics:
+    """What is known of some durations: count, mean, variance, range and the distribution's shape."""
+
+    __slots__ = ("_bytes", "_sketch", "count", "m2", "max_s", "mean_s", "min_s")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.mean_s = 0.0
+        self.m2 = 0.0
+        """Sum of the squared distances from the mean."""
+        self.min_s = math.inf
+        self.max_s = 0.0
+        self._sketch: Any = req_floats_sketch(SKETCH_K)
+        self._bytes: bytes | None = None
+
+    def __repr__(self) -> str:
+        return f"DurationStatistics(count={self.count}, mean_s={self.mean_s:.6g}, range_s={self.range_s:.6g})"
+
+    def observe(self, seconds: float) -> None:
+        """Add one duration.
+
+        Raises:
+            ValueError: it is negative, not a number, or longer than LONGEST_S; nothing was changed.
+        """
+        if not 0 <= seconds <= LONGEST_S:
+            raise ValueError(f"not a duration: {seconds} s")
+        self.count += 1
+        distance = seconds - self.mean_s
+        self.mean_s += distance / self.count
+        self.m2 += distance * (seconds - self.mean_s)
+        if seconds < self.min_s:
+            self.min_s = seconds
+        if seconds > self.max_s:
+            self.max_s = seconds
+        self._sketch.update(seconds)
+        self._bytes = None
+
+    def merge(self, other: "DurationStatistics") -> "DurationStatistics":
+        """A new object that has seen what both have; neither is changed."""
+        merged = DurationStatistics()
+        merged.count = count = self.count + other.count
+        if count == 0:
+            return merged
+        merged.min_s = min(self.min_s, other.min_s)
+        merged.max_s = max(self.max_s, other.max_s)
+        distance = other.mean_s - self.mean_s
+        mean_s = self.mean_s + distance * (other.count / count)
+        merged.mean_s = min(max(mean_s, merged.min_s), merged.max_s)
+        merged.m2 = self.m2 + other.m2 + distance * distance * (self.count * (other.count / count))
+        merged._sketch.merge(self._sketch)
+        merged._sketch.merge(other._sketch)
+        return merged
+
+    @property
+    def variance(self) -> float:
+        """Population variance, seconds squared; 0 below two durations."""
+        return self.m2 / self.count if self.count > 1 else 0.0
+
+    @property
+    def range_s(self) -> float:
+        """Longest minus shortest; 0 when nothing was observed."""
+        return self.max_s - self.min_s if self.count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """The duration, seconds, that a share ``q`` of all does not exceed.
+
+        Raises:
+            ValueError: ``q`` is not in [0, 1], or nothing was observed.
+        """
+        self._need_observations()
+        if not 0 <= q <= 1:
+            raise ValueError(f"a quantile's rank is between 0 and 1, not {q}")
+        if q in (0, 1):
+            return self.min_s if q == 0 else self.max_s
+        return min(max(float(self._sketch.get_quantile(q, True)), self.min_s), self.max_s)
+
+    def survival(self, t: float) -> float:
+        """The share of durations longer than ``t`` seconds; never rises with ``t``.
+
+        Raises:
+            ValueError: ``t`` is not a number, or nothing was observed.
+        """
+        self._need_observations()
+        if math.isnan(t):
+            raise ValueError("survival needs a time")
+        if t < self.min_s:
+            return 1.0
+        return 0.0 if t >= self.max_s else 1.0 - float(self._sketch.get_rank(t, True))
+
+    def hazard(self, t: float, window_s: float) -> float:
+        """P(ends within ``window_s`` | still running at ``t``) / ``window_s``, per second.
+
+        0 where no observed duration was longer than ``t``: nothing is known of when such a call ends.
+
+        Raises:
+            ValueError: ``window_s`` is not positive, ``t`` is not a number, or nothing was observed.
+        """
+        if not window_s > 0:
+            raise ValueError(f"a window must be positive, not {window_s} s")
+        running = self.survival(t)
+        return (running - self.survival(t + window_s)) / running / window_s if running > 0 else 0.0
+
+    def bernstein_bound_s(self, delta: float) -> float:
+        """The empirical Bernstein bound on the mean, that holds with probability 1 - ``delta``; Continuum's u.
+
+        Raises:
+            ValueError: ``delta`` is not in (0, 1), or nothing was observed.
+        """
+        self._need_observations()
+        if not 0 < delta < 1:
+            raise ValueError(f"delta must be between 0 and 1, not {delta}")
+        doubt = math.log(3 / delta) / self.count
+        return self.mean_s + math.sqrt(2 * self.variance * doubt) + 3 * self.range_s * doubt
+
+    def to_bytes(self) -> bytes:
+        """Versioned and checksummed; some 50 bytes and 4 for each duration that the sketch retains."""
+        if self._bytes is None:
+            moments = _MOMENTS.pack(self.count, self.mean_s, self.m2, self.min_s, self.max_s)
+            body = moments + self._sketch.serialize()
+            self._bytes = _ENVELOPE.pack(_VERSION, zlib.crc32(body)) + body
+        return self._bytes
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "DurationStatistics":
+        """The inverse of ``to_bytes``.
+
+        Raises:
+            ValueError: these are not bytes of ``to_bytes`` of this version, or they were damaged.
+        """
+        if not _ENVELOPE.size + _MOMENTS.size < len(data) <= MAX_STATISTICS_BYTES:
+            raise ValueError(f"not duration statistics: {len(data)} bytes")
+        version, checksum = _ENVELOPE.unpack_from(data)
+        if version != _VERSION:
+            raise ValueError(f"not duration statistics of version {_VERSION}: {version}")
+        if checksum != zlib.crc32(memoryview(data)[_ENVELOPE.size :]):
+            raise ValueError("damaged duration statistics: the checksum differs")
+        statistics = cls()
+        statistics.count, statistics.mean_s, statistics.m2, statistics.min_s, statistics.max_s = _MOMENTS.unpack_from(
+            data, _ENVELOPE.size
+        )
+        try:
+            statistics._sketch = req_floats_sketch.deserialize(data[_ENVELOPE.size + _MOMENTS.size :])
+        except (ValueError, IndexError, RuntimeError, MemoryError) as error:
+            raise ValueError(f"damaged duration statistics: {error}") from error
+        statistics._refuse_nonsense()
+        statistics._bytes = bytes(data)
+        return statistics
+
+    def _refuse_nonsense(self) -> None:
+        sketch, count = self._sketch, self.count
+        if sketch.k != SKETCH_K or not sketch.is_hra() or sketch.n != count or count > _MAX_COUNT:
+            raise ValueError(f"nonsensical duration statistics: {count} durations, a sketch of {sketch.n}")
+        if count == 0:
+            sensible = (self.mean_s, self.m2, self.min_s, self.max_s) == (0.0, 0.0, math.inf, 0.0)
+        else:
+            sensible = 0 <= self.min_s <= self.mean_s <= self.max_s <= LONGEST_S
+            sensible = sensible and 0 <= self.m2 <= count * LONGEST_S**2
+        if not sensible:
+            raise ValueError(f"nonsensical duration statistics: {self!r}")
+
+    def _need_observations(self) -> None:
+        if self.count == 0:
+            raise ValueError("nothing was observed")
+
+
+class DurationTable:
+    """Durations per tool and of all tools: what this writer observed, merged with what the others did.
+
+    Only what this writer observed (its *own* part) is shipped; the others' parts are replaced as a whole. The
+    statistics that it gives out are shared, not copied: they are to be read only.
+    """
+
+    def __init__(self) -> None:
+        self._own: OrderedDict[str, DurationStatistics] = OrderedDict()
+        self._own_overall = DurationStatistics()
+        self._others: dict[str, DurationStatistics] = {}
+        self._merged: dict[str, DurationStatistics] = {}
+        """Own and others' together, where both exist; an entry is dropped when either side changes."""
+
+    @classmethod
+    def of(cls, own: Mapping[str, DurationStatistics]) -> "DurationTable":
+        """A table whose own part is ``own``: per tool, and overall under OVERALL."""
+        table = cls()
+        parts = _bounded(own)
+        table._own_overall = parts.pop(OVERALL, table._own_overall)
+        table._own.update(parts)
+        return table
+
+    def observe(self, tool: str, seconds: float) -> None:
+        """Add one duration of ``tool``; overall only, if the name is empty or longer than MAX_TOOL_NAME_BYTES.
+
+        Raises:
+            ValueError: see ``DurationStatistics.observe``; nothing was changed.
+        """
+        self._own_overall.observe(seconds)
+        self._merged.pop(OVERALL, None)
+        if tool == OVERALL or len(encode_tool(tool)) > MAX_TOOL_NAME_BYTES:
+            return
+        own = self._own.get(tool)
+        if own is None:
+            own = self._own[tool] = DurationStatistics()
+            if len(self._own) > MAX_TOOLS:
+                forgotten, _ = self._own.popitem(last=False)
+                self._merged.pop(forgotten, None)
+        else:
+            self._own.move_to_end(tool)
+        own.observe(seconds)
+        self._merged.pop(tool, None)
+
+    def tool(self, name: str) -> DurationStatistics | None:
+        """What all writers know of one tool; None if none has observed it."""
+        own, others = self._own.get(name), self._others.get(name)
+        if own is None or others is None:
+            return others if own is None else own
+        return self._both(name, own, others)
+
+    @property
+    def overall(self) -> DurationStatistics:
+        """What all writers know of all tools together; it may be empty."""
+        others = self._others.get(OVERALL)
+        return self._own_overall if others is None else self._both(OVERALL, self._own_overall, others)
+
+    def own(self) -> Mapping[str, DurationStatistics]:
+        """What this writer observed: per tool, and overall under OVERALL. A snapshot of names, not of statistics."""
+        return MappingProxyType({OVERALL: self._own_overall, **self._own})
+
+    def replace_others(self, others: Mapping[str, DurationStatistics]) -> None:
+        """From now on, ``others`` is what the other writers have observed: per tool, and overall under OVERALL."""
+        self._others = _bounded(others)
+        self._merged.clear()
+
+    def to_bytes(self) -> bytes:
+        """The own part, as msgpack: the tool's name to its statistics, both as bytes."""
+        return msgspec.msgpack.encode({encode_tool(name): part.to_bytes() for name, part in self.own().items()})
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> "DurationTable":
+        """The inverse of ``to_bytes``.
+
+        Raises:
+            ValueError: these are not bytes of ``to_bytes``, or they were damaged.
+        """
+        try:
+            parts = msgspec.msgpack.decode(data, type=dict[bytes, bytes])
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not a table of durations: {error}") from error
+        if len(parts) > MAX_TOOLS + 1:
+            raise ValueError(f"a table of durations has at most {MAX_TOOLS} tools, not {len(parts) - 1}")
+        return cls.of({decode_tool(name): DurationStatistics.from_bytes(part) for name, part in parts.items()})
+
+    def _both(self, name: str, own: DurationStatistics, others: DurationStatistics) -> DurationStatistics:
+        merged = self._merged.get(name)
+        if merged is None:
+            merged = self._merged[name] = own.merge(others)
+        return merged
+
+
+def encode_tool(name: str) -> bytes:
+    """A tool's name as bytes. A model can write any code point, halves of surrogate pairs too."""
+    return name.encode("utf-8", "surrogatepass")
+
+
+def decode_tool(name: bytes) -> str:
+    """The inverse of ``encode_tool``.
+
+    Raises:
+        ValueError: the bytes are longer than MAX_TOOL_NAME_BYTES or not UTF-8.
+    """
+    if len(name) > MAX_TOOL_NAME_BYTES:
+        raise ValueError(f"a tool's name has at most {MAX_TOOL_NAME_BYTES} bytes, not {len(name)}")
+    return name.decode("utf-8", "surrogatepass")
+
+
+def _bounded(parts: Mapping[str, DurationStatistics]) -> dict[str, DurationStatistics]:
+    """At most MAX_TOOLS of them, the most observed, and the overall."""
+    tools = parts.keys() - {OVERALL}
+    if len(tools) <= MAX_TOOLS:
+        return dict(parts)
+    kept = sorted(tools, key=lambda name: -parts[name].count)[:MAX_TOOLS]
+    return {name: parts[name] for name in (OVERALL, *kept) if name in parts}
