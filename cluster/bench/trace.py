@@ -1,0 +1,154 @@
+"""Reads recorded agent programs: JSON lines, gzipped or not, one program a line.
+
+A line has ``program_id`` and ``turns``; each turn ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
+``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional: ``category``,
+``shared_prefix {group, tokens}``, and per turn ``kept_output_tokens`` and ``reset``. Other keys are ignored. Unless
+turn i+1 has ``reset``, ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
+"""
+
+import gzip
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.bench.workload import MIN_OUTPUT_TOKENS, PlannedProgram, PlannedTurn, Workload, prefix_notes
+from cluster.errors import TraceError
+
+MAX_TOKENS = 1 << 24
+"""A recorded length beyond this is a mistake in the trace."""
+MAX_PAUSE_S = 7 * 24 * 3600.0
+
+_Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
+
+
+class _Strict(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+
+class _Turn(_Strict):
+    new_prompt_tokens: _Tokens
+    context_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
+    output_tokens: _Tokens
+    tool: str | None
+    tool_duration_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S, allow_inf_nan=False)] | None
+    tool_return_tokens: _Tokens | None
+    kept_output_tokens: _Tokens | None = None
+    reset: Literal[1, 2] | None = None
+
+    @property
+    def kept(self) -> int:
+        return self.output_tokens if self.kept_output_tokens is None else self.kept_output_tokens
+
+
+class _Prefix(_Strict):
+    group: str
+    tokens: _Tokens | None
+
+
+class _Program(_Strict):
+    program_id: Annotated[str, Field(min_length=1)]
+    category: str | None = None
+    shared_prefix: _Prefix | None = None
+    turns: Annotated[tuple[_Turn, ...], Field(min_length=1, strict=False)]
+
+
+def programs_from_trace(path: Path, missing_tool_s: float | None = None) -> Workload:
+    """All programs of ``path`` (.jsonl or .jsonl.gz), in the file's order.
+
+    ``missing_tool_s`` stands for every tool duration that was not recorded. Without it such a line is refused. What
+    comes after a turn without a tool follows at once; the tool of a program's last turn is not replayed.
+
+    Raises:
+        TraceError: unreadable, empty, or a line that cannot be used; names the file, the line and the key.
+    """
+    programs: list[PlannedProgram] = []
+    seen: dict[str, int] = {}
+    empty_outputs = 0
+    for number, line in _lines(path):
+        where = f"{path}:{number}"
+        recorded = _parsed(line, where)
+        if recorded.program_id in seen:
+            raise TraceError(f"{where}: program_id: {recorded.program_id!r} is on line {seen[recorded.program_id]} too")
+        seen[recorded.program_id] = number
+        _check(recorded, where, missing_tool_s)
+        empty_outputs += sum(turn.output_tokens < MIN_OUTPUT_TOKENS for turn in recorded.turns)
+        programs.append(_planned(recorded, missing_tool_s))
+    if not programs:
+        raise TraceError(f"{path}: no programs in it")
+    notes = prefix_notes(programs)
+    if empty_outputs:
+        notes += (f"{empty_outputs} turns were recorded without output: they generate {MIN_OUTPUT_TOKENS} token",)
+    return Workload(name=path.name.removesuffix(".gz").removesuffix(".jsonl"), programs=tuple(programs), notes=notes)
+
+
+def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+    number = 0
+    try:
+        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    yield number, line
+    except (OSError, EOFError, zlib.error) as error:
+        raise TraceError(f"{path}:{number + 1}: cannot be read: {error}") from error
+
+
+def _parsed(line: bytes, where: str) -> _Program:
+    try:
+        return _Program.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        key = ".".join(str(part) for part in first["loc"]) or "the line"
+        raise TraceError(f"{where}: {key}: {first['msg']}") from error
+
+
+def _check(program: _Program, where: str, missing_tool_s: float | None) -> None:
+    for index, turn in enumerate(program.turns):
+        key = f"{where}: turns.{index}"
+        if turn.kept > turn.output_tokens:
+            raise TraceError(f"{key}.kept_output_tokens: {turn.kept} of {turn.output_tokens} generated tokens")
+        last = index == len(program.turns) - 1
+        if not last and turn.tool is not None and turn.tool_duration_s is None and missing_tool_s is None:
+            raise TraceError(
+                f"{key}.tool_duration_s: not recorded (null); choose what it shall be with --missing-tool-s SECONDS"
+            )
+        if index and not turn.reset:
+            before = program.turns[index - 1]
+            expected = before.context_tokens + before.kept + (before.tool_return_tokens or 0) + turn.new_prompt_tokens
+            if turn.context_tokens != expected:
+                raise TraceError(
+                    f"{key}.context_tokens: {turn.context_tokens}, but the turn before it and the new prompt make "
+                    f"{expected} (a turn that starts another context says so with reset)"
+                )
+
+
+def _planned(program: _Program, missing_tool_s: float | None) -> PlannedProgram:
+    planned: list[PlannedTurn] = []
+    kept_context = 0
+    for index, turn in enumerate(program.turns):
+        last = index == len(program.turns) - 1
+        starts = index == 0 or turn.reset is not None
+        pause_s = turn.tool_duration_s
+        if pause_s is None:
+            pause_s = missing_tool_s if turn.tool is not None and missing_tool_s is not None else 0.0
+        planned.append(
+            PlannedTurn(
+                fresh_tokens=turn.context_tokens - (0 if starts else kept_context),
+                output_tokens=max(MIN_OUTPUT_TOKENS, turn.output_tokens),
+                kept_tokens=turn.kept,
+                tool=None if last else turn.tool,
+                pause_s=0.0 if last else pause_s,
+                reset=index > 0 and turn.reset is not None,
+            )
+        )
+        kept_context = turn.context_tokens + turn.kept
+    prefix = program.shared_prefix
+    return PlannedProgram(
+        program_id=program.program_id,
+        kind=program.category or "",
+        turns=tuple(planned),
+        prefix_group=prefix.group if prefix else None,
+        prefix_tokens=(prefix.tokens or 0) if prefix else 0,
+    )

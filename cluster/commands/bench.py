@@ -1,0 +1,112 @@
+"""`caesura bench`: replay agent programs against a running server, and compare policies."""
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.errors import CaesuraError, ConfigError, TraceError
+
+if TYPE_CHECKING:
+    from cluster.bench.settings import BenchSettings
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first one that the server lists.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Programs to replay: .jsonl or .jsonl.gz.")] = None,
+    workload: Annotated[str, typer.Option(help="Built-in programs, without --trace.")] = "infercept",
+    missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
+    policies: Annotated[str, typer.Option(help="a,b: compare these. Empty: leave the server as it is.")] = "",
+    rate: Annotated[float, typer.Option(help="Programs per second.")] = 1.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, or gamma:CV (burstier above CV 1).")] = "poisson",
+    duration_s: Annotated[float | None, typer.Option(help="Seconds of arrivals a block. Default: 60.")] = None,
+    count: Annotated[int | None, typer.Option(help="Programs a block, in place of --duration-s.")] = None,
+    warmup_s: Annotated[float, typer.Option(help="First seconds of a block that are not measured.")] = 0.0,
+    blocks: Annotated[int, typer.Option(help="Times that each policy runs, in turns.")] = 1,
+    scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
+    scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
+    max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same programs, arrivals and token ids.")] = 0,
+    slo_ttft: Annotated[float | None, typer.Option(help="Bound: seconds to the first token. Default: 1.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Bound: seconds per token after the first.")] = None,
+    slo_e2e: Annotated[float | None, typer.Option(help="Bound: seconds to the end of a turn.")] = None,
+    slo_norm: Annotated[float | None, typer.Option(help="Bound: seconds without tools per token.")] = None,
+    turn_timeout_s: Annotated[float, typer.Option(help="A turn that takes longer has failed.")] = 600.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 120.0,
+    json: Annotated[Path | None, typer.Option(help="Write one JSON line a policy.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress bar, no table.")] = False,
+) -> None:
+    """Replay agent programs in an open loop: goodput, latencies and cache use, policy by policy."""
+    from cluster.bench.settings import BenchSettings
+    from cluster.bench.workload import Shaping
+    from cluster.goodput import Slo
+
+    bounds = (slo_ttft, slo_tpot, slo_e2e, slo_norm)
+    try:
+        settings = BenchSettings(
+            url=url,
+            model=model,
+            trace=trace,
+            workload=workload,
+            missing_tool_s=missing_tool_s,
+            shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
+            policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+            rate_per_s=rate,
+            arrivals=arrivals,
+            duration_s=60.0 if duration_s is None and count is None else duration_s,
+            count=count,
+            warmup_s=warmup_s,
+            blocks=blocks,
+            seed=seed,
+            slo=Slo(1.0) if bounds == (None,) * 4 else Slo(*bounds),
+            turn_timeout_s=turn_timeout_s,
+            drain_s=drain_s,
+            command=shlex.join(["caesura", *sys.argv[1:]]),
+        )
+        _run(settings, json, plots, quiet)
+    except CaesuraError as error:
+        typer.echo(f"caesura bench: {error}", err=True)
+        raise typer.Exit(2 if isinstance(error, ConfigError | TraceError) else 1) from error
+
+
+def _run(settings: "BenchSettings", json_lines: Path | None, plots: Path | None, quiet: bool) -> None:
+    from rich.console import Console
+
+    from cluster.bench.report import ProgressBar, print_report, write_json_lines
+    from cluster.bench.runner import Silent, run_bench
+
+    _writable(json_lines, plots)
+    console = Console(quiet=quiet)
+    if quiet:
+        result = asyncio.run(run_bench(settings, Silent()))
+    else:
+        with ProgressBar(console, settings.blocks) as progress:
+            result = asyncio.run(run_bench(settings, progress))
+    print_report(result, console)
+    if json_lines is not None:
+        write_json_lines(result, json_lines)
+    if plots is not None:
+        from cluster.bench.plots import write_plots
+
+        for path in write_plots(result, plots):
+            console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _writable(json_lines: Path | None, plots: Path | None) -> None:
+    """Fail before a run of minutes, not after it."""
+    flag = "--json"
+    try:
+        if json_lines is not None:
+            json_lines.touch()
+        flag = "--plots"
+        if plots is not None:
+            plots.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"{flag}: {error}") from error

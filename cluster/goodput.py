@@ -1,0 +1,237 @@
+"""Which turns and programs were good: the one definition, for live runs and simulated ones.
+
+Every latency counts from the *intended* start. For a program's first turn that is its intended arrival, for a later
+one the end of the turn before plus the tool's duration. What a late client or a full server adds is therefore in the
+latency, never hidden (no coordinated omission). Times are seconds on one clock with any origin, lengths are tokens.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import TypeVar
+
+T = TypeVar("T", int, float)
+
+
+class Outcome(Enum):
+    """How a turn or a program ended. Each has exactly one."""
+
+    OK = "ok"
+    FAILED = "failed"
+    """An error, a broken stream or a wrong number of tokens."""
+    REJECTED = "rejected"
+    """Refused at the door: the server said that it is overloaded."""
+    TIMED_OUT = "timed_out"
+    UNFINISHED = "unfinished"
+    """Still under way when the measurement ended."""
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRecord:
+    """One generation: what was intended, what came of it."""
+
+    program_id: str
+    index: int
+    """0 for a program's first turn; a later one *resumes* the program."""
+    intended_start_s: float
+    outcome: Outcome
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    """Tokens received, whatever the outcome."""
+    previous_context_tokens: int = 0
+    """Leading tokens of this prompt that the program's turn before had sent or generated."""
+    cached_tokens: int | None = None
+    """Prompt tokens that the server did not compute; None: it did not say."""
+    queue_s: float | None = None
+    """Seconds that the turn waited in the server's queue; None: unknown."""
+    sent_s: float | None = None
+    """When the client did send it; None: never, or simulated."""
+    error: str | None = None
+
+    @property
+    def ttft_s(self) -> float | None:
+        """Seconds from the intended start to the first token."""
+        return None if self.first_token_s is None else self.first_token_s - self.intended_start_s
+
+    @property
+    def e2e_s(self) -> float | None:
+        """Seconds from the intended start to the last token; None unless the turn is OK."""
+        if self.outcome is not Outcome.OK or self.last_token_s is None:
+            return None
+        return self.last_token_s - self.intended_start_s
+
+    @property
+    def tpot_s(self) -> float | None:
+        """Mean seconds between tokens after the first; None for a turn of one token, or one that is not OK."""
+        if self.e2e_s is None or self.ttft_s is None or self.output_tokens < 2:
+            return None
+        return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
+
+    @property
+    def normalized_latency_s(self) -> float | None:
+        """End-to-end seconds divided by output tokens."""
+        return None if self.e2e_s is None or self.output_tokens < 1 else self.e2e_s / self.output_tokens
+
+    @property
+    def reused_tokens(self) -> int | None:
+        """Of the previous context, the tokens that the server still had; None: the server did not say."""
+        return None if self.cached_tokens is None else min(self.cached_tokens, self.previous_context_tokens)
+
+    @property
+    def recomputed_tokens(self) -> int | None:
+        """Of the previous context, the tokens that had to be computed again.
+
+        Never quite 0 on a block-wise prefix cache: the last, partial block is always recomputed.
+        """
+        return None if self.reused_tokens is None else self.previous_context_tokens - self.reused_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramRecord:
+    """One program: the turns that became due, in order. Turns after a failed one never did."""
+
+    program_id: str
+    arrival_s: float
+    """Intended."""
+    outcome: Outcome
+    turns: tuple[TurnRecord, ...]
+    planned_turns: int
+    kind: str = ""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens received over all turns."""
+        return sum(turn.output_tokens for turn in self.turns)
+
+    @property
+    def jct_wall_s(self) -> float | None:
+        """Job completion time with tool time: intended arrival to the last token; None unless the program is OK."""
+        last_token_s = self.turns[-1].last_token_s if self.turns else None
+        return last_token_s - self.arrival_s if self.outcome is Outcome.OK and last_token_s is not None else None
+
+    @property
+    def jct_s(self) -> float | None:
+        """Job completion time without tool time: the sum of its turns' end-to-end times."""
+        parts = _all_known(turn.e2e_s for turn in self.turns)
+        return sum(parts) if self.outcome is Outcome.OK and parts is not None else None
+
+    @property
+    def normalized_latency_s(self) -> float | None:
+        """(completion - arrival - tool time) / output tokens, of the whole program."""
+        return None if self.jct_s is None or self.output_tokens < 1 else self.jct_s / self.output_tokens
+
+    @property
+    def bubble_s(self) -> float | None:
+        """Scheduling bubble: seconds that resumed turns waited in the server's queue; None: some are unknown."""
+        parts = _all_known(turn.queue_s for turn in self.turns[1:])
+        return None if parts is None else float(sum(parts))
+
+    @property
+    def reused_tokens(self) -> int | None:
+        """Over the resumed turns; None: some are unknown."""
+        parts = _all_known(turn.reused_tokens for turn in self.turns[1:])
+        return None if parts is None else sum(parts)
+
+    @property
+    def recomputed_tokens(self) -> int | None:
+        """Over the resumed turns; None: some are unknown."""
+        parts = _all_known(turn.recomputed_tokens for turn in self.turns[1:])
+        return None if parts is None else sum(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Slo:
+    """The bounds that make a turn good, in seconds; None: that bound does not apply (see ``config.SloConfig``)."""
+
+    ttft_s: float | None = None
+    tpot_s: float | None = None
+    e2e_s: float | None = None
+    normalized_latency_s: float | None = None
+
+    def turn_is_good(self, turn: TurnRecord) -> bool:
+        """The turn is OK and meets every bound that is given (goodput of requests, as in vLLM's own benchmark)."""
+        return self._paces_well(turn) and _within(turn.normalized_latency_s, self.normalized_latency_s)
+
+    def program_is_good(self, program: ProgramRecord) -> bool:
+        """All planned turns are OK and meet the bounds for turns; the program meets the normalised one.
+
+        The normalised latency bounds the program as a whole, as in AugServe's evaluation: time without tools divided
+        by all its tokens. A program whose every turn meets that bound meets it too, not the other way round: a turn of
+        four tokens after a long tool result may be slow per token in a program that is fast.
+        """
+        return (
+            program.outcome is Outcome.OK
+            and all(self._paces_well(turn) for turn in program.turns)
+            and _within(program.normalized_latency_s, self.normalized_latency_s)
+        )
+
+    def _paces_well(self, turn: TurnRecord) -> bool:
+        return (
+            turn.outcome is Outcome.OK
+            and _within(turn.ttft_s, self.ttft_s)
+            and (turn.output_tokens < 2 or _within(turn.tpot_s, self.tpot_s))
+            and _within(turn.e2e_s, self.e2e_s)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Goodput:
+    """Good programs and requests of one measured window. ``programs`` are those that were meant to arrive in it."""
+
+    window_s: float
+    offered_programs: int
+    completed_programs: int
+    good_programs: int
+    offered_requests: int
+    """Turns that became due."""
+    good_requests: int
+
+    @classmethod
+    def of(cls, programs: Sequence[ProgramRecord], slo: Slo, window_s: float) -> "Goodput":
+        """Count, over every program offered in a window of ``window_s`` seconds: the failed and the unfinished too.
+
+        Raises:
+            ValueError: ``window_s`` is not positive.
+        """
+        if window_s <= 0:
+            raise ValueError(f"a measured window of {window_s} s")
+        turns = [turn for program in programs for turn in program.turns]
+        return cls(
+            window_s=window_s,
+            offered_programs=len(programs),
+            completed_programs=sum(program.outcome is Outcome.OK for program in programs),
+            good_programs=sum(slo.program_is_good(program) for program in programs),
+            offered_requests=len(turns),
+            good_requests=sum(slo.turn_is_good(turn) for turn in turns),
+        )
+
+    @property
+    def programs_per_s(self) -> float:
+        """Good programs per second of the window."""
+        return self.good_programs / self.window_s
+
+    @property
+    def requests_per_s(self) -> float:
+        """Good requests per second of the window."""
+        return self.good_requests / self.window_s
+
+    @property
+    def attainment(self) -> float | None:
+        """Good programs over offered ones; None if none was offered."""
+        return self.good_programs / self.offered_programs if self.offered_programs else None
+
+    @property
+    def attainment_requests(self) -> float | None:
+        """Good requests over those that became due; None if none did."""
+        return self.good_requests / self.offered_requests if self.offered_requests else None
+
+
+def _within(value: float | None, bound: float | None) -> bool:
+    return bound is None or (value is not None and value <= bound)
+
+
+def _all_known(values: Iterable[T | None]) -> list[T] | None:
+    known = list(values)
+    return None if None in known else [value for value in known if value is not None]

@@ -1,0 +1,132 @@
+"""The definitions of goodput and of the latencies, on examples computed by hand."""
+
+import pytest
+
+from cluster.goodput import Goodput, Outcome, ProgramRecord, Slo, TurnRecord
+
+
+def turn(start, first, last, tokens, *, index=0, outcome=Outcome.OK, **more):
+    return TurnRecord("p", index, start, outcome, first, last, output_tokens=tokens, **more)
+
+
+def program(*turns, arrival=0.0, outcome=Outcome.OK):
+    return ProgramRecord("p", arrival, outcome, turns, planned_turns=len(turns))
+
+
+# Arrives at 10; first token 10.5, last 12.5 (11 tokens); tool 3 s; due at 15.5; first token 16.0, last 16.5 (6 tokens).
+TWO_TURNS = program(
+    turn(10.0, 10.5, 12.5, 11),
+    turn(15.5, 16.0, 16.5, 6, index=1, previous_context_tokens=100, cached_tokens=64, queue_s=0.4),
+    arrival=10.0,
+)
+
+
+def test_latencies_of_a_turn():
+    first, second = TWO_TURNS.turns
+    assert first.ttft_s == pytest.approx(0.5)
+    assert first.e2e_s == pytest.approx(2.5)
+    assert first.tpot_s == pytest.approx(0.2)
+    assert first.normalized_latency_s == pytest.approx(2.5 / 11)
+    assert second.tpot_s == pytest.approx(0.1)
+
+
+def test_latencies_of_a_program():
+    assert TWO_TURNS.jct_wall_s == pytest.approx(6.5)
+    assert TWO_TURNS.jct_s == pytest.approx(3.5)
+    assert TWO_TURNS.normalized_latency_s == pytest.approx(3.5 / 17)
+    assert TWO_TURNS.bubble_s == pytest.approx(0.4)
+
+
+def test_reused_and_recomputed_tokens():
+    assert (TWO_TURNS.reused_tokens, TWO_TURNS.recomputed_tokens) == (64, 36)
+    # A prefix shared with others may be cached beyond what this program had.
+    more = turn(0, 1, 2, 3, index=1, previous_context_tokens=100, cached_tokens=160)
+    assert (more.reused_tokens, more.recomputed_tokens) == (100, 0)
+
+
+def test_unknown_is_not_zero():
+    silent = program(turn(0, 1, 2, 3), turn(3, 4, 5, 3, index=1))
+    assert silent.bubble_s is silent.reused_tokens is silent.recomputed_tokens is None
+    assert program(turn(0, 1, 2, 3)).bubble_s == 0.0
+
+
+def test_an_unfinished_program_has_no_completion_time():
+    cut = program(
+        turn(0, 1, 2, 3), turn(3, 4, None, 1, index=1, outcome=Outcome.UNFINISHED), outcome=Outcome.UNFINISHED
+    )
+    assert cut.jct_s is cut.jct_wall_s is cut.normalized_latency_s is None
+    assert cut.turns[1].ttft_s == 1.0
+    assert cut.turns[1].e2e_s is None
+
+
+def test_a_turn_of_one_token_has_no_tpot_and_cannot_miss_it():
+    one = turn(0, 0.5, 0.5, 1)
+    assert one.tpot_s is None
+    assert Slo(tpot_s=0.001).turn_is_good(one)
+
+
+@pytest.mark.parametrize(
+    ("slo", "good"),
+    [
+        (Slo(), True),
+        (Slo(ttft_s=0.5), True),
+        (Slo(ttft_s=0.49), False),
+        (Slo(tpot_s=0.21), True),
+        (Slo(tpot_s=0.19), False),
+        (Slo(e2e_s=2.5), True),
+        (Slo(e2e_s=2.4), False),
+        (Slo(normalized_latency_s=0.23), True),
+        (Slo(normalized_latency_s=0.22), False),
+        (Slo(ttft_s=0.6, tpot_s=0.3, e2e_s=3, normalized_latency_s=0.3), True),
+        (Slo(ttft_s=0.6, tpot_s=0.3, e2e_s=2, normalized_latency_s=0.3), False),
+    ],
+)
+def test_every_given_bound_must_be_met(slo, good):
+    assert slo.turn_is_good(TWO_TURNS.turns[0]) is good
+
+
+@pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.OK])
+def test_only_ok_is_good(outcome):
+    assert not Slo().turn_is_good(turn(0, 0.1, 0.2, 2, outcome=outcome))
+    assert not Slo().program_is_good(program(turn(0, 0.1, 0.2, 2), outcome=outcome))
+
+
+def test_one_bad_turn_makes_a_bad_program():
+    late = turn(15.5, 17.0, 17.1, 6, index=1)
+    assert not Slo(ttft_s=1.0).program_is_good(program(TWO_TURNS.turns[0], late, arrival=10.0))
+    assert Slo(ttft_s=1.0).program_is_good(TWO_TURNS)
+
+
+def test_normalised_latency_bounds_the_whole_program():
+    # 0.4 s a token in the second turn, (1 + 0.4) / 11 = 0.127 over the program.
+    mixed = program(turn(0, 0.1, 1.0, 10), turn(2, 2.4, 2.4, 1, index=1))
+    slo = Slo(normalized_latency_s=0.2)
+    assert not slo.turn_is_good(mixed.turns[1])
+    assert slo.program_is_good(mixed)
+    assert not Slo(normalized_latency_s=0.12).program_is_good(mixed)
+
+
+def test_goodput_counts_over_all_that_were_offered():
+    failed = program(
+        turn(0, 0.1, 0.2, 2), turn(1, None, None, 0, index=1, outcome=Outcome.FAILED), outcome=Outcome.FAILED
+    )
+    slow = program(turn(0, 5.0, 6.0, 2))
+    never_begun = program(outcome=Outcome.UNFINISHED)
+    goodput = Goodput.of([TWO_TURNS, failed, slow, never_begun], Slo(ttft_s=1.0), window_s=10.0)
+    assert (goodput.offered_programs, goodput.completed_programs, goodput.good_programs) == (4, 2, 1)
+    assert goodput.programs_per_s == pytest.approx(0.1)
+    assert goodput.attainment == pytest.approx(0.25)
+    assert (goodput.offered_requests, goodput.good_requests) == (5, 3)
+    assert goodput.requests_per_s == pytest.approx(0.3)
+    assert goodput.attainment_requests == pytest.approx(0.6)
+
+
+def test_nothing_offered_has_no_attainment():
+    empty = Goodput.of([], Slo(), window_s=1.0)
+    assert empty.attainment is empty.attainment_requests is None
+    assert empty.programs_per_s == 0.0
+
+
+def test_a_window_has_a_length():
+    with pytest.raises(ValueError, match="window"):
+        Goodput.of([], Slo(), window_s=0.0)

@@ -1,0 +1,270 @@
+"""Traces, the built-in workload, shaping, arrivals and token ids."""
+
+import gzip
+import json
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cluster.bench.arrivals import Arrivals
+from cluster.bench.conversation import Conversation
+from cluster.bench.infercept import TABLE_1, builtin_workload
+from cluster.bench.trace import programs_from_trace
+from cluster.bench.workload import PlannedProgram, PlannedTurn, Shaping, Workload, draw
+from cluster.errors import ConfigError, TraceError
+
+TRACES = Path(__file__).parents[2] / "../shared/data/programs"
+STANDARD_ERRORS = 4.0
+
+
+def recorded_turn(**changes):
+    turn = {
+        "new_prompt_tokens": 0,
+        "context_tokens": 100,
+        "output_tokens": 10,
+        "tool": "bash",
+        "tool_duration_s": 1.5,
+        "tool_return_tokens": 5,
+    }
+    return turn | changes
+
+
+def recorded(*turns, **changes):
+    first = recorded_turn(new_prompt_tokens=100)
+    last = recorded_turn(context_tokens=115, tool=None, tool_duration_s=None, tool_return_tokens=None)
+    return {"program_id": "a", "category": "swe", "turns": list(turns) or [first, last]} | changes
+
+
+def written(path, *programs):
+    text = "".join((p if isinstance(p, str) else json.dumps(p)) + "\n" for p in programs)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+@pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
+def test_a_trace_is_read_as_it_was_recorded(tmp_path, name):
+    workload = programs_from_trace(written(tmp_path / name, recorded()))
+    assert workload.name == "t"
+    (program,) = workload.programs
+    assert (program.program_id, program.kind) == ("a", "swe")
+    assert program.contexts() == [100, 115]
+    assert program.turns == (
+        PlannedTurn(fresh_tokens=100, output_tokens=10, kept_tokens=10, tool="bash", pause_s=1.5),
+        PlannedTurn(fresh_tokens=5, output_tokens=10, kept_tokens=10),
+    )
+
+
+def test_reset_and_hidden_reasoning(tmp_path):
+    turns = (
+        recorded_turn(new_prompt_tokens=100, kept_output_tokens=4),
+        recorded_turn(context_tokens=109),
+        recorded_turn(context_tokens=60, reset=2, tool=None),
+        recorded_turn(context_tokens=75),
+    )
+    prefix = {"group": "g", "tokens": 40}
+    (program,) = programs_from_trace(written(tmp_path / "t.jsonl", recorded(*turns, shared_prefix=prefix))).programs
+    assert program.contexts() == [100, 109, 60, 75]
+    assert [turn.reset for turn in program.turns] == [False, False, True, False]
+    assert [turn.tool for turn in program.turns] == ["bash", "bash", None, None]
+    assert program.turns[-1].pause_s == 0.0, "what follows a trace's last turn is not replayed"
+    assert (program.prefix_group, program.prefix_tokens) == ("g", 40)
+
+
+def test_a_null_duration_needs_a_decision(tmp_path):
+    null = recorded(recorded_turn(tool_duration_s=None), recorded_turn(context_tokens=115))
+    path = written(tmp_path / "t.jsonl", recorded(program_id="fine"), null)
+    with pytest.raises(TraceError, match=r"t\.jsonl:2: turns\.0\.tool_duration_s: .*--missing-tool-s"):
+        programs_from_trace(path)
+    assert programs_from_trace(path, missing_tool_s=0.7).programs[1].turns[0].pause_s == 0.7
+
+
+def test_a_turn_without_a_tool_is_followed_at_once(tmp_path):
+    silent = recorded_turn(tool=None, tool_duration_s=None, tool_return_tokens=None)
+    path = written(tmp_path / "t.jsonl", recorded(silent, recorded_turn(context_tokens=110)))
+    assert programs_from_trace(path, missing_tool_s=9.0).programs[0].turns[0].pause_s == 0.0
+
+
+@pytest.mark.parametrize(
+    ("line", "complaint"),
+    [
+        ("{", "the line: Invalid JSON"),
+        ("[]", "the line: Input should be an object"),
+        (recorded(program_id=""), "program_id: String should have at least 1"),
+        (recorded(program_id=7), "program_id: Input should be a valid string"),
+        (recorded(turns=[]), "turns: Tuple should have at least 1 item"),
+        ({"program_id": "x"}, "turns: Field required"),
+        (
+            recorded(recorded_turn(output_tokens=-1)),
+            "turns.0.output_tokens: Input should be greater than or equal to 0",
+        ),
+        (recorded(recorded_turn(output_tokens=True)), "turns.0.output_tokens: Input should be a valid integer"),
+        (recorded(recorded_turn(output_tokens=1.5)), "turns.0.output_tokens: Input should be a valid integer"),
+        (recorded(recorded_turn(context_tokens=0)), "turns.0.context_tokens: Input should be greater than"),
+        (recorded(recorded_turn(context_tokens=10**12)), "turns.0.context_tokens: Input should be less than"),
+        (recorded(recorded_turn(tool_duration_s=-1)), "turns.0.tool_duration_s: Input should be greater than"),
+        (recorded(recorded_turn(tool_duration_s="1")), "turns.0.tool_duration_s: Input should be a valid number"),
+        (recorded(recorded_turn(reset=3)), "turns.0.reset: Input should be 1 or 2"),
+        (recorded(recorded_turn(kept_output_tokens=11)), "turns.0.kept_output_tokens: 11 of 10"),
+        (recorded(recorded_turn(), recorded_turn(context_tokens=116)), "turns.1.context_tokens: 116, .* make 115"),
+        (recorded(shared_prefix={"group": 1, "tokens": None}), "shared_prefix.group: Input should be a valid string"),
+        (recorded(program_id="first"), "program_id: 'first' is on line 1 too"),
+        ('{"program_id": "\\ud800", "turns": []}', "the line: Invalid JSON"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, complaint):
+    path = written(tmp_path / "t.jsonl", recorded(program_id="first"), "", line)
+    with pytest.raises(TraceError, match=rf"t\.jsonl:3: {complaint}"):
+        programs_from_trace(path)
+
+
+def test_files_that_cannot_be_read(tmp_path):
+    with pytest.raises(TraceError, match=r"absent\.jsonl:1: cannot be read"):
+        programs_from_trace(tmp_path / "absent.jsonl")
+    with pytest.raises(TraceError, match="no programs"):
+        programs_from_trace(written(tmp_path / "empty.jsonl"))
+    whole = gzip.compress(json.dumps(recorded()).encode())
+    for name, content in {"plain.gz": b"{}", "cut.gz": whole[:-9], "wrong.gz": whole[:12] + b"\xff" * 20}.items():
+        (tmp_path / name).write_bytes(content)
+        with pytest.raises(TraceError, match="cannot be read"):
+            programs_from_trace(tmp_path / name)
+
+
+@pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces (../shared/data) are not here")
+def test_the_recorded_traces_are_read_whole():
+    merge = programs_from_trace(TRACES / "infercept_merge.jsonl.gz")
+    assert len(merge.programs) == 256
+    assert {program.kind for program in merge.programs} == {row.kind for row in TABLE_1}
+    sessions = programs_from_trace(TRACES / "kvtester_cc.jsonl.gz", missing_tool_s=1.0)
+    assert len(sessions.programs) == 461
+    assert any(turn.reset for program in sessions.programs for turn in program.turns)
+    assert "21 turns were recorded without output" in " ".join(sessions.notes)
+
+
+def samples(row):
+    programs = [program for program in builtin_workload(0, 2000).programs if program.kind == row.kind]
+    pauses = [turn.pause_s for program in programs for turn in program.turns[:-1]]
+    calls = [len(program.turns) - 1 for program in programs]
+    contexts = [
+        statistics.fmean(
+            context + turn.output_tokens
+            for context, turn in zip(program.contexts()[:-1], program.turns[:-1], strict=True)
+        )
+        for program in programs
+    ]
+    return {"pause_s": pauses, "calls": calls, "context_tokens": contexts}
+
+
+@pytest.mark.parametrize("row", TABLE_1, ids=lambda row: row.kind)
+@pytest.mark.parametrize("figure", ["pause_s", "calls", "context_tokens"])
+def test_the_builtin_workload_has_the_figures_of_table_1(row, figure):
+    found = samples(row)[figure]
+    mean, sd = getattr(row, figure)
+    assert statistics.fmean(found) == pytest.approx(mean, abs=STANDARD_ERRORS * sd / len(found) ** 0.5)
+    assert statistics.stdev(found) == pytest.approx(sd, rel=0.15)
+
+
+def test_the_builtin_workload_is_deterministic_and_even():
+    workload = builtin_workload(3, 60)
+    assert workload == builtin_workload(3, 60)
+    assert workload != builtin_workload(4, 60)
+    kinds = [program.kind for program in workload.programs]
+    assert all(kinds.count(row.kind) == 10 for row in TABLE_1)
+    assert all(program.turns[-1].tool is None and program.turns[-1].pause_s == 0 for program in workload.programs)
+
+
+LONG = PlannedProgram(
+    "long", "k", (PlannedTurn(100, 10, 10, "a", 2.0), PlannedTurn(20, 30, 10, "b", 4.0), PlannedTurn(5, 1, 1)), "g", 40
+)
+
+
+def test_shaping_cuts_scales_and_drops():
+    pool = Workload("w", (LONG, replace(LONG, program_id="longer", turns=(PlannedTurn(400, 10, 10),))))
+    shaped = pool.shaped(Shaping(scale_lengths=0.5, scale_tools=0.1, max_context=100, max_turns=2), seed=0)
+    assert shaped.dropped == 1
+    (program,) = shaped.programs
+    assert program.turns == (
+        PlannedTurn(50, 5, 5, "a", pytest.approx(0.2)),
+        PlannedTurn(10, 15, 5),
+    )
+    assert program.prefix_tokens == 20
+    assert LONG.peak_tokens == 160 == 100 + 10 + 20 + 30
+    assert len(pool.shaped(Shaping(max_context=160), 0).programs) == 1
+    assert len(pool.shaped(Shaping(max_context=159), 0).programs) == 0
+
+
+def test_limit_draws_by_seed():
+    pool = builtin_workload(0, 60)
+    some = pool.shaped(Shaping(limit=10), seed=1).programs
+    assert some == pool.shaped(Shaping(limit=10), seed=1).programs
+    assert some != pool.shaped(Shaping(limit=10), seed=2).programs
+    assert len(set(some)) == 10
+
+
+def test_drawing_uses_every_program_before_it_repeats():
+    pool = builtin_workload(0, 6).programs
+    drawn = draw(pool, 15, np.random.default_rng(0))
+    assert set(drawn[:6]) == set(drawn[6:12]) == set(pool)
+    assert len(drawn) == 15
+
+
+@pytest.mark.parametrize(("text", "cv"), [("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:2", 2.0)])
+def test_arrivals_have_their_rate_and_burstiness(text, cv):
+    times = Arrivals.parse(text, 4.0).times_s(np.random.default_rng(0), count=20_000)
+    gaps = np.diff(times)
+    assert np.mean(gaps) == pytest.approx(0.25, rel=STANDARD_ERRORS * cv / 20_000**0.5)
+    assert np.std(gaps) / np.mean(gaps) == pytest.approx(cv, rel=0.05)
+
+
+def test_arrivals_of_a_duration():
+    process = Arrivals.parse("poisson", 5.0)
+    times = process.times_s(np.random.default_rng(7), duration_s=400.0)
+    assert len(times) == pytest.approx(2000, abs=STANDARD_ERRORS * 2000**0.5)
+    assert times == sorted(times)
+    assert times[0] > 0 and times[-1] < 400.0
+    assert times == process.times_s(np.random.default_rng(7), duration_s=400.0)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "uniform", "gamma", "gamma:", "gamma:x", "gamma:0", "gamma:-1", "gamma:nan", "poisson:2"]
+)
+def test_unknown_arrivals_name_the_flag(text):
+    with pytest.raises(ConfigError, match="--arrivals"):
+        Arrivals.parse(text, 1.0)
+
+
+def test_prompts_extend_what_was_sent_and_generated():
+    talk = Conversation(LONG, seed=(0, 0, 0))
+    first, known = talk.prompt(LONG.turns[0])
+    assert (len(first), known) == (100, 0)
+    talk.answered(list(range(1000, 1010)), kept_tokens=10)
+    second, known = talk.prompt(LONG.turns[1])
+    assert second[:110] == first + list(range(1000, 1010))
+    assert (len(second), known) == (130, 110)
+    # 20 of 30 generated tokens were reasoning: what comes before them is all that can be reused.
+    talk.answered(list(range(2000, 2030)), kept_tokens=10)
+    third, known = talk.prompt(LONG.turns[2])
+    assert third[:140] == second + list(range(2020, 2030))
+    assert (len(third), known) == (145, 130)
+
+
+def test_a_reset_keeps_the_shared_prefix_only():
+    talk = Conversation(LONG, seed=(0, 0, 0))
+    first, _ = talk.prompt(LONG.turns[0])
+    talk.answered([7] * 10, kept_tokens=10)
+    again, known = talk.prompt(PlannedTurn(60, 1, 1, reset=True))
+    assert (len(again), known) == (60, 40)
+    assert again[:40] == first[:40]
+    assert again[40:] != first[40:60]
+
+
+def test_only_programs_of_a_group_share_their_beginning():
+    def first(group, seed):
+        return Conversation(replace(LONG, prefix_group=group), seed).prompt(LONG.turns[0])[0]
+
+    assert first("g", (0, 0, 1))[:40] == first("g", (0, 1, 2))[:40]
+    assert first("g", (0, 0, 1))[40:] != first("g", (0, 0, 2))[40:]
+    assert first("g", (0, 0, 1))[:40] != first("h", (0, 0, 1))[:40]
+    assert first("g", (0, 0, 1)) == first("g", (0, 0, 1))
