@@ -1,13 +1,25 @@
 """`caesura`: the command line. Commands import what they need when they run, so that `--help` is instant."""
 
+import sys
+
 import typer
 
-from cluster.commands import model
+from cluster.commands import bench, config, model
+from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
+app.command()(bench.bench)
+
+BAD_INPUT = 2
+"""Exit status for a configuration or a trace that cannot be used."""
 
 
 def main() -> None:
     """Console entry point."""
-    app()
+    try:
+        app()
+    except (ConfigError, TraceError) as error:
+        typer.echo(error, err=True)
+        sys.exit(BAD_INPUT)

@@ -1,14 +1,13 @@
 """The configuration: one YAML file, frozen, unknown keys refused. `cluster.config_source` reads it.
 
-Units are in the names (``_s`` seconds, ``_tokens``, ``_bytes``). Every field has a default, so that an empty file serves
-the built-in tiny model on this machine.
+Units are in the names (``_s`` seconds, ``_tokens``, ``_bytes``). Every field has a default, so that an empty file
+serves the built-in tiny model on this machine.
 """
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
-from cluster.errors import ConfigError
 from cluster.registry import POLICIES, ROUTERS
 
 TINY = "tiny"
@@ -27,8 +26,25 @@ RESERVED_ENGINE_KWARGS = {
 """Engine arguments that Caesura sets itself, each with the key that decides it."""
 
 
+def _not_reserved(key: str) -> str:
+    if key in RESERVED_ENGINE_KWARGS:
+        raise ValueError(f"is decided by {RESERVED_ENGINE_KWARGS[key]}; set that instead")
+    return key
+
+
+EngineArgument = Annotated[str, AfterValidator(_not_reserved)]
+
+
 class _Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_flag_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
+        # YAML reads `no` and `off` as false, and pydantic false as 0: a port or a limit that nobody meant.
+        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
+            raise ValueError("must not be true or false")
+        return value
 
 
 class ModelConfig(_Section):
@@ -88,15 +104,22 @@ class PolicyConfig(_Section):
 
     name: str = "continuum"
     """A registered policy."""
-    parameters: dict[str, Any] = Field(default_factory=dict)
+    parameters: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """The policy's own parameters; `caesura config schema` lists them."""
 
-    @model_validator(mode="after")
-    def _known(self) -> "PolicyConfig":
-        if self.name not in POLICIES:
-            raise ValueError(f"unknown policy {self.name!r}; choose one of: {', '.join(POLICIES)}")
-        POLICIES.load(self.name).model_validate(self.parameters)
-        return self
+    @field_validator("name")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        if name not in POLICIES:
+            raise ValueError(f"unknown policy {name!r}; choose one of: {', '.join(POLICIES)}")
+        return name
+
+    @field_validator("parameters")
+    @classmethod
+    def _fit(cls, parameters: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "name" in info.data:  # else the name is what is wrong
+            POLICIES.load(info.data["name"]).model_validate(parameters)
+        return parameters
 
 
 class SloConfig(_Section):
@@ -147,7 +170,7 @@ class HttpConfig(_Section):
     request_timeout_s: float = Field(1200.0, gt=0)
     """A turn that takes longer ends in an error."""
     admin: bool = True
-    """Serve /admin routes: the policy switch, statistics, cache reset. Put a proxy or keys in front before exposing them."""
+    """Serve the /admin routes (policy switch, statistics, cache reset). Expose them only behind a proxy with keys."""
 
 
 class ControlConfig(_Section):
@@ -166,24 +189,13 @@ class ControlConfig(_Section):
 class CaesuraConfig(_Section):
     """The whole configuration."""
 
-    model: ModelConfig = ModelConfig()
-    engine: dict[str, Any] = Field(default_factory=dict)
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    engine: dict[EngineArgument, Any] = Field(default_factory=dict)
     """vLLM engine arguments, passed through, such as max_model_len or max_num_seqs."""
-    replicas: ReplicaConfig = ReplicaConfig()
-    router: RouterConfig = RouterConfig()
-    policy: PolicyConfig = PolicyConfig()
-    slo: SloConfig = SloConfig()
-    store: StoreConfig = StoreConfig()
-    http: HttpConfig = HttpConfig()
-    control: ControlConfig = ControlConfig()
-
-    @field_validator("engine")
-    @classmethod
-    def _not_reserved(cls, engine: dict[str, Any]) -> dict[str, Any]:
-        for key in engine:
-            if key in RESERVED_ENGINE_KWARGS:
-                raise ValueError(f"{key!r} is set by {RESERVED_ENGINE_KWARGS[key]}")
-        return engine
-
-
-__all__ = ["TINY", "CaesuraConfig", "ConfigError"]
+    replicas: ReplicaConfig = Field(default_factory=ReplicaConfig)
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    policy: PolicyConfig = Field(default_factory=PolicyConfig)
+    slo: SloConfig = Field(default_factory=SloConfig)
+    store: StoreConfig = Field(default_factory=StoreConfig)
+    http: HttpConfig = Field(default_factory=HttpConfig)
+    control: ControlConfig = Field(default_factory=ControlConfig)

@@ -1,0 +1,253 @@
+"""Where the configuration comes from: a YAML file, then the environment, then flags; and how it is shown again.
+
+Every complaint has the form ``SOURCE: key.path: message (got VALUE, line N)``, where SOURCE is the file, the variable
+or the flag that said it; several are told at once, one a line.
+"""
+
+import difflib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+from pydantic.json_schema import models_json_schema
+from pydantic_core import ErrorDetails
+
+from cluster.config import CaesuraConfig, PolicyConfig
+from cluster.errors import ConfigError
+from cluster.registry import POLICIES, ROUTERS
+
+VARIABLE_PREFIX = "CAESURA__"
+"""An environment variable of this beginning overrides a key: CAESURA__HTTP__PORT is http.port, in any case."""
+
+BUILT_IN = "built-in configuration"
+"""The source of what nobody said."""
+
+MAX_SHOWN = 80
+"""Characters of a wrong value that a complaint repeats."""
+
+SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
+
+KeyPath = tuple[str, ...]
+
+
+@dataclass(slots=True)
+class _Layers:
+    """The values as they add up, and who said which."""
+
+    source: str
+    values: dict[str, Any] = field(default_factory=dict)
+    lines: dict[KeyPath, int] = field(default_factory=dict)
+    overrides: dict[KeyPath, str] = field(default_factory=dict)
+
+    def override(self, source: str, path: KeyPath, value: Any) -> None:
+        if not all(path):
+            raise ConfigError(f"{source}: names no key: a part of its path is empty")
+        here = self.values
+        for depth, key in enumerate(path[:-1], start=1):
+            if here.get(key) is None:
+                here[key] = {}
+            here = here[key]
+            if not isinstance(here, dict):
+                raise ConfigError(f"{source}: {'.'.join(path[:depth])}: is not a section (got {_shown(here)})")
+        here[path[-1]] = value
+        self.overrides[path] = source
+
+    def source_of(self, path: KeyPath) -> str:
+        said = (self.overrides.get(path[:length]) for length in range(len(path), 0, -1))
+        return next((source for source in said if source is not None), self.source)
+
+    def complaint(self, path: KeyPath, message: str, got: str = "") -> str:
+        source = self.source_of(path)
+        line = f"line {self.lines[path]}" if source == self.source and path in self.lines else ""
+        notes = ", ".join(note for note in (f"got {got}" if got else "", line) if note)
+        return f"{source}: {'.'.join(path)}: {message}" + (f" ({notes})" if notes else "")
+
+
+def load_config(
+    path: Path | None,
+    environment: Mapping[str, str],
+    overrides: Mapping[str, Any] | None = None,
+) -> CaesuraConfig:
+    """Read the configuration.
+
+    Args:
+        path: the YAML file; None takes the defaults.
+        environment: in which variables that begin with ``CAESURA__`` override the file.
+        overrides: from dotted keys to values; these override both.
+
+    Raises:
+        ConfigError: what is wrong, one line for each.
+    """
+    layers = _Layers(BUILT_IN) if path is None else _read_file(path)
+    for name in sorted(environment):
+        if name.upper().startswith(VARIABLE_PREFIX):
+            keys = tuple(name[len(VARIABLE_PREFIX) :].lower().split("__"))
+            layers.override(name, keys, _parse_scalar(name, environment[name]))
+    for dotted, value in (overrides or {}).items():
+        layers.override(f"--set {dotted}", tuple(dotted.split(".")), value)
+    # A section whose keys are all commented out is null in YAML; it means the defaults.
+    said = {key: value for key, value in layers.values.items() if value is not None}
+    try:
+        config = CaesuraConfig.model_validate(said)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_complaints(error, layers))) from None
+    return _with_model_path(config, layers, path)
+
+
+def parse_assignment(text: str) -> tuple[str, Any]:
+    """``key.path=value`` of a flag; the value is YAML.
+
+    Raises:
+        ConfigError: it has no ``=`` or no key, or the value is not YAML.
+    """
+    key, separator, value = text.partition("=")
+    if not separator or not key.strip():
+        raise ConfigError(f"--set {text}: must be key.path=value")
+    return key.strip(), _parse_scalar(f"--set {key.strip()}", value)
+
+
+def dump_config(config: CaesuraConfig) -> str:
+    """The configuration as YAML, with every default filled in, those of the policy's parameters too."""
+    values = config.model_dump(mode="json")
+    parameters = POLICIES.load(config.policy.name).model_validate(config.policy.parameters)
+    values["policy"]["parameters"] = parameters.model_dump(mode="json")
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+
+
+def config_schema() -> dict[str, Any]:
+    """JSON Schema (draft 2020-12) of the file, each policy's parameters under ``$defs``."""
+    parameters = {name: POLICIES.load(name) for name in POLICIES}
+    models = [CaesuraConfig, *dict.fromkeys(parameters.values())]
+    references, schema = models_json_schema([(model, "validation") for model in models])
+    definitions = schema["$defs"]
+    root = definitions.pop(CaesuraConfig.__name__)
+    definitions["RouterConfig"]["properties"]["name"]["enum"] = list(ROUTERS)
+    policy = definitions["PolicyConfig"]
+    policy["properties"]["name"]["enum"] = list(POLICIES)
+    default = PolicyConfig.model_fields["name"].default
+    policy["allOf"] = [
+        {
+            # Without "required" the condition also holds where the name is left out, which means the default.
+            "if": {"properties": {"name": {"const": name}}, **({} if name == default else {"required": ["name"]})},
+            "then": {"properties": {"parameters": references[model, "validation"]}},
+        }
+        for name, model in parameters.items()
+    ]
+    return {"$schema": SCHEMA_DIALECT, **root, "$defs": definitions}
+
+
+def _read_file(path: Path) -> _Layers:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    layers = _Layers(str(path))
+    try:
+        loader = yaml.SafeLoader(text)
+        node = loader.get_single_node()
+        if node is None:
+            return layers
+        repeated = list(_walk(node, (), layers.lines, set()))
+        values = loader.construct_document(node)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = f"line {mark.line + 1}, column {mark.column + 1}: " if mark else ""
+        raise ConfigError(f"{path}: {where}not valid YAML: {error.problem or error.context}") from None
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from None
+    if repeated:
+        raise ConfigError("\n".join(f"{path}: {complaint}" for complaint in repeated))
+    if not isinstance(values, dict):
+        raise ConfigError(f"{path}: must be a mapping of keys to values (got {_shown(values)})")
+    layers.values = values
+    return layers
+
+
+def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], seen: set[int]) -> Iterator[str]:
+    """Note the line of every key, and yield a complaint for each that stands twice. An aliased node counts once."""
+    if not isinstance(node, yaml.MappingNode) or id(node) in seen:
+        return
+    seen.add(id(node))
+    here: dict[str, int] = {}
+    for key, value in node.value:
+        name, line = str(key.value), key.start_mark.line + 1
+        whole = (*path, name)
+        if name in here:
+            yield f"{'.'.join(whole)}: stands twice (lines {here[name]} and {line})"
+        here[name] = lines[whole] = line
+        yield from _walk(value, whole, lines, seen)
+
+
+def _parse_scalar(source: str, text: str) -> Any:
+    try:
+        return yaml.safe_load(text)
+    except (yaml.YAMLError, ValueError, RecursionError):
+        raise ConfigError(f"{source}: not a YAML value (got {_shown(text)})") from None
+
+
+def _complaints(error: ValidationError, layers: _Layers, prefix: KeyPath = ()) -> Iterator[str]:
+    for detail in error.errors(include_url=False):
+        # pydantic marks an error in a mapping's key itself with the step "[key]".
+        path = (*prefix, *(str(step) for step in detail["loc"] if step != "[key]"))
+        cause = detail.get("ctx", {}).get("error")
+        if isinstance(cause, ValidationError):
+            yield from _complaints(cause, layers, path)
+        elif detail["type"] == "extra_forbidden":
+            yield layers.complaint(path, _unknown_key(path, layers.values), _shown(detail["input"]))
+        else:
+            own = detail["loc"][-1:] != ("[key]",) and detail["type"] != "missing"
+            yield layers.complaint(path, _message(detail, cause), _shown(detail["input"]) if own else "")
+
+
+def _message(detail: ErrorDetails, cause: object) -> str:
+    if detail["type"] == "model_type":
+        return "must be a section of keys and values"
+    if cause is not None:
+        return str(cause)
+    return detail["msg"][:1].lower() + detail["msg"][1:]
+
+
+def _unknown_key(path: KeyPath, values: Mapping[str, Any]) -> str:
+    known = sorted(_known_keys(path[:-1], values))
+    near = difflib.get_close_matches(path[-1], known, n=1)
+    if near:
+        return f"unknown key; did you mean {'.'.join((*path[:-1], near[0]))}?"
+    return f"unknown key; there are: {', '.join(known)}" if known else "unknown key"
+
+
+def _known_keys(section: KeyPath, values: Mapping[str, Any]) -> set[str]:
+    if section[:2] == ("policy", "parameters"):
+        name = values["policy"].get("name", PolicyConfig.model_fields["name"].default)
+        model, section = POLICIES.load(name), section[2:]
+    else:
+        model = CaesuraConfig
+    for key in section:
+        candidates = (model.model_fields[key].annotation, *get_args(model.model_fields[key].annotation))
+        model = next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
+        if model is None:
+            return set()
+    return set(model.model_fields)
+
+
+def _with_model_path(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
+    """`model.source` as an absolute path where it is one: `./m` is beside the file, or here if said elsewhere."""
+    key = ("model", "source")
+    source = config.model.source
+    if not source.startswith(("/", ".", "~")):
+        return config
+    in_file = path is not None and layers.source_of(key) == layers.source
+    base = path.parent if path is not None and in_file else Path()
+    resolved = (base / Path(source).expanduser()).resolve()
+    if not resolved.exists():
+        raise ConfigError(layers.complaint(key, f"no such path: {resolved}", _shown(source)))
+    return config.model_copy(update={"model": config.model.model_copy(update={"source": str(resolved)})})
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."

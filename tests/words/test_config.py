@@ -1,0 +1,347 @@
+"""The configuration: its sources and their order, the complaints, the YAML and the schema, and `caesura config`."""
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from cluster import cli
+from cluster.config import RESERVED_ENGINE_KWARGS, TINY, CaesuraConfig
+from cluster.config_source import config_schema, dump_config, load_config, parse_assignment
+from cluster.errors import ConfigError, TraceError
+from cluster.registry import POLICIES, ROUTERS
+from replicas.engine_arguments import unknown_engine_arguments
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "caesura.yaml"
+
+
+def complaints(path: Path | None, text: str = "", environment: Any = None, overrides: Any = None) -> list[str]:
+    if path is not None:
+        path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, environment or {}, overrides)
+    return str(refused.value).splitlines()
+
+
+def test_nothing_said_is_the_built_in_model(file: Path) -> None:
+    config = load_config(None, {})
+    assert config == CaesuraConfig()
+    assert config.model.source == TINY
+    file.write_text("", encoding="utf-8")
+    assert load_config(file, {}) == config
+    file.write_text("# all commented out\nhttp:\npolicy:\n", encoding="utf-8")
+    assert load_config(file, {}) == config
+
+
+def test_flags_override_variables_override_the_file(file: Path) -> None:
+    file.write_text("http: {port: 1, host: a, max_json_depth: 10}\nengine: {max_num_seqs: 4}\n", encoding="utf-8")
+    environment = {"CAESURA__HTTP__PORT": "2", "CAESURA__HTTP__HOST": "b", "PATH": "/bin", "CAESURA_OTHER": "x"}
+    config = load_config(file, environment, {"http.port": 3, "engine.max_model_len": 64})
+    assert (config.http.port, config.http.host, config.http.max_json_depth) == (3, "b", 10)
+    assert config.engine == {"max_num_seqs": 4, "max_model_len": 64}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "path", "expected"),
+    [
+        ("CAESURA__HTTP__PORT", "9000", "http.port", 9000),
+        ("caesura__Http__Port", "9000", "http.port", 9000),
+        ("CAESURA__HTTP__ADMIN", "no", "http.admin", False),
+        ("CAESURA__SLO__TTFT_S", "null", "slo.ttft_s", None),
+        ("CAESURA__SLO__TTFT_S", "1e1", "slo.ttft_s", 10.0),
+        ("CAESURA__MODEL__ID", "org/name", "model.id", "org/name"),
+        ("CAESURA__STORE__URL", "redis://:secret@host:6379/0", "store.url", "redis://:secret@host:6379/0"),
+        ("CAESURA__POLICY__PARAMETERS", "{delta: 0.2}", "policy.parameters", {"delta": 0.2}),
+        ("CAESURA__ENGINE__MAX_MODEL_LEN", "4096", "engine", {"max_model_len": 4096}),
+    ],
+)
+def test_variables_are_yaml(name: str, value: str, path: str, expected: Any) -> None:
+    found: Any = load_config(None, {name: value})
+    for key in path.split("."):
+        found = getattr(found, key)
+    assert found == expected
+
+
+VARIABLES = [
+    ("CAESURA__HTTP__PROT", "1", "CAESURA__HTTP__PROT: http.prot: unknown key; did you mean http.port? (got 1)"),
+    ("CAESURA__HTTP__PORT", "no", "CAESURA__HTTP__PORT: http.port: must not be true or false (got False)"),
+    ("CAESURA__REPLICAS__COUNT", "two", "CAESURA__REPLICAS__COUNT: replicas.count: input should be a valid integer"),
+    ("CAESURA__COLOUR", "red", "CAESURA__COLOUR: colour: unknown key; "),
+    ("CAESURA__", "1", "CAESURA__: names no key"),
+    ("CAESURA__HTTP____PORT", "1", "CAESURA__HTTP____PORT: names no key"),
+    ("CAESURA__HTTP__PORT", "[1", "CAESURA__HTTP__PORT: not a YAML value (got '[1')"),
+    ("CAESURA__HTTP__HOST", "2024-13-45", "CAESURA__HTTP__HOST: not a YAML value (got '2024-13-45')"),
+    ("CAESURA__MODEL__ID__X", "1", "CAESURA__MODEL__ID__X: model.id: is not a section (got 'm')"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "complaint"), VARIABLES, ids=[row[0] for row in VARIABLES])
+def test_wrong_variables_are_named(file: Path, name: str, value: str, complaint: str) -> None:
+    (line,) = complaints(file, "model: {id: m}\n", {name: value})
+    assert line.startswith(complaint)
+
+
+FILES: dict[str, tuple[str, str]] = {
+    "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
+    "unknown section": (
+        "colours: {}\n",
+        "colours: unknown key; there are: control, engine, http, model, policy, replicas, router, slo, store "
+        "(got {}, line 1)",
+    ),
+    "out of range": (
+        "http: {port: 70000}\n",
+        "http.port: input should be less than or equal to 65535 (got 70000, line 1)",
+    ),
+    "wrong type": ("replicas: {count: many}\n", "replicas.count: input should be a valid integer"),
+    "not a section": ("http: 5\n", "http: must be a section of keys and values (got 5, line 1)"),
+    "unknown policy": (
+        "policy: {name: best}\n",
+        "policy.name: unknown policy 'best'; choose one of: vllm, continuum (got 'best', line 1)",
+    ),
+    "unknown router": ("router: {name: best}\n", "router.name: unknown router 'best'; choose one of: "),
+    "policy parameter": (
+        "policy:\n  name: continuum\n  parameters:\n    delta: 2\n",
+        "policy.parameters.delta: input should be less than 1 (got 2, line 4)",
+    ),
+    "unknown policy parameter": (
+        "policy: {parameters: {detla: 0.1}}\n",
+        "policy.parameters.detla: unknown key; did you mean policy.parameters.delta? (got 0.1, line 1)",
+    ),
+    "parameter of a policy without any": (
+        "policy: {name: vllm, parameters: {delta: 0.1}}\n",
+        "policy.parameters.delta: unknown key (got 0.1, line 1)",
+    ),
+    "reserved engine argument": (
+        "engine:\n  scheduler_cls: x\n",
+        "engine.scheduler_cls: is decided by policy.name; set that instead (line 2)",
+    ),
+    "key that is no text": ("5: x\n", "5: keys should be strings"),
+    "long value": ("http: {port: " + "x" * 500 + "}\n", "http.port: input should be a valid integer"),
+}
+
+
+@pytest.mark.parametrize("case", FILES)
+def test_wrong_keys_are_told_with_their_path(file: Path, case: str) -> None:
+    text, complaint = FILES[case]
+    (line,) = complaints(file, text)
+    assert line.startswith(f"{file}: {complaint}")
+    assert len(line) < len(str(file)) + 250
+
+
+@pytest.mark.parametrize("key", RESERVED_ENGINE_KWARGS)
+def test_every_reserved_engine_argument_names_a_key_that_exists(key: str) -> None:
+    (line,) = complaints(None, overrides={f"engine.{key}": 1})
+    assert line == f"--set engine.{key}: engine.{key}: is decided by {RESERVED_ENGINE_KWARGS[key]}; set that instead"
+    section, name = RESERVED_ENGINE_KWARGS[key].split(".")
+    assert name in type(getattr(CaesuraConfig(), section)).model_fields
+
+
+def test_all_complaints_at_once(file: Path) -> None:
+    lines = complaints(file, "http: {port: -1}\nslo: {ttft_s: 0}\npolicy: {parameters: {beta: 0, delta: 0}}\n")
+    paths = [line.removeprefix(f"{file}: ").split(":")[0] for line in lines]
+    assert sorted(paths) == ["http.port", "policy.parameters.beta", "policy.parameters.delta", "slo.ttft_s"]
+
+
+BROKEN: dict[str, tuple[bytes, str]] = {
+    "not YAML": (b"http:\n  port: [1\n", "line 3, column 1: not valid YAML: "),
+    "tab": (b"http:\n\tport: 1\n", "line 2, column 1: not valid YAML: "),
+    "two documents": (b"a: 1\n---\nb: 2\n", "line 2, column 1: not valid YAML: "),
+    "object": (b"a: !!python/object/apply:os.getcwd []\n", "line 1, column 4: not valid YAML: could not determine"),
+    "date that is none": (b"a: 2024-13-45\n", "not valid YAML: month must be"),
+    "control character": (b"a: \x01\n", "not valid YAML: "),
+    "unhashable key": (b"? [a]\n: 1\n", "line 1, column 3: not valid YAML: found unhashable key"),
+    "list": (b"- a\n", "must be a mapping of keys to values (got ['a'])"),
+    "text": (b"hello\n", "must be a mapping of keys to values (got 'hello')"),
+    "repeated key": (b"http:\n  port: 1\n  host: a\n  port: 2\n", "http.port: stands twice (lines 2 and 4)"),
+    "repeated section": (b"http: {}\nhttp: {}\n", "http: stands twice (lines 1 and 2)"),
+    "not text": (b"\xff\xfe\xff", "cannot be read: "),
+    "very deep": (b"[" * 100_000, "not valid YAML: "),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_files(file: Path, case: str) -> None:
+    content, complaint = BROKEN[case]
+    file.write_bytes(content)
+    with pytest.raises(ConfigError) as refused:
+        load_config(file, {})
+    assert str(refused.value).startswith(f"{file}: {complaint}")
+
+
+def test_no_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"none\.yaml: no such file"):
+        load_config(tmp_path / "none.yaml", {})
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, {})
+
+
+def test_model_paths(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "m").mkdir(parents=True)
+    (tmp_path / "m").mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    file.write_text("model: {source: ./m}\n", encoding="utf-8")
+    assert load_config(file, {}).model.source == str(tmp_path / "m")
+    for source in ("../m", "~/m", str(tmp_path / "m")):
+        assert load_config(file, {"CAESURA__MODEL__SOURCE": source}).model.source == str(tmp_path / "m")
+    assert load_config(file, {}, {"model.source": "./m"}).model.source == str(elsewhere / "m")
+    assert load_config(file, {}, {"model.source": "m"}).model.source == "m"
+    assert load_config(file, {}, {"model.source": "org/m"}).model.source == "org/m"
+
+
+@pytest.mark.parametrize("source", ["./none", "../none", "~/none", "/none"])
+def test_missing_model_paths(file: Path, source: str) -> None:
+    (line,) = complaints(file, f"http: {{}}\nmodel: {{source: {source}}}\n")
+    assert line.startswith(f"{file}: model.source: no such path: /")
+    assert line.endswith(f"(got {source!r}, line 2)")
+    (line,) = complaints(file, "", overrides={"model.source": source})
+    assert line.startswith("--set model.source: model.source: no such path: ")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("a.b=1", ("a.b", 1)), ("a=b=c", ("a", "b=c")), ("a=", ("a", None)), ("a=[1, x]", ("a", [1, "x"]))],
+)
+def test_assignments(text: str, expected: tuple[str, Any]) -> None:
+    assert parse_assignment(text) == expected
+
+
+@pytest.mark.parametrize("text", ["a.b", "=1", " =1", "a=[", ""])
+def test_wrong_assignments(text: str) -> None:
+    with pytest.raises(ConfigError, match="--set"):
+        parse_assignment(text)
+
+
+def test_empty_part_of_a_dotted_key() -> None:
+    assert complaints(None, overrides={"http..port": 1}) == [
+        "--set http..port: names no key: a part of its path is empty"
+    ]
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_dump_fills_in_every_default_and_reads_back(file: Path, name: str) -> None:
+    config = load_config(None, {}, {"policy.name": name, "engine.max_model_len": 64, "http.port": 5})
+    file.write_text(dump_config(config), encoding="utf-8")
+    dumped = yaml.safe_load(file.read_text(encoding="utf-8"))
+    parameters = POLICIES.load(name)
+    assert dumped["policy"]["parameters"].keys() == parameters.model_fields.keys()
+    assert dumped["http"].keys() == type(config.http).model_fields.keys()
+    assert dumped.keys() == CaesuraConfig.model_fields.keys()
+    again = load_config(file, {})
+    assert dump_config(again) == dump_config(config)
+    assert again.engine == {"max_model_len": 64}
+
+
+def test_schema_is_a_schema_that_describes_every_key() -> None:
+    schema = config_schema()
+    jsonschema.Draft202012Validator.check_schema(schema)
+    for name, section in {"": schema, **schema["$defs"]}.items():
+        assert section["description"], name
+        for key, described in section.get("properties", {}).items():
+            assert "$ref" in described or described["description"], f"{name}.{key}"
+    assert schema["$defs"]["PolicyConfig"]["properties"]["name"]["enum"] == list(POLICIES)
+    assert schema["$defs"]["RouterConfig"]["properties"]["name"]["enum"] == list(ROUTERS)
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_schema_has_the_parameters_of_every_policy(name: str) -> None:
+    schema = config_schema()
+    model = POLICIES.load(name)
+    assert schema["$defs"][model.__name__].get("properties", {}).keys() == model.model_fields.keys()
+    validator = jsonschema.Draft202012Validator(schema)
+    config = load_config(None, {}, {"policy.name": name})
+    assert not list(validator.iter_errors(yaml.safe_load(dump_config(config))))
+    assert list(validator.iter_errors({"policy": {"name": name, "parameters": {"no_such": 1}}}))
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"http": {"prot": 1}},
+        {"policy": {"name": "best"}},
+        {"policy": {"parameters": {"delta": 2}}},
+        {"http": {"port": -1}},
+    ],
+)
+def test_schema_refuses_what_is_refused(wrong: dict[str, Any], file: Path) -> None:
+    assert list(jsonschema.Draft202012Validator(config_schema()).iter_errors(wrong))
+    assert complaints(file, yaml.safe_dump(wrong))
+
+
+def test_unknown_engine_arguments() -> None:
+    from vllm.engine.arg_utils import AsyncEngineArgs
+
+    names = ["max_model_len", "max_modle_len", "enable_log_requests", "chat_template", "colour"]
+    assert unknown_engine_arguments(names) == ["max_modle_len", "colour"]
+    assert unknown_engine_arguments(RESERVED_ENGINE_KWARGS) == []
+    assert unknown_engine_arguments([field.name for field in dataclasses.fields(AsyncEngineArgs)]) == []
+
+
+RUN = CliRunner()
+
+
+def run_main(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["caesura", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        cli.main()
+    return int(ended.value.code or 0)
+
+
+def test_command_show(file: Path) -> None:
+    file.write_text("http: {port: 1}\n", encoding="utf-8")
+    shown = RUN.invoke(
+        cli.app,
+        ["config", "show", "--config", str(file), "--set", "http.host=h", "--set", "slo.e2e_s=2"],
+        env={"CAESURA__HTTP__PORT": "7"},
+    )
+    assert shown.exit_code == 0
+    values = yaml.safe_load(shown.stdout)
+    assert (values["http"]["port"], values["http"]["host"], values["slo"]["e2e_s"]) == (7, "h", 2.0)
+
+
+def test_command_schema() -> None:
+    printed = RUN.invoke(cli.app, ["config", "schema"])
+    assert printed.exit_code == 0
+    assert json.loads(printed.stdout) == config_schema()
+
+
+def test_command_check(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    file.write_text("engine: {max_model_len: 64}\n", encoding="utf-8")
+    assert run_main(monkeypatch, "config", "check", "--config", str(file)) == 0
+    assert capsys.readouterr().out.endswith(f"{file} is valid\n")
+    file.write_text("engine: {max_modle_len: 64, max_num_seqs: 1, colour: 2}\n", encoding="utf-8")
+    assert run_main(monkeypatch, "config", "check", "--config", str(file)) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}: engine.max_modle_len: vLLM has no such engine argument",
+        f"{file}: engine.colour: vLLM has no such engine argument",
+    ]
+    assert run_main(monkeypatch, "config", "check") == 0
+    assert capsys.readouterr().out == "built-in configuration is valid\n"
+
+
+def test_main_tells_errors_without_a_traceback(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text("http: {port: x}\n", encoding="utf-8")
+    assert run_main(monkeypatch, "config", "show", "-c", str(file)) == 2
+    streams = capsys.readouterr()
+    assert streams.out == ""
+    assert streams.err.startswith(f"{file}: http.port: ")
+    assert "Traceback" not in streams.err
+
+    def refuse() -> None:
+        raise TraceError("trace.jsonl:3: arrival_s: must be a number")
+
+    monkeypatch.setattr(cli, "app", refuse)
+    assert run_main(monkeypatch) == 2
+    assert capsys.readouterr().err == "trace.jsonl:3: arrival_s: must be a number\n"
