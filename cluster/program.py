@@ -13,7 +13,7 @@ USER_REPLY = "user_reply"
 """The tool name of a turn that asks for no tool and is not the last: the program waits for its user."""
 
 WIRE_KEY = "caesura"
-"""The key of ``vllm_xargs`` (``SamplingParams.extra_args``) under which an encoded ProgramIdentity reaches the scheduler."""
+"""The key of ``vllm_xargs`` (``SamplingParams.extra_args``) under which a ProgramIdentity reaches the scheduler."""
 
 
 @dataclass(frozen=True, slots=True)

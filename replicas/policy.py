@@ -106,7 +106,7 @@ class OrderPolicy(Protocol):
     """In which order may waiting turns be admitted?"""
 
     def key(self, turn: TurnView) -> RankKey:
-        """A rank: least first, ties by arrival. It may depend on nothing that changes without an event of the program."""
+        """A rank: least first, ties by arrival. It changes only with an event of the program."""
         ...
 
 

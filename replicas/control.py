@@ -1,0 +1,199 @@
+"""The side channel into a replica's scheduler: plain msgpack values in and out, between two steps, bounded in time.
+
+``install()`` gives vLLM's EngineCore one more utility method, in the process that imports the scheduler; the replica
+calls it through the engine client. An operation that makes no sense is answered with ``{"refused": why}``, never with
+an exception inside the engine.
+"""
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+import pydantic
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from cluster.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
+from cluster.lifecycle import Ended, HoldEnded, Phase, ToolFinished, ToolStarted
+from cluster.statistics import DurationTable
+
+if TYPE_CHECKING:
+    from replicas.scheduler import AgentScheduler
+
+UTILITY = "caesura_control"
+"""Name of the EngineCore method."""
+
+
+class ControlChannel:
+    """The replica's end.
+
+    Args:
+        engine_client: vLLM's AsyncLLM.
+        timeout_s: a call that is not answered within this time raises ControlTimeout. After the death of the engine
+            no call is ever answered, so that every call needs it.
+    """
+
+    def __init__(self, engine_client: Any, timeout_s: float) -> None:
+        self._engine_client = engine_client
+        self._timeout_s = timeout_s
+
+    async def call(self, operation: str, **payload: Any) -> dict[str, Any]:
+        """Run one operation of OPERATIONS in the scheduler.
+
+        Raises:
+            ControlRefused: the scheduler says why; nothing was changed.
+            ControlTimeout: no answer in time; whether it acted is unknown.
+            EngineGone: the engine is dead.
+        """
+        if self._engine_client.errored:
+            raise EngineGone(f"{operation}: the engine is dead")
+        core = self._engine_client.engine_core
+        try:
+            answer: dict[str, Any] = await asyncio.wait_for(
+                core.call_utility_async(UTILITY, operation, payload), self._timeout_s
+            )
+        except EngineDeadError as error:
+            raise EngineGone(f"{operation}: the engine is dead") from error
+        except TimeoutError as error:
+            if self._engine_client.errored:
+                raise EngineGone(f"{operation}: the engine is dead") from error
+            raise ControlTimeout(f"{operation}: no answer from the scheduler within {self._timeout_s} s") from error
+        if "refused" in answer:
+            raise ControlRefused(str(answer["refused"]))
+        return answer
+
+
+def install() -> None:
+    """Give EngineCore the utility method. Called where the scheduler class is imported; again is harmless."""
+
+    def caesura_control(core: Any, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return dispatch(core.scheduler, operation, payload)
+
+    setattr(EngineCore, UTILITY, caesura_control)
+
+
+def dispatch(scheduler: "AgentScheduler", operation: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+    """Run an operation; ``{"refused": why}`` where it cannot be."""
+    run = OPERATIONS.get(operation)
+    if run is None:
+        return {"refused": f"unknown operation {operation!r}; there are: {', '.join(OPERATIONS)}"}
+    try:
+        return run(scheduler, **payload)
+    except (ControlRefused, ConfigError, pydantic.ValidationError, TypeError, ValueError) as error:
+        return {"refused": f"{operation}: {error}"}
+
+
+def _exchange(scheduler: "AgentScheduler", durations: bytes | None = None) -> dict[str, Any]:
+    """Take what other replicas saw of tools, give what this one saw; also ends what has expired while nothing runs."""
+    if durations is not None:
+        scheduler.durations.replace_others(DurationTable.from_bytes(durations).own())
+    scheduler.expire(scheduler.clock.now_s())
+    return {"durations": scheduler.durations.to_bytes(), "snapshot": snapshot(scheduler)}
+
+
+def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
+    """The replica in numbers: memory in blocks and tokens, queues, programs, counters since start."""
+    pool = scheduler.kv_cache_manager.block_pool
+    return {
+        "policy": scheduler.policy_name,
+        "block_size": scheduler.block_size,
+        "total_blocks": pool.num_gpu_blocks - 1,
+        "free_blocks": pool.get_num_free_blocks(),
+        "held_blocks": scheduler.holds.num_blocks,
+        "held_tokens": scheduler.holds.num_tokens,
+        "held_programs": len(scheduler.holds),
+        "running": len(scheduler.running),
+        "waiting": len(scheduler.waiting) + len(scheduler.skipped_waiting),
+        "programs": len(scheduler.programs),
+        "concluded_programs": scheduler.programs.concluded,
+        "counters": dict(scheduler.counters),
+    }
+
+
+def _program(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+    """The program's story; empty if this replica does not know it."""
+    return scheduler.programs.story(key) or {}
+
+
+def _paused(scheduler: "AgentScheduler", key: str) -> None:
+    program = scheduler.programs.get(key)
+    if program is None or program.phase not in (Phase.HELD, Phase.RELEASED):
+        raise ControlRefused(f"{key} is not paused here: {program.phase if program else 'unknown'}")
+
+
+def _hold(scheduler: "AgentScheduler", key: str, seconds: float) -> dict[str, Any]:
+    """Hold a program, that is held already, for so long from now."""
+    if key not in scheduler.holds:
+        raise ControlRefused(f"{key} holds nothing that could be held longer")
+    limit_s = scheduler.settings.control.hold_limit_s
+    if not 0 <= seconds <= limit_s:
+        raise ControlRefused(f"seconds must be between 0 and {limit_s}, not {seconds}")
+    scheduler.holds.extend(key, scheduler.clock.now_s() + seconds)
+    return {"held_blocks": len(scheduler.holds.get(key).blocks)}  # type: ignore[union-attr]
+
+
+def _release(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+    """Give a held program's blocks back."""
+    if key not in scheduler.holds:
+        return {"released": False}
+    scheduler.apply(key, HoldEnded(scheduler.clock.now_s(), "asked"))
+    return {"released": True}
+
+
+def _end(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+    """The program will not come back; turns in flight go on."""
+    if scheduler.programs.get(key) is None:
+        return {"ended": False}
+    scheduler.apply(key, Ended(scheduler.clock.now_s(), "asked"))
+    return {"ended": True}
+
+
+def _tool_started(
+    scheduler: "AgentScheduler", key: str, tools: list[str], expected_s: float | None = None
+) -> dict[str, Any]:
+    """The executor runs these tools now; a hold lasts at least as long as they are expected to."""
+    _paused(scheduler, key)
+    now_s = scheduler.clock.now_s()
+    scheduler.apply(key, ToolStarted(now_s, tuple(tools)))
+    held = scheduler.holds.get(key)
+    if held is not None and expected_s is not None:
+        until_s = now_s + min(max(0.0, expected_s), scheduler.settings.control.hold_limit_s)
+        scheduler.holds.extend(key, max(held.until_s, until_s))
+    return {"held": held is not None}
+
+
+def _tool_finished(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+    """The slowest tool is done; its duration enters the statistics, free of the way back to this replica."""
+    _paused(scheduler, key)
+    scheduler.apply(key, ToolFinished(scheduler.clock.now_s()))
+    return {"held": key in scheduler.holds}
+
+
+def _set_policy(scheduler: "AgentScheduler", name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Decide by another policy from now on."""
+    scheduler.use_policy(name, parameters or {})
+    return _policy(scheduler)
+
+
+def _policy(scheduler: "AgentScheduler") -> dict[str, Any]:
+    return {"name": scheduler.policy_name, "parameters": scheduler.policy_parameters}
+
+
+def _reset(scheduler: "AgentScheduler") -> dict[str, Any]:
+    """End all holds and empty the prefix cache; False while turns run that use it."""
+    return {"reset": scheduler.reset_prefix_cache()}
+
+
+OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
+    "exchange": _exchange,
+    "program": _program,
+    "hold": _hold,
+    "release": _release,
+    "end": _end,
+    "tool_started": _tool_started,
+    "tool_finished": _tool_finished,
+    "set_policy": _set_policy,
+    "policy": _policy,
+    "reset": _reset,
+}
+"""Every operation that the side channel knows."""

@@ -1,0 +1,110 @@
+"""Continuum: pin a program's KV across a tool call for a time to live, and serve programs in order of their arrival.
+
+Source: Continuum sections 4.2 (estimation), 4.3 (time to live), 4.4 (priority), 4.5 (simplified version) and 5.3
+(victims).
+"""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.program import tool_key
+from replicas.policies.vllm import FullBudget
+from replicas.policy import (
+    Claimant,
+    Hold,
+    HoldView,
+    PauseDecision,
+    PauseView,
+    Policy,
+    RankKey,
+    Release,
+    TurnView,
+)
+
+
+class ContinuumParameters(BaseModel):
+    """Parameters of the policy `continuum`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    delta: float = Field(0.1, gt=0, lt=1)
+    """The bound on a tool's duration holds with probability 1 - delta (empirical Bernstein)."""
+    min_observations: int = Field(5, ge=2)
+    """K: a tool's own statistics count from so many observations on; before, all tools' together."""
+    default_ttl_s: float = Field(2.0, gt=0)
+    """Time to live while there are fewer than K observations of anything."""
+    beta: float = Field(1.0, gt=0)
+    """Scales the time to live by turns so far / average turns of a program."""
+    max_ttl_s: float = Field(60.0, gt=0)
+    """No time to live is longer."""
+    simplified: bool = False
+    """Section 4.5: pin for fixed_ttl_s where the tool's mean is below threshold_s, else not at all."""
+    threshold_s: float = Field(2.0, gt=0)
+    """Simplified version: tools that take longer in the mean are not pinned for."""
+    fixed_ttl_s: float = Field(2.0, gt=0)
+    """Simplified version: the one time to live."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        pause = SimplifiedTimeToLive(self) if self.simplified else TimeToLive(self)
+        return Policy("continuum", ProgramArrivalOrder(), pause, FullBudget())
+
+
+class ProgramArrivalOrder:
+    """Section 4.4: preempted turns, then pinned programs, then programs by arrival."""
+
+    def key(self, turn: TurnView) -> RankKey:
+        """(0 if preempted, 0 if pinned, arrival of the program in seconds)."""
+        return (0.0 if turn.preempted else 1.0, 0.0 if turn.pinned else 1.0, turn.program.arrived_s)
+
+
+@dataclass(frozen=True, slots=True)
+class _Pins:
+    """What both versions share: who loses a pin (section 5.3)."""
+
+    parameters: ContinuumParameters
+
+    def victim_key(self, hold: HoldView) -> RankKey:
+        """The program that arrived last goes first."""
+        return (-hold.program.arrived_s,)
+
+    def yields(self, hold: HoldView, claimant: Claimant) -> bool:
+        """To a waiting turn only when nothing runs; to a running one always, since a preemption would cost more."""
+        return claimant is not Claimant.WAITING
+
+
+@dataclass(frozen=True, slots=True)
+class TimeToLive(_Pins):
+    """Section 4.3: time to live = bound of the tool's duration * beta * turns so far / average turns."""
+
+    def decide(self, pause: PauseView) -> PauseDecision:
+        """Hold, for as long as the client asks (``retention_s``) or else for the time to live."""
+        asked = pause.hints.retention_s
+        ttl_s = asked if asked is not None else min(self.ttl_s(pause), self.parameters.max_ttl_s)
+        return Hold(pause.now_s + ttl_s, reason="ttl" if asked is None else "retention")
+
+    def ttl_s(self, pause: PauseView) -> float:
+        """Seconds."""
+        turns = pause.program.turns / pause.average_turns if pause.average_turns else 1.0
+        return self._bound_s(pause) * self.parameters.beta * turns
+
+    def _bound_s(self, pause: PauseView) -> float:
+        """Of the tool once it was seen K times, else of all tools, else the default."""
+        tool = pause.durations.tool(tool_key(pause.tools))
+        for statistics in (tool, pause.durations.overall):
+            if statistics is not None and statistics.count >= self.parameters.min_observations:
+                return statistics.bernstein_bound_s(self.parameters.delta)
+        return self.parameters.default_ttl_s
+
+
+@dataclass(frozen=True, slots=True)
+class SimplifiedTimeToLive(_Pins):
+    """Section 4.5: one time to live, for tools that are short in the mean."""
+
+    def decide(self, pause: PauseView) -> PauseDecision:
+        """Hold for ``fixed_ttl_s`` where the mean is below ``threshold_s``; a tool never seen counts by all tools."""
+        statistics = pause.durations.tool(tool_key(pause.tools)) or pause.durations.overall
+        if statistics.count == 0 or statistics.mean_s < self.parameters.threshold_s:
+            return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason="short tool")
+        return Release("long tool")

@@ -1,0 +1,37 @@
+"""What the application tells a replica's scheduler, carried through vLLM's ``additional_config``."""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.config import ControlConfig, PolicyConfig
+
+KEY = "caesura"
+"""The key of ``additional_config``."""
+
+
+class SchedulerSettings(BaseModel):
+    """Settings of one AgentScheduler."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(name="vllm"))
+    """The policy at start."""
+    control: ControlConfig = Field(default_factory=ControlConfig)
+    """Bounds."""
+    tool_parser: str | None = None
+    """vLLM's tool parser, for the names of the tools that a turn asks for."""
+
+    def additional_config(self) -> dict[str, Any]:
+        """What goes into vLLM's engine argument of that name."""
+        return {KEY: self.model_dump(mode="json")}
+
+    @classmethod
+    def of(cls, additional_config: Any) -> "SchedulerSettings":
+        """The inverse; defaults where vLLM was started without Caesura's application.
+
+        Raises:
+            pydantic.ValidationError: what stands there are not settings.
+        """
+        values = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
+        return cls.model_validate(values)

@@ -1,0 +1,113 @@
+"""vLLM's waiting queue, ordered by an OrderPolicy instead of by arrival."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+
+from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.request import Request
+
+from replicas.policy import RankKey
+
+
+class RankedQueue(RequestQueue):
+    """Least rank first; among equals vLLM's own order, so that a constant rank is its FCFS queue.
+
+    A rank is taken when a request comes in and again at :meth:`rerank`; between the two it does not change. Removal is
+    lazy: an entry that is no longer the request's own is skipped when it surfaces.
+    """
+
+    def __init__(self, rank: Callable[[Request], RankKey]) -> None:
+        self._rank = rank
+        self._heap: list[tuple[RankKey, int, str]] = []
+        self._entries: dict[str, tuple[RankKey, int, Request]] = {}
+        # Numbers grow at the tail and fall at the head: put back in front means before all equals.
+        self._tail = itertools.count(1)
+        self._head = itertools.count(-1, -1)
+
+    def _put(self, request: Request, number: int) -> None:
+        rank = self._rank(request)
+        self._entries[request.request_id] = (rank, number, request)
+        heapq.heappush(self._heap, (rank, number, request.request_id))
+
+    def _top(self) -> tuple[RankKey, int, Request] | None:
+        while self._heap:
+            rank, number, request_id = self._heap[0]
+            entry = self._entries.get(request_id)
+            if entry is not None and entry[1] == number and entry[0] == rank:
+                return entry
+            heapq.heappop(self._heap)
+        return None
+
+    def add_request(self, request: Request) -> None:
+        """Behind its equals."""
+        self._put(request, next(self._tail))
+
+    def prepend_request(self, request: Request) -> None:
+        """Before its equals."""
+        self._put(request, next(self._head))
+
+    def prepend_requests(self, requests: RequestQueue) -> None:
+        """Before their equals, in reverse of the given order, as vLLM's own queue does."""
+        for request in requests:
+            self.prepend_request(request)
+
+    def peek_request(self) -> Request:
+        """The request that is admitted next.
+
+        Raises:
+            IndexError: the queue is empty.
+        """
+        top = self._top()
+        if top is None:
+            raise IndexError("peek from an empty queue")
+        return top[2]
+
+    def peek_rank(self) -> RankKey:
+        """The rank of :meth:`peek_request`'s request."""
+        top = self._top()
+        if top is None:
+            raise IndexError("peek from an empty queue")
+        return top[0]
+
+    def pop_request(self) -> Request:
+        """Take the request that is admitted next."""
+        request = self.peek_request()
+        heapq.heappop(self._heap)
+        del self._entries[request.request_id]
+        return request
+
+    def remove_request(self, request: Request) -> None:
+        """Take one request out.
+
+        Raises:
+            KeyError: it is not in the queue.
+        """
+        del self._entries[request.request_id]
+
+    def remove_requests(self, requests: Iterable[Request]) -> None:
+        """Take out those that are in the queue."""
+        for request in requests:
+            self._entries.pop(request.request_id, None)
+
+    def rerank(self, request_ids: Iterable[str]) -> None:
+        """Take the ranks of these again, where they wait here; their place among equals stays."""
+        for request_id in request_ids:
+            entry = self._entries.get(request_id)
+            if entry is not None:
+                self._put(entry[2], entry[1])
+
+    def rerank_all(self) -> None:
+        """Take every rank again."""
+        self._heap.clear()
+        self.rerank(list(self._entries))
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        ordered = sorted(self._entries.values(), key=lambda entry: entry[:2])
+        return (request for _, _, request in ordered)

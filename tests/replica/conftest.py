@@ -1,0 +1,63 @@
+"""Virtual replicas for scheduler timelines."""
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.config import PolicyConfig
+from replicas.scheduler import AgentScheduler
+from replicas.settings import SchedulerSettings
+from replicas.virtual_engine import Shape, VirtualEngine
+
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "float32",
+}
+
+
+@pytest.fixture(scope="session")
+def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A directory with a model's config.json: all that a scheduler reads of a model."""
+    directory = tmp_path_factory.mktemp("config-only-model")
+    (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
+    return directory
+
+
+Replica = Callable[..., VirtualEngine]
+
+
+@pytest.fixture
+def replica(tiny_config: Path) -> Iterator[Replica]:
+    """Makes virtual replicas with a clock that stands still; at the end every block must be accounted for."""
+    made: list[VirtualEngine] = []
+
+    def make(
+        policy: str = "continuum", asynchronous: bool = False, num_blocks: int = 64, **parameters: Any
+    ) -> VirtualEngine:
+        settings = SchedulerSettings(policy=PolicyConfig(name=policy, parameters=parameters))
+        engine = VirtualEngine(AgentScheduler, tiny_config, Shape(num_blocks=num_blocks), settings, asynchronous)
+        engine.scheduler.clock = ManualClock()
+        made.append(engine)
+        return engine
+
+    yield make
+    for engine in made:
+        scheduler = engine.scheduler
+        assert isinstance(scheduler, AgentScheduler)
+        engine.run()
+        scheduler.check_integrity()
+        assert scheduler.reset_prefix_cache()
+        assert engine.free_blocks() == engine.shape.num_blocks - 1, "a block leaked"

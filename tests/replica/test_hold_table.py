@@ -1,0 +1,118 @@
+"""The hold table owns one reference to each held block and gives each back once, whatever happens."""
+
+from collections import Counter
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from cluster.errors import IntegrityError
+from replicas.hold_table import HoldTable
+
+
+def test_blocks_go_back_tail_first() -> None:
+    freed: list[int] = []
+    table: HoldTable[int] = HoldTable(freed.extend)
+    table.hold("a", [1, 2, 3], tokens=40, since_s=0.0, until_s=5.0)
+    assert (table.num_blocks, table.num_tokens, "a" in table) == (3, 40, True)
+    assert table.release("a") == 3
+    assert freed == [3, 2, 1]
+    assert table.release("a") == 0
+
+
+def test_expiry_is_told_once_in_order_and_follows_an_extension() -> None:
+    table: HoldTable[int] = HoldTable(lambda blocks: None)
+    table.hold("late", [1], 1, 0.0, 9.0)
+    table.hold("soon", [2], 1, 0.0, 2.0)
+    table.hold("moved", [3], 1, 0.0, 3.0)
+    table.extend("moved", 8.0)
+    table.hold("gone", [4], 1, 0.0, 1.0)
+    table.release("gone")
+    assert table.expired(2.0) == ["soon"]
+    assert table.expired(7.9) == []
+    assert table.expired(9.0) == ["moved", "late"]
+
+
+@pytest.mark.parametrize("until_s", [float("inf"), float("nan"), -1.0])
+def test_a_hold_that_would_never_end_is_refused(until_s: float) -> None:
+    table: HoldTable[int] = HoldTable(lambda blocks: None)
+    with pytest.raises(IntegrityError):
+        table.hold("a", [1], 1, since_s=0.0, until_s=until_s)
+    assert len(table) == 0
+
+
+def test_a_second_hold_of_one_program_is_refused() -> None:
+    table: HoldTable[int] = HoldTable(lambda blocks: None)
+    table.hold("a", [1], 1, 0.0, 1.0)
+    with pytest.raises(IntegrityError, match="a is held already"):
+        table.hold("a", [2], 1, 0.0, 1.0)
+
+
+KEYS = st.sampled_from(["a", "b", "c", "d"])
+
+
+class HoldTableMachine(RuleBasedStateMachine):
+    """Blocks have reference counts, as in vLLM's pool; programs may share some."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.references: Counter[int] = Counter()
+        self.table: HoldTable[int] = HoldTable(self.free)
+        self.holds: dict[str, tuple[list[int], float]] = {}
+        self.now_s = 0.0
+        self.told: set[str] = set()
+
+    def free(self, blocks: Sequence[int]) -> None:
+        for block in blocks:
+            self.references[block] -= 1
+
+    @rule(key=KEYS, blocks=st.lists(st.integers(0, 9), max_size=5, unique=True), ttl_s=st.floats(0, 10))
+    def hold(self, key: str, blocks: list[int], ttl_s: float) -> None:
+        if key in self.holds:
+            with pytest.raises(IntegrityError):
+                self.table.hold(key, blocks, len(blocks), self.now_s, self.now_s + ttl_s)
+            return
+        self.references.update(blocks)
+        self.table.hold(key, blocks, len(blocks), self.now_s, self.now_s + ttl_s)
+        self.holds[key] = (blocks, self.now_s + ttl_s)
+        self.told.discard(key)
+
+    @rule(key=KEYS)
+    def release(self, key: str) -> None:
+        blocks, _ = self.holds.pop(key, ([], 0.0))
+        assert self.table.release(key) == len(blocks)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data(), ttl_s=st.floats(0, 10))
+    def extend(self, data: st.DataObject, ttl_s: float) -> None:
+        key = data.draw(st.sampled_from(sorted(self.holds)))
+        self.table.extend(key, self.now_s + ttl_s)
+        self.holds[key] = (self.holds[key][0], self.now_s + ttl_s)
+        self.told.discard(key)
+
+    @rule(seconds=st.floats(0, 5))
+    def expire(self, seconds: float) -> None:
+        self.now_s += seconds
+        due = {key for key, (_, until_s) in self.holds.items() if until_s <= self.now_s}
+        told = self.table.expired(self.now_s)
+        assert len(told) == len(set(told))
+        assert set(told) == due - self.told
+        self.told |= set(told)
+
+    @invariant()
+    def every_reference_is_a_holds(self) -> None:
+        self.table.check_integrity()
+        held = Counter(block for blocks, _ in self.holds.values() for block in blocks)
+        assert +self.references == held
+        assert {h.key: (list(h.blocks), h.until_s) for h in self.table} == self.holds
+
+    def teardown(self) -> None:
+        for key in list(self.holds):
+            self.table.release(key)
+        assert not +self.references
+
+
+TestHoldTableMachine = HoldTableMachine.TestCase
+TestHoldTableMachine.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)

@@ -1,0 +1,254 @@
+"""Readable timelines of the real scheduler on a clock that stands still: given these arrivals, expect these batches.
+
+A replica has 63 usable blocks of 16 tokens. Prompts are token ids; a program's next turn extends its last one.
+"""
+
+from collections.abc import Callable
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.lifecycle import Phase
+from cluster.program import Hints, ProgramIdentity
+from replicas.scheduler import AgentScheduler
+from replicas.virtual_engine import VirtualEngine
+
+Replica = Callable[..., VirtualEngine]
+BLOCK = 16
+SYNC_AND_ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+class Programs:
+    """Programs on one virtual replica, each a growing list of token ids."""
+
+    def __init__(self, engine: VirtualEngine) -> None:
+        self.engine = engine
+        self.scheduler: AgentScheduler = engine.scheduler  # type: ignore[assignment]
+        self.clock: ManualClock = self.scheduler.clock  # type: ignore[assignment]
+        self.contexts: dict[str, list[int]] = {}
+        self.turns: dict[str, int] = {}
+
+    def arrive(self, program: str, new_tokens: int, output: int = 1, *, tool: str = "ls", last: bool = False) -> str:
+        """A turn of ``program`` arrives; its request id."""
+        first = 1000 + 10 * ord(program[0])
+        context = self.contexts.setdefault(program, [first])
+        context.extend(first + i % 7 for i in range(new_tokens - (0 if program in self.turns else 1)))
+        number = self.turns[program] = self.turns.get(program, 0) + 1
+        identity = ProgramIdentity(program_id=program, last_turn=last, hints=Hints(expected_tool=tool))
+        request = self.engine.submit(f"{program}{number}", context, output, identity)
+        self.contexts[program] = request._all_token_ids
+        return request.request_id
+
+    def turn(self, program: str, new_tokens: int, output: int = 1, **kwargs: object) -> None:
+        """A whole turn, alone on the replica."""
+        self.arrive(program, new_tokens, output, **kwargs)  # type: ignore[arg-type]
+        self.engine.run()
+
+    def step(self) -> dict[str, int]:
+        """One step; tokens scheduled per request."""
+        return dict(self.engine.step().num_scheduled_tokens)
+
+    def phase(self, program: str) -> Phase | None:
+        state = self.scheduler.programs.get(f"default/{program}")
+        return state.phase if state else None
+
+    def held(self) -> set[str]:
+        return {held.key.removeprefix("default/") for held in self.scheduler.holds}
+
+    def learn(self, tool: str, *seconds: float) -> None:
+        for value in seconds:
+            self.scheduler.durations.observe(tool, value)
+
+
+@pytest.fixture
+def programs(replica: Replica) -> Callable[..., Programs]:
+    return lambda *args, **kwargs: Programs(replica(*args, **kwargs))
+
+
+Make = Callable[..., Programs]
+
+
+@SYNC_AND_ASYNC
+def test_a_held_program_resumes_with_all_but_its_last_partial_block(programs: Make, asynchronous: bool) -> None:
+    p = programs("continuum", asynchronous)
+    p.turn("a", new_tokens=100, output=5)
+    assert (p.phase("a"), p.held()) == (Phase.HELD, {"a"})
+    p.clock.advance(1.0)
+    request = p.arrive("a", new_tokens=10)
+    # 104 tokens have KV (the 105th was sampled, not computed): 6 full blocks of 16 are found again.
+    assert p.step() == {request: 115 - 6 * BLOCK}
+    p.engine.run()
+    story = p.scheduler.programs.story("default/a")
+    assert story is not None
+    assert [turn["cached_tokens"] for turn in story["turns"]] == [0, 6 * BLOCK]
+    assert story["turns"][0]["decision"] == "held 2.000s (ttl)"
+    assert p.scheduler.counters["hold_used"] == 1
+
+
+def test_a_hold_survives_memory_pressure_that_evicts_the_prefix_cache(programs: Make) -> None:
+    for policy, cached in [("continuum", 6 * BLOCK), ("vllm", 0)]:
+        p = programs(policy)
+        p.turn("a", new_tokens=100, output=5)
+        # Others pass through the rest of the memory, one after the other.
+        for other in "bcdefg":
+            p.turn(other, new_tokens=700, output=1, last=True)
+        p.turn("a", new_tokens=10)
+        story = p.scheduler.programs.story("default/a")
+        assert story is not None
+        assert story["turns"][1]["cached_tokens"] == cached, policy
+
+
+def test_the_first_ttl_is_the_default_and_expiry_gives_the_blocks_back(programs: Make) -> None:
+    p = programs("continuum", default_ttl_s=2.0)
+    free = p.engine.free_blocks()
+    p.turn("a", new_tokens=64)
+    assert p.engine.free_blocks() == free - 4
+    p.clock.advance(1.9)
+    p.step()
+    assert p.held() == {"a"}
+    p.clock.advance(0.1)
+    p.step()
+    assert (p.phase("a"), p.engine.free_blocks()) == (Phase.RELEASED, free)
+    assert p.scheduler.counters["expired"] == 1
+
+
+def test_the_ttl_is_the_tools_bound_scaled_by_turns(programs: Make) -> None:
+    p = programs("continuum", delta=0.1, min_observations=5, beta=2.0)
+    p.learn("ls", 1.0, 1.0, 1.0, 1.0, 1.0)
+    p.learn("pytest", 30.0)
+    p.turn("z", 10, last=True)  # one ended program of one turn: the average
+    p.turn("a", 10, tool="ls")
+    # No variance, no range: the bound is the mean, 1 s; times beta 2, times 1 turn of 1 in the mean.
+    assert p.scheduler.holds.get("default/a").until_s == pytest.approx(2.0)  # type: ignore[union-attr]
+    p.turn("a", 10, tool="ls")
+    # The second turn arrived at once: a pause of 0 s was observed, so the bound has variance and range now.
+    bound_s = p.scheduler.durations.tool("ls").bernstein_bound_s(0.1)  # type: ignore[union-attr]
+    assert p.scheduler.holds.get("default/a").until_s == pytest.approx(bound_s * 2.0 * 2)  # type: ignore[union-attr]
+    p.turn("b", 10, tool="pytest")  # seen once, below K: all tools together count
+    overall_s = p.scheduler.durations.overall.bernstein_bound_s(0.1)
+    assert p.scheduler.holds.get("default/b").until_s == pytest.approx(min(60.0, overall_s * 2.0))  # type: ignore[union-attr]
+
+
+def test_no_expiry_while_the_next_turn_waits(programs: Make) -> None:
+    p = programs("continuum", default_ttl_s=2.0)
+    p.turn("a", new_tokens=200, output=1)
+    runner = p.arrive("b", new_tokens=780, output=20, last=True)
+    p.step()
+    p.arrive("a", new_tokens=300)  # does not fit beside b
+    p.clock.advance(60.0)
+    assert runner in p.step()
+    assert (p.phase("a"), p.held()) == (Phase.RESUMING, {"a"})
+
+
+def test_waiting_turns_rank_preempted_then_pinned_then_program_arrival(programs: Make) -> None:
+    p = programs("continuum", num_blocks=256)
+    p.turn("c", 10)
+    p.clock.advance(1.0)
+    p.turn("a", 10)
+    p.clock.advance(1.5)
+    p.step()  # c's hold (2 s) has expired, a's has not
+    waits = [p.arrive("n", 10, last=True), p.arrive("c", 10, last=True), p.arrive("a", 10, last=True)]
+    assert [r.request_id for r in p.scheduler.waiting] == ["a2", "c2", "n1"]
+    assert set(p.step()) == set(waits)
+
+
+def test_a_waiting_turn_does_not_break_holds_while_others_run(programs: Make) -> None:
+    p = programs("continuum")
+    p.turn("a", new_tokens=400)
+    runner = p.arrive("b", new_tokens=200, output=50, last=True)
+    p.step()
+    p.arrive("c", new_tokens=500, last=True)
+    assert list(p.step()) == [runner]
+    assert p.held() == {"a"}
+
+
+def test_when_nothing_runs_the_latest_programs_give_way_until_the_head_fits(programs: Make) -> None:
+    p = programs("continuum", default_ttl_s=60.0)
+    for name in "abc":
+        p.turn(name, new_tokens=300)
+        p.clock.advance(1.0)
+    head = p.arrive("d", new_tokens=500, last=True)
+    assert list(p.step()) == [head]
+    assert p.held() == {"a"}  # c went first, then b; a, that came first, kept its memory
+    assert p.scheduler.counters["broken_starved"] == 2
+
+
+def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: Make) -> None:
+    p = programs("continuum", default_ttl_s=60.0)
+    p.turn("a", new_tokens=480)
+    p.arrive("b", new_tokens=500, output=40, last=True)
+    p.engine.run()
+    assert p.scheduler.counters["broken_running"] == 1
+    story = p.scheduler.programs.story("default/b")
+    assert story is not None
+    assert story["turns"][0]["preemptions"] == 0
+
+
+def test_everything_held_by_the_one_that_wants_more_is_no_deadlock(programs: Make) -> None:
+    p = programs("continuum", default_ttl_s=60.0)
+    p.turn("a", new_tokens=900)
+    p.turn("a", new_tokens=80, last=True)  # 980 tokens of 1008: its own hold's partial block is in the way
+    assert p.held() == set()
+    assert p.phase("a") is None
+
+
+def test_the_last_turn_and_a_nameless_one_hold_nothing(programs: Make) -> None:
+    p = programs("continuum")
+    p.turn("a", 50, last=True)
+    p.engine.submit("nameless", range(2000, 2050), 3)
+    p.engine.run()
+    assert (p.held(), len(p.scheduler.programs), p.engine.free_blocks()) == (set(), 0, 63)
+    assert p.scheduler.programs.average_turns == 1.0
+
+
+def test_a_disconnected_client_gives_up_its_turn_and_its_hold(programs: Make) -> None:
+    from vllm.v1.request import RequestStatus
+
+    p = programs("continuum")
+    p.turn("a", 200)
+    runner = p.arrive("b", 780, output=30, last=True)
+    p.step()
+    waiting = p.arrive("a", 300)
+    p.scheduler.finish_requests([waiting, runner], RequestStatus.FINISHED_ABORTED)
+    assert (p.held(), p.phase("a"), p.engine.free_blocks()) == (set(), Phase.RELEASED, 63)
+
+
+def test_no_hold_outlasts_the_limit_even_if_the_client_asks(replica: Replica) -> None:
+    p = Programs(replica("continuum"))
+    identity = ProgramIdentity(program_id="a", hints=Hints(retention_s=1e9, expected_tool="x"))
+    p.engine.submit("a1", range(3000, 3040), 1, identity)
+    p.engine.run()
+    limit_s = p.scheduler.settings.control.hold_limit_s
+    assert p.scheduler.holds.get("default/a").until_s == limit_s  # type: ignore[union-attr]
+    p.clock.advance(limit_s)
+    p.step()
+    assert p.held() == set()
+
+
+def test_the_simplified_version_pins_for_short_tools_only(programs: Make) -> None:
+    p = programs("continuum", simplified=True, threshold_s=2.0, fixed_ttl_s=3.0)
+    p.learn("ls", 0.1, 0.2)
+    p.learn("pytest", 20.0, 30.0)
+    p.turn("a", 10, tool="ls")
+    p.turn("b", 10, tool="pytest")
+    assert p.held() == {"a"}
+    assert p.scheduler.holds.get("default/a").until_s == 3.0  # type: ignore[union-attr]
+
+
+def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:
+    p = programs("continuum")
+    p.turn("a", 100)
+    p.scheduler.use_policy("vllm", {})
+    assert (p.held(), p.phase("a")) == (set(), Phase.RELEASED)
+    p.turn("a", 10)
+    assert p.held() == set()
+
+
+def test_a_program_that_never_comes_back_is_forgotten(programs: Make) -> None:
+    p = programs("continuum")
+    p.turn("a", 100)
+    p.clock.advance(10.0)
+    p.step()  # its hold expires
+    p.clock.advance(p.scheduler.settings.control.idle_program_s)
+    p.step()
+    assert (len(p.scheduler.programs), p.scheduler.programs.concluded) == (0, 1)
