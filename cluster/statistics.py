@@ -34,7 +34,17 @@ _MAX_COUNT = 1 << 53
 _ENVELOPE = struct.Struct("<BI")
 """Version; CRC-32 of all that follows. Nothing is handed to the sketch's C++ code before it is right."""
 _MOMENTS = struct.Struct("<Qdddd")
-"""Count; mean, M2, shortest and longest in seconds (M2: squared). The sketch's own format follows."""
+"""Count; mean, M2, shortest and longest in seconds (M2: squared). The sketch's own format follows if count > 0."""
+_PREAMBLE = struct.Struct("<BBBBHBB")
+"""Of a sketch: words of preamble, format version, family, flags, k, number of levels, number of raw items."""
+_LONG_PREAMBLE_BYTES = 16
+"""Of a sketch of several levels: count (once more), shortest, longest."""
+_LEVEL = struct.Struct("<QfBBxxI")
+"""Of a sketch's level: compactions, section size, binary logarithm of an item's weight, sections, items."""
+_REQ_FAMILY = 17
+_EMPTY, _HIGH_RANKS, _RAW = 4, 8, 16
+_SECTION_SIZES = {3 << doubled: SKETCH_K / 2 ** (doubled / 2) for doubled in range(5)}
+"""Number of a level's sections to their size: each doubling divides it by the root of 2, down to 3 items."""
 
 
 class DurationStatistics:
@@ -155,7 +165,7 @@ class DurationStatistics:
         """Versioned and checksummed; some 50 bytes and 4 for each duration that the sketch retains."""
         if self._bytes is None:
             moments = _MOMENTS.pack(self.count, self.mean_s, self.m2, self.min_s, self.max_s)
-            body = moments + self._sketch.serialize()
+            body = moments + (self._sketch.serialize() if self.count else b"")
             self._bytes = _ENVELOPE.pack(_VERSION, zlib.crc32(body)) + body
         return self._bytes
 
@@ -166,7 +176,7 @@ class DurationStatistics:
         Raises:
             ValueError: these are not bytes of ``to_bytes`` of this version, or they were damaged.
         """
-        if not _ENVELOPE.size + _MOMENTS.size < len(data) <= MAX_STATISTICS_BYTES:
+        if not _ENVELOPE.size + _MOMENTS.size <= len(data) <= MAX_STATISTICS_BYTES:
             raise ValueError(f"not duration statistics: {len(data)} bytes")
         version, checksum = _ENVELOPE.unpack_from(data)
         if version != _VERSION:
@@ -174,32 +184,63 @@ class DurationStatistics:
         if checksum != zlib.crc32(memoryview(data)[_ENVELOPE.size :]):
             raise ValueError("damaged duration statistics: the checksum differs")
         statistics = cls()
-        statistics.count, statistics.mean_s, statistics.m2, statistics.min_s, statistics.max_s = _MOMENTS.unpack_from(
-            data, _ENVELOPE.size
-        )
+        count, mean_s, m2, min_s, max_s = _MOMENTS.unpack_from(data, _ENVELOPE.size)
+        sketch = data[_ENVELOPE.size + _MOMENTS.size :]
+        if count == 0:
+            return statistics
+        in_order = 0 <= min_s <= mean_s <= max_s <= LONGEST_S
+        if count > _MAX_COUNT or not in_order or not 0 <= m2 <= count * LONGEST_S**2:
+            raise ValueError(f"nonsensical duration statistics: {count}, {mean_s} s in [{min_s} s, {max_s} s], M2 {m2}")
         try:
-            statistics._sketch = req_floats_sketch.deserialize(data[_ENVELOPE.size + _MOMENTS.size :])
-        except (ValueError, IndexError, RuntimeError, MemoryError) as error:
+            weight = _weigh(sketch)
+            statistics._sketch = req_floats_sketch.deserialize(sketch)
+            if not weight == statistics._sketch.n == count:
+                raise ValueError(f"{count} durations, but a sketch of another number")
+        except (struct.error, ValueError, IndexError, RuntimeError) as error:
             raise ValueError(f"damaged duration statistics: {error}") from error
-        statistics._refuse_nonsense()
+        statistics.count, statistics.mean_s, statistics.m2 = count, mean_s, m2
+        statistics.min_s, statistics.max_s = min_s, max_s
         statistics._bytes = bytes(data)
         return statistics
-
-    def _refuse_nonsense(self) -> None:
-        sketch, count = self._sketch, self.count
-        if sketch.k != SKETCH_K or not sketch.is_hra() or sketch.n != count or count > _MAX_COUNT:
-            raise ValueError(f"nonsensical duration statistics: {count} durations, a sketch of {sketch.n}")
-        if count == 0:
-            sensible = (self.mean_s, self.m2, self.min_s, self.max_s) == (0.0, 0.0, math.inf, 0.0)
-        else:
-            sensible = 0 <= self.min_s <= self.mean_s <= self.max_s <= LONGEST_S
-            sensible = sensible and 0 <= self.m2 <= count * LONGEST_S**2
-        if not sensible:
-            raise ValueError(f"nonsensical duration statistics: {self!r}")
 
     def _need_observations(self) -> None:
         if self.count == 0:
             raise ValueError("nothing was observed")
+
+
+def _weigh(sketch: bytes) -> int:
+    """How many durations a serialized sketch stands for.
+
+    Its C++ code believes what it reads: NaNs or impossible levels, behind a right checksum, end the process. So all
+    that it would believe is looked at before (datasketches 5.2, REQ format 1).
+
+    Raises:
+        ValueError, struct.error: no sketch of durations with SKETCH_K has these bytes.
+    """
+    ints, version, family, flags, k, levels, raw = _PREAMBLE.unpack_from(sketch)
+    if (version, family, k) != (1, _REQ_FAMILY, SKETCH_K) or not flags & _HIGH_RANKS or flags & _EMPTY:
+        raise ValueError("not a sketch of durations")
+    if ints != (2 if levels == 1 else 4) or bool(flags & _RAW) != bool(raw) or (raw and levels != 1):
+        raise ValueError("a sketch with a wrong preamble")
+    offset = _PREAMBLE.size if levels == 1 else _PREAMBLE.size + _LONG_PREAMBLE_BYTES
+    if raw:
+        return _sane(struct.unpack_from(f"<{raw}f", sketch, offset))
+    weight = 0
+    for level in range(levels):
+        _, section_size, lg_weight, sections, items = _LEVEL.unpack_from(sketch, offset)
+        if lg_weight != level or abs(_SECTION_SIZES.get(sections, math.inf) - section_size) > 0.01:
+            raise ValueError("a sketch with an impossible level")
+        offset += _LEVEL.size
+        weight += _sane(struct.unpack_from(f"<{items}f", sketch, offset)) << level
+        offset += 4 * items
+    return weight
+
+
+def _sane(durations: tuple[float, ...]) -> int:
+    # A NaN or an infinity among them would make the sum one.
+    if durations and not (0 <= sum(durations) < math.inf and min(durations) >= 0):
+        raise ValueError("a sketch of what are no durations")
+    return len(durations)
 
 
 class DurationTable:
