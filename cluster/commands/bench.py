@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.errors import CaesuraError, ConfigError, TraceError
+from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
     from cluster.bench.settings import BenchSettings
@@ -49,31 +49,27 @@ def bench(
     from cluster.goodput import Slo
 
     bounds = (slo_ttft, slo_tpot, slo_e2e, slo_norm)
-    try:
-        settings = BenchSettings(
-            url=url,
-            model=model,
-            trace=trace,
-            workload=workload,
-            missing_tool_s=missing_tool_s,
-            shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
-            policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
-            rate_per_s=rate,
-            arrivals=arrivals,
-            duration_s=60.0 if duration_s is None and count is None else duration_s,
-            count=count,
-            warmup_s=warmup_s,
-            blocks=blocks,
-            seed=seed,
-            slo=Slo(1.0) if bounds == (None,) * 4 else Slo(*bounds),
-            turn_timeout_s=turn_timeout_s,
-            drain_s=drain_s,
-            command=shlex.join(["caesura", *sys.argv[1:]]),
-        )
-        _run(settings, json, plots, quiet)
-    except CaesuraError as error:
-        typer.echo(f"caesura bench: {error}", err=True)
-        raise typer.Exit(2 if isinstance(error, ConfigError | TraceError) else 1) from error
+    settings = BenchSettings(
+        url=url,
+        model=model,
+        trace=trace,
+        workload=workload,
+        missing_tool_s=missing_tool_s,
+        shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
+        policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+        rate_per_s=rate,
+        arrivals=arrivals,
+        duration_s=60.0 if duration_s is None and count is None else duration_s,
+        count=count,
+        warmup_s=warmup_s,
+        blocks=blocks,
+        seed=seed,
+        slo=Slo(1.0) if bounds == (None,) * 4 else Slo(*bounds),
+        turn_timeout_s=turn_timeout_s,
+        drain_s=drain_s,
+        command=shlex.join(["caesura", *sys.argv[1:]]),
+    )
+    _run(settings, json, plots, quiet)
 
 
 def _run(settings: "BenchSettings", json_lines: Path | None, plots: Path | None, quiet: bool) -> None:

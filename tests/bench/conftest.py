@@ -21,7 +21,7 @@ class Misbehaviour:
 
 @dataclass
 class ClusterDouble:
-    """`cached` says what a turn's usage reports, from (program, prompt); `delay_s` precedes the first token."""
+    """Records what it is asked. `delay_s` precedes the first token, `queue_s` is what stories tell (None: 404)."""
 
     misbehaviour: Misbehaviour = field(default_factory=Misbehaviour)
     delay_s: float = 0.0
@@ -30,6 +30,7 @@ class ClusterDouble:
     headers: list[dict[str, str]] = field(default_factory=list)
     admin: list[str] = field(default_factory=list)
     seen: dict[str, int] = field(default_factory=dict)
+    asked: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
 
     def app(self) -> web.Application:
@@ -67,6 +68,7 @@ class ClusterDouble:
         turn = self.seen.get(program, 0)
         self.seen[program] = turn + 1
         self.bodies.append(body)
+        self.asked.set()
         self.headers.append(dict(request.headers))
         wrong = self.misbehaviour.kind if turn >= self.misbehaviour.turn else "none"
         if wrong == "503":
