@@ -1,0 +1,77 @@
+"""Every metric that Caesura exports, once. Ray's node agents serve them as ``ray_caesura_<name>`` (counters ``_total``).
+
+Labels are enums or what the configuration names (model, policy), never ids of programs, requests or tenants. Gauges go
+stale in Ray unless they are set about once a second: `ReplicaMetrics.record` is called at each exchange.
+"""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from ray.util import metrics
+
+PREFIX = "caesura_"
+
+
+class Fallback(StrEnum):
+    """A way in which a replica goes on although something it would like to use is not there."""
+
+    STORE_UNREACHABLE = "store_unreachable"
+    """Tool statistics of other replicas are the last ones known."""
+    CONTROL_TIMEOUT = "control_timeout"
+    """The scheduler did not answer; its numbers and statistics are those of the last exchange."""
+
+
+SNAPSHOT_GAUGES = {
+    "total_blocks": "KV cache blocks of a replica",
+    "free_blocks": "KV cache blocks that are neither held nor used by a request",
+    "held_blocks": "KV cache blocks of paused programs that stay allocated",
+    "held_tokens": "Tokens whose KV is held for paused programs",
+    "held_programs": "Paused programs whose KV is held",
+    "running": "Turns in the running batch",
+    "waiting": "Turns that wait to be admitted",
+    "programs": "Programs that a replica knows and that have not ended",
+    "concluded_programs": "Programs that have ended since the replica started",
+}
+"""Numbers of a scheduler's snapshot that are exported as they are, with their description."""
+
+EVENTS = "scheduler_events"
+FALLBACKS = "fallbacks"
+
+
+class ReplicaMetrics:
+    """The metrics of one replica.
+
+    Args:
+        model: the model's id, as clients name it.
+    """
+
+    def __init__(self, model: str) -> None:
+        tags = {"model": model}
+        self._gauges = {
+            name: metrics.Gauge(PREFIX + name, description=text, tag_keys=("model",))
+            for name, text in SNAPSHOT_GAUGES.items()
+        }
+        self._events = metrics.Counter(
+            PREFIX + EVENTS, description="What the scheduler counts, by kind", tag_keys=("model", "kind")
+        )
+        self._fallbacks = metrics.Counter(
+            PREFIX + FALLBACKS, description="Decisions taken without something, by what", tag_keys=("model", "kind")
+        )
+        for metric in (*self._gauges.values(), self._events, self._fallbacks):
+            metric.set_default_tags(tags)
+        self._counted: dict[str, float] = {}
+
+    def record(self, snapshot: Mapping[str, Any]) -> None:
+        """Set the gauges, and add to the counters what came since the last snapshot."""
+        for name, gauge in self._gauges.items():
+            gauge.set(snapshot[name])
+        for kind, value in snapshot["counters"].items():
+            grown = value - self._counted.get(kind, 0)
+            if grown > 0:
+                self._events.inc(grown, {"kind": kind})
+            self._counted[kind] = value
+
+    def fell_back(self, kind: Fallback) -> None:
+        """Count one fallback."""
+        self._fallbacks.inc(1, {"kind": kind.value})
