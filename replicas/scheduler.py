@@ -87,7 +87,7 @@ class AgentScheduler(AsyncScheduler):
         self.turns: dict[str, Turn] = {}
         self._tool_names = self._tool_name_reader()
         self._next_sweep_s = 0.0
-        self._full_budget: int = self.max_num_scheduled_tokens
+        self._full_budget = int(self.max_num_scheduled_tokens)  # type: ignore[has-type]
         self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
         self.waiting = RankedQueue(self._rank)
         self.skipped_waiting = RankedQueue(self._rank)
