@@ -19,8 +19,13 @@ os.environ |= {
 }
 
 import pytest
+from hypothesis import settings
 
 from cluster.tiny.model import write_tiny_model
+
+# How long an example takes says nothing on a machine that does other things too.
+settings.register_profile("caesura", deadline=None)
+settings.load_profile("caesura")
 
 
 @pytest.fixture(scope="session")
