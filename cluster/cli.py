@@ -4,13 +4,14 @@ import sys
 
 import typer
 
-from cluster.commands import bench, config, model
+from cluster.commands import bench, config, model, serve
 from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.command()(bench.bench)
+app.command()(serve.serve)
 
 BAD_INPUT = 2
 """Exit status for a configuration or a trace that cannot be used."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
-from typing import Any, Protocol, Self
+from typing import Protocol, Self
 
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -22,14 +22,14 @@ class Answers(Protocol):
 
     def __aiter__(self) -> Self: ...
 
-    async def __anext__(self) -> Any: ...
+    async def __anext__(self) -> bytes | HttpError: ...
 
     def cancel(self) -> None:
         """Stop the replica's work on it; harmless after the end."""
         ...
 
 
-async def first_answer(answers: Answers, deadline_s: float) -> Any:
+async def first_answer(answers: Answers, deadline_s: float) -> bytes:
     """The first piece; the call is cancelled if there will be none.
 
     Args:
@@ -37,18 +37,21 @@ async def first_answer(answers: Answers, deadline_s: float) -> Any:
         deadline_s: a time of the running event loop's clock.
 
     Raises:
-        UpstreamFailed: the replica ended without an answer.
+        HttpError: the replica's refusal, or UpstreamFailed if it ended without an answer.
         TimeoutError: the deadline passed.
         Exception: what the call raised.
     """
     try:
         async with asyncio.timeout_at(deadline_s):
-            return await anext(answers)
+            first = await anext(answers)
     except StopAsyncIteration:
         raise UpstreamFailed("the replica ended without an answer", retry_after_s=RETRY_AFTER_S) from None
     except BaseException:
         answers.cancel()
         raise
+    if isinstance(first, HttpError):
+        raise first
+    return first
 
 
 class EventStream(Response):
@@ -96,7 +99,10 @@ class EventStream(Response):
         try:
             async with asyncio.timeout_at(self._deadline_s):
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
-                async for piece in self._rest:
+                async for answer in self._rest:
+                    if isinstance(answer, HttpError):
+                        return self._broken(answer, None)
+                    piece = answer
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
         except Exception as exception:  # noqa: BLE001 - mapped, told to the client and reported; the status is sent
             return self._broken(self._error_map(exception), exception)

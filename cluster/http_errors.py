@@ -96,13 +96,13 @@ class Boundary:
         self._in_flight += limited
         try:
             await self._app(scope, receive, observe)
-        except Exception as exception:  # noqa: BLE001 - the boundary: what was not foreseen is a 500, and is logged
-            error = self._error_map(exception)
-            if error.status >= 500:
+        except Exception as exception:  # the boundary: what was not foreseen is a 500, and is logged
+            told = self._error_map(exception)
+            if told.status >= 500:
                 logger.error("%s %s failed", scope["method"], scope["path"], exc_info=exception)
             if started:
                 raise
-            await error_response(error)(scope, receive, send)
+            await error_response(told)(scope, receive, send)
         finally:
             self._in_flight -= limited
 

@@ -1,4 +1,4 @@
-"""Every metric that Caesura exports, once. Ray's node agents serve them as ``ray_caesura_<name>`` (counters ``_total``).
+"""Every metric that Caesura exports, once. Ray's node agents serve them as ``ray_caesura_<name>``, counters ``_total``.
 
 Labels are enums or what the configuration names (model, policy), never ids of programs, requests or tenants. Gauges go
 stale in Ray unless they are set about once a second: `ReplicaMetrics.record` is called at each exchange.
@@ -37,6 +37,7 @@ SNAPSHOT_GAUGES = {
 
 EVENTS = "scheduler_events"
 FALLBACKS = "fallbacks"
+STORE_FAILURES = "store_failures"
 
 
 class ReplicaMetrics:
@@ -58,20 +59,32 @@ class ReplicaMetrics:
         self._fallbacks = metrics.Counter(
             PREFIX + FALLBACKS, description="Decisions taken without something, by what", tag_keys=("model", "kind")
         )
-        for metric in (*self._gauges.values(), self._events, self._fallbacks):
+        self._store_failures = metrics.Counter(
+            PREFIX + STORE_FAILURES,
+            description="Exchanges with the store that failed, by kind",
+            tag_keys=("model", "kind"),
+        )
+        for metric in (*self._gauges.values(), self._events, self._fallbacks, self._store_failures):
             metric.set_default_tags(tags)
-        self._counted: dict[str, float] = {}
+        self._counted: dict[tuple[metrics.Counter, str], float] = {}
 
     def record(self, snapshot: Mapping[str, Any]) -> None:
         """Set the gauges, and add to the counters what came since the last snapshot."""
         for name, gauge in self._gauges.items():
             gauge.set(snapshot[name])
-        for kind, value in snapshot["counters"].items():
-            grown = value - self._counted.get(kind, 0)
-            if grown > 0:
-                self._events.inc(grown, {"kind": kind})
-            self._counted[kind] = value
+        self._add(self._events, snapshot["counters"])
+
+    def record_store(self, failures: Mapping[Any, int]) -> None:
+        """Add what failed since the last time."""
+        self._add(self._store_failures, failures)
 
     def fell_back(self, kind: Fallback) -> None:
         """Count one fallback."""
         self._fallbacks.inc(1, {"kind": kind.value})
+
+    def _add(self, counter: metrics.Counter, totals: Mapping[Any, float]) -> None:
+        for kind, total in totals.items():
+            grown = total - self._counted.get((counter, kind), 0)
+            if grown > 0:
+                counter.inc(grown, {"kind": str(kind)})
+            self._counted[counter, kind] = total

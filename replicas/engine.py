@@ -1,11 +1,13 @@
 """The vLLM engine of a replica, as Ray Serve LLM 2.60 starts it.
 
 Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts.py holds each name):
-    _prepare_engine_config   one process less on CPU
+    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for
+    _prepare_engine_config   one process less on CPU; the configured KV cache size counts
 """
 
 from typing import Any
 
+from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 CPU_ENVIRONMENT = {
@@ -16,6 +18,14 @@ CPU_ENVIRONMENT = {
 """Environment of a CPU replica; what the machine sets beside it stays."""
 
 
+class LocalModel(CallbackBase):
+    """Ray's hook before its download of a model: files that are here need none, nor the process it would take."""
+
+    async def on_before_node_init(self) -> None:
+        """Called by the engine's start."""
+        self.ctx.run_init_node = False
+
+
 class ReplicaEngine(VLLMEngine):
     """vLLM in EngineCore's process; on CPU without tensor parallelism its worker runs in that process too.
 
@@ -23,8 +33,16 @@ class ReplicaEngine(VLLMEngine):
     start-up time.
     """
 
+    async def start(self) -> None:
+        """Load the model."""
+        await super().start()
+        self._oai_serving_tokenization = self._app_state.serving_tokenization
+
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)
+        if engine_args.kv_cache_memory_bytes is not None:
+            # On CPU the machine's VLLM_CPU_KVCACHE_SPACE would win over the configuration.
+            config.cache_config.kv_cache_memory_bytes = engine_args.kv_cache_memory_bytes
         if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
             config.parallel_config.distributed_executor_backend = "uni"
         return engine_args, frontend_args, config

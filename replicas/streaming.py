@@ -10,7 +10,7 @@ Other = TypeVar("Other")
 async def coalesce(chunks: AsyncGenerator[str | Other], interval_s: float) -> AsyncGenerator[bytes | Other]:
     """Server-sent events joined to one piece per ``interval_s``; the first and the last go at once.
 
-    Whatever is not a string (vLLM's refusal of the request) is passed on as it is. Closing the result closes ``chunks``.
+    Whatever is not a string (vLLM's refusal) is passed on as it is. Closing the result closes ``chunks``.
 
     Raises:
         Exception: what ``chunks`` raised, after everything before it has been yielded.

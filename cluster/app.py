@@ -1,0 +1,117 @@
+"""The Ray Serve application: HTTP ingress over ProgramServer replicas; also the import path of `serve deploy`."""
+
+from pathlib import Path
+from typing import Any
+
+from ray import serve
+from ray.serve.config import RequestRouterConfig
+from ray.serve.deployment import Application
+from ray.serve.llm import LLMConfig, build_llm_deployment
+
+from cluster.config import TINY, CaesuraConfig
+from cluster.errors import ConfigError
+from cluster.ingress import ingress_class
+from cluster.registry import ROUTERS
+from cluster.tiny.model import tiny_model_directory
+from replicas.engine import CPU_ENVIRONMENT, LocalModel
+from replicas.server import ProgramServer
+from replicas.settings import SchedulerSettings
+
+APPLICATION = "caesura"
+"""Name of the Serve application."""
+
+SCHEDULER = "replicas.scheduler.AgentScheduler"
+"""vLLM resolves it in EngineCore's process."""
+
+CPU_ENGINE = {"block_size": 32, "enforce_eager": True}
+"""Engine arguments on CPU unless the configuration names others: vLLM's own block size there is 128 tokens."""
+
+ENGINE = {"enable_prompt_tokens_details": True}
+"""Engine arguments everywhere unless the configuration names others: `usage` tells the cached tokens."""
+
+EMBEDDED = "embedded"
+
+HEALTH_CHECK_PERIOD_S = 5.0
+ROUTING_STATS_PERIOD_S = 1.0
+ROUTING_STATS_TIMEOUT_S = 5.0
+INGRESS_CPUS = 0.1
+INGRESS_SLACK = 256
+"""Requests above ``http.max_concurrent_requests`` that still reach an ingress: probes, and those answered with 503."""
+
+
+def build(config: CaesuraConfig) -> Application:
+    """The application for ``serve.run``; Ray makes the configuration from the `args` of a Serve config file.
+
+    Raises:
+        ConfigError: the store is `embedded`, which only `caesura serve` can provide.
+    """
+    if config.store.url == EMBEDDED:
+        raise ConfigError("store.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
+    llm_config = llm_config_of(config)
+    replicas = build_llm_deployment(llm_config, deployment_cls=ProgramServer, bind_kwargs={"config": config})
+    ingress = serve.deployment(
+        ingress_class(config),
+        name="Ingress",
+        num_replicas=config.http.ingress_replicas,
+        max_ongoing_requests=config.http.max_concurrent_requests + INGRESS_SLACK,
+        ray_actor_options={"num_cpus": INGRESS_CPUS},
+    )
+    return ingress.bind(replicas, config)
+
+
+def llm_config_of(config: CaesuraConfig) -> LLMConfig:
+    """What Ray Serve LLM is told of the model, its engine and its replicas."""
+    replicas, on_cpu = config.replicas, config.replicas.accelerator == "cpu"
+    source = model_source(config)
+    return LLMConfig(
+        model_loading_config={"model_id": config.model.id, "model_source": source},
+        accelerator_type=replicas.accelerator_type,
+        accelerator_config={"kind": replicas.accelerator},
+        engine_kwargs=engine_kwargs(config),
+        deployment_config={
+            "num_replicas": replicas.count,
+            "max_ongoing_requests": replicas.max_ongoing_requests,
+            "max_queued_requests": replicas.max_queued_requests,
+            "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+            "ray_actor_options": {"num_cpus": replicas.cpus},
+            "request_router_config": RequestRouterConfig(
+                request_router_class=ROUTERS.load(config.router.name),
+                request_router_kwargs=config.router.parameters,
+                request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
+                request_routing_stats_timeout_s=ROUTING_STATS_TIMEOUT_S,
+            ),
+        },
+        placement_group_config={"bundles": bundles(config)},
+        runtime_env={"env_vars": CPU_ENVIRONMENT if on_cpu else {}},
+        log_engine_metrics=True,
+        **({"callback_config": {"callback_class": LocalModel}} if Path(source).is_dir() else {}),
+    )
+
+
+def bundles(config: CaesuraConfig) -> list[dict[str, float]]:
+    """One placement bundle for each device of a replica; the replica's own actor joins the first."""
+    replicas = config.replicas
+    device = {"CPU": replicas.cpus} if replicas.accelerator == "cpu" else {"CPU": replicas.cpus, "GPU": 1.0}
+    return [device] * replicas.tensor_parallel_size
+
+
+def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
+    """vLLM's engine arguments: ours, the configuration's `engine` over them, and those that nobody may change."""
+    on_cpu = config.replicas.accelerator == "cpu"
+    arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
+    if on_cpu and config.replicas.kv_cache_bytes is not None:
+        arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes
+    arguments |= config.engine
+    if config.model.tool_parser is not None:
+        arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}
+    settings = SchedulerSettings(policy=config.policy, control=config.control, tool_parser=config.model.tool_parser)
+    return arguments | {
+        "tensor_parallel_size": config.replicas.tensor_parallel_size,
+        "scheduler_cls": SCHEDULER,
+        "additional_config": settings.additional_config(),
+    }
+
+
+def model_source(config: CaesuraConfig) -> str:
+    """A path or a Hugging Face id; the built-in model is made on first use."""
+    return str(tiny_model_directory()) if config.model.source == TINY else config.model.source

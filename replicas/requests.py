@@ -1,0 +1,79 @@
+"""vLLM's request models and refusals: the one place where they are read, and mapped to ours.
+
+The ingress knows none of them, so that it starts without importing vLLM.
+"""
+
+import logging
+from collections.abc import Mapping
+from http import HTTPStatus
+from typing import Any
+
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    ErrorResponse,
+    TokenizeChatRequest,
+    TokenizeCompletionRequest,
+)
+from vllm.entrypoints.serve.exception_handling.error_response import create_error_response
+from vllm.exceptions import VLLMClientError
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from cluster.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
+from cluster.validation import validated
+
+logger = logging.getLogger("ray.serve")
+
+RETRY_AFTER_S = 1
+OVERLOAD_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
+
+
+def parse_request(method: str, body: Mapping[str, Any]) -> Any:
+    """The body of a call of ``method`` (``chat``, ``completions``, ``tokenize``, ``detokenize``) as vLLM's model.
+
+    Raises:
+        BadRequest: vLLM's models refuse it; ``param`` is the path of the field at fault.
+    """
+    try:
+        match method:
+            case "chat":
+                return validated(ChatCompletionRequest, body)
+            case "completions":
+                return validated(CompletionRequest, body)
+            case "tokenize" if "messages" in body:
+                return validated(TokenizeChatRequest, body)
+            case "tokenize":
+                return validated(TokenizeCompletionRequest, body)
+            case "detokenize":
+                return validated(DetokenizeRequest, body)
+    except VLLMClientError as error:
+        raise as_refusal(error) from error
+    except (TypeError, AttributeError, KeyError) as error:
+        # vLLM's validators look into the raw body before its types have been checked.
+        raise BadRequest(f"a field of the request has the wrong type: {error}") from error
+    raise BadRequest(f"unknown method {method!r}", status=HTTPStatus.NOT_FOUND)
+
+
+def as_refusal(error: Exception) -> HttpError:
+    """What an exception of vLLM's request handling means to a client. Total: what is not foreseen is a plain 500."""
+    match error:
+        case HttpError():
+            return error
+        case EngineDeadError():
+            return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+        case VLLMClientError():
+            # str() of it quotes the whole value at fault, which may be the prompt.
+            told = str(error.args[0]) if error.args else "the request is not valid"
+            return BadRequest(told, param=getattr(error, "parameter", None))
+    return of_response(create_error_response(error))
+
+
+def of_response(answer: ErrorResponse) -> HttpError:
+    """vLLM's error body, in our shape."""
+    told = answer.error
+    if told.code in OVERLOAD_STATUSES:
+        return Overloaded(told.message, status=told.code, retry_after_s=RETRY_AFTER_S)
+    if told.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return HttpError("internal error", status=told.code, code="internal_error")
+    return BadRequest(told.message, status=told.code, param=told.param)

@@ -1,0 +1,207 @@
+"""ProgramServer: one replica of the model, as a Ray Serve deployment. A thin shell around vLLM and the side channel.
+
+Overrides of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py holds the private names):
+    __init__, start, check_health, record_routing_stats   our loop beside the engine
+    _start_engine                                         no telemetry actor
+"""
+
+import asyncio
+import logging
+import os
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any, NoReturn, cast
+
+from ray import serve
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from ray.serve.llm import LLMConfig
+from ray.serve.llm.deployment import LLMServer
+
+from cluster.clock import MonotonicClock
+from cluster.config import CaesuraConfig
+from cluster.errors import ControlTimeout, EngineGone, HttpError
+from cluster.metrics import Fallback, ReplicaMetrics
+from cluster.program import WIRE_KEY
+from cluster.statistics import DurationTable
+from cluster.store import StatisticsStore
+from replicas.control import ControlChannel
+from replicas.engine import ReplicaEngine
+from replicas.requests import as_refusal, of_response, parse_request
+from replicas.streaming import coalesce
+
+logger = logging.getLogger("ray.serve")
+
+ENGINE_GONE_STATUS = 1
+"""Exit status of a replica whose engine is dead."""
+
+
+class ProgramServer(LLMServer):
+    """A vLLM engine, the channel to its scheduler, and the loop that carries tool statistics between it and the store.
+
+    A replica whose engine is dead ends its process at once: Ray replaces it, and until then nobody is sent to a corpse.
+    """
+
+    async def __init__(self, llm_config: LLMConfig, *, config: CaesuraConfig) -> None:  # type: ignore[misc]
+        self._config = config
+        self._snapshot: dict[str, Any] = {}
+        self._others: bytes | None = None
+        self._loop_task: asyncio.Task[NoReturn] | None = None
+        await super().__init__(llm_config, engine_cls=ReplicaEngine)
+
+    async def start(self) -> None:
+        """Load the model, then begin the exchange loop.
+
+        Raises:
+            TimeoutError: the engine did not start within ``replicas.start_timeout_s``.
+        """
+        await asyncio.wait_for(super().start(), self._config.replicas.start_timeout_s)
+        model, store = self._config.model, self._config.store
+        self._metrics = ReplicaMetrics(model.id)
+        self._channel = ControlChannel(self.engine.client, self._config.control.timeout_s)
+        self._store = StatisticsStore(
+            store.url,
+            model=model.id,
+            writer=self.replica_id,
+            timeout_s=store.timeout_s,
+            expiry_s=store.expiry_s,
+            clock=MonotonicClock(),
+        )
+        await self._warm_up()
+        self._loop_task = asyncio.create_task(self._exchange_for_ever())
+
+    async def _start_engine(self) -> None:
+        await self.engine.start()
+
+    async def _warm_up(self) -> None:
+        """One token, before the first client comes: what vLLM imports and compiles on its first request takes seconds.
+
+        Raises:
+            HttpError: this model cannot generate.
+        """
+        body = {"prompt": [0], "max_tokens": 1}
+        async for piece in self.answer("completions", body, {}, None, None):
+            if isinstance(piece, HttpError):
+                raise piece
+
+    @property
+    def replica_id(self) -> str:
+        """Ray Serve's id of this replica, unique in the application."""
+        return str(serve.get_replica_context().replica_id.unique_id)
+
+    # --- requests -----------------------------------------------------------------------------------------------------
+
+    async def answer(
+        self, method: str, body: dict[str, Any], headers: dict[str, str], key: str | None, identity: str | None
+    ) -> AsyncGenerator[bytes | HttpError]:
+        """Serve one request of the ingress: what the client is sent, as bytes, or as the last piece why it is not.
+
+        Args:
+            method: ``chat``, ``completions``, ``tokenize`` or ``detokenize``.
+            body: the JSON body, without the fields that said whose turn it is.
+            headers: those that vLLM may see; ``x-request-id`` becomes part of the answer's id.
+            key: of the program; None without one.
+            identity: encoded ProgramIdentity; None for what is not a turn.
+        """
+        try:
+            request = parse_request(method, body)
+            if identity is not None:
+                request.request_id = headers["x-request-id"]
+                request.session_id = key
+                request.vllm_xargs = {**(request.vllm_xargs or {}), WIRE_KEY: identity}
+            answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
+            if getattr(request, "stream", False):
+                answers = coalesce(answers, self._config.replicas.stream_interval_ms / 1000)
+            async with aclosing(answers):
+                async for piece in answers:
+                    yield _told(piece)
+        except Exception as error:  # the boundary: vLLM's exceptions do not leave the replica
+            refusal = as_refusal(error)
+            if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.exception("%s failed", method)
+            yield refusal
+
+    # --- called by the ingress, by name -------------------------------------------------------------------------------
+
+    async def ready(self) -> bool:
+        """True once the engine's own loop has answered; raises what keeps it from doing so."""
+        await self._channel.call("policy")
+        return True
+
+    async def program_story(self, key: str) -> dict[str, Any]:
+        """What this replica knows of a program; empty if it does not know it."""
+        return await self._channel.call("program", key=key)
+
+    async def control(self, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
+        """Run one operation of the side channel; see ``replicas.control.OPERATIONS``."""
+        return {"replica": self.replica_id, **await self._channel.call(operation, **payload)}
+
+    async def set_policy(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
+        """Switch the scheduler's policy from the next step on. The programs and their holds stay."""
+        return await self.control("set_policy", {"name": name, "parameters": parameters})
+
+    async def reset_caches(self) -> dict[str, Any]:
+        """End all holds and empty the prefix cache; ``reset`` is False while turns run that use it."""
+        return await self.control("reset", {})
+
+    async def snapshot(self) -> dict[str, Any]:
+        """The scheduler's numbers, now."""
+        answer = await self._channel.call("exchange", durations=self._others)
+        return {"replica": self.replica_id, **answer["snapshot"]}
+
+    # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
+
+    async def check_health(self) -> None:
+        """Raises if the exchange loop has ended; ends the process if the engine is dead."""
+        if self._loop_task is not None and self._loop_task.done():
+            await self._loop_task
+        self._end_if_engine_gone()
+
+    async def record_routing_stats(self) -> dict[str, Any]:
+        """Ray carries this to every router about once a second."""
+        return {**await super().record_routing_stats(), "caesura": self._snapshot}
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _exchange_for_ever(self) -> NoReturn:
+        while True:
+            self._end_if_engine_gone()
+            await self._exchange()
+            await asyncio.sleep(self._config.store.refresh_s)
+
+    async def _exchange(self) -> None:
+        try:
+            answer = await self._channel.call("exchange", durations=self._others)
+        except EngineGone:
+            self._end()
+        except ControlTimeout:
+            self._metrics.fell_back(Fallback.CONTROL_TIMEOUT)
+            logger.warning("the scheduler did not answer within %s s", self._config.control.timeout_s)
+            return
+        self._snapshot = answer["snapshot"]
+        self._metrics.record(self._snapshot)
+        others = await self._store.exchange(DurationTable.from_bytes(answer["durations"]).own())
+        self._metrics.record_store(self._store.failures)
+        if others is None:
+            self._metrics.fell_back(Fallback.STORE_UNREACHABLE)
+        else:
+            self._others = DurationTable.of(others).to_bytes()
+
+    def _end_if_engine_gone(self) -> None:
+        if self.engine is not None and self.engine.client is not None and self.engine.client.errored:
+            self._end()
+
+    def _end(self) -> NoReturn:
+        logger.critical("the engine is dead; this replica ends so that Ray replaces it")
+        logging.shutdown()
+        os._exit(ENGINE_GONE_STATUS)
+
+
+def _told(piece: Any) -> bytes | HttpError:
+    match piece:
+        case bytes():
+            return piece
+        case ErrorResponse():
+            return of_response(piece)
+    return cast(bytes, piece.model_dump_json().encode())
