@@ -121,8 +121,8 @@ def _table(result: BenchResult, summaries: list[Summary]) -> Table:
 
 
 def _blocks_table(result: BenchResult) -> Table:
-    table = Table(title="block by block (the noise)")
-    for column in ("policy", "block", "goodput, programs/s", "attainment", "TTFT mean, s", "JCT mean, s", "JCT p95, s"):
+    table = Table(title="block by block, means (the noise)")
+    for column in ("policy", "block", "goodput/s", "attainment", "TTFT, s", "JCT, s", "JCT p95, s"):
         table.add_column(column, justify="left" if column == "policy" else "right")
     for policy in result.settings.policy_names:
         for number, summary in enumerate(by_block(result, policy), start=1):
