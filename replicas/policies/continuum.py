@@ -5,8 +5,9 @@ Source: Continuum sections 4.2 (estimation), 4.3 (time to live), 4.4 (priority),
 """
 
 from dataclasses import dataclass
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from cluster.program import tool_key
 from replicas.policies.vllm import FullBudget
@@ -36,14 +37,21 @@ class ContinuumParameters(BaseModel):
     """Time to live while there are fewer than K observations of anything."""
     beta: float = Field(1.0, gt=0)
     """Scales the time to live by turns so far / average turns of a program."""
-    max_ttl_s: float = Field(60.0, gt=0)
-    """No time to live is longer."""
+    max_ttl_s: float = Field(10.0, gt=0)
+    """A program whose time to live would be longer is not pinned at all: a pin that ends before its pause costs twice.
+    The paper has no such bound; a large value is the paper's own behaviour."""
     simplified: bool = False
     """Section 4.5: pin for fixed_ttl_s where the tool's mean is below threshold_s, else not at all."""
     threshold_s: float = Field(2.0, gt=0)
     """Simplified version: tools that take longer in the mean are not pinned for."""
     fixed_ttl_s: float = Field(2.0, gt=0)
     """Simplified version: the one time to live."""
+
+    @model_validator(mode="after")
+    def _default_is_used(self) -> Self:
+        if self.default_ttl_s > self.max_ttl_s:
+            raise ValueError(f"default_ttl_s {self.default_ttl_s} is longer than max_ttl_s {self.max_ttl_s}")
+        return self
 
     def build(self) -> Policy:
         """The policy."""
@@ -79,10 +87,13 @@ class TimeToLive(_Pins):
     """Section 4.3: time to live = bound of the tool's duration * beta * turns so far / average turns."""
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold, for as long as the client asks (``retention_s``) or else for the time to live."""
-        asked = pause.hints.retention_s
-        ttl_s = asked if asked is not None else min(self.ttl_s(pause), self.parameters.max_ttl_s)
-        return Hold(pause.now_s + ttl_s, reason="ttl" if asked is None else "retention")
+        """Hold for as long as the client asks (``retention_s``), else for the time to live if it is short enough."""
+        if pause.hints.retention_s is not None:
+            return Hold(pause.now_s + pause.hints.retention_s, reason="retention")
+        ttl_s = self.ttl_s(pause)
+        if ttl_s > self.parameters.max_ttl_s:
+            return Release("long pause")
+        return Hold(pause.now_s + ttl_s, reason="ttl")
 
     def ttl_s(self, pause: PauseView) -> float:
         """Seconds."""

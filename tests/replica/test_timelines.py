@@ -113,7 +113,7 @@ def test_the_first_ttl_is_the_default_and_expiry_gives_the_blocks_back(programs:
 
 
 def test_the_ttl_is_the_tools_bound_scaled_by_turns(programs: Make) -> None:
-    p = programs("continuum", delta=0.1, min_observations=5, beta=2.0)
+    p = programs("continuum", delta=0.1, min_observations=5, beta=2.0, max_ttl_s=1e6)
     p.learn("ls", 1.0, 1.0, 1.0, 1.0, 1.0)
     p.learn("pytest", 30.0)
     p.turn("z", 10, last=True)  # one ended program of one turn: the average
@@ -126,7 +126,16 @@ def test_the_ttl_is_the_tools_bound_scaled_by_turns(programs: Make) -> None:
     assert p.scheduler.holds.get("default/a").until_s == pytest.approx(bound_s * 2.0 * 2)  # type: ignore[union-attr]
     p.turn("b", 10, tool="pytest")  # seen once, below K: all tools together count
     overall_s = p.scheduler.durations.overall.bernstein_bound_s(0.1)
-    assert p.scheduler.holds.get("default/b").until_s == pytest.approx(min(60.0, overall_s * 2.0))  # type: ignore[union-attr]
+    assert p.scheduler.holds.get("default/b").until_s == pytest.approx(overall_s * 2.0)  # type: ignore[union-attr]
+
+
+def test_a_pause_expected_to_outlast_the_longest_ttl_is_not_pinned_for(programs: Make) -> None:
+    p = programs("continuum", max_ttl_s=10.0)
+    p.learn("user_reply", 30.0, 31.0, 29.0, 30.0, 30.0)
+    p.turn("a", 100, tool="user_reply")
+    story = p.scheduler.programs.story("default/a")
+    assert story is not None
+    assert (p.phase("a"), story["turns"][0]["decision"]) == (Phase.RELEASED, "released (long pause)")
 
 
 def test_no_expiry_while_the_next_turn_waits(programs: Make) -> None:
@@ -163,7 +172,7 @@ def test_a_waiting_turn_does_not_break_holds_while_others_run(programs: Make) ->
 
 
 def test_when_nothing_runs_the_latest_programs_give_way_until_the_head_fits(programs: Make) -> None:
-    p = programs("continuum", default_ttl_s=60.0)
+    p = programs("continuum", default_ttl_s=60.0, max_ttl_s=60.0)
     for name in "abc":
         p.turn(name, new_tokens=300)
         p.clock.advance(1.0)
@@ -174,7 +183,7 @@ def test_when_nothing_runs_the_latest_programs_give_way_until_the_head_fits(prog
 
 
 def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: Make) -> None:
-    p = programs("continuum", default_ttl_s=60.0)
+    p = programs("continuum", default_ttl_s=60.0, max_ttl_s=60.0)
     p.turn("a", new_tokens=480)
     p.arrive("b", new_tokens=500, output=40, last=True)
     p.engine.run()
@@ -185,7 +194,7 @@ def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: 
 
 
 def test_everything_held_by_the_one_that_wants_more_is_no_deadlock(programs: Make) -> None:
-    p = programs("continuum", default_ttl_s=60.0)
+    p = programs("continuum", default_ttl_s=60.0, max_ttl_s=60.0)
     p.turn("a", new_tokens=900)
     p.turn("a", new_tokens=80, last=True)  # 980 tokens of 1008: its own hold's partial block is in the way
     assert p.held() == set()

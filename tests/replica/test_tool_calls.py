@@ -174,6 +174,7 @@ def test_hermes_names_come_back_whatever_the_arguments(names: list[str], argumen
         "```bash\n",
         "```bash\n'\\'\"\\\"",
         "   ",
+        "a",
         "to=functions.",
         '{"name":"","arguments":{}};',
         "<|a|>",
