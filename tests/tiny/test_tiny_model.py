@@ -190,3 +190,19 @@ def test_vllm_generates_from_it(tiny_model: Path) -> None:
     assert again[0].outputs[0].token_ids == first.outputs[0].token_ids
     [reply] = llm.chat(CONVERSATION[:2], SamplingParams(max_tokens=8), tools=TOOLS, use_tqdm=False)
     assert 1 <= len(reply.outputs[0].token_ids) <= 8
+
+
+@pytest.mark.engine
+def test_vllms_hermes_parser_reads_what_the_template_writes(tokenizer: Any) -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    asked = render(tokenizer, CONVERSATION[:2], add_generation_prompt=True)
+    reply = render(tokenizer, CONVERSATION[:3]).removeprefix(asked).removesuffix("<|im_end|>\n")
+    parser = ToolParserManager.get_tool_parser("hermes")(tokenizer)
+    parsed = parser.extract_tool_calls(reply, ChatCompletionRequest(messages=[], model=""))
+    assert parsed.content == CONVERSATION[2]["content"]
+    assert [(call.function.name, json.loads(call.function.arguments)) for call in parsed.tool_calls] == [
+        ("weather", {"city": "Zürich"}),
+        ("clock", {}),
+    ]
