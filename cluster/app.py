@@ -26,6 +26,10 @@ SCHEDULER = "replicas.scheduler.AgentScheduler"
 CPU_ENGINE = {"block_size": 32, "enforce_eager": True}
 """Engine arguments on CPU unless the configuration names others: vLLM's own block size there is 128 tokens."""
 
+CPU_KV_CACHE_BYTES = 128 << 20
+"""KV cache of one CPU replica unless the configuration says otherwise: 131,072 tokens of the built-in model. vLLM
+itself would take nearly all of the machine."""
+
 ENGINE = {"enable_prompt_tokens_details": True}
 """Engine arguments everywhere unless the configuration names others: `usage` tells the cached tokens."""
 
@@ -99,8 +103,8 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     """vLLM's engine arguments: ours, the configuration's `engine` over them, and those that nobody may change."""
     on_cpu = config.replicas.accelerator == "cpu"
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
-    if on_cpu and config.replicas.kv_cache_bytes is not None:
-        arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes
+    if on_cpu:
+        arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
     arguments |= config.engine
     if config.model.tool_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}

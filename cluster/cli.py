@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from cluster.commands import bench, config, model, serve
+from cluster.commands import bench, config, demo, model, serve
 from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -12,6 +12,7 @@ app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
 app.command()(bench.bench)
 app.command()(serve.serve)
+app.command()(demo.demo)
 
 BAD_INPUT = 2
 """Exit status for a configuration or a trace that cannot be used."""

@@ -72,7 +72,7 @@ class ReplicaConfig(_Section):
     cpus: float = Field(0.5, gt=0)
     """Ray CPUs reserved for each process of a replica."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 20)
-    """KV cache of one CPU replica; null leaves it to vLLM. On a GPU set `engine.gpu_memory_utilization` instead."""
+    """KV cache of one CPU replica; null is 128 MiB. On a GPU set `engine.gpu_memory_utilization` instead."""
     max_ongoing_requests: int = Field(256, ge=1)
     """Requests that one replica works on at a time; more wait in front of it."""
     max_queued_requests: int = Field(2048, ge=-1)

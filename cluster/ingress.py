@@ -7,14 +7,12 @@ nothing of vLLM, and starts in a third of the time. Errors of Ray are mapped her
 
 import asyncio
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Callable
 from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from time import time
 from typing import Any
-from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from ray import serve
@@ -37,6 +35,7 @@ from cluster.errors import (
 )
 from cluster.http_calls import EventStream, first_answer
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
+from cluster.http_front import REQUEST_ID, clean_request_id
 from cluster.http_limits import parse_object, read_body
 from cluster.identity import identify
 from cluster.program import DEFAULT_TENANT, ProgramIdentity
@@ -53,9 +52,6 @@ JSON_BEGIN = b"{"
 
 PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
 """Headers that vLLM may see. Others could choose its data-parallel rank or its request id."""
-
-MAX_REQUEST_ID_LENGTH = 128
-_UNPRINTABLE = re.compile(r"[^!-~]")
 
 READY_TIMEOUT_S = 5.0
 REMEMBERED_CONFLICTS = 4096
@@ -173,7 +169,7 @@ class ProgramIngress:
         self, request: Request, method: str, body: dict[str, Any], key: str | None = None, identity: str | None = None
     ) -> Response:
         headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
-        headers["x-request-id"] = _request_id(request)
+        headers[REQUEST_ID] = clean_request_id(request.headers.get(REQUEST_ID, ""))
         handle = self._streams if key is None else self._streams.options(session_id=key)
         deadline_s = asyncio.get_running_loop().time() + self._config.http.request_timeout_s
         answers = handle.answer.remote(method, body, headers, key, identity)
@@ -257,10 +253,13 @@ class ProgramIngress:
         return _per_replica(await self._broadcast("control", "policy", {}))
 
     async def set_policy(self, request: Request) -> Response:
-        """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`. A replica that is started later
-        begins with the policy of the configuration.
+        """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`; without parameters, those of the
+        configuration if it names this policy. A replica that is started later begins with the configuration's policy.
         """
         body = await self._body(request)
+        configured = self._config.policy
+        if "parameters" not in body and body.get("name") == configured.name:
+            body = {"name": configured.name, "parameters": configured.parameters}
         policy = validated(PolicyConfig, body)
         return _per_replica(await self._broadcast("set_policy", policy.name, policy.parameters))
 
@@ -290,12 +289,6 @@ def _per_replica(answers: list[Any]) -> Response:
     if failures:
         raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {told}", status=failures[0].status)
     return JSONResponse({"replicas": told})
-
-
-def _request_id(request: Request) -> str:
-    """The client's X-Request-Id as far as it is printable and short. Ray's proxy echoes it, or makes one."""
-    said = _UNPRINTABLE.sub("", request.headers.get("x-request-id", ""))[:MAX_REQUEST_ID_LENGTH]
-    return said or uuid4().hex
 
 
 def _http_message(error: HTTPException) -> str:

@@ -4,8 +4,6 @@ import json
 import os
 import signal
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Annotated
@@ -13,6 +11,7 @@ from typing import Annotated
 import typer
 
 from cluster.clock import MonotonicClock
+from cluster.commands.steps import timed_steps
 
 
 def serve(
@@ -29,18 +28,11 @@ def serve(
     console = Console(highlight=False)
     clock = MonotonicClock()
 
-    @contextmanager
-    def step(name: str) -> Iterator[None]:
-        begun_s = clock.now_s()
-        with console.status(name):
-            yield
-        console.print(f"  {name:<32} {clock.now_s() - begun_s:6.1f} s")
-
     stopped = threading.Event()
     _on_signals(stopped)
     begun_s = clock.now_s()
     try:
-        with LocalCluster(load_config(config, os.environ), step=step) as cluster:
+        with LocalCluster(load_config(config, os.environ), step=timed_steps(console)) as cluster:
             _on_signals(stopped)  # Ray has put its own handlers in place
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
