@@ -15,6 +15,7 @@ import pytest
 import redis
 
 from cluster.clock import ManualClock
+from cluster.embedded_redis import EmbeddedRedis
 from cluster.statistics import OVERALL
 from cluster.store import StatisticsStore, StoreFailure, failure_of
 
@@ -30,6 +31,12 @@ async def eventually(exchange: Callable[[], Awaitable[dict[str, int] | None]]) -
         while (others := await exchange()) is None:
             pass
     return others
+
+
+def kill(server: EmbeddedRedis) -> None:
+    os.kill(server.pid, signal.SIGKILL)
+    while server.pid is not None:
+        pass
 
 
 async def test_data_that_redis_lost_are_written_again(peer, direct):
@@ -58,7 +65,7 @@ async def test_a_killed_redis_is_gone_and_back(server, peer):
     a, b = peer("a").observe("python", 1.0), peer("b").observe("python", 3.0)
     await b.exchange()
     assert await a.exchange() == {OVERALL: 1, "python": 1}
-    os.kill(server.pid, signal.SIGKILL)
+    kill(server)
     for _ in range(3):
         a.observe("python", 2.0)
         assert await a.exchange() is None
@@ -70,6 +77,21 @@ async def test_a_killed_redis_is_gone_and_back(server, peer):
     assert await eventually(a.exchange) == {OVERALL: 1, "python": 1}
     assert await b.exchange() == {OVERALL: 4, "python": 4}
     assert a.store.healthy
+
+
+async def test_after_a_failure_the_next_redis_may_be_an_older_copy(peer, direct):
+    a, b = peer("a").observe("python", 1.0), peer("b")
+    await a.exchange()
+    part = "caesura:v1:{tiny}:durations:a"
+    older = await direct.dump(part)
+    a.observe("python", 2.0).observe("search", 1.0)
+    await a.exchange()
+    await direct.execute_command("REPLICAOF", "127.0.0.1", "1")
+    assert await a.exchange() is None
+    await direct.execute_command("REPLICAOF", "NO", "ONE")
+    await direct.restore(part, 3_600_000, older, replace=True)
+    await a.exchange()
+    assert await b.exchange() == {OVERALL: 3, "python": 2, "search": 1}
 
 
 @asynccontextmanager
@@ -171,6 +193,21 @@ async def test_whatever_answers_there_is_survived(answer, failure):
         async with asyncio.timeout(FAR_MORE * SHORT_S):
             assert await store.exchange({}) is None
         assert store.failures == {failure: 1}
+        await store.close()
+
+
+async def test_several_slow_answers_share_one_time_limit():
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while await reader.read(1 << 20):
+            await asyncio.sleep(SHORT_S * 0.7)
+            writer.write(b"*3\r\n:0\r\n:0\r\n*0\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as slow:
+        url = f"redis://127.0.0.1:{slow.sockets[0].getsockname()[1]}"
+        store = StatisticsStore(url, model="m", writer="a", timeout_s=SHORT_S, expiry_s=9.0, clock=ManualClock())
+        assert await store.exchange({}) is None
+        assert store.failures == {StoreFailure.TIMEOUT: 1}
         await store.close()
 
 
