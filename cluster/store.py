@@ -111,7 +111,7 @@ class StatisticsStore:
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
         model: statistics are shared by the writers of one model.
-        writer: this writer's name, unique among them.
+        writer: this writer's name, unique among them and never used again: what it had written would be replaced.
         timeout_s: bounds every exchange.
         expiry_s: a part that its writer has not touched for so long is forgotten; by the time of the Redis server.
         clock: tells how long the store was gone.
