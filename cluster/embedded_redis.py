@@ -79,7 +79,7 @@ class EmbeddedRedis:
     @property
     def pid(self) -> int | None:
         """Of the server; None if none runs."""
-        return self._process.pid if self._process is not None and self._process.poll() is None else None
+        return self._process.pid if self._process is not None and self._runs() else None
 
     def start(self) -> None:
         """Start the server and wait until it answers. Blocks; harmless if it runs.
@@ -88,7 +88,7 @@ class EmbeddedRedis:
             ConfigError: there is no redis-server, the path cannot be used, or it does not answer in time; the message
                 has what it printed.
         """
-        if self.pid is not None:
+        if self._runs():
             return
         self.stop()
         with ExitStack() as resources:
@@ -100,7 +100,7 @@ class EmbeddedRedis:
                     self._port = port
                     self._resources = resources.pop_all()
                     return
-                if self.pid is not None:
+                if self._runs():
                     break
             log.seek(0)
             raise ConfigError(f"store.url: the embedded Redis did not start: {log.read()[-LOG_TOLD_BYTES:].strip()}")
@@ -108,6 +108,9 @@ class EmbeddedRedis:
     def stop(self) -> None:
         """End the server; kill it if it does not end in time. Again is harmless."""
         self._resources.close()
+
+    def _runs(self) -> bool:
+        return self._process is not None and self._process.poll() is None
 
     def _directory(self, resources: ExitStack) -> Path:
         """Its data's, which no other server uses meanwhile."""
