@@ -17,7 +17,7 @@ CONFIG: dict[str, Any] = {
 
 POLICIES = ("vllm", "continuum")
 RATE_PER_S = 2.0
-DURATION_S = 40.0
+DURATION_S = 25.0
 BLOCKS = 2
 SCALE_TOOLS = 0.1
 SLO_TTFT_S = 1.0
