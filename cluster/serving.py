@@ -22,6 +22,7 @@ import psutil
 from cluster.clock import Clock, MonotonicClock
 from cluster.config import CaesuraConfig
 from cluster.errors import CaesuraError
+from cluster.http_front import IMPORT_PATH
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -29,6 +30,7 @@ ENVIRONMENT = {
     "RAY_enable_worker_prestart": "0",  # idle workers cost memory and, at the start, the time of those that are needed
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }

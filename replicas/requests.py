@@ -3,11 +3,12 @@
 The ingress knows none of them, so that it starts without importing vLLM.
 """
 
-import logging
+import json
 from collections.abc import Mapping
 from http import HTTPStatus
 from typing import Any
 
+import pydantic
 from ray.llm._internal.serve.core.configs.openai_api_models import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -23,8 +24,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
 from cluster.validation import validated
 
-logger = logging.getLogger("ray.serve")
-
+ERROR_EVENT = b'data: {"error"'
 RETRY_AFTER_S = 1
 OVERLOAD_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
@@ -38,7 +38,9 @@ def parse_request(method: str, body: Mapping[str, Any]) -> Any:
     try:
         match method:
             case "chat":
-                return validated(ChatCompletionRequest, body)
+                if not isinstance(body.get("messages"), list):
+                    raise BadRequest("messages must be a list", param="messages")
+                return _read_through(validated(ChatCompletionRequest, body))
             case "completions":
                 return validated(CompletionRequest, body)
             case "tokenize" if "messages" in body:
@@ -53,6 +55,20 @@ def parse_request(method: str, body: Mapping[str, Any]) -> Any:
         # vLLM's validators look into the raw body before its types have been checked.
         raise BadRequest(f"a field of the request has the wrong type: {error}") from error
     raise BadRequest(f"unknown method {method!r}", status=HTTPStatus.NOT_FOUND)
+
+
+def _read_through(request: ChatCompletionRequest) -> ChatCompletionRequest:
+    """The request with the parts of its messages validated that pydantic validates only when they are read."""
+    for number, message in enumerate(request.messages):
+        for field in ("content", "tool_calls"):
+            value = message.get(field)
+            if value is not None and not isinstance(value, str):
+                try:
+                    message[field] = list(value)
+                except pydantic.ValidationError as error:
+                    path = f"messages.{number}.{field}"
+                    raise BadRequest(f"{path}: {error.errors(include_url=False)[0]['msg']}", param=path) from error
+    return request
 
 
 def as_refusal(error: Exception) -> HttpError:
@@ -77,3 +93,19 @@ def of_response(answer: ErrorResponse) -> HttpError:
     if told.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return HttpError("internal error", status=told.code, code="internal_error")
     return BadRequest(told.message, status=told.code, param=told.param)
+
+
+def of_first_event(event: bytes) -> HttpError | None:
+    """vLLM's refusal, if a stream begins with it: nothing has been sent yet, so it can have its status."""
+    if not event.startswith(ERROR_EVENT):
+        return None
+    answer = json.loads(event.partition(b"\n\n")[0].removeprefix(b"data: "))
+    return of_response(ErrorResponse.model_validate(answer))
+
+
+def naming_field(refusal: HttpError, body: Mapping[str, Any]) -> HttpError:
+    """The refusal with ``param``, where vLLM only begins its message with the field's name."""
+    word = refusal.message.partition(" ")[0].strip("`'\"")
+    if refusal.param is None and word in body:
+        refusal.param = word
+    return refusal

@@ -11,7 +11,7 @@ import os
 from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn
 
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
@@ -28,7 +28,7 @@ from cluster.statistics import DurationTable
 from cluster.store import StatisticsStore
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
-from replicas.requests import as_refusal, of_response, parse_request
+from replicas.requests import as_refusal, naming_field, of_first_event, of_response, parse_request
 from replicas.streaming import coalesce
 
 logger = logging.getLogger("ray.serve")
@@ -114,13 +114,13 @@ class ProgramServer(LLMServer):
             if getattr(request, "stream", False):
                 answers = coalesce(answers, self._config.replicas.stream_interval_ms / 1000)
             async with aclosing(answers):
-                async for piece in answers:
-                    yield _told(piece)
+                async for piece in _told(answers):
+                    yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
         except Exception as error:  # the boundary: vLLM's exceptions do not leave the replica
             refusal = as_refusal(error)
             if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("%s failed", method)
-            yield refusal
+            yield naming_field(refusal, body)
 
     # --- called by the ingress, by name -------------------------------------------------------------------------------
 
@@ -148,7 +148,7 @@ class ProgramServer(LLMServer):
     async def snapshot(self) -> dict[str, Any]:
         """The scheduler's numbers, now."""
         answer = await self._channel.call("exchange", durations=self._others)
-        return {"replica": self.replica_id, **answer["snapshot"]}
+        return {"replica": self.replica_id, "pid": os.getpid(), **answer["snapshot"]}
 
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
 
@@ -198,10 +198,15 @@ class ProgramServer(LLMServer):
         os._exit(ENGINE_GONE_STATUS)
 
 
-def _told(piece: Any) -> bytes | HttpError:
-    match piece:
-        case bytes():
-            return piece
-        case ErrorResponse():
-            return of_response(piece)
-    return cast(bytes, piece.model_dump_json().encode())
+async def _told(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | HttpError]:
+    """Pieces of a stream, or the one answer, as the client is sent them; vLLM's refusals as ours."""
+    first = True
+    async for piece in answers:
+        match piece:
+            case bytes():
+                yield (of_first_event(piece) if first else None) or piece
+            case ErrorResponse():
+                yield of_response(piece)
+            case _:
+                yield piece.model_dump_json().encode()
+        first = False

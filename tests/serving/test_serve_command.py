@@ -1,0 +1,85 @@
+"""`caesura serve` in the foreground: a readable start, a clean stop, nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import psutil
+import pytest
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = """
+http: {port: 0}
+replicas: {count: 1, kv_cache_bytes: 16777216}
+engine: {max_model_len: 1024}
+"""
+CAESURA = str(Path(sys.executable).parent / "caesura")
+START_WITHIN_S = 150.0
+STOP_WITHIN_S = 60.0
+
+
+@pytest.fixture
+def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+    file = tmp_path / "caesura.yaml"
+    file.write_text(CONFIG)
+    command = [CAESURA, "serve", "--config", str(file)]
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+    yield process
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGTERM)
+        process.wait(STOP_WITHIN_S)
+
+
+def output_until(process: subprocess.Popen[str], end: str) -> str:
+    assert process.stdout is not None
+    text = ""
+    for line in process.stdout:
+        text += line
+        if end in line:
+            return text
+    raise AssertionError(f"it ended without {end!r}:\n{text}")
+
+
+def test_it_serves_until_ctrl_c_and_leaves_nothing(serving: subprocess.Popen[str]):
+    told = output_until(serving, "curl")
+    for step in ("tool statistics store", "Ray", "application", "1 x model tiny", "first answer"):
+        assert step in told
+    url = next(word for word in told.split() if word.startswith("http://"))
+    assert httpx.get(f"{url}/ready").status_code == 200
+    family = psutil.Process(serving.pid).children(recursive=True)
+    assert any(process.name() == "VLLM::EngineCore" for process in family)
+    os.killpg(serving.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
+    assert serving.wait(STOP_WITHIN_S) == 0
+    assert serving.stdout is not None and "stopped" in serving.stdout.read()
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_ctrl_c_during_the_start_leaves_nothing(serving: subprocess.Popen[str]):
+    output_until(serving, "Ray")
+    deadline = time.monotonic() + START_WITHIN_S
+    family: list[psutil.Process] = []
+    while len(family) < 6 and time.monotonic() < deadline:
+        family = psutil.Process(serving.pid).children(recursive=True)
+        time.sleep(0.2)
+    os.killpg(serving.pid, signal.SIGINT)
+    serving.wait(STOP_WITHIN_S)
+    _, alive = psutil.wait_procs(family, timeout=5)
+    assert alive == []
+
+
+def test_an_unknown_key_is_refused_at_once(tmp_path: Path):
+    file = tmp_path / "caesura.yaml"
+    file.write_text("model: {sorce: tiny}\n")
+    command = [CAESURA, "serve", "--config", str(file)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert "model.sorce" in refused.stdout + refused.stderr
