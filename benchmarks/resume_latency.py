@@ -3,8 +3,8 @@
     python -m benchmarks.resume_latency [--rounds 10] [--context 3500]
 
 A program has a context of 3,500 tokens and pauses for a tool. Meanwhile other programs pass through the rest of the
-memory, under both policies the same ones: under `vllm` its blocks are evicted, under `continuum` they are
-held. Then its next turn brings 16 tokens. Time to first token of that turn; the policies take turns, a round each.
+memory, the same ones under both policies: under `vllm` its blocks are evicted, under `continuum` they are held. Then
+its next turn brings 16 tokens. Time to first token of that turn; the policies take turns, a round each.
 """
 
 import argparse

@@ -1,28 +1,21 @@
 """`caesura serve`: a local cluster in the foreground."""
 
 import json
-import os
 import signal
 import threading
-from pathlib import Path
 from types import FrameType
-from typing import Annotated
 
 import typer
 
 from cluster.clock import MonotonicClock
+from cluster.commands.config import Assignments, ConfigFile, read_config
 from cluster.commands.steps import timed_steps
 
 
-def serve(
-    config: Annotated[
-        Path | None, typer.Option(help="YAML file; without it the built-in tiny model is served.")
-    ] = None,
-) -> None:
+def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C."""
     from rich.console import Console
 
-    from cluster.config_source import load_config
     from cluster.serving import LocalCluster, StartFailed
 
     console = Console(highlight=False)
@@ -32,7 +25,7 @@ def serve(
     _on_signals(stopped)
     begun_s = clock.now_s()
     try:
-        with LocalCluster(load_config(config, os.environ), step=timed_steps(console)) as cluster:
+        with LocalCluster(read_config(config, assignments), step=timed_steps(console)) as cluster:
             _on_signals(stopped)  # Ray has put its own handlers in place
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
