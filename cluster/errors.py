@@ -14,8 +14,8 @@
         ├── Overloaded         503  with Retry-After
         └── UpstreamFailed     502  a replica failed while it answered
 
-Foreign exceptions are mapped at one boundary each: pydantic's in `config`, Ray's and vLLM's in `ingress`, vLLM's engine
-death in `replicas.control`.
+Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`, vLLM's
+in `replicas.requests`, its engine's death in `replicas.control`.
 """
 
 

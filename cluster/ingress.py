@@ -213,9 +213,11 @@ class ProgramIngress:
     async def program(self, program_id: str) -> Response:
         """What became of a program: its phase and its turns, from the replica that has it."""
         key = str(ProgramIdentity(program_id, tenant=DEFAULT_TENANT).key)
-        timeout_s = self._config.control.timeout_s
-        async with asyncio.timeout(timeout_s):
-            story = await self._calls.options(session_id=key).program_story.remote(key)
+        try:
+            async with asyncio.timeout(self._config.control.timeout_s):
+                story = await self._calls.options(session_id=key).program_story.remote(key)
+        except TimeoutError as error:
+            raise ControlTimeout(f"the replica of program {program_id!r} did not answer") from error
         if not story:
             others = await self._broadcast("program_story", key)
             story = next((other for other in others if isinstance(other, dict) and other), None)
@@ -274,7 +276,10 @@ class ProgramIngress:
     async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
         timeout_s = self._config.control.timeout_s + READY_TIMEOUT_S
         call = self._calls.broadcast(method, *arguments)
-        answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
+        try:
+            answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except TimeoutError as error:
+            raise ControlTimeout(f"{method}: not all replicas answered within {timeout_s} s") from error
         return answers
 
 

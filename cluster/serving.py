@@ -260,7 +260,8 @@ def _keeps_failing(state: Any) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What vLLM and Serve log in this process, while they are imported and told what to run, is not for a terminal."""
-    logging.getLogger("ray.serve").setLevel(logging.WARNING)
+    for name in ("ray.serve", "httpx"):
+        logging.getLogger(name).setLevel(logging.WARNING)
     before = os.environ.get("VLLM_LOGGING_LEVEL")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
     try:
