@@ -84,7 +84,7 @@ TABLE: list[tuple[str, str, dict[str, Any], int, str | None]] = [
     (
         "stream_options without a stream",
         COMPLETIONS,
-        {"stream_options": {"include_usage": True}},
+        {"stream": False, "stream_options": {"include_usage": True}},
         400,
         "stream_options",
     ),
