@@ -3,16 +3,22 @@
 Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts.py holds each name):
     start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for
     _prepare_engine_config   one process less on CPU; the configured KV cache size counts
+    _start_async_llm_engine  on CPU EngineCore is a fork
 """
 
+from contextlib import nullcontext
 from typing import Any
 
+import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+
+from replicas.forking import forked_engine_core
 
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's own condition for the in-process executor on CPU
     "OMP_NUM_THREADS": "1",  # a replica's threads fight each other on a small model: 649 against 114 tokens/s measured
+    "TOKENIZERS_PARALLELISM": "false",  # its threads would not survive the fork of EngineCore
     "VLLM_NO_USAGE_STATS": "1",
 }
 """Environment of a CPU replica; what the machine sets beside it stays."""
@@ -46,6 +52,11 @@ class ReplicaEngine(VLLMEngine):
         if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
             config.parallel_config.distributed_executor_backend = "uni"
         return engine_args, frontend_args, config
+
+    def _start_async_llm_engine(self, engine_args: Any, config: Any, placement_group: Any) -> Any:
+        on_cpu = config.device_config.device_type == "cpu"
+        with forked_engine_core(ray._raylet.setproctitle) if on_cpu else nullcontext():
+            return super()._start_async_llm_engine(engine_args, config, placement_group)
 
     @property
     def client(self) -> Any:

