@@ -8,8 +8,8 @@ import typer
 
 CONFIG: dict[str, Any] = {
     "replicas": {"count": 2},
-    # Memory for about 9,000 tokens a replica: programs compete for it, as they do on a full GPU.
-    "engine": {"max_model_len": 8192, "num_gpu_blocks_override": 280, "max_num_seqs": 64},
+    # Memory for about 5,700 tokens a replica: programs compete for it, as they do on a full GPU.
+    "engine": {"max_model_len": 5632, "num_gpu_blocks_override": 180, "max_num_seqs": 64},
     "policy": {"name": "continuum", "parameters": {"max_ttl_s": 1.0, "default_ttl_s": 0.5}},
     "http": {"port": 0},
 }
@@ -53,7 +53,7 @@ def demo(
         with LocalCluster(CaesuraConfig.model_validate(CONFIG), step=timed_steps(console)) as cluster:
             settings = BenchSettings(
                 url=cluster.url,
-                shaping=Shaping(scale_tools=SCALE_TOOLS, max_context=8000),
+                shaping=Shaping(scale_tools=SCALE_TOOLS, max_context=5500),
                 policies=POLICIES,
                 rate_per_s=RATE_PER_S,
                 duration_s=DURATION_S,
