@@ -116,4 +116,4 @@ def test_serve_tells_how_a_start_goes():
     assert {"RUNNING", "DEPLOY_FAILED"} <= {status.value for status in ApplicationStatus}
     assert "UNHEALTHY" in {status.value for status in DeploymentStatus}
     assert "wait_for_applications_running" in parameters(serve.run_many)
-    assert callable(ray.get_runtime_context().get_session_name)
+    assert callable(ray.runtime_context.RuntimeContext.get_session_name)
