@@ -147,11 +147,11 @@ def _capacity_tokens(model: ModelShape, device: Device) -> int:
 
 
 def _misfit(name: str, model: ModelShape, device: Device, capacity: int) -> str:
-    ranks = f"{model.tensor_parallel} devices" if model.tensor_parallel > 1 else "one device"
+    ranks = f"{model.tensor_parallel} devices give" if model.tensor_parallel > 1 else "one device gives"
     usable = (device.memory_bytes * MEMORY_UTILIZATION - WORKING_BYTES) * model.tensor_parallel
     what = f"preset {name!r} does not fit: its weights are {model.weight_bytes / 1e9:.1f} GB"
     left = f"which leaves room for {max(capacity, 0)} tokens of KV (at least {MIN_CAPACITY_TOKENS} are needed)"
-    return f"{what}, {ranks} give {usable / 1e9:.1f} GB after working memory, {left}"
+    return f"{what}, {ranks} {usable / 1e9:.1f} GB after working memory, {left}"
 
 
 def _roofline(name: str, model: ModelShape, device: Device, capacity: int) -> CostModel:
