@@ -43,7 +43,13 @@ POLICIES = Registry(
     "policy",
     {
         "vllm": "replicas.policies.vllm:VllmParameters",
+        "plas": "replicas.policies.plas:PlasParameters",
+        "infercept": "replicas.policies.infercept:InferceptParameters",
+        "lamps": "replicas.policies.mars:LampsParameters",
+        "mars": "replicas.policies.mars:MarsParameters",
+        "augserve": "replicas.policies.augserve:AugserveParameters",
         "continuum": "replicas.policies.continuum:ContinuumParameters",
+        "continuum2": "replicas.policies.continuum_cost:ContinuumCostParameters",
     },
 )
 
