@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,9 @@ from replicas.cost_model import CostModel
 
 CROSSINGS = tuple(float(2**power) for power in range(13))
 """Pairs per token of context at which attention's roofs may cross: from no reuse of what was read to a full cache."""
+
+SATURATIONS = 33
+"""Saturation points that are tried, between the least and the largest but one of the measured token counts."""
 
 TOKEN_COLUMN = 2
 """Of `_columns`: the coefficient that a cost model cannot be without."""
@@ -71,27 +75,27 @@ class StepCosts:
 def fit_steps(samples: Sequence[StepSample]) -> StepCosts:
     """The coefficients with the least sum of squared relative errors.
 
-    The form is linear once it is known where each pair of roofs crosses; both crossings are tried over a grid: the
-    linear layers' at the measured token counts, attention's at `CROSSINGS`.
+    The form is linear once it is known where each pair of roofs crosses; both crossings are tried over a grid.
 
     Raises:
-        ConfigError: the times do not grow with the tokens: too few samples, or nothing but noise.
+        ConfigError: a time is not positive, or all samples have the same number of tokens.
     """
     seconds = np.array([sample.seconds for sample in samples])
-    if len(samples) == 0 or not np.all(np.isfinite(seconds) & (seconds > 0)):
-        raise ConfigError("a cost model needs samples, each with a positive time")
-    best: tuple[float, int, float, Matrix] | None = None
-    for saturation in sorted({1, *(sample.tokens for sample in samples)}):
-        for crossing in CROSSINGS:
-            columns = _columns(samples, saturation, crossing)
-            for residual, solution in _solutions(columns / seconds[:, None]):
-                if best is None or residual < best[0]:
-                    best = (residual, saturation, crossing, solution)
-    if best is None:
-        raise ConfigError(
-            "the measured times do not grow with the scheduled tokens: measure more, on a quieter machine"
-        )
-    _, saturation, crossing, solution = best
+    if not np.all(np.isfinite(seconds) & (seconds > 0)):
+        raise ConfigError("a cost model needs samples with positive times")
+    counts = sorted({sample.tokens for sample in samples})
+    if len(counts) < 2:
+        raise ConfigError("a cost model needs samples of different numbers of tokens")
+    _, saturation, crossing, solution = min(
+        (
+            (residual, saturation, crossing, solution)
+            # At the largest count nothing would have been seen to grow.
+            for saturation in np.geomspace(counts[0], counts[-2], SATURATIONS).tolist()
+            for crossing in CROSSINGS
+            for residual, solution in _solutions(_columns(samples, saturation, crossing) / seconds[:, None])
+        ),
+        key=itemgetter(0),
+    )
     errors = np.abs(_columns(samples, saturation, crossing) @ solution / seconds - 1)
     overhead, sequence, token, context, request = (float(value) for value in solution)
     return StepCosts(
