@@ -115,8 +115,8 @@ def reload_s(load: LoadView, context_tokens: int) -> float:
 def queue_s(load: LoadView, forecast: Forecast, context_tokens: int) -> float:
     """A stand-in for T_queue, the recent mean queueing delay of programs that had lost their KV, which no view has.
 
-    By Little's law: so many turns wait, and places come free at the rate of the running turns by the time that one
-    stays, which is taken to be this program's next turn's: its returned tokens' prefill and its output.
+    By Little's law: turns that wait, by the rate at which places come free, which is the turns that run by the time
+    that one runs. Of that time this program is the sample: the prefill of what its tools return, and its output.
     """
     stay_s = load.facts.cost.prefill_s(max(0, round(forecast.returned_tokens)), context_tokens)
     stay_s += iteration_s(load) * max(0.0, forecast.output_tokens)

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from replicas.policies.vllm import FullBudget
 from replicas.policies.waste import LeastWaste, Paused, Wastes, chunked_discard, iteration_s, lost_share, preserve
-from replicas.policy import KvPlace, LoadView, Policy, RankKey, TurnView
+from replicas.policy import BudgetPolicy, KvPlace, LoadView, Policy, RankKey, TurnView
 
 
 class InferceptParameters(BaseModel):
@@ -33,11 +33,9 @@ class InferceptParameters(BaseModel):
 
     def build(self) -> Policy:
         """The policy."""
-        pause = LeastWaste(
-            MinWaste(self.estimate == "dynamic", self.swap_out_share, self.cache_aware), self.review_steps
-        )
-        budget = SaturationBudget() if self.saturation_budget else FullBudget()
-        return Policy("infercept", OriginalArrival(), pause, budget)
+        judge = MinWaste(self.estimate == "dynamic", self.swap_out_share, self.cache_aware)
+        budget: BudgetPolicy = SaturationBudget() if self.saturation_budget else FullBudget()
+        return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)
 
 
 class OriginalArrival:
@@ -85,7 +83,7 @@ class MinWaste:
 
 
 class SaturationBudget:
-    """Section 4.2: recomputation and prompts fill an iteration up to the saturation point, in chunks of S - |running|."""
+    """Section 4.2: prompts and recomputation fill a step up to the saturation point, in chunks of S - |running|."""
 
     def tokens(self, load: LoadView) -> int:
         """S, or the running turns if they are more, at most vLLM's own limit."""

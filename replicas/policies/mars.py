@@ -66,7 +66,7 @@ class MemoryOverTime:
         """The integral: growth until the call, and what its handling adds."""
         load, prompt = turn.load, turn.tokens
         output = max(0.0, turn.forecast.output_tokens)
-        grown = growth(load, turn.cached_tokens if self.remaining else 0, prompt, output)
+        grown = growth(load, min(turn.cached_tokens, prompt) if self.remaining else 0, prompt, output)
         if turn.forecast.pause_s <= 0:
             return grown
         return grown + self._handling(load, prompt + round(output), turn.forecast.pause_s)

@@ -1,4 +1,6 @@
-"""What a pause wastes: KV memory that computes nothing, times how long. InferCept, LAMPS, MARS and AugServe decide by it.
+"""What a pause wastes: KV memory that computes nothing, times how long.
+
+InferCept, LAMPS, MARS and AugServe decide by it.
 
 M, the bytes of one token's KV, is a factor of every term and the same for all programs of a replica. It is left out:
 waste is in token-seconds here, and in byte-seconds times ``CostModel.kv_bytes_per_token``.
@@ -29,7 +31,7 @@ def preserve(pause_s: float, context_tokens: float) -> float:
 
 
 def discard(recompute_s: float, context_tokens: float, other_tokens: float) -> float:
-    """T_fwd(C) · C + T_fwd(C) · C_other: all is computed again, and the others wait (InferCept eq. 1, AugServe eq. 5)."""
+    """T_fwd(C) · C + T_fwd(C) · C_other: computed again while others wait (InferCept eq. 1, AugServe eq. 5)."""
     return recompute_s * context_tokens + recompute_s * other_tokens
 
 
