@@ -1,97 +1,21 @@
-"""The papers' policies: each equation by numbers worked out by hand, then what each must do whatever it sees.
-
-The replica of these tests: 10 ms for an iteration of up to 100 tokens, 0.1 ms for each token of a longer one, 10 µs to
-move one token's KV over the host link, and attention for nothing. So T_fwd(1000) = 0.1 s, T_fwd = 0.01 s,
-T_swap(1000) = 0.01 s, S = 100.
-"""
+"""The papers' policies: each equation by numbers worked out by hand for the replica of ``policy_views``."""
 
 from dataclasses import replace
-from math import isnan
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from policy_views import forecast, hold, load, observed, pause, policy, turn
 
-from cluster.config import SloConfig
 from cluster.lifecycle import begin
 from cluster.program import Hints
-from cluster.registry import POLICIES
-from cluster.statistics import DurationStatistics, DurationTable
-from replicas.cost_model import CostModel
+from cluster.statistics import DurationTable
 from replicas.policies import augserve, continuum_cost, waste
 from replicas.policies.augserve import AugserveParameters, FreeMemoryBudget, TwoStage
 from replicas.policies.continuum_cost import ContinuumCostParameters
-from replicas.policies.infercept import InferceptParameters, MinWaste, OriginalArrival, SaturationBudget
+from replicas.policies.infercept import InferceptParameters, OriginalArrival, SaturationBudget
 from replicas.policies.mars import LampsParameters, MarsParameters, MemoryOverTime, growth
 from replicas.policies.plas import AttainedService
-from replicas.policies.waste import Handling, LeastWaste, Paused, Predicted, Wastes
-from replicas.policy import (
-    Claimant,
-    Forecast,
-    Hold,
-    HoldView,
-    KvPlace,
-    LoadView,
-    PauseView,
-    Policy,
-    Release,
-    ReplicaFacts,
-    Swap,
-    TurnView,
-)
-
-COST = CostModel(
-    name="by hand",
-    kv_bytes_per_token=1000.0,
-    kv_capacity_tokens=10_000,
-    overhead_s=0.0,
-    sequence_s=0.0,
-    weights_s=0.01,
-    token_s=0.0001,
-    context_s=0.0,
-    pair_s=0.0,
-    swap_token_s=0.00001,
-)
-PAPERS = ("plas", "infercept", "lamps", "mars", "augserve", "continuum2")
-EVERY_PAPER = pytest.mark.parametrize("name", PAPERS)
-
-
-def load(host_tokens: int = 0, max_tokens: int = 1000, **changes: float) -> LoadView:
-    facts = ReplicaFacts(COST, SloConfig(), COST.kv_capacity_tokens, max_tokens, host_tokens)
-    view = LoadView(facts, 100.0, 500, 10, 5000, 3, 2000, 3000)
-    return replace(view, **changes)  # type: ignore[arg-type]
-
-
-def forecast(output: float = 100.0, pause_s: float = 2.0, returned: float = 50.0) -> Forecast:
-    return Forecast(output, pause_s, returned, 500.0, 3.0)
-
-
-def turn(
-    at: LoadView | None = None, context_tokens: int = 0, last_served_s: float | None = None, **changes: object
-) -> TurnView:
-    program = replace(begin("t/p", 40.0), context_tokens=context_tokens, last_served_s=last_served_s)
-    view = TurnView(program, Hints(), forecast(), at or load(), 98.0, 490, 1000, 0, False, KvPlace.NONE)
-    return replace(view, **changes)  # type: ignore[arg-type]
-
-
-def pause(
-    at: LoadView | None = None, context: int = 1000, durations: DurationTable | None = None, **expected: float
-) -> PauseView:
-    table = durations or DurationTable()
-    return PauseView(begin("t/p", 40.0), Hints(), forecast(**expected), at or load(), ("ls",), context, table, None)
-
-
-def hold(at: LoadView | None = None, since_s: float = 99.0, until_s: float = 101.0, **changes: object) -> HoldView:
-    view = HoldView(
-        begin("t/p", 40.0), forecast(), at or load(), DurationTable(), 1000, since_s, until_s, owner_waits=False
-    )
-    return replace(view, **changes)  # type: ignore[arg-type]
-
-
-def policy(name: str) -> Policy:
-    built: Policy = POLICIES.load(name)().build()
-    return built
-
+from replicas.policies.waste import Handling, Paused, Wastes
+from replicas.policy import Claimant, Hold, KvPlace, Release, Swap
 
 # --- waste, InferCept eq. 1-5 -----------------------------------------------------------------------------------------
 
@@ -359,13 +283,6 @@ def test_plas_serves_the_least_served_first_then_by_arrival() -> None:
 # --- Continuum's later time to live -----------------------------------------------------------------------------------
 
 
-def observed(*seconds: float) -> DurationStatistics:
-    statistics = DurationStatistics()
-    for duration in seconds:
-        statistics.observe(duration)
-    return statistics
-
-
 def test_continuum2_pins_for_as_long_as_it_gains() -> None:
     """Of four calls one takes 8 s, three 1 s: at 4 s of gain 0.75 · 4 - 1 = 2; at 32 s 1 · 32 - 8 = 24 beats 23."""
     durations = observed(1.0, 1.0, 1.0, 8.0)
@@ -408,98 +325,7 @@ def test_continuum2_without_observations_has_a_default_and_a_client_may_ask() ->
     assert pause_policy.decide(asked) == Hold(107.0, reason="retention")
 
 
-# --- all of them ------------------------------------------------------------------------------------------------------
-
-TOKENS = st.integers(0, 10**9)
-SECONDS = st.floats(0, 1e9, allow_nan=False)
-LOADS = st.builds(
-    load,
-    host_tokens=TOKENS,
-    max_tokens=st.integers(1, 10**6),
-    now_s=SECONDS,
-    step=TOKENS,
-    running=st.integers(0, 10**5),
-    running_tokens=TOKENS,
-    waiting=st.integers(0, 10**5),
-    held_tokens=TOKENS,
-    free_tokens=TOKENS,
-)
-NOISY = st.floats(-1e9, 1e9, allow_nan=False)
-"""Injected noise can make a forecast negative."""
-FORECASTS = st.builds(Forecast, NOISY, NOISY, NOISY, NOISY, NOISY)
-TURNS = st.builds(
-    turn,
-    LOADS,
-    context_tokens=TOKENS,
-    last_served_s=st.none() | SECONDS,
-    forecast=FORECASTS,
-    arrived_s=SECONDS,
-    arrived_step=TOKENS,
-    tokens=st.integers(1, 10**9),
-    cached_tokens=TOKENS,
-    preempted=st.booleans(),
-    kv=st.sampled_from(KvPlace),
-)
-TABLES = st.lists(st.floats(0, 1e6), max_size=9).map(lambda seconds: DurationTable.of({"ls": observed(*seconds)}))
-PAUSES = st.builds(
-    lambda at, context, table, expected: replace(pause(at, context, table), forecast=expected),
-    LOADS,
-    TOKENS,
-    TABLES,
-    FORECASTS,
-)
-HOLDS = st.builds(
-    hold,
-    LOADS,
-    since_s=SECONDS,
-    until_s=SECONDS,
-    context_tokens=TOKENS,
-    forecast=FORECASTS,
-    owner_waits=st.booleans(),
-)
-
-
-@EVERY_PAPER
-@given(view=TURNS, other=TURNS)
-def test_every_turn_has_a_rank_that_compares(name: str, view: TurnView, other: TurnView) -> None:
-    key = policy(name).order.key
-    assert len(key(view)) == len(key(other))
-    assert not any(isnan(part) for part in key(view))
-
-
-@EVERY_PAPER
-@given(view=PAUSES)
-def test_every_pause_is_decided_and_no_hold_ends_before_it_begins(name: str, view: PauseView) -> None:
-    decision = policy(name).pause.decide(view)
-    assert not isinstance(decision, Hold) or view.now_s <= decision.until_s < float("inf")
-    assert not isinstance(decision, Swap) or view.context_tokens <= view.load.facts.host_tokens
-
-
-@EVERY_PAPER
-@given(view=HOLDS)
-def test_every_hold_can_be_reviewed_ranked_and_broken(name: str, view: HoldView) -> None:
-    pause_policy = policy(name).pause
-    assert isinstance(pause_policy.review(view), Hold | Swap | Release)
-    assert not any(isnan(part) for part in pause_policy.victim_key(view))
-    assert pause_policy.yields(view, Claimant.STARVED)
-    assert pause_policy.yields(view, Claimant.RUNNING)
-
-
-@EVERY_PAPER
-@given(view=LOADS)
-def test_every_budget_is_within_bounds(name: str, view: LoadView) -> None:
-    assert 1 <= policy(name).budget.tokens(view) <= view.facts.max_tokens
-
-
-@pytest.mark.parametrize("judge", [Predicted(), MinWaste(False, 0.5, True)], ids=["predicted", "min waste"])
-@given(at=LOADS, context=TOKENS, shorter=SECONDS, longer=SECONDS)
-def test_a_longer_pause_never_makes_holding_better(
-    judge: waste.Judge, at: LoadView, context: int, shorter: float, longer: float
-) -> None:
-    shorter, longer = sorted((shorter, longer))
-    decide = LeastWaste(judge).decide
-    held_longer = isinstance(decide(pause(at, context, pause_s=longer)), Hold)
-    assert not held_longer or isinstance(decide(pause(at, context, pause_s=shorter)), Hold)
+# --- whose hold goes --------------------------------------------------------------------------------------------------
 
 
 def test_a_hold_resists_waiting_turns_until_its_owner_is_back_and_overdue() -> None:
