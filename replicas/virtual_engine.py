@@ -101,7 +101,7 @@ class VirtualEngine:
         identity: ProgramIdentity | None = None,
         arrival_s: float | None = None,
     ) -> Request:
-        """Add a request that generates exactly ``max_tokens``; ``arrival_s`` is what vLLM notes, None: the time of day."""
+        """Add a request that generates exactly ``max_tokens``. vLLM notes ``arrival_s``; None: the time of day."""
         extra: Mapping[str, Any] | None = {WIRE_KEY: identity.encode()} if identity else None
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=dict(extra) if extra else None)
         request = Request(

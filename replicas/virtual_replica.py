@@ -54,8 +54,8 @@ class Waste:
     held: float = 0.0
     """Of paused programs, and of turns that wait, on hold."""
     recomputed: float = 0.0
-    """KV of each step's batch while the step recomputes, in the proportion of recomputed to scheduled tokens: InferCept's
-    eq. 1, whose two terms are the program's own KV and that of the others that run beside it."""
+    """KV of each step's batch, in the proportion of recomputed to scheduled tokens: the two terms of InferCept's eq. 1,
+    the program's own KV and that of the others that run beside it while it is computed again."""
 
 
 @dataclass(slots=True)
@@ -164,7 +164,7 @@ class VirtualReplica:
         self._held_since_s = now_s
 
     def _cost_of(self, output: SchedulerOutput) -> float:
-        """Seconds of the step, by its tokens, its sequences' lengths and its pairs of tokens; notes what is recomputed."""
+        """Seconds of the step, by its tokens, sequences and pairs of tokens; notes what it computes again."""
         scheduled = output.num_scheduled_tokens
         turns = self._turns
         context = recomputed = 0

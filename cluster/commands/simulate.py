@@ -24,7 +24,7 @@ def simulate(
     preset: Annotated[str, typer.Option(help="model/device, or a cost model's .json file.")] = "opt-13b/h800",
     minutes: Annotated[float, typer.Option(help="Measured minutes of arrivals.")] = 12.0,
     warmup: Annotated[float, typer.Option(help="Minutes of arrivals before, not measured.")] = 2.0,
-    drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 120.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 300.0,
     seed: Annotated[str, typer.Option(help="One, or several with commas: each is a run.")] = "0",
     host_gib: Annotated[float, typer.Option(help="Host memory for swapped KV, GiB.")] = 0.0,
     slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,

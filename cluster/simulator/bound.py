@@ -5,11 +5,11 @@ Take a program's work once, as if nothing were ever computed twice, waited for o
     steps   s = max(K / capacity, (P + D) / N, D / B)
     seconds w = s · overhead + D · sequence + max(s · weights, (P + D) · token) + max(K · context, Q · pair)
 
-P: new prompt tokens; D: decodes, one for each output token but a turn's first; K: the contexts of all decodes added up;
-Q: pairs of a prompt token and one that it attends to. N tokens and B sequences are the bounds of a step. The steps are as
-few as memory allows (the decodes of one step have their contexts in memory together), so weights and overhead are shared
-as widely as can be; a sum of maxima is never below the maximum of the sums, so each ``max`` is taken once, over the pool.
-A prompt prefix that programs share is computed by none of them.
+P: new prompt tokens; D: decodes, one for each output token but a turn's first; K: the contexts of all decodes added
+up; Q: pairs of a prompt token and one that it attends to. N tokens and B sequences are the bounds of a step. The steps
+are as few as memory allows (the decodes of one step have their contexts in memory together), so weights and overhead
+are shared as widely as can be; a sum of maxima is never below the maximum of the sums, so each ``max`` is taken once,
+over the pool. A prompt prefix that programs share is computed by none of them.
 
 Capacity is 1 / mean(w) programs per second and replica. At a higher rate goodput counts programs, so the bound serves
 those with the least work and leaves the others: programs in ascending order of w until the device is full.

@@ -1,4 +1,4 @@
-"""What the client of a simulated program says of its turns: the tool that a turn calls and, as an oracle, the future."""
+"""What a simulated program's client says of its turns: the tool that a turn calls and, as an oracle, the future."""
 
 from dataclasses import dataclass, replace
 

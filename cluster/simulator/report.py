@@ -1,4 +1,4 @@
-"""Shows simulated runs: JSON lines, one table with all policies side by side, and a plot of goodput over rate."""
+"""Shows simulated runs: JSON lines, a table a rate with the policies side by side, and a plot of goodput over rate."""
 
 import json
 from collections.abc import Callable, Sequence
@@ -18,28 +18,31 @@ from cluster.simulator.settings import BASELINES, SECONDS_PER_MINUTE, STOCK_NO_C
 UNKNOWN = "-"
 BOUND = "fluid bound"
 
-COLUMNS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
-    ("goodput\n/s", lambda r: r.summary.goodput.programs_per_s),
-    ("of\nbound", lambda r: r.summary.goodput.programs_per_s / r.bound_per_s),
-    ("attain-\nment", lambda r: r.summary.goodput.attainment),
-    ("done of\noffered", lambda r: r.summary.goodput.completed_programs / max(1, r.summary.goodput.offered_programs)),
-    ("TTFT\nmean s", lambda r: r.summary.distributions["ttft_s"].mean),
-    ("TTFT\np99 s", lambda r: r.summary.distributions["ttft_s"].p99),
-    ("JCT\nmean s", lambda r: r.summary.distributions["jct_s"].mean),
-    ("JCT all\nmean s", lambda r: r.jct_all_s),
-    ("bubble\ns", lambda r: r.summary.distributions["bubble_s"].mean),
-    ("recomp.\ntokens", lambda r: r.summary.distributions["recomputed_tokens"].mean),
-    ("reused\ntokens", lambda r: r.summary.distributions["reused_tokens"].mean),
-    ("wasted\nGiB s", lambda r: r.wasted_gib_s),
-    ("sched.\nms", lambda r: r.schedule_ms.mean),
-    ("p99\nms", lambda r: r.schedule_ms.p99),
-    ("wall s\n/min", lambda r: wall_s_per_minute(r)),
+ROWS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
+    ("goodput, programs/s", lambda r: r.summary.goodput.programs_per_s),
+    ("  of the fluid bound", lambda r: r.summary.goodput.programs_per_s / r.bound_per_s),
+    ("SLO attainment", lambda r: r.summary.goodput.attainment),
+    ("programs offered", lambda r: r.summary.goodput.offered_programs),
+    ("  completed", lambda r: r.summary.goodput.completed_programs),
+    ("TTFT, s, mean", lambda r: r.summary.distributions["ttft_s"].mean),
+    ("  p99", lambda r: r.summary.distributions["ttft_s"].p99),
+    ("JCT without tools, s, mean", lambda r: r.summary.distributions["jct_s"].mean),
+    ("  unfinished included", lambda r: r.jct_all_s),
+    ("s/token, mean", lambda r: r.summary.distributions["norm_latency_s"].mean),
+    ("scheduling bubble, s", lambda r: r.summary.distributions["bubble_s"].mean),
+    ("recomputed tokens/program", lambda r: r.summary.distributions["recomputed_tokens"].mean),
+    ("reused tokens/program", lambda r: r.summary.distributions["reused_tokens"].mean),
+    ("wasted KV, GiB s", lambda r: r.wasted_gib_s),
+    ("preemptions", lambda r: r.preemptions),
+    ("schedule(), ms, mean", lambda r: r.schedule_ms.mean),
+    ("  p99", lambda r: r.schedule_ms.p99),
+    ("real s per minute", lambda r: wall_s_per_minute(r)),
 )
 
 
 def wall_s_per_minute(result: RunResult) -> float:
-    """Real seconds for a simulated minute of one replica."""
-    return result.wall_s / (result.simulated_s / SECONDS_PER_MINUTE) / result.replicas
+    """Real seconds for a minute of arrivals at one replica; what came after the last arrival is counted in."""
+    return result.wall_s / (result.arrivals_s / SECONDS_PER_MINUTE) / result.replicas
 
 
 def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
@@ -85,30 +88,30 @@ def json_line(result: RunResult, settings: SimulationSettings) -> str:
 
 
 def print_report(results: Sequence[RunResult], settings: SimulationSettings, console: Console) -> None:
-    """The table, the burst if there was one, and what a reader has to know."""
-    console.print(_table(results, settings))
+    """A table a rate, the burst if there was one, and what a reader has to know."""
+    for rate in settings.rates_per_s:
+        console.print(_table(results, settings, rate))
     if settings.burst is not None:
         console.print(_recovery_table(results))
     for line in _footnotes(results, settings):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _table(results: Sequence[RunResult], settings: SimulationSettings) -> Table:
+def _table(results: Sequence[RunResult], settings: SimulationSettings, rate: float) -> Table:
+    of_rate = [result for result in results if result.run.rate_per_s == rate]
     of_seeds = f", mean of {len(settings.seeds)} seeds" if len(settings.seeds) > 1 else ""
     trace = settings.trace.name if settings.trace else "built-in workload"
-    table = Table(title=f"{trace} on {settings.preset}, {settings.arrivals}, {settings.minutes:g} minutes{of_seeds}")
-    table.add_column("rate\n/s", justify="right")
-    table.add_column("policy")
-    for heading, _ in COLUMNS:
-        table.add_column(heading, justify="right")
-    for rate in settings.rates_per_s:
-        of_rate = [result for result in results if result.run.rate_per_s == rate]
-        for policy in settings.policies:
-            runs = [result for result in of_rate if result.run.policy == policy]
-            table.add_row(f"{rate:g}", policy, *(_number(_mean([column(r) for r in runs])) for _, column in COLUMNS))
-        bound = _mean([result.bound_per_s for result in of_rate])
-        table.add_row(f"{rate:g}", BOUND, _number(bound), *[""] * (len(COLUMNS) - 1), style="dim")
-        table.add_section()
+    bound = _number(_mean([result.bound_per_s for result in of_rate]))
+    table = Table(
+        title=f"{rate:g} programs/s, {settings.arrivals}: {trace} on {settings.preset}{of_seeds}",
+        caption=f"{BOUND}: {bound} programs/s",
+    )
+    table.add_column("")
+    for policy in settings.policies:
+        table.add_column(policy, justify="right")
+    for label, row in ROWS:
+        cells = (_mean([row(r) for r in of_rate if r.run.policy == policy]) for policy in settings.policies)
+        table.add_row(label, *map(_number, cells))
     return table
 
 

@@ -22,7 +22,7 @@ from cluster.simulator.bound import FluidBound
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.load import plan
 from cluster.simulator.recovery import Recovery
-from cluster.simulator.settings import SECONDS_PER_MINUTE, STOCK_NO_CACHE, SimulationSettings
+from cluster.simulator.settings import STOCK_NO_CACHE, SimulationSettings
 from cluster.simulator.simulation import Simulation
 from replicas.virtual_engine import Shape, write_config_only_model
 from replicas.virtual_replica import VirtualReplica, Waste
@@ -56,7 +56,10 @@ class RunResult:
     preemptions: int
     steps: int
     replicas: int
+    arrivals_s: float
+    """Virtual seconds of arrivals."""
     simulated_s: float
+    """Virtual seconds until all was over."""
     wall_s: float
     capacity_per_s: float
     """Programs per second that the fluid bound lets all be served."""
@@ -179,6 +182,7 @@ def _result(
         preemptions=sum(replica.preemptions for replica in replicas),
         steps=sum(len(replica.schedule_s) for replica in replicas),
         replicas=len(replicas),
+        arrivals_s=settings.arrivals_s,
         simulated_s=simulated_s,
         wall_s=wall_s,
         capacity_per_s=bound.capacity_per_s,

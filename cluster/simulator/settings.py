@@ -48,8 +48,8 @@ class SimulationSettings:
     minutes: float = 12.0
     """Measured, by intended arrival, after the warm-up."""
     warmup_minutes: float = 2.0
-    drain_s: float = 120.0
-    """Seconds after the last arrival for the programs under way to end, as in `caesura bench`."""
+    drain_s: float = 300.0
+    """Seconds after the last arrival for the programs under way to end; their tools alone may take minutes."""
     seeds: tuple[int, ...] = (0,)
     host_gib: float = 0.0
     slo_ttft_s: float = 1.0
@@ -98,11 +98,12 @@ class SimulationSettings:
             "--seed": min(self.seeds, default=-1),
         }.items():
             _require(value is None or 0 <= value < float("inf"), flag, value, "must be 0 or more, and finite")
-        _require(self.host_gib == 0, "--host-gib", self.host_gib, "is not possible yet: the host tier is not simulated")
+        _require(self.host_gib == 0, "--host-gib", self.host_gib, "is refused: there is no host tier yet, give 0")
         for flag, values in {"--policies": self.policies, "--rates": self.rates_per_s, "--seed": self.seeds}.items():
-            _require(
-                len(set(values)) == len(values) > 0, flag, ",".join(map(str, values)), "is empty or repeats a value"
-            )
+            said = ",".join(map(str, values))
+            _require(len(set(values)) == len(values) > 0, flag, said, "is empty or repeats a value")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(f"--max-batched-tokens: {self.max_batched_tokens} is less than --max-seqs")
         Arrivals.parse(self.arrivals, 1.0)
         programs = max(self.rates_per_s) * self.arrivals_s
         _require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
@@ -168,7 +169,7 @@ class SimulationSettings:
         return PolicyConfig(name=name, parameters=parameters)
 
     def tells_the_future(self, name: str) -> bool:
-        """Whether ``name`` is told true lengths and durations (with noise, if there is some). Stock vLLM ignores them."""
+        """Whether ``name`` is told true lengths and durations, or noisy ones; stock vLLM would ignore them."""
         return name not in BASELINES and (name in INFORMED if self.oracle is None else self.oracle)
 
     def slo(self) -> SloConfig:
