@@ -117,8 +117,10 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
         simulation.timeline.at(mark_s, lambda: marks.append([replica.settled_waste() for replica in replicas]))
     began = time.perf_counter()
     gc.freeze()  # vLLM's modules: a hundred thousand objects that each collection would walk through
-    records = simulation.run(settings.arrivals_s + settings.drain_s)
-    gc.unfreeze()
+    try:
+        records = simulation.run(settings.arrivals_s + settings.drain_s)
+    finally:
+        gc.unfreeze()
     return _result(settings, run, records, replicas, marks, clock.now_s(), time.perf_counter() - began)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 from cluster.bench.conversation import Conversation
 from cluster.bench.replay import Job
@@ -61,7 +62,7 @@ class Simulation:
         self._programs: dict[str, _Program] = {}
         self._by_request: dict[str, _Program] = {}
         for job in jobs:
-            self.timeline.at(clock.now_s() + job.arrival_s, lambda job=job: self._arrive(job))  # type: ignore[misc]
+            self.timeline.at(clock.now_s() + job.arrival_s, partial(self._arrive, job))
 
     def run(self, until_s: float) -> list[ProgramRecord]:
         """Simulate up to ``until_s`` on the clock, or until all programs have ended; one record a job, in order.
@@ -103,7 +104,7 @@ class Simulation:
                 continue
             seconds = replica.begin_step()
             if seconds is not None:
-                self.timeline.at(self._clock.now_s() + seconds, lambda index=index: self._end_step(index))  # type: ignore[misc]
+                self.timeline.at(self._clock.now_s() + seconds, partial(self._end_step, index))
 
     def _end_step(self, index: int) -> None:
         for turn in self._replicas[index].end_step():
@@ -118,7 +119,7 @@ class Simulation:
             return
         program.conversation.answered(turn.generated, planned.kept_tokens)
         program.due_s = self._clock.now_s() + planned.pause_s
-        self.timeline.at(program.due_s, lambda: self._submit(program))
+        self.timeline.at(program.due_s, partial(self._submit, program))
 
     def _record(self, job: Job) -> ProgramRecord:
         """The program as it stands; a turn under way is an unfinished one."""

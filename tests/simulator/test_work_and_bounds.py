@@ -6,6 +6,7 @@ import pytest
 from simulated import COST, program, turn
 
 from cluster.bench.arrivals import Arrivals
+from cluster.bench.workload import PlannedTurn
 from cluster.errors import ConfigError
 from cluster.goodput import Outcome, ProgramRecord, Slo, TurnRecord
 from cluster.simulator.bound import FluidBound
@@ -113,3 +114,26 @@ def test_past_capacity_the_bound_serves_the_least_work_first() -> None:
 
 def test_a_program_goes_where_there_are_fewest() -> None:
     assert [place([2, 1, 1]), place([0, 0]), place([5])] == [1, 0, 0]
+
+
+def test_the_bound_counts_neither_a_shared_prefix_nor_a_token_twice() -> None:
+    def bound(*turns: PlannedTurn, prefix: tuple[str, int] | None = None) -> float:
+        return FluidBound.of([program(*turns, prefix=prefix)], COST, 10**6, 10**6).capacity_per_s
+
+    # 64 and 10 + 1 prompt tokens, 31 and 2 decodes: what was sampled last is computed in the next prompt.
+    tokens_s = (64 + 11 + 31 + 2) * COST.token_s
+    contexts = sum(range(65, 96)) + sum(range(107, 109))
+    attention_s = max(contexts * COST.context_s, (sum(range(1, 65)) + sum(range(96, 107))) * COST.pair_s)
+    others_s = contexts / 4096 * COST.overhead_s + 33 * COST.sequence_s
+    assert bound(turn(64, 32, "ls"), turn(10, 3)) == pytest.approx(1 / (tokens_s + attention_s + others_s))
+    shared = bound(turn(64, 32, "ls"), turn(10, 3), prefix=("system", 64))
+    own_contexts = contexts - 64 * 33
+    assert shared == pytest.approx(
+        1
+        / (
+            (11 + 31 + 2) * COST.token_s
+            + max(contexts * COST.context_s, sum(range(96, 107)) * COST.pair_s)
+            + own_contexts / 4096 * COST.overhead_s
+            + 33 * COST.sequence_s
+        )
+    )
