@@ -187,6 +187,14 @@ def test_the_handling_follows_the_forecast(name: str) -> None:
     assert isinstance(decide(pause(load(host_tokens=5000), pause_s=0.4)), Swap)
 
 
+def test_a_call_that_outlasts_its_forecast_is_judged_by_the_time_that_it_has_lasted() -> None:
+    """Others 5000: a discard wastes 600, 0.6 s of holding; 0.4 s were expected."""
+    review = policy("mars").pause.review
+    overdue = hold(since_s=99.3, forecast=forecast(pause_s=0.4))
+    assert isinstance(review(overdue), Release)
+    assert isinstance(review(replace(overdue, since_s=99.5)), Hold)
+
+
 # --- AugServe ---------------------------------------------------------------------------------------------------------
 
 SECOND = turn(context_tokens=800, last_served_s=95.0)
