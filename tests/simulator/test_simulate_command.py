@@ -9,7 +9,7 @@ import pytest
 
 from cluster.cli import main
 from cluster.registry import POLICIES
-from cluster.simulator.settings import policy_names
+from cluster.simulator.settings import SimulationSettings, policy_names
 
 KEYS = [
     "policy",
@@ -91,6 +91,18 @@ def test_a_burst_is_reported_in_windows(
     assert sum(window["offered"] for window in windows) == line["offered"]
     assert windows[1]["offered"] > 2 * windows[0]["offered"]
     assert "95% again" in capsys.readouterr().out
+
+
+def test_papers_policies_are_told_the_future_unless_a_flag_says_otherwise() -> None:
+    names = ("vllm", "vllm-nocache", "continuum", "mars", "augserve")
+
+    def told(oracle: bool | None) -> list[str]:
+        settings = SimulationSettings(policies=names, rates_per_s=(1.0,), oracle=oracle)
+        return [name for name in names if settings.tells_the_future(name)]
+
+    assert told(None) == ["mars", "augserve"]
+    assert told(True) == ["continuum", "mars", "augserve"]
+    assert told(False) == []
 
 
 def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from cluster.registry import POLICIES
 from cluster.simulator.settings import BASELINES
 from replicas.scheduler import AgentScheduler
 
+HEADS = {"one": [1] * 16, "same": [1] * 16, "other": [2] * 16}
 EVERY = sorted({*POLICIES, *BASELINES})
 
 
@@ -128,6 +129,24 @@ def test_programs_spread_over_replicas_and_stay_where_they_are(bench: Bench) -> 
     assert [len(replica.schedule_s) for replica in bench.replicas] == [len(bench.replicas[0].schedule_s)] * 2
     # Both have two programs, so each has the second turn's context where the first turn left it.
     assert [record.turns[1].cached_tokens for record in records] == [112] * 4
+
+
+def test_a_replica_whose_programs_have_ended_takes_the_next_one(bench: Bench) -> None:
+    short, long = program(turn(100, 1)), program(turn(100, 400))
+    bench.run((0.0, short), (0.0, long), (0.5, short), (1.0, short), replicas=2)
+    assert bench.replicas[1].preemptions == 0
+    # Only the long one ran on the second replica: one step for its prompt, one for each token after the first.
+    assert [len(replica.schedule_s) for replica in bench.replicas] == [3, 400]
+
+
+def test_a_block_is_known_by_all_that_comes_before_it(bench: Bench) -> None:
+    bench.prepare([])
+    engine = bench.replicas[0].engine
+    block = list(range(100, 116))
+    one, same, other = (engine.submit(name, [*head, *block, 7], 1) for name, head in HEADS.items())
+    assert len(one.block_hashes) == 2
+    assert one.block_hashes == same.block_hashes
+    assert not set(one.block_hashes) & set(other.block_hashes)
 
 
 @pytest.mark.parametrize("policy", EVERY)

@@ -70,6 +70,8 @@ def test_a_burst_changes_the_rate_within_it_only() -> None:
     assert [t for t in bursting if not 60 <= t < 90] == [t for t in usual if not 60 <= t < 90]
     assert 200 < sum(60 <= t < 90 for t in bursting) < 340
     assert bursting == sorted(bursting)
+    lull = [job.arrival_s for job in plan(pool, Arrivals(1.0), 300.0, seed=5, burst=Burst(1e-9, 60.0, 30.0))]
+    assert lull == [t for t in usual if not 60 <= t < 90]
     for bad in ("9:60", "9:60:x", "0:1:1", "9:-1:3", "9:1:inf"):
         with pytest.raises(ConfigError, match="--burst"):
             Burst.parse(bad)
@@ -88,6 +90,8 @@ def test_recovery_is_the_first_good_window_after_the_burst() -> None:
     assert found.recovered_s == 30.0
     never = Recovery.of(records, Slo(ttft_s=0.01), Burst(9.0, 45.0, 30.0), until_s=165.0)
     assert never.recovered_s is None
+    unhurt = Recovery.of(records, Slo(ttft_s=10.0), Burst(9.0, 45.0, 30.0), until_s=165.0)
+    assert unhurt.recovered_s == 0.0
 
 
 def test_the_fluid_bound_by_hand() -> None:
