@@ -42,6 +42,7 @@ class Registry(Mapping[str, str]):
 POLICIES = Registry(
     "policy",
     {
+        "caesura": "replicas.policies.caesura:CaesuraParameters",
         "vllm": "replicas.policies.vllm:VllmParameters",
         "plas": "replicas.policies.plas:PlasParameters",
         "infercept": "replicas.policies.infercept:InferceptParameters",

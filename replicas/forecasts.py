@@ -86,6 +86,7 @@ class Forecaster:
             returned_tokens=_said(hints.expected_returned_tokens, lambda: self._returned.of(features)),
             later_tokens=_said(hints.expected_later_tokens, lambda: self._later_tokens.of(features)),
             later_turns=_said(hints.expected_later_turns, lambda: self._later_turns.of(features)),
+            pause_told=hints.expected_pause_s is not None,
         )
 
     def turn_ended(self, key: str, features: Features, output_tokens: int, served_tokens: int) -> None:

@@ -63,6 +63,8 @@ class Forecast:
     """Tokens that the program's turns after this one will have computed for them, prompts and outputs."""
     later_turns: float
     """Turns after this one."""
+    pause_told: bool = False
+    """``pause_s`` is the client's own word."""
 
 
 class KvPlace(Enum):
@@ -93,6 +95,10 @@ class TurnView:
     preempted: bool
     """It ran already and lost its place for want of memory."""
     kv: KvPlace
+    generated_tokens: int = 0
+    """Of ``tokens``, those that it generated before a preemption."""
+    first_token_s: float | None = None
+    """When its first token came; None: not yet."""
 
     @property
     def pinned(self) -> bool:

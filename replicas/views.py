@@ -71,6 +71,8 @@ def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
         cached_tokens=min(held.tokens, request.num_tokens) if held else 0,
         preempted=request.status is RequestStatus.PREEMPTED,
         kv=KvPlace.HELD if held else KvPlace.NONE,
+        generated_tokens=request.num_output_tokens,
+        first_token_s=turn.first_token_s,
     )
 
 
