@@ -6,6 +6,7 @@ the break-even time is therefore that in which the memory could be filled anew, 
 context's length. How long the tool may still take is what was observed of it, given that it has lasted so long.
 """
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 from cluster.program import tool_key
@@ -49,37 +50,38 @@ class Tool:
         statistics = _statistics(view.durations, tool_key(tools), min_observations)
         return cls(statistics, told_s, max(1e-3, view.forecast.pause_s))
 
-    def survival(self, elapsed_s: float, more_s: float) -> float:
-        """P(lasts ``more_s`` longer | lasted ``elapsed_s``).
+    def survival(self, elapsed_s: float) -> Callable[[float], float]:
+        """P(lasts t seconds longer | lasted ``elapsed_s``), of t.
 
         Past all that was observed, or where nothing was, the tool is taken to last as long again as it did or as
         expected, in the mean.
         """
-        if self.told_s is not None and elapsed_s <= self.told_s * TOLD_SLACK:
-            return 1.0 if elapsed_s + more_s < self.told_s * TOLD_SLACK else 0.0
-        lasted = self.statistics.survival(elapsed_s) if self.statistics else 0.0
-        if self.statistics is None or lasted <= 0:
+        told_s = None if self.told_s is None else self.told_s * TOLD_SLACK - elapsed_s
+        if told_s is not None and told_s >= 0:
+            return lambda more_s: 1.0 if more_s < told_s else 0.0
+        statistics = self.statistics
+        lasted = statistics.survival(elapsed_s) if statistics else 0.0
+        if statistics is None or lasted <= 0:
             scale_s = max(elapsed_s, self.expected_s)
-            return scale_s / (scale_s + more_s)
-        return self.statistics.survival(elapsed_s + more_s) / lasted
+            return lambda more_s: scale_s / (scale_s + more_s)
+        return lambda more_s: statistics.survival(elapsed_s + more_s) / lasted
 
 
-def best_stop_s(tool: Tool, elapsed_s: float, break_even_s: float) -> float | None:
-    """When to end a hold, in seconds from now; None: at once, as no later time gains more than it costs.
-
-    Of LOOKAHEAD the time t of the greatest P(back within t) - E[min(t, back)] / break-even.
-    """
-    best, best_s = 0.0, None
+def gains(survival: Callable[[float], float], break_even_s: float) -> Iterator[tuple[float, float]]:
+    """Of each time t of LOOKAHEAD (t, P(back within t) - E[min(t, back)] / break-even): what a hold until t gains."""
     cost, before, before_s = 0.0, 1.0, 0.0
     for times in LOOKAHEAD:
         at_s = times * break_even_s
-        survives = tool.survival(elapsed_s, at_s)
+        survives = survival(at_s)
         cost += (before + survives) / 2 * (at_s - before_s) / break_even_s
         before, before_s = survives, at_s
-        gain = 1.0 - survives - cost
-        if gain > best:
-            best, best_s = gain, at_s
-    return best_s
+        yield at_s, 1.0 - survives - cost
+
+
+def best_stop_s(survival: Callable[[float], float], break_even_s: float) -> float | None:
+    """When to end a hold, in seconds from now; None: at once, as no later time gains more than it costs."""
+    at_s, gain = max(gains(survival, break_even_s), key=lambda stop: stop[1])
+    return at_s if gain > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,15 +114,15 @@ class Stopping:
             return True
         if hold.owner_waits:
             return hold.load.now_s >= hold.until_s
-        tool = Tool.of(hold, self.min_observations)
-        return best_stop_s(tool, elapsed_s(hold), self._break_even_s(hold, 1.0)) is None
+        survival = Tool.of(hold, self.min_observations).survival(elapsed_s(hold))
+        return not any(gain > 0 for _, gain in gains(survival, self._break_even_s(hold, 1.0)))
 
     def _choose(self, view: PauseView | HoldView, elapsed: float) -> PauseDecision:
         scarce = pressure(view.load)
         if scarce <= 0:
             return Hold(view.load.now_s + LONGEST_S, reason="free")
-        tool = Tool.of(view, self.min_observations)
-        stop_s = best_stop_s(tool, elapsed, self._break_even_s(view, scarce))
+        survival = Tool.of(view, self.min_observations).survival(elapsed)
+        stop_s = best_stop_s(survival, self._break_even_s(view, scarce))
         return Release("does not pay") if stop_s is None else Hold(view.load.now_s + min(stop_s, LONGEST_S), "pays")
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
@@ -130,9 +132,10 @@ class Stopping:
         return self.worth * facts.cost.prefill_s(context) * facts.capacity_tokens / (context * scarce)
 
     def _value_rate(self, hold: HoldView) -> float:
-        elapsed, window_s = elapsed_s(hold), self._break_even_s(hold, 1.0)
-        returns = 1.0 if hold.owner_waits else 1.0 - Tool.of(hold, self.min_observations).survival(elapsed, window_s)
-        return returns * window_s
+        window_s = self._break_even_s(hold, 1.0)
+        if hold.owner_waits:
+            return window_s
+        return window_s * (1.0 - Tool.of(hold, self.min_observations).survival(elapsed_s(hold))(window_s))
 
 
 def elapsed_s(hold: HoldView) -> float:
