@@ -40,11 +40,9 @@ def simulate(
     max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
     max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
-    block_size: Annotated[int, typer.Option(help="Tokens of a KV block.")] = 16,
     max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, at most.")] = 2048,
     max_seqs: Annotated[int, typer.Option(help="Turns that run at a time, at most.")] = 256,
     set_: Annotated[list[str] | None, typer.Option("--set", help="policy.parameter=value; repeatable.")] = None,
-    limits: Annotated[bool, typer.Option(help="Also run the clairvoyant policy, if there is one.")] = True,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write one JSON line a run.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
@@ -52,11 +50,10 @@ def simulate(
 ) -> None:
     """Replay agent programs on real schedulers under virtual time: goodput, latencies and cache use, side by side."""
     from cluster.bench.workload import Shaping
-    from cluster.simulator.load import Burst
     from cluster.simulator.settings import SimulationSettings, policy_names
 
     settings = SimulationSettings(
-        policies=policy_names(policies, limits),
+        policies=policy_names(policies),
         rates_per_s=_list("--rates", rates, float),
         preset=preset,
         trace=trace,
@@ -72,9 +69,8 @@ def simulate(
         noise=noise,
         oracle=oracle,
         arrivals=arrivals,
-        burst=None if burst is None else Burst.parse(burst),
+        burst=burst,
         replicas=replicas,
-        block_size=block_size,
         max_batched_tokens=max_batched_tokens,
         max_num_seqs=max_seqs,
         parameters=_parameters(set_ or []),

@@ -22,7 +22,7 @@ from cluster.simulator.bound import FluidBound
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.load import plan
 from cluster.simulator.recovery import Recovery
-from cluster.simulator.settings import STOCK_NO_CACHE, SimulationSettings
+from cluster.simulator.settings import BLOCK_SIZE, STOCK_NO_CACHE, SimulationSettings
 from cluster.simulator.simulation import Simulation
 from replicas.virtual_engine import Shape, write_config_only_model
 from replicas.virtual_replica import VirtualReplica, Waste
@@ -106,7 +106,9 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
         IntegrityError: a replica's blocks do not add up: a bug.
     """
     pool = load_workload(settings, run.seed).programs
-    jobs = plan(pool, Arrivals.parse(settings.arrivals, run.rate_per_s), settings.arrivals_s, run.seed, settings.burst)
+    jobs = plan(
+        pool, Arrivals.parse(settings.arrivals, run.rate_per_s), settings.arrivals_s, run.seed, settings.other_rate
+    )
     clock = ManualClock()
     peak_tokens = max(program.peak_tokens for program in pool)
     replicas = _replicas(settings, run, clock, peak_tokens)
@@ -125,10 +127,10 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
 
 
 def simulate_all(settings: SimulationSettings, jobs: int) -> Iterator[RunResult]:
-    """Every run, in order, on ``jobs`` processes."""
+    """Every run, in order: in this process, or on as many as ``jobs`` if they are more than one."""
     runs = runs_of(settings)
     one = partial(simulate, settings)
-    if jobs == 1 or len(runs) == 1:
+    if jobs == 1:
         yield from map(one, runs)
         return
     with get_context("spawn").Pool(min(jobs, len(runs))) as pool:
@@ -139,7 +141,7 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
     cost = settings.cost_model()
     shape = Shape(
         num_blocks=settings.blocks + 1,  # vLLM's null block
-        block_size=settings.block_size,
+        block_size=BLOCK_SIZE,
         max_num_seqs=settings.max_num_seqs,
         max_num_batched_tokens=settings.max_batched_tokens,
         max_model_len=max(peak_tokens + 1, settings.max_batched_tokens),
@@ -174,7 +176,7 @@ def _result(
     )
     start, end = ([waste.held + waste.recomputed for waste in mark] for mark in marks)
     spent = [_spent_s(record, simulated_s) for record in measured]
-    burst = settings.burst
+    burst = settings.other_rate
     return RunResult(
         run=run,
         summary=summarize(run.policy, measured, slo, settings.window_s),

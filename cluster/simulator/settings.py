@@ -24,9 +24,11 @@ STOCK_NO_CACHE = "vllm-nocache"
 """The same with the prefix cache off: the baseline of the papers' time."""
 BASELINES = (STOCK_NO_CACHE, STOCK)
 CLAIRVOYANT = "clairvoyant"
-"""A policy of this name, if there is one, is simulated beside those asked for: a limit, not a competitor."""
+"""A policy of this name, if there is one, is a limit and no competitor; ``all`` has it last."""
 INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
 """Policies that are told true lengths and durations unless a flag says otherwise: as their papers assume it."""
+BLOCK_SIZE = 16
+"""Tokens of a KV block: vLLM's default on GPUs."""
 MAX_PROGRAMS = 100_000
 """Programs of one run; more is a slip of the keyboard."""
 SECONDS_PER_MINUTE = 60.0
@@ -59,9 +61,9 @@ class SimulationSettings:
     oracle: bool | None = None
     """Tell the policies lengths and durations; None: those of ``INFORMED``."""
     arrivals: str = "poisson"
-    burst: Burst | None = None
+    burst: str | None = None
+    """``RATE:START_S:LENGTH_S``, see :class:`cluster.simulator.load.Burst`."""
     replicas: int = 1
-    block_size: int = 16
     max_batched_tokens: int = 2048
     max_num_seqs: int = 256
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -80,7 +82,6 @@ class SimulationSettings:
             "--slo-ttft": self.slo_ttft_s,
             "--slo-norm-x": self.slo_norm_x,
             "--replicas": self.replicas,
-            "--block-size": self.block_size,
             "--max-batched-tokens": self.max_batched_tokens,
             "--max-seqs": self.max_num_seqs,
             "--scale-lengths": self.shaping.scale_lengths,
@@ -107,8 +108,8 @@ class SimulationSettings:
         Arrivals.parse(self.arrivals, 1.0)
         programs = max(self.rates_per_s) * self.arrivals_s
         _require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
-        if self.burst is not None and self.burst.end_s > self.arrivals_s:
-            raise ConfigError(f"--burst: it ends at {self.burst.end_s:g} s, after the last arrival")
+        if self.other_rate is not None and self.other_rate.end_s > self.arrivals_s:
+            raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
         self.cost_model()
         for name in self.parameters:
             if name not in self.policies or name in BASELINES:
@@ -131,6 +132,11 @@ class SimulationSettings:
         """Seconds of arrivals."""
         return self.warmup_s + self.window_s
 
+    @property
+    def other_rate(self) -> Burst | None:
+        """The burst, if there is one."""
+        return None if self.burst is None else Burst.parse(self.burst)
+
     def cost_model(self) -> CostModel:
         """What steps cost, and the size of the KV cache.
 
@@ -142,11 +148,11 @@ class SimulationSettings:
     @property
     def blocks(self) -> int:
         """KV blocks of one replica that turns can use."""
-        return self.cost_model().kv_capacity_tokens // self.block_size
+        return self.cost_model().kv_capacity_tokens // BLOCK_SIZE
 
     def fitting(self) -> Shaping:
         """How programs are cut: none may need more than the memory of one replica."""
-        memory_tokens = self.blocks * self.block_size
+        memory_tokens = self.blocks * BLOCK_SIZE
         return replace(self.shaping, max_context=min(memory_tokens, self.shaping.max_context or memory_tokens))
 
     def policy_config(self, name: str) -> PolicyConfig | None:
@@ -183,15 +189,12 @@ class SimulationSettings:
         return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
 
 
-def policy_names(text: str, limits: bool) -> tuple[str, ...]:
-    """``all``, or names with commas between them; with ``limits`` also the clairvoyant policy, if there is one."""
-    if text.strip() == ALL:
-        names = [*BASELINES, *(name for name in POLICIES if name not in (*BASELINES, CLAIRVOYANT))]
-    else:
-        names = [name.strip() for name in text.split(",") if name.strip()]
-    if limits and CLAIRVOYANT in POLICIES and CLAIRVOYANT not in names:
-        names.append(CLAIRVOYANT)
-    return tuple(names)
+def policy_names(text: str) -> tuple[str, ...]:
+    """``all``, or names with commas between them."""
+    if text.strip() != ALL:
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+    limits = [name for name in POLICIES if name == CLAIRVOYANT]
+    return (*BASELINES, *(name for name in POLICIES if name not in (*BASELINES, CLAIRVOYANT)), *limits)
 
 
 def _require(holds: bool, flag: str, value: object, message: str) -> None:

@@ -47,21 +47,23 @@ def lines(path: Path) -> list[dict[str, Any]]:
 
 
 def small(trace: Path, *more: str) -> tuple[str, ...]:
-    return ("--trace", str(trace), "--minutes", "0.5", "--warmup", "0.25", "--rates", "2", "--no-limits", *more)
+    return ("--trace", str(trace), "--minutes", "0.5", "--warmup", "0.25", "--rates", "2", *more)
 
 
 def test_a_line_a_run_with_the_same_numbers_every_time(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
 ) -> None:
     what = small(small_trace, "--policies", "vllm,vllm-nocache,continuum,mars", "--seed", "3")
-    first, second, plots = tmp_path / "first.jsonl", tmp_path / "second.jsonl", tmp_path / "plots"
+    first, second, third, plots = (tmp_path / name for name in ("first", "second", "third", "plots"))
     assert caesura(monkeypatch, *what, "--json", str(first), "--plots", str(plots)) == 0
     shown = capsys.readouterr().out
-    # Once more in other processes, whose strings hash differently.
-    assert caesura(monkeypatch, *what, "--json", str(second), "--quiet", "--jobs", "2") == 0
-    results, again = lines(first), lines(second)
+    assert caesura(monkeypatch, *what, "--json", str(second), "--quiet") == 0
+    # Once more in a process of its own, whose strings hash differently.
+    only = small(small_trace, "--policies", "mars", "--seed", "3", "--quiet", "--jobs", "2")
+    assert caesura(monkeypatch, *only, "--json", str(third)) == 0
+    results, again = lines(first), [*lines(second), *lines(third)]
     assert [line["policy"] for line in results] == ["vllm", "vllm-nocache", "continuum", "mars"]
-    for line, repeated in zip(results, again, strict=True):
+    for line, repeated in zip([*results, results[-1]], again, strict=True):
         assert set(KEYS) <= line.keys()
         assert line["ttft_s"].keys() == {"mean", "p50", "p95", "p99"}
         assert line["schedule_ms"].keys() == {"mean", "p99"}
@@ -106,15 +108,14 @@ def test_papers_policies_are_told_the_future_unless_a_flag_says_otherwise() -> N
 
 
 def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert policy_names("all", limits=False) == (
+    monkeypatch.setitem(POLICIES._entries, "clairvoyant", "somewhere:Parameters")
+    assert policy_names("all") == (
         "vllm-nocache",
         "vllm",
         *(name for name in POLICIES if name not in ("vllm", "clairvoyant")),
+        "clairvoyant",
     )
-    assert policy_names(" a, b,", limits=False) == ("a", "b")
-    monkeypatch.setitem(POLICIES._entries, "clairvoyant", "somewhere:Parameters")
-    assert policy_names("vllm", limits=True) == ("vllm", "clairvoyant")
-    assert policy_names("all", limits=True).count("clairvoyant") == 1
+    assert policy_names(" a, b,") == ("a", "b")
 
 
 @pytest.mark.parametrize(
@@ -144,5 +145,5 @@ def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPa
 def test_bad_input_names_its_flag_and_exits_with_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], complaint: str
 ) -> None:
-    assert caesura(monkeypatch, "--no-limits", *arguments) == 2
+    assert caesura(monkeypatch, *arguments) == 2
     assert complaint in capsys.readouterr().err
