@@ -73,6 +73,7 @@ class AgentScheduler(AsyncScheduler):
         self.durations = DurationTable()
         self.waiting = RankedQueue(self._rank)
         self.skipped_waiting = RankedQueue(self._rank)
+        self._stale_ranks: list[str] = []
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = turns.tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
@@ -292,14 +293,15 @@ class AgentScheduler(AsyncScheduler):
                     self.forecaster.program_ended(key, served_tokens)
 
     def _rerank_turns(self, key: str, reason: str) -> None:
-        """The program is no longer pinned: its turns that wait rank anew."""
+        """The program is no longer pinned: its turns that wait rank anew, before the next one is chosen.
+
+        Not at once: between looking at the head of a queue and taking it, vLLM allocates, which may break a hold.
+        """
         program = self.programs.get(key)
         admitted = 1 if reason == "used" else 0
         if program is None or program.active <= admitted:
             return
-        ids = [request_id for request_id, turn in self.turns.items() if turn.key == key]
-        self.waiting.rerank(ids)
-        self.skipped_waiting.rerank(ids)
+        self._stale_ranks.extend(request_id for request_id, turn in self.turns.items() if turn.key == key)
 
     # --- views --------------------------------------------------------------------------------------------------------
 
@@ -308,6 +310,10 @@ class AgentScheduler(AsyncScheduler):
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""
+        if self._stale_ranks:
+            self.waiting.rerank(self._stale_ranks)
+            self.skipped_waiting.rerank(self._stale_ranks)
+            self._stale_ranks.clear()
         if self.waiting and self.skipped_waiting:
             ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
             return self.waiting if ahead else self.skipped_waiting
