@@ -107,13 +107,13 @@ class Stopping:
         return (0.0 if is_hopeless(hold) else 1.0, 1.0 if hold.owner_waits else 0.0, self._value_rate(hold))
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """To a running turn always, to a waiting one if the program is hopeless, or if holding would not pay at full
-        pressure; a program that is back and alive keeps what it has until its time is over.
+        """To a running turn always; to a waiting one if holding would not pay at full pressure, or if the program is
+        back itself and hopeless or over its time. Whatever yields to any waiting turn protects nothing.
         """
-        if claimant is not Claimant.WAITING or is_hopeless(hold):
+        if claimant is not Claimant.WAITING:
             return True
         if hold.owner_waits:
-            return hold.load.now_s >= hold.until_s
+            return is_hopeless(hold) or hold.load.now_s >= hold.until_s
         survival = Tool.of(hold, self.min_observations).survival(elapsed_s(hold))
         return not any(gain > 0 for _, gain in gains(survival, self._break_even_s(hold, 1.0)))
 

@@ -205,14 +205,16 @@ def test_a_running_turn_and_a_starved_one_take_any_hold_and_a_waiting_one_what_d
     for view in (pays, long, hopeless):
         assert STOPPING.yields(view, Claimant.RUNNING)
         assert STOPPING.yields(view, Claimant.STARVED)
-    assert [STOPPING.yields(view, Claimant.WAITING) for view in (pays, long, hopeless)] == [False, True, True]
+    assert [STOPPING.yields(view, Claimant.WAITING) for view in (pays, long, hopeless)] == [False, True, False]
 
 
-def test_a_program_that_is_back_yields_to_a_waiting_turn_once_its_time_is_over() -> None:
+def test_a_program_that_is_back_yields_to_a_waiting_turn_once_its_time_is_over_or_it_is_hopeless() -> None:
     at = bounded(SloConfig(ttft_s=10.0))
     back = hold(at, until_s=at.now_s + 1, owner_waits=True, program=replace(begin("p", 0.0), last_event_s=at.now_s))
     assert not STOPPING.yields(back, Claimant.WAITING)
     assert STOPPING.yields(replace(back, until_s=at.now_s), Claimant.WAITING)
+    late = replace(back, program=replace(back.program, on_time=False))
+    assert STOPPING.yields(late, Claimant.WAITING)
 
 
 # --- budget -----------------------------------------------------------------------------------------------------------
