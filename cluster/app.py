@@ -13,7 +13,8 @@ from cluster.errors import ConfigError
 from cluster.ingress import ingress_class
 from cluster.registry import ROUTERS
 from cluster.tiny.model import tiny_model_directory
-from replicas.engine import CPU_ENVIRONMENT, LocalModel
+from replicas.engine import LocalModel
+from replicas.engine_arguments import CPU_ENVIRONMENT
 from replicas.server import ProgramServer
 from replicas.settings import SchedulerSettings
 

@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from cluster.commands import bench, config, demo, model, serve
+from cluster.commands import bench, config, demo, model, profile, serve, simulate
 from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -13,6 +13,8 @@ app.add_typer(model.app, name="model")
 app.command()(bench.bench)
 app.command()(serve.serve)
 app.command()(demo.demo)
+app.command()(profile.profile)
+app.command()(simulate.simulate)
 
 BAD_INPUT = 2
 """Exit status for a configuration or a trace that cannot be used."""

@@ -39,3 +39,13 @@ class ManualClock:
         if seconds < 0:
             raise ValueError(f"a clock cannot go back: advance({seconds})")
         self._now_s += seconds
+
+    def move_to(self, at_s: float) -> None:
+        """Move forward to ``at_s`` exactly.
+
+        Raises:
+            ValueError: if that is in the past.
+        """
+        if at_s < self._now_s:
+            raise ValueError(f"a clock cannot go back: from {self._now_s} to {at_s}")
+        self._now_s = at_s

@@ -60,6 +60,13 @@ class TurnEnded:
     at_s: float
     tools: tuple[str, ...]
     served_tokens: int
+    context_tokens: int = 0
+    """Of the program after the turn."""
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    """From the turn's arrival to its last token."""
+    on_time: bool = True
+    """Its first token came within the SLO's bound."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,9 +154,10 @@ class FreeHold:
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The program is over after so many turns."""
+    """The program is over after so many turns, for which so many tokens were computed."""
 
     turns: int
+    served_tokens: int = 0
 
 
 Action = Decide | Observe | FreeHold | Conclude
@@ -168,6 +176,15 @@ class ProgramState:
     """Turns in flight."""
     served_tokens: int = 0
     """Tokens computed for the turns that have ended (Autellix's attained service)."""
+    context_tokens: int = 0
+    """After its last turn that ended."""
+    generated_tokens: int = 0
+    busy_s: float = 0.0
+    """Time that its ended turns took, their waiting included and the tools' not."""
+    on_time: bool = True
+    """No ended turn was late with its first token."""
+    last_served_s: float | None = None
+    """When its last turn ended."""
     ending: bool = False
     """Its last turn has arrived."""
     tools: tuple[str, ...] = ()
@@ -235,7 +252,16 @@ def _admit(state: ProgramState, _: Admitted) -> Step:
 
 
 def _end_turn(state: ProgramState, event: TurnEnded) -> Step:
-    after = replace(state, active=state.active - 1, served_tokens=state.served_tokens + event.served_tokens)
+    after = replace(
+        state,
+        active=state.active - 1,
+        served_tokens=state.served_tokens + event.served_tokens,
+        context_tokens=event.context_tokens,
+        generated_tokens=state.generated_tokens + event.generated_tokens,
+        busy_s=state.busy_s + event.busy_s,
+        on_time=state.on_time and event.on_time,
+        last_served_s=event.at_s,
+    )
     if after.active > 0:
         return after, ()
     if after.ending:
@@ -289,7 +315,7 @@ def _end_later(state: ProgramState, _: Ended) -> Step:
 
 
 def _conclude(state: ProgramState) -> Step:
-    return replace(state, phase=Phase.ENDED), (Conclude(state.turns),)
+    return replace(state, phase=Phase.ENDED), (Conclude(state.turns, state.served_tokens),)
 
 
 TRANSITIONS: dict[tuple[Phase, type[Event]], Callable[[ProgramState, Any], Step]] = {

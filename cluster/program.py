@@ -31,6 +31,12 @@ class Hints:
     """Name of the tool whose result this turn brings back."""
     expected_pause_s: float | None = None
     """Seconds that the tool called by this turn is expected to take."""
+    expected_returned_tokens: int | None = None
+    """Prompt tokens that the next turn is going to bring."""
+    expected_later_tokens: int | None = None
+    """Tokens, of prompts and outputs, that the program's later turns will need computed."""
+    expected_later_turns: int | None = None
+    """Turns that the program has after this one."""
     retention_s: float | None = None
     """Seconds for which the client asks to keep the KV cache after this turn."""
 

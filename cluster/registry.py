@@ -42,8 +42,15 @@ class Registry(Mapping[str, str]):
 POLICIES = Registry(
     "policy",
     {
+        "caesura": "replicas.policies.caesura:CaesuraParameters",
         "vllm": "replicas.policies.vllm:VllmParameters",
+        "plas": "replicas.policies.plas:PlasParameters",
+        "infercept": "replicas.policies.infercept:InferceptParameters",
+        "lamps": "replicas.policies.mars:LampsParameters",
+        "mars": "replicas.policies.mars:MarsParameters",
+        "augserve": "replicas.policies.augserve:AugserveParameters",
         "continuum": "replicas.policies.continuum:ContinuumParameters",
+        "continuum2": "replicas.policies.continuum_cost:ContinuumCostParameters",
     },
 )
 

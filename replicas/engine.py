@@ -13,15 +13,8 @@ import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
+from replicas.engine_arguments import in_one_process
 from replicas.forking import forked_engine_core
-
-CPU_ENVIRONMENT = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's own condition for the in-process executor on CPU
-    "OMP_NUM_THREADS": "1",  # a replica's threads fight each other on a small model: 649 against 114 tokens/s measured
-    "TOKENIZERS_PARALLELISM": "false",  # its threads would not survive the fork of EngineCore
-    "VLLM_NO_USAGE_STATS": "1",
-}
-"""Environment of a CPU replica; what the machine sets beside it stays."""
 
 
 class LocalModel(CallbackBase):
@@ -46,11 +39,7 @@ class ReplicaEngine(VLLMEngine):
 
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)
-        if engine_args.kv_cache_memory_bytes is not None:
-            # On CPU the machine's VLLM_CPU_KVCACHE_SPACE would win over the configuration.
-            config.cache_config.kv_cache_memory_bytes = engine_args.kv_cache_memory_bytes
-        if config.device_config.device_type == "cpu" and config.parallel_config.world_size == 1:
-            config.parallel_config.distributed_executor_backend = "uni"
+        in_one_process(config, engine_args)
         return engine_args, frontend_args, config
 
     def _start_async_llm_engine(self, engine_args: Any, config: Any, placement_group: Any) -> Any:

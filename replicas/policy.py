@@ -9,11 +9,71 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from cluster.config import SloConfig
 from cluster.lifecycle import ProgramState
 from cluster.program import Hints
 from cluster.statistics import DurationTable
+from replicas.cost_model import CostModel
 
 RankKey = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaFacts:
+    """What does not change while a replica lives."""
+
+    cost: CostModel
+    slo: SloConfig
+    capacity_tokens: int
+    """Tokens whose KV fits the replica's memory."""
+    max_tokens: int
+    """vLLM's max_num_batched_tokens: no step schedules more."""
+    host_tokens: int = 0
+    """Tokens that the host tier takes; 0: there is none."""
+
+
+@dataclass(frozen=True, slots=True)
+class LoadView:
+    """The replica now."""
+
+    facts: ReplicaFacts
+    now_s: float
+    step: int
+    """Steps scheduled since the start."""
+    running: int
+    running_tokens: int
+    """KV of the running turns."""
+    waiting: int
+    held_tokens: int
+    free_tokens: int
+    """Not owned by anybody; the prefix cache may still have something there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What is expected of a turn and of what follows it: the client's hints, or else what was learnt (means)."""
+
+    output_tokens: float
+    """Tokens that the turn generates."""
+    pause_s: float
+    """Seconds of the tool call after it; 0 for a last turn."""
+    returned_tokens: float
+    """Prompt tokens that the next turn brings; 0 for a last turn."""
+    later_tokens: float
+    """Tokens that the program's turns after this one will have computed for them, prompts and outputs."""
+    later_turns: float
+    """Turns after this one."""
+    pause_told: bool = False
+    """``pause_s`` is the client's own word."""
+
+
+class KvPlace(Enum):
+    """Where the KV of a waiting turn's program is."""
+
+    HELD = "held"
+    SWAPPED = "swapped"
+    NONE = "none"
+    """Released, or never there; the prefix cache may still have some."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,14 +82,28 @@ class TurnView:
 
     program: ProgramState
     hints: Hints
+    forecast: Forecast
+    load: LoadView
     arrived_s: float
     """When this turn came (not its program: that is ``program.arrived_s``)."""
+    arrived_step: int
+    """The step count when it came."""
     tokens: int
     """Prompt tokens, and those generated before a preemption."""
+    cached_tokens: int
+    """Of these, tokens whose KV is held or swapped."""
     preempted: bool
     """It ran already and lost its place for want of memory."""
-    pinned: bool
-    """Its program's KV is held and the hold is not broken."""
+    kv: KvPlace
+    generated_tokens: int = 0
+    """Of ``tokens``, those that it generated before a preemption."""
+    first_token_s: float | None = None
+    """When its first token came; None: not yet."""
+
+    @property
+    def pinned(self) -> bool:
+        """Its program's KV is held and the hold is not broken."""
+        return self.kv is KvPlace.HELD
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +112,8 @@ class PauseView:
 
     program: ProgramState
     hints: Hints
+    forecast: Forecast
+    load: LoadView
     tools: tuple[str, ...]
     """The tools that the turn asked for; never empty (see ``cluster.program.USER_REPLY``)."""
     context_tokens: int
@@ -46,7 +122,11 @@ class PauseView:
     """What is known of tool durations: this replica's observations and the others'."""
     average_turns: float | None
     """Turns of an ended program in the mean; None before the first one ended."""
-    now_s: float
+
+    @property
+    def now_s(self) -> float:
+        """When it paused."""
+        return self.load.now_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +134,9 @@ class HoldView:
     """A paused program whose KV blocks stay allocated."""
 
     program: ProgramState
+    forecast: Forecast
+    load: LoadView
+    durations: DurationTable
     context_tokens: int
     since_s: float
     until_s: float
@@ -81,40 +164,49 @@ class Hold:
 
 
 @dataclass(frozen=True, slots=True)
+class Swap:
+    """Give the blocks back, the host tier has a copy; it is fetched when the tool has finished."""
+
+    reason: str = "policy"
+
+
+@dataclass(frozen=True, slots=True)
 class Release:
     """Give the blocks back: the prefix cache may still have them when the program comes back."""
 
     reason: str = "policy"
 
 
-PauseDecision = Hold | Release
-
-
-@dataclass(frozen=True, slots=True)
-class StepView:
-    """The batch before a step."""
-
-    running: int
-    waiting: int
-    free_tokens: int
-    held_tokens: int
-    max_tokens: int
-    """vLLM's max_num_batched_tokens: no budget may exceed it."""
+PauseDecision = Hold | Swap | Release
 
 
 class OrderPolicy(Protocol):
     """In which order may waiting turns be admitted?"""
 
+    @property
+    def refresh_steps(self) -> int | None:
+        """Ranks that change by themselves are taken again every so many steps; None: they change with events only."""
+        ...
+
     def key(self, turn: TurnView) -> RankKey:
-        """A rank: least first, ties by arrival. It changes only with an event of the program."""
+        """A rank: least first, ties by arrival."""
         ...
 
 
 class PausePolicy(Protocol):
     """What becomes of a paused program's KV, and whose goes first when memory is short?"""
 
+    @property
+    def review_steps(self) -> int | None:
+        """Holds are looked at again every so many steps; None: never."""
+        ...
+
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold or release, at the end of a turn that is not the last."""
+        ...
+
+    def review(self, hold: HoldView) -> PauseDecision:
+        """Go on holding, swap or release, while the pause lasts; asked every ``review_steps``."""
         ...
 
     def victim_key(self, hold: HoldView) -> RankKey:
@@ -129,8 +221,8 @@ class PausePolicy(Protocol):
 class BudgetPolicy(Protocol):
     """How many tokens may this step schedule?"""
 
-    def tokens(self, step: StepView) -> int:
-        """Between 1 and ``step.max_tokens``."""
+    def tokens(self, load: LoadView) -> int:
+        """Between 1 and ``load.facts.max_tokens``."""
         ...
 
 

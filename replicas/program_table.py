@@ -67,6 +67,10 @@ class ProgramTable:
         entry = self._live.get(key)
         return entry.state if entry else None
 
+    def __getitem__(self, key: str) -> ProgramState:
+        """The state of a program that is known to be here."""
+        return self._live[key].state
+
     @property
     def average_turns(self) -> float | None:
         """Turns of an ended program in the mean (Continuum's AvgTurns)."""

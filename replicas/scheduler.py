@@ -3,7 +3,8 @@
 Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     __init__, shutdown                      own state
     add_request, _free_blocks               a turn arrives; a turn has ended: hold or free its blocks
-    schedule                                expiry and budget before, nothing after
+    schedule                                holds, ranks and budget before, nothing after
+    _update_request_with_output             when a turn's first token came
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     reset_prefix_cache                      held blocks would make it fail
 and of ``KVCacheManager`` it wraps
@@ -16,10 +17,8 @@ exactly in the phases HELD and RESUMING; every request has one Turn.
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
-from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,6 +32,7 @@ from cluster.errors import IntegrityError
 from cluster.lifecycle import (
     Action,
     Admitted,
+    Conclude,
     Decide,
     Event,
     FreeHold,
@@ -44,32 +44,20 @@ from cluster.lifecycle import (
     Released,
     TurnAborted,
     TurnArrived,
-    TurnEnded,
-    begin,
 )
-from cluster.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from cluster.registry import POLICIES
 from cluster.statistics import DurationTable
-from replicas.hold_table import HeldBlocks, HoldTable
-from replicas.policy import Claimant, Hold, HoldView, PauseView, Policy, RankKey, StepView, TurnView
-from replicas.program_table import ProgramTable, TurnStory
+from replicas import turns, views
+from replicas.forecasts import Forecaster
+from replicas.hold_table import HoldTable
+from replicas.policy import Claimant, Forecast, Hold, Policy, RankKey
+from replicas.program_table import ProgramTable
 from replicas.settings import SchedulerSettings
-from replicas.tool_calls import ToolNames
+from replicas.turns import Turn
 from replicas.waiting_queue import RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """How often programs are looked over for those that will not come back."""
-
-
-@dataclass(slots=True)
-class Turn:
-    """What the scheduler notes of a request. ``key`` None: a request without a program."""
-
-    identity: ProgramIdentity
-    key: str | None
-    arrived_s: float
-    admitted_s: float | None = None
-    cached_tokens: int = 0
 
 
 class AgentScheduler(AsyncScheduler):
@@ -83,14 +71,18 @@ class AgentScheduler(AsyncScheduler):
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self._give_back)
         self.programs = ProgramTable(self.settings.control.max_programs, self.settings.control.idle_program_s)
         self.durations = DurationTable()
-        self.counters: Counter[str] = Counter()
-        self.turns: dict[str, Turn] = {}
-        self._tool_names = self._tool_name_reader()
-        self._next_sweep_s = 0.0
-        self._full_budget = int(self.max_num_scheduled_tokens)  # type: ignore[has-type]
-        self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
         self.waiting = RankedQueue(self._rank)
         self.skipped_waiting = RankedQueue(self._rank)
+        self._stale_ranks: list[str] = []
+        self.counters: Counter[str] = Counter()
+        self.turns: dict[str, Turn] = {}
+        self.tool_names = turns.tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
+        self._next_sweep_s = 0.0
+        self.forecaster = Forecaster()
+        self.pause_forecasts: dict[str, Forecast] = {}
+        self.facts = views.replica_facts(self)
+        self.load = views.load_view(self)
+        self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
         self.use_policy(self.settings.policy.name, self.settings.policy.parameters)
 
     def use_policy(self, name: str, parameters: dict[str, Any]) -> None:
@@ -112,73 +104,95 @@ class AgentScheduler(AsyncScheduler):
     def add_request(self, request: Request) -> None:
         """Accept a turn: its program runs again, and the length of its pause is known."""
         if request.request_id not in self.requests:
-            turn = self._turn_of(request)
-            self.turns[request.request_id] = turn
+            turn = self.turns[request.request_id] = turns.turn_of(self, request)
             if turn.key is not None:
-                self.apply(turn.key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
+                self._arrive(request, turn, turn.key)
         super().add_request(request)
 
+    def _arrive(self, request: Request, turn: Turn, key: str) -> None:
+        before = self.programs.get(key)
+        self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
+        if before is not None and before.active == 0:
+            self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
+        turn.features = views.features_of(turn, self.programs[key], request.num_tokens)
+        turn.forecast = views.forecast_of(self, turn)
+
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One step: end the holds whose time has come, set the token budget, let vLLM schedule."""
-        now_s = self.clock.now_s()
-        self.expire(now_s)
-        step = StepView(
-            running=len(self.running),
-            waiting=len(self.waiting) + len(self.skipped_waiting),
-            free_tokens=self.kv_cache_manager.block_pool.get_num_free_blocks() * self.block_size,
-            held_tokens=self.holds.num_tokens,
-            max_tokens=self._full_budget,
-        )
-        self.max_num_scheduled_tokens = min(max(1, self._policies.budget.tokens(step)), self._full_budget)
+        """One step: end and review holds, rank anew what changes by itself, set the budget, let vLLM schedule."""
+        self.expire(self.clock.now_s())
+        self.load = views.load_view(self)
+        self._review_holds()
+        refresh_steps = self._policies.order.refresh_steps
+        if refresh_steps is not None and self.load.waiting and self.current_step % refresh_steps == 0:
+            self.waiting.rerank_all()
+            self.skipped_waiting.rerank_all()
+        budget = self._policies.budget.tokens(self.load)
+        self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
         return super().schedule(throttle_prefills)
+
+    def _review_holds(self) -> None:
+        """Ask again what becomes of the programs that are held and whose pause lasts."""
+        review_steps = self._policies.pause.review_steps
+        if review_steps is None or not len(self.holds) or self.current_step % review_steps:
+            return
+        for held in list(self.holds):
+            view = views.hold_view(self, held)
+            if view.owner_waits:
+                continue
+            decision = self._policies.pause.review(view)
+            if not isinstance(decision, Hold):
+                self.apply(held.key, HoldEnded(self.load.now_s, decision.reason))
+            elif decision.until_s != held.until_s:
+                self.holds.extend(held.key, min(decision.until_s, held.since_s + self.settings.control.hold_limit_s))
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """The tokens of a step have come: note when a turn's first one did."""
+        if new_token_ids and not request.num_output_tokens:
+            self.turns[request.request_id].first_token_s = self.clock.now_s()
+        updated: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return updated
 
     def _free_blocks(self, request: Request) -> None:
         """A turn has ended: its program pauses, and the policy says whether its blocks stay; or it is over."""
         turn = self.turns.pop(request.request_id)
-        if turn.key is None:
+        if turn.key is not None:
+            self._end_turn(request, turn, turn.key)
+        if request.request_id in self.requests:  # no hold has taken its blocks
             super()._free_blocks(request)
-            return
+
+    def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
         now_s = self.clock.now_s()
         decision = "released"
         tools: tuple[str, ...] = ()
         # A turn that never ran its course (aborted, refused, failed) leaves nothing that the program could go on from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
-            tools = self._tools(request, turn)
-            for action in self.apply(turn.key, TurnEnded(now_s, tools, request.num_tokens - turn.cached_tokens)):
+            tools = turns.tools_of(self, request, turn)
+            for action in self.apply(key, turns.ended(self, self.programs[key], request, turn, tools)):
                 if isinstance(action, Decide):
-                    decision = self._decide(request, turn, now_s)
+                    decision = self._decide(request, turn, key)
         else:
-            self.apply(turn.key, TurnAborted(now_s))
-        self._tell(request, turn, tools, decision)
-        if request.request_id in self.requests:
-            super()._free_blocks(request)
+            self.apply(key, TurnAborted(now_s))
+        self.programs.tell(key, turns.story_of(request, turn, now_s, tools, decision))
 
-    def _decide(self, request: Request, turn: Turn, now_s: float) -> str:
+    def _decide(self, request: Request, turn: Turn, key: str) -> str:
         """Ask the pause policy and do as it says; what was decided, in words."""
-        assert turn.key is not None
-        program = self.programs.get(turn.key)
-        assert program is not None
+        now_s = self.clock.now_s()
         # The last token was sampled but not computed; an asynchronous engine counts it early.
         context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        pause = PauseView(
-            program=program,
-            hints=turn.identity.hints,
-            tools=program.tools,
-            context_tokens=context_tokens,
-            durations=self.durations,
-            average_turns=self.programs.average_turns,
-            now_s=now_s,
-        )
+        pause = views.pause_view(self, self.programs[key], turn, context_tokens)
         decision = self._policies.pause.decide(pause)
         if isinstance(decision, Hold):
-            until_s = min(decision.until_s, now_s + self.settings.control.hold_limit_s)
+            until_s = max(now_s, min(decision.until_s, now_s + self.settings.control.hold_limit_s))
             blocks = self.kv_cache_manager.pop_blocks_for_free(request)
             del self.requests[request.request_id]
-            self.holds.hold(turn.key, blocks, context_tokens, now_s, max(until_s, now_s))
-            self.apply(turn.key, Held(now_s, until_s, decision.reason))
+            self.pause_forecasts[key] = pause.forecast
+            self.holds.hold(key, blocks, context_tokens, now_s, until_s)
+            self.apply(key, Held(now_s, until_s, decision.reason))
             self.counters["holds"] += 1
             return f"held {until_s - now_s:.3f}s ({decision.reason})"
-        self.apply(turn.key, Released(now_s, decision.reason))
+        self.apply(key, Released(now_s, decision.reason))
         return f"released ({decision.reason})"
 
     # --- memory -------------------------------------------------------------------------------------------------------
@@ -221,12 +235,8 @@ class AgentScheduler(AsyncScheduler):
             claimant = Claimant.WAITING if self.running else Claimant.STARVED
         own = self.turns[request.request_id].key
         pause = self._policies.pause
-        views = ((self._hold_view(held), held.key) for held in self.holds)
-        ranked = (
-            (held_key == own, pause.victim_key(view), held_key)
-            for view, held_key in views
-            if pause.yields(view, claimant)
-        )
+        held = ((views.hold_view(self, held), held.key) for held in self.holds)
+        ranked = ((key == own, pause.victim_key(view), key) for view, key in held if pause.yields(view, claimant))
         victim = min(ranked, default=None)
         if victim is None:
             return False
@@ -274,94 +284,40 @@ class AgentScheduler(AsyncScheduler):
             match action:
                 case FreeHold(reason):
                     self.holds.release(key)
+                    self.pause_forecasts.pop(key, None)
                     self.counters[f"hold_{'used' if reason == 'used' else 'lost'}"] += 1
                     self._rerank_turns(key, reason)
                 case Observe(tool, seconds):
                     self.durations.observe(tool, seconds)
+                case Conclude(_, served_tokens):
+                    self.forecaster.program_ended(key, served_tokens)
 
     def _rerank_turns(self, key: str, reason: str) -> None:
-        """The program is no longer pinned: its turns that wait rank anew."""
+        """The program is no longer pinned: its turns that wait rank anew, before the next one is chosen.
+
+        Not at once: between looking at the head of a queue and taking it, vLLM allocates, which may break a hold.
+        """
         program = self.programs.get(key)
         admitted = 1 if reason == "used" else 0
         if program is None or program.active <= admitted:
             return
-        ids = [request_id for request_id, turn in self.turns.items() if turn.key == key]
-        self.waiting.rerank(ids)
-        self.skipped_waiting.rerank(ids)
+        self._stale_ranks.extend(request_id for request_id, turn in self.turns.items() if turn.key == key)
 
     # --- views --------------------------------------------------------------------------------------------------------
 
     def _rank(self, request: Request) -> RankKey:
-        turn = self.turns[request.request_id]
-        program = self.programs.get(turn.key) if turn.key is not None else None
-        view = TurnView(
-            program=program or begin(request.request_id, turn.arrived_s),
-            hints=turn.identity.hints,
-            arrived_s=turn.arrived_s,
-            tokens=request.num_tokens,
-            preempted=request.status == RequestStatus.PREEMPTED,
-            pinned=turn.key is not None and turn.key in self.holds,
-        )
-        return self._policies.order.key(view)
-
-    def _hold_view(self, held: HeldBlocks[KVCacheBlock]) -> HoldView:
-        program = self.programs.get(held.key)
-        assert program is not None, f"{held.key} is held but unknown"
-        return HoldView(program, held.tokens, held.since_s, held.until_s, program.phase is Phase.RESUMING)
+        return self._policies.order.key(views.turn_view(self, request))
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""
+        if self._stale_ranks:
+            self.waiting.rerank(self._stale_ranks)
+            self.skipped_waiting.rerank(self._stale_ranks)
+            self._stale_ranks.clear()
         if self.waiting and self.skipped_waiting:
             ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
             return self.waiting if ahead else self.skipped_waiting
         return self.skipped_waiting or self.waiting or None
-
-    # --- what is known of a turn --------------------------------------------------------------------------------------
-
-    def _turn_of(self, request: Request) -> Turn:
-        extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-        try:
-            identity = ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
-        except ValueError:
-            self.counters["unreadable_identity"] += 1
-            identity = ProgramIdentity()
-        # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
-        return Turn(identity, identity.key or request.session_id, self.clock.now_s())
-
-    def _tools(self, request: Request, turn: Turn) -> tuple[str, ...]:
-        if turn.identity.hints.expected_tool is not None:
-            return (turn.identity.hints.expected_tool,)
-        named = self._tool_names(request.output_token_ids) if self._tool_names else ()
-        return named or (USER_REPLY,)
-
-    def _tool_name_reader(self) -> ToolNames | None:
-        """Loaded at start: the first turn that needs it must not stop the engine. None where vLLM has no tokenizer."""
-        model_config = self.vllm_config.model_config
-        if model_config.skip_tokenizer_init:
-            return None
-        return ToolNames(cached_tokenizer_from_config(model_config), self.settings.tool_parser)
-
-    def _tell(self, request: Request, turn: Turn, tools: tuple[str, ...], decision: str) -> None:
-        assert turn.key is not None
-        now_s = self.clock.now_s()
-        admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
-        self.programs.tell(
-            turn.key,
-            TurnStory(
-                request_id=request.request_id,
-                arrived_s=turn.arrived_s,
-                queue_s=admitted_s - turn.arrived_s,
-                run_s=now_s - admitted_s,
-                prompt_tokens=request.num_prompt_tokens,
-                cached_tokens=turn.cached_tokens,
-                output_tokens=request.num_output_tokens,
-                preemptions=request.num_preemptions,
-                priority=turn.identity.hints.priority,
-                tools=tools,
-                outcome=str(request.status).removeprefix("FINISHED_").lower(),
-                decision=decision,
-            ),
-        )
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the invariants above hold."""

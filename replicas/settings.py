@@ -4,7 +4,12 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.config import ControlConfig, PolicyConfig
+from cluster.config import ControlConfig, PolicyConfig, SloConfig
+from replicas.cost_model import CostModel
+from replicas.presets import preset
+
+DEFAULT_COST_MODEL = "llama-3.1-8b/h100"
+"""What a replica's work is taken to cost where nobody has measured it; policies need its ratios, not its seconds."""
 
 KEY = "caesura"
 """The key of ``additional_config``."""
@@ -17,6 +22,10 @@ class SchedulerSettings(BaseModel):
 
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(name="vllm"))
     """The policy at start."""
+    cost: CostModel = Field(default_factory=lambda: preset(DEFAULT_COST_MODEL))
+    """What steps and transfers cost on this replica's hardware."""
+    slo: SloConfig = Field(default_factory=SloConfig)
+    """What a turn is good by."""
     control: ControlConfig = Field(default_factory=ControlConfig)
     """Bounds."""
     tool_parser: str | None = None

@@ -1,10 +1,12 @@
 """A replica without a model: a real vLLM scheduler class, driven step by step with made-up tokens.
 
 What runs is vLLM's scheduler, KV cache manager and block pool as they are; only the forward pass is missing. Each
-request generates exactly its ``max_tokens`` (``ignore_eos``). Used by tests and benchmarks as a readable timeline.
+request generates exactly its ``max_tokens`` (``ignore_eos``). Tests and benchmarks drive it as a readable timeline;
+`replicas.virtual_replica` gives its steps a duration.
 """
 
-from collections.abc import Mapping, Sequence
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,10 @@ from typing import Any
 import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.sampling_params import SamplingParams
-from vllm.utils.hashing import sha256
-from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
@@ -26,6 +28,23 @@ from replicas.settings import SchedulerSettings
 
 FIRST_TOKEN = 100
 """Generated tokens are this one and those after it: never an end-of-sequence token of the tiny model."""
+
+HASH_BYTES = 8
+"""Length of a block's hash; vLLM's own has 32. Two blocks are confused once in 2^64 pairs."""
+
+CONFIG_ONLY_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 4096,
+    "torch_dtype": "float32",
+}
+"""Some model: a scheduler reads only that it is a decoder, and how long its context may be."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +57,7 @@ class Shape:
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
+    prefix_caching: bool = True
 
 
 class VirtualEngine:
@@ -61,8 +81,7 @@ class VirtualEngine:
     ) -> None:
         self.shape = shape
         config = _vllm_config(model, shape, settings or SchedulerSettings(), asynchronous)
-        init_none_hash(sha256)
-        self._hasher = get_request_block_hasher(shape.block_size, sha256)
+        self._hasher = block_hasher(shape.block_size) if shape.prefix_caching else None
         spec = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
         self.scheduler = scheduler_cls(
             config,
@@ -80,8 +99,9 @@ class VirtualEngine:
         prompt: Sequence[int],
         max_tokens: int,
         identity: ProgramIdentity | None = None,
+        arrival_s: float | None = None,
     ) -> Request:
-        """Add a request that generates exactly ``max_tokens``."""
+        """Add a request that generates exactly ``max_tokens``. vLLM notes ``arrival_s``; None: the time of day."""
         extra: Mapping[str, Any] | None = {WIRE_KEY: identity.encode()} if identity else None
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=dict(extra) if extra else None)
         request = Request(
@@ -89,6 +109,7 @@ class VirtualEngine:
             list(prompt),
             params,
             None,
+            arrival_time=arrival_s,
             block_hasher=self._hasher,
             session_id=identity.key if identity else None,
         )
@@ -103,9 +124,9 @@ class VirtualEngine:
             self._finish(*self._in_flight.pop(0))
         return output
 
-    def complete(self, output: SchedulerOutput) -> None:
-        """The tokens of a step that the caller scheduled by itself, to time it; not for asynchronous engines."""
-        self._finish(output, self._samples(output))
+    def complete(self, output: SchedulerOutput) -> list[EngineCoreOutput]:
+        """The tokens of a step that the caller scheduled by itself; not for asynchronous engines."""
+        return self._finish(output, self._samples(output))
 
     def _samples(self, output: SchedulerOutput) -> list[bool]:
         """Which requests get a token from this step: not those whose prompt goes on. The next step may change it."""
@@ -130,7 +151,7 @@ class VirtualEngine:
         """Blocks that nobody owns; ``shape.num_blocks - 1`` when all are free."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def _finish(self, output: SchedulerOutput, samples: Sequence[bool]) -> None:
+    def _finish(self, output: SchedulerOutput, samples: Sequence[bool]) -> list[EngineCoreOutput]:
         ids = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=ids,
@@ -140,11 +161,43 @@ class VirtualEngine:
             prompt_logprobs_dict={},
             pooler_output=[],
         )
-        self.scheduler.update_from_output(output, result)
+        by_client = self.scheduler.update_from_output(output, result)
+        return [answer for outputs in by_client.values() for answer in outputs.outputs]
 
     def _token(self) -> int:
         self._next_token = FIRST_TOKEN + (self._next_token - FIRST_TOKEN + 1) % 100
         return self._next_token
+
+
+def block_hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
+    """Hashes of a request's new full blocks, each chained to the one before it, as vLLM does it but without sha256.
+
+    Ints hash the same in every process, so that a run can be repeated. There is no cache salt, no LoRA, no image.
+    """
+
+    def hashes(request: Request) -> list[BlockHash]:
+        known = request.block_hashes
+        begin = len(known) * block_size
+        tokens = request._all_token_ids
+        last = len(tokens) - block_size
+        if begin > last:
+            return []
+        parent = int.from_bytes(known[-1], "big", signed=True) if known else 0
+        new: list[BlockHash] = []
+        while begin <= last:
+            parent = hash((parent, *tokens[begin : begin + block_size]))
+            new.append(BlockHash(parent.to_bytes(HASH_BYTES, "big", signed=True)))
+            begin += block_size
+        return new
+
+    return hashes
+
+
+def write_config_only_model(directory: Path, max_model_len: int) -> Path:
+    """Write the directory of a model of which there is nothing but its configuration: ``directory``."""
+    config = CONFIG_ONLY_MODEL | {"max_position_embeddings": max_model_len}
+    (directory / "config.json").write_text(json.dumps(config))
+    return directory
 
 
 def _vllm_config(model: Path, shape: Shape, settings: SchedulerSettings, asynchronous: bool) -> VllmConfig:
@@ -155,7 +208,7 @@ def _vllm_config(model: Path, shape: Shape, settings: SchedulerSettings, asynchr
         max_model_len=shape.max_model_len,
         dtype="float32",
     )
-    cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=True)
+    cache_config = CacheConfig(block_size=shape.block_size, enable_prefix_caching=shape.prefix_caching)
     cache_config.num_gpu_blocks = shape.num_blocks
     scheduler_config = SchedulerConfig(
         max_num_seqs=shape.max_num_seqs,

@@ -102,13 +102,25 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
     ``bubble_s``, ``recomputed_tokens`` and ``reused_tokens`` are means over completed programs. Times are seconds,
     ``goodput_*`` per second.
     """
-    settings, goodput, found = result.settings, summary.goodput, summary.distributions
+    settings = result.settings
     return {
         "policy": summary.policy,
         "preset": f"live/{result.model}",
         "rate": settings.rate_per_s,
         "seed": settings.seed,
         "host_gib": None,
+        **measures(summary),
+        "wasted_gib_s": None,
+        "schedule_ms": None,
+        "wall_s_per_minute": None,
+        "command": settings.command,
+    }
+
+
+def measures(summary: Summary) -> dict[str, Any]:
+    """The part of a JSON line that live and simulated runs have in common; see :func:`as_json`."""
+    goodput, found = summary.goodput, summary.distributions
+    return {
         "offered": goodput.offered_programs,
         "completed": goodput.completed_programs,
         "goodput_programs": goodput.programs_per_s,
@@ -122,8 +134,4 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
         "bubble_s": found["bubble_s"].mean,
         "recomputed_tokens": found["recomputed_tokens"].mean,
         "reused_tokens": found["reused_tokens"].mean,
-        "wasted_gib_s": None,
-        "schedule_ms": None,
-        "wall_s_per_minute": None,
-        "command": settings.command,
     }

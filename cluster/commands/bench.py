@@ -78,7 +78,7 @@ def _run(settings: "BenchSettings", json_lines: Path | None, plots: Path | None,
     from cluster.bench.report import ProgressBar, print_report, write_json_lines
     from cluster.bench.runner import Silent, run_bench
 
-    _writable(json_lines, plots)
+    writable(json_lines, plots)
     console = Console(quiet=quiet)
     if quiet:
         result = asyncio.run(run_bench(settings, Silent()))
@@ -95,7 +95,7 @@ def _run(settings: "BenchSettings", json_lines: Path | None, plots: Path | None,
             console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
-def _writable(json_lines: Path | None, plots: Path | None) -> None:
+def writable(json_lines: Path | None, plots: Path | None) -> None:
     """Fail before a run of minutes, not after it."""
     flag = "--json"
     try:

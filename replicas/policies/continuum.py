@@ -62,6 +62,8 @@ class ContinuumParameters(BaseModel):
 class ProgramArrivalOrder:
     """Section 4.4: preempted turns, then pinned programs, then programs by arrival."""
 
+    refresh_steps = None
+
     def key(self, turn: TurnView) -> RankKey:
         """(0 if preempted, 0 if pinned, arrival of the program in seconds)."""
         return (0.0 if turn.preempted else 1.0, 0.0 if turn.pinned else 1.0, turn.program.arrived_s)
@@ -72,6 +74,15 @@ class _Pins:
     """What both versions share: who loses a pin (section 5.3)."""
 
     parameters: ContinuumParameters
+
+    @property
+    def review_steps(self) -> None:
+        """A pin's end is set once."""
+        return None
+
+    def review(self, hold: HoldView) -> PauseDecision:
+        """As it was pinned."""
+        return Hold(hold.until_s)
 
     def victim_key(self, hold: HoldView) -> RankKey:
         """The program that arrived last goes first."""

@@ -4,19 +4,22 @@ from pydantic import BaseModel, ConfigDict
 
 from replicas.policy import (
     Claimant,
+    Hold,
     HoldView,
+    LoadView,
     PauseDecision,
     PauseView,
     Policy,
     RankKey,
     Release,
-    StepView,
     TurnView,
 )
 
 
 class ArrivalOrder:
     """First come, first served, as vLLM counts it: by the turn, not by the program."""
+
+    refresh_steps = None
 
     def key(self, turn: TurnView) -> RankKey:
         """Equal for all: the queue's own order stands."""
@@ -26,9 +29,15 @@ class ArrivalOrder:
 class NoHold:
     """Blocks go back at the end of every turn; the prefix cache may still have them at the next."""
 
+    review_steps = None
+
     def decide(self, pause: PauseView) -> PauseDecision:
         """Release."""
         return Release("policy")
+
+    def review(self, hold: HoldView) -> PauseDecision:
+        """A hold that somebody asked for lasts as long as they asked."""
+        return Hold(hold.until_s)
 
     def victim_key(self, hold: HoldView) -> RankKey:
         """Holds that somebody asked for through the side channel: longest held first."""
@@ -42,9 +51,9 @@ class NoHold:
 class FullBudget:
     """vLLM's max_num_batched_tokens at every step."""
 
-    def tokens(self, step: StepView) -> int:
+    def tokens(self, load: LoadView) -> int:
         """All of it."""
-        return step.max_tokens
+        return load.facts.max_tokens
 
 
 class VllmParameters(BaseModel):

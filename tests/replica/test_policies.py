@@ -6,10 +6,23 @@ from pathlib import Path
 import pytest
 
 from cluster.clock import ManualClock
-from cluster.config import PolicyConfig
+from cluster.config import PolicyConfig, SloConfig
+from cluster.lifecycle import begin
 from cluster.program import Hints, ProgramIdentity
 from cluster.registry import POLICIES
-from replicas.policy import BudgetPolicy, Claimant, HoldView, OrderPolicy, PausePolicy, Policy, StepView
+from cluster.statistics import DurationTable
+from replicas.policy import (
+    BudgetPolicy,
+    Claimant,
+    Forecast,
+    HoldView,
+    LoadView,
+    OrderPolicy,
+    PausePolicy,
+    Policy,
+    ReplicaFacts,
+)
+from replicas.presets import preset
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine
@@ -28,14 +41,21 @@ def test_it_answers_to_its_name(name: str) -> None:
     assert policy(name).name == name
 
 
+FACTS = ReplicaFacts(preset("opt-13b/h800"), SloConfig(), capacity_tokens=50_000, max_tokens=512)
+
+
+def load(free_tokens: int = 0, held_tokens: int = 0) -> LoadView:
+    used = FACTS.capacity_tokens - free_tokens - held_tokens
+    return LoadView(FACTS, 9.0, 100, 3, used, 2, held_tokens, free_tokens)
+
+
 @EVERY_POLICY
 def test_a_starved_turn_may_break_any_hold(name: str) -> None:
     """Otherwise a replica full of holds would stop for ever."""
-    from cluster.lifecycle import begin
-
     pause = policy(name).pause
+    forecast = Forecast(100.0, 1.0, 50.0, 500.0, 3.0)
     for owner_waits in (False, True):
-        hold = HoldView(begin("t/p", 0.0), 100, since_s=0.0, until_s=1e9, owner_waits=owner_waits)
+        hold = HoldView(begin("t/p", 0.0), forecast, load(), DurationTable(), 100, 0.0, 1e9, owner_waits)
         assert pause.yields(hold, Claimant.STARVED)
         assert isinstance(pause.victim_key(hold), tuple)
 
@@ -44,8 +64,7 @@ def test_a_starved_turn_may_break_any_hold(name: str) -> None:
 def test_a_budget_is_between_one_token_and_vllms_own(name: str) -> None:
     budget = policy(name).budget
     for free, held in [(0, 0), (10_000, 0), (0, 10_000)]:
-        step = StepView(running=3, waiting=2, free_tokens=free, held_tokens=held, max_tokens=512)
-        assert 1 <= budget.tokens(step) <= 512
+        assert 1 <= budget.tokens(load(free, held)) <= FACTS.max_tokens
 
 
 @EVERY_POLICY

@@ -201,6 +201,20 @@ def test_everything_held_by_the_one_that_wants_more_is_no_deadlock(programs: Mak
     assert p.phase("a") is None
 
 
+def test_a_turn_that_breaks_its_own_hold_is_admitted_though_another_ranks_first_then(programs: Make) -> None:
+    """vLLM looks at the head of the queue, allocates, and takes the head: it must be the same turn."""
+    p = programs("continuum", num_blocks=17)
+    p.turn("b", new_tokens=20)
+    p.clock.advance(60.0)
+    p.turn("a", new_tokens=6 * BLOCK)
+    assert p.held() == {"a"}
+    p.contexts["a"] = [7] * (15 * BLOCK - 5)  # nothing of what is held
+    b, a = p.arrive("b", new_tokens=5), p.arrive("a", new_tokens=0)
+    assert p.step() == {a: 15 * BLOCK - 5}
+    assert p.scheduler.counters["broken_starved"] == 1
+    assert list(p.step()) == [b]
+
+
 def test_the_last_turn_and_a_nameless_one_hold_nothing(programs: Make) -> None:
     p = programs("continuum")
     p.turn("a", 50, last=True)

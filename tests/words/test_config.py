@@ -105,7 +105,7 @@ FILES: dict[str, tuple[str, str]] = {
     "not a section": ("http: 5\n", "http: must be a section of keys and values (got 5, line 1)"),
     "unknown policy": (
         "policy: {name: best}\n",
-        "policy.name: unknown policy 'best'; choose one of: vllm, continuum (got 'best', line 1)",
+        f"policy.name: unknown policy 'best'; choose one of: {', '.join(POLICIES)} (got 'best', line 1)",
     ),
     "unknown router": ("router: {name: best}\n", "router.name: unknown router 'best'; choose one of: "),
     "policy parameter": (

@@ -48,7 +48,7 @@ def test_a_program_is_held_through_a_tool_call_and_its_hold_is_used() -> None:
         Admitted(2.6),
         TurnEnded(3.0, (), served_tokens=20),
     )
-    assert log == [(), (), (Decide(),), (), (Observe("ls", 1.5),), (FreeHold("used"),), (Conclude(turns=2),)]
+    assert log == [(), (), (Decide(),), (), (Observe("ls", 1.5),), (FreeHold("used"),), (Conclude(turns=2, served_tokens=120),)]
     assert (state.phase, state.turns, state.served_tokens, state.arrived_s) == (Phase.ENDED, 2, 120, 0.0)
 
 
@@ -105,7 +105,7 @@ def test_an_aborted_turn_gives_up_the_hold_it_waited_for() -> None:
 
 def test_an_end_that_is_announced_while_a_turn_runs_waits_for_it() -> None:
     state, log = live(TurnArrived(0.0), Ended(0.5, "asked"), TurnEnded(1.0, ("x",), 5))
-    assert log == [(), (), (Conclude(1),)]
+    assert log == [(), (), (Conclude(1, 5),)]
     assert state.phase is Phase.ENDED
 
 

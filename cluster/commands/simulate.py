@@ -1,0 +1,131 @@
+"""`caesura simulate`: replay agent programs on real schedulers under virtual time, and compare policies."""
+
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from cluster.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cluster.simulator.settings import SimulationSettings
+
+T = TypeVar("T")
+
+
+def simulate(
+    policies: Annotated[str, typer.Option(help="a,b, or all: every registered policy and the baselines.")] = "all",
+    rates: Annotated[str, typer.Option(help="Programs per second: one, or several with commas.")] = "1",
+    trace: Annotated[Path | None, typer.Option(help="Programs to replay: .jsonl or .jsonl.gz.")] = None,
+    preset: Annotated[str, typer.Option(help="model/device, or a cost model's .json file.")] = "opt-13b/h800",
+    minutes: Annotated[float, typer.Option(help="Measured minutes of arrivals.")] = 12.0,
+    warmup: Annotated[float, typer.Option(help="Minutes of arrivals before, not measured.")] = 2.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 300.0,
+    seed: Annotated[str, typer.Option(help="One, or several with commas: each is a run.")] = "0",
+    host_gib: Annotated[float, typer.Option(help="Host memory for swapped KV, GiB.")] = 0.0,
+    slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,
+    slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
+    oracle: Annotated[bool | None, typer.Option(help="Tell lengths and durations. Default: as the papers.")] = None,
+    noise: Annotated[float, typer.Option(help="p: error N(0, p x value) of each told value.")] = 0.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, or gamma:CV (burstier above CV 1).")] = "poisson",
+    burst: Annotated[str | None, typer.Option(help="RATE:START_S:LENGTH_S: another rate for a while.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas; a program stays where it was placed.")] = 1,
+    missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
+    scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
+    scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
+    max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
+    max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, at most.")] = 2048,
+    max_seqs: Annotated[int, typer.Option(help="Turns that run at a time, at most.")] = 256,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="policy.parameter=value; repeatable.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write one JSON line a run.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
+    quiet: Annotated[bool, typer.Option(help="No progress, no table.")] = False,
+) -> None:
+    """Replay agent programs on real schedulers under virtual time: goodput, latencies and cache use, side by side."""
+    from cluster.bench.workload import Shaping
+    from cluster.simulator.settings import SimulationSettings, policy_names
+
+    settings = SimulationSettings(
+        policies=policy_names(policies),
+        rates_per_s=_list("--rates", rates, float),
+        preset=preset,
+        trace=trace,
+        missing_tool_s=missing_tool_s,
+        shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
+        minutes=minutes,
+        warmup_minutes=warmup,
+        drain_s=drain_s,
+        seeds=_list("--seed", seed, int),
+        host_gib=host_gib,
+        slo_ttft_s=slo_ttft,
+        slo_norm_x=slo_norm_x,
+        noise=noise,
+        oracle=oracle,
+        arrivals=arrivals,
+        burst=burst,
+        replicas=replicas,
+        max_batched_tokens=max_batched_tokens,
+        max_num_seqs=max_seqs,
+        parameters=_parameters(set_ or []),
+        command=shlex.join(["caesura", *sys.argv[1:]]),
+    )
+    _run(settings, jobs, json, plots, quiet)
+
+
+def _run(settings: "SimulationSettings", jobs: int, json_lines: Path | None, plots: Path | None, quiet: bool) -> None:
+    from rich.console import Console
+
+    from cluster.commands.bench import writable
+
+    writable(json_lines, plots)
+    # Both are read once, when vLLM is imported: here, and in the processes that --jobs starts.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    from cluster.simulator.report import json_line, print_report, write_plot
+    from cluster.simulator.run import load_workload, runs_of, simulate_all
+
+    console = Console(quiet=quiet)
+    for seed in settings.seeds:
+        workload = load_workload(settings, seed)
+    console.print(f"Programs in the pool: {len(workload.programs)}; dropped as too long: {workload.dropped}.")
+    for note in workload.notes:
+        console.print(f"Note: {note}.", markup=False, highlight=False, soft_wrap=True)
+    total = len(runs_of(settings))
+    results = []
+    with console.status(f"0 of {total} runs") as status:
+        for result in simulate_all(settings, jobs):
+            results.append(result)
+            status.update(f"{len(results)} of {total} runs")
+            if json_lines is not None:
+                with json_lines.open("w" if len(results) == 1 else "a") as file:
+                    file.write(json_line(result, settings))
+    print_report(results, settings, console)
+    if plots is not None:
+        console.print(f"Wrote {write_plot(results, settings, plots)}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+    try:
+        return tuple(read(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _parameters(assignments: list[str]) -> dict[str, dict[str, Any]]:
+    from cluster.config_source import parse_assignment
+
+    parameters: dict[str, dict[str, Any]] = {}
+    for text in assignments:
+        key, value = parse_assignment(text)
+        policy, dot, name = key.partition(".")
+        if not dot or not name:
+            raise ConfigError(f"--set {key}: must be policy.parameter=value")
+        parameters.setdefault(policy, {})[name] = value
+    return parameters

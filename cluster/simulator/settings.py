@@ -1,0 +1,202 @@
+"""What one call of `caesura simulate` does. Every value is checked here; a bad one names its flag."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.bench.arrivals import Arrivals
+from cluster.bench.workload import Shaping
+from cluster.config import PolicyConfig, SloConfig
+from cluster.errors import ConfigError
+from cluster.goodput import Slo
+from cluster.registry import POLICIES
+from cluster.simulator.load import Burst
+from replicas.cost_model import CostModel
+from replicas.presets import preset
+
+ALL = "all"
+STOCK = "vllm"
+"""vLLM's own scheduler class, untouched, its prefix cache on."""
+STOCK_NO_CACHE = "vllm-nocache"
+"""The same with the prefix cache off: the baseline of the papers' time."""
+BASELINES = (STOCK_NO_CACHE, STOCK)
+CLAIRVOYANT = "clairvoyant"
+"""A policy of this name, if there is one, is a limit and no competitor; ``all`` has it last."""
+INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
+"""Policies that are told true lengths and durations unless a flag says otherwise: as their papers assume it."""
+BLOCK_SIZE = 16
+"""Tokens of a KV block: vLLM's default on GPUs."""
+MAX_PROGRAMS = 100_000
+"""Programs of one run; more is a slip of the keyboard."""
+SECONDS_PER_MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """Every policy at every rate with every seed, each a run of its own."""
+
+    policies: tuple[str, ...]
+    rates_per_s: tuple[float, ...]
+    """Programs per second."""
+    preset: str = "opt-13b/h800"
+    """A preset's name, or the path of a saved cost model."""
+    trace: Path | None = None
+    """None: the built-in workload."""
+    missing_tool_s: float | None = None
+    shaping: Shaping = field(default_factory=Shaping)
+    minutes: float = 12.0
+    """Measured, by intended arrival, after the warm-up."""
+    warmup_minutes: float = 2.0
+    drain_s: float = 300.0
+    """Seconds after the last arrival for the programs under way to end; their tools alone may take minutes."""
+    seeds: tuple[int, ...] = (0,)
+    host_gib: float = 0.0
+    slo_ttft_s: float = 1.0
+    slo_norm_x: float = 10.0
+    """Bound on a program's seconds without tools per token, in iteration times."""
+    noise: float = 0.0
+    oracle: bool | None = None
+    """Tell the policies lengths and durations; None: those of ``INFORMED``."""
+    arrivals: str = "poisson"
+    burst: str | None = None
+    """``RATE:START_S:LENGTH_S``, see :class:`cluster.simulator.load.Burst`."""
+    replicas: int = 1
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of a policy: parameters that differ from its defaults."""
+    command: str = ""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        for flag, value in {
+            **{"--rates": min(self.rates_per_s, default=0.0)},
+            "--minutes": self.minutes,
+            "--slo-ttft": self.slo_ttft_s,
+            "--slo-norm-x": self.slo_norm_x,
+            "--replicas": self.replicas,
+            "--max-batched-tokens": self.max_batched_tokens,
+            "--max-seqs": self.max_num_seqs,
+            "--scale-lengths": self.shaping.scale_lengths,
+            "--max-context": self.shaping.max_context,
+            "--max-turns": self.shaping.max_turns,
+            "--limit": self.shaping.limit,
+        }.items():
+            _require(value is None or 0 < value < float("inf"), flag, value, "must be more than 0, and finite")
+        for flag, value in {
+            "--warmup": self.warmup_minutes,
+            "--drain-s": self.drain_s,
+            "--noise": self.noise,
+            "--scale-tools": self.shaping.scale_tools,
+            "--missing-tool-s": self.missing_tool_s,
+            "--seed": min(self.seeds, default=-1),
+        }.items():
+            _require(value is None or 0 <= value < float("inf"), flag, value, "must be 0 or more, and finite")
+        _require(self.host_gib == 0, "--host-gib", self.host_gib, "is refused: there is no host tier yet, give 0")
+        for flag, values in {"--policies": self.policies, "--rates": self.rates_per_s, "--seed": self.seeds}.items():
+            said = ",".join(map(str, values))
+            _require(len(set(values)) == len(values) > 0, flag, said, "is empty or repeats a value")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(f"--max-batched-tokens: {self.max_batched_tokens} is less than --max-seqs")
+        Arrivals.parse(self.arrivals, 1.0)
+        programs = max(self.rates_per_s) * self.arrivals_s
+        _require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
+        if self.other_rate is not None and self.other_rate.end_s > self.arrivals_s:
+            raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
+        self.cost_model()
+        for name in self.parameters:
+            if name not in self.policies or name in BASELINES:
+                raise ConfigError(f"--set {name}: no policy of that name is simulated with parameters")
+        for name in self.policies:
+            self.policy_config(name)
+
+    @property
+    def warmup_s(self) -> float:
+        """Seconds of arrivals that are not measured."""
+        return self.warmup_minutes * SECONDS_PER_MINUTE
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of arrivals that are measured."""
+        return self.minutes * SECONDS_PER_MINUTE
+
+    @property
+    def arrivals_s(self) -> float:
+        """Seconds of arrivals."""
+        return self.warmup_s + self.window_s
+
+    @property
+    def other_rate(self) -> Burst | None:
+        """The burst, if there is one."""
+        return None if self.burst is None else Burst.parse(self.burst)
+
+    def cost_model(self) -> CostModel:
+        """What steps cost, and the size of the KV cache.
+
+        Raises:
+            ConfigError: no such preset or file.
+        """
+        return CostModel.load(Path(self.preset)) if self.preset.endswith(".json") else preset(self.preset)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of one replica that turns can use."""
+        return self.cost_model().kv_capacity_tokens // BLOCK_SIZE
+
+    def fitting(self) -> Shaping:
+        """How programs are cut: none may need more than the memory of one replica."""
+        memory_tokens = self.blocks * BLOCK_SIZE
+        return replace(self.shaping, max_context=min(memory_tokens, self.shaping.max_context or memory_tokens))
+
+    def policy_config(self, name: str) -> PolicyConfig | None:
+        """The policy of an AgentScheduler; None: a baseline, on vLLM's own class.
+
+        Raises:
+            ConfigError: no such policy or parameter.
+        """
+        if name in BASELINES:
+            return None
+        if name not in POLICIES:
+            known = ", ".join(sorted({*BASELINES, *POLICIES}))
+            raise ConfigError(f"--policies: unknown policy {name!r}; choose {ALL} or some of: {known}")
+        parameters = dict(self.parameters.get(name, {}))
+        try:
+            POLICIES.load(name).model_validate(parameters)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigError(f"--set {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        return PolicyConfig(name=name, parameters=parameters)
+
+    def tells_the_future(self, name: str) -> bool:
+        """Whether ``name`` is told true lengths and durations, or noisy ones; stock vLLM would ignore them."""
+        return name not in BASELINES and (name in INFORMED if self.oracle is None else self.oracle)
+
+    def slo(self) -> SloConfig:
+        """The bounds. The iteration time is that of a step which decodes one sequence without a context."""
+        norm_s = self.slo_norm_x * self.cost_model().decode_step_s()
+        return SloConfig(ttft_s=self.slo_ttft_s, normalized_latency_s=norm_s)
+
+    def goodput_slo(self) -> Slo:
+        """The same, as the metrics want it."""
+        slo = self.slo()
+        return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
+
+
+def policy_names(text: str) -> tuple[str, ...]:
+    """``all``, or names with commas between them."""
+    if text.strip() != ALL:
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+    limits = [name for name in POLICIES if name == CLAIRVOYANT]
+    return (*BASELINES, *(name for name in POLICIES if name not in (*BASELINES, CLAIRVOYANT)), *limits)
+
+
+def _require(holds: bool, flag: str, value: object, message: str) -> None:
+    if not holds:
+        raise ConfigError(f"{flag}: {value} {message}")

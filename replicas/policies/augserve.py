@@ -1,0 +1,148 @@
+"""AugServe: turns by what they will cost, predicted at arrival and corrected at each resume; a budget by free memory.
+
+Source: AugServe sections 4.3 (two-stage value, eq. 4-26) and 4.4 (dynamic budget, eq. 27-32), algorithm 1. As with
+the wastes, M is left out: values are token-seconds.
+"""
+
+from dataclasses import dataclass
+from typing import Self
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from replicas.policies.infercept import OriginalArrival
+from replicas.policies.vllm import FullBudget
+from replicas.policies.waste import Handling, LeastWaste, Predicted, iteration_s, predicted, swap_limit_tokens
+from replicas.policy import BudgetPolicy, KvPlace, LoadView, OrderPolicy, Policy, RankKey, TurnView
+
+
+class AugserveParameters(BaseModel):
+    """Parameters of the policy `augserve`; the three flags are the paper's ablations (section 5.4)."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    two_stage: bool = True
+    """Order by the scheduling value; false is first come, first served by the program, as InferCept."""
+    anti_starvation: bool = True
+    """Lower the value of a turn by alpha for each second that its program was not scheduled."""
+    dynamic_budget: bool = True
+    """Tokens of a step by free memory; false is vLLM's own limit."""
+    alpha_tokens: float = Field(10.0, ge=0)
+    """Alpha: token-seconds of value that a second of waiting makes up for. The paper does not print its value."""
+    gamma: float = Field(1.0, ge=0, le=1)
+    """The part of the paused programs' memory that counts as available."""
+    target_tokens: int | None = Field(None, ge=1)
+    """The profiled reference of a step's tokens; null is vLLM's own limit."""
+    beta_low: float = Field(0.25, gt=0, le=1)
+    """No budget is below this part of the target. The paper does not print it; the best limits of its table 1 are a
+    quarter to three quarters of the largest."""
+    beta_high: float = Field(1.0, gt=0)
+    """No budget is above this part of the target."""
+    cache_aware: bool = True
+    """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the paper."""
+
+    @model_validator(mode="after")
+    def _range(self) -> Self:
+        if self.beta_low > self.beta_high:
+            raise ValueError(f"beta_low {self.beta_low} is above beta_high {self.beta_high}")
+        return self
+
+    def build(self) -> Policy:
+        """The policy."""
+        alpha = self.alpha_tokens if self.anti_starvation else 0.0
+        order: OrderPolicy = TwoStage(alpha, self.cache_aware) if self.two_stage else OriginalArrival()
+        budget: BudgetPolicy = FreeMemoryBudget(self) if self.dynamic_budget else FullBudget()
+        return Policy("augserve", order, LeastWaste(Predicted(self.cache_aware)), budget)
+
+
+def prefill_cost(prompt: float, step_tokens: float, step_s: float) -> float:
+    """½ · L_pre² / N_max · T_fwd (eq. 9); swap-out (12), swap-in (16) and recomputation (17) have the same form."""
+    return prompt * prompt / 2 / step_tokens * step_s
+
+
+def decode_cost(start: float, output: float, step_s: float) -> float:
+    """T_fwd · (L · L_out + ½ L_out²) (eq. 10; eq. 19 with L = L_tot + L_ret)."""
+    return step_s * (start * output + output * output / 2)
+
+
+def api_cost(context: float, pause_s: float) -> float:
+    """(L_pre + L_out) · T_api (eq. 11, 24)."""
+    return context * pause_s
+
+
+def returned_cost(total: float, returned: float, step_tokens: float, step_s: float) -> float:
+    """T_fwd / N_max · (L_tot · L_ret + ½ L_ret²) (eq. 18)."""
+    return step_s / step_tokens * (total * returned + returned * returned / 2)
+
+
+@dataclass(frozen=True, slots=True)
+class TwoStage:
+    """Queue by queue (running, swapped, the others: algorithm 1), the least scheduling value first (eq. 9-26).
+
+    The paper's V_sched = V_final + alpha · (now - last scheduled) would let waiting turns rise, not fall; the sign
+    here is the other. ``now`` is the same for all, so that - alpha · (now - last) ranks as + alpha · last does, which
+    does not change while a turn waits: each stage is computed once, at the arrival or the resume.
+    """
+
+    alpha_tokens: float
+    cache_aware: bool
+
+    @property
+    def refresh_steps(self) -> None:
+        """Values are taken at arrival and corrected at the resume only."""
+        return None
+
+    def key(self, turn: TurnView) -> RankKey:
+        """(0 running or preserved, 1 swapped, 2 new or discarded; V_final + alpha · last scheduled)."""
+        if turn.preempted or turn.kv is KvPlace.HELD:
+            queue = 0.0
+        else:
+            queue = 1.0 if turn.kv is KvPlace.SWAPPED else 2.0
+        return (queue, self.value(turn) + self.alpha_tokens * _last_scheduled_s(turn))
+
+    def value(self, turn: TurnView) -> float:
+        """V1 before the program's first call (eq. 13-15), V_final after one (eq. 20-25); token-seconds."""
+        load, tokens = turn.load, turn.tokens
+        output = max(0.0, turn.forecast.output_tokens)
+        step_s, step_tokens = iteration_s(load), load.facts.max_tokens
+        total = min(turn.program.context_tokens, tokens)
+        if total == 0:
+            spent = prefill_cost(tokens, step_tokens, step_s)
+        else:
+            spent = returned_cost(total, tokens - total, step_tokens, step_s)
+            if turn.kv is KvPlace.SWAPPED:
+                spent += prefill_cost(total, swap_limit_tokens(load), step_s)
+            elif turn.kv is KvPlace.NONE:
+                spent += prefill_cost(total, step_tokens, step_s)
+        call = self._call(load, tokens + round(output), max(0.0, turn.forecast.pause_s), step_s)
+        return spent + decode_cost(tokens, output, step_s) + call
+
+    def _call(self, load: LoadView, context: int, pause_s: float, step_s: float) -> float:
+        """What the next call adds under its predicted handling (eq. 13-15, 23-25); 0 for a last turn."""
+        match predicted(load, context, load.running_tokens, pause_s, self.cache_aware).least:
+            case Handling.PRESERVE:
+                return api_cost(context, pause_s)
+            case Handling.SWAP:
+                return prefill_cost(context, swap_limit_tokens(load), step_s)
+            case Handling.DISCARD:
+                return 0.0
+
+
+def _last_scheduled_s(turn: TurnView) -> float:
+    """When the program was last worked on; a preempted turn has run since it arrived."""
+    served_s = turn.program.last_served_s
+    return turn.arrived_s if served_s is None or turn.preempted else min(served_s, turn.arrived_s)
+
+
+@dataclass(frozen=True, slots=True)
+class FreeMemoryBudget:
+    """Section 4.4: as many tokens as find memory, within bounds around a profiled target."""
+
+    parameters: AugserveParameters
+
+    def tokens(self, load: LoadView) -> int:
+        """Free tokens + gamma · paused tokens (eq. 27-32), within [beta_low, beta_high] · target."""
+        parameters, most = self.parameters, load.facts.max_tokens
+        target = parameters.target_tokens or most
+        available = int(load.free_tokens + parameters.gamma * load.held_tokens)
+        bounded = min(max(available, round(parameters.beta_low * target)), round(parameters.beta_high * target))
+        return max(1, min(bounded, most))

@@ -1,0 +1,62 @@
+"""Caesura's own policy: triage by the SLO, holds by optimal stopping, steps that keep the pace."""
+
+from bisect import bisect_right
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replicas.policies.stopping import Stopping
+from replicas.policies.triage import Triage
+from replicas.policy import LoadView, Policy
+
+
+class CaesuraParameters(BaseModel):
+    """Parameters of the policy `caesura`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    hopeless_share: float = Field(0.02, ge=0, le=1)
+    """Part of the replica's time, in expectation, that goes to turns that cannot be good any more, before all others.
+    They get more wherever the others leave any."""
+    ageing: float = Field(0.05, ge=0)
+    """Without an SLO: seconds of work that a second of waiting makes up for."""
+    refresh_steps: int = Field(8, ge=1)
+    """Ranks are taken again every so many steps: waiting makes turns hopeless."""
+    review_steps: int = Field(8, ge=1)
+    """Holds are looked at again every so many steps."""
+    hold_worth: float = Field(1.0, gt=0)
+    """What losing a context costs, in times of computing it again: more, and holds last longer."""
+    min_observations: int = Field(3, ge=1)
+    """A tool's own durations count from so many observations on; before, all tools' together."""
+    min_prefill_tokens: int = Field(64, ge=1)
+    """However slow the steps, so many tokens of prompts may be computed in each."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        return Policy(
+            "caesura",
+            Triage(self.hopeless_share, self.ageing, self.refresh_steps),
+            Stopping(self.hold_worth, self.min_observations, self.review_steps),
+            PacedBudget(self.min_prefill_tokens),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PacedBudget:
+    """The largest step whose predicted time is within the bound on the time per output token."""
+
+    min_prefill_tokens: int
+
+    def tokens(self, load: LoadView) -> int:
+        """Every running turn's next token, and as much prefill as the bound lets in; all without a bound."""
+        most, bound_s = load.facts.max_tokens, load.facts.slo.tpot_s
+        if bound_s is None or not load.running:
+            return most
+        cost, context, sequences = load.facts.cost, load.running_tokens, load.running + 1
+
+        def step_s(tokens: int) -> float:
+            # One more prompt beside the decodes: its own pairs only, theirs are in reading their KV.
+            return cost.step_s(tokens, context + tokens, sequences, pairs=context + tokens * tokens / 2)
+
+        within = bisect_right(range(1, most + 1), bound_s, key=step_s)
+        return min(most, max(within, load.running + self.min_prefill_tokens))

@@ -1,0 +1,123 @@
+"""Continuum's later time to live: pin for as long as it is expected to gain more than it costs.
+
+A pin of tau seconds saves, if the tool returns in time, the wait to get back in and the reload of the context; it
+costs tau. Source: Continuum's later versions; order and victims are those of ``continuum``.
+"""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.program import tool_key
+from cluster.statistics import DurationStatistics
+from replicas.policies.continuum import ProgramArrivalOrder
+from replicas.policies.vllm import FullBudget
+from replicas.policies.waste import iteration_s
+from replicas.policy import (
+    Claimant,
+    Forecast,
+    Hold,
+    HoldView,
+    LoadView,
+    PauseDecision,
+    PauseView,
+    Policy,
+    RankKey,
+    Release,
+)
+
+QUANTILES = 32
+"""Observed durations are tried at so many ranks."""
+
+
+class ContinuumCostParameters(BaseModel):
+    """Parameters of the policy `continuum2`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    min_observations: int = Field(5, ge=1)
+    """K: a tool's own durations count from so many observations on; before, all tools' together."""
+    default_ttl_s: float = Field(2.0, gt=0)
+    """Time to live while there are fewer than K observations of anything."""
+    eta: float = Field(1.0, ge=0, le=1)
+    """How much of the queueing delay a pin saves: minus the correlation of the turns that programs have been served
+    with the turns that they have left. 1: all programs have the same number of turns; 0: what a program was served
+    tells nothing of what it has left."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        return Policy("continuum2", ProgramArrivalOrder(), CostBenefit(self), FullBudget())
+
+
+@dataclass(frozen=True, slots=True)
+class CostBenefit:
+    """tau* = argmax P(tool <= tau) · (T_queue · eta + reload(C)) - tau, over the durations that were observed."""
+
+    parameters: ContinuumCostParameters
+
+    @property
+    def review_steps(self) -> None:
+        """A pin's end is set once."""
+        return None
+
+    def decide(self, pause: PauseView) -> PauseDecision:
+        """Hold for as long as the client asks (``retention_s``), else for tau*; release where no pin pays."""
+        if pause.hints.retention_s is not None:
+            return Hold(pause.now_s + pause.hints.retention_s, reason="retention")
+        statistics = self._statistics(pause)
+        if statistics is None:
+            return Hold(pause.now_s + self.parameters.default_ttl_s, reason="default ttl")
+        gain_s = queue_s(pause.load, pause.forecast, pause.context_tokens) * self.parameters.eta
+        ttl_s = best_ttl_s(statistics, gain_s + reload_s(pause.load, pause.context_tokens))
+        return Hold(pause.now_s + ttl_s, reason="ttl") if ttl_s > 0 else Release("no pin pays")
+
+    def review(self, hold: HoldView) -> PauseDecision:
+        """As it was pinned."""
+        return Hold(hold.until_s)
+
+    def victim_key(self, hold: HoldView) -> RankKey:
+        """The program that arrived last goes first."""
+        return (-hold.program.arrived_s,)
+
+    def yields(self, hold: HoldView, claimant: Claimant) -> bool:
+        """To a waiting turn only when nothing runs; to a running one always, since a preemption would cost more."""
+        return claimant is not Claimant.WAITING
+
+    def _statistics(self, pause: PauseView) -> DurationStatistics | None:
+        """The tool's own once it was seen K times, else all tools', else None."""
+        for statistics in (pause.durations.tool(tool_key(pause.tools)), pause.durations.overall):
+            if statistics is not None and statistics.count >= self.parameters.min_observations:
+                return statistics
+        return None
+
+
+def best_ttl_s(statistics: DurationStatistics, gain_s: float) -> float:
+    """The tau of the largest P(tool <= tau) · ``gain_s`` - tau; 0 where none is positive."""
+    best_s, best = 0.0, 0.0
+    for rank in range(1, QUANTILES + 1):
+        share = rank / QUANTILES
+        ttl_s = statistics.quantile(share)
+        if ttl_s >= gain_s:  # nor can any longer one gain more than it costs
+            break
+        if share * gain_s - ttl_s > best:
+            best_s, best = ttl_s, share * gain_s - ttl_s
+    return best_s
+
+
+def reload_s(load: LoadView, context_tokens: int) -> float:
+    """Seconds to have the context back: from the host tier, if it would fit there, else by computing it again."""
+    cost = load.facts.cost
+    if context_tokens <= load.facts.host_tokens:
+        return min(cost.swap_s(context_tokens), cost.prefill_s(context_tokens))
+    return cost.prefill_s(context_tokens)
+
+
+def queue_s(load: LoadView, forecast: Forecast, context_tokens: int) -> float:
+    """A stand-in for T_queue, the recent mean queueing delay of programs that had lost their KV, which no view has.
+
+    By Little's law: turns that wait, by the rate at which places come free, which is the turns that run by the time
+    that one runs. Of that time this program is the sample: the prefill of what its tools return, and its output.
+    """
+    stay_s = load.facts.cost.prefill_s(max(0, round(forecast.returned_tokens)), context_tokens)
+    stay_s += iteration_s(load) * max(0.0, forecast.output_tokens)
+    return load.waiting * stay_s / max(1, load.running)

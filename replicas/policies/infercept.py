@@ -1,0 +1,90 @@
+"""InferCept: at a pause, whatever wastes the least memory; turns by the arrival of their program.
+
+Source: InferCept sections 4.1 (swap limit), 4.2 (chunked recomputation), 4.3 (decisions) and 4.4 (duration estimate).
+"""
+
+from dataclasses import dataclass
+from math import inf
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replicas.policies.vllm import FullBudget
+from replicas.policies.waste import LeastWaste, Paused, Wastes, chunked_discard, iteration_s, lost_share, preserve
+from replicas.policy import BudgetPolicy, KvPlace, LoadView, Policy, RankKey, TurnView
+
+
+class InferceptParameters(BaseModel):
+    """Parameters of the policy `infercept`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    estimate: Literal["dynamic", "forecast"] = "dynamic"
+    """T_pause: `dynamic` is the time since the call started, renewed at each review (section 4.4); `forecast` is the
+    client's hint or what was learnt."""
+    review_steps: int = Field(4, ge=1)
+    """Steps between two looks at each hold; the paper's is 1."""
+    swap_out_share: float = Field(0.5, ge=0, le=1)
+    """The part of each iteration's swap limit that swap-out gets; the rest is left to swap-in."""
+    saturation_budget: bool = True
+    """No step schedules more than the saturation point S; false is vLLM's own limit."""
+    cache_aware: bool = True
+    """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the paper."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        judge = MinWaste(self.estimate == "dynamic", self.swap_out_share, self.cache_aware)
+        budget: BudgetPolicy = SaturationBudget() if self.saturation_budget else FullBudget()
+        return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)
+
+
+class OriginalArrival:
+    """Section 4.3: swapped programs first, since their memory comes over the link; each queue by original arrival."""
+
+    @property
+    def refresh_steps(self) -> None:
+        """Arrivals do not change."""
+        return None
+
+    def key(self, turn: TurnView) -> RankKey:
+        """(0 if swapped, arrival of the program in seconds)."""
+        return (0.0 if turn.kv is KvPlace.SWAPPED else 1.0, turn.program.arrived_s)
+
+
+@dataclass(frozen=True, slots=True)
+class MinWaste:
+    """The wastes of eq. 2 and 4, and a swap that costs nothing while the swap limit lasts (sections 4.1 to 4.3).
+
+    The paper sorts all paused programs by waste and swaps them until the iteration's limit is spent. Here each is
+    judged by itself: it may be swapped once the limits of the iterations since its pause add up to the contexts of
+    all paused programs, so that the link is never promised twice.
+    """
+
+    dynamic: bool
+    swap_out_share: float
+    cache_aware: bool
+
+    def __call__(self, paused: Paused) -> Wastes:
+        """Token-seconds. A call lasts at least until the next iteration."""
+        load, context = paused.load, paused.context_tokens
+        step_s, cost = iteration_s(load), load.facts.cost
+        pause_s = max(paused.elapsed_s, step_s if self.dynamic else paused.forecast_s)
+        chunk = max(1, cost.saturation_tokens - load.running)
+        waste = chunked_discard(
+            cost.prefill_s(context), cost.prefill_s(context, chunk_tokens=chunk), context, paused.other_tokens
+        )
+        link_s = self.swap_out_share * (paused.elapsed_s + step_s)
+        fits = 0 < context <= load.facts.host_tokens and cost.swap_s(paused.held_tokens) <= link_s
+        return Wastes(
+            preserve=preserve(pause_s, context),
+            discard=waste * (lost_share(load) if self.cache_aware else 1.0),
+            swap=0.0 if fits else inf,
+        )
+
+
+class SaturationBudget:
+    """Section 4.2: prompts and recomputation fill a step up to the saturation point, in chunks of S - |running|."""
+
+    def tokens(self, load: LoadView) -> int:
+        """S, or the running turns if they are more, at most vLLM's own limit."""
+        return max(1, min(load.facts.max_tokens, max(load.facts.cost.saturation_tokens, load.running)))

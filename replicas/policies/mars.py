@@ -1,0 +1,90 @@
+"""LAMPS and MARS: turns by the memory that they will occupy over time, least first; pauses by predicted least waste.
+
+Sources: LAMPS sections 4.2 (handling), 4.3 (ranking, refresh) and 4.4 (starvation); MARS section 3, steps 1 and 2.
+Both rank by the integral of KV memory over time under the predicted handling. LAMPS ranks each segment of a program
+as a new request; MARS by what remains of it, so that a context which is still there does not count as work.
+"""
+
+from dataclasses import dataclass
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from replicas.policies.vllm import FullBudget
+from replicas.policies.waste import Handling, LeastWaste, Predicted, iteration_s, lost_share, predicted
+from replicas.policy import LoadView, Policy, RankKey, TurnView
+
+
+class LampsParameters(BaseModel):
+    """Parameters of the policy `lamps`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+
+    starvation_steps: int = Field(100, ge=1)
+    """Steps of waiting after which a turn goes to the head."""
+    refresh_steps: int = Field(10, ge=1)
+    """Steps between two rankings of all waiting turns."""
+    cache_aware: bool = True
+    """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the papers."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        return self._policy("lamps", remaining=False)
+
+    def _policy(self, name: str, remaining: bool) -> Policy:
+        order = MemoryOverTime(self.starvation_steps, self.refresh_steps, self.cache_aware, remaining)
+        return Policy(name, order, LeastWaste(Predicted(self.cache_aware)), FullBudget())
+
+
+class MarsParameters(LampsParameters):
+    """Parameters of the policy `mars`."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        return self._policy("mars", remaining=True)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryOverTime:
+    """Starving turns first, then all by their memory over time until the next call has been dealt with.
+
+    The papers count the steps that a request waits, and what starved stays first until it completes. Here the steps
+    since the turn's arrival count, those that it ran before a preemption too, and the privilege ends with the turn.
+    """
+
+    starvation_steps: int
+    refresh_steps: int
+    cache_aware: bool
+    remaining: bool
+    """Count only memory that the turn has still to fill (MARS)."""
+
+    def key(self, turn: TurnView) -> RankKey:
+        """(0 if starving, token-seconds)."""
+        starving = turn.load.step - turn.arrived_step >= self.starvation_steps
+        return (0.0 if starving else 1.0, self.token_seconds(turn))
+
+    def token_seconds(self, turn: TurnView) -> float:
+        """The integral: growth until the call, and what its handling adds."""
+        load, prompt = turn.load, turn.tokens
+        output = max(0.0, turn.forecast.output_tokens)
+        grown = growth(load, min(turn.cached_tokens, prompt) if self.remaining else 0, prompt, output)
+        if turn.forecast.pause_s <= 0:
+            return grown
+        return grown + self._handling(load, prompt + round(output), turn.forecast.pause_s)
+
+    def _handling(self, load: LoadView, context: int, pause_s: float) -> float:
+        """Flat for the pause; or zero, then a ramp while it is computed again; or two ramps of transfer."""
+        wastes = predicted(load, context, load.running_tokens, pause_s, self.cache_aware)
+        match wastes.least:
+            case Handling.PRESERVE:
+                return wastes.preserve
+            case Handling.DISCARD:
+                lost = lost_share(load) if self.cache_aware else 1.0
+                return lost * load.facts.cost.prefill_s(context) * context / 2
+            case Handling.SWAP:
+                return load.facts.cost.swap_s(context) * context
+
+
+def growth(load: LoadView, start: int, prompt: int, output: float) -> float:
+    """Token-seconds of memory that grows from ``start`` to ``prompt`` in one pass, then by one token an iteration."""
+    prefill_s = load.facts.cost.prefill_s(prompt - start, start)
+    return prefill_s * (start + prompt) / 2 + iteration_s(load) * (prompt * output + output * output / 2)

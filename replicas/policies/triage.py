@@ -1,0 +1,115 @@
+"""Triage: which turns can still be good, and which of them first.
+
+Three groups, in this order: lottery winners among the hopeless, the alive by the work of their turn, the hopeless by
+the work of all that their programs have left. The lottery (in the sense of lottery scheduling) is what keeps the last
+group from starving: every EPOCH_S each hopeless turn is drawn with a probability that makes the work of all that are
+drawn ``hopeless_share`` of the epoch, in expectation. No counters: the draw is a hash of program, turn and epoch.
+"""
+
+from dataclasses import dataclass
+from hashlib import blake2b
+
+from cluster.lifecycle import ProgramState
+from replicas.policy import Forecast, LoadView, RankKey, TurnView
+
+EPOCH_S = 2.0
+"""Seconds for which a draw counts: long enough to be admitted, at the head of the queue, as memory comes free."""
+
+DRAWN, ALIVE, HOPELESS = 0.0, 1.0, 2.0
+
+
+def token_s(load: LoadView) -> float:
+    """Seconds of a decode iteration with one more turn than run now: what a turn waits for each of its tokens."""
+    return load.facts.cost.decode_step_s(load.running + 1, load.running_tokens)
+
+
+def decode_work_s(load: LoadView) -> float:
+    """One turn's share of a decode iteration."""
+    return token_s(load) / (load.running + 1)
+
+
+def turn_work_s(turn: TurnView) -> float:
+    """Expected GPU seconds of a turn: the prefill of what is missing, and its share of the iterations after it."""
+    output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
+    return _prefill_s(turn) + output * decode_work_s(turn.load)
+
+
+def later_work_s(forecast: Forecast, load: LoadView) -> float:
+    """Expected GPU seconds of the turns after this one, if no KV is lost."""
+    outputs = _later_outputs(forecast)
+    prompts = max(0.0, forecast.later_tokens - outputs)
+    return prompts * load.facts.cost.token_s + outputs * decode_work_s(load)
+
+
+def is_alive(turn: TurnView) -> bool:
+    """Can the turn and its program still meet every bound, if it is admitted now and all goes as expected?"""
+    load, slo = turn.load, turn.load.facts.slo
+    waited_s = load.now_s - turn.arrived_s
+    if slo.ttft_s is not None:
+        to_first_s = turn.first_token_s - turn.arrived_s if turn.first_token_s is not None else None
+        if not turn.program.on_time or (waited_s + _prefill_s(turn) if to_first_s is None else to_first_s) > slo.ttft_s:
+            return False
+    output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
+    turn_s = waited_s + _prefill_s(turn) + output * token_s(load)
+    if slo.e2e_s is not None and turn_s > slo.e2e_s:
+        return False
+    generated = turn.generated_tokens + output
+    return slo.normalized_latency_s is None or paces(turn.program, turn.forecast, load, turn_s, generated)
+
+
+def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: float, output: float) -> bool:
+    """Can the program's time for each of its tokens still be within the bound?
+
+    Args:
+        program: with what its ended turns took and generated.
+        forecast: of the turn under way, or the one that has just ended.
+        load: the replica now.
+        turn_s: seconds that the turn under way will have taken; 0 where none is.
+        output: tokens that it will have generated.
+    """
+    bound_s = load.facts.slo.normalized_latency_s
+    if bound_s is None:
+        return True
+    later = _later_outputs(forecast)
+    returned = round(max(0.0, forecast.returned_tokens))
+    later_s = later * token_s(load) + max(0.0, forecast.later_turns) * load.facts.cost.token_s * returned
+    return program.busy_s + turn_s + later_s <= bound_s * (program.generated_tokens + output + later)
+
+
+@dataclass(frozen=True, slots=True)
+class Triage:
+    """The alive first, the hopeless after; without an SLO, the least work first, less what it waited."""
+
+    hopeless_share: float
+    ageing: float
+    refresh_steps: int | None
+
+    def key(self, turn: TurnView) -> RankKey:
+        """(group, seconds of work)."""
+        slo = turn.load.facts.slo
+        work_s = turn_work_s(turn)
+        if slo.ttft_s is None and slo.e2e_s is None and slo.normalized_latency_s is None:
+            waited_s = turn.load.now_s - turn.arrived_s
+            return (ALIVE, work_s + later_work_s(turn.forecast, turn.load) - self.ageing * waited_s)
+        if is_alive(turn):
+            return (ALIVE, work_s)
+        if self._drawn(turn, work_s):
+            return (DRAWN, turn.arrived_s)
+        return (HOPELESS, work_s + later_work_s(turn.forecast, turn.load))
+
+    def _drawn(self, turn: TurnView, work_s: float) -> bool:
+        """Each with probability share · EPOCH_S / (its work · turns that wait)."""
+        load = turn.load
+        ticket = f"{turn.program.key}\n{turn.program.turns}\n{int(load.now_s / EPOCH_S)}"
+        drawn = int.from_bytes(blake2b(ticket.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
+        return drawn * work_s * max(1, load.waiting) < self.hopeless_share * EPOCH_S
+
+
+def _prefill_s(turn: TurnView) -> float:
+    cached = min(turn.cached_tokens, turn.tokens)
+    return turn.load.facts.cost.prefill_s(turn.tokens - cached, cached, turn.load.facts.max_tokens)
+
+
+def _later_outputs(forecast: Forecast) -> float:
+    """Tokens that the turns after this one generate, each as many as this one: no forecast says it."""
+    return max(0.0, forecast.later_turns) * max(0.0, forecast.output_tokens)

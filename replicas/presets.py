@@ -1,0 +1,175 @@
+"""Cost models by roofline: the papers' models on common GPUs, named ``model/device``, such as ``opt-13b/h800``.
+
+Data sheets give the roofs, the efficiencies below what a serving engine reaches of them. `caesura profile` measures
+instead; take a preset where the hardware is not at hand.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from cluster.errors import ConfigError
+from replicas.cost_model import CostModel
+
+MEMORY_UTILIZATION = 0.9
+"""vLLM's default share of the device's memory."""
+WORKING_BYTES = 1.0e9
+"""Of that share, on each device: activations, CUDA graphs, communication buffers."""
+COMPUTE_EFFICIENCY = 0.55
+"""Share of the dense peak that the linear layers and attention reach in a full batch."""
+BANDWIDTH_EFFICIENCY = 0.8
+"""Share of the memory bandwidth that reading weights and KV reaches."""
+LINK_EFFICIENCY = 0.8
+"""Share of its nominal bandwidth that a host or a device link reaches."""
+STEP_OVERHEAD_S = 1.5e-3
+"""An iteration before any work: what of scheduling and launching does not overlap with the device."""
+SEQUENCE_OVERHEAD_S = 10e-6
+"""Each sequence of a batch: block table, sampling, output."""
+ALL_REDUCE_S = 10e-6
+"""Latency of one all-reduce between tensor-parallel ranks; each layer has two."""
+MIN_CAPACITY_TOKENS = 4096
+"""A replica whose memory takes fewer tokens does not count as fitting."""
+
+
+@dataclass(frozen=True, slots=True)
+class ModelShape:
+    """What of a model's architecture its costs follow from. Weights and KV have ``dtype_bytes`` a number."""
+
+    parameters: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    tensor_parallel: int = 1
+    """Devices of one replica."""
+    dtype_bytes: int = 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """All ranks together."""
+        return self.parameters * self.dtype_bytes
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """A key and a value for each layer and KV head, all ranks together."""
+        return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def linear_flops_per_token(self) -> int:
+        """One multiplication and one addition for each parameter."""
+        return 2 * self.parameters
+
+    @property
+    def attention_flops_per_pair(self) -> int:
+        """Query times key and weight times value, each a multiplication and an addition per dimension."""
+        return 4 * self.layers * self.heads * self.head_dim
+
+    @property
+    def all_reduce_bytes_per_token(self) -> float:
+        """What each rank sends for a token: two ring all-reduces a layer."""
+        ring = 2 * (self.tensor_parallel - 1) / self.tensor_parallel
+        return 2 * self.layers * ring * self.hidden * self.dtype_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Device:
+    """What the data sheet says of one GPU. Bytes are decimal; link rates are per direction."""
+
+    memory_bytes: float
+    bandwidth: float
+    """Bytes per second of the device memory."""
+    flops: float
+    """Dense 16-bit operations per second, accumulated in 32 bits."""
+    host_link: float
+    """Bytes per second from or to the host: PCIe x16."""
+    device_link: float
+    """Bytes per second to other devices: NVLink, else the host link."""
+
+
+PCIE4, PCIE5 = 32e9, 64e9
+"""Bytes per second of sixteen lanes, one direction."""
+
+MODELS = {
+    # From each model's config.json; parameters as counted in its checkpoint.
+    "opt-13b": ModelShape(12_853_473_280, layers=40, hidden=5120, heads=40, kv_heads=40, head_dim=128),
+    "gpt-j-6b": ModelShape(6_050_882_784, layers=28, hidden=4096, heads=16, kv_heads=16, head_dim=256),
+    "vicuna-13b": ModelShape(13_015_864_320, layers=40, hidden=5120, heads=40, kv_heads=40, head_dim=128),
+    "llama-3.1-8b": ModelShape(8_030_261_248, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128),
+    "llama-3.1-70b": ModelShape(
+        70_553_706_496, layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, tensor_parallel=4
+    ),
+}
+
+DEVICES = {
+    # NVIDIA's data sheets and architecture white papers; the SXM form where there are several.
+    "rtx-4090": Device(24e9, bandwidth=1.008e12, flops=165.2e12, host_link=PCIE4, device_link=PCIE4),
+    "a100-40": Device(40e9, bandwidth=1.555e12, flops=312e12, host_link=PCIE4, device_link=300e9),
+    "a100-80": Device(80e9, bandwidth=2.039e12, flops=312e12, host_link=PCIE4, device_link=300e9),
+    # The H100 with less NVLink: 400 instead of 900 GB/s, both directions together.
+    "h800": Device(80e9, bandwidth=3.35e12, flops=989e12, host_link=PCIE5, device_link=200e9),
+    "h100": Device(80e9, bandwidth=3.35e12, flops=989e12, host_link=PCIE5, device_link=450e9),
+    "h200": Device(141e9, bandwidth=4.8e12, flops=989e12, host_link=PCIE5, device_link=450e9),
+    # As in the DGX B200: 1,440 GB in eight.
+    "b200": Device(180e9, bandwidth=8.0e12, flops=2250e12, host_link=PCIE5, device_link=900e9),
+}
+
+
+def preset(name: str) -> CostModel:
+    """The cost model of ``model/device``.
+
+    Raises:
+        ConfigError: no such model or device, or the model does not fit the device; the message says by how much.
+    """
+    model_name, _, device_name = name.partition("/")
+    for kind, part, known in (("model", model_name, list(MODELS)), ("device", device_name, list(DEVICES))):
+        if part not in known:
+            raise ConfigError(f"preset {name!r}: unknown {kind} {part!r}; choose one of: {', '.join(known)}")
+    model, device = MODELS[model_name], DEVICES[device_name]
+    capacity = _capacity_tokens(model, device)
+    if capacity < MIN_CAPACITY_TOKENS:
+        raise ConfigError(_misfit(name, model, device, capacity))
+    return _roofline(name, model, device, capacity)
+
+
+def preset_names() -> Iterator[str]:
+    """Every ``model/device`` that fits."""
+    for model_name, model in MODELS.items():
+        for device_name, device in DEVICES.items():
+            if _capacity_tokens(model, device) >= MIN_CAPACITY_TOKENS:
+                yield f"{model_name}/{device_name}"
+
+
+def _capacity_tokens(model: ModelShape, device: Device) -> int:
+    """Tokens whose KV fits; negative where the weights alone are too much."""
+    per_device = device.memory_bytes * MEMORY_UTILIZATION - WORKING_BYTES
+    free = per_device * model.tensor_parallel - model.weight_bytes
+    return int(free // model.kv_bytes_per_token)
+
+
+def _misfit(name: str, model: ModelShape, device: Device, capacity: int) -> str:
+    ranks = f"{model.tensor_parallel} devices give" if model.tensor_parallel > 1 else "one device gives"
+    usable = (device.memory_bytes * MEMORY_UTILIZATION - WORKING_BYTES) * model.tensor_parallel
+    what = f"preset {name!r} does not fit: its weights are {model.weight_bytes / 1e9:.1f} GB"
+    left = f"which leaves room for {max(capacity, 0)} tokens of KV (at least {MIN_CAPACITY_TOKENS} are needed)"
+    return f"{what}, {ranks} {usable / 1e9:.1f} GB after working memory, {left}"
+
+
+def _roofline(name: str, model: ModelShape, device: Device, capacity: int) -> CostModel:
+    ranks = model.tensor_parallel
+    bandwidth = ranks * device.bandwidth * BANDWIDTH_EFFICIENCY
+    flops = ranks * device.flops * COMPUTE_EFFICIENCY
+    # Communication grows with the tokens as compute does, and nothing overlaps with it.
+    communication_s = model.all_reduce_bytes_per_token / (device.device_link * LINK_EFFICIENCY)
+    latency_s = 2 * model.layers * ALL_REDUCE_S if ranks > 1 else 0.0
+    return CostModel(
+        name=name,
+        kv_bytes_per_token=model.kv_bytes_per_token,
+        kv_capacity_tokens=capacity,
+        overhead_s=STEP_OVERHEAD_S + latency_s,
+        sequence_s=SEQUENCE_OVERHEAD_S,
+        weights_s=model.weight_bytes / bandwidth,
+        token_s=model.linear_flops_per_token / flops + communication_s,
+        context_s=model.kv_bytes_per_token / bandwidth,
+        pair_s=model.attention_flops_per_pair / flops,
+        swap_token_s=model.kv_bytes_per_token / (ranks * device.host_link * LINK_EFFICIENCY),
+    )

@@ -1,0 +1,285 @@
+"""Measures a cost model on a running vLLM engine, from outside, through the API that serves requests.
+
+What a number includes: a *decode* sample is the time between the tokens of sequences that all decode, so one
+iteration of the engine with scheduling, forward pass, sampling and the output's way to the caller as far as it does
+not overlap. A *prefill* sample is the time from submitting a prompt to its first token: one iteration, and the
+request's way in and out, which the fit tells apart (`StepCosts.request_s`) and leaves out of the model. Swap is one
+contiguous copy between device and host memory: what the link gives, not what a scattered transfer reaches.
+"""
+
+import asyncio
+import statistics
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, fields
+from typing import Any
+
+import numpy as np
+import torch
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.sampling_params import RequestOutputKind, SamplingParams
+from vllm.utils.torch_utils import get_dtype_size, kv_cache_dtype_str_to_dtype
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from cluster.clock import Clock, MonotonicClock
+from cluster.errors import ConfigError
+from replicas.cost_fit import StepCosts, StepSample, fit_steps
+from replicas.cost_model import CostModel
+from replicas.engine_arguments import in_one_process
+
+SWAP_BYTES = (1 << 20, 64 << 20)
+"""Sizes of the two copies that the host link is measured with: one for its latency, one for its rate."""
+SWAP_REPEATS = 5
+FIRST_TOKEN_ID = 16
+"""Prompts are made of random tokens from here on: below stand most vocabularies' special tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProfilePlan:
+    """What to measure; what exceeds the engine's bounds is left out. Lengths in tokens."""
+
+    prompts: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
+    """New tokens of a prefill."""
+    cached: tuple[int, ...] = (0, 512, 2048, 8192)
+    """Tokens before them that the prefix cache holds."""
+    batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    """Sequences of a decode."""
+    contexts: tuple[int, ...] = (32, 512, 2048, 8192)
+    """Length of each of them."""
+    decode_steps: int = 32
+    """Iterations that a decode sample is the mean of."""
+    repeats: int = 5
+    """A sample is the median of so many."""
+
+
+QUICK = ProfilePlan((16, 128, 512), (0, 256), (1, 4, 8), (32, 256), decode_steps=8, repeats=2)
+"""Seconds on a small model: to see that it works, not to rely on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """A fitted model and what it was fitted to."""
+
+    model: CostModel
+    steps: StepCosts
+    samples: tuple[StepSample, ...]
+
+    def predicted_s(self, sample: StepSample) -> float:
+        """What the model, with the request's own part, says of a sample."""
+        step_s = self.model.step_s(sample.tokens, sample.context, sample.sequences, sample.pairs)
+        return step_s + sample.requests * self.steps.request_s
+
+    def evidence(self) -> dict[str, Any]:
+        """What stands beside the model in its file."""
+        return {"fit": self.steps, "samples": self.samples}
+
+
+async def profile_engine(
+    name: str,
+    arguments: Mapping[str, Any],
+    plan: ProfilePlan,
+    report: Callable[[StepSample], None] = lambda sample: None,
+    clock: Clock | None = None,
+) -> Profile:
+    """Start an engine, measure it, stop it.
+
+    Args:
+        name: of the model that comes out.
+        arguments: vLLM's engine arguments; those of the OpenAI surface are ignored.
+        plan: what to measure.
+        report: told each sample as it comes.
+        clock: what time is measured with.
+
+    Raises:
+        ConfigError: the engine is too small for the plan, or its times make no sense.
+    """
+    known = {field.name for field in fields(AsyncEngineArgs)}
+    engine_args = AsyncEngineArgs(**{key: value for key, value in arguments.items() if key in known})
+    config = engine_args.create_engine_config()
+    in_one_process(config, engine_args)
+    engine = AsyncLLM.from_vllm_config(config)
+    try:
+        stopwatch = _Stopwatch(engine, plan, clock or MonotonicClock())
+        samples = []
+        async for sample in stopwatch.samples():
+            samples.append(sample)
+            report(sample)
+        kv_bytes = _kv_bytes_per_token(engine.vllm_config)
+        swap_token_s, swap_overhead_s = _swap_costs(engine.vllm_config, kv_bytes, stopwatch.clock)
+        steps = fit_steps(samples)
+        model = steps.cost_model(name, kv_bytes, stopwatch.capacity, swap_token_s, swap_overhead_s)
+        return Profile(model, steps, tuple(samples))
+    finally:
+        engine.shutdown()
+
+
+class _Stopwatch:
+    """Times the requests of a plan on one engine, one batch at a time."""
+
+    def __init__(self, engine: AsyncLLM, plan: ProfilePlan, clock: Clock) -> None:
+        config = engine.vllm_config
+        self.engine, self.plan, self.clock = engine, plan, clock
+        self.max_step = config.scheduler_config.max_num_batched_tokens
+        self.max_sequences = config.scheduler_config.max_num_seqs
+        self.max_length = config.model_config.max_model_len
+        self.capacity = int(config.cache_config.num_gpu_blocks * config.cache_config.block_size)
+        self._vocabulary = config.model_config.get_vocab_size()
+        self._random = np.random.default_rng(0)
+        self._requests = 0
+
+    async def samples(self) -> AsyncIterator[StepSample]:
+        """Each sample of the plan that the engine's bounds allow.
+
+        Raises:
+            ConfigError: they allow none.
+        """
+        prefills, decodes = list(self._prefills()), list(self._decodes())
+        if not prefills or not decodes:
+            raise ConfigError(
+                f"nothing to measure within {self.max_step} tokens a step, {self.max_length} tokens a sequence and"
+                f" {self.capacity} tokens of KV memory"
+            )
+        await self._prefill(*prefills[0])  # first times are of compilation and allocation
+        await self._decode(*decodes[0])
+        for new, cached in prefills:
+            yield _median(await self._prefill(new, cached))
+        for batch, context in decodes:
+            yield _median(await self._decode(batch, context))
+
+    def _prefills(self) -> Iterator[tuple[int, int]]:
+        longest = min(self.max_length, self.capacity) - 1
+        for cached in self.plan.cached:
+            for new in self.plan.prompts:
+                if new <= self.max_step and cached + new <= longest:
+                    yield new, cached
+
+    def _decodes(self) -> Iterator[tuple[int, int]]:
+        # Until all have begun, the first ones go on: twice the steps, and one for each admission, is room enough.
+        for context in self.plan.contexts:
+            for batch in self.plan.batches:
+                length = context + 2 * self.plan.decode_steps + batch
+                if batch <= self.max_sequences and length <= self.max_length and batch * length <= self.capacity:
+                    yield batch, context
+
+    async def _prefill(self, new: int, cached: int) -> list[StepSample]:
+        """The time to a prompt's only token, again and again. What the cache really held decides what it is of."""
+        known = self._tokens(cached)
+        if cached:
+            await self._first_token(known)
+        samples = []
+        for _ in range(self.plan.repeats):
+            prompt = [*known, *self._tokens(new)]
+            begun_s = self.clock.now_s()
+            hits = await self._first_token(prompt)
+            seconds = self.clock.now_s() - begun_s
+            tokens = len(prompt) - hits
+            pairs = tokens * (2 * len(prompt) - tokens + 1) / 2
+            samples.append(StepSample(tokens, len(prompt), 1, pairs, seconds, requests=1))
+        return samples
+
+    async def _decode(self, batch: int, context: int) -> list[StepSample]:
+        """The time between tokens of ``batch`` sequences that all decode, again and again."""
+        prompts = [self._tokens(context) for _ in range(batch)]
+        for prompt in prompts:
+            await self._first_token(prompt)  # from the prefix cache, all of them then begin within a few steps
+        samples = []
+        for _ in range(self.plan.repeats):
+            window = _Window(batch, self.plan.decode_steps, self.clock)
+            await asyncio.gather(*(self._stream(i, prompt, window) for i, prompt in enumerate(prompts)))
+            if not window.closed:
+                raise ConfigError(f"{batch} sequences of {context} tokens never decoded together")
+            length = batch * context + window.generated
+            samples.append(StepSample(batch, length, batch, float(length), window.seconds_per_step))
+        return samples
+
+    async def _first_token(self, prompt: list[int]) -> int:
+        """Run a request of one token; how many of its prompt's tokens were in the prefix cache."""
+        params = SamplingParams(max_tokens=1, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
+        hits = 0
+        async for output in self.engine.generate({"prompt_token_ids": prompt}, params, self._request_id()):
+            hits = output.num_cached_tokens or 0
+        return hits
+
+    async def _stream(self, index: int, prompt: list[int], window: "_Window") -> None:
+        """Generate until the window closes, then abort."""
+        longest = self.max_length - len(prompt)
+        params = SamplingParams(max_tokens=longest, ignore_eos=True, output_kind=RequestOutputKind.DELTA)
+        stream = self.engine.generate({"prompt_token_ids": prompt}, params, self._request_id())
+        async with aclosing(stream):
+            async for output in stream:
+                window.count(index, len(output.outputs[0].token_ids))
+                if window.closed:
+                    return
+
+    def _tokens(self, count: int) -> list[int]:
+        ids: list[int] = self._random.integers(FIRST_TOKEN_ID, self._vocabulary, count).tolist()
+        return ids
+
+    def _request_id(self) -> str:
+        self._requests += 1
+        return f"profile-{self._requests}"
+
+
+class _Window:
+    """The steps in which all sequences of a batch decode: it opens with the last one's first token."""
+
+    def __init__(self, batch: int, steps: int, clock: Clock) -> None:
+        self._counts = [0] * batch
+        self._steps, self._clock = steps, clock
+        self._last: int | None = None
+        self._opened_s = 0.0
+        self._at_opening = 0
+        self._until = 0
+        self.closed = False
+        self.seconds_per_step = 0.0
+        self.generated = 0
+        """Tokens of the whole batch, in the middle of the window."""
+
+    def count(self, index: int, tokens: int) -> None:
+        """``tokens`` came of a sequence: several at once when its reader lags behind."""
+        self._counts[index] += tokens
+        if self.closed:
+            return
+        if self._last is None:
+            if all(self._counts):
+                self._last, self._opened_s = index, self._clock.now_s()
+                self._at_opening, self._until = sum(self._counts), self._counts[index] + self._steps
+        elif index == self._last and self._counts[index] >= self._until:
+            steps = self._steps + self._counts[index] - self._until
+            self.seconds_per_step = (self._clock.now_s() - self._opened_s) / steps
+            self.generated = self._at_opening + len(self._counts) * steps // 2
+            self.closed = True
+
+
+def _median(samples: list[StepSample]) -> StepSample:
+    """The sample with the median time; of an even number, the faster one of the middle."""
+    middle = statistics.median_low(sample.seconds for sample in samples)
+    return next(sample for sample in samples if sample.seconds == middle)
+
+
+def _kv_bytes_per_token(config: Any) -> int:
+    """Of all ranks, for attention that keeps a key and a value for each layer and KV head."""
+    model = config.model_config
+    numbers = 2 * model.get_total_num_hidden_layers() * model.get_total_num_kv_heads() * model.get_head_size()
+    return int(numbers * get_dtype_size(kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)))
+
+
+def _swap_costs(config: Any, kv_bytes_per_token: int, clock: Clock) -> tuple[float, float]:
+    """Seconds for a token's KV over the host link, one way, and of any transfer; each rank has its own link."""
+    on_gpu = config.device_config.device_type == "cuda"
+    small_s, large_s = (_copy_s(size, on_gpu, clock) for size in SWAP_BYTES)
+    byte_s = max(large_s - small_s, 0.0) / (SWAP_BYTES[1] - SWAP_BYTES[0]) or large_s / SWAP_BYTES[1]
+    ranks = config.parallel_config.tensor_parallel_size if on_gpu else 1
+    return byte_s * kv_bytes_per_token / ranks, max(small_s - byte_s * SWAP_BYTES[0], 0.0)
+
+
+def _copy_s(size: int, on_gpu: bool, clock: Clock) -> float:
+    """The shortest of a few copies of ``size`` bytes from the device to the host, on CPU within its memory."""
+    device = torch.ones(size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
+    host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
+    times = []
+    for _ in range(SWAP_REPEATS):
+        begun_s = clock.now_s()
+        host.copy_(device)
+        times.append(clock.now_s() - begun_s)
+    return min(times)

@@ -1,0 +1,105 @@
+"""The frozen views that a scheduler gives its policies."""
+
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.request import Request, RequestStatus
+
+from cluster.lifecycle import Phase, ProgramState, begin
+from cluster.program import tool_key
+from replicas.forecasts import Features
+from replicas.hold_table import HeldBlocks
+from replicas.policy import Forecast, HoldView, KvPlace, LoadView, PauseView, ReplicaFacts, TurnView
+
+if TYPE_CHECKING:
+    from replicas.scheduler import AgentScheduler
+    from replicas.turns import Turn
+
+
+def replica_facts(scheduler: "AgentScheduler") -> ReplicaFacts:
+    """Taken once, at the start."""
+    pool = scheduler.kv_cache_manager.block_pool
+    return ReplicaFacts(
+        cost=scheduler.settings.cost,
+        slo=scheduler.settings.slo,
+        capacity_tokens=(pool.num_gpu_blocks - 1) * scheduler.block_size,
+        max_tokens=int(scheduler.max_num_scheduled_tokens),
+    )
+
+
+def load_view(scheduler: "AgentScheduler") -> LoadView:
+    """The replica now."""
+    free = int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks()) * scheduler.block_size
+    held = scheduler.holds.num_tokens
+    return LoadView(
+        facts=scheduler.facts,
+        now_s=scheduler.clock.now_s(),
+        step=scheduler.current_step,
+        running=len(scheduler.running),
+        running_tokens=max(0, scheduler.facts.capacity_tokens - free - held),
+        waiting=len(scheduler.waiting) + len(scheduler.skipped_waiting),
+        held_tokens=held,
+        free_tokens=free,
+    )
+
+
+def features_of(turn: "Turn", program: ProgramState, prompt_tokens: int) -> Features:
+    """What is known of a turn when it arrives; ``program`` as it is then."""
+    last_tool = turn.identity.hints.last_tool or (tool_key(program.tools) if program.turns > 1 else "")
+    return Features.of(last_tool, program.turns - 1, prompt_tokens)
+
+
+def forecast_of(scheduler: "AgentScheduler", turn: "Turn") -> Forecast:
+    """Hints first, then what was learnt."""
+    last = turn.key is None or turn.identity.last_turn
+    return scheduler.forecaster.of(turn.features, turn.identity.hints, scheduler.durations, last)
+
+
+def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
+    """A turn that waits."""
+    turn = scheduler.turns[request.request_id]
+    program = scheduler.programs.get(turn.key) if turn.key is not None else None
+    held = scheduler.holds.get(turn.key) if turn.key is not None else None
+    return TurnView(
+        program=program or begin(request.request_id, turn.arrived_s),
+        hints=turn.identity.hints,
+        forecast=turn.forecast,
+        load=scheduler.load,
+        arrived_s=turn.arrived_s,
+        arrived_step=turn.arrived_step,
+        tokens=request.num_tokens,
+        cached_tokens=min(held.tokens, request.num_tokens) if held else 0,
+        preempted=request.status is RequestStatus.PREEMPTED,
+        kv=KvPlace.HELD if held else KvPlace.NONE,
+        generated_tokens=request.num_output_tokens,
+        first_token_s=turn.first_token_s,
+    )
+
+
+def pause_view(scheduler: "AgentScheduler", program: ProgramState, turn: "Turn", context_tokens: int) -> PauseView:
+    """A program whose turn has just ended."""
+    return PauseView(
+        program=program,
+        hints=turn.identity.hints,
+        forecast=forecast_of(scheduler, turn),
+        load=load_view(scheduler),
+        tools=program.tools,
+        context_tokens=context_tokens,
+        durations=scheduler.durations,
+        average_turns=scheduler.programs.average_turns,
+    )
+
+
+def hold_view(scheduler: "AgentScheduler", held: HeldBlocks[KVCacheBlock]) -> HoldView:
+    """A hold."""
+    program = scheduler.programs[held.key]
+    return HoldView(
+        program=program,
+        forecast=scheduler.pause_forecasts[held.key],
+        load=scheduler.load,
+        durations=scheduler.durations,
+        context_tokens=held.tokens,
+        since_s=held.since_s,
+        until_s=held.until_s,
+        owner_waits=program.phase is Phase.RESUMING,
+    )

@@ -1,0 +1,190 @@
+"""A replica under virtual time: a real scheduler, whose steps take as long as a cost model says.
+
+A step is scheduled when the one before has ended, as a synchronous engine does; the time that ``schedule()`` itself
+takes is measured but costs no virtual time (on a GPU it overlaps with the device). Turns that arrive during a step are
+known to the scheduler at once and can be admitted by the next one.
+"""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from cluster.clock import ManualClock
+from cluster.config import PolicyConfig, SloConfig
+from cluster.errors import IntegrityError
+from cluster.program import ProgramIdentity
+from replicas.cost_model import CostModel
+from replicas.scheduler import AgentScheduler
+from replicas.settings import SchedulerSettings
+from replicas.virtual_engine import Shape, VirtualEngine
+
+MIN_STEP_S = 1e-3
+"""A step in which nothing could be scheduled takes at least so long: an engine that polls its queues."""
+
+
+@dataclass(slots=True)
+class VirtualTurn:
+    """A turn on a virtual replica: what was asked, and what has come of it so far. Times are the clock's."""
+
+    request: Request
+    submitted_s: float
+    known_tokens: int
+    """Leading tokens whose KV was computed at some time: to compute one of them is to compute it again."""
+    admitted_s: float | None = None
+    first_token_s: float | None = None
+    last_token_s: float | None = None
+    cached_tokens: int | None = None
+    """Prompt tokens that needed no computation at the first admission; None: no token yet."""
+
+    @property
+    def generated(self) -> list[int]:
+        """The tokens generated so far."""
+        return list(self.request.output_token_ids)
+
+
+@dataclass(slots=True)
+class Waste:
+    """KV that did nothing, integrated over virtual time. Unit: one token's KV for one second."""
+
+    held: float = 0.0
+    """Of paused programs, and of turns that wait, on hold."""
+    recomputed: float = 0.0
+    """KV of each step's batch, in the proportion of recomputed to scheduled tokens: the two terms of InferCept's eq. 1,
+    the program's own KV and that of the others that run beside it while it is computed again."""
+
+
+@dataclass(slots=True)
+class VirtualReplica:
+    """One scheduler, its engine without a model, and what its steps cost."""
+
+    engine: VirtualEngine
+    cost: CostModel
+    clock: ManualClock
+    waste: Waste = field(default_factory=Waste)
+    schedule_s: list[float] = field(default_factory=list)
+    """Real seconds of each ``schedule()``."""
+    preemptions: int = 0
+    _turns: dict[str, VirtualTurn] = field(default_factory=dict)
+    _in_flight: SchedulerOutput | None = None
+    _held_since_s: float = 0.0
+
+    @classmethod
+    def build(
+        cls, policy: PolicyConfig | None, cost: CostModel, slo: SloConfig, shape: Shape, model: Path, clock: ManualClock
+    ) -> "VirtualReplica":
+        """A replica that decides by ``policy``; None: vLLM's own class, untouched.
+
+        ``model`` is a directory with a model's config.json.
+        """
+        if policy is None:
+            return cls(VirtualEngine(AsyncScheduler, model, shape), cost, clock)
+        engine = VirtualEngine(AgentScheduler, model, shape, SchedulerSettings(policy=policy, cost=cost, slo=slo))
+        engine.scheduler.clock = clock
+        return cls(engine, cost, clock)
+
+    @property
+    def busy(self) -> bool:
+        """A step is under way."""
+        return self._in_flight is not None
+
+    def submit(
+        self, request_id: str, prompt: Sequence[int], output_tokens: int, identity: ProgramIdentity, known_tokens: int
+    ) -> VirtualTurn:
+        """A turn arrives that generates exactly ``output_tokens``."""
+        now_s = self.clock.now_s()
+        self._settle()
+        request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s)
+        turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens)
+        return turn
+
+    def begin_step(self) -> float | None:
+        """Schedule a step; the virtual seconds that it takes. None: there is nothing to do."""
+        scheduler = self.engine.scheduler
+        if not scheduler.has_unfinished_requests():
+            return None
+        self._settle()
+        began = time.perf_counter()
+        output = scheduler.schedule()
+        self.schedule_s.append(time.perf_counter() - began)
+        self._in_flight = output
+        now_s = self.clock.now_s()
+        for new in output.scheduled_new_reqs:
+            self._turns[new.req_id].admitted_s = now_s
+        self.preemptions += len(output.preempted_req_ids or ())
+        return self._cost_of(output)
+
+    def end_step(self) -> list[VirtualTurn]:
+        """The step's tokens have come; the turns that it ended."""
+        output, self._in_flight = self._in_flight, None
+        assert output is not None, "no step is under way"
+        self._settle()
+        now_s = self.clock.now_s()
+        ended: list[VirtualTurn] = []
+        for answer in self.engine.complete(output):
+            if answer.prefill_stats is not None:
+                turn = self._turns[answer.request_id]
+                turn.first_token_s = now_s
+                turn.cached_tokens = answer.prefill_stats.num_cached_tokens
+            if answer.finish_reason is not None:
+                turn = self._turns.pop(answer.request_id)
+                turn.last_token_s = now_s
+                ended.append(turn)
+        return ended
+
+    def check_integrity(self) -> None:
+        """Raise IntegrityError unless, with no turn left, every block is free once holds and the cache are given up."""
+        scheduler = self.engine.scheduler
+        if isinstance(scheduler, AgentScheduler):
+            scheduler.check_integrity()
+        if self._turns.keys() != scheduler.requests.keys():
+            raise IntegrityError(f"turns {sorted(self._turns)} but requests {sorted(scheduler.requests)}")
+        if not self._turns:
+            scheduler.reset_prefix_cache()
+            if self.engine.free_blocks() != self.engine.shape.num_blocks - 1:
+                raise IntegrityError(
+                    f"{self.engine.free_blocks()} of {self.engine.shape.num_blocks - 1} blocks are free"
+                )
+
+    def settled_waste(self) -> Waste:
+        """The waste up to now."""
+        self._settle()
+        return Waste(self.waste.held, self.waste.recomputed)
+
+    def _settle(self) -> None:
+        """What is held changes only within a call of the scheduler: integrate up to now before each."""
+        now_s = self.clock.now_s()
+        scheduler = self.engine.scheduler
+        if isinstance(scheduler, AgentScheduler):
+            self.waste.held += scheduler.holds.num_tokens * (now_s - self._held_since_s)
+        self._held_since_s = now_s
+
+    def _cost_of(self, output: SchedulerOutput) -> float:
+        """Seconds of the step, by its tokens, sequences and pairs of tokens; notes what it computes again."""
+        scheduled = output.num_scheduled_tokens
+        turns = self._turns
+        context = recomputed = 0
+        pairs = 0.0
+        for request_id, tokens in scheduled.items():
+            turn = turns[request_id]
+            length = turn.request.num_computed_tokens  # vLLM counts the step's own already
+            context += length
+            pairs += length if tokens == 1 else tokens * (2 * length - tokens + 1) / 2
+            known = turn.known_tokens
+            if length > known:
+                turn.known_tokens = length
+                if length - tokens < known:
+                    recomputed += known - (length - tokens)
+            else:
+                recomputed += tokens
+        total = output.total_num_scheduled_tokens
+        if not total:
+            return max(self.cost.overhead_s, MIN_STEP_S)
+        seconds = self.cost.step_s(total, context, len(scheduled), pairs)
+        if recomputed:
+            self.waste.recomputed += recomputed / total * seconds * context
+        return seconds

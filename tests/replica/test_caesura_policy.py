@@ -1,0 +1,328 @@
+"""The policy `caesura`: each rule by numbers worked out by hand (see ``policy_views``), and what holds of any view."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import isfinite, isnan
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from policy_views import COST, forecast, hold, load, observed, pause, turn
+
+from cluster.config import SloConfig
+from cluster.lifecycle import begin
+from cluster.program import Hints
+from cluster.statistics import DurationTable
+from replicas.policies.caesura import CaesuraParameters
+from replicas.policies.stopping import LONGEST_S, pressure
+from replicas.policies.triage import ALIVE, DRAWN, EPOCH_S, HOPELESS
+from replicas.policy import Claimant, Forecast, Hold, HoldView, KvPlace, LoadView, PauseView, Release, Swap, TurnView
+
+REFILL_S = 1.0
+"""Of the replica by hand: 10,000 tokens at 0.1 ms."""
+
+
+def bounded(slo: SloConfig, **changes: float) -> LoadView:
+    view = load(**changes)
+    return replace(view, facts=replace(view.facts, slo=slo))
+
+
+def crowded(**changes: float) -> LoadView:
+    """Turns wait, and there is room for none of them: memory is worth its full price."""
+    return bounded(SloConfig(), **{"waiting": 10, "free_tokens": 0, **changes})
+
+
+def key(view: TurnView, **parameters: float) -> tuple[float, ...]:
+    return CaesuraParameters(**parameters).build().order.key(view)  # type: ignore[arg-type]
+
+
+STOPPING = CaesuraParameters().build().pause
+
+
+# --- order ------------------------------------------------------------------------------------------------------------
+
+
+def test_the_alive_come_before_the_hopeless_whatever_their_work() -> None:
+    alive = turn(bounded(SloConfig(ttft_s=10.0)), tokens=9000, forecast=forecast(output=1000.0))
+    late = turn(bounded(SloConfig(ttft_s=1.0)), tokens=10, forecast=forecast(output=1.0))
+    assert key(alive, hopeless_share=0) < key(late, hopeless_share=0)
+    assert (key(alive)[0], key(late, hopeless_share=0)[0]) == (ALIVE, HOPELESS)
+
+
+def test_a_turn_is_hopeless_once_its_prefill_no_longer_fits_the_bound() -> None:
+    """1,000 tokens take 0.1 s, so that with a bound of 1 s the last moment is 0.9 s after the arrival."""
+    at = bounded(SloConfig(ttft_s=1.0))
+    assert key(turn(at, arrived_s=at.now_s - 0.89))[0] == ALIVE
+    assert key(turn(at, arrived_s=at.now_s - 0.91), hopeless_share=0)[0] == HOPELESS
+    held = turn(at, arrived_s=at.now_s - 0.91, cached_tokens=1000, kv=KvPlace.HELD)
+    assert key(held)[0] == ALIVE
+
+
+def test_a_program_that_was_late_once_is_hopeless() -> None:
+    view = turn(bounded(SloConfig(ttft_s=10.0)))
+    late = replace(view, program=replace(view.program, on_time=False))
+    assert key(late, hopeless_share=0)[0] == HOPELESS
+
+
+def test_a_preempted_turn_that_was_on_time_waits_for_no_first_token() -> None:
+    at = bounded(SloConfig(ttft_s=1.0))
+    view = turn(at, arrived_s=at.now_s - 9.0, preempted=True, generated_tokens=10, first_token_s=at.now_s - 8.5)
+    assert key(view)[0] == ALIVE
+    assert key(replace(view, first_token_s=at.now_s - 7.5), hopeless_share=0)[0] == HOPELESS
+
+
+def test_a_program_too_slow_for_its_tokens_is_hopeless() -> None:
+    """100 tokens of 10 ms after 0.1 s of prefill and 2 s of waiting, no turn after it: 31 ms a token."""
+    last = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
+    for bound_s, group in ((0.032, ALIVE), (0.030, HOPELESS)):
+        at = bounded(SloConfig(ttft_s=None, normalized_latency_s=bound_s))
+        assert key(turn(at, arrived_s=at.now_s - 2.0, forecast=last), hopeless_share=0)[0] == group
+
+
+def test_time_that_earlier_turns_saved_counts() -> None:
+    last = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
+    at = bounded(SloConfig(ttft_s=None, normalized_latency_s=0.030))
+    view = turn(at, arrived_s=at.now_s - 2.0, forecast=last)
+    assert key(replace(view, program=replace(view.program, busy_s=1.0, generated_tokens=100)))[0] == ALIVE
+
+
+def test_a_turn_too_long_for_the_bound_on_turns_is_hopeless() -> None:
+    """2 s of waiting, 0.1 s of prefill, 1 s of output."""
+    for bound_s, group in ((3.2, ALIVE), (3.0, HOPELESS)):
+        at = bounded(SloConfig(ttft_s=None, e2e_s=bound_s))
+        assert key(turn(at, arrived_s=at.now_s - 2.0), hopeless_share=0)[0] == group
+
+
+def test_the_alive_rank_by_the_work_of_their_turn() -> None:
+    """1,000 tokens of prompt take 0.1 s; 100 of output a share of 1/11 of 100 iterations of 10 ms."""
+    at = bounded(SloConfig(ttft_s=10.0))
+    assert key(turn(at)) == pytest.approx((ALIVE, 0.1 + 1.0 / 11))
+    held = turn(at, cached_tokens=900, kv=KvPlace.HELD)
+    assert key(held) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
+
+
+def test_the_hopeless_rank_by_what_their_programs_have_left() -> None:
+    at = bounded(SloConfig(ttft_s=0.1))
+    little = turn(at, forecast=Forecast(100.0, 1.0, 10.0, 110.0, 1.0))
+    much = turn(at, tokens=900, forecast=Forecast(100.0, 1.0, 10.0, 1100.0, 10.0))
+    assert key(little, hopeless_share=0) < key(much, hopeless_share=0)
+
+
+def test_the_hopeless_get_their_share_of_the_time_in_the_long_run() -> None:
+    """40 hopeless turns wait throughout: what is drawn of them costs the share of all epochs, and each is drawn."""
+    share, epochs = 0.1, 2000
+    turns = [replace(turn(tokens=500 * (1 + number % 4)), program=begin(f"t/{number}", 0.0)) for number in range(40)]
+    drawn_s, drawn = 0.0, set()
+    for epoch in range(epochs):
+        at = bounded(SloConfig(ttft_s=0.01), now_s=100.0 + epoch * EPOCH_S, waiting=len(turns))
+        for view in turns:
+            if key(replace(view, load=at), hopeless_share=share)[0] == DRAWN:
+                drawn.add(view.program.key)
+                drawn_s += COST.prefill_s(view.tokens) + 1.0 / 11
+    assert drawn_s == pytest.approx(share * epochs * EPOCH_S, rel=0.1)
+    assert len(drawn) == len(turns)
+
+
+def test_without_a_bound_the_least_work_goes_first_and_waiting_makes_up_for_more() -> None:
+    at = bounded(SloConfig(ttft_s=None))
+    short, long = turn(at, tokens=100, arrived_s=at.now_s), turn(at, tokens=2000, arrived_s=at.now_s)
+    assert key(short) < key(long)
+    assert key(replace(long, arrived_s=at.now_s - 100.0)) < key(short)
+    assert key(replace(long, arrived_s=at.now_s - 100.0), ageing=0) > key(short, ageing=0)
+
+
+# --- pause ------------------------------------------------------------------------------------------------------------
+
+
+def table(*seconds: float) -> DurationTable:
+    return DurationTable.of({"ls": observed(*seconds)})
+
+
+def test_memory_is_free_where_nobody_waits_or_all_who_wait_find_room() -> None:
+    assert pressure(load(waiting=0, free_tokens=0)) == 0
+    assert pressure(load(waiting=3, running=10, running_tokens=5000, free_tokens=1500)) == 0
+    assert pressure(load(waiting=3, running=10, running_tokens=5000, free_tokens=750)) == 0.5
+    assert pressure(crowded()) == 1
+
+
+def test_what_costs_nothing_is_held_on() -> None:
+    at = load(waiting=0)
+    assert STOPPING.decide(pause(at, durations=table(*[500.0] * 9))) == Hold(at.now_s + LONGEST_S, "free")
+    held = hold(at, since_s=0.0, durations=table(*[500.0] * 9))
+    assert STOPPING.review(held) == Hold(at.now_s + LONGEST_S, "free")
+
+
+@pytest.mark.parametrize(("seconds", "stop_s"), [(0.2, REFILL_S / 4), (0.9, REFILL_S), (1.1, None), (60.0, None)])
+def test_at_full_pressure_a_hold_ends_at_the_refill_time_at_the_latest(seconds: float, stop_s: float | None) -> None:
+    decision = STOPPING.decide(pause(crowded(), durations=table(*[seconds] * 9)))
+    assert decision == (Release("does not pay") if stop_s is None else Hold(100.0 + stop_s, "pays"))
+
+
+def test_half_the_pressure_doubles_the_time_that_a_hold_may_take() -> None:
+    half = crowded(waiting=2, running=10, running_tokens=5000, free_tokens=500)
+    assert pressure(half) == 0.5
+    assert isinstance(STOPPING.decide(pause(crowded(), durations=table(*[1.5] * 9))), Release)
+    assert isinstance(STOPPING.decide(pause(half, durations=table(*[1.5] * 9))), Hold)
+
+
+def test_a_hold_goes_on_while_the_tool_is_about_to_end_and_stops_where_only_a_long_rest_is_left() -> None:
+    """Half of the calls take 0.2 s, half 60 s: past 0.2 s only the long ones are left."""
+    durations = table(*[0.2] * 10, *[60.0] * 10)
+    assert isinstance(STOPPING.decide(pause(crowded(), durations=durations)), Hold)
+    at = crowded()
+    early = hold(at, since_s=at.now_s - 0.1, durations=durations, program=replace(begin("p", 0.0), tools=("ls",)))
+    assert isinstance(STOPPING.review(early), Hold)
+    assert isinstance(STOPPING.review(replace(early, since_s=at.now_s - 0.5)), Release)
+
+
+def test_the_clients_word_on_a_pause_counts_more_than_what_was_seen() -> None:
+    view = pause(crowded(), durations=table(*[60.0] * 9))
+    told = replace(view, forecast=replace(view.forecast, pause_s=0.1, pause_told=True))
+    assert isinstance(STOPPING.decide(view), Release)
+    assert isinstance(STOPPING.decide(told), Hold)
+
+
+def test_a_client_can_ask_to_keep_the_cache() -> None:
+    view = replace(pause(crowded(), durations=table(*[60.0] * 9)), hints=Hints(retention_s=7.0))
+    assert STOPPING.decide(view) == Hold(107.0, "retention")
+
+
+def test_victims_are_the_hopeless_then_what_is_least_worth_its_memory() -> None:
+    at = crowded()
+    durations = DurationTable.of({"fast": observed(*[0.2] * 9), "slow": observed(*[60.0] * 9)})
+    fast = hold(at, durations=durations, since_s=at.now_s, program=replace(begin("t/f", 99.0), tools=("fast",)))
+    slow = replace(fast, program=replace(fast.program, tools=("slow",)))
+    late = replace(fast, program=replace(fast.program, on_time=False))
+    back = replace(fast, owner_waits=True, program=replace(fast.program, last_event_s=at.now_s))
+    assert sorted([back, fast, slow, late], key=STOPPING.victim_key) == [late, slow, fast, back]
+
+
+def test_a_running_turn_and_a_starved_one_take_any_hold_and_a_waiting_one_what_does_not_pay() -> None:
+    at = crowded()
+    pays = hold(at, durations=table(*[0.2] * 9), since_s=at.now_s, program=replace(begin("p", 99.0), tools=("ls",)))
+    long = replace(pays, durations=table(*[60.0] * 9))
+    hopeless = replace(pays, program=replace(pays.program, on_time=False))
+    for view in (pays, long, hopeless):
+        assert STOPPING.yields(view, Claimant.RUNNING)
+        assert STOPPING.yields(view, Claimant.STARVED)
+    assert [STOPPING.yields(view, Claimant.WAITING) for view in (pays, long, hopeless)] == [False, True, False]
+
+
+def test_a_program_that_is_back_yields_to_a_waiting_turn_once_its_time_is_over_or_it_is_hopeless() -> None:
+    at = bounded(SloConfig(ttft_s=10.0))
+    back = hold(at, until_s=at.now_s + 1, owner_waits=True, program=replace(begin("p", 0.0), last_event_s=at.now_s))
+    assert not STOPPING.yields(back, Claimant.WAITING)
+    assert STOPPING.yields(replace(back, until_s=at.now_s), Claimant.WAITING)
+    late = replace(back, program=replace(back.program, on_time=False))
+    assert STOPPING.yields(late, Claimant.WAITING)
+
+
+# --- budget -----------------------------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_the_inverse_of_the_step_time() -> None:
+    """0.1 ms a token: a bound of 50 ms is 500 tokens, if that many fit a step."""
+    tokens = CaesuraParameters().build().budget.tokens
+    assert tokens(bounded(SloConfig(tpot_s=0.05))) == 500
+    assert tokens(bounded(SloConfig(tpot_s=0.2))) == 1000
+    assert tokens(bounded(SloConfig(tpot_s=0.05), running=0)) == 1000
+    assert tokens(bounded(SloConfig())) == 1000
+
+
+def test_however_slow_the_steps_prompts_are_computed() -> None:
+    budget = CaesuraParameters(min_prefill_tokens=30).build().budget
+    assert budget.tokens(bounded(SloConfig(tpot_s=0.001), running=10)) == 40
+
+
+# --- any view ---------------------------------------------------------------------------------------------------------
+
+TOKENS = st.integers(0, 10**9)
+SECONDS = st.floats(0, 1e9, allow_nan=False)
+BOUND = st.none() | st.floats(1e-6, 1e6)
+LOADS = st.builds(
+    lambda slo, **changes: bounded(slo, **changes),
+    st.builds(SloConfig, ttft_s=BOUND, tpot_s=BOUND, e2e_s=BOUND, normalized_latency_s=BOUND),
+    max_tokens=st.integers(1, 10**6),
+    now_s=SECONDS,
+    running=st.integers(0, 10**5),
+    running_tokens=TOKENS,
+    waiting=st.integers(0, 10**5),
+    held_tokens=TOKENS,
+    free_tokens=TOKENS,
+)
+NOISY = st.floats(-1e9, 1e9, allow_nan=False)
+"""Injected noise can make a forecast negative."""
+FORECASTS = st.builds(Forecast, NOISY, NOISY, NOISY, NOISY, NOISY, st.booleans())
+PROGRAMS = st.builds(
+    lambda busy_s, on_time, event_s, started_s: replace(
+        begin("t/\ud800", 0.0), busy_s=busy_s, on_time=on_time, last_event_s=event_s, tool_started_s=started_s
+    ),
+    SECONDS,
+    st.booleans(),
+    SECONDS,
+    st.none() | SECONDS,
+)
+TABLES = st.lists(st.floats(0, 1e6), max_size=9).map(lambda seconds: table(*seconds) if seconds else DurationTable())
+TURNS = st.builds(
+    turn,
+    LOADS,
+    program=PROGRAMS,
+    forecast=FORECASTS,
+    arrived_s=SECONDS,
+    tokens=st.integers(1, 10**9),
+    cached_tokens=TOKENS,
+    generated_tokens=TOKENS,
+    first_token_s=st.none() | SECONDS,
+    kv=st.sampled_from(KvPlace),
+)
+PAUSES = st.builds(
+    lambda at, context, known, expected: replace(pause(at, context, known), forecast=expected),
+    LOADS,
+    TOKENS,
+    TABLES,
+    FORECASTS,
+)
+HOLDS = st.builds(
+    hold,
+    LOADS,
+    program=PROGRAMS,
+    since_s=SECONDS,
+    until_s=SECONDS,
+    context_tokens=TOKENS,
+    durations=TABLES,
+    forecast=FORECASTS,
+    owner_waits=st.booleans(),
+)
+
+
+@given(view=TURNS)
+def test_every_turn_has_a_rank_that_compares(view: TurnView) -> None:
+    rank = key(view)
+    assert len(rank) == 2
+    assert not any(isnan(part) for part in rank)
+
+
+@given(view=PAUSES)
+def test_every_pause_is_decided(view: PauseView) -> None:
+    decision = STOPPING.decide(view)
+    assert not isinstance(decision, Hold) or (isfinite(decision.until_s) and decision.until_s >= view.now_s)
+
+
+@given(view=HOLDS, claimant=st.sampled_from(Claimant))
+def test_every_hold_can_be_reviewed_ranked_and_broken(view: HoldView, claimant: Claimant) -> None:
+    assert isinstance(STOPPING.review(view), Hold | Swap | Release)
+    assert not any(isnan(part) for part in STOPPING.victim_key(view))
+    assert STOPPING.yields(view, claimant) or claimant is Claimant.WAITING
+
+
+@given(view=LOADS)
+def test_every_budget_is_within_bounds(view: LoadView) -> None:
+    assert 1 <= CaesuraParameters().build().budget.tokens(view) <= view.facts.max_tokens
+
+
+@given(view=PAUSES, price=st.sampled_from([True, False]), chooser=st.sampled_from([STOPPING.decide]))
+def test_what_is_held_at_full_pressure_is_held_at_none(
+    view: PauseView, price: bool, chooser: Callable[[PauseView], object]
+) -> None:
+    free = replace(view, load=replace(view.load, waiting=0))
+    assert isinstance(chooser(free), Hold)

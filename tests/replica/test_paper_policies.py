@@ -1,0 +1,352 @@
+"""The papers' policies: each equation by numbers worked out by hand for the replica of ``policy_views``."""
+
+from dataclasses import replace
+
+import pytest
+from policy_views import forecast, hold, load, observed, pause, policy, turn
+
+from cluster.lifecycle import begin
+from cluster.program import Hints
+from cluster.statistics import DurationTable
+from replicas.policies import augserve, continuum_cost, waste
+from replicas.policies.augserve import AugserveParameters, FreeMemoryBudget, TwoStage
+from replicas.policies.continuum_cost import ContinuumCostParameters
+from replicas.policies.infercept import InferceptParameters, OriginalArrival, SaturationBudget
+from replicas.policies.mars import LampsParameters, MarsParameters, MemoryOverTime, growth
+from replicas.policies.plas import AttainedService
+from replicas.policies.waste import Handling, Paused, Wastes
+from replicas.policy import Claimant, Hold, KvPlace, Release, Swap
+
+# --- waste, InferCept eq. 1-5 -----------------------------------------------------------------------------------------
+
+
+def test_infercept_eq_1_to_4() -> None:
+    assert waste.preserve(2.0, 1000) == 2000
+    assert waste.discard(0.1, 1000, 4000) == pytest.approx(100 + 400)
+    assert waste.chunked_discard(0.1, 0.12, 1000, 4000) == pytest.approx(50 + 480)
+    assert waste.swap(0.01, 5000) == pytest.approx(100)
+
+
+def test_the_swap_limit_is_what_one_iteration_hides() -> None:
+    """T_swap(N) = T_fwd: 10 ms at 10 µs a token."""
+    assert waste.swap_limit_tokens(load()) == pytest.approx(1000)
+
+
+def test_all_that_is_released_is_lost_where_turns_wait_and_else_the_share_in_use() -> None:
+    assert waste.lost_share(load(waiting=1, free_tokens=9000)) == 1
+    assert waste.lost_share(load(waiting=0, free_tokens=2500)) == pytest.approx(0.75)
+    assert waste.lost_share(load(waiting=0, free_tokens=10_000)) == 0
+
+
+def test_the_wastes_of_an_expected_pause() -> None:
+    """2000 tokens: preserve 2 s · 2000; discard 0.2 s · (2000 + 4000); swap 2 · 0.02 s · 6000, longer than a step."""
+    wastes = waste.predicted(load(host_tokens=5000), 2000, 4000, 2.0)
+    assert (wastes.preserve, wastes.discard, wastes.swap) == pytest.approx((4000, 1200, 240))
+    assert wastes.least is Handling.SWAP
+
+
+def test_a_swap_that_an_iteration_hides_is_free_and_without_a_tier_there_is_none() -> None:
+    assert waste.predicted(load(host_tokens=5000), 1000, 4000, 2.0).swap == 0
+    assert waste.predicted(load(host_tokens=999), 1000, 4000, 2.0).swap == float("inf")
+
+
+def test_only_what_the_cache_loses_counts_unless_switched_off() -> None:
+    idle = load(waiting=0, free_tokens=7500)
+    assert waste.predicted(idle, 1000, 4000, 2.0).discard == pytest.approx(0.25 * 500)
+    assert waste.predicted(idle, 1000, 4000, 2.0, cache_aware=False).discard == pytest.approx(500)
+
+
+def test_the_least_waste_wins_and_of_equals_preserve() -> None:
+    assert Wastes(1.0, 2.0, 3.0).least is Handling.PRESERVE
+    assert Wastes(2.0, 2.0, 2.0).least is Handling.PRESERVE
+    assert Wastes(3.0, 2.0, 2.0).least is Handling.DISCARD
+    assert Wastes(3.0, 2.0, 1.0).least is Handling.SWAP
+
+
+def test_at_its_pause_a_program_counts_as_running_and_once_held_it_does_not() -> None:
+    paused, held = Paused.of(pause()), Paused.of(hold())
+    assert (paused.other_tokens, paused.held_tokens, paused.elapsed_s) == (4000, 3000, 0)
+    assert (held.other_tokens, held.held_tokens, held.elapsed_s) == (5000, 2000, 1.0)
+
+
+# --- InferCept --------------------------------------------------------------------------------------------------------
+
+
+def test_infercept_holds_until_the_pause_has_cost_a_recomputation() -> None:
+    """S - running = 90: 12 chunks of 10 ms, 0.12 s. Waste 0.1 · 1000 / 2 + 0.12 · 4000 = 530: 0.53 s of 1000 tokens."""
+    decision = policy("infercept").pause.decide(pause(load(waiting=1)))
+    assert isinstance(decision, Hold)
+    assert decision.until_s == pytest.approx(100.53)
+
+
+def test_infercept_estimates_a_call_by_the_time_that_it_has_lasted() -> None:
+    """While held the others have 5000 tokens: 650 token-seconds, 0.65 s; the forecast of 2 s is not looked at."""
+    review = policy("infercept").pause.review
+    young, old = review(hold(since_s=99.5)), review(hold(since_s=99.3))
+    assert isinstance(young, Hold)
+    assert young.until_s == pytest.approx(99.5 + 0.65)
+    assert isinstance(old, Release)
+
+
+def test_infercept_with_a_forecast_knows_at_once() -> None:
+    decide = InferceptParameters(estimate="forecast").build().pause.decide
+    assert isinstance(decide(pause(pause_s=0.5)), Hold)
+    assert isinstance(decide(pause(pause_s=0.6)), Release)
+
+
+def test_infercept_swaps_once_the_link_has_had_time_for_all_paused_contexts() -> None:
+    """2000 held tokens take 20 ms; half of the link's time is swap-out's, and the step under way counts 10 ms."""
+    review = policy("infercept").pause.review
+    assert isinstance(review(hold(load(host_tokens=5000), since_s=99.975)), Hold)
+    assert isinstance(review(hold(load(host_tokens=5000), since_s=99.965)), Swap)
+    assert isinstance(review(hold(load(host_tokens=999), since_s=99.965)), Hold)
+
+
+def test_infercept_does_not_give_back_what_its_owner_is_about_to_use() -> None:
+    back = hold(since_s=0.0, until_s=101.0, owner_waits=True)
+    assert policy("infercept").pause.review(back) == Hold(101.0, reason="back")
+
+
+def test_infercept_releases_where_the_cache_keeps_it_and_the_paper_does_not() -> None:
+    idle = load(waiting=0, free_tokens=10_000)
+    assert isinstance(policy("infercept").pause.decide(pause(idle)), Release)
+    assert isinstance(InferceptParameters(cache_aware=False).build().pause.decide(pause(idle)), Hold)
+
+
+def test_infercept_resumes_swapped_programs_first_and_all_by_original_arrival() -> None:
+    key = OriginalArrival().key
+    old, young = begin("t/old", 1.0), begin("t/young", 2.0)
+    assert key(turn(program=old, arrived_s=9.0)) < key(turn(program=young, arrived_s=8.0))
+    assert key(turn(program=young, kv=KvPlace.SWAPPED)) < key(turn(program=old))
+    assert key(turn(program=young, kv=KvPlace.HELD)) > key(turn(program=old))
+
+
+@pytest.mark.parametrize(("running", "most", "tokens"), [(10, 1000, 100), (150, 1000, 150), (10, 64, 64), (0, 1, 1)])
+def test_infercept_schedules_up_to_saturation(running: int, most: int, tokens: int) -> None:
+    assert SaturationBudget().tokens(load(running=running, max_tokens=most)) == tokens
+
+
+# --- LAMPS and MARS ---------------------------------------------------------------------------------------------------
+
+
+def test_growth_is_a_ramp_then_a_token_an_iteration() -> None:
+    """0.1 s · 1000 / 2, then 0.01 s · (1000 · 100 + 100² / 2)."""
+    assert growth(load(), 0, 1000, 100.0) == pytest.approx(50 + 1050)
+
+
+def test_growth_of_a_context_that_is_there_begins_with_it() -> None:
+    """500 tokens in 0.05 s, from 500 to 1000."""
+    assert growth(load(), 500, 1000, 0.0) == pytest.approx(0.05 * 750)
+
+
+def test_memory_over_time_adds_what_the_handling_costs() -> None:
+    """C = 1100, others 5000: preserve 1100 · T; discard 0.11 · 6100 = 671; swap 2 · 0.011 · 6100 = 134.2."""
+    order = MemoryOverTime(100, 10, cache_aware=True, remaining=False)
+
+    def area(pause_s: float, host_tokens: int = 0) -> float:
+        return order.token_seconds(turn(load(host_tokens), forecast=forecast(pause_s=pause_s)))
+
+    assert area(0.0) == pytest.approx(1100)
+    assert area(0.5) == pytest.approx(1100 + 550)
+    assert area(5.0) == pytest.approx(1100 + 0.11 * 1100 / 2)
+    assert area(5.0, host_tokens=5000) == pytest.approx(1100 + 0.011 * 1100)
+
+
+def test_mars_counts_what_remains_and_lamps_the_whole_segment() -> None:
+    resumed = turn(cached_tokens=900, kv=KvPlace.HELD, forecast=forecast(output=0.0, pause_s=0.0))
+    assert MarsParameters().build().order.key(resumed)[1] == pytest.approx(0.01 * 950)
+    assert LampsParameters().build().order.key(resumed)[1] == pytest.approx(0.1 * 500)
+
+
+@pytest.mark.parametrize("name", ["lamps", "mars"])
+def test_the_least_memory_over_time_goes_first(name: str) -> None:
+    key = policy(name).order.key
+    short = key(turn())
+    assert short < key(turn(tokens=1200))
+    assert short < key(turn(forecast=forecast(output=200.0)))
+    assert key(turn(forecast=forecast(pause_s=0.1))) < key(turn(forecast=forecast(pause_s=0.2)))
+
+
+@pytest.mark.parametrize("name", ["lamps", "mars"])
+def test_after_a_hundred_steps_a_turn_is_at_the_head(name: str) -> None:
+    order = policy(name).order
+    assert order.refresh_steps == 10
+    huge = turn(tokens=9000, arrived_step=400)
+    assert order.key(huge) < order.key(turn(tokens=1))
+    assert order.key(replace(huge, arrived_step=401)) > order.key(turn(tokens=1))
+
+
+@pytest.mark.parametrize("name", ["lamps", "mars", "augserve"])
+def test_the_handling_follows_the_forecast(name: str) -> None:
+    """1000 tokens, others 4000: a discard wastes 500, half a second of holding; a hidden swap nothing."""
+    decide = policy(name).pause.decide
+    short = decide(pause(pause_s=0.4))
+    assert isinstance(short, Hold)
+    assert short.until_s == pytest.approx(100.5)
+    assert isinstance(decide(pause(pause_s=0.6)), Release)
+    assert isinstance(decide(pause(load(host_tokens=5000), pause_s=0.4)), Swap)
+
+
+def test_a_call_that_outlasts_its_forecast_is_judged_by_the_time_that_it_has_lasted() -> None:
+    """Others 5000: a discard wastes 600, 0.6 s of holding; 0.4 s were expected."""
+    review = policy("mars").pause.review
+    overdue = hold(since_s=99.3, forecast=forecast(pause_s=0.4))
+    assert isinstance(review(overdue), Release)
+    assert isinstance(review(replace(overdue, since_s=99.5)), Hold)
+
+
+# --- AugServe ---------------------------------------------------------------------------------------------------------
+
+SECOND = turn(context_tokens=800, last_served_s=95.0)
+"""1000 prompt tokens, 200 of them returned by the call."""
+
+
+def test_augserve_eq_9_to_19() -> None:
+    assert augserve.prefill_cost(1000, 500, 0.01) == pytest.approx(10)
+    assert augserve.decode_cost(1000, 100, 0.01) == pytest.approx(1050)
+    assert augserve.api_cost(1100, 2.0) == 2200
+    assert augserve.returned_cost(800, 200, 1000, 0.01) == pytest.approx(1.8)
+
+
+@pytest.mark.parametrize(
+    ("pause_s", "host", "call"), [(0.0, 0, 0.0), (0.5, 0, 550.0), (5.0, 0, 0.0), (5.0, 5000, 6.05)]
+)
+def test_augserve_stage_one(pause_s: float, host: int, call: float) -> None:
+    """Prefill ½ · 1000² / 1000 · 0.01, decode 1050, and eq. 13, 14 or 15; S_out is 1000."""
+    value = TwoStage(10.0, cache_aware=True).value(turn(load(host), forecast=forecast(pause_s=pause_s)))
+    assert value == pytest.approx(5 + 1050 + call)
+
+
+@pytest.mark.parametrize(("kv", "back"), [(KvPlace.HELD, 0.0), (KvPlace.SWAPPED, 3.2), (KvPlace.NONE, 3.2)])
+def test_augserve_stage_two(kv: KvPlace, back: float) -> None:
+    """Returned 1.8, decode 1050 as before, and ½ · 800² / 1000 · 0.01 to have the context back (eq. 20-22)."""
+    value = TwoStage(10.0, cache_aware=True).value(replace(SECOND, kv=kv, forecast=forecast(pause_s=0.0)))
+    assert value == pytest.approx(1.8 + 1050 + back)
+
+
+def test_augserve_final_value_adds_the_next_pause() -> None:
+    """Eq. 24: 1100 tokens for half a second."""
+    value = TwoStage(10.0, cache_aware=True).value(replace(SECOND, kv=KvPlace.HELD, forecast=forecast(pause_s=0.5)))
+    assert value == pytest.approx(1.8 + 1050 + 550)
+
+
+def test_augserve_waiting_lowers_the_value() -> None:
+    """Alpha 10: whoever was scheduled 5 s earlier ranks 50 token-seconds lower, so that nobody waits for ever."""
+    key = policy("augserve").order.key
+    fresh, stale = replace(SECOND, arrived_s=100.0), turn(context_tokens=800, last_served_s=90.0)
+    assert key(fresh)[1] - key(stale)[1] == pytest.approx(50)
+
+
+def test_augserve_serves_queue_by_queue() -> None:
+    key = policy("augserve").order.key
+    new, swapped, held, preempted = (
+        turn(tokens=10),
+        turn(kv=KvPlace.SWAPPED, context_tokens=900, tokens=2000),
+        turn(kv=KvPlace.HELD, context_tokens=900, tokens=3000),
+        turn(preempted=True, tokens=3000),
+    )
+    assert key(held) < key(swapped) < key(new)
+    assert key(preempted) < key(swapped)
+    assert key(new)[0] == key(turn(context_tokens=900))[0]
+
+
+def test_augserve_ablations() -> None:
+    fcfs = AugserveParameters(two_stage=False).build()
+    assert fcfs.order.key(turn(tokens=9)) == fcfs.order.key(turn(tokens=9000))
+    patient = AugserveParameters(anti_starvation=False).build().order
+    assert patient.key(turn(arrived_s=1.0)) == patient.key(turn(arrived_s=90.0))
+    assert AugserveParameters(dynamic_budget=False).build().budget.tokens(load(free_tokens=0, held_tokens=0)) == 1000
+
+
+@pytest.mark.parametrize(
+    ("free", "held", "tokens"), [(300, 200, 400), (100, 50, 250), (9000, 0, 800), (0, 10_000, 800)]
+)
+def test_augserve_budget_is_free_memory_within_bounds(free: int, held: int, tokens: int) -> None:
+    """Free + half of what is held, between 0.25 and 0.8 of 1000."""
+    budget = FreeMemoryBudget(AugserveParameters(gamma=0.5, beta_high=0.8))
+    assert budget.tokens(load(free_tokens=free, held_tokens=held)) == tokens
+
+
+def test_augserve_bounds_are_in_order() -> None:
+    with pytest.raises(ValueError, match="beta_low"):
+        AugserveParameters(beta_low=0.9, beta_high=0.5)
+
+
+# --- PLAS -------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("served", "level"), [(0, 0), (999, 0), (1000, 1), (2999, 1), (3000, 2), (10**9, 3)])
+def test_plas_levels_double(served: int, level: int) -> None:
+    order = AttainedService(quantum_tokens=1000, levels=4)
+    assert order.key(turn(program=replace(begin("t/p", 0.0), served_tokens=served))) == (level, 98.0)
+
+
+def test_plas_serves_the_least_served_first_then_by_arrival() -> None:
+    key = policy("plas").order.key
+    served = replace(begin("t/p", 0.0), served_tokens=100_000)
+    assert key(turn(arrived_s=99.0)) < key(turn(program=served, arrived_s=1.0))
+    assert key(turn(arrived_s=1.0)) < key(turn(arrived_s=2.0))
+
+
+# --- Continuum's later time to live -----------------------------------------------------------------------------------
+
+
+def test_continuum2_pins_for_as_long_as_it_gains() -> None:
+    """Of four calls one takes 8 s, three 1 s: at 4 s of gain 0.75 · 4 - 1 = 2; at 32 s 1 · 32 - 8 = 24 beats 23."""
+    durations = observed(1.0, 1.0, 1.0, 8.0)
+    assert continuum_cost.best_ttl_s(durations, 4.0) == 1
+    assert continuum_cost.best_ttl_s(durations, 32.0) == 8
+    assert continuum_cost.best_ttl_s(durations, 1.0) == 0
+
+
+def test_continuum2_queueing_delay_by_littles_law() -> None:
+    """A stay is T_fwd(50) = 0.01 s and 100 tokens of 0.01 s; 3 wait for places of 10."""
+    assert continuum_cost.queue_s(load(), forecast(), 1000) == pytest.approx(3 * 1.01 / 10)
+
+
+def test_continuum2_reloads_over_the_link_if_it_may() -> None:
+    assert continuum_cost.reload_s(load(), 1000) == pytest.approx(0.1)
+    assert continuum_cost.reload_s(load(host_tokens=1000), 1000) == pytest.approx(0.01)
+
+
+def test_continuum2_pins_a_tool_by_what_was_seen_of_it() -> None:
+    """Gain 0.1 s of recomputation and 0.303 s of queueing; `ls` takes 0.2 s, everything else 60 s."""
+    table = DurationTable()
+    for _ in range(5):
+        table.observe("ls", 0.2)
+    for _ in range(50):
+        table.observe("pytest", 60.0)
+    pause_policy = policy("continuum2").pause
+    decision = pause_policy.decide(pause(durations=table))
+    assert isinstance(decision, Hold)
+    assert decision.until_s == pytest.approx(100.2)
+    assert isinstance(pause_policy.decide(replace(pause(durations=table), tools=("pytest",))), Release)
+    assert isinstance(pause_policy.decide(replace(pause(durations=table), tools=("make",))), Release)
+    without_queue = ContinuumCostParameters(eta=0.0).build().pause
+    assert isinstance(without_queue.decide(pause(durations=table)), Release)
+
+
+def test_continuum2_without_observations_has_a_default_and_a_client_may_ask() -> None:
+    pause_policy = policy("continuum2").pause
+    assert pause_policy.decide(pause()) == Hold(102.0, reason="default ttl")
+    asked = replace(pause(), hints=Hints(retention_s=7.0))
+    assert pause_policy.decide(asked) == Hold(107.0, reason="retention")
+
+
+# --- whose hold goes --------------------------------------------------------------------------------------------------
+
+
+def test_a_hold_resists_waiting_turns_until_its_owner_is_back_and_overdue() -> None:
+    yields = policy("mars").pause.yields
+    assert not yields(hold(until_s=99.0), Claimant.WAITING)
+    assert not yields(hold(until_s=101.0, owner_waits=True), Claimant.WAITING)
+    assert yields(hold(until_s=99.0, owner_waits=True), Claimant.WAITING)
+
+
+def test_victims_are_not_back_yet_and_waste_the_most_by_being_held() -> None:
+    """Both have lasted 1 s; 1000 tokens of the one are worth 0.1 · 6000 to have, 200 of the other 0.02 · 5200."""
+    victim_key = policy("mars").pause.victim_key
+    large, small = hold(), hold(context_tokens=200)
+    assert victim_key(large)[1] == pytest.approx(600 - 2000)
+    assert victim_key(small)[1] == pytest.approx(104 - 400)
+    assert victim_key(large) < victim_key(small) < victim_key(hold(owner_waits=True))

@@ -1,0 +1,69 @@
+"""Programs, and virtual replicas whose steps take times that can be worked out by hand."""
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from cluster.bench.replay import Job
+from cluster.bench.workload import PlannedProgram, PlannedTurn
+from cluster.clock import ManualClock
+from cluster.config import PolicyConfig, SloConfig
+from cluster.goodput import ProgramRecord
+from cluster.simulator.foresight import Foresight
+from cluster.simulator.settings import BASELINES, STOCK_NO_CACHE
+from cluster.simulator.simulation import Simulation
+from replicas.cost_model import CostModel
+from replicas.virtual_engine import Shape
+from replicas.virtual_replica import VirtualReplica
+
+LIVE = Foresight()
+"""What live clients tell."""
+
+COST = CostModel(
+    name="by hand",
+    kv_bytes_per_token=1 << 20,
+    kv_capacity_tokens=4096,
+    overhead_s=0.001,
+    sequence_s=0.0002,
+    weights_s=0.005,
+    token_s=0.0001,
+    context_s=2e-6,
+    pair_s=1e-7,
+    swap_token_s=1e-5,
+)
+
+
+def turn(fresh: int, output: int, tool: str | None = None, pause_s: float = 0.0) -> PlannedTurn:
+    return PlannedTurn(fresh_tokens=fresh, output_tokens=output, kept_tokens=output, tool=tool, pause_s=pause_s)
+
+
+def program(*turns: PlannedTurn, prefix: tuple[str, int] | None = None) -> PlannedProgram:
+    group, tokens = prefix or (None, 0)
+    return PlannedProgram("recorded", "", turns, group, tokens)
+
+
+class Bench:
+    """Simulates jobs and keeps what is left: the replicas and the clock."""
+
+    def __init__(self, model: Path) -> None:
+        self.model = model
+        self.clock = ManualClock()
+        self.replicas: list[VirtualReplica] = []
+
+    def prepare(
+        self,
+        programs: Sequence[tuple[float, PlannedProgram]],
+        policy: str = "vllm",
+        replicas: int = 1,
+        foresight: Foresight = LIVE,
+        **shape: int,
+    ) -> Simulation:
+        self.clock = ManualClock()
+        config = None if policy in BASELINES else PolicyConfig(name=policy)
+        made = Shape(**{"num_blocks": 257, "max_num_seqs": 64, **shape}, prefix_caching=policy != STOCK_NO_CACHE)
+        slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)
+        self.replicas = [VirtualReplica.build(config, COST, slo, made, self.model, self.clock) for _ in range(replicas)]
+        jobs = [Job(f"p{n}", planned, at_s, (0, 0, n)) for n, (at_s, planned) in enumerate(programs)]
+        return Simulation(jobs, self.replicas, self.clock, foresight)
+
+    def run(self, *programs: tuple[float, PlannedProgram], until_s: float = 1e6, **how: object) -> list[ProgramRecord]:
+        return self.prepare(programs, **how).run(until_s)  # type: ignore[arg-type]

@@ -1,0 +1,149 @@
+"""`caesura simulate`: its JSON lines, that they can be had again, its limits and its complaints."""
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.cli import main
+from cluster.registry import POLICIES
+from cluster.simulator.settings import SimulationSettings, policy_names
+
+KEYS = [
+    "policy",
+    "preset",
+    "rate",
+    "seed",
+    "host_gib",
+    "offered",
+    "completed",
+    "goodput_programs",
+    "attainment",
+    "ttft_s",
+    "jct_s",
+    "jct_wall_s",
+    "norm_latency_s",
+    "bubble_s",
+    "recomputed_tokens",
+    "reused_tokens",
+    "wasted_gib_s",
+    "schedule_ms",
+    "wall_s_per_minute",
+]
+REAL_TIME = ("schedule_ms", "wall_s_per_minute", "command")
+
+
+def caesura(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+    monkeypatch.setattr(sys, "argv", ["caesura", "simulate", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return int(ended.value.code or 0)
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def small(trace: Path, *more: str) -> tuple[str, ...]:
+    return ("--trace", str(trace), "--minutes", "0.5", "--warmup", "0.25", "--rates", "2", *more)
+
+
+def test_a_line_a_run_with_the_same_numbers_every_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
+) -> None:
+    what = small(small_trace, "--policies", "vllm,vllm-nocache,continuum,mars", "--seed", "3")
+    first, second, third, plots = (tmp_path / name for name in ("first", "second", "third", "plots"))
+    assert caesura(monkeypatch, *what, "--json", str(first), "--plots", str(plots)) == 0
+    shown = capsys.readouterr().out
+    assert caesura(monkeypatch, *what, "--json", str(second), "--quiet") == 0
+    # Once more in a process of its own, whose strings hash differently.
+    only = small(small_trace, "--policies", "mars", "--seed", "3", "--quiet", "--jobs", "2")
+    assert caesura(monkeypatch, *only, "--json", str(third)) == 0
+    results, again = lines(first), [*lines(second), *lines(third)]
+    assert [line["policy"] for line in results] == ["vllm", "vllm-nocache", "continuum", "mars"]
+    for line, repeated in zip([*results, results[-1]], again, strict=True):
+        assert set(KEYS) <= line.keys()
+        assert line["ttft_s"].keys() == {"mean", "p50", "p95", "p99"}
+        assert line["schedule_ms"].keys() == {"mean", "p99"}
+        assert {k: v for k, v in line.items() if k not in REAL_TIME} == {
+            k: v for k, v in repeated.items() if k not in REAL_TIME
+        }
+        # At a load this low all is well, and 30 s of arrivals at 2/s are measured.
+        assert line["completed"] == line["offered"] == round(line["goodput_programs"] * 30)
+        assert 30 < line["offered"] < 100
+        assert line["attainment"] == 1.0
+    assert [line["simulation"]["oracle"] for line in results] == [False, False, False, True]
+    assert results[1]["reused_tokens"] == 0 < results[0]["reused_tokens"]
+    assert "Told true lengths and durations: mars." in shown
+    assert "Know the tool's name and what they have learnt in the run: continuum." in shown
+    assert (plots / "goodput_over_rate.png").stat().st_size > 1000
+
+
+def test_a_burst_is_reported_in_windows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    what = ("--trace", str(small_trace), "--policies", "vllm", "--rates", "1", "--minutes", "2", "--warmup", "0")
+    assert caesura(monkeypatch, *what, "--burst", "4:30:30", "--json", str(out)) == 0
+    [line] = lines(out)
+    windows = line["simulation"]["recovery"]["windows"]
+    assert [window["start_s"] for window in windows] == [0.0, 30.0, 60.0, 90.0]
+    assert sum(window["offered"] for window in windows) == line["offered"]
+    assert windows[1]["offered"] > 2 * windows[0]["offered"]
+    assert "95% again" in capsys.readouterr().out
+
+
+def test_papers_policies_are_told_the_future_unless_a_flag_says_otherwise() -> None:
+    names = ("vllm", "vllm-nocache", "continuum", "mars", "augserve")
+
+    def told(oracle: bool | None) -> list[str]:
+        settings = SimulationSettings(policies=names, rates_per_s=(1.0,), oracle=oracle)
+        return [name for name in names if settings.tells_the_future(name)]
+
+    assert told(None) == ["mars", "augserve"]
+    assert told(True) == ["continuum", "mars", "augserve"]
+    assert told(False) == []
+
+
+def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(POLICIES._entries, "clairvoyant", "somewhere:Parameters")
+    assert policy_names("all") == (
+        "vllm-nocache",
+        "vllm",
+        *(name for name in POLICIES if name not in ("vllm", "clairvoyant")),
+        "clairvoyant",
+    )
+    assert policy_names(" a, b,") == ("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--policies", "nobody"), "unknown policy 'nobody'; choose all or some of: augserve"),
+        (("--policies", "vllm,vllm"), "--policies: vllm,vllm is empty or repeats a value"),
+        (("--policies", ""), "--policies:  is empty"),
+        (("--rates", "4,x"), "--rates: could not convert"),
+        (("--rates", "0"), "--rates: 0.0 must be more than 0"),
+        (("--rates", "1000000"), "--rates: 84000"),
+        (("--seed", "-1"), "--seed: -1 must be 0 or more"),
+        (("--host-gib", "8"), "--host-gib: 8.0 is refused: there is no host tier yet"),
+        (("--preset", "opt-13b/toaster"), "unknown device 'toaster'"),
+        (("--preset", "nowhere.json"), "nowhere.json: cannot be read"),
+        (("--arrivals", "gamma:0"), "--arrivals: 'gamma:0'"),
+        (("--burst", "9:1"), "--burst: '9:1' is not RATE:START_S:LENGTH_S"),
+        (("--burst", "9:800:60"), "--burst: it ends at 860 s, after the last arrival"),
+        (("--max-batched-tokens", "100"), "--max-batched-tokens: 100 is less than --max-seqs"),
+        (("--policies", "continuum", "--set", "continuum.delta=2"), "--set continuum.delta: Input should be less than"),
+        (("--policies", "vllm", "--set", "continuum.delta=0.2"), "--set continuum: no policy of that name"),
+        (("--set", "delta=0.2"), "--set delta: must be policy.parameter=value"),
+        (("--trace", "nowhere.jsonl"), "nowhere.jsonl:1: cannot be read"),
+        (("--max-context", "1"), "--preset, --max-context: none of 1200 programs fits 1 tokens"),
+    ],
+)
+def test_bad_input_names_its_flag_and_exits_with_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: tuple[str, ...], complaint: str
+) -> None:
+    assert caesura(monkeypatch, *arguments) == 2
+    assert complaint in capsys.readouterr().err
