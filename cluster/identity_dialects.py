@@ -265,6 +265,10 @@ _AGENTIC_CONTEXT = (
     Rule("priority", "priority", higher_first),
     Rule("deadline_s", "deadline_seconds", seconds),
     Rule("expected_output_tokens", "expected_output_length", tokens),
+    # Ours, in the manner of the others: what only a client that knows its program can say.
+    Rule("expected_returned_tokens", "expected_returned_length", tokens),
+    Rule("expected_later_tokens", "expected_later_length", tokens),
+    Rule("expected_later_turns", "expected_later_turns", tokens),
     Rule("retention_s", "kv_retention_ttl_seconds", seconds),
 )
 

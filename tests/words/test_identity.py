@@ -66,6 +66,17 @@ ROWS: dict[str, tuple[dict[str, str], dict[str, Any], ProgramIdentity]] = {
     "agentic_context in vllm_xargs": ({}, {"vllm_xargs": {"agentic_context": AGENTIC_CONTEXT}}, AGENTIC_IDENTITY),
     "agentic_context as text": ({}, {"vllm_xargs": {"agentic_context": json.dumps(AGENTIC_CONTEXT)}}, AGENTIC_IDENTITY),
     "agentic_context at the top": ({}, {"agentic_context": AGENTIC_CONTEXT}, AGENTIC_IDENTITY),
+    "agentic_context that knows what comes": (
+        {},
+        {
+            "agentic_context": {
+                "expected_returned_length": 100,
+                "expected_later_length": 900,
+                "expected_later_turns": 3,
+            }
+        },
+        ProgramIdentity(hints=Hints(expected_returned_tokens=100, expected_later_tokens=900, expected_later_turns=3)),
+    ),
     "agentic_context that ends": (
         {},
         {"vllm_xargs": {"agentic_context": {"program_id": "p", "expected_resume": False}}},

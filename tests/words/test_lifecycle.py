@@ -48,7 +48,15 @@ def test_a_program_is_held_through_a_tool_call_and_its_hold_is_used() -> None:
         Admitted(2.6),
         TurnEnded(3.0, (), served_tokens=20),
     )
-    assert log == [(), (), (Decide(),), (), (Observe("ls", 1.5),), (FreeHold("used"),), (Conclude(turns=2, served_tokens=120),)]
+    assert log == [
+        (),
+        (),
+        (Decide(),),
+        (),
+        (Observe("ls", 1.5),),
+        (FreeHold("used"),),
+        (Conclude(turns=2, served_tokens=120),),
+    ]
     assert (state.phase, state.turns, state.served_tokens, state.arrived_s) == (Phase.ENDED, 2, 120, 0.0)
 
 
