@@ -106,11 +106,17 @@ class PolicyConfig(_Section):
     """A registered policy."""
     parameters: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """The policy's own parameters; `caesura config schema` lists them."""
+    order: str | None = None
+    """A registered policy whose order is taken in place of this one's, with its default parameters."""
+    pause: str | None = None
+    """The same for what becomes of a paused program's KV."""
+    budget: str | None = None
+    """The same for the tokens of a step."""
 
-    @field_validator("name")
+    @field_validator("name", "order", "pause", "budget")
     @classmethod
-    def _known(cls, name: str) -> str:
-        if name not in POLICIES:
+    def _known(cls, name: str | None) -> str | None:
+        if name is not None and name not in POLICIES:
             raise ValueError(f"unknown policy {name!r}; choose one of: {', '.join(POLICIES)}")
         return name
 

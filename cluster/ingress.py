@@ -263,7 +263,7 @@ class ProgramIngress:
         if "parameters" not in body and body.get("name") == configured.name:
             body = {"name": configured.name, "parameters": configured.parameters}
         policy = validated(PolicyConfig, body)
-        return _per_replica(await self._broadcast("set_policy", policy.name, policy.parameters))
+        return _per_replica(await self._broadcast("set_policy", policy.model_dump(exclude_none=True)))
 
     async def reset(self) -> Response:
         """End all holds and empty the prefix caches."""

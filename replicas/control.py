@@ -13,6 +13,7 @@ import pydantic
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from cluster.config import PolicyConfig
 from cluster.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
 from cluster.lifecycle import Ended, HoldEnded, Phase, ToolFinished, ToolStarted
 from cluster.statistics import DurationTable
@@ -95,7 +96,7 @@ def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
     """The replica in numbers: memory in blocks and tokens, queues, programs, counters since start."""
     pool = scheduler.kv_cache_manager.block_pool
     return {
-        "policy": scheduler.policy_name,
+        "policy": scheduler.policy_config.name,
         "block_size": scheduler.block_size,
         "total_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
@@ -169,14 +170,14 @@ def _tool_finished(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
     return {"held": key in scheduler.holds}
 
 
-def _set_policy(scheduler: "AgentScheduler", name: str, parameters: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Decide by another policy from now on."""
-    scheduler.use_policy(name, parameters or {})
+def _set_policy(scheduler: "AgentScheduler", **policy: Any) -> dict[str, Any]:
+    """Decide by another policy from now on: the fields of `cluster.config.PolicyConfig`."""
+    scheduler.use_policy(PolicyConfig.model_validate(policy))
     return _policy(scheduler)
 
 
 def _policy(scheduler: "AgentScheduler") -> dict[str, Any]:
-    return {"name": scheduler.policy_name, "parameters": scheduler.policy_parameters}
+    return scheduler.policy_config.model_dump(exclude_none=True)
 
 
 def _reset(scheduler: "AgentScheduler") -> dict[str, Any]:

@@ -28,6 +28,7 @@ from vllm.v1.request import Request, RequestStatus
 
 import replicas.control
 from cluster.clock import Clock, MonotonicClock
+from cluster.config import PolicyConfig
 from cluster.errors import IntegrityError
 from cluster.lifecycle import (
     Action,
@@ -45,14 +46,13 @@ from cluster.lifecycle import (
     TurnAborted,
     TurnArrived,
 )
-from cluster.registry import POLICIES
 from cluster.statistics import DurationTable
 from replicas import turns, views
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HoldTable
-from replicas.policy import Claimant, Forecast, Hold, Policy, RankKey
+from replicas.policy import Claimant, Forecast, Hold, RankKey
 from replicas.program_table import ProgramTable
-from replicas.settings import SchedulerSettings
+from replicas.settings import SchedulerSettings, build_policy
 from replicas.turns import Turn
 from replicas.waiting_queue import RankedQueue
 
@@ -83,17 +83,11 @@ class AgentScheduler(AsyncScheduler):
         self.facts = views.replica_facts(self)
         self.load = views.load_view(self)
         self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
-        self.use_policy(self.settings.policy.name, self.settings.policy.parameters)
+        self.use_policy(self.settings.policy)
 
-    def use_policy(self, name: str, parameters: dict[str, Any]) -> None:
-        """Decide by another policy from now on. Holds end: they are promises of the policy that made them.
-
-        Raises:
-            ConfigError, pydantic.ValidationError: no such policy or parameter; nothing was changed.
-        """
-        policy: Policy = POLICIES.load(name).model_validate(parameters).build()
-        self.policy_name, self.policy_parameters = name, parameters
-        self._policies = policy
+    def use_policy(self, policy: PolicyConfig) -> None:
+        """Decide by another policy from now on. Holds end: they are promises of the policy that made them."""
+        self.policy_config, self._policies = policy, build_policy(policy)
         for key in [held.key for held in self.holds]:
             self.apply(key, HoldEnded(self.clock.now_s(), "policy switch"))
         self.waiting.rerank_all()

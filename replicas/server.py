@@ -137,9 +137,9 @@ class ProgramServer(LLMServer):
         """Run one operation of the side channel; see ``replicas.control.OPERATIONS``."""
         return {"replica": self.replica_id, **await self._channel.call(operation, **payload)}
 
-    async def set_policy(self, name: str, parameters: dict[str, Any]) -> dict[str, Any]:
-        """Switch the scheduler's policy from the next step on. The programs and their holds stay."""
-        return await self.control("set_policy", {"name": name, "parameters": parameters})
+    async def set_policy(self, policy: dict[str, Any]) -> dict[str, Any]:
+        """Switch the scheduler's policy from the next step on. The programs stay, their holds end."""
+        return await self.control("set_policy", policy)
 
     async def reset_caches(self) -> dict[str, Any]:
         """End all holds and empty the prefix cache; ``reset`` is False while turns run that use it."""

@@ -1,11 +1,14 @@
 """What the application tells a replica's scheduler, carried through vLLM's ``additional_config``."""
 
+from dataclasses import replace
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config import ControlConfig, PolicyConfig, SloConfig
+from cluster.registry import POLICIES
 from replicas.cost_model import CostModel
+from replicas.policy import Policy
 from replicas.presets import preset
 
 DEFAULT_COST_MODEL = "llama-3.1-8b/h100"
@@ -44,3 +47,19 @@ class SchedulerSettings(BaseModel):
         """
         values = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
         return cls.model_validate(values)
+
+
+def build_policy(config: PolicyConfig) -> Policy:
+    """The policy of that name, with an axis of another where the configuration mixes."""
+
+    def axes_of(name: str) -> Policy:
+        built: Policy = POLICIES.load(name)().build()
+        return built
+
+    whole: Policy = POLICIES.load(config.name).model_validate(config.parameters).build()
+    return replace(
+        whole,
+        order=axes_of(config.order).order if config.order else whole.order,
+        pause=axes_of(config.pause).pause if config.pause else whole.pause,
+        budget=axes_of(config.budget).budget if config.budget else whole.budget,
+    )

@@ -8,9 +8,11 @@ from collections.abc import Callable
 import pytest
 
 from cluster.clock import ManualClock
+from cluster.config import PolicyConfig
 from cluster.lifecycle import Phase
 from cluster.program import Hints, ProgramIdentity
 from replicas.scheduler import AgentScheduler
+from replicas.settings import build_policy
 from replicas.virtual_engine import VirtualEngine
 
 Replica = Callable[..., VirtualEngine]
@@ -258,10 +260,22 @@ def test_the_simplified_version_pins_for_short_tools_only(programs: Make) -> Non
     assert p.scheduler.holds.get("default/a").until_s == 3.0  # type: ignore[union-attr]
 
 
+def test_axes_of_different_policies_mix(programs: Make) -> None:
+    p = programs("mars")
+    p.scheduler.use_policy(PolicyConfig(name="mars", pause="continuum", budget="augserve"))
+    whole = {name: build_policy(PolicyConfig(name=name)) for name in ("mars", "continuum", "augserve")}
+    mixed = p.scheduler._policies
+    assert mixed.order == whole["mars"].order
+    assert mixed.pause == whole["continuum"].pause
+    assert mixed.budget == whole["augserve"].budget
+    p.turn("a", 100)
+    assert p.held() == {"a"}
+
+
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:
     p = programs("continuum")
     p.turn("a", 100)
-    p.scheduler.use_policy("vllm", {})
+    p.scheduler.use_policy(PolicyConfig(name="vllm"))
     assert (p.held(), p.phase("a")) == (set(), Phase.RELEASED)
     p.turn("a", 10)
     assert p.held() == set()
