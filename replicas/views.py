@@ -1,5 +1,6 @@
 """The frozen views that a scheduler gives its policies."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -77,11 +78,13 @@ def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
 
 
 def pause_view(scheduler: "AgentScheduler", program: ProgramState, turn: "Turn", context_tokens: int) -> PauseView:
-    """A program whose turn has just ended."""
+    """A program whose turn has just ended: which tools it asked for is known now."""
+    hints = turn.identity.hints
+    asked = replace(hints, expected_tool=tool_key(program.tools))
     return PauseView(
         program=program,
-        hints=turn.identity.hints,
-        forecast=forecast_of(scheduler, turn),
+        hints=hints,
+        forecast=scheduler.forecaster.of(turn.features, asked, scheduler.durations, last=False),
         load=load_view(scheduler),
         tools=program.tools,
         context_tokens=context_tokens,
