@@ -32,7 +32,7 @@ LIMITS = {"vllm": 1.10, "continuum": 1.30}
 
 def loaded(policy: str | None) -> VirtualEngine:
     """A replica in that state; policy None is vLLM's own class."""
-    settings = SchedulerSettings(policy=PolicyConfig(name=policy or "vllm", parameters=_parameters(policy)))
+    settings = SchedulerSettings(policy=PolicyConfig(name=policy or "vllm"))
     scheduler_cls = AsyncScheduler if policy is None else AgentScheduler
     # A model length that a decode never reaches; memory for all that runs and all that is pinned.
     shape = Shape(num_blocks=60_000, max_num_seqs=RUNNING, max_num_batched_tokens=8192, max_model_len=32768)
@@ -54,10 +54,6 @@ def loaded(policy: str | None) -> VirtualEngine:
 
 def _program(name: str) -> ProgramIdentity:
     return ProgramIdentity(program_id=name, hints=Hints(expected_tool="ls", retention_s=500.0))
-
-
-def _parameters(policy: str | None) -> dict[str, float]:
-    return {"default_ttl_s": 500.0} if policy == "continuum" else {}
 
 
 def time_steps(engine: VirtualEngine, steps: int) -> Iterable[float]:
