@@ -108,12 +108,13 @@ class Stopping:
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
         """To a running turn always; to a waiting one if holding would not pay at full pressure, or if the program is
-        back itself and hopeless or over its time. Whatever yields to any waiting turn protects nothing.
+        back itself and hopeless: then it ranks low and may wait for long. Whatever any waiting turn may break protects
+        nothing.
         """
         if claimant is not Claimant.WAITING:
             return True
         if hold.owner_waits:
-            return is_hopeless(hold) or hold.load.now_s >= hold.until_s
+            return is_hopeless(hold)
         survival = Tool.of(hold, self.min_observations).survival(elapsed_s(hold))
         return not any(gain > 0 for _, gain in gains(survival, self._break_even_s(hold, 1.0)))
 
