@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from cluster.lifecycle import ProgramState
-from replicas.policy import Forecast, LoadView, RankKey, TurnView
+from replicas.policy import Forecast, KvPlace, LoadView, RankKey, TurnView
 
 EPOCH_S = 2.0
 """Seconds for which a draw counts: long enough to be admitted, at the head of the queue, as memory comes free."""
@@ -107,8 +107,10 @@ class Triage:
 
 
 def _prefill_s(turn: TurnView) -> float:
-    cached = min(turn.cached_tokens, turn.tokens)
-    return turn.load.facts.cost.prefill_s(turn.tokens - cached, cached, turn.load.facts.max_tokens)
+    """Seconds until all of the prompt's KV is there: what is swapped is fetched, what is missing computed."""
+    cost, cached = turn.load.facts.cost, min(turn.cached_tokens, turn.tokens)
+    fetched_s = cost.swap_s(cached) if turn.kv is KvPlace.SWAPPED else 0.0
+    return fetched_s + cost.prefill_s(turn.tokens - cached, cached, turn.load.facts.max_tokens)
 
 
 def _later_outputs(forecast: Forecast) -> float:

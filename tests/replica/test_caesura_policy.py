@@ -1,6 +1,5 @@
 """The policy `caesura`: each rule by numbers worked out by hand (see ``policy_views``), and what holds of any view."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from math import isfinite, isnan
 
@@ -23,7 +22,7 @@ REFILL_S = 1.0
 
 
 def bounded(slo: SloConfig, **changes: float) -> LoadView:
-    view = load(**changes)
+    view = load(**changes)  # type: ignore[arg-type]
     return replace(view, facts=replace(view.facts, slo=slo))
 
 
@@ -182,6 +181,20 @@ def test_the_clients_word_on_a_pause_counts_more_than_what_was_seen() -> None:
     assert isinstance(STOPPING.decide(told), Hold)
 
 
+def test_with_a_host_tier_holds_are_as_much_shorter_as_fetching_is_cheaper_than_computing() -> None:
+    """1,000 tokens: 10 ms to fetch, 100 ms to compute. What does not fit the tier is computed."""
+    durations = table(*[0.2] * 9)
+    at = replace(crowded(), facts=replace(crowded().facts, host_tokens=1000))
+    assert STOPPING.decide(pause(at, durations=durations)) == Swap("does not pay")
+    assert isinstance(STOPPING.decide(pause(at, durations=table(*[0.02] * 9))), Hold)
+    assert isinstance(STOPPING.decide(pause(at, context=1001, durations=durations)), Hold)
+
+
+def test_what_is_swapped_is_fetched_not_computed() -> None:
+    at = bounded(SloConfig(ttft_s=10.0))
+    assert key(turn(at, cached_tokens=1000, kv=KvPlace.SWAPPED)) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
+
+
 def test_a_client_can_ask_to_keep_the_cache() -> None:
     view = replace(pause(crowded(), durations=table(*[60.0] * 9)), hints=Hints(retention_s=7.0))
     assert STOPPING.decide(view) == Hold(107.0, "retention")
@@ -241,6 +254,7 @@ BOUND = st.none() | st.floats(1e-6, 1e6)
 LOADS = st.builds(
     lambda slo, **changes: bounded(slo, **changes),
     st.builds(SloConfig, ttft_s=BOUND, tpot_s=BOUND, e2e_s=BOUND, normalized_latency_s=BOUND),
+    host_tokens=TOKENS,
     max_tokens=st.integers(1, 10**6),
     now_s=SECONDS,
     running=st.integers(0, 10**5),
@@ -319,9 +333,6 @@ def test_every_budget_is_within_bounds(view: LoadView) -> None:
     assert 1 <= CaesuraParameters().build().budget.tokens(view) <= view.facts.max_tokens
 
 
-@given(view=PAUSES, price=st.sampled_from([True, False]), chooser=st.sampled_from([STOPPING.decide]))
-def test_what_is_held_at_full_pressure_is_held_at_none(
-    view: PauseView, price: bool, chooser: Callable[[PauseView], object]
-) -> None:
-    free = replace(view, load=replace(view.load, waiting=0))
-    assert isinstance(chooser(free), Hold)
+@given(view=PAUSES)
+def test_whatever_the_pause_it_is_held_where_nobody_waits(view: PauseView) -> None:
+    assert isinstance(STOPPING.decide(replace(view, load=replace(view.load, waiting=0))), Hold)
