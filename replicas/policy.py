@@ -234,6 +234,9 @@ class Policy:
     order: OrderPolicy
     pause: PausePolicy
     budget: BudgetPolicy
+    reserve_share: float = 0.0
+    """Part of the memory that admissions leave free while others run: what running turns grow into, else they would
+    break holds or be preempted. vLLM's watermark; the larger of the two counts."""
 
 
 PolicyFactory = Callable[[], Policy]

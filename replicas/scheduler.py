@@ -9,6 +9,7 @@ Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     reset_prefix_cache                      held blocks would make it fail
 and of ``KVCacheManager`` it wraps
     allocate_slots                          admissions are seen here; short of memory, holds are broken until it fits
+and sets its watermark_blocks, as the policy says.
 Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn async scheduling off.
 
 Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold; a program has a hold
@@ -88,6 +89,8 @@ class AgentScheduler(AsyncScheduler):
     def use_policy(self, policy: PolicyConfig) -> None:
         """Decide by another policy from now on. Holds end: they are promises of the policy that made them."""
         self.policy_config, self._policies = policy, build_policy(policy)
+        reserve_share = max(self._policies.reserve_share, self.scheduler_config.watermark)
+        self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
         for key in [held.key for held in self.holds]:
             self.apply(key, HoldEnded(self.clock.now_s(), "policy switch"))
         self.waiting.rerank_all()

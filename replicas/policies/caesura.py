@@ -28,6 +28,8 @@ class CaesuraParameters(BaseModel):
     """What losing a context costs, in times of computing it again: more, and holds last longer."""
     min_observations: int = Field(3, ge=1)
     """A tool's own durations count from so many observations on; before, all tools' together."""
+    reserve_share: float = Field(0.01, ge=0, lt=1)
+    """Part of the memory that admissions leave to the growth of running turns."""
     min_prefill_tokens: int = Field(64, ge=1)
     """However slow the steps, so many tokens of prompts may be computed in each."""
 
@@ -38,6 +40,7 @@ class CaesuraParameters(BaseModel):
             Triage(self.hopeless_share, self.ageing, self.refresh_steps),
             Stopping(self.hold_worth, self.min_observations, self.review_steps),
             PacedBudget(self.min_prefill_tokens),
+            self.reserve_share,
         )
 
 

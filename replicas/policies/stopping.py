@@ -1,9 +1,10 @@
 """Optimal stopping: a paused program's KV is held for as long as waiting for its tool is worth the memory.
 
-Both sides are GPU seconds. Value: computing the context again. Price, per second: the share of the memory that it
-takes, times how scarce memory is, since all memory together is worth all that the replica can do. At full pressure
-the break-even time is therefore that in which the memory could be filled anew, ``CostModel.refill_s``, whatever the
-context's length. How long the tool may still take is what was observed of it, given that it has lasted so long.
+Both sides are GPU seconds. Value: computing the context again, or fetching it from the host tier. Price, per second:
+the share of the memory that it takes, times how scarce memory is, since all memory together is worth all that the
+replica can do. At full pressure the break-even time without a host tier is therefore that in which the memory could be
+filled anew, ``CostModel.refill_s``, whatever the context's length. How long the tool may still take is what was
+observed of it, given that it has lasted so long.
 """
 
 from collections.abc import Callable, Iterator
@@ -12,7 +13,7 @@ from dataclasses import dataclass
 from cluster.program import tool_key
 from cluster.statistics import DurationStatistics, DurationTable
 from replicas.policies.triage import paces
-from replicas.policy import Claimant, Hold, HoldView, LoadView, PauseDecision, PauseView, RankKey, Release
+from replicas.policy import Claimant, Hold, HoldView, LoadView, PauseDecision, PauseView, RankKey, Release, Swap
 
 LONGEST_S = 3600.0
 """A hold that costs nothing ends after this time; the replica's own limit is usually less."""
@@ -108,12 +109,13 @@ class Stopping:
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
         """To a running turn always; to a waiting one if holding would not pay at full pressure, or if the program is
-        back itself and hopeless or over its time. Whatever yields to any waiting turn protects nothing.
+        back itself and hopeless: then it ranks low and may wait for long. Whatever any waiting turn may break protects
+        nothing.
         """
         if claimant is not Claimant.WAITING:
             return True
         if hold.owner_waits:
-            return is_hopeless(hold) or hold.load.now_s >= hold.until_s
+            return is_hopeless(hold)
         survival = Tool.of(hold, self.min_observations).survival(elapsed_s(hold))
         return not any(gain > 0 for _, gain in gains(survival, self._break_even_s(hold, 1.0)))
 
@@ -123,13 +125,16 @@ class Stopping:
             return Hold(view.load.now_s + LONGEST_S, reason="free")
         survival = Tool.of(view, self.min_observations).survival(elapsed)
         stop_s = best_stop_s(survival, self._break_even_s(view, scarce))
-        return Release("does not pay") if stop_s is None else Hold(view.load.now_s + min(stop_s, LONGEST_S), "pays")
+        if stop_s is not None:
+            return Hold(view.load.now_s + min(stop_s, LONGEST_S), reason="pays")
+        return Swap("does not pay") if _swaps(view) else Release("does not pay")
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
         """Seconds after which a hold has cost what it can save."""
         facts = view.load.facts
         context = max(1, view.context_tokens)
-        return self.worth * facts.cost.prefill_s(context) * facts.capacity_tokens / (context * scarce)
+        lost_s = facts.cost.swap_s(context) if _swaps(view) else facts.cost.prefill_s(context)
+        return self.worth * lost_s * facts.capacity_tokens / (context * scarce)
 
     def _value_rate(self, hold: HoldView) -> float:
         window_s = self._break_even_s(hold, 1.0)
@@ -150,6 +155,12 @@ def is_hopeless(hold: HoldView) -> bool:
     if slo.ttft_s is not None and (not hold.program.on_time or waited_s > slo.ttft_s):
         return True
     return not paces(hold.program, hold.forecast, hold.load, waited_s, 0.0)
+
+
+def _swaps(view: PauseView | HoldView) -> bool:
+    """The context fits the host tier, and comes back from there sooner than it is computed."""
+    facts, context = view.load.facts, view.context_tokens
+    return 0 < context <= facts.host_tokens and facts.cost.swap_s(context) < facts.cost.prefill_s(context)
 
 
 def _statistics(durations: DurationTable, tool: str, min_observations: int) -> DurationStatistics | None:

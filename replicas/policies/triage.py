@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 
 from cluster.lifecycle import ProgramState
-from replicas.policy import Forecast, LoadView, RankKey, TurnView
+from replicas.policy import Forecast, KvPlace, LoadView, RankKey, TurnView
 
 EPOCH_S = 2.0
 """Seconds for which a draw counts: long enough to be admitted, at the head of the queue, as memory comes free."""
@@ -44,13 +44,14 @@ def later_work_s(forecast: Forecast, load: LoadView) -> float:
 def is_alive(turn: TurnView) -> bool:
     """Can the turn and its program still meet every bound, if it is admitted now and all goes as expected?"""
     load, slo = turn.load, turn.load.facts.slo
-    waited_s = load.now_s - turn.arrived_s
+    # The others decode beside its prefill, and the step under way has to end before it.
+    to_first_s = load.now_s - turn.arrived_s + _prefill_s(turn) + 2 * token_s(load)
     if slo.ttft_s is not None:
-        to_first_s = turn.first_token_s - turn.arrived_s if turn.first_token_s is not None else None
-        if not turn.program.on_time or (waited_s + _prefill_s(turn) if to_first_s is None else to_first_s) > slo.ttft_s:
+        ttft_s = to_first_s if turn.first_token_s is None else turn.first_token_s - turn.arrived_s
+        if not turn.program.on_time or ttft_s > slo.ttft_s:
             return False
     output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
-    turn_s = waited_s + _prefill_s(turn) + output * token_s(load)
+    turn_s = to_first_s + output * token_s(load)
     if slo.e2e_s is not None and turn_s > slo.e2e_s:
         return False
     generated = turn.generated_tokens + output
@@ -106,8 +107,10 @@ class Triage:
 
 
 def _prefill_s(turn: TurnView) -> float:
-    cached = min(turn.cached_tokens, turn.tokens)
-    return turn.load.facts.cost.prefill_s(turn.tokens - cached, cached, turn.load.facts.max_tokens)
+    """Seconds until all of the prompt's KV is there: what is swapped is fetched, what is missing computed."""
+    cost, cached = turn.load.facts.cost, min(turn.cached_tokens, turn.tokens)
+    fetched_s = cost.swap_s(cached) if turn.kv is KvPlace.SWAPPED else 0.0
+    return fetched_s + cost.prefill_s(turn.tokens - cached, cached, turn.load.facts.max_tokens)
 
 
 def _later_outputs(forecast: Forecast) -> float:
