@@ -144,7 +144,7 @@ async def test_the_control_channel_round_trips(engine: AsyncLLM, channel: Contro
     ("operation", "payload", "why"),
     [
         ("no_such_thing", {}, "unknown operation"),
-        ("set_policy", {"name": "nope"}, "choose one of: vllm, "),
+        ("set_policy", {"name": "nope"}, "choose one of: .*continuum"),
         ("set_policy", {"name": "continuum", "parameters": {"delta": 2}}, "delta"),
         ("hold", {"key": "nobody", "seconds": 1.0}, "holds nothing"),
         ("tool_started", {"key": "nobody", "tools": ["x"]}, "unknown"),
