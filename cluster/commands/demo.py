@@ -8,15 +8,15 @@ import typer
 
 CONFIG: dict[str, Any] = {
     "replicas": {"count": 2},
-    # Memory for about 6,400 tokens a replica: programs compete for it, as they do on a full GPU.
-    "engine": {"max_model_len": 5632, "num_gpu_blocks_override": 200, "max_num_seqs": 64},
+    # Memory for about 5,700 tokens a replica: programs compete for it, as they do on a full GPU.
+    "engine": {"max_model_len": 5632, "num_gpu_blocks_override": 180, "max_num_seqs": 64},
     "policy": {"name": "continuum", "parameters": {"max_ttl_s": 1.0, "default_ttl_s": 0.5}},
     "http": {"port": 0},
 }
 """The cluster of the demo. Tools run ten times faster than recorded, so the policy's times are a tenth, too."""
 
 POLICIES = ("vllm", "continuum")
-RATE_PER_S = 2.0
+RATE_PER_S = 3.0
 DURATION_S = 20.0
 BLOCKS = 2
 SCALE_TOOLS = 0.1
