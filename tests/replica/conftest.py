@@ -1,6 +1,5 @@
 """Virtual replicas for scheduler timelines."""
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,29 +10,15 @@ from cluster.clock import ManualClock
 from cluster.config import PolicyConfig
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
-from replicas.virtual_engine import Shape, VirtualEngine
+from replicas.virtual_engine import Shape, VirtualEngine, write_config_only_model
 
-TINY_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "vocab_size": 4096,
-    "max_position_embeddings": 32768,
-    "torch_dtype": "float32",
-}
+MAX_MODEL_LEN = 32768
 
 
 @pytest.fixture(scope="session")
 def tiny_config(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with a model's config.json: all that a scheduler reads of a model."""
-    directory = tmp_path_factory.mktemp("config-only-model")
-    (directory / "config.json").write_text(json.dumps(TINY_CONFIG))
-    return directory
+    return write_config_only_model(tmp_path_factory.mktemp("config-only-model"), MAX_MODEL_LEN)
 
 
 Replica = Callable[..., VirtualEngine]
