@@ -1,7 +1,7 @@
 """Cost models by roofline: the papers' models on common GPUs, named ``model/device``, such as ``opt-13b/h800``.
 
-Data sheets give the roofs, the efficiencies below what a serving engine reaches of them. `caesura profile` measures
-instead; take a preset where the hardware is not at hand.
+Data sheets give the roofs, an :class:`Engine` what a serving engine reaches of them: today's, or with ``@2023`` behind
+the name that of the papers' time. `caesura profile` measures instead; take a preset where the hardware is not at hand.
 """
 
 from collections.abc import Iterator
@@ -14,20 +14,37 @@ MEMORY_UTILIZATION = 0.9
 """vLLM's default share of the device's memory."""
 WORKING_BYTES = 1.0e9
 """Of that share, on each device: activations, CUDA graphs, communication buffers."""
-COMPUTE_EFFICIENCY = 0.55
-"""Share of the dense peak that the linear layers and attention reach in a full batch."""
-BANDWIDTH_EFFICIENCY = 0.8
-"""Share of the memory bandwidth that reading weights and KV reaches."""
 LINK_EFFICIENCY = 0.8
 """Share of its nominal bandwidth that a host or a device link reaches."""
-STEP_OVERHEAD_S = 1.5e-3
-"""An iteration before any work: what of scheduling and launching does not overlap with the device."""
-SEQUENCE_OVERHEAD_S = 10e-6
-"""Each sequence of a batch: block table, sampling, output."""
 ALL_REDUCE_S = 10e-6
 """Latency of one all-reduce between tensor-parallel ranks; each layer has two."""
 MIN_CAPACITY_TOKENS = 4096
 """A replica whose memory takes fewer tokens does not count as fitting."""
+
+
+ENGINE_MARK = "@"
+
+
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """What a serving engine reaches of a device's roofs. Shares are in (0, 1]."""
+
+    compute_efficiency: float
+    """Of the dense peak, by the linear layers and attention in a full batch."""
+    bandwidth_efficiency: float
+    """Of the memory bandwidth, in reading weights and KV."""
+    step_overhead_s: float
+    """An iteration before any work: what of scheduling and launching does not overlap with the device."""
+    sequence_overhead_s: float
+    """Each sequence of a batch: block table, sampling, output."""
+
+
+TODAY = Engine(0.55, 0.8, step_overhead_s=1.5e-3, sequence_overhead_s=10e-6)
+ENGINES = {
+    # vLLM 0.2, on which InferCept, MARS and AugServe are built: eager launches, scheduling, sampling and detokenising
+    # in Python between two iterations, the first paged-attention kernel. Assumed, not measured.
+    "2023": Engine(0.4, 0.5, step_overhead_s=15e-3, sequence_overhead_s=150e-6),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,24 +132,28 @@ DEVICES = {
 
 
 def preset(name: str) -> CostModel:
-    """The cost model of ``model/device``.
+    """The cost model of ``model/device`` or ``model/device@engine``.
 
     Raises:
-        ConfigError: no such model or device, or the model does not fit the device; the message says by how much.
+        ConfigError: no such model, device or engine, or the model does not fit; the message says by how much.
     """
-    model_name, _, device_name = name.partition("/")
-    for kind, part, known in (("model", model_name, list(MODELS)), ("device", device_name, list(DEVICES))):
+    hardware, mark, engine_name = name.partition(ENGINE_MARK)
+    model_name, _, device_name = hardware.partition("/")
+    chosen = [("model", model_name, list(MODELS)), ("device", device_name, list(DEVICES))]
+    if mark:
+        chosen.append(("engine", engine_name, list(ENGINES)))
+    for kind, part, known in chosen:
         if part not in known:
             raise ConfigError(f"preset {name!r}: unknown {kind} {part!r}; choose one of: {', '.join(known)}")
     model, device = MODELS[model_name], DEVICES[device_name]
     capacity = _capacity_tokens(model, device)
     if capacity < MIN_CAPACITY_TOKENS:
         raise ConfigError(_misfit(name, model, device, capacity))
-    return _roofline(name, model, device, capacity)
+    return _roofline(name, model, device, ENGINES[engine_name] if mark else TODAY, capacity)
 
 
 def preset_names() -> Iterator[str]:
-    """Every ``model/device`` that fits."""
+    """Every ``model/device`` that fits; each may have an engine behind it."""
     for model_name, model in MODELS.items():
         for device_name, device in DEVICES.items():
             if _capacity_tokens(model, device) >= MIN_CAPACITY_TOKENS:
@@ -154,10 +175,10 @@ def _misfit(name: str, model: ModelShape, device: Device, capacity: int) -> str:
     return f"{what}, {ranks} {usable / 1e9:.1f} GB after working memory, {left}"
 
 
-def _roofline(name: str, model: ModelShape, device: Device, capacity: int) -> CostModel:
+def _roofline(name: str, model: ModelShape, device: Device, engine: Engine, capacity: int) -> CostModel:
     ranks = model.tensor_parallel
-    bandwidth = ranks * device.bandwidth * BANDWIDTH_EFFICIENCY
-    flops = ranks * device.flops * COMPUTE_EFFICIENCY
+    bandwidth = ranks * device.bandwidth * engine.bandwidth_efficiency
+    flops = ranks * device.flops * engine.compute_efficiency
     # Communication grows with the tokens as compute does, and nothing overlaps with it.
     communication_s = model.all_reduce_bytes_per_token / (device.device_link * LINK_EFFICIENCY)
     latency_s = 2 * model.layers * ALL_REDUCE_S if ranks > 1 else 0.0
@@ -165,8 +186,8 @@ def _roofline(name: str, model: ModelShape, device: Device, capacity: int) -> Co
         name=name,
         kv_bytes_per_token=model.kv_bytes_per_token,
         kv_capacity_tokens=capacity,
-        overhead_s=STEP_OVERHEAD_S + latency_s,
-        sequence_s=SEQUENCE_OVERHEAD_S,
+        overhead_s=engine.step_overhead_s + latency_s,
+        sequence_s=engine.sequence_overhead_s,
         weights_s=model.weight_bytes / bandwidth,
         token_s=model.linear_flops_per_token / flops + communication_s,
         context_s=model.kv_bytes_per_token / bandwidth,

@@ -151,6 +151,14 @@ def test_what_the_papers_settings_come_to() -> None:
     assert 2 < opt.prefill_s(2000) / opt.swap_s(2000) < 5
 
 
+def test_an_engine_of_the_papers_time_is_slower_on_the_same_memory() -> None:
+    today, then = preset("opt-13b/h800"), preset("opt-13b/h800@2023")
+    assert (then.name, then.kv_capacity_tokens) == ("opt-13b/h800@2023", today.kv_capacity_tokens)
+    assert then.decode_step_s(64, 20_000) > 2 * today.decode_step_s(64, 20_000)
+    assert then.prefill_s(2000) > today.prefill_s(2000)
+    assert then.swap_s(2000) == today.swap_s(2000)
+
+
 def test_presets_are_all_pairs_that_fit() -> None:
     refused = {
         f"{model}/{device}" for model in MODELS for device in DEVICES if f"{model}/{device}" not in set(preset_names())
@@ -171,6 +179,7 @@ def test_presets_are_all_pairs_that_fit() -> None:
         ("opt-66b/h800", "unknown model 'opt-66b'; choose one of: opt-13b"),
         ("opt-13b/v100", "unknown device 'v100'; choose one of: rtx-4090"),
         ("opt-13b", "unknown device ''"),
+        ("opt-13b/h800@1999", "unknown engine '1999'; choose one of: 2023"),
     ],
 )
 def test_what_is_unknown_or_does_not_fit_is_refused(name: str, why: str) -> None:
