@@ -44,6 +44,8 @@ class TurnRecord:
     """Leading tokens of this prompt that the program's turn before had sent or generated."""
     cached_tokens: int | None = None
     """Prompt tokens that the server did not compute; None: it did not say."""
+    fetched_tokens: int | None = None
+    """Of these, those that came from a host tier; None: the server did not say."""
     queue_s: float | None = None
     """Seconds that the turn waited in the server's queue; None: unknown."""
     sent_s: float | None = None
@@ -138,6 +140,12 @@ class ProgramRecord:
     def recomputed_tokens(self) -> int | None:
         """Over the resumed turns; None: some are unknown."""
         parts = _all_known(turn.recomputed_tokens for turn in self.turns[1:])
+        return None if parts is None else sum(parts)
+
+    @property
+    def fetched_tokens(self) -> int | None:
+        """From a host tier, over all turns; None: some are unknown."""
+        parts = _all_known(turn.fetched_tokens for turn in self.turns)
         return None if parts is None else sum(parts)
 
 

@@ -13,18 +13,21 @@ from typing import Any
 
 import torch
 from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.engine import EngineCoreOutput
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
-from vllm.v1.outputs import ModelRunnerOutput
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
+from vllm.v1.kv_offload.base import OffloadingWorker
+from vllm.v1.outputs import KVConnectorOutput, ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
 from cluster.program import WIRE_KEY, ProgramIdentity
 from replicas.settings import SchedulerSettings
+from replicas.virtual_link import VirtualHostTier, stock_transfer_config
 
 FIRST_TOKEN = 100
 """Generated tokens are this one and those after it: never an end-of-sequence token of the tiny model."""
@@ -58,6 +61,8 @@ class Shape:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
     prefix_caching: bool = True
+    host_blocks: int = 0
+    """Blocks of the host tier; 0: there is none."""
 
 
 class VirtualEngine:
@@ -69,6 +74,7 @@ class VirtualEngine:
         shape: memory and bounds.
         settings: policy and bounds for an AgentScheduler.
         asynchronous: schedule the next step before the last one's tokens are known, as on a GPU.
+        link: what moves blocks to the host tier and back; needed if ``shape`` has one.
     """
 
     def __init__(
@@ -78,18 +84,24 @@ class VirtualEngine:
         shape: Shape = Shape(),
         settings: SchedulerSettings | None = None,
         asynchronous: bool = False,
+        link: OffloadingWorker | None = None,
     ) -> None:
         self.shape = shape
         config = _vllm_config(model, shape, settings or SchedulerSettings(), asynchronous)
         self._hasher = block_hasher(shape.block_size) if shape.prefix_caching else None
         spec = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        page_bytes = spec.page_size_bytes
+        tensor = KVCacheTensor(shape.num_blocks * page_bytes, ["layer.0"], shape.num_blocks * page_bytes, page_bytes)
+        kv_cache_config = KVCacheConfig(shape.num_blocks, [tensor], [KVCacheGroupSpec(["layer.0"], spec)])
         self.scheduler = scheduler_cls(
-            config,
-            KVCacheConfig(shape.num_blocks, [], [KVCacheGroupSpec(["layer.0"], spec)]),
-            StructuredOutputManager(config),
-            block_size=shape.block_size,
+            config, kv_cache_config, StructuredOutputManager(config), block_size=shape.block_size
         )
-        self._in_flight: list[tuple[SchedulerOutput, list[bool]]] = []
+        self._host_tier: VirtualHostTier | None = None
+        if shape.host_blocks:
+            connector = self.scheduler.connector
+            assert isinstance(connector, OffloadingConnector) and link is not None, "a host tier needs a link"
+            self._host_tier = VirtualHostTier(config, kv_cache_config, connector, link)
+        self._in_flight: list[tuple[SchedulerOutput, list[bool], KVConnectorOutput | None]] = []
         self._asynchronous = asynchronous
         self._next_token = FIRST_TOKEN
 
@@ -119,14 +131,23 @@ class VirtualEngine:
     def step(self) -> SchedulerOutput:
         """Schedule once and, unless a step is to stay in flight, take its tokens; what was scheduled."""
         output = self.scheduler.schedule()
-        self._in_flight.append((output, self._samples(output)))
+        self.begin(output)
+        self._in_flight.append((output, self._samples(output), self._transferred(output)))
         if not self._asynchronous or len(self._in_flight) > 1:
             self._finish(*self._in_flight.pop(0))
         return output
 
+    def begin(self, output: SchedulerOutput) -> None:
+        """Hand the link what a step that the caller scheduled by itself has for it at its beginning."""
+        if self._host_tier is not None:
+            self._host_tier.step_begins(output)
+
     def complete(self, output: SchedulerOutput) -> list[EngineCoreOutput]:
         """The tokens of a step that the caller scheduled by itself; not for asynchronous engines."""
-        return self._finish(output, self._samples(output))
+        return self._finish(output, self._samples(output), self._transferred(output))
+
+    def _transferred(self, output: SchedulerOutput) -> KVConnectorOutput | None:
+        return self._host_tier.step_ends(output) if self._host_tier is not None else None
 
     def _samples(self, output: SchedulerOutput) -> list[bool]:
         """Which requests get a token from this step: not those whose prompt goes on. The next step may change it."""
@@ -151,7 +172,9 @@ class VirtualEngine:
         """Blocks that nobody owns; ``shape.num_blocks - 1`` when all are free."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
-    def _finish(self, output: SchedulerOutput, samples: Sequence[bool]) -> list[EngineCoreOutput]:
+    def _finish(
+        self, output: SchedulerOutput, samples: Sequence[bool], transferred: KVConnectorOutput | None
+    ) -> list[EngineCoreOutput]:
         ids = list(output.num_scheduled_tokens)
         result = ModelRunnerOutput(
             req_ids=ids,
@@ -160,6 +183,7 @@ class VirtualEngine:
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
+            kv_connector_output=transferred,
         )
         by_client = self.scheduler.update_from_output(output, result)
         return [answer for outputs in by_client.values() for answer in outputs.outputs]
@@ -223,6 +247,7 @@ def _vllm_config(model: Path, shape: Shape, settings: SchedulerSettings, asynchr
         scheduler_config=scheduler_config,
         device_config=DeviceConfig("cpu"),
         additional_config=settings.additional_config(),
+        kv_transfer_config=stock_transfer_config(shape.host_blocks) if shape.host_blocks else None,
     )
     config.scheduler_config.async_scheduling = asynchronous
     return config

@@ -3,6 +3,9 @@
 A step is scheduled when the one before has ended, as a synchronous engine does; the time that ``schedule()`` itself
 takes is measured but costs no virtual time (on a GPU it overlaps with the device). Turns that arrive during a step are
 known to the scheduler at once and can be admitted by the next one.
+
+With a host tier a step goes on beside the transfers of the steps before it (see `replicas.virtual_link`); one that
+only waits for them ends with the next one, or when a turn arrives.
 """
 
 import time
@@ -12,7 +15,7 @@ from pathlib import Path
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request
+from vllm.v1.request import Request, RequestStatus
 
 from cluster.clock import ManualClock
 from cluster.config import PolicyConfig, SloConfig
@@ -22,6 +25,7 @@ from replicas.cost_model import CostModel
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine
+from replicas.virtual_link import VirtualLink
 
 MIN_STEP_S = 1e-3
 """A step in which nothing could be scheduled takes at least so long: an engine that polls its queues."""
@@ -40,6 +44,8 @@ class VirtualTurn:
     last_token_s: float | None = None
     cached_tokens: int | None = None
     """Prompt tokens that needed no computation at the first admission; None: no token yet."""
+    fetched_tokens: int | None = None
+    """Of these, those that came from the host tier."""
 
     @property
     def generated(self) -> list[int]:
@@ -65,12 +71,18 @@ class VirtualReplica:
     engine: VirtualEngine
     cost: CostModel
     clock: ManualClock
+    link: VirtualLink | None = None
+    """To the host tier, where there is one."""
     waste: Waste = field(default_factory=Waste)
     schedule_s: list[float] = field(default_factory=list)
     """Real seconds of each ``schedule()``."""
     preemptions: int = 0
     _turns: dict[str, VirtualTurn] = field(default_factory=dict)
     _in_flight: SchedulerOutput | None = None
+    _waits_for_link: bool = False
+    """The step under way computes nothing: it ends with the next transfer, or when a turn arrives."""
+    interrupted: bool = False
+    """A turn has arrived while the step under way waits for the link: it is to end now."""
     _held_since_s: float = 0.0
 
     @classmethod
@@ -81,11 +93,13 @@ class VirtualReplica:
 
         ``model`` is a directory with a model's config.json.
         """
+        link = VirtualLink(clock, cost.swap_s, shape.block_size) if shape.host_blocks else None
         if policy is None:
-            return cls(VirtualEngine(AsyncScheduler, model, shape), cost, clock)
-        engine = VirtualEngine(AgentScheduler, model, shape, SchedulerSettings(policy=policy, cost=cost, slo=slo))
+            return cls(VirtualEngine(AsyncScheduler, model, shape, link=link), cost, clock, link)
+        settings = SchedulerSettings(policy=policy, cost=cost, slo=slo)
+        engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link)
         engine.scheduler.clock = clock
-        return cls(engine, cost, clock)
+        return cls(engine, cost, clock, link)
 
     @property
     def busy(self) -> bool:
@@ -100,12 +114,14 @@ class VirtualReplica:
         self._settle()
         request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s)
         turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens)
+        self.interrupted = self._waits_for_link
         return turn
 
     def begin_step(self) -> float | None:
         """Schedule a step; the virtual seconds that it takes. None: there is nothing to do."""
         scheduler = self.engine.scheduler
-        if not scheduler.has_unfinished_requests():
+        # A host tier goes on when the last turn has ended: its KV is still to be stored.
+        if not (scheduler.has_unfinished_requests() if self.link is None else scheduler.has_requests()):
             return None
         self._settle()
         began = time.perf_counter()
@@ -116,11 +132,28 @@ class VirtualReplica:
         for new in output.scheduled_new_reqs:
             self._turns[new.req_id].admitted_s = now_s
         self.preemptions += len(output.preempted_req_ids or ())
-        return self._cost_of(output)
+        self.engine.begin(output)
+        return self._flush_s() + (self._idle_s() if not output.total_num_scheduled_tokens else self._cost_of(output))
+
+    def _flush_s(self) -> float:
+        return self.link.take_wait_s() if self.link is not None else 0.0
+
+    def _idle_s(self) -> float:
+        """Seconds of a step that computes nothing. Where all that is left to do is to wait for the link, it waits."""
+        polled_s = max(self.cost.overhead_s, MIN_STEP_S)
+        next_end_s = self.link.next_end_s if self.link is not None else None
+        if next_end_s is None:
+            return polled_s
+        requests = self.engine.scheduler.requests.values()
+        if any(request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS for request in requests):
+            return polled_s
+        self._waits_for_link = True
+        return max(next_end_s - self.clock.now_s(), MIN_STEP_S)
 
     def end_step(self) -> list[VirtualTurn]:
         """The step's tokens have come; the turns that it ended."""
         output, self._in_flight = self._in_flight, None
+        self._waits_for_link = self.interrupted = False
         assert output is not None, "no step is under way"
         self._settle()
         now_s = self.clock.now_s()
@@ -130,6 +163,7 @@ class VirtualReplica:
                 turn = self._turns[answer.request_id]
                 turn.first_token_s = now_s
                 turn.cached_tokens = answer.prefill_stats.num_cached_tokens
+                turn.fetched_tokens = answer.prefill_stats.num_external_cached_tokens
             if answer.finish_reason is not None:
                 turn = self._turns.pop(answer.request_id)
                 turn.last_token_s = now_s
@@ -182,8 +216,6 @@ class VirtualReplica:
             else:
                 recomputed += tokens
         total = output.total_num_scheduled_tokens
-        if not total:
-            return max(self.cost.overhead_s, MIN_STEP_S)
         seconds = self.cost.step_s(total, context, len(scheduled), pairs)
         if recomputed:
             self.waste.recomputed += recomputed / total * seconds * context

@@ -44,6 +44,7 @@ PROGRAM_METRICS: dict[str, Callable[[ProgramRecord], float | None]] = {
     "bubble_s": lambda program: program.bubble_s,
     "recomputed_tokens": lambda program: program.recomputed_tokens,
     "reused_tokens": lambda program: program.reused_tokens,
+    "fetched_tokens": lambda program: program.fetched_tokens,
 }
 """Over the programs that completed."""
 
@@ -99,8 +100,8 @@ def by_block(result: BenchResult, policy: str) -> list[Summary]:
 def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
     """One JSON line, with the keys of `caesura simulate`; what only a simulator knows is null.
 
-    ``bubble_s``, ``recomputed_tokens`` and ``reused_tokens`` are means over completed programs. Times are seconds,
-    ``goodput_*`` per second.
+    ``bubble_s``, ``recomputed_tokens``, ``reused_tokens`` and ``fetched_tokens`` (from a host tier) are means over
+    completed programs. Times are seconds, ``goodput_*`` per second.
     """
     settings = result.settings
     return {
@@ -134,4 +135,5 @@ def measures(summary: Summary) -> dict[str, Any]:
         "bubble_s": found["bubble_s"].mean,
         "recomputed_tokens": found["recomputed_tokens"].mean,
         "reused_tokens": found["reused_tokens"].mean,
+        "fetched_tokens": found["fetched_tokens"].mean,
     }

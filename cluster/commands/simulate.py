@@ -26,7 +26,7 @@ def simulate(
     warmup: Annotated[float, typer.Option(help="Minutes of arrivals before, not measured.")] = 2.0,
     drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 300.0,
     seed: Annotated[str, typer.Option(help="One, or several with commas: each is a run.")] = "0",
-    host_gib: Annotated[float, typer.Option(help="Host memory for swapped KV, GiB.")] = 0.0,
+    host_gib: Annotated[float, typer.Option(help="Host memory for KV of each replica, GiB; 0: no host tier.")] = 0.0,
     slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,
     slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
     oracle: Annotated[bool | None, typer.Option(help="Tell lengths and durations. Default: as the papers.")] = None,

@@ -32,6 +32,7 @@ ROWS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
     ("scheduling bubble, s", lambda r: r.summary.distributions["bubble_s"].mean),
     ("recomputed tokens/program", lambda r: r.summary.distributions["recomputed_tokens"].mean),
     ("reused tokens/program", lambda r: r.summary.distributions["reused_tokens"].mean),
+    ("  of them from the host", lambda r: r.summary.distributions["fetched_tokens"].mean),
     ("wasted KV, GiB s", lambda r: r.wasted_gib_s),
     ("preemptions", lambda r: r.preemptions),
     ("schedule(), ms, mean", lambda r: r.schedule_ms.mean),
@@ -51,6 +52,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
     Times are seconds unless the key says otherwise, ``goodput_*`` and ``*_per_s`` per second. ``wasted_gib_s``: KV on
     hold plus, while a step recomputes, the KV of its batch in the proportion of recomputed to scheduled tokens,
     integrated over the measured window. ``schedule_ms`` and ``wall_s_per_minute`` are real time, all else is virtual.
+    ``stored_tokens`` and ``loaded_tokens``: KV that went to the host tier and came back, over the whole run.
     """
     run = result.run
     return {
@@ -75,6 +77,9 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "capacity_per_s": result.capacity_per_s,
             "bound_per_s": result.bound_per_s,
             "preemptions": result.preemptions,
+            "tier": settings.tier(run.policy),
+            "stored_tokens": result.stored_tokens,
+            "loaded_tokens": result.loaded_tokens,
             "steps": result.steps,
             "simulated_s": result.simulated_s,
             "recovery": None if result.recovery is None else _recovery_json(result.recovery),
@@ -143,12 +148,13 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings) -> li
         "a step that decodes one sequence without a context.",
     ]
     if any(policy in BASELINES for policy in settings.policies):
-        which = ", ".join(
-            f"{name} (prefix cache {'off' if name == STOCK_NO_CACHE else 'on'})"
-            for name in settings.policies
-            if name in BASELINES
+        which = ", ".join(f"{name} ({settings.tier(name)})" for name in settings.policies if name in BASELINES)
+        lines.append(f"vLLM's own scheduler class, untouched: {which}.")
+    if settings.host_gib:
+        lines.append(
+            "Host tier: vLLM's offloading connector, LRU, of each replica; what a turn generates is kept there, too, "
+            "which is not vLLM's default. All policies have it but " + STOCK_NO_CACHE + "."
         )
-        lines.append(f"vLLM's own scheduler class, untouched, without a host tier: {which}.")
     if told:
         lines.append(f"Told true lengths and durations{noise}: {', '.join(told)}.")
     if learn:

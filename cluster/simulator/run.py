@@ -22,12 +22,11 @@ from cluster.simulator.bound import FluidBound
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.load import plan
 from cluster.simulator.recovery import Recovery
-from cluster.simulator.settings import BLOCK_SIZE, STOCK_NO_CACHE, SimulationSettings
+from cluster.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
 from cluster.simulator.simulation import Simulation
 from replicas.virtual_engine import Shape, write_config_only_model
 from replicas.virtual_replica import VirtualReplica, Waste
 
-GIB = 1 << 30
 MILLISECONDS = 1e3
 
 
@@ -54,6 +53,10 @@ class RunResult:
     schedule_ms: Distribution
     """Real milliseconds of one ``schedule()``."""
     preemptions: int
+    stored_tokens: int
+    """Tokens whose KV went to the host tier, over the whole run."""
+    loaded_tokens: int
+    """Tokens whose KV came back from it."""
     steps: int
     replicas: int
     arrivals_s: float
@@ -146,6 +149,7 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
         max_num_batched_tokens=settings.max_batched_tokens,
         max_model_len=max(peak_tokens + 1, settings.max_batched_tokens),
         prefix_caching=run.policy != STOCK_NO_CACHE,
+        host_blocks=settings.host_blocks(run.policy),
     )
     policy = settings.policy_config(run.policy)
     with tempfile.TemporaryDirectory() as directory:
@@ -184,6 +188,8 @@ def _result(
         wasted_gib_s=(sum(end) - sum(start)) * cost.kv_bytes_per_token / GIB,
         schedule_ms=Distribution.of(s * MILLISECONDS for replica in replicas for s in replica.schedule_s),
         preemptions=sum(replica.preemptions for replica in replicas),
+        stored_tokens=sum(replica.link.stored_tokens for replica in replicas if replica.link),
+        loaded_tokens=sum(replica.link.loaded_tokens for replica in replicas if replica.link),
         steps=sum(len(replica.schedule_s) for replica in replicas),
         replicas=len(replicas),
         arrivals_s=settings.arrivals_s,

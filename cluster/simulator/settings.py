@@ -29,6 +29,7 @@ INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
 """Policies that are told true lengths and durations unless a flag says otherwise: as their papers assume it."""
 BLOCK_SIZE = 16
 """Tokens of a KV block: vLLM's default on GPUs."""
+GIB = 1 << 30
 MAX_PROGRAMS = 100_000
 """Programs of one run; more is a slip of the keyboard."""
 SECONDS_PER_MINUTE = 60.0
@@ -54,6 +55,7 @@ class SimulationSettings:
     """Seconds after the last arrival for the programs under way to end; their tools alone may take minutes."""
     seeds: tuple[int, ...] = (0,)
     host_gib: float = 0.0
+    """Host memory for KV of each replica; 0: there is no host tier. `vllm-nocache` never has one."""
     slo_ttft_s: float = 1.0
     slo_norm_x: float = 10.0
     """Bound on a program's seconds without tools per token, in iteration times."""
@@ -94,12 +96,12 @@ class SimulationSettings:
             "--warmup": self.warmup_minutes,
             "--drain-s": self.drain_s,
             "--noise": self.noise,
+            "--host-gib": self.host_gib,
             "--scale-tools": self.shaping.scale_tools,
             "--missing-tool-s": self.missing_tool_s,
             "--seed": min(self.seeds, default=-1),
         }.items():
             _require(value is None or 0 <= value < float("inf"), flag, value, "must be 0 or more, and finite")
-        _require(self.host_gib == 0, "--host-gib", self.host_gib, "is refused: there is no host tier yet, give 0")
         for flag, values in {"--policies": self.policies, "--rates": self.rates_per_s, "--seed": self.seeds}.items():
             said = ",".join(map(str, values))
             _require(len(set(values)) == len(values) > 0, flag, said, "is empty or repeats a value")
@@ -110,7 +112,8 @@ class SimulationSettings:
         _require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
         if self.other_rate is not None and self.other_rate.end_s > self.arrivals_s:
             raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
-        self.cost_model()
+        if self.host_gib and not self.host_blocks(STOCK):
+            raise ConfigError(f"--host-gib: {self.host_gib} is less than the KV of one block")
         for name in self.parameters:
             if name not in self.policies or name in BASELINES:
                 raise ConfigError(f"--set {name}: no policy of that name is simulated with parameters")
@@ -149,6 +152,18 @@ class SimulationSettings:
     def blocks(self) -> int:
         """KV blocks of one replica that turns can use."""
         return self.cost_model().kv_capacity_tokens // BLOCK_SIZE
+
+    def host_blocks(self, policy: str) -> int:
+        """Blocks of the host tier that one replica of ``policy`` has; 0: none."""
+        if policy == STOCK_NO_CACHE:
+            return 0
+        return int(self.host_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
+
+    def tier(self, policy: str) -> str:
+        """In words, what of KV outlives a turn that has ended."""
+        if policy == STOCK_NO_CACHE:
+            return "prefix cache off, no host tier"
+        return f"prefix cache on, {f'host tier {self.host_gib:g} GiB' if self.host_gib else 'no host tier'}"
 
     def fitting(self) -> Shaping:
         """How programs are cut: none may need more than the memory of one replica."""

@@ -43,6 +43,7 @@ class _Program:
             output_tokens=turn.request.num_output_tokens,
             previous_context_tokens=self.known_tokens,
             cached_tokens=turn.cached_tokens,
+            fetched_tokens=turn.fetched_tokens,
             queue_s=None if turn.admitted_s is None else turn.admitted_s - self.due_s,
         )
 
@@ -59,6 +60,8 @@ class Simulation:
         self._clock = clock
         self._foresight = foresight
         self._live = [0] * len(replicas)
+        self._steps = [0] * len(replicas)
+        """Begun on each replica."""
         self._programs: dict[str, _Program] = {}
         self._by_request: dict[str, _Program] = {}
         for job in jobs:
@@ -100,13 +103,19 @@ class Simulation:
 
     def _begin_steps(self) -> None:
         for index, replica in enumerate(self._replicas):
+            if replica.interrupted:
+                self._end_step(index, self._steps[index])
             if replica.busy:
                 continue
             seconds = replica.begin_step()
             if seconds is not None:
-                self.timeline.at(self._clock.now_s() + seconds, partial(self._end_step, index))
+                self._steps[index] += 1
+                self.timeline.at(self._clock.now_s() + seconds, partial(self._end_step, index, self._steps[index]))
 
-    def _end_step(self, index: int) -> None:
+    def _end_step(self, index: int, step: int) -> None:
+        """The ``step``-th step of a replica ends, unless a turn that arrived has ended it before."""
+        if step != self._steps[index] or not self._replicas[index].busy:
+            return
         for turn in self._replicas[index].end_step():
             self._turn_ended(self._by_request.pop(turn.request.request_id), turn)
 

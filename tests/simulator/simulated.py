@@ -55,13 +55,16 @@ class Bench:
         policy: str = "vllm",
         replicas: int = 1,
         foresight: Foresight = LIVE,
+        cost: CostModel = COST,
         **shape: int,
     ) -> Simulation:
         self.clock = ManualClock()
         config = None if policy in BASELINES else PolicyConfig(name=policy)
+        if policy == STOCK_NO_CACHE:
+            shape["host_blocks"] = 0
         made = Shape(**{"num_blocks": 257, "max_num_seqs": 64, **shape}, prefix_caching=policy != STOCK_NO_CACHE)
         slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)
-        self.replicas = [VirtualReplica.build(config, COST, slo, made, self.model, self.clock) for _ in range(replicas)]
+        self.replicas = [VirtualReplica.build(config, cost, slo, made, self.model, self.clock) for _ in range(replicas)]
         jobs = [Job(f"p{n}", planned, at_s, (0, 0, n)) for n, (at_s, planned) in enumerate(programs)]
         return Simulation(jobs, self.replicas, self.clock, foresight)
 

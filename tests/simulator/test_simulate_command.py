@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from simulated import COST
 
 from cluster.cli import main
 from cluster.registry import POLICIES
@@ -28,6 +29,7 @@ KEYS = [
     "bubble_s",
     "recomputed_tokens",
     "reused_tokens",
+    "fetched_tokens",
     "wasted_gib_s",
     "schedule_ms",
     "wall_s_per_minute",
@@ -81,6 +83,31 @@ def test_a_line_a_run_with_the_same_numbers_every_time(
     assert (plots / "goodput_over_rate.png").stat().st_size > 1000
 
 
+def test_a_host_tier_is_named_and_has_the_same_numbers_every_time(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
+) -> None:
+    # A device of 4,096 tokens, so that contexts are lost; a host of 240 blocks, so that some are lost there, too.
+    device = tmp_path / "device.json"
+    COST.save(device)
+    tier = ("--preset", str(device), "--host-gib", "3.75", "--rates", "12", "--seed", "5")
+    first, second = tmp_path / "first", tmp_path / "second"
+    names = ("--policies", "vllm-nocache,vllm,continuum2")
+    assert caesura(monkeypatch, *small(small_trace, *names, *tier), "--json", str(first)) == 0
+    shown = capsys.readouterr().out
+    # Once more in processes of their own, whose strings hash differently.
+    assert (
+        caesura(monkeypatch, *small(small_trace, *names, *tier), "--json", str(second), "--quiet", "--jobs", "2") == 0
+    )
+    for line, repeated in zip(lines(first), lines(second), strict=True):
+        assert {k: v for k, v in line.items() if k not in REAL_TIME} == {
+            k: v for k, v in repeated.items() if k not in REAL_TIME
+        }
+    without, stock, ours = lines(first)
+    assert (without["fetched_tokens"], without["simulation"]["loaded_tokens"]) == (0, 0)
+    assert stock["fetched_tokens"] > 0 and ours["simulation"]["stored_tokens"] > 0
+    assert "vllm-nocache (prefix cache off, no host tier), vllm (prefix cache on, host tier 3.75 GiB)" in shown
+
+
 def test_a_burst_is_reported_in_windows(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
 ) -> None:
@@ -128,7 +155,8 @@ def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPa
         (("--rates", "0"), "--rates: 0.0 must be more than 0"),
         (("--rates", "1000000"), "--rates: 84000"),
         (("--seed", "-1"), "--seed: -1 must be 0 or more"),
-        (("--host-gib", "8"), "--host-gib: 8.0 is refused: there is no host tier yet"),
+        (("--host-gib", "-1"), "--host-gib: -1.0 must be 0 or more"),
+        (("--host-gib", "1e-6"), "--host-gib: 1e-06 is less than the KV of one block"),
         (("--preset", "opt-13b/toaster"), "unknown device 'toaster'"),
         (("--preset", "nowhere.json"), "nowhere.json: cannot be read"),
         (("--arrivals", "gamma:0"), "--arrivals: 'gamma:0'"),

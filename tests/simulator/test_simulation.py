@@ -149,8 +149,11 @@ def test_a_block_is_known_by_all_that_comes_before_it(bench: Bench) -> None:
     assert not set(one.block_hashes) & set(other.block_hashes)
 
 
+@pytest.mark.parametrize("host_blocks", [0, 90], ids=["no tier", "host tier"])
 @pytest.mark.parametrize("policy", EVERY)
-def test_every_policy_ends_every_program_and_gives_every_block_back(bench: Bench, policy: str) -> None:
+def test_every_policy_ends_every_program_and_gives_every_block_back(
+    bench: Bench, policy: str, host_blocks: int
+) -> None:
     rng = random.Random(7)
     programs = []
     for number in range(40):
@@ -161,7 +164,8 @@ def test_every_policy_ends_every_program_and_gives_every_block_back(bench: Bench
         planned = program(*turns, turn(5, 3), prefix=("tools", 48) if number % 2 else None)
         programs.append((rng.uniform(0, 1.0), planned))
     # Memory for about three of them: holds are broken, turns preempted.
-    records = bench.run(*programs, policy=policy, num_blocks=140, max_num_batched_tokens=256)
+    shape = {"num_blocks": 140, "max_num_batched_tokens": 256, "host_blocks": host_blocks}
+    records = bench.run(*programs, policy=policy, **shape)
     assert bench.replicas[0].preemptions > 0 or policy not in BASELINES
     for (_, planned), record in zip(programs, records, strict=True):
         assert record.outcome is Outcome.OK
