@@ -6,13 +6,14 @@ request generates exactly its ``max_tokens`` (``ignore_eos``). Tests and benchma
 """
 
 import json
+import mmap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from vllm.config import CacheConfig, DeviceConfig, ModelConfig, SchedulerConfig, VllmConfig
+from vllm.config import CacheConfig, DeviceConfig, KVTransferConfig, ModelConfig, SchedulerConfig, VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -34,6 +35,9 @@ FIRST_TOKEN = 100
 
 HASH_BYTES = 8
 """Length of a block's hash; vLLM's own has 32. Two blocks are confused once in 2^64 pairs."""
+
+HEAD_SIZE = mmap.PAGESIZE
+"""Of the made-up KV cache, so that a block is whole pages of memory, which vLLM's host tier rounds it up to."""
 
 CONFIG_ONLY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -75,6 +79,7 @@ class VirtualEngine:
         settings: policy and bounds for an AgentScheduler.
         asynchronous: schedule the next step before the last one's tokens are known, as on a GPU.
         link: what moves blocks to the host tier and back; needed if ``shape`` has one.
+        transfer_config: of that tier, by its bytes: vLLM's own or `replicas.host_tier.kv_transfer_config`.
     """
 
     def __init__(
@@ -85,12 +90,14 @@ class VirtualEngine:
         settings: SchedulerSettings | None = None,
         asynchronous: bool = False,
         link: OffloadingWorker | None = None,
+        transfer_config: Callable[[int], dict[str, Any]] = stock_transfer_config,
     ) -> None:
         self.shape = shape
-        config = _vllm_config(model, shape, settings or SchedulerSettings(), asynchronous)
         self._hasher = block_hasher(shape.block_size) if shape.prefix_caching else None
-        spec = FullAttentionSpec(block_size=shape.block_size, num_kv_heads=1, head_size=8, dtype=torch.float32)
+        spec = FullAttentionSpec(shape.block_size, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32)
         page_bytes = spec.page_size_bytes
+        transfers = KVTransferConfig(**transfer_config(shape.host_blocks * page_bytes)) if shape.host_blocks else None
+        config = _vllm_config(model, shape, settings or SchedulerSettings(), asynchronous, transfers)
         tensor = KVCacheTensor(shape.num_blocks * page_bytes, ["layer.0"], shape.num_blocks * page_bytes, page_bytes)
         kv_cache_config = KVCacheConfig(shape.num_blocks, [tensor], [KVCacheGroupSpec(["layer.0"], spec)])
         self.scheduler = scheduler_cls(
@@ -224,7 +231,9 @@ def write_config_only_model(directory: Path, max_model_len: int) -> Path:
     return directory
 
 
-def _vllm_config(model: Path, shape: Shape, settings: SchedulerSettings, asynchronous: bool) -> VllmConfig:
+def _vllm_config(
+    model: Path, shape: Shape, settings: SchedulerSettings, asynchronous: bool, transfers: KVTransferConfig | None
+) -> VllmConfig:
     model_config = ModelConfig(
         model=str(model),
         skip_tokenizer_init=True,
@@ -247,7 +256,7 @@ def _vllm_config(model: Path, shape: Shape, settings: SchedulerSettings, asynchr
         scheduler_config=scheduler_config,
         device_config=DeviceConfig("cpu"),
         additional_config=settings.additional_config(),
-        kv_transfer_config=stock_transfer_config(shape.host_blocks) if shape.host_blocks else None,
+        kv_transfer_config=transfers,
     )
     config.scheduler_config.async_scheduling = asynchronous
     return config

@@ -12,20 +12,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1 import KVConnectorRole
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import OffloadingConnectorMetadata
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.kv_cache_interface import KVCacheConfig
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
-from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from vllm.v1.outputs import KVConnectorOutput
 
 from cluster.clock import Clock
-
-HOST_BLOCK_BYTES: int = CPUOffloadingSpec.BLOCK_SIZE_ALIGNMENT
-"""Host memory of one block of the virtual engine's made-up cache, which is smaller: vLLM rounds up to pages."""
 
 
 @dataclass(slots=True)
@@ -148,16 +144,13 @@ class VirtualHostTier:
         )
 
 
-def stock_transfer_config(host_blocks: int) -> KVTransferConfig:
+def stock_transfer_config(num_bytes: int) -> dict[str, Any]:
     """vLLM's own host tier. What a turn generates is kept too, which is not vLLM's default: agents send it again."""
-    return KVTransferConfig(
-        kv_connector="OffloadingConnector",
-        kv_role="kv_both",
-        kv_connector_extra_config={
-            "cpu_bytes_to_use": host_blocks * HOST_BLOCK_BYTES,
-            "offload_prompt_only": False,
-        },
-    )
+    return {
+        "kv_connector": "OffloadingConnector",
+        "kv_role": "kv_both",
+        "kv_connector_extra_config": {"cpu_bytes_to_use": num_bytes, "offload_prompt_only": False},
+    }
 
 
 def _transfers_of(output: SchedulerOutput) -> OffloadingConnectorMetadata:

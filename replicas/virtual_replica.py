@@ -22,6 +22,7 @@ from cluster.config import PolicyConfig, SloConfig
 from cluster.errors import IntegrityError
 from cluster.program import ProgramIdentity
 from replicas.cost_model import CostModel
+from replicas.host_tier import kv_transfer_config
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine
@@ -89,7 +90,7 @@ class VirtualReplica:
     def build(
         cls, policy: PolicyConfig | None, cost: CostModel, slo: SloConfig, shape: Shape, model: Path, clock: ManualClock
     ) -> "VirtualReplica":
-        """A replica that decides by ``policy``; None: vLLM's own class, untouched.
+        """A replica that decides by ``policy``, with Caesura's host tier; None: vLLM's own class, untouched, and tier.
 
         ``model`` is a directory with a model's config.json.
         """
@@ -97,7 +98,7 @@ class VirtualReplica:
         if policy is None:
             return cls(VirtualEngine(AsyncScheduler, model, shape, link=link), cost, clock, link)
         settings = SchedulerSettings(policy=policy, cost=cost, slo=slo)
-        engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link)
+        engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link, transfer_config=kv_transfer_config)
         engine.scheduler.clock = clock
         return cls(engine, cost, clock, link)
 

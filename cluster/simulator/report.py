@@ -152,8 +152,9 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings) -> li
         lines.append(f"vLLM's own scheduler class, untouched: {which}.")
     if settings.host_gib:
         lines.append(
-            "Host tier: vLLM's offloading connector, LRU, of each replica; what a turn generates is kept there, too, "
-            "which is not vLLM's default. All policies have it but " + STOCK_NO_CACHE + "."
+            "Host tier, of each replica: vLLM's offloading connector, by its own rules (LRU) for the baseline, by "
+            f"Caesura's for the others, none for {STOCK_NO_CACHE}. What a turn generates is kept there, too, which is "
+            "not vLLM's default."
         )
     if told:
         lines.append(f"Told true lengths and durations{noise}: {', '.join(told)}.")

@@ -16,6 +16,7 @@ from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from cluster.bench.workload import PlannedProgram
 from cluster.goodput import Outcome
 from cluster.simulator.settings import STOCK_NO_CACHE
+from replicas.host_cache import HostCache
 from replicas.virtual_link import VirtualLink
 
 SMALL = {"num_blocks": 33, "host_blocks": 200}
@@ -129,6 +130,13 @@ def test_the_baseline_is_vllms_own_class_and_its_own_host_tier(bench: Bench) -> 
     manager = scheduler.connector.connector_scheduler.manager
     assert type(manager) is CPUOffloadingManager
     assert manager._num_blocks == 77
+
+
+def test_a_policy_has_caesuras_host_tier(bench: Bench) -> None:
+    bench.run((0.0, RETURNS), policy="plas", host_blocks=77)
+    manager = bench.replicas[0].engine.scheduler.connector.connector_scheduler.manager
+    assert type(manager) is HostCache
+    assert manager.capacity_tokens == 77 * 16
 
 
 def test_a_cut_off_run_with_transfers_under_way_is_whole(bench: Bench) -> None:
