@@ -48,7 +48,7 @@ def build(config: CaesuraConfig) -> Application:
     """The application for ``serve.run``; Ray makes the configuration from the `args` of a Serve config file.
 
     Raises:
-        ConfigError: the store is `embedded`, which only `caesura serve` can provide.
+        ConfigError: the store is `embedded`, which only `caesura serve` can provide; or the cost model cannot be had.
     """
     if config.store.url == EMBEDDED:
         raise ConfigError("store.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
@@ -101,7 +101,11 @@ def bundles(config: CaesuraConfig) -> list[dict[str, float]]:
 
 
 def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, the configuration's `engine` over them, and those that nobody may change."""
+    """vLLM's engine arguments: ours, the configuration's `engine` over them, and those that nobody may change.
+
+    Raises:
+        ConfigError: the cost model cannot be had.
+    """
     on_cpu = config.replicas.accelerator == "cpu"
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
     if on_cpu:
@@ -109,11 +113,10 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     arguments |= config.engine
     if config.model.tool_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}
-    settings = SchedulerSettings(policy=config.policy, control=config.control, tool_parser=config.model.tool_parser)
     return arguments | {
         "tensor_parallel_size": config.replicas.tensor_parallel_size,
         "scheduler_cls": SCHEDULER,
-        "additional_config": settings.additional_config(),
+        "additional_config": SchedulerSettings.for_replica(config).additional_config(),
     }
 
 

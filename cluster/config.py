@@ -102,7 +102,7 @@ class RouterConfig(_Section):
 class PolicyConfig(_Section):
     """What runs next, and what keeps its KV memory through a tool call."""
 
-    name: str = "continuum"
+    name: str = "caesura"
     """A registered policy."""
     parameters: dict[str, Any] = Field(default_factory=dict, validate_default=True)
     """The policy's own parameters; `caesura config schema` lists them."""
@@ -202,6 +202,9 @@ class CaesuraConfig(_Section):
     router: RouterConfig = Field(default_factory=RouterConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     slo: SloConfig = Field(default_factory=SloConfig)
+    cost_model: str | None = Field(None, min_length=1)
+    """What a replica's steps cost, for the policies: a preset such as opt-13b/h800, or the path of a .json file that
+    `caesura profile` wrote; null takes the preset that fits the model and what it runs on, if there is one."""
     store: StoreConfig = Field(default_factory=StoreConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)

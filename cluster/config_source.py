@@ -17,7 +17,7 @@ from pydantic_core import ErrorDetails
 
 from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import ConfigError
-from cluster.registry import POLICIES, ROUTERS
+from cluster.registry import POLICIES, ROUTERS, read_cost_model
 
 VARIABLE_PREFIX = "CAESURA__"
 """An environment variable of this beginning overrides a key: CAESURA__HTTP__PORT is http.port, in any case."""
@@ -94,7 +94,7 @@ def load_config(
         config = CaesuraConfig.model_validate(said)
     except ValidationError as error:
         raise ConfigError("\n".join(_complaints(error, layers))) from None
-    return _with_model_path(config, layers, path)
+    return _with_cost_model(_with_model_path(config, layers, path), layers, path)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -240,12 +240,31 @@ def _with_model_path(config: CaesuraConfig, layers: _Layers, path: Path | None) 
     source = config.model.source
     if not source.startswith(("/", ".", "~")):
         return config
-    in_file = path is not None and layers.source_of(key) == layers.source
-    base = path.parent if path is not None and in_file else Path()
-    resolved = (base / Path(source).expanduser()).resolve()
+    resolved = _resolved(source, key, layers, path)
     if not resolved.exists():
         raise ConfigError(layers.complaint(key, f"no such path: {resolved}", _shown(source)))
     return config.model_copy(update={"model": config.model.model_copy(update={"source": str(resolved)})})
+
+
+def _with_cost_model(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
+    """`cost_model` as an absolute path where it is a file, after a look into it; a preset's name as it is."""
+    key, source = ("cost_model",), config.cost_model
+    if source is None:
+        return config
+    if source.endswith(".json"):
+        config = config.model_copy(update={"cost_model": str(_resolved(source, key, layers, path))})
+    try:
+        read_cost_model(str(config.cost_model))
+    except ConfigError as error:
+        raise ConfigError(layers.complaint(key, str(error), _shown(source))) from None
+    return config
+
+
+def _resolved(source: str, key: KeyPath, layers: _Layers, path: Path | None) -> Path:
+    """A path that stands in the file is beside the file; one that was said elsewhere is from here."""
+    in_file = path is not None and layers.source_of(key) == layers.source
+    base = path.parent if path is not None and in_file else Path()
+    return (base / Path(source).expanduser()).resolve()
 
 
 def _shown(value: Any) -> str:

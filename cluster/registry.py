@@ -35,8 +35,21 @@ class Registry(Mapping[str, str]):
         """
         if name not in self._entries:
             raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self._entries)}")
-        module, _, attribute = self._entries[name].partition(":")
-        return getattr(import_module(module), attribute)
+        return _attribute(self._entries[name])
+
+
+def read_cost_model(source: str) -> Any:
+    """The cost model of a preset's name, or of a file that `caesura profile` wrote.
+
+    Raises:
+        ConfigError: no such preset, or not such a file.
+    """
+    return _attribute("replicas.presets:cost_model")(source)
+
+
+def _attribute(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
 
 
 POLICIES = Registry(

@@ -51,7 +51,7 @@ class StepCosts:
     context_s: float
     pair_s: float
     request_s: float
-    """A request's way into the engine and out of it: measured apart, in no step."""
+    """A request's way into the engine and out of it: measured apart, in no step. `CostModel.turn_s`."""
     mean_error: float
     max_error: float
 
@@ -68,6 +68,7 @@ class StepCosts:
             kv_capacity_tokens=kv_capacity_tokens,
             swap_token_s=swap_token_s,
             swap_overhead_s=swap_overhead_s,
+            turn_s=self.request_s,
             **steps,
         )
 

@@ -56,6 +56,8 @@ class CostModel:
     """Seconds to move one token's KV over the host link, one way."""
     swap_overhead_s: NotNegative = 0.0
     """Seconds of a transfer of any size, one way."""
+    turn_s: NotNegative = 0.0
+    """Seconds of a turn's way from its client to the scheduler and back, in no step: latency, not work."""
 
     def step_s(self, scheduled_tokens: int, context_tokens: int, sequences: int, pairs: float | None = None) -> float:
         """T_fwd(n): seconds of one iteration.

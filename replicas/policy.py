@@ -47,6 +47,8 @@ class LoadView:
     held_tokens: int
     free_tokens: int
     """Not owned by anybody; the prefix cache may still have something there."""
+    lost_queue_s: float = 0.0
+    """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,11 +2,14 @@
 
 Data sheets give the roofs, an :class:`Engine` what a serving engine reaches of them: today's, or with ``@2023`` behind
 the name that of the papers' time. `caesura profile` measures instead; take a preset where the hardware is not at hand.
+The built-in model on a CPU is such a measurement.
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
+from cluster.config import TINY, CaesuraConfig
 from cluster.errors import ConfigError
 from replicas.cost_model import CostModel
 
@@ -130,6 +133,56 @@ DEVICES = {
     "b200": Device(180e9, bandwidth=8.0e12, flops=2250e12, host_link=PCIE5, device_link=900e9),
 }
 
+DEFAULT = "llama-3.1-8b/h100"
+"""Where nothing is known of a replica: policies need the ratios of its costs, not their seconds."""
+
+TINY_CPU = CostModel(
+    name="tiny/cpu",
+    kv_bytes_per_token=512,
+    kv_capacity_tokens=262_144,
+    overhead_s=1.0e-3,
+    sequence_s=4.8e-5,
+    weights_s=3.5e-5,
+    token_s=2.1e-6,
+    context_s=6.0e-8,
+    pair_s=7.5e-9,
+    swap_token_s=2.5e-8,
+    turn_s=1.2e-3,
+)
+"""The built-in model on one core, without HTTP: benchmarks/results/profile_tiny_cpu.json, rounded."""
+
+
+def cost_model(source: str) -> CostModel:
+    """What ``source`` names: a preset, or by its path a ``.json`` file that `caesura profile` wrote.
+
+    Raises:
+        ConfigError: no such preset, or not such a file.
+    """
+    return CostModel.load(Path(source)) if source.endswith(".json") else preset(source)
+
+
+def cost_model_for(config: CaesuraConfig) -> CostModel:
+    """The cost model of a replica: the configured one, else the preset that fits its model and device, else DEFAULT.
+
+    Raises:
+        ConfigError: the configured one cannot be had.
+    """
+    if config.cost_model is not None:
+        try:
+            return cost_model(config.cost_model)
+        except ConfigError as error:
+            raise ConfigError(f"cost_model: {error}") from None
+    replicas = config.replicas
+    if replicas.accelerator == "cpu":
+        return TINY_CPU if config.model.source == TINY else preset(DEFAULT)
+    model_name = config.model.source.rpartition("/")[2].lower()
+    device = (replicas.accelerator_type or "").lower().removesuffix("g")  # Ray has A100-80G
+    for name in preset_names():
+        model, _, on = name.partition("/")
+        if model in model_name and on == device and MODELS[model].tensor_parallel == replicas.tensor_parallel_size:
+            return preset(name)
+    return preset(DEFAULT)
+
 
 def preset(name: str) -> CostModel:
     """The cost model of ``model/device`` or ``model/device@engine``.
@@ -137,6 +190,8 @@ def preset(name: str) -> CostModel:
     Raises:
         ConfigError: no such model, device or engine, or the model does not fit; the message says by how much.
     """
+    if name == TINY_CPU.name:
+        return TINY_CPU
     hardware, mark, engine_name = name.partition(ENGINE_MARK)
     model_name, _, device_name = hardware.partition("/")
     chosen = [("model", model_name, list(MODELS)), ("device", device_name, list(DEVICES))]

@@ -3,7 +3,7 @@
 What a number includes: a *decode* sample is the time between the tokens of sequences that all decode, so one
 iteration of the engine with scheduling, forward pass, sampling and the output's way to the caller as far as it does
 not overlap. A *prefill* sample is the time from submitting a prompt to its first token: one iteration, and the
-request's way in and out, which the fit tells apart (`StepCosts.request_s`) and leaves out of the model. Swap is one
+request's way in and out, which the fit tells apart (`CostModel.turn_s`): no part of a step. Swap is one
 contiguous copy between device and host memory: what the link gives, not what a scattered transfer reaches.
 """
 

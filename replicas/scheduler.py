@@ -79,6 +79,7 @@ class AgentScheduler(AsyncScheduler):
         self.turns: dict[str, Turn] = {}
         self.tool_names = turns.tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
         self._next_sweep_s = 0.0
+        self.lost_queue = turns.RecentMean()
         self.forecaster = Forecaster()
         self.pause_forecasts: dict[str, Forecast] = {}
         self.facts = views.replica_facts(self)
@@ -220,6 +221,9 @@ class AgentScheduler(AsyncScheduler):
         if turn.admitted_s is None:
             turn.admitted_s, turn.cached_tokens = self.clock.now_s(), cached_tokens
             if turn.key is not None:
+                program = self.programs[turn.key]
+                if program.turns > 1 and program.phase is not Phase.RESUMING:
+                    self.lost_queue.observe(turn.admitted_s - turn.arrived_s)
                 self.apply(turn.key, Admitted(turn.admitted_s))
 
     def _break_a_hold(self, request: Request) -> bool:

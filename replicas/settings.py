@@ -5,14 +5,11 @@ from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.config import ControlConfig, PolicyConfig, SloConfig
+from cluster.config import CaesuraConfig, ControlConfig, PolicyConfig, SloConfig
 from cluster.registry import POLICIES
 from replicas.cost_model import CostModel
 from replicas.policy import Policy
-from replicas.presets import preset
-
-DEFAULT_COST_MODEL = "llama-3.1-8b/h100"
-"""What a replica's work is taken to cost where nobody has measured it; policies need its ratios, not its seconds."""
+from replicas.presets import DEFAULT, cost_model_for, preset
 
 KEY = "caesura"
 """The key of ``additional_config``."""
@@ -25,7 +22,7 @@ class SchedulerSettings(BaseModel):
 
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(name="vllm"))
     """The policy at start."""
-    cost: CostModel = Field(default_factory=lambda: preset(DEFAULT_COST_MODEL))
+    cost: CostModel = Field(default_factory=lambda: preset(DEFAULT))
     """What steps and transfers cost on this replica's hardware."""
     slo: SloConfig = Field(default_factory=SloConfig)
     """What a turn is good by."""
@@ -37,6 +34,21 @@ class SchedulerSettings(BaseModel):
     def additional_config(self) -> dict[str, Any]:
         """What goes into vLLM's engine argument of that name."""
         return {KEY: self.model_dump(mode="json")}
+
+    @classmethod
+    def for_replica(cls, config: CaesuraConfig) -> "SchedulerSettings":
+        """Those of a replica of this configuration.
+
+        Raises:
+            ConfigError: the cost model cannot be had.
+        """
+        return cls(
+            policy=config.policy,
+            cost=cost_model_for(config),
+            slo=config.slo,
+            control=config.control,
+            tool_parser=config.model.tool_parser,
+        )
 
     @classmethod
     def of(cls, additional_config: Any) -> "SchedulerSettings":

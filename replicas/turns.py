@@ -17,6 +17,23 @@ if TYPE_CHECKING:
     from replicas.scheduler import AgentScheduler
 
 
+RECENT = 32
+"""Observations that a recent mean is mostly of."""
+
+
+@dataclass(slots=True)
+class RecentMean:
+    """Exponentially weighted; of the first few observations the plain mean. 0 before the first."""
+
+    mean: float = 0.0
+    count: int = 0
+
+    def observe(self, value: float) -> None:
+        """One more."""
+        self.count = min(self.count + 1, RECENT)
+        self.mean += (value - self.mean) / self.count
+
+
 @dataclass(slots=True)
 class Turn:
     """A request. ``key`` None: it belongs to no program."""

@@ -41,6 +41,7 @@ def load_view(scheduler: "AgentScheduler") -> LoadView:
         waiting=len(scheduler.waiting) + len(scheduler.skipped_waiting),
         held_tokens=held,
         free_tokens=free,
+        lost_queue_s=scheduler.lost_queue.mean,
     )
 
 

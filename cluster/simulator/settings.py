@@ -15,7 +15,7 @@ from cluster.goodput import Slo
 from cluster.registry import POLICIES
 from cluster.simulator.load import Burst
 from replicas.cost_model import CostModel
-from replicas.presets import preset
+from replicas.presets import cost_model
 
 ALL = "all"
 STOCK = "vllm"
@@ -146,7 +146,7 @@ class SimulationSettings:
         Raises:
             ConfigError: no such preset or file.
         """
-        return CostModel.load(Path(self.preset)) if self.preset.endswith(".json") else preset(self.preset)
+        return cost_model(self.preset)
 
     @property
     def blocks(self) -> int:

@@ -44,7 +44,7 @@ class _Program:
             previous_context_tokens=self.known_tokens,
             cached_tokens=turn.cached_tokens,
             fetched_tokens=turn.fetched_tokens,
-            queue_s=None if turn.admitted_s is None else turn.admitted_s - self.due_s,
+            queue_s=None if turn.admitted_s is None else turn.admitted_s - turn.submitted_s,
         )
 
 
@@ -88,10 +88,18 @@ class Simulation:
             replica=index,
             due_s=self._clock.now_s(),
         )
-        self._submit(program)
+        self._send(program)
+
+    def _send(self, program: _Program) -> None:
+        """The program's next turn is due now: it is on its way to the replica."""
+        way_s = self._replicas[program.replica].cost.turn_s
+        if way_s:
+            self.timeline.at(self._clock.now_s() + way_s, partial(self._submit, program))
+        else:
+            self._submit(program)
 
     def _submit(self, program: _Program) -> None:
-        """The program's next turn is due now."""
+        """The program's next turn has come to its replica."""
         index = len(program.done)
         planned = program.job.program.turns[index]
         prompt, program.known_tokens = program.conversation.prompt(planned)
@@ -128,7 +136,7 @@ class Simulation:
             return
         program.conversation.answered(turn.generated, planned.kept_tokens)
         program.due_s = self._clock.now_s() + planned.pause_s
-        self.timeline.at(program.due_s, partial(self._submit, program))
+        self.timeline.at(program.due_s, partial(self._send, program))
 
     def _record(self, job: Job) -> ProgramRecord:
         """The program as it stands; a turn under way is an unfinished one."""

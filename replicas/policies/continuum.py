@@ -69,11 +69,10 @@ class ProgramArrivalOrder:
         return (0.0 if turn.preempted else 1.0, 0.0 if turn.pinned else 1.0, turn.program.arrived_s)
 
 
-@dataclass(frozen=True, slots=True)
-class _Pins:
-    """What both versions share: who loses a pin (section 5.3)."""
+class Pins:
+    """What all versions share: a pin's end is set once; and who loses a pin (section 5.3)."""
 
-    parameters: ContinuumParameters
+    __slots__ = ()
 
     @property
     def review_steps(self) -> None:
@@ -94,8 +93,10 @@ class _Pins:
 
 
 @dataclass(frozen=True, slots=True)
-class TimeToLive(_Pins):
+class TimeToLive(Pins):
     """Section 4.3: time to live = bound of the tool's duration * beta * turns so far / average turns."""
+
+    parameters: ContinuumParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for as long as the client asks (``retention_s``), else for the time to live if it is short enough."""
@@ -121,8 +122,10 @@ class TimeToLive(_Pins):
 
 
 @dataclass(frozen=True, slots=True)
-class SimplifiedTimeToLive(_Pins):
+class SimplifiedTimeToLive(Pins):
     """Section 4.5: one time to live, for tools that are short in the mean."""
+
+    parameters: ContinuumParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for ``fixed_ttl_s`` where the mean is below ``threshold_s``; a tool never seen counts by all tools."""

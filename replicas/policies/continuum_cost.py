@@ -10,21 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.program import tool_key
 from cluster.statistics import DurationStatistics
-from replicas.policies.continuum import ProgramArrivalOrder
+from replicas.policies.continuum import Pins, ProgramArrivalOrder
 from replicas.policies.vllm import FullBudget
-from replicas.policies.waste import iteration_s
-from replicas.policy import (
-    Claimant,
-    Forecast,
-    Hold,
-    HoldView,
-    LoadView,
-    PauseDecision,
-    PauseView,
-    Policy,
-    RankKey,
-    Release,
-)
+from replicas.policy import Hold, LoadView, PauseDecision, PauseView, Policy, Release
 
 QUANTILES = 32
 """Observed durations are tried at so many ranks."""
@@ -50,15 +38,10 @@ class ContinuumCostParameters(BaseModel):
 
 
 @dataclass(frozen=True, slots=True)
-class CostBenefit:
+class CostBenefit(Pins):
     """tau* = argmax P(tool <= tau) · (T_queue · eta + reload(C)) - tau, over the durations that were observed."""
 
     parameters: ContinuumCostParameters
-
-    @property
-    def review_steps(self) -> None:
-        """A pin's end is set once."""
-        return None
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for as long as the client asks (``retention_s``), else for tau*; release where no pin pays."""
@@ -67,21 +50,9 @@ class CostBenefit:
         statistics = self._statistics(pause)
         if statistics is None:
             return Hold(pause.now_s + self.parameters.default_ttl_s, reason="default ttl")
-        gain_s = queue_s(pause.load, pause.forecast, pause.context_tokens) * self.parameters.eta
-        ttl_s = best_ttl_s(statistics, gain_s + reload_s(pause.load, pause.context_tokens))
+        gain_s = pause.load.lost_queue_s * self.parameters.eta + reload_s(pause.load, pause.context_tokens)
+        ttl_s = best_ttl_s(statistics, gain_s)
         return Hold(pause.now_s + ttl_s, reason="ttl") if ttl_s > 0 else Release("no pin pays")
-
-    def review(self, hold: HoldView) -> PauseDecision:
-        """As it was pinned."""
-        return Hold(hold.until_s)
-
-    def victim_key(self, hold: HoldView) -> RankKey:
-        """The program that arrived last goes first."""
-        return (-hold.program.arrived_s,)
-
-    def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """To a waiting turn only when nothing runs; to a running one always, since a preemption would cost more."""
-        return claimant is not Claimant.WAITING
 
     def _statistics(self, pause: PauseView) -> DurationStatistics | None:
         """The tool's own once it was seen K times, else all tools', else None."""
@@ -110,14 +81,3 @@ def reload_s(load: LoadView, context_tokens: int) -> float:
     if context_tokens <= load.facts.host_tokens:
         return min(cost.swap_s(context_tokens), cost.prefill_s(context_tokens))
     return cost.prefill_s(context_tokens)
-
-
-def queue_s(load: LoadView, forecast: Forecast, context_tokens: int) -> float:
-    """A stand-in for T_queue, the recent mean queueing delay of programs that had lost their KV, which no view has.
-
-    By Little's law: turns that wait, by the rate at which places come free, which is the turns that run by the time
-    that one runs. Of that time this program is the sample: the prefill of what its tools return, and its output.
-    """
-    stay_s = load.facts.cost.prefill_s(max(0, round(forecast.returned_tokens)), context_tokens)
-    stay_s += iteration_s(load) * max(0.0, forecast.output_tokens)
-    return load.waiting * stay_s / max(1, load.running)

@@ -299,31 +299,28 @@ def test_continuum2_pins_for_as_long_as_it_gains() -> None:
     assert continuum_cost.best_ttl_s(durations, 1.0) == 0
 
 
-def test_continuum2_queueing_delay_by_littles_law() -> None:
-    """A stay is T_fwd(50) = 0.01 s and 100 tokens of 0.01 s; 3 wait for places of 10."""
-    assert continuum_cost.queue_s(load(), forecast(), 1000) == pytest.approx(3 * 1.01 / 10)
-
-
 def test_continuum2_reloads_over_the_link_if_it_may() -> None:
     assert continuum_cost.reload_s(load(), 1000) == pytest.approx(0.1)
     assert continuum_cost.reload_s(load(host_tokens=1000), 1000) == pytest.approx(0.01)
 
 
 def test_continuum2_pins_a_tool_by_what_was_seen_of_it() -> None:
-    """Gain 0.1 s of recomputation and 0.303 s of queueing; `ls` takes 0.2 s, everything else 60 s."""
+    """Gain 0.1 s of recomputation and 0.3 s of queueing; `ls` takes 0.2 s, everything else 60 s."""
+    queued = load(lost_queue_s=0.3)
     table = DurationTable()
     for _ in range(5):
         table.observe("ls", 0.2)
     for _ in range(50):
         table.observe("pytest", 60.0)
     pause_policy = policy("continuum2").pause
-    decision = pause_policy.decide(pause(durations=table))
+    decision = pause_policy.decide(pause(queued, durations=table))
     assert isinstance(decision, Hold)
     assert decision.until_s == pytest.approx(100.2)
-    assert isinstance(pause_policy.decide(replace(pause(durations=table), tools=("pytest",))), Release)
-    assert isinstance(pause_policy.decide(replace(pause(durations=table), tools=("make",))), Release)
+    assert isinstance(pause_policy.decide(replace(pause(queued, durations=table), tools=("pytest",))), Release)
+    assert isinstance(pause_policy.decide(replace(pause(queued, durations=table), tools=("make",))), Release)
     without_queue = ContinuumCostParameters(eta=0.0).build().pause
-    assert isinstance(without_queue.decide(pause(durations=table)), Release)
+    assert isinstance(without_queue.decide(pause(queued, durations=table)), Release)
+    assert isinstance(pause_policy.decide(pause(durations=table)), Release), "nobody that lost its KV has waited"
 
 
 def test_continuum2_without_observations_has_a_default_and_a_client_may_ask() -> None:

@@ -250,6 +250,31 @@ def test_no_hold_outlasts_the_limit_even_if_the_client_asks(replica: Replica) ->
     assert p.held() == set()
 
 
+def test_the_wait_of_programs_that_had_lost_their_kv_is_known_and_no_other(programs: Make) -> None:
+    p = programs("vllm")
+    p.turn("a", 100)
+    p.turn("b", 100)
+    p.arrive("x", 60 * BLOCK, output=3)
+    p.step()
+    p.arrive("a", 50)
+    p.arrive("c", 50)  # its first turn: it had nothing to lose
+    p.clock.advance(3.0)
+    p.engine.run()
+    p.step()
+    assert p.scheduler.load.lost_queue_s == 3.0
+    p.turn("b", 20)
+    p.step()
+    assert p.scheduler.load.lost_queue_s == 1.5
+    p.scheduler.use_policy(PolicyConfig(name="continuum"))
+    p.turn("h", 100)
+    assert p.held() == {"h"}
+    p.arrive("h", 20)
+    p.clock.advance(9.0)
+    p.step()
+    p.step()
+    assert p.scheduler.load.lost_queue_s == 1.5
+
+
 def test_the_simplified_version_pins_for_short_tools_only(programs: Make) -> None:
     p = programs("continuum", simplified=True, threshold_s=2.0, fixed_ttl_s=3.0)
     p.learn("ls", 0.1, 0.2)

@@ -60,7 +60,7 @@ def test_flags_override_variables_override_the_file(file: Path) -> None:
         ("CAESURA__SLO__TTFT_S", "1e1", "slo.ttft_s", 10.0),
         ("CAESURA__MODEL__ID", "org/name", "model.id", "org/name"),
         ("CAESURA__STORE__URL", "redis://:secret@host:6379/0", "store.url", "redis://:secret@host:6379/0"),
-        ("CAESURA__POLICY__PARAMETERS", "{delta: 0.2}", "policy.parameters", {"delta": 0.2}),
+        ("CAESURA__POLICY__PARAMETERS", "{ageing: 0.2}", "policy.parameters", {"ageing": 0.2}),
         ("CAESURA__ENGINE__MAX_MODEL_LEN", "4096", "engine", {"max_model_len": 4096}),
     ],
 )
@@ -94,8 +94,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: control, engine, http, model, policy, replicas, router, slo, store "
-        "(got {}, line 1)",
+        "colours: unknown key; there are: control, cost_model, engine, http, model, policy, replicas, router, slo, "
+        "store (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
@@ -113,8 +113,8 @@ FILES: dict[str, tuple[str, str]] = {
         "policy.parameters.delta: input should be less than 1 (got 2, line 4)",
     ),
     "unknown policy parameter": (
-        "policy: {parameters: {detla: 0.1}}\n",
-        "policy.parameters.detla: unknown key; did you mean policy.parameters.delta? (got 0.1, line 1)",
+        "policy: {parameters: {hold_wroth: 2}}\n",
+        "policy.parameters.hold_wroth: unknown key; did you mean policy.parameters.hold_worth? (got 2, line 1)",
     ),
     "parameter of a policy without any": (
         "policy: {name: vllm, parameters: {delta: 0.1}}\n",
@@ -146,7 +146,8 @@ def test_every_reserved_engine_argument_names_a_key_that_exists(key: str) -> Non
 
 
 def test_all_complaints_at_once(file: Path) -> None:
-    lines = complaints(file, "http: {port: -1}\nslo: {ttft_s: 0}\npolicy: {parameters: {beta: 0, delta: 0}}\n")
+    parameters = "policy: {name: continuum, parameters: {beta: 0, delta: 0}}"
+    lines = complaints(file, f"http: {{port: -1}}\nslo: {{ttft_s: 0}}\n{parameters}\n")
     paths = [line.removeprefix(f"{file}: ").split(":")[0] for line in lines]
     assert sorted(paths) == ["http.port", "policy.parameters.beta", "policy.parameters.delta", "slo.ttft_s"]
 
@@ -269,7 +270,8 @@ def test_schema_has_the_parameters_of_every_policy(name: str) -> None:
     [
         {"http": {"prot": 1}},
         {"policy": {"name": "best"}},
-        {"policy": {"parameters": {"delta": 2}}},
+        {"policy": {"name": "continuum", "parameters": {"delta": 2}}},
+        {"policy": {"parameters": {"hopeless_share": 2}}},
         {"http": {"port": -1}},
     ],
 )

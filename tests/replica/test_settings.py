@@ -1,0 +1,93 @@
+"""What a replica's scheduler is told of the configuration, and the cost model in it."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.app import engine_kwargs
+from cluster.config import CaesuraConfig
+from cluster.config_source import load_config
+from cluster.errors import ConfigError
+from replicas.presets import preset
+from replicas.settings import SchedulerSettings
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    return tmp_path / "caesura.yaml"
+
+
+def complaints(path: Path, text: str) -> list[str]:
+    path.write_text(text, encoding="utf-8")
+    with pytest.raises(ConfigError) as refused:
+        load_config(path, {})
+    return str(refused.value).splitlines()
+
+
+def gpu(kind: str, **more: Any) -> dict[str, Any]:
+    return {"accelerator": "gpu", "accelerator_type": kind, **more}
+
+
+def test_a_cost_model_is_a_preset_or_a_file_beside_the_configuration(file: Path, tmp_path: Path) -> None:
+    assert load_config(None, {}).cost_model is None
+    assert load_config(None, {}, {"cost_model": "opt-13b/h800"}).cost_model == "opt-13b/h800"
+    preset("opt-13b/h800").save(tmp_path / "mine.json")
+    file.write_text("cost_model: mine.json\n", encoding="utf-8")
+    config = load_config(file, {})
+    assert config.cost_model == str(tmp_path / "mine.json")
+    assert SchedulerSettings.for_replica(config).cost == preset("opt-13b/h800")
+
+
+@pytest.mark.parametrize(
+    ("value", "complaint"),
+    [
+        ("opt-13b", "cost_model: preset 'opt-13b': unknown device ''; choose one of: "),
+        ("best/h800", "cost_model: preset 'best/h800': unknown model 'best'; choose one of: "),
+        ("llama-3.1-8b/none.json", "cost_model: /"),
+        ("5", "cost_model: input should be a valid string (got 5, line 1)"),
+        ("true", "cost_model: must not be true or false"),
+        ('""', "cost_model: string should have at least 1 character"),
+    ],
+)
+def test_wrong_cost_models_are_told_by_their_key(file: Path, value: str, complaint: str) -> None:
+    (line,) = complaints(file, f"cost_model: {value}\n")
+    assert line.startswith(f"{file}: {complaint}")
+    assert line.endswith("line 1)")
+
+
+def test_a_cost_model_file_that_is_none_is_told_by_its_key(file: Path, tmp_path: Path) -> None:
+    (tmp_path / "bad.json").write_text("{}", encoding="utf-8")
+    (line,) = complaints(file, "cost_model: ./bad.json\n")
+    assert "cost_model: missing; `caesura profile` writes such files" in line
+    with pytest.raises(ConfigError, match=r"^cost_model: .*bad\.json"):
+        SchedulerSettings.for_replica(CaesuraConfig(cost_model=str(tmp_path / "bad.json")))
+
+
+@pytest.mark.parametrize(
+    ("said", "expected"),
+    [
+        ({}, "tiny/cpu"),
+        ({"model": {"source": "org/other"}}, "llama-3.1-8b/h100"),
+        ({"model": {"source": "facebook/opt-13b"}, "replicas": gpu("H200")}, "opt-13b/h200"),
+        (
+            {"model": {"source": "meta-llama/Llama-3.1-8B-Instruct"}, "replicas": gpu("A100-80G")},
+            "llama-3.1-8b/a100-80",
+        ),
+        ({"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100")}, "llama-3.1-8b/h100"),
+        (
+            {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=4)},
+            "llama-3.1-70b/h100",
+        ),
+        ({"model": {"source": "org/opt-13b"}, "replicas": gpu("L4")}, "llama-3.1-8b/h100"),
+    ],
+)
+def test_without_a_cost_model_the_preset_that_fits_is_taken(said: dict[str, Any], expected: str) -> None:
+    assert SchedulerSettings.for_replica(CaesuraConfig.model_validate(said)).cost.name == expected
+
+
+def test_a_replica_is_told_all_that_its_scheduler_decides_by() -> None:
+    config = load_config(None, {}, {"slo.ttft_s": 0.25, "control.hold_limit_s": 7, "policy.name": "mars"})
+    settings = SchedulerSettings.of(engine_kwargs(config)["additional_config"])
+    assert (settings.slo, settings.control, settings.policy) == (config.slo, config.control, config.policy)
+    assert (settings.cost.name, settings.tool_parser) == ("tiny/cpu", "hermes")
