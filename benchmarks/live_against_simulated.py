@@ -53,7 +53,6 @@ LARGER = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4, 
 SHAPE = Shape(num_blocks=201, block_size=32, max_num_seqs=32, max_num_batched_tokens=512, max_model_len=4096)
 """Memory for 6,400 tokens: programs compete for it."""
 SLO_TTFT_S = 1.0
-SCALE_TOOLS = 0.1
 PROFILE_BLOCKS = 1025
 """KV blocks of the engine that is profiled: room for the contexts of the plan."""
 PLAN = ProfilePlan(
@@ -182,6 +181,12 @@ def _block(
     )
 
 
+def set_niceness(pids: Sequence[int], niceness: int) -> None:
+    """Of the processes' sessions: where Linux groups processes by session, their own niceness counts only within."""
+    for pid in pids if niceness else ():
+        Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
+
+
 class Told:
     """A line a block, with the machine's load."""
 
@@ -238,7 +243,9 @@ def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
     return BenchSettings(
         url=url,
         trace=arguments.trace,
-        shaping=Shaping(arguments.scale_lengths, SCALE_TOOLS, max_context=SHAPE.max_model_len - 8),
+        shaping=Shaping(
+            scale_tools=arguments.scale_tools, max_context=SHAPE.max_model_len - 8, max_turns=arguments.max_turns
+        ),
         policies=POLICIES,
         rate_per_s=arguments.rate,
         duration_s=arguments.duration_s,
@@ -259,6 +266,7 @@ def run(arguments: argparse.Namespace, model: Path, scratch: Path) -> int:
         live = None
     else:
         with LocalCluster(config_of(model, SHAPE.num_blocks, saved)) as cluster:
+            set_niceness([process.pid for process in cluster.processes], arguments.niceness)
             cost = replace(cost, turn_s=asyncio.run(idle_turn_s(cluster.url, cost)))
             live = asyncio.run(run_bench(settings_of(arguments, cluster.url), told))
     print(f"Cost model: {json.dumps(asdict(cost))}")
@@ -289,14 +297,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--duration-s", type=float, default=40.0)
     parser.add_argument("--warmup-s", type=float, default=5.0)
     parser.add_argument("--blocks", type=int, default=3)
-    parser.add_argument("--scale-lengths", type=float, default=1.0)
+    parser.add_argument("--scale-tools", type=float, default=0.1)
+    parser.add_argument("--max-turns", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--simulate-only", action="store_true", help="no cluster: to choose a rate")
     parser.add_argument("--json", type=Path, default=None)
-    parser.add_argument("--niceness", type=int, default=0, help="of all processes; below 0 needs root")
+    parser.add_argument("--niceness", type=int, default=0, help="on a machine that does other work; below 0 needs root")
     arguments = parser.parse_args(argv)
-    os.nice(arguments.niceness)
-    os.environ["RAY_worker_niceness"] = str(arguments.niceness)  # Ray's own default, 15, yields to everybody
+    os.environ |= {"RAY_worker_niceness": "0"}  # Ray's own default, 15, would yield to everybody
+    set_niceness([os.getpid()], arguments.niceness)
     with tempfile.TemporaryDirectory() as scratch:
         model = Path(scratch) / "random"
         write_model(model)

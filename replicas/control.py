@@ -95,6 +95,7 @@ def _exchange(scheduler: "AgentScheduler", durations: bytes | None = None) -> di
 def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
     """The replica in numbers: memory in blocks and tokens, queues, programs, counters since start."""
     pool = scheduler.kv_cache_manager.block_pool
+    parser_failures = scheduler.tool_names.parser_failures if scheduler.tool_names else 0
     return {
         "policy": scheduler.policy_config.name,
         "block_size": scheduler.block_size,
@@ -107,7 +108,7 @@ def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
         "waiting": len(scheduler.waiting) + len(scheduler.skipped_waiting),
         "programs": len(scheduler.programs),
         "concluded_programs": scheduler.programs.concluded,
-        "counters": dict(scheduler.counters),
+        "counters": {**scheduler.counters, "tool_parser_failures": parser_failures},
     }
 
 

@@ -191,6 +191,7 @@ class AgentScheduler(AsyncScheduler):
             self.counters["holds"] += 1
             return f"held {until_s - now_s:.3f}s ({decision.reason})"
         self.apply(key, Released(now_s, decision.reason))
+        self.counters["releases"] += 1
         return f"released ({decision.reason})"
 
     # --- memory -------------------------------------------------------------------------------------------------------

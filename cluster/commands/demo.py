@@ -15,17 +15,19 @@ CONFIG: dict[str, Any] = {
 }
 """The cluster of the demo. Tools run ten times faster than recorded, so the policy's times are a tenth, too."""
 
-POLICIES = ("vllm", "continuum")
+POLICIES = ("vllm", "continuum", "augserve", "caesura")
 RATE_PER_S = 3.0
-DURATION_S = 20.0
+DURATION_S = 12.0
 BLOCKS = 2
 SCALE_TOOLS = 0.1
 SLO_TTFT_S = 1.0
 
 EXPLANATION = (
-    "Both columns served the same programs at the same times; only the scheduler's policy was switched in between.",
+    "All columns served the same programs at the same times; only the scheduler's policy was switched in between.",
     "`vllm` forgets a program at each tool call: its KV is evicted by others and computed again at its next turn.",
-    "`continuum` keeps the KV through short calls and serves older programs first: see recomputed tokens, bubble, JCT.",
+    "`continuum` keeps the KV through short calls and serves older programs first: see recomputed tokens and bubble.",
+    "`augserve` keeps it where that wastes least, and serves first what needs the least memory for the least time.",
+    "`caesura`, the default, keeps it while that pays, and serves first the turns that can still begin in time.",
 )
 
 
