@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import shlex
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -39,7 +41,7 @@ def profile(
             status.update(f"{sample.tokens} tokens, {sample.sequences} sequences: {sample.seconds * 1e3:.2f} ms")
 
         result = asyncio.run(_measure(settings, quick, report))
-    result.model.save(out, result.evidence())
+    result.model.save(out, {"command": shlex.join(["caesura", *sys.argv[1:]]), **result.evidence()})
     console.print(_samples_table(result))
     console.print(_summary(result))
     console.print(f"wrote {out}")

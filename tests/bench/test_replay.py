@@ -29,7 +29,8 @@ TALK = PlannedProgram(
 KEYS = {
     *("policy", "preset", "rate", "seed", "host_gib", "offered", "completed", "goodput_programs", "attainment"),
     *("ttft_s", "jct_s", "jct_wall_s", "norm_latency_s", "bubble_s", "recomputed_tokens", "reused_tokens"),
-    *("wasted_gib_s", "schedule_ms", "wall_s_per_minute", "goodput_requests", "tpot_s", "command"),
+    *("wasted_gib_s", "schedule_ms", "wall_s_per_minute", "goodput_requests", "tpot_s", "fetched_tokens"),
+    "command",
 }
 
 

@@ -10,6 +10,7 @@ import httpx
 import openai
 import pytest
 
+from cluster.registry import POLICIES
 from cluster.serving import LocalCluster
 
 MODEL = "tiny"
@@ -141,12 +142,15 @@ def test_the_request_id_comes_back(client: httpx.Client, path: str):
     assert client.get(path).headers["x-request-id"]
 
 
-def test_the_policy_is_switched_on_every_replica(client: httpx.Client):
+def test_every_policy_can_be_switched_to_on_every_replica(client: httpx.Client):
     before = client.get("/admin/policy").json()["replicas"]
     assert [replica["name"] for replica in before] == ["continuum"] * 2
-    switched = client.put("/admin/policy", json={"name": "vllm", "parameters": {}})
-    assert [replica["name"] for replica in switched.json()["replicas"]] == ["vllm"] * 2
-    assert {replica["policy"] for replica in client.get("/admin/statistics").json()["replicas"]} == {"vllm"}
+    for name in POLICIES:
+        switched = client.put("/admin/policy", json={"name": name, "parameters": {}})
+        assert [replica["name"] for replica in switched.json()["replicas"]] == [name] * 2
+        assert {replica["policy"] for replica in client.get("/admin/statistics").json()["replicas"]} == {name}
+        answer = client.post("/v1/completions", json=completion(), headers={"x-session-id": f"under-{name}"})
+        assert answer.status_code == 200
     refused = client.put("/admin/policy", json={"name": "nobodys", "parameters": {}})
     assert (refused.status_code, refused.json()["error"]["param"]) == (400, "name")
     client.put("/admin/policy", json={"name": "continuum", "parameters": {}})
