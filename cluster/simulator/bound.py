@@ -46,16 +46,7 @@ class FluidBound:
         replicas: int = 1,
     ) -> "FluidBound":
         """The bound for programs drawn evenly from ``pool``."""
-        sums = np.array([_sums(program) for program in pool], float)
-        prompts, decodes, contexts, own_contexts, pairs = sums.T
-        tokens = prompts + decodes
-        steps = _larger(own_contexts / cost.kv_capacity_tokens, tokens / max_batched_tokens, decodes / max_num_seqs)
-        seconds = (
-            steps * cost.overhead_s
-            + decodes * cost.sequence_s
-            + _larger(steps * cost.weights_s, tokens * cost.token_s)
-            + _larger(contexts * cost.context_s, pairs * cost.pair_s)
-        )
+        seconds = Work.of(pool).seconds(cost, max_batched_tokens, max_num_seqs, cost.kv_capacity_tokens)
         return cls(tuple(np.sort(seconds).tolist()), replicas)
 
     @property
@@ -65,13 +56,74 @@ class FluidBound:
 
     def goodput_per_s(self, rate_per_s: float) -> float:
         """Programs per second that can be good when ``rate_per_s`` are offered."""
-        if rate_per_s <= self.capacity_per_s:
-            return rate_per_s
-        load = np.cumsum(self.seconds) * rate_per_s / len(self.seconds) / self.replicas
-        served = int(np.searchsorted(load, 1.0, side="right"))
-        before = float(load[served - 1]) if served else 0.0
-        part = (1.0 - before) / (float(load[served]) - before)
-        return rate_per_s * (served + part) / len(self.seconds)
+        return self.replicas * served_per_s(np.array(self.seconds), rate_per_s / self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The sums of each program of a pool. Shapes: [programs]."""
+
+    prompts: Floats
+    """P."""
+    decodes: Floats
+    """D."""
+    contexts: Floats
+    """K."""
+    own_contexts: Floats
+    """K'."""
+    pairs: Floats
+    """Q."""
+
+    @classmethod
+    def of(cls, pool: Sequence[PlannedProgram]) -> "Work":
+        """Of each program of ``pool``, in order."""
+        return cls(*np.array([_sums(program) for program in pool], float).T)
+
+    def seconds(
+        self,
+        cost: CostModel,
+        max_batched_tokens: int,
+        max_num_seqs: int,
+        capacity_tokens: float,
+        mixture: float | None = None,
+    ) -> Floats:
+        """w: GPU seconds of each program, shape [programs].
+
+        Args:
+            cost: of the device.
+            max_batched_tokens: N.
+            max_num_seqs: B.
+            capacity_tokens: tokens that running turns may have in memory.
+            mixture: share of the weights' roof in the linear layers' bound, the rest is compute's; None takes the
+                larger of the two.
+        """
+        tokens = self.prompts + self.decodes
+        steps = _larger(self.own_contexts / capacity_tokens, tokens / max_batched_tokens, self.decodes / max_num_seqs)
+        reading, computing = steps * cost.weights_s, tokens * cost.token_s
+        linear = _larger(reading, computing) if mixture is None else mixture * reading + (1 - mixture) * computing
+        return (
+            steps * cost.overhead_s
+            + self.decodes * cost.sequence_s
+            + linear
+            + _larger(self.contexts * cost.context_s, self.pairs * cost.pair_s)
+        )
+
+
+def served_per_s(seconds: Floats, rate_per_s: float, budget_s: float = 1.0) -> float:
+    """Programs per second that can be served, those of least work first.
+
+    Args:
+        seconds: of each program of a pool, ascending.
+        rate_per_s: at which programs are drawn evenly from the pool.
+        budget_s: seconds to spend in each.
+    """
+    load = np.cumsum(seconds) * rate_per_s / len(seconds)
+    served = int(np.searchsorted(load, budget_s, side="right"))
+    if served == len(seconds):
+        return rate_per_s
+    before = float(load[served - 1]) if served else 0.0
+    part = (budget_s - before) / (float(load[served]) - before)
+    return rate_per_s * (served + part) / len(seconds)
 
 
 def _larger(*terms: Floats) -> Floats:
