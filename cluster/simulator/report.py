@@ -161,9 +161,10 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings) -> li
     if learn:
         lines.append(f"Know the tool's name and what they have learnt in the run: {', '.join(learn)}.")
     capacity = _mean([result.capacity_per_s for result in results])
+    restore = "restored from the host for nothing" if settings.host_gib else "held in memory or computed again"
     lines.append(
-        f"Fluid bound: capacity {_number(capacity)} programs/s if each token is computed once and steps are as full as "
-        "memory allows; beyond it, the programs of least work are served."
+        f"Fluid bound: capacity {_number(capacity)} programs/s if steps are as full as memory allows and contexts are "
+        f"{restore}, as is best; beyond it, the programs of least work are served."
     )
     if settings.command:
         lines.append(f"Command: {settings.command}")

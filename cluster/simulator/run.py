@@ -20,6 +20,7 @@ from cluster.errors import ConfigError
 from cluster.goodput import ProgramRecord
 from cluster.simulator.bound import FluidBound
 from cluster.simulator.foresight import Foresight
+from cluster.simulator.holding_bound import HoldingBound
 from cluster.simulator.load import plan
 from cluster.simulator.recovery import Recovery
 from cluster.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
@@ -171,13 +172,9 @@ def _result(
     measured = [record for record in records if record.arrival_s >= settings.warmup_s]
     slo = settings.goodput_slo()
     cost = settings.cost_model()
-    bound = FluidBound.of(
-        load_workload(settings, run.seed).programs,
-        cost,
-        settings.max_batched_tokens,
-        settings.max_num_seqs,
-        settings.replicas,
-    )
+    pool = load_workload(settings, run.seed).programs
+    limits = (cost, settings.max_batched_tokens, settings.max_num_seqs, settings.replicas)
+    bound = FluidBound.of(pool, *limits) if settings.host_gib else HoldingBound(pool, *limits)
     start, end = ([waste.held + waste.recomputed for waste in mark] for mark in marks)
     spent = [_spent_s(record, simulated_s) for record in measured]
     burst = settings.other_rate
