@@ -1,6 +1,6 @@
 """The same programs at the same times, live on a real cluster of one CPU replica and in the simulator, side by side.
 
-    python -m benchmarks.live_against_simulated [--blocks 3] [--profile FILE] [--trace FILE]
+    python -m benchmarks.live_against_simulated [--blocks 2] [--rate 3] [--trace FILE] [--profile FILE]
 
 The simulator is told three things of the live side: the cost model that `caesura profile` measures on the same engine,
 the way of a turn through HTTP and Ray (``turn_s``, measured on the idle cluster) and the memory and bounds of the
@@ -62,11 +62,11 @@ PLAN = ProfilePlan(
     contexts=(32, 512, 1024),
     decode_steps=24,
 )
-IDLE_TURNS = 40
-"""Turns that the way through HTTP is measured with."""
+IDLE_TURNS, IDLE_PROMPT = 60, 400
+"""Turns that the way through HTTP is measured with, and the tokens of their prompts: as many as the programs' have."""
 TARGET = 0.15
 
-KEYS = ("jct_s", "ttft_s", "norm_latency_s", "bubble_s", "recomputed_tokens")
+KEYS = ("jct_s", "ttft_s", "tpot_s", "norm_latency_s", "bubble_s", "recomputed_tokens")
 """Means that are shown beside goodput."""
 
 
@@ -133,17 +133,17 @@ async def profiled(model: Path) -> CostModel:
 
 
 async def idle_turn_s(url: str, cost: CostModel) -> float:
-    """Seconds of a turn through HTTP and Ray beyond its one step, on an idle cluster: the median."""
+    """Seconds of a turn through HTTP and Ray beyond its one step, on an idle cluster: the mean."""
     clock, seconds = MonotonicClock(), []
     async with open_session() as session:
         client = TurnClient(session, url, "random", clock, 60.0)
         for number in range(IDLE_TURNS + 5):  # the first ones warm up
-            turn = Turn(f"idle-{number}", 0, clock.now_s(), [40 + number] * 33, 1, 0, None, None, True)
+            turn = Turn(f"idle-{number}", 0, clock.now_s(), [40 + number] * IDLE_PROMPT, 1, 0, None, None, True)
             record = await client.run(turn)
             assert record.outcome is Outcome.OK, record.error
             seconds.append(record.ttft_s or 0.0)
             await asyncio.sleep(0.02)
-    return max(0.0, statistics.median(seconds[5:]) - cost.prefill_s(33))
+    return max(0.0, statistics.fmean(seconds[5:]) - cost.prefill_s(IDLE_PROMPT))
 
 
 def simulated(settings: BenchSettings, cost: CostModel, model: Path) -> BenchResult:
@@ -293,10 +293,10 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--profile", type=Path, default=None, help="a cost model of this engine, else it is measured")
     parser.add_argument("--trace", type=Path, default=None, help="programs; else the built-in workload")
-    parser.add_argument("--rate", type=float, default=1.5)
+    parser.add_argument("--rate", type=float, default=3.0)
     parser.add_argument("--duration-s", type=float, default=40.0)
     parser.add_argument("--warmup-s", type=float, default=5.0)
-    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--blocks", type=int, default=2)
     parser.add_argument("--scale-tools", type=float, default=0.1)
     parser.add_argument("--max-turns", type=int, default=6)
     parser.add_argument("--seed", type=int, default=0)

@@ -42,6 +42,18 @@ def test_one_program_of_one_turn_takes_what_the_cost_model_says(bench: Bench, po
     assert (only.queue_s, only.cached_tokens, only.output_tokens) == (0.0, 0, 5)
 
 
+def test_a_turns_way_to_its_replica_is_latency_and_no_waiting(bench: Bench) -> None:
+    simulation = bench.prepare([(1.0, program(turn(50, 3, "ls", 2.0), turn(9, 1)))])
+    [replica] = bench.replicas
+    replica.cost = replace(COST, turn_s=0.25)
+    [record] = simulation.run(1e6)
+    first, second = record.turns
+    assert first.ttft_s == pytest.approx(0.25 + prefill_s(0, 50))
+    assert second.intended_start_s == first.last_token_s + 2.0  # type: ignore[operator]
+    assert second.ttft_s == pytest.approx(0.25 + prefill_s(48, 62))
+    assert (first.queue_s, second.queue_s) == (0.0, 0.0)
+
+
 def test_two_programs_that_arrive_together_share_their_steps(bench: Bench) -> None:
     records = bench.run((1.0, program(turn(30, 2))), (1.0, program(turn(50, 2))))
     both_s = step_s(80, 80, 2, sum(range(1, 31)) + sum(range(1, 51)))
