@@ -11,13 +11,22 @@ from cluster.clock import ManualClock
 from cluster.config import PolicyConfig
 from cluster.lifecycle import Phase
 from cluster.program import Hints, ProgramIdentity
+from replicas.control import snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.settings import build_policy
+from replicas.tool_calls import ToolNames
 from replicas.virtual_engine import VirtualEngine
 
 Replica = Callable[..., VirtualEngine]
 BLOCK = 16
 SYNC_AND_ASYNC = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+class NoText:
+    """A tokenizer."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        return ""
 
 
 class Programs:
@@ -138,6 +147,15 @@ def test_a_pause_expected_to_outlast_the_longest_ttl_is_not_pinned_for(programs:
     story = p.scheduler.programs.story("default/a")
     assert story is not None
     assert (p.phase("a"), story["turns"][0]["decision"]) == (Phase.RELEASED, "released (long pause)")
+    p.turn("b", 100, tool="ls")
+    assert (p.scheduler.counters["releases"], p.scheduler.counters["holds"]) == (2, 0)
+
+
+def test_the_snapshot_counts_what_the_tool_parser_could_not_read(programs: Make) -> None:
+    p = programs()
+    assert snapshot(p.scheduler)["counters"]["tool_parser_failures"] == 0
+    p.scheduler.tool_names = ToolNames(NoText(), "no such parser")
+    assert snapshot(p.scheduler)["counters"]["tool_parser_failures"] == 1
 
 
 def test_no_expiry_while_the_next_turn_waits(programs: Make) -> None:
