@@ -1,8 +1,8 @@
 """How long tool calls take: distributions that are fed one duration at a time and merged across processes. Pure.
 
-Moments are Welford's, merged as Chan, Golub and LeVeque (1983) describe; quantiles come from a relative-error sketch
-(REQ, Cormode et al., arXiv:2004.01668), which is exact up to some dozens of durations and then most exact in the long
-tail, where a pause costs most. Durations are seconds.
+Moments are Welford's, merged as Chan, Golub and LeVeque (1983) describe; the distribution's shape is counted in bins
+(`cluster.log_histogram`), exact for few durations. What was observed decides what is answered, never chance. Durations
+are seconds.
 """
 
 import math
@@ -11,17 +11,15 @@ import zlib
 from collections import OrderedDict
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
-from datasketches import req_floats_sketch
+
+from cluster.log_histogram import LogHistogram
 
 LONGEST_S = 1e9
-"""No duration is longer (31 years): squares and the sketch's 32-bit floats stay finite."""
-SKETCH_K = 12
-"""REQ's accuracy parameter: ranks are right within about 1 % at the median and far better near 1."""
+"""No duration is longer (31 years)."""
 MAX_STATISTICS_BYTES = 64 << 10
-"""Of one serialized DurationStatistics; 2**40 durations need less than a third of it."""
+"""Of one serialized DurationStatistics; it never needs half of it, whatever was observed."""
 MAX_TOOLS = 1024
 """Tools that a table tells apart; the least recently observed is forgotten first."""
 MAX_TOOL_NAME_BYTES = 256
@@ -29,28 +27,18 @@ MAX_TOOL_NAME_BYTES = 256
 OVERALL = ""
 """The key that stands for all tools together."""
 
-_VERSION = 1
+_VERSION = 2
 _MAX_COUNT = 1 << 53
 _ENVELOPE = struct.Struct("<BI")
-"""Version; CRC-32 of all that follows. Nothing is handed to the sketch's C++ code before it is right."""
+"""Version; CRC-32 of all that follows."""
 _MOMENTS = struct.Struct("<Qdddd")
-"""Count; mean, M2, shortest and longest in seconds (M2: squared). The sketch's own format follows if count > 0."""
-_PREAMBLE = struct.Struct("<BBBBHBB")
-"""Of a sketch: words of preamble, format version, family, flags, k, number of levels, number of raw items."""
-_LONG_PREAMBLE_BYTES = 16
-"""Of a sketch of several levels: count (once more), shortest, longest."""
-_LEVEL = struct.Struct("<QfBBxxI")
-"""Of a sketch's level: compactions, section size, binary logarithm of an item's weight, sections, items."""
-_REQ_FAMILY = 17
-_EMPTY, _HIGH_RANKS, _RAW = 4, 8, 16
-_SECTION_SIZES = {3 << doubled: SKETCH_K / 2 ** (doubled / 2) for doubled in range(5)}
-"""Number of a level's sections to their size: each doubling divides it by the root of 2, down to 3 items."""
+"""Count; mean, M2, shortest and longest in seconds (M2: squared). The histogram's own format follows."""
 
 
 class DurationStatistics:
     """What is known of some durations: count, mean, variance, range and the distribution's shape."""
 
-    __slots__ = ("_bytes", "_sketch", "count", "m2", "max_s", "mean_s", "min_s")
+    __slots__ = ("_bytes", "_histogram", "count", "m2", "max_s", "mean_s", "min_s")
 
     def __init__(self) -> None:
         self.count = 0
@@ -59,7 +47,7 @@ class DurationStatistics:
         """Sum of the squared distances from the mean."""
         self.min_s = math.inf
         self.max_s = 0.0
-        self._sketch: Any = req_floats_sketch(SKETCH_K)
+        self._histogram = LogHistogram()
         self._bytes: bytes | None = None
 
     def __repr__(self) -> str:
@@ -81,7 +69,7 @@ class DurationStatistics:
             self.min_s = seconds
         if seconds > self.max_s:
             self.max_s = seconds
-        self._sketch.update(seconds)
+        self._histogram.add(seconds)
         self._bytes = None
 
     def merge(self, other: "DurationStatistics") -> "DurationStatistics":
@@ -96,8 +84,8 @@ class DurationStatistics:
         mean_s = self.mean_s + distance * (other.count / count)
         merged.mean_s = min(max(mean_s, merged.min_s), merged.max_s)
         merged.m2 = self.m2 + other.m2 + distance * distance * (self.count * (other.count / count))
-        merged._sketch.merge(self._sketch)
-        merged._sketch.merge(other._sketch)
+        merged._histogram.merge(self._histogram)
+        merged._histogram.merge(other._histogram)
         return merged
 
     @property
@@ -121,7 +109,7 @@ class DurationStatistics:
             raise ValueError(f"a quantile's rank is between 0 and 1, not {q}")
         if q in (0, 1):
             return self.min_s if q == 0 else self.max_s
-        return min(max(float(self._sketch.get_quantile(q, True)), self.min_s), self.max_s)
+        return self._histogram.quantile(q)
 
     def survival(self, t: float) -> float:
         """The share of durations longer than ``t`` seconds; never rises with ``t``.
@@ -134,7 +122,7 @@ class DurationStatistics:
             raise ValueError("survival needs a time")
         if t < self.min_s:
             return 1.0
-        return 0.0 if t >= self.max_s else 1.0 - float(self._sketch.get_rank(t, True))
+        return 0.0 if t >= self.max_s else 1.0 - self._histogram.share_up_to(t)
 
     def hazard(self, t: float, window_s: float) -> float:
         """P(ends within ``window_s`` | still running at ``t``) / ``window_s``, per second.
@@ -162,10 +150,10 @@ class DurationStatistics:
         return self.mean_s + math.sqrt(2 * self.variance * doubt) + 3 * self.range_s * doubt
 
     def to_bytes(self) -> bytes:
-        """Versioned and checksummed; some 50 bytes and 4 for each duration that the sketch retains."""
+        """Versioned and checksummed; 45 bytes and 8 for each of few durations, or 16 for each bin of many."""
         if self._bytes is None:
             moments = _MOMENTS.pack(self.count, self.mean_s, self.m2, self.min_s, self.max_s)
-            body = moments + (self._sketch.serialize() if self.count else b"")
+            body = moments + self._histogram.to_bytes()
             self._bytes = _ENVELOPE.pack(_VERSION, zlib.crc32(body)) + body
         return self._bytes
 
@@ -185,18 +173,17 @@ class DurationStatistics:
             raise ValueError("damaged duration statistics: the checksum differs")
         statistics = cls()
         count, mean_s, m2, min_s, max_s = _MOMENTS.unpack_from(data, _ENVELOPE.size)
-        sketch = data[_ENVELOPE.size + _MOMENTS.size :]
+        shape = data[_ENVELOPE.size + _MOMENTS.size :]
         if count == 0:
+            if shape:
+                raise ValueError("damaged duration statistics: of nothing, but with a shape")
             return statistics
         in_order = 0 <= min_s <= mean_s <= max_s <= LONGEST_S
         if count > _MAX_COUNT or not in_order or not 0 <= m2 <= count * LONGEST_S**2:
             raise ValueError(f"nonsensical duration statistics: {count}, {mean_s} s in [{min_s} s, {max_s} s], M2 {m2}")
         try:
-            weight = _weigh(sketch)
-            statistics._sketch = req_floats_sketch.deserialize(sketch)
-            if not weight == statistics._sketch.n == count:
-                raise ValueError(f"{count} durations, but a sketch of another number")
-        except (struct.error, ValueError, IndexError, RuntimeError) as error:
+            statistics._histogram = LogHistogram.from_bytes(shape, count)
+        except ValueError as error:
             raise ValueError(f"damaged duration statistics: {error}") from error
         statistics.count, statistics.mean_s, statistics.m2 = count, mean_s, m2
         statistics.min_s, statistics.max_s = min_s, max_s
@@ -206,41 +193,6 @@ class DurationStatistics:
     def _need_observations(self) -> None:
         if self.count == 0:
             raise ValueError("nothing was observed")
-
-
-def _weigh(sketch: bytes) -> int:
-    """How many durations a serialized sketch stands for.
-
-    Its C++ code believes what it reads: NaNs or impossible levels, behind a right checksum, end the process. So all
-    that it would believe is looked at before (datasketches 5.2, REQ format 1).
-
-    Raises:
-        ValueError, struct.error: no sketch of durations with SKETCH_K has these bytes.
-    """
-    ints, version, family, flags, k, levels, raw = _PREAMBLE.unpack_from(sketch)
-    if (version, family, k) != (1, _REQ_FAMILY, SKETCH_K) or not flags & _HIGH_RANKS or flags & _EMPTY:
-        raise ValueError("not a sketch of durations")
-    if ints != (2 if levels == 1 else 4) or bool(flags & _RAW) != bool(raw) or (raw and levels != 1):
-        raise ValueError("a sketch with a wrong preamble")
-    offset = _PREAMBLE.size if levels == 1 else _PREAMBLE.size + _LONG_PREAMBLE_BYTES
-    if raw:
-        return _sane(struct.unpack_from(f"<{raw}f", sketch, offset))
-    weight = 0
-    for level in range(levels):
-        _, section_size, lg_weight, sections, items = _LEVEL.unpack_from(sketch, offset)
-        if lg_weight != level or abs(_SECTION_SIZES.get(sections, math.inf) - section_size) > 0.01:
-            raise ValueError("a sketch with an impossible level")
-        offset += _LEVEL.size
-        weight += _sane(struct.unpack_from(f"<{items}f", sketch, offset)) << level
-        offset += 4 * items
-    return weight
-
-
-def _sane(durations: tuple[float, ...]) -> int:
-    # A NaN or an infinity among them would make the sum one.
-    if durations and not (0 <= sum(durations) < math.inf and min(durations) >= 0):
-        raise ValueError("a sketch of what are no durations")
-    return len(durations)
 
 
 class DurationTable:

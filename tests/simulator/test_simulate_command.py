@@ -1,6 +1,8 @@
 """`caesura simulate`: its JSON lines, that they can be had again, its limits and its complaints."""
 
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -83,28 +85,26 @@ def test_a_line_a_run_with_the_same_numbers_every_time(
     assert (plots / "goodput_over_rate.png").stat().st_size > 1000
 
 
-def test_a_host_tier_is_named_and_has_the_same_numbers_every_time(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
-) -> None:
+def test_fresh_processes_agree_with_a_host_tier_and_on_what_policies_learn(tmp_path: Path, varied_trace: Path) -> None:
     # A device of 4,096 tokens, so that contexts are lost; a host of 240 blocks, so that some are lost there, too.
     device = tmp_path / "device.json"
     COST.save(device)
-    tier = ("--preset", str(device), "--host-gib", "3.75", "--rates", "12", "--seed", "5")
-    first, second = tmp_path / "first", tmp_path / "second"
-    names = ("--policies", "vllm-nocache,vllm,continuum2")
-    assert caesura(monkeypatch, *small(small_trace, *names, *tier), "--json", str(first)) == 0
-    shown = capsys.readouterr().out
-    # Once more in processes of their own, whose strings hash differently.
-    assert (
-        caesura(monkeypatch, *small(small_trace, *names, *tier), "--json", str(second), "--quiet", "--jobs", "2") == 0
-    )
-    for line, repeated in zip(lines(first), lines(second), strict=True):
-        assert {k: v for k, v in line.items() if k not in REAL_TIME} == {
-            k: v for k, v in repeated.items() if k not in REAL_TIME
-        }
-    without, stock, ours = lines(first)
+    names = ("vllm-nocache", "vllm", "caesura", "continuum2")
+    load = ("--preset", str(device), "--host-gib", "3.75", "--rates", "12", "--minutes", "0.3", "--warmup", "0.1")
+    told, shown = [], ""
+    for hash_seed in ("1", "2"):
+        out = tmp_path / hash_seed
+        arguments = ["simulate", "--trace", str(varied_trace), *load, "--policies", ",".join(names), "--json", str(out)]
+        program = f"import sys; from cluster.cli import main; sys.argv[1:] = {arguments!r}; main()"
+        environment = os.environ | {"PYTHONHASHSEED": hash_seed}
+        ended = subprocess.run([sys.executable, "-c", program], env=environment, check=True, stdout=subprocess.PIPE)
+        shown = ended.stdout.decode()
+        told.append([{k: v for k, v in line.items() if k not in REAL_TIME} for line in lines(out)])
+    assert told[0] == told[1]
+    assert tuple(line["policy"] for line in told[0]) == names
+    without, stock, *ours = told[0]
     assert (without["fetched_tokens"], without["simulation"]["loaded_tokens"]) == (0, 0)
-    assert stock["fetched_tokens"] > 0 and ours["simulation"]["stored_tokens"] > 0
+    assert all(line["fetched_tokens"] > 0 for line in (stock, *ours))
     assert "vllm-nocache (prefix cache off, no host tier), vllm (prefix cache on, host tier 3.75 GiB)" in shown
 
 
