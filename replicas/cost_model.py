@@ -94,7 +94,9 @@ class CostModel:
         """
         if tokens <= 0:
             return 0.0
-        chunk = tokens if chunk_tokens is None else max(1, min(chunk_tokens, tokens))
+        if chunk_tokens is None or tokens <= chunk_tokens:
+            return self.step_s(tokens, context_tokens + tokens, 1)
+        chunk = max(1, chunk_tokens)
         full, rest = divmod(tokens, chunk)
         seconds = self._chunks_s(full, chunk, context_tokens)
         return seconds + (self.step_s(rest, context_tokens + tokens, 1) if rest else 0.0)

@@ -7,6 +7,7 @@ seconds on the scheduler's clock, lengths tokens.
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from typing import Protocol
 
 from cluster.config import SloConfig
@@ -32,9 +33,9 @@ class ReplicaFacts:
     """Tokens that the host tier takes; 0: there is none."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class LoadView:
-    """The replica now."""
+    """The replica now. One view serves a whole step: what policies ask of it for every turn is worked out once."""
 
     facts: ReplicaFacts
     now_s: float
@@ -49,6 +50,16 @@ class LoadView:
     """Not owned by anybody; the prefix cache may still have something there."""
     lost_queue_s: float = 0.0
     """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
+
+    @cached_property
+    def iteration_s(self) -> float:
+        """T_fwd: seconds of a decode iteration of the running turns, or of one where none runs."""
+        return self.facts.cost.decode_step_s(max(1, self.running), self.running_tokens)
+
+    @cached_property
+    def joined_iteration_s(self) -> float:
+        """Seconds of a decode iteration with one more turn than run now."""
+        return self.facts.cost.decode_step_s(self.running + 1, self.running_tokens)
 
 
 @dataclass(frozen=True, slots=True)

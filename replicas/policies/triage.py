@@ -20,7 +20,7 @@ DRAWN, ALIVE, HOPELESS = 0.0, 1.0, 2.0
 
 def token_s(load: LoadView) -> float:
     """Seconds of a decode iteration with one more turn than run now: what a turn waits for each of its tokens."""
-    return load.facts.cost.decode_step_s(load.running + 1, load.running_tokens)
+    return load.joined_iteration_s
 
 
 def decode_work_s(load: LoadView) -> float:

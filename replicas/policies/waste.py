@@ -47,7 +47,7 @@ def swap(swap_s: float, batch_tokens: float) -> float:
 
 def iteration_s(load: LoadView) -> float:
     """T_fwd: seconds of a decode iteration of the running turns, or of one where none runs."""
-    return load.facts.cost.decode_step_s(max(1, load.running), load.running_tokens)
+    return load.iteration_s
 
 
 def swap_limit_tokens(load: LoadView) -> float:
