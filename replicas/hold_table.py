@@ -6,8 +6,12 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from cluster.errors import IntegrityError
+from replicas.rota import Rota
 
 Block = TypeVar("Block")
+
+LOOKS_A_STEP = 8
+"""Holds that one step looks at again, at most."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +36,7 @@ class HoldTable(Generic[Block]):
         self._free = free
         self._holds: dict[str, HeldBlocks[Block]] = {}
         self._expiry: list[tuple[float, str]] = []
+        self._rota: Rota[str] = Rota(LOOKS_A_STEP)
         self._num_blocks = 0
         self._num_tokens = 0
 
@@ -70,6 +75,7 @@ class HoldTable(Generic[Block]):
             raise IntegrityError(f"{key}: a hold from {since_s} until {until_s} would never end")
         self._holds[key] = HeldBlocks(key, tuple(blocks), tokens, since_s, until_s)
         heapq.heappush(self._expiry, (until_s, key))
+        self._rota.add(key)
         self._num_blocks += len(blocks)
         self._num_tokens += tokens
 
@@ -85,15 +91,27 @@ class HoldTable(Generic[Block]):
         self._holds[key] = HeldBlocks(key, held.blocks, held.tokens, held.since_s, until_s)
         heapq.heappush(self._expiry, (until_s, key))
 
+    def returned(self, key: str) -> None:
+        """The program is back and waits to be admitted: its hold, if it has one, is not looked at any more."""
+        self._rota.remove(key)
+
     def release(self, key: str) -> int:
         """Give a program's blocks back; the number of blocks (0: it held none)."""
         held = self._holds.pop(key, None)
         if held is None:
             return 0
+        self._rota.remove(key)
         self._num_blocks -= len(held.blocks)
         self._num_tokens -= held.tokens
         self._free(held.blocks[::-1])
         return len(held.blocks)
+
+    def due(self, steps: int) -> list[HeldBlocks[Block]]:
+        """Holds to look at in this step; called once a step. Not those whose program is back.
+
+        Each comes up every ``steps`` calls, or with more than ``steps`` · LOOKS_A_STEP as soon as it is its turn.
+        """
+        return [self._holds[key] for key in self._rota.next(steps)]
 
     def expired(self, now_s: float) -> list[str]:
         """Programs whose hold ended at or before ``now_s``, earliest first. Each is told once."""

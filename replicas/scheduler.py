@@ -110,6 +110,7 @@ class AgentScheduler(AsyncScheduler):
     def _arrive(self, request: Request, turn: Turn, key: str) -> None:
         before = self.programs.get(key)
         self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
+        self.holds.returned(key)
         if before is not None and before.active == 0:
             self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
         turn.features = views.features_of(turn, self.programs[key], request.num_tokens)
@@ -121,23 +122,20 @@ class AgentScheduler(AsyncScheduler):
         self.load = views.load_view(self)
         self._review_holds()
         refresh_steps = self._policies.order.refresh_steps
-        if refresh_steps is not None and self.load.waiting and self.current_step % refresh_steps == 0:
-            self.waiting.rerank_all()
-            self.skipped_waiting.rerank_all()
+        if refresh_steps is not None:
+            self.waiting.refresh(refresh_steps)
+            self.skipped_waiting.refresh(refresh_steps)
         budget = self._policies.budget.tokens(self.load)
         self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
         return super().schedule(throttle_prefills)
 
     def _review_holds(self) -> None:
-        """Ask again what becomes of the programs that are held and whose pause lasts."""
+        """Ask again what becomes of the programs that are held and whose pause lasts: a share of them in each step."""
         review_steps = self._policies.pause.review_steps
-        if review_steps is None or not len(self.holds) or self.current_step % review_steps:
+        if review_steps is None:
             return
-        for held in list(self.holds):
-            view = views.hold_view(self, held)
-            if view.owner_waits:
-                continue
-            decision = self._policies.pause.review(view)
+        for held in self.holds.due(review_steps):
+            decision = self._policies.pause.review(views.hold_view(self, held))
             if not isinstance(decision, Hold):
                 self.apply(held.key, HoldEnded(self.load.now_s, decision.reason))
             elif decision.until_s != held.until_s:

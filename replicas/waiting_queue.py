@@ -8,27 +8,43 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from replicas.policy import RankKey
+from replicas.rota import Rota
+
+RANKS_A_STEP = 40
+"""Ranks that one step takes again, at most."""
+SLACK = 16
+"""Entries beyond two for each request before those that are stale are dropped from the heap."""
 
 
 class RankedQueue(RequestQueue):
     """Least rank first; among equals vLLM's own order, so that a constant rank is its FCFS queue.
 
-    A rank is taken when a request comes in and again at :meth:`rerank`; between the two it does not change. Removal is
-    lazy: an entry that is no longer the request's own is skipped when it surfaces.
+    A rank is taken when a request comes in and again at :meth:`rerank` and :meth:`refresh`; between the two it does
+    not change. Removal is lazy: an entry that is no longer the request's own is skipped when it surfaces.
     """
 
     def __init__(self, rank: Callable[[Request], RankKey]) -> None:
         self._rank = rank
         self._heap: list[tuple[RankKey, int, str]] = []
         self._entries: dict[str, tuple[RankKey, int, Request]] = {}
+        self._rota: Rota[str] = Rota(RANKS_A_STEP)
         # Numbers grow at the tail and fall at the head: put back in front means before all equals.
         self._tail = itertools.count(1)
         self._head = itertools.count(-1, -1)
 
     def _put(self, request: Request, number: int) -> None:
-        rank = self._rank(request)
+        self._enter(self._rank(request), number, request)
+        self._rota.add(request.request_id)
+
+    def _enter(self, rank: RankKey, number: int, request: Request) -> None:
         self._entries[request.request_id] = (rank, number, request)
         heapq.heappush(self._heap, (rank, number, request.request_id))
+        if len(self._heap) > 2 * len(self._entries) + SLACK:
+            self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        self._heap = [(rank, number, key) for key, (rank, number, _) in self._entries.items()]
+        heapq.heapify(self._heap)
 
     def _top(self) -> tuple[RankKey, int, Request] | None:
         while self._heap:
@@ -74,7 +90,7 @@ class RankedQueue(RequestQueue):
         """Take the request that is admitted next."""
         request = self.peek_request()
         heapq.heappop(self._heap)
-        del self._entries[request.request_id]
+        self.remove_request(request)
         return request
 
     def remove_request(self, request: Request) -> None:
@@ -84,23 +100,36 @@ class RankedQueue(RequestQueue):
             KeyError: it is not in the queue.
         """
         del self._entries[request.request_id]
+        self._rota.remove(request.request_id)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Take out those that are in the queue."""
         for request in requests:
-            self._entries.pop(request.request_id, None)
+            if request.request_id in self._entries:
+                self.remove_request(request)
 
     def rerank(self, request_ids: Iterable[str]) -> None:
         """Take the ranks of these again, where they wait here; their place among equals stays."""
         for request_id in request_ids:
             entry = self._entries.get(request_id)
             if entry is not None:
-                self._put(entry[2], entry[1])
+                before, number, request = entry
+                rank = self._rank(request)
+                if rank != before:
+                    self._enter(rank, number, request)
+
+    def refresh(self, steps: int) -> None:
+        """Take a share of the ranks again; called once a step.
+
+        None is older than ``steps`` calls, or with more than ``steps`` · RANKS_A_STEP requests as many calls as it
+        takes to get around: a step costs the same however long the queue is.
+        """
+        self.rerank(self._rota.next(steps))
 
     def rerank_all(self) -> None:
-        """Take every rank again."""
-        self._heap.clear()
-        self.rerank(list(self._entries))
+        """Take every rank again, at once: they are another policy's."""
+        self._entries = {key: (self._rank(request), n, request) for key, (_, n, request) in self._entries.items()}
+        self._drop_stale()
 
     def __bool__(self) -> bool:
         return bool(self._entries)

@@ -50,6 +50,17 @@ def test_a_second_hold_of_one_program_is_refused() -> None:
         table.hold("a", [2], 1, 0.0, 1.0)
 
 
+def test_holds_come_up_in_turn_until_their_program_is_back_or_they_end() -> None:
+    table: HoldTable[int] = HoldTable(lambda blocks: None)
+    for key in "abcd":
+        table.hold(key, [1], 1, 0.0, 9.0)
+    assert [[held.key for held in table.due(2)] for _ in range(2)] == [["a", "b"], ["c", "d"]]
+    table.returned("a")
+    table.release("b")
+    table.returned("nobody")
+    assert [[held.key for held in table.due(2)] for _ in range(2)] == [["c"], ["d"]]
+
+
 KEYS = st.sampled_from(["a", "b", "c", "d"])
 
 

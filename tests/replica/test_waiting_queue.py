@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.core.sched.request_queue import FCFSRequestQueue
 
-from replicas.waiting_queue import RankedQueue
+from replicas.waiting_queue import RANKS_A_STEP, RankedQueue
 
 
 def request(name: str, rank: float = 0.0) -> Any:
@@ -54,8 +54,62 @@ def test_a_new_rank_counts_only_after_rerank() -> None:
     assert names(queue) == ["early", "late"]
 
 
+def test_a_refresh_takes_a_share_of_the_ranks_and_all_once_a_period() -> None:
+    queue, requests = ranked(), [request(f"r{i}", float(i)) for i in range(6)]
+    for one in requests:
+        queue.add_request(one)
+        one.rank = -one.rank
+    queue.refresh(3)
+    assert names(queue) == ["r1", "r0", "r2", "r3", "r4", "r5"]
+    queue.refresh(3)
+    queue.refresh(3)
+    assert [queue.pop_request().request_id for _ in range(6)] == ["r5", "r4", "r3", "r2", "r1", "r0"]
+
+
+def test_a_long_queue_is_refreshed_in_as_many_steps_as_the_bound_takes() -> None:
+    taken: list[str] = []
+    queue = RankedQueue(lambda r: (float(taken.append(r.request_id) or 0),))  # type: ignore[func-returns-value]
+    for i in range(3 * RANKS_A_STEP):
+        queue.add_request(request(f"r{i}"))
+    taken.clear()
+    for step in range(1, 4):
+        queue.refresh(2)
+        assert len(set(taken)) == len(taken) == step * RANKS_A_STEP
+
+
+@given(st.lists(st.tuples(st.sampled_from(["add", "pop", "refresh", "rerank_all"]), st.integers(0, 9)), max_size=80))
+def test_the_order_is_that_of_the_ranks_last_taken(operations: list[tuple[str, int]]) -> None:
+    """Ranks change all the time and are changed back; the model notes what each was when it was taken."""
+    taken: dict[str, float] = {}
+
+    def take(one: Any) -> tuple[float, ...]:
+        taken[one.request_id] = one.rank
+        return (one.rank,)
+
+    queue, waiting = RankedQueue(take), list[Any]()
+    for count, (operation, number) in enumerate(operations):
+        if operation == "add":
+            waiting.append(request(f"r{count}", float(number)))
+            queue.add_request(waiting[-1])
+        elif operation == "pop" and queue:
+            first = min(waiting, key=lambda one: taken[one.request_id])  # the earliest of equals
+            assert queue.peek_rank() == (taken[first.request_id],)
+            assert queue.pop_request() is first
+            waiting.remove(first)
+        for one in waiting:
+            one.rank = float((one.rank + number) % 7)
+        if operation == "refresh":
+            queue.refresh(number + 1)
+        elif operation == "rerank_all":
+            queue.rerank_all()
+        expected = sorted(waiting, key=lambda one: taken[one.request_id])
+        assert names(queue) == [one.request_id for one in expected]
+
+
 OPERATIONS = st.lists(
-    st.tuples(st.sampled_from(["add", "prepend", "prepend_many", "pop", "remove", "rerank"]), st.integers(0, 7)),
+    st.tuples(
+        st.sampled_from(["add", "prepend", "prepend_many", "pop", "remove", "rerank", "refresh"]), st.integers(0, 7)
+    ),
     max_size=60,
 )
 
@@ -81,6 +135,8 @@ def drive(queue: Any, operations: list[tuple[str, int]], remove: Callable[[Any, 
             remove(queue, waiting.pop(sorted(waiting)[number % len(waiting)]))
         elif operation == "rerank" and isinstance(queue, RankedQueue):
             queue.rerank(list(waiting)[:number])
+        elif operation == "refresh" and isinstance(queue, RankedQueue):
+            queue.refresh(number + 1)
         assert len(queue) == len(waiting)
         log.append(names(queue))
     return log
