@@ -10,7 +10,7 @@ from vllm.v1.request import Request
 from replicas.policy import RankKey
 from replicas.rota import Rota
 
-RANKS_A_STEP = 40
+RANKS_A_STEP = 32
 """Ranks that one step takes again, at most."""
 SLACK = 16
 """Entries beyond two for each request before those that are stale are dropped from the heap."""
