@@ -8,6 +8,15 @@
                                |
                           TurnArrived --> RUNNING          the last turn's end, or Ended --> ENDED
 
+With a host tier there is a third way through a pause; a hold may turn into it, and it into a hold:
+
+    DECIDING or HELD --Swapped--> SWAPPED --ToolFinished--> FETCHING --Fetched--> HELD, or RESUMING if a turn waits
+                                     |                         |
+                                TurnArrived (the turn      FetchFailed --> SWAPPED    CopyLost --> RELEASED
+                                 loads by itself)          with a turn that waits, both --> RUNNING
+                                     v
+                                  RUNNING
+
 RUNNING covers every turn from its arrival on: whether vLLM computes it or lets it wait is vLLM's state, not the
 program's. A program may have several turns in flight (parallel sub-requests); it pauses when the last of them ends.
 """
@@ -18,6 +27,30 @@ from enum import StrEnum
 from typing import Any
 
 from cluster.errors import IllegalTransition
+from cluster.lifecycle_events import (
+    Action,
+    Admitted,
+    CancelFetch,
+    Conclude,
+    CopyLost,
+    Decide,
+    Ended,
+    Event,
+    Fetch,
+    Fetched,
+    FetchFailed,
+    FreeHold,
+    Held,
+    HoldEnded,
+    Observe,
+    Released,
+    Swapped,
+    ToolFinished,
+    ToolStarted,
+    TurnAborted,
+    TurnArrived,
+    TurnEnded,
+)
 from cluster.program import tool_key
 
 STORY_LINES = 48
@@ -32,135 +65,11 @@ class Phase(StrEnum):
     HELD = "held"
     RELEASED = "released"
     RESUMING = "resuming"
+    SWAPPED = "swapped"
+    """Nothing is kept on the device, the host has a copy."""
+    FETCHING = "fetching"
+    """The copy is being loaded into memory that will be a hold; its next turn may be waiting for that."""
     ENDED = "ended"
-
-
-# --- events -----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class TurnArrived:
-    """A turn was accepted. ``last``: the client says that no other will follow."""
-
-    at_s: float
-    last: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Admitted:
-    """The scheduler gave a waiting turn its memory; a hold has been used."""
-
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class TurnEnded:
-    """A turn generated its last token. ``served_tokens``: computed for it; ``tools``: what it asked for."""
-
-    at_s: float
-    tools: tuple[str, ...]
-    served_tokens: int
-    context_tokens: int = 0
-    """Of the program after the turn."""
-    generated_tokens: int = 0
-    busy_s: float = 0.0
-    """From the turn's arrival to its last token."""
-    on_time: bool = True
-    """Its first token came within the SLO's bound."""
-
-
-@dataclass(frozen=True, slots=True)
-class TurnAborted:
-    """A turn ended without a result that the program can go on from."""
-
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Held:
-    """Decided: the blocks stay allocated until ``until_s``."""
-
-    at_s: float
-    until_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Released:
-    """Decided: the blocks are given back."""
-
-    at_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class HoldEnded:
-    """A hold ended unused: expired, broken for somebody who needed the memory, or asked for."""
-
-    at_s: float
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ToolStarted:
-    """The executor started the tools of the pause."""
-
-    at_s: float
-    tools: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True)
-class ToolFinished:
-    """The slowest tool of the pause has finished; the next turn is on its way."""
-
-    at_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """The program will not come back: its client said so, or it was idle for too long."""
-
-    at_s: float
-    reason: str
-
-
-Event = (
-    TurnArrived | Admitted | TurnEnded | TurnAborted | Held | Released | HoldEnded | ToolStarted | ToolFinished | Ended
-)
-
-
-# --- actions ----------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, slots=True)
-class Decide:
-    """Ask the pause policy, and answer with Held or Released."""
-
-
-@dataclass(frozen=True, slots=True)
-class Observe:
-    """A pause of this length for this tool key was seen."""
-
-    tool: str
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class FreeHold:
-    """Give the held blocks back."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class Conclude:
-    """The program is over after so many turns, for which so many tokens were computed."""
-
-    turns: int
-    served_tokens: int = 0
-
-
-Action = Decide | Observe | FreeHold | Conclude
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,10 +140,9 @@ def _arrive(state: ProgramState, event: TurnArrived) -> Step:
     actions: tuple[Action, ...] = ()
     if state.paused_s is not None and not state.observed:
         actions = (Observe(tool_key(state.tools), max(0.0, event.at_s - state.paused_s)),)
-    resuming = state.phase in (Phase.HELD, Phase.RESUMING)
     after = replace(
         state,
-        phase=Phase.RESUMING if resuming else Phase.RUNNING,
+        phase=_ARRIVALS.get(state.phase, Phase.RUNNING),
         turns=state.turns + 1,
         active=state.active + 1,
         ending=state.ending or event.last,
@@ -245,9 +153,15 @@ def _arrive(state: ProgramState, event: TurnArrived) -> Step:
     return after, actions
 
 
+_ARRIVALS = {Phase.HELD: Phase.RESUMING, Phase.RESUMING: Phase.RESUMING, Phase.FETCHING: Phase.FETCHING}
+"""Where a turn has something to wait for beside its admission."""
+
+
 def _admit(state: ProgramState, _: Admitted) -> Step:
     if state.phase is Phase.RESUMING:
         return replace(state, phase=Phase.RUNNING), (FreeHold("used"),)
+    if state.phase is Phase.FETCHING:
+        return replace(state, phase=Phase.RUNNING), (CancelFetch("a turn went ahead"),)
     return state, ()
 
 
@@ -274,7 +188,7 @@ def _abort_turn(state: ProgramState, _: TurnAborted) -> Step:
     after = replace(state, active=state.active - 1)
     if after.active > 0:
         return after, ()
-    freed: tuple[Action, ...] = (FreeHold("aborted"),) if state.phase is Phase.RESUMING else ()
+    freed = _freed(state, "aborted")
     if after.ending:
         ended, concluded = _conclude(after)
         return ended, freed + concluded
@@ -287,6 +201,29 @@ def _hold(state: ProgramState, _: Held) -> Step:
 
 def _release(state: ProgramState, _: Released) -> Step:
     return replace(state, phase=Phase.RELEASED), ()
+
+
+def _swap(state: ProgramState, _: Swapped) -> Step:
+    return replace(state, phase=Phase.SWAPPED), _freed(state, "swapped")
+
+
+def _fetch_done(state: ProgramState, _: Fetched) -> Step:
+    return replace(state, phase=Phase.RESUMING if state.active else Phase.HELD), ()
+
+
+def _fetch_failed(state: ProgramState, _: FetchFailed) -> Step:
+    return replace(state, phase=Phase.RUNNING if state.active else Phase.SWAPPED), ()
+
+
+def _lose_copy(state: ProgramState, event: CopyLost) -> Step:
+    return replace(state, phase=Phase.RUNNING if state.active else Phase.RELEASED), _freed(state, event.reason)
+
+
+def _freed(state: ProgramState, reason: str) -> tuple[Action, ...]:
+    """What gives back the memory that the phase stands for."""
+    if state.phase in (Phase.HELD, Phase.RESUMING):
+        return (FreeHold(reason),)
+    return (CancelFetch(reason),) if state.phase is Phase.FETCHING else ()
 
 
 def _lose_hold(state: ProgramState, event: HoldEnded) -> Step:
@@ -305,9 +242,16 @@ def _finish_tool(state: ProgramState, event: ToolFinished) -> Step:
     return replace(state, observed=True), (Observe(tool_key(state.tools), max(0.0, event.at_s - since)),)
 
 
+def _fetch(state: ProgramState, event: ToolFinished) -> Step:
+    after, observed = _finish_tool(state, event)
+    return replace(after, phase=Phase.FETCHING), (*observed, Fetch())
+
+
 def _end_paused(state: ProgramState, event: Ended) -> Step:
+    if state.active:
+        return _end_later(state, event)
     ended, concluded = _conclude(state)
-    return ended, ((FreeHold(event.reason),) if state.phase is Phase.HELD else ()) + concluded
+    return ended, _freed(state, event.reason) + concluded
 
 
 def _end_later(state: ProgramState, _: Ended) -> Step:
@@ -326,8 +270,10 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], Callable[[ProgramState, Any], Step]
     (Phase.RUNNING, Ended): _end_later,
     (Phase.DECIDING, Held): _hold,
     (Phase.DECIDING, Released): _release,
+    (Phase.DECIDING, Swapped): _swap,
     (Phase.HELD, TurnArrived): _arrive,
     (Phase.HELD, HoldEnded): _lose_hold,
+    (Phase.HELD, Swapped): _swap,
     (Phase.HELD, ToolStarted): _start_tool,
     (Phase.HELD, ToolFinished): _finish_tool,
     (Phase.HELD, Ended): _end_paused,
@@ -340,5 +286,19 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], Callable[[ProgramState, Any], Step]
     (Phase.RELEASED, ToolStarted): _start_tool,
     (Phase.RELEASED, ToolFinished): _finish_tool,
     (Phase.RELEASED, Ended): _end_paused,
+    (Phase.SWAPPED, TurnArrived): _arrive,
+    (Phase.SWAPPED, ToolStarted): _start_tool,
+    (Phase.SWAPPED, ToolFinished): _fetch,
+    (Phase.SWAPPED, CopyLost): _lose_copy,
+    (Phase.SWAPPED, Ended): _end_paused,
+    (Phase.FETCHING, TurnArrived): _arrive,
+    (Phase.FETCHING, Admitted): _admit,
+    (Phase.FETCHING, TurnAborted): _abort_turn,
+    (Phase.FETCHING, Fetched): _fetch_done,
+    (Phase.FETCHING, FetchFailed): _fetch_failed,
+    (Phase.FETCHING, CopyLost): _lose_copy,
+    (Phase.FETCHING, ToolStarted): _start_tool,
+    (Phase.FETCHING, ToolFinished): _finish_tool,
+    (Phase.FETCHING, Ended): _end_paused,
 }
 """Every legal event of every phase; what is not here raises."""

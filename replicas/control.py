@@ -15,8 +15,15 @@ from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.config import PolicyConfig
 from cluster.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
-from cluster.lifecycle import Ended, HoldEnded, Phase, ToolFinished, ToolStarted
+from cluster.lifecycle import Phase
+from cluster.lifecycle_events import (
+    Ended,
+    HoldEnded,
+    ToolFinished,
+    ToolStarted,
+)
 from cluster.statistics import DurationTable
+from replicas.hold_table import HoldOrigin
 
 if TYPE_CHECKING:
     from replicas.scheduler import AgentScheduler
@@ -104,6 +111,9 @@ def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
         "held_blocks": scheduler.holds.num_blocks,
         "held_tokens": scheduler.holds.num_tokens,
         "held_programs": len(scheduler.holds),
+        "host_tokens": scheduler.swapping.capacity_tokens,
+        "host_used_tokens": scheduler.swapping.used_tokens,
+        "fetching_programs": len(scheduler.swapping),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting) + len(scheduler.skipped_waiting),
         "programs": len(scheduler.programs),
@@ -117,9 +127,12 @@ def _program(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
     return scheduler.programs.story(key) or {}
 
 
+PAUSED = (Phase.HELD, Phase.RELEASED, Phase.SWAPPED, Phase.FETCHING)
+
+
 def _paused(scheduler: "AgentScheduler", key: str) -> None:
     program = scheduler.programs.get(key)
-    if program is None or program.phase not in (Phase.HELD, Phase.RELEASED):
+    if program is None or program.phase not in PAUSED or program.active:
         raise ControlRefused(f"{key} is not paused here: {program.phase if program else 'unknown'}")
 
 
@@ -130,7 +143,7 @@ def _hold(scheduler: "AgentScheduler", key: str, seconds: float) -> dict[str, An
     limit_s = scheduler.settings.control.hold_limit_s
     if not 0 <= seconds <= limit_s:
         raise ControlRefused(f"seconds must be between 0 and {limit_s}, not {seconds}")
-    scheduler.holds.extend(key, scheduler.clock.now_s() + seconds)
+    scheduler.holds.extend(key, scheduler.clock.now_s() + seconds, HoldOrigin.ASKED)
     return {"held_blocks": len(scheduler.holds.get(key).blocks)}  # type: ignore[union-attr]
 
 
@@ -165,10 +178,11 @@ def _tool_started(
 
 
 def _tool_finished(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
-    """The slowest tool is done; its duration enters the statistics, free of the way back to this replica."""
+    """The slowest tool is done: its duration enters the statistics, and a swapped context is fetched."""
     _paused(scheduler, key)
     scheduler.apply(key, ToolFinished(scheduler.clock.now_s()))
-    return {"held": key in scheduler.holds}
+    program = scheduler.programs.get(key)
+    return {"held": key in scheduler.holds, "fetching": program is not None and program.phase is Phase.FETCHING}
 
 
 def _set_policy(scheduler: "AgentScheduler", **policy: Any) -> dict[str, Any]:
@@ -182,8 +196,8 @@ def _policy(scheduler: "AgentScheduler") -> dict[str, Any]:
 
 
 def _reset(scheduler: "AgentScheduler") -> dict[str, Any]:
-    """End all holds and empty the prefix cache; False while turns run that use it."""
-    return {"reset": scheduler.reset_prefix_cache()}
+    """End all holds and empty the prefix cache and the host tier; False while turns run that use the cache."""
+    return {"reset": scheduler.reset_prefix_cache(reset_connector=True)}
 
 
 OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {

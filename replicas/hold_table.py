@@ -2,7 +2,8 @@
 
 import heapq
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from enum import Enum
 from typing import Generic, TypeVar
 
 from cluster.errors import IntegrityError
@@ -14,6 +15,16 @@ LOOKS_A_STEP = 8
 """Holds that one step looks at again, at most."""
 
 
+class HoldOrigin(Enum):
+    """Why blocks are held."""
+
+    POLICY = "policy"
+    ASKED = "asked"
+    """The client asked for it."""
+    FETCHED = "fetched"
+    """They were loaded from the host tier for a turn that is on its way."""
+
+
 @dataclass(frozen=True, slots=True)
 class HeldBlocks(Generic[Block]):
     """One program's hold. ``blocks`` in the order of their tokens."""
@@ -23,6 +34,7 @@ class HeldBlocks(Generic[Block]):
     tokens: int
     since_s: float
     until_s: float
+    origin: HoldOrigin = HoldOrigin.POLICY
 
 
 class HoldTable(Generic[Block]):
@@ -63,7 +75,15 @@ class HoldTable(Generic[Block]):
         """Tokens whose KV is held."""
         return self._num_tokens
 
-    def hold(self, key: str, blocks: Sequence[Block], tokens: int, since_s: float, until_s: float) -> None:
+    def hold(
+        self,
+        key: str,
+        blocks: Sequence[Block],
+        tokens: int,
+        since_s: float,
+        until_s: float,
+        origin: HoldOrigin = HoldOrigin.POLICY,
+    ) -> None:
         """Take over the references to ``blocks``.
 
         Raises:
@@ -73,14 +93,14 @@ class HoldTable(Generic[Block]):
             raise IntegrityError(f"{key} is held already")
         if not since_s <= until_s < float("inf"):
             raise IntegrityError(f"{key}: a hold from {since_s} until {until_s} would never end")
-        self._holds[key] = HeldBlocks(key, tuple(blocks), tokens, since_s, until_s)
+        self._holds[key] = HeldBlocks(key, tuple(blocks), tokens, since_s, until_s, origin)
         heapq.heappush(self._expiry, (until_s, key))
         self._rota.add(key)
         self._num_blocks += len(blocks)
         self._num_tokens += tokens
 
-    def extend(self, key: str, until_s: float) -> None:
-        """Move the end of a hold, to later or earlier.
+    def extend(self, key: str, until_s: float, origin: HoldOrigin | None = None) -> None:
+        """Move the end of a hold, to later or earlier; ``origin``: who wants it so, None is who did before.
 
         Raises:
             IntegrityError: the program is not held, or ``until_s`` is not finite.
@@ -88,7 +108,7 @@ class HoldTable(Generic[Block]):
         held = self._holds.get(key)
         if held is None or not until_s < float("inf"):
             raise IntegrityError(f"{key}: no hold to move to {until_s}")
-        self._holds[key] = HeldBlocks(key, held.blocks, held.tokens, held.since_s, until_s)
+        self._holds[key] = replace(held, until_s=until_s, origin=origin or held.origin)
         heapq.heappush(self._expiry, (until_s, key))
 
     def returned(self, key: str) -> None:

@@ -155,6 +155,8 @@ class HoldView:
     until_s: float
     owner_waits: bool
     """Its next turn has come and waits to be admitted."""
+    asked: bool = False
+    """The client asked for the hold."""
 
 
 class Claimant(Enum):

@@ -5,7 +5,13 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from cluster.lifecycle import Action, Conclude, Ended, Event, Phase, ProgramState, begin, step
+from cluster.lifecycle import Phase, ProgramState, begin, step
+from cluster.lifecycle_events import (
+    Action,
+    Conclude,
+    Ended,
+    Event,
+)
 from cluster.statistics import DurationStatistics
 
 MAX_STORIES = 4096

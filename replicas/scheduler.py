@@ -7,13 +7,14 @@ Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     _update_request_with_output             when a turn's first token came
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     reset_prefix_cache                      held blocks would make it fail
+(what it uses for the host tier beside these: `replicas.swapping`)
 and of ``KVCacheManager`` it wraps
     allocate_slots                          admissions are seen here; short of memory, holds are broken until it fits
 and sets its watermark_blocks, as the policy says.
 Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn async scheduling off.
 
 Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold; a program has a hold
-exactly in the phases HELD and RESUMING; every request has one Turn.
+exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING; every request has one Turn or is a fetch.
 """
 
 from collections import Counter
@@ -31,29 +32,32 @@ import replicas.control
 from cluster.clock import Clock, MonotonicClock
 from cluster.config import PolicyConfig
 from cluster.errors import IntegrityError
-from cluster.lifecycle import (
+from cluster.lifecycle import Phase, ProgramState
+from cluster.lifecycle_events import (
     Action,
     Admitted,
+    CancelFetch,
     Conclude,
     Decide,
     Event,
+    Fetch,
     FreeHold,
     Held,
     HoldEnded,
     Observe,
-    Phase,
-    ProgramState,
     Released,
+    Swapped,
     TurnAborted,
     TurnArrived,
 )
 from cluster.statistics import DurationTable
 from replicas import turns, views
 from replicas.forecasts import Forecaster
-from replicas.hold_table import HoldTable
-from replicas.policy import Claimant, Forecast, Hold, RankKey
+from replicas.hold_table import HoldOrigin, HoldTable
+from replicas.policy import Claimant, Forecast, Hold, PauseView, RankKey, Swap
 from replicas.program_table import ProgramTable
 from replicas.settings import SchedulerSettings, build_policy
+from replicas.swapping import Swapping
 from replicas.turns import Turn
 from replicas.waiting_queue import RankedQueue
 
@@ -82,6 +86,7 @@ class AgentScheduler(AsyncScheduler):
         self.lost_queue = turns.RecentMean()
         self.forecaster = Forecaster()
         self.pause_forecasts: dict[str, Forecast] = {}
+        self.swapping = Swapping(self)
         self.facts = views.replica_facts(self)
         self.load = views.load_view(self)
         self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
@@ -115,10 +120,12 @@ class AgentScheduler(AsyncScheduler):
             self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
         turn.features = views.features_of(turn, self.programs[key], request.num_tokens)
         turn.forecast = views.forecast_of(self, turn)
+        self.swapping.arrives(request, key, turn.forecast)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
         """One step: end and review holds, rank anew what changes by itself, set the budget, let vLLM schedule."""
         self.expire(self.clock.now_s())
+        self.swapping.step()
         self.load = views.load_view(self)
         self._review_holds()
         refresh_steps = self._policies.order.refresh_steps
@@ -135,8 +142,12 @@ class AgentScheduler(AsyncScheduler):
         if review_steps is None:
             return
         for held in self.holds.due(review_steps):
+            if held.origin is HoldOrigin.FETCHED:
+                continue
             decision = self._policies.pause.review(views.hold_view(self, held))
-            if not isinstance(decision, Hold):
+            if isinstance(decision, Swap) and self._swaps_out(held.key):
+                self.apply(held.key, Swapped(self.load.now_s, decision.reason))
+            elif not isinstance(decision, Hold):
                 self.apply(held.key, HoldEnded(self.load.now_s, decision.reason))
             elif decision.until_s != held.until_s:
                 self.holds.extend(held.key, min(decision.until_s, held.since_s + self.settings.control.hold_limit_s))
@@ -152,9 +163,13 @@ class AgentScheduler(AsyncScheduler):
 
     def _free_blocks(self, request: Request) -> None:
         """A turn has ended: its program pauses, and the policy says whether its blocks stay; or it is over."""
-        turn = self.turns.pop(request.request_id)
-        if turn.key is not None:
-            self._end_turn(request, turn, turn.key)
+        turn = self.turns.pop(request.request_id, None)
+        if turn is None:
+            self.swapping.freed(request)
+        else:
+            self.swapping.ends(request)
+            if turn.key is not None:
+                self._end_turn(request, turn, turn.key)
         if request.request_id in self.requests:  # no hold has taken its blocks
             super()._free_blocks(request)
 
@@ -178,19 +193,34 @@ class AgentScheduler(AsyncScheduler):
         # The last token was sampled but not computed; an asynchronous engine counts it early.
         context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         pause = views.pause_view(self, self.programs[key], turn, context_tokens)
+        self.swapping.pauses(request, key, context_tokens, pause.forecast)
         decision = self._policies.pause.decide(pause)
         if isinstance(decision, Hold):
-            until_s = max(now_s, min(decision.until_s, now_s + self.settings.control.hold_limit_s))
-            blocks = self.kv_cache_manager.pop_blocks_for_free(request)
-            del self.requests[request.request_id]
-            self.pause_forecasts[key] = pause.forecast
-            self.holds.hold(key, blocks, context_tokens, now_s, until_s)
-            self.apply(key, Held(now_s, until_s, decision.reason))
-            self.counters["holds"] += 1
-            return f"held {until_s - now_s:.3f}s ({decision.reason})"
+            return self._hold(request, key, pause, decision)
+        if isinstance(decision, Swap) and self._swaps_out(key, request):
+            self.apply(key, Swapped(now_s, decision.reason))
+            return f"swapped ({decision.reason})"
         self.apply(key, Released(now_s, decision.reason))
         self.counters["releases"] += 1
         return f"released ({decision.reason})"
+
+    def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> str:
+        now_s = pause.now_s
+        until_s = max(now_s, min(decision.until_s, now_s + self.settings.control.hold_limit_s))
+        origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
+        blocks = self.kv_cache_manager.pop_blocks_for_free(request)
+        del self.requests[request.request_id]
+        self.pause_forecasts[key] = pause.forecast
+        self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin)
+        self.apply(key, Held(now_s, until_s, decision.reason))
+        self.counters["holds"] += 1
+        return f"held {until_s - now_s:.3f}s ({decision.reason})"
+
+    def _swaps_out(self, key: str, request: Request | None = None) -> bool:
+        """Does the host have what the policy wants swapped? Else it is released."""
+        swaps = self.swapping.swaps_out(key, request)
+        self.counters["swapped" if swaps else "swap_refused"] += 1
+        return swaps
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
@@ -210,7 +240,8 @@ class AgentScheduler(AsyncScheduler):
             while blocks is None and self._break_a_hold(request):
                 blocks = allocate_slots(request, num_new_tokens, **kwargs)
             if blocks is not None and request.status is not running:
-                self._admit(request, kwargs.get("num_new_computed_tokens", 0))
+                local, remote = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_external_computed_tokens", 0)
+                self._admit(request, local + remote)
             return blocks
 
         return allocate
@@ -260,10 +291,12 @@ class AgentScheduler(AsyncScheduler):
         self.kv_cache_manager.block_pool.free_blocks(blocks)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """End all holds, then as vLLM."""
+        """End all holds, then as vLLM; ``reset_connector``: the host tier is emptied, too."""
         for key in [held.key for held in self.holds]:
             self.apply(key, HoldEnded(self.clock.now_s(), "cache reset"))
-        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector))
+        if reset_connector:
+            self.swapping.reset()
+        return bool(super().reset_prefix_cache(reset_running_requests, reset_connector and self.swapping.may_reset))
 
     def shutdown(self) -> None:
         """End all holds, then as vLLM."""
@@ -277,6 +310,7 @@ class AgentScheduler(AsyncScheduler):
         """Take a program through an event and do what follows; the actions, done already but for Decide."""
         actions = tuple(self.programs.apply(key, event))
         self._act(key, actions)
+        self.swapping.follow(key, self.programs.get(key))
         return actions
 
     def _act(self, key: str, actions: Sequence[Action]) -> None:
@@ -285,12 +319,17 @@ class AgentScheduler(AsyncScheduler):
                 case FreeHold(reason):
                     self.holds.release(key)
                     self.pause_forecasts.pop(key, None)
-                    self.counters[f"hold_{'used' if reason == 'used' else 'lost'}"] += 1
+                    self.counters[f"hold_{reason if reason in ('used', 'swapped') else 'lost'}"] += 1
                     self._rerank_turns(key, reason)
+                case Fetch():
+                    self.swapping.fetch(key)
+                case CancelFetch():
+                    self.swapping.cancel(key)
                 case Observe(tool, seconds):
                     self.durations.observe(tool, seconds)
                 case Conclude(_, served_tokens):
                     self.forecaster.program_ended(key, served_tokens)
+                    self.swapping.forget(key)
 
     def _rerank_turns(self, key: str, reason: str) -> None:
         """The program is no longer pinned: its turns that wait rank anew, before the next one is chosen.
@@ -322,8 +361,9 @@ class AgentScheduler(AsyncScheduler):
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the invariants above hold."""
         self.holds.check_integrity()
-        if self.turns.keys() != self.requests.keys():
+        if self.turns.keys() | self.swapping.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")
+        self.swapping.check_integrity()
         for held in self.holds:
             program: ProgramState | None = self.programs.get(held.key)
             if program is None or program.phase not in (Phase.HELD, Phase.RESUMING):

@@ -6,7 +6,10 @@ from typing import TYPE_CHECKING, Any
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 
-from cluster.lifecycle import ProgramState, TurnEnded
+from cluster.lifecycle import ProgramState
+from cluster.lifecycle_events import (
+    TurnEnded,
+)
 from cluster.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from replicas.forecasts import NOTHING_EXPECTED, NOTHING_KNOWN, Features
 from replicas.policy import Forecast

@@ -9,7 +9,7 @@ from vllm.v1.request import Request, RequestStatus
 from cluster.lifecycle import Phase, ProgramState, begin
 from cluster.program import tool_key
 from replicas.forecasts import Features
-from replicas.hold_table import HeldBlocks
+from replicas.hold_table import HeldBlocks, HoldOrigin
 from replicas.policy import Forecast, HoldView, KvPlace, LoadView, PauseView, ReplicaFacts, TurnView
 
 if TYPE_CHECKING:
@@ -25,13 +25,15 @@ def replica_facts(scheduler: "AgentScheduler") -> ReplicaFacts:
         slo=scheduler.settings.slo,
         capacity_tokens=(pool.num_gpu_blocks - 1) * scheduler.block_size,
         max_tokens=int(scheduler.max_num_scheduled_tokens),
+        host_tokens=scheduler.swapping.capacity_tokens,
     )
 
 
 def load_view(scheduler: "AgentScheduler") -> LoadView:
     """The replica now."""
     free = int(scheduler.kv_cache_manager.block_pool.get_num_free_blocks()) * scheduler.block_size
-    held = scheduler.holds.num_tokens
+    # What is being fetched is going to be a hold.
+    held = scheduler.holds.num_tokens + scheduler.swapping.fetching_tokens
     return LoadView(
         facts=scheduler.facts,
         now_s=scheduler.clock.now_s(),
@@ -62,6 +64,9 @@ def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
     turn = scheduler.turns[request.request_id]
     program = scheduler.programs.get(turn.key) if turn.key is not None else None
     held = scheduler.holds.get(turn.key) if turn.key is not None else None
+    place, there = (KvPlace.HELD, held.tokens) if held else (KvPlace.NONE, 0)
+    if held is None and turn.key is not None and (there := scheduler.swapping.tokens_of(turn.key)):
+        place = KvPlace.SWAPPED
     tokens = request.num_tokens
     return TurnView(  # by position: made for many turns in every step, and by name it takes half as long again
         program or begin(request.request_id, turn.arrived_s),
@@ -71,9 +76,9 @@ def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
         turn.arrived_s,
         turn.arrived_step,
         tokens,
-        min(held.tokens, tokens) if held else 0,
+        min(there, tokens),
         request.status is RequestStatus.PREEMPTED,
-        KvPlace.HELD if held else KvPlace.NONE,
+        place,
         request.num_output_tokens,
         turn.first_token_s,
     )
@@ -107,4 +112,5 @@ def hold_view(scheduler: "AgentScheduler", held: HeldBlocks[KVCacheBlock]) -> Ho
         since_s=held.since_s,
         until_s=held.until_s,
         owner_waits=program.phase is Phase.RESUMING,
+        asked=held.origin is HoldOrigin.ASKED,
     )

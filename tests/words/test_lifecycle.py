@@ -5,28 +5,30 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import IllegalTransition
-from cluster.lifecycle import (
-    TRANSITIONS,
+from cluster.lifecycle import TRANSITIONS, Phase, ProgramState, begin, step
+from cluster.lifecycle_events import (
     Action,
     Admitted,
+    CancelFetch,
     Conclude,
+    CopyLost,
     Decide,
     Ended,
     Event,
+    Fetch,
+    Fetched,
+    FetchFailed,
     FreeHold,
     Held,
     HoldEnded,
     Observe,
-    Phase,
-    ProgramState,
     Released,
+    Swapped,
     ToolFinished,
     ToolStarted,
     TurnAborted,
     TurnArrived,
     TurnEnded,
-    begin,
-    step,
 )
 
 
@@ -117,6 +119,78 @@ def test_an_end_that_is_announced_while_a_turn_runs_waits_for_it() -> None:
     assert state.phase is Phase.ENDED
 
 
+PAUSED = (TurnArrived(0.0), TurnEnded(1.0, ("ls",), 5))
+
+
+def test_a_swapped_program_is_fetched_when_its_tool_has_finished_and_resumes_from_the_hold() -> None:
+    state, log = live(
+        *PAUSED,
+        Swapped(1.0, "does not pay"),
+        ToolStarted(1.5, ("ls",)),
+        ToolFinished(4.5),
+        Fetched(4.6, until_s=14.6),
+        TurnArrived(4.7),
+        Admitted(4.8),
+    )
+    assert log[1:] == [(Decide(),), (), (), (Observe("ls", 3.0), Fetch()), (), (), (FreeHold("used"),)]
+    assert state.phase is Phase.RUNNING
+
+
+def test_a_turn_that_comes_while_its_context_is_fetched_waits_for_that() -> None:
+    state, log = live(*PAUSED, Swapped(1.0, "r"), ToolFinished(2.0), TurnArrived(2.1), Fetched(2.2, 12.2))
+    assert (state.phase, state.active) == (Phase.RESUMING, 1)
+    _, actions = step(state, Admitted(2.3))
+    assert actions == (FreeHold("used"),)
+    assert log[4:] == [(), ()]
+
+
+def test_a_turn_that_finds_its_program_swapped_loads_by_itself() -> None:
+    state, log = live(*PAUSED, Swapped(1.0, "r"), TurnArrived(3.0), Admitted(3.1))
+    assert (state.phase, log[3:]) == (Phase.RUNNING, [(Observe("ls", 2.0),), ()])
+
+
+def test_a_hold_that_is_swapped_gives_its_blocks_back() -> None:
+    state, log = live(*PAUSED, Held(1.0, 9.0, "ttl"), Swapped(2.0, "lasts"))
+    assert (state.phase, log[-1]) == (Phase.SWAPPED, (FreeHold("swapped"),))
+
+
+def test_a_fetch_that_fails_leaves_the_copy_and_may_be_tried_again() -> None:
+    swapped = (*PAUSED, Swapped(1.0, "r"), ToolFinished(2.0), FetchFailed(2.1, "no room"))
+    state, log = live(*swapped, ToolFinished(3.0))
+    assert (state.phase, log[-1]) == (Phase.FETCHING, (Fetch(),))
+    state, _ = live(*PAUSED, Swapped(1.0, "r"), ToolFinished(2.0), TurnArrived(2.1), FetchFailed(2.2, "no room"))
+    assert (state.phase, state.active) == (Phase.RUNNING, 1)
+
+
+@pytest.mark.parametrize(
+    ("event", "phase", "actions"),
+    [
+        (CopyLost(3.0, "reset"), Phase.RELEASED, (CancelFetch("reset"),)),
+        (Ended(3.0, "asked"), Phase.ENDED, (CancelFetch("asked"), Conclude(1, 5))),
+    ],
+)
+def test_a_fetch_that_nobody_needs_any_more_is_cancelled(
+    event: Event, phase: Phase, actions: tuple[Action, ...]
+) -> None:
+    state, log = live(*PAUSED, Swapped(1.0, "r"), ToolFinished(2.0), event)
+    assert (state.phase, log[-1]) == (phase, actions)
+
+
+def test_a_turn_that_is_aborted_or_goes_ahead_while_its_context_is_fetched_cancels_that() -> None:
+    fetching = (*PAUSED, Swapped(1.0, "r"), ToolFinished(2.0), TurnArrived(2.1))
+    state, log = live(*fetching, TurnAborted(2.2))
+    assert (state.phase, log[-1]) == (Phase.RELEASED, (CancelFetch("aborted"),))
+    state, log = live(*fetching, Admitted(2.2))
+    assert (state.phase, log[-1]) == (Phase.RUNNING, (CancelFetch("a turn went ahead"),))
+    state, log = live(*fetching, Ended(2.2, "asked"), Fetched(2.3, 9.0), Admitted(2.4), TurnEnded(3.0, (), 1))
+    assert (state.phase, log[-1]) == (Phase.ENDED, (Conclude(2, 6),))
+
+
+def test_a_copy_that_is_lost_leaves_a_released_program() -> None:
+    state, log = live(*PAUSED, Swapped(1.0, "r"), CopyLost(2.0, "reset"), ToolFinished(3.0))
+    assert (state.phase, log[3:]) == (Phase.RELEASED, [(), (Observe("ls", 2.0),)])
+
+
 def test_an_illegal_event_tells_the_story_and_changes_nothing() -> None:
     state, _ = live(TurnArrived(0.0), TurnEnded(1.0, ("ls",), 5), Held(1.0, 2.0, "ttl"))
     with pytest.raises(
@@ -134,6 +208,10 @@ EVENTS = st.sampled_from(
         TurnAborted(0.0),
         Held(0.0, 1.0, "r"),
         Released(0.0, "r"),
+        Swapped(0.0, "r"),
+        Fetched(0.0, 1.0),
+        FetchFailed(0.0, "r"),
+        CopyLost(0.0, "r"),
         HoldEnded(0.0, "r"),
         ToolStarted(0.0, ("x",)),
         ToolFinished(0.0),
@@ -143,13 +221,13 @@ EVENTS = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=60))
-def test_whatever_happens_holds_balance_and_turns_add_up(events: list[Event]) -> None:
-    state, held, active, concluded = begin("t/p", 0.0), 0, 0, 0
+def test_whatever_happens_holds_and_fetches_balance_and_turns_add_up(events: list[Event]) -> None:
+    state, held, active, concluded, fetches = begin("t/p", 0.0), 0, 0, 0, 0
     for event in events:
         # What the scheduler guarantees: nobody ends a turn that is not in flight, or one that was not admitted.
         if isinstance(event, TurnEnded | TurnAborted | Admitted) and not state.active:
             continue
-        if isinstance(event, TurnEnded) and state.phase is Phase.RESUMING:
+        if isinstance(event, TurnEnded) and state.phase in (Phase.RESUMING, Phase.FETCHING):
             continue
         if (state.phase, type(event)) not in TRANSITIONS:
             with pytest.raises(IllegalTransition):
@@ -158,10 +236,13 @@ def test_whatever_happens_holds_balance_and_turns_add_up(events: list[Event]) ->
         state, actions = step(state, event)
         active += isinstance(event, TurnArrived)
         active -= isinstance(event, TurnEnded | TurnAborted)
-        held += isinstance(event, Held)
+        held += isinstance(event, Held | Fetched)
+        fetches -= isinstance(event, Fetched | FetchFailed)
+        fetches += sum(isinstance(action, Fetch) - isinstance(action, CancelFetch) for action in actions)
         held -= sum(isinstance(action, FreeHold) for action in actions)
         concluded += sum(isinstance(action, Conclude) for action in actions)
         assert state.active == active
         assert held == (state.phase in (Phase.HELD, Phase.RESUMING))
+        assert fetches == (state.phase is Phase.FETCHING)
         assert (state.phase is Phase.DECIDING) == (Decide() in actions)
         assert concluded == (state.phase is Phase.ENDED)
