@@ -1,8 +1,10 @@
 """The Ray Serve application: HTTP ingress over ProgramServer replicas; also the import path of `serve deploy`."""
 
+from math import ceil
 from pathlib import Path
 from typing import Any
 
+import ray
 from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
@@ -15,6 +17,7 @@ from cluster.registry import ROUTERS
 from cluster.tiny.model import tiny_model_directory
 from replicas.engine import LocalModel
 from replicas.engine_arguments import CPU_ENVIRONMENT
+from replicas.host_tier import kv_transfer_config
 from replicas.server import ProgramServer
 from replicas.settings import SchedulerSettings
 
@@ -110,6 +113,9 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
+    if config.replicas.host_bytes != 0:
+        here = ceil(config.replicas.count / num_machines())
+        arguments["kv_transfer_config"] = kv_transfer_config(config.replicas.host_bytes, replicas_here=here)
     arguments |= config.engine
     if config.model.tool_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}
@@ -118,6 +124,12 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
         "scheduler_cls": SCHEDULER,
         "additional_config": SchedulerSettings.for_replica(config).additional_config(),
     }
+
+
+def num_machines() -> int:
+    """Of the Ray cluster; 1 where there is none yet."""
+    nodes = ray.nodes() if ray.is_initialized() else []
+    return max(1, len({node["NodeManagerHostname"] for node in nodes if node["Alive"]}))
 
 
 def model_source(config: CaesuraConfig) -> str:

@@ -73,6 +73,9 @@ class ReplicaConfig(_Section):
     """Ray CPUs reserved for each process of a replica."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 20)
     """KV cache of one CPU replica; null is 128 MiB. On a GPU set `engine.gpu_memory_utilization` instead."""
+    host_bytes: int | None = Field(None, ge=0)
+    """Host memory of one replica for the KV of paused programs, all its devices together. null: half of what the
+    machine has available, over the replicas on it, and on CPU no more than twice the KV cache; 0: no host tier."""
     max_ongoing_requests: int = Field(256, ge=1)
     """Requests that one replica works on at a time; more wait in front of it."""
     max_queued_requests: int = Field(2048, ge=-1)

@@ -2,7 +2,7 @@
 
 Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts.py holds each name):
     start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for
-    _prepare_engine_config   one process less on CPU; the configured KV cache size counts
+    _prepare_engine_config   one process less on CPU; the configured KV cache size counts; the host tier's is chosen
     _start_async_llm_engine  on CPU EngineCore is a fork
 """
 
@@ -15,6 +15,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 
 from replicas.engine_arguments import in_one_process
 from replicas.forking import forked_engine_core
+from replicas.host_tier import choose_size
 
 
 class LocalModel(CallbackBase):
@@ -40,6 +41,7 @@ class ReplicaEngine(VLLMEngine):
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)
         in_one_process(config, engine_args)
+        choose_size(config)
         return engine_args, frontend_args, config
 
     def _start_async_llm_engine(self, engine_args: Any, config: Any, placement_group: Any) -> Any:

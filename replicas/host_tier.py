@@ -42,8 +42,17 @@ SHARED_MEMORY = Path("/dev/shm")
 """Where vLLM's CUDA worker keeps the tier."""
 
 
-def kv_transfer_config(num_bytes: int, program_share: float = PROGRAM_SHARE) -> dict[str, Any]:
-    """vLLM's engine argument of that name for a host tier of ``num_bytes``, all ranks of the replica together."""
+def kv_transfer_config(
+    num_bytes: int | None, program_share: float = PROGRAM_SHARE, replicas_here: int = 1
+) -> dict[str, Any]:
+    """vLLM's engine argument of that name.
+
+    Args:
+        num_bytes: of the tier, all ranks of the replica together; None: :func:`choose_size` is to be called where the
+            replica starts.
+        program_share: no program gets more than this part.
+        replicas_here: that share the machine.
+    """
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
@@ -54,8 +63,23 @@ def kv_transfer_config(num_bytes: int, program_share: float = PROGRAM_SHARE) -> 
             # What a turn generated is in the next turn's prompt.
             "offload_prompt_only": False,
             "program_share": program_share,
+            "replicas_here": replicas_here,
         },
     }
+
+
+def choose_size(config: Any) -> None:
+    """Give a host tier that has no size one that fits this machine. To be called before any process is forked.
+
+    Args:
+        config: vLLM's VllmConfig, changed in place.
+    """
+    transfers = config.kv_transfer_config
+    extra = transfers.kv_connector_extra_config if transfers is not None else {}
+    if extra.get("spec_name") == HostTierSpec.__name__ and extra["cpu_bytes_to_use"] is None:
+        on_cpu = config.device_config.device_type == "cpu"
+        cache_bytes = config.cache_config.kv_cache_memory_bytes if on_cpu else None
+        extra["cpu_bytes_to_use"] = fitting_bytes(extra["replicas_here"], cache_bytes)
 
 
 def fitting_bytes(replicas: int, kv_cache_bytes: int | None) -> int:
