@@ -222,6 +222,8 @@ class Swapping:
     def step(self) -> None:
         """Before each step: begin loads that can begin, and hold what has come."""
         for request_id, fetch in list(self._fetches.items()):
+            if fetch.request.is_finished():  # somebody aborts all requests; it is freed when its load has come
+                continue
             if fetch.request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._start(fetch)
             elif request_id in self._scheduler.finished_recving_kv_req_ids:
