@@ -8,18 +8,20 @@ import typer
 
 CONFIG: dict[str, Any] = {
     "replicas": {"count": 2},
-    # Memory for about 5,700 tokens a replica: programs compete for it, as they do on a full GPU.
-    "engine": {"max_model_len": 5632, "num_gpu_blocks_override": 180, "max_num_seqs": 64},
-    "policy": {"name": "continuum", "parameters": {"max_ttl_s": 1.0, "default_ttl_s": 0.5}},
+    # Memory for about 3,200 tokens a replica: programs compete for it, as they do on a full GPU.
+    "engine": {"max_model_len": 3072, "num_gpu_blocks_override": 102, "max_num_seqs": 64},
+    "policy": {"name": "continuum", "parameters": {"max_ttl_s": 0.5, "default_ttl_s": 0.25}},
     "http": {"port": 0},
 }
-"""The cluster of the demo. Tools run ten times faster than recorded, so the policy's times are a tenth, too."""
+"""The cluster of the demo. Tools run twenty times faster than recorded, so `continuum`'s times are short, too."""
 
 POLICIES = ("vllm", "continuum", "augserve", "caesura")
-RATE_PER_S = 3.0
-DURATION_S = 12.0
+RATE_PER_S = 4.0
+DURATION_S = 15.0
 BLOCKS = 2
-SCALE_TOOLS = 0.1
+SCALE_TOOLS = 0.05
+MAX_CONTEXT_TOKENS = 3000
+MAX_TURNS = 6
 SLO_TTFT_S = 1.0
 
 EXPLANATION = (
@@ -55,7 +57,7 @@ def demo(
         with LocalCluster(CaesuraConfig.model_validate(CONFIG), step=timed_steps(console)) as cluster:
             settings = BenchSettings(
                 url=cluster.url,
-                shaping=Shaping(scale_tools=SCALE_TOOLS, max_context=5500),
+                shaping=Shaping(scale_tools=SCALE_TOOLS, max_context=MAX_CONTEXT_TOKENS, max_turns=MAX_TURNS),
                 policies=POLICIES,
                 rate_per_s=RATE_PER_S,
                 duration_s=DURATION_S,
