@@ -116,7 +116,7 @@ def config_of(model: Path, blocks: int, cost_model: Path | None = None) -> Caesu
                 "max_model_len": SHAPE.max_model_len,
                 "stream_interval": 32,  # the first token at once, then in pieces: less work beside the engine
             },
-            "replicas": {"count": 1, "stream_interval_ms": 0, "kv_cache_bytes": 1 << 29},
+            "replicas": {"count": 1, "stream_interval_ms": 0, "kv_cache_bytes": 1 << 29, "host_bytes": 0},
             "policy": {"name": "vllm"},
             "slo": {"ttft_s": SLO_TTFT_S},
             "cost_model": None if cost_model is None else str(cost_model),

@@ -7,7 +7,8 @@ from typing import Annotated, Any
 import typer
 
 CONFIG: dict[str, Any] = {
-    "replicas": {"count": 2},
+    # No host tier: what is evicted is computed again.
+    "replicas": {"count": 2, "host_bytes": 0},
     # Memory for about 3,200 tokens a replica: programs compete for it, as they do on a full GPU.
     "engine": {"max_model_len": 3072, "num_gpu_blocks_override": 102, "max_num_seqs": 64},
     "policy": {"name": "continuum", "parameters": {"max_ttl_s": 0.5, "default_ttl_s": 0.25}},

@@ -59,8 +59,10 @@ async def _measure(settings: "CaesuraConfig", quick: bool, report: "Callable[[St
     from cluster.config import PolicyConfig
     from replicas.profile import QUICK, ProfilePlan, profile_engine
 
-    # What a step costs is no policy's business: vLLM's own schedules each request as soon as it can.
-    plain = settings.model_copy(update={"policy": PolicyConfig(name="vllm")})
+    # What a step costs is no policy's business: vLLM's own schedules each request as soon as it can. Nor is it the host
+    # tier's: the link is measured by itself.
+    replicas = settings.replicas.model_copy(update={"host_bytes": 0})
+    plain = settings.model_copy(update={"policy": PolicyConfig(name="vllm"), "replicas": replicas})
     arguments = {"model": model_source(plain), **engine_kwargs(plain)}
     return await profile_engine(f"{settings.model.id}, measured", arguments, QUICK if quick else ProfilePlan(), report)
 
