@@ -31,6 +31,7 @@ class BenchSettings:
     """A trace file; None: the workload named ``workload``."""
     workload: str = INFERCEPT
     missing_tool_s: float | None = None
+    only_recorded: bool = False
     shaping: Shaping = field(default_factory=Shaping)
     policies: tuple[str, ...] = ()
     """Empty: the server is left as it is."""
@@ -117,7 +118,7 @@ class BenchSettings:
             ConfigError: no program fits.
         """
         if self.trace is not None:
-            recorded = programs_from_trace(self.trace, self.missing_tool_s)
+            recorded = programs_from_trace(self.trace, self.missing_tool_s, self.only_recorded)
         else:
             recorded = builtin_workload(self.seed, BUILTIN_PROGRAMS)
         shaped = recorded.shaped(self.shaping, self.seed)

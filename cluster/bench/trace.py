@@ -55,30 +55,36 @@ class _Program(_Strict):
     turns: Annotated[tuple[_Turn, ...], Field(min_length=1, strict=False)]
 
 
-def programs_from_trace(path: Path, missing_tool_s: float | None = None) -> Workload:
+def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_recorded: bool = False) -> Workload:
     """All programs of ``path`` (.jsonl or .jsonl.gz), in the file's order.
 
-    ``missing_tool_s`` stands for every tool duration that was not recorded. Without it such a line is refused. What
-    comes after a turn without a tool follows at once; the tool of a program's last turn is not replayed.
+    ``missing_tool_s`` stands for every tool duration that was not recorded. Without it such a line is refused, or with
+    ``only_recorded`` left out. What comes after a turn without a tool follows at once; the tool of a program's last
+    turn is not replayed.
 
     Raises:
         TraceError: unreadable, empty, or a line that cannot be used; names the file, the line and the key.
     """
     programs: list[PlannedProgram] = []
     seen: dict[str, int] = {}
-    empty_outputs = 0
+    empty_outputs = left_out = 0
     for number, line in _lines(path):
         where = f"{path}:{number}"
         recorded = _parsed(line, where)
         if recorded.program_id in seen:
             raise TraceError(f"{where}: program_id: {recorded.program_id!r} is on line {seen[recorded.program_id]} too")
         seen[recorded.program_id] = number
+        if only_recorded and _first_missing(recorded) is not None:
+            left_out += 1
+            continue
         _check(recorded, where, missing_tool_s)
         empty_outputs += sum(turn.output_tokens < MIN_OUTPUT_TOKENS for turn in recorded.turns)
         programs.append(_planned(recorded, missing_tool_s))
     if not programs:
-        raise TraceError(f"{path}: no programs in it")
+        raise TraceError(f"{path}: no programs in it" + (f", {left_out} left out" if left_out else ""))
     notes = prefix_notes(programs)
+    if left_out:
+        notes += (f"{left_out} programs with a tool duration that was not recorded are left out",)
     if empty_outputs:
         notes += (f"{empty_outputs} turns were recorded without output: they generate {MIN_OUTPUT_TOKENS} token",)
     return Workload(name=path.name.removesuffix(".gz").removesuffix(".jsonl"), programs=tuple(programs), notes=notes)
@@ -104,16 +110,23 @@ def _parsed(line: bytes, where: str) -> _Program:
         raise TraceError(f"{where}: {key}: {first['msg']}") from error
 
 
+def _first_missing(program: _Program) -> int | None:
+    """The first turn whose tool, if it is replayed, has no duration."""
+    turns = enumerate(program.turns[:-1])
+    return next((i for i, turn in turns if turn.tool is not None and turn.tool_duration_s is None), None)
+
+
 def _check(program: _Program, where: str, missing_tool_s: float | None) -> None:
+    missing = _first_missing(program)
+    if missing is not None and missing_tool_s is None:
+        raise TraceError(
+            f"{where}: turns.{missing}.tool_duration_s: not recorded (null); choose what it shall be with "
+            "--missing-tool-s SECONDS, or leave such programs out with --only-recorded"
+        )
     for index, turn in enumerate(program.turns):
         key = f"{where}: turns.{index}"
         if turn.kept > turn.output_tokens:
             raise TraceError(f"{key}.kept_output_tokens: {turn.kept} of {turn.output_tokens} generated tokens")
-        last = index == len(program.turns) - 1
-        if not last and turn.tool is not None and turn.tool_duration_s is None and missing_tool_s is None:
-            raise TraceError(
-                f"{key}.tool_duration_s: not recorded (null); choose what it shall be with --missing-tool-s SECONDS"
-            )
         if index and not turn.reset:
             before = program.turns[index - 1]
             expected = before.context_tokens + before.kept + (before.tool_return_tokens or 0) + turn.new_prompt_tokens

@@ -84,8 +84,10 @@ def runs_of(settings: SimulationSettings) -> list[Run]:
 
 
 @lru_cache(maxsize=4)
-def _recorded(trace: Path | None, missing_tool_s: float | None, seed: int) -> Workload:
-    return builtin_workload(seed, BUILTIN_PROGRAMS) if trace is None else programs_from_trace(trace, missing_tool_s)
+def _recorded(trace: Path | None, missing_tool_s: float | None, only_recorded: bool, seed: int) -> Workload:
+    if trace is None:
+        return builtin_workload(seed, BUILTIN_PROGRAMS)
+    return programs_from_trace(trace, missing_tool_s, only_recorded)
 
 
 def load_workload(settings: SimulationSettings, seed: int) -> Workload:
@@ -95,7 +97,8 @@ def load_workload(settings: SimulationSettings, seed: int) -> Workload:
         TraceError: the trace file cannot be used.
         ConfigError: no program fits.
     """
-    shaped = _recorded(settings.trace, settings.missing_tool_s, seed).shaped(settings.fitting(), seed)
+    recorded = _recorded(settings.trace, settings.missing_tool_s, settings.only_recorded, seed)
+    shaped = recorded.shaped(settings.fitting(), seed)
     if not shaped.programs:
         limit = settings.fitting().max_context
         raise ConfigError(f"--preset, --max-context: none of {shaped.dropped} programs fits {limit} tokens")

@@ -47,6 +47,7 @@ class SimulationSettings:
     trace: Path | None = None
     """None: the built-in workload."""
     missing_tool_s: float | None = None
+    only_recorded: bool = False
     shaping: Shaping = field(default_factory=Shaping)
     minutes: float = 12.0
     """Measured, by intended arrival, after the warm-up."""

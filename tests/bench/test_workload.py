@@ -79,6 +79,11 @@ def test_a_null_duration_needs_a_decision(tmp_path):
     with pytest.raises(TraceError, match=r"t\.jsonl:2: turns\.0\.tool_duration_s: .*--missing-tool-s"):
         programs_from_trace(path)
     assert programs_from_trace(path, missing_tool_s=0.7).programs[1].turns[0].pause_s == 0.7
+    rest = programs_from_trace(path, only_recorded=True)
+    assert [program.program_id for program in rest.programs] == ["fine"]
+    assert "1 programs with a tool duration that was not recorded are left out" in rest.notes
+    with pytest.raises(TraceError, match="no programs in it, 1 left out"):
+        programs_from_trace(written(tmp_path / "nulls.jsonl", null), only_recorded=True)
 
 
 def test_a_turn_without_a_tool_is_followed_at_once(tmp_path):
