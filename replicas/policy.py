@@ -233,6 +233,18 @@ class PausePolicy(Protocol):
         ...
 
 
+class AdmissionPolicy(Protocol):
+    """How much of the memory has to be left to others when a turn is admitted? Where nothing runs, nothing has to."""
+
+    def room_share(self, turn: TurnView) -> float:
+        """The share of the memory, in [0, 1], that running turns leave together, this one being one of them.
+
+        The turn that ranks first is asked; where it has to wait, so do all that rank after it. Held memory counts as
+        left: what is worth holding is not there for admissions anyway.
+        """
+        ...
+
+
 class BudgetPolicy(Protocol):
     """How many tokens may this step schedule?"""
 
@@ -252,6 +264,8 @@ class Policy:
     reserve_share: float = 0.0
     """Part of the memory that admissions leave free while others run: what running turns grow into, else they would
     break holds or be preempted. vLLM's watermark; the larger of the two counts."""
+    admission: AdmissionPolicy | None = None
+    """None: whatever fits is admitted."""
 
 
 PolicyFactory = Callable[[], Policy]

@@ -234,6 +234,8 @@ class AgentScheduler(AsyncScheduler):
         running = RequestStatus.RUNNING
 
         def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+            if request.status is not running and not self._leaves_room(request):
+                return None
             blocks = allocate_slots(request, num_new_tokens, **kwargs)
             if blocks is not None and request.status is running:
                 return blocks
@@ -245,6 +247,14 @@ class AgentScheduler(AsyncScheduler):
             return blocks
 
         return allocate
+
+    def _leaves_room(self, request: Request) -> bool:
+        admission = self._policies.admission
+        if admission is None or not self.running:
+            return True
+        share = admission.room_share(views.turn_view(self, request))
+        taken = views.load_view(self).running_tokens + request.num_tokens
+        return share <= 0 or taken <= (1 - share) * self.facts.capacity_tokens
 
     def _admit(self, request: Request, cached_tokens: int) -> None:
         turn = self.turns[request.request_id]

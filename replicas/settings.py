@@ -62,16 +62,21 @@ class SchedulerSettings(BaseModel):
 
 
 def build_policy(config: PolicyConfig) -> Policy:
-    """The policy of that name, with an axis of another where the configuration mixes."""
+    """The policy of that name, with an axis of another where the configuration mixes.
+
+    Admission goes with the order: who waits for room is whoever ranks first.
+    """
 
     def axes_of(name: str) -> Policy:
         built: Policy = POLICIES.load(name)().build()
         return built
 
     whole: Policy = POLICIES.load(config.name).model_validate(config.parameters).build()
+    ordering = axes_of(config.order) if config.order else whole
     return replace(
         whole,
-        order=axes_of(config.order).order if config.order else whole.order,
+        order=ordering.order,
+        admission=ordering.admission,
         pause=axes_of(config.pause).pause if config.pause else whole.pause,
         budget=axes_of(config.budget).budget if config.budget else whole.budget,
     )

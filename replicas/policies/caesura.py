@@ -15,7 +15,7 @@ class CaesuraParameters(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
 
-    hopeless_share: float = Field(0.02, ge=0, le=1)
+    hopeless_share: float = Field(0.01, ge=0, le=1)
     """Part of the replica's time, in expectation, that goes to turns that cannot be good any more, before all others.
     They get more wherever the others leave any."""
     ageing: float = Field(0.05, ge=0)
@@ -24,36 +24,50 @@ class CaesuraParameters(BaseModel):
     """Ranks are taken again every so many steps: waiting makes turns hopeless."""
     review_steps: int = Field(8, ge=1)
     """Holds are looked at again every so many steps."""
+    newcomers_room: float = Field(0.1, ge=0, lt=1)
+    """Part of the memory that a program's first turn leaves to the programs that have begun."""
+    hopeless_room: float = Field(0.5, ge=0, lt=1)
+    """Part of the memory that a turn that cannot be good any more leaves to all others."""
     hold_worth: float = Field(1.0, gt=0)
     """What losing a context costs, in times of computing it again: more, and holds last longer."""
     min_observations: int = Field(3, ge=1)
     """A tool's own durations count from so many observations on; before, all tools' together."""
-    reserve_share: float = Field(0.01, ge=0, lt=1)
+    reserve_share: float = Field(0.0, ge=0, lt=1)
     """Part of the memory that admissions leave to the growth of running turns."""
     min_prefill_tokens: int = Field(64, ge=1)
     """However slow the steps, so many tokens of prompts may be computed in each."""
+    step_saturations: float = Field(2.0, gt=0)
+    """The largest step, in times of the tokens for which reading the weights takes as long as computing: a prompt is
+    spread over steps whose reading of the weights would else be paid for a few decodes."""
 
     def build(self) -> Policy:
         """The policy."""
+        order = Triage(self.hopeless_share, self.ageing, self.refresh_steps, self.newcomers_room, self.hopeless_room)
         return Policy(
             "caesura",
-            Triage(self.hopeless_share, self.ageing, self.refresh_steps),
+            order,
             Stopping(self.hold_worth, self.min_observations, self.review_steps),
-            PacedBudget(self.min_prefill_tokens),
+            PacedBudget(self.min_prefill_tokens, self.step_saturations),
             self.reserve_share,
+            order,
         )
 
 
 @dataclass(frozen=True, slots=True)
 class PacedBudget:
-    """The largest step whose predicted time is within the bound on the time per output token."""
+    """The largest step that spreads prompts well and whose time is within the bound on the time per output token."""
 
     min_prefill_tokens: int
+    step_saturations: float
 
     def tokens(self, load: LoadView) -> int:
-        """Every running turn's next token, and as much prefill as the bound lets in; all without a bound."""
+        """Every running turn's next token, and as much prefill as the bounds let in; all where nothing runs."""
         most, bound_s = load.facts.max_tokens, load.facts.slo.tpot_s
-        if bound_s is None or not load.running:
+        if not load.running:
+            return most
+        spread = round(self.step_saturations * load.facts.cost.saturation_tokens)
+        most = min(most, max(spread, load.running + self.min_prefill_tokens))
+        if bound_s is None:
             return most
         cost, context, sequences = load.facts.cost, load.running_tokens, load.running + 1
 

@@ -1,8 +1,10 @@
 """Triage: which turns can still be good, and which of them first.
 
-Three groups, in this order: lottery winners among the hopeless, the alive by the work of their turn, the hopeless by
-the work of all that their programs have left. The lottery (in the sense of lottery scheduling) is what keeps the last
-group from starving: every EPOCH_S each hopeless turn is drawn with a probability that makes the work of all that are
+Three groups, in this order: lottery winners among the hopeless, the alive, the hopeless; the last two by the work of
+all that their programs have left, so that last comes what costs most for one good program. Admission is trunk
+reservation: a new program, and more so a hopeless turn, must not fill in a quiet moment the memory that the turns of
+the next seconds need. The lottery (in the sense of lottery scheduling) is what keeps the last group from starving:
+every EPOCH_S each hopeless turn is drawn with a probability that makes the work of all that are
 drawn ``hopeless_share`` of the epoch, in expectation. No counters: the draw is a hash of program, turn and epoch.
 """
 
@@ -23,22 +25,25 @@ def token_s(load: LoadView) -> float:
     return load.joined_iteration_s
 
 
-def decode_work_s(load: LoadView) -> float:
-    """One turn's share of a decode iteration."""
-    return token_s(load) / (load.running + 1)
+def decode_work_s(load: LoadView, context_tokens: float) -> float:
+    """One turn's part of a decode iteration: its share of what all have in common, and the reading of its own KV."""
+    cost, turns = load.facts.cost, load.running + 1
+    return cost.decode_step_s(turns) / turns + context_tokens * cost.context_s
 
 
 def turn_work_s(turn: TurnView) -> float:
-    """Expected GPU seconds of a turn: the prefill of what is missing, and its share of the iterations after it."""
+    """Expected GPU seconds of a turn: the prefill of what is missing, and its part of the iterations after it."""
     output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
-    return _prefill_s(turn) + output * decode_work_s(turn.load)
+    return _prefill_s(turn) + output * decode_work_s(turn.load, turn.tokens + output / 2)
 
 
-def later_work_s(forecast: Forecast, load: LoadView) -> float:
+def later_work_s(turn: TurnView) -> float:
     """Expected GPU seconds of the turns after this one, if no KV is lost."""
-    outputs = _later_outputs(forecast)
-    prompts = max(0.0, forecast.later_tokens - outputs)
-    return prompts * load.facts.cost.token_s + outputs * decode_work_s(load)
+    forecast, load = turn.forecast, turn.load
+    later = max(0.0, forecast.later_tokens)
+    outputs = min(_later_outputs(forecast), later)
+    context = turn.tokens + max(0.0, forecast.output_tokens) + later / 2
+    return (later - outputs) * load.facts.cost.token_s + outputs * decode_work_s(load, context)
 
 
 def is_alive(turn: TurnView) -> bool:
@@ -84,26 +89,38 @@ class Triage:
     hopeless_share: float
     ageing: float
     refresh_steps: int | None
+    newcomers_room: float
+    hopeless_room: float
 
     def key(self, turn: TurnView) -> RankKey:
         """(group, seconds of work)."""
-        slo = turn.load.facts.slo
-        work_s = turn_work_s(turn)
-        if slo.ttft_s is None and slo.e2e_s is None and slo.normalized_latency_s is None:
-            waited_s = turn.load.now_s - turn.arrived_s
-            return (ALIVE, work_s + later_work_s(turn.forecast, turn.load) - self.ageing * waited_s)
+        left_s = turn_work_s(turn) + later_work_s(turn)
+        if not bounds(turn.load):
+            return (ALIVE, left_s - self.ageing * (turn.load.now_s - turn.arrived_s))
         if is_alive(turn):
-            return (ALIVE, work_s)
-        if self._drawn(turn, work_s):
-            return (DRAWN, turn.arrived_s)
-        return (HOPELESS, work_s + later_work_s(turn.forecast, turn.load))
+            return (ALIVE, left_s)
+        return (DRAWN, turn.arrived_s) if self._drawn(turn) else (HOPELESS, left_s)
 
-    def _drawn(self, turn: TurnView, work_s: float) -> bool:
-        """Each with probability share · EPOCH_S / (its work · turns that wait)."""
+    def room_share(self, turn: TurnView) -> float:
+        """Who is invested in takes what there is; a new program leaves room for them, a hopeless turn for all."""
+        if not bounds(turn.load):
+            return 0.0
+        if is_alive(turn):
+            return self.newcomers_room if turn.program.turns <= 1 else 0.0
+        return 0.0 if self._drawn(turn) else self.hopeless_room
+
+    def _drawn(self, turn: TurnView) -> bool:
+        """Each hopeless turn with probability share · EPOCH_S / (its work · turns that wait)."""
         load = turn.load
         ticket = f"{turn.program.key}\n{turn.program.turns}\n{int(load.now_s / EPOCH_S)}"
         drawn = int.from_bytes(blake2b(ticket.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
-        return drawn * work_s * max(1, load.waiting) < self.hopeless_share * EPOCH_S
+        return drawn * turn_work_s(turn) * max(1, load.waiting) < self.hopeless_share * EPOCH_S
+
+
+def bounds(load: LoadView) -> bool:
+    """Is there an SLO that waiting can break?"""
+    slo = load.facts.slo
+    return not (slo.ttft_s is None and slo.e2e_s is None and slo.normalized_latency_s is None)
 
 
 def _prefill_s(turn: TurnView) -> float:

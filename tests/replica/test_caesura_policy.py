@@ -35,7 +35,7 @@ def key(view: TurnView, **parameters: float) -> tuple[float, ...]:
     return CaesuraParameters(**parameters).build().order.key(view)  # type: ignore[arg-type]
 
 
-STOPPING = CaesuraParameters().build().pause
+STOPPING = CaesuraParameters(hold_worth=1.0).build().pause
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -92,12 +92,48 @@ def test_a_turn_too_long_for_the_bound_on_turns_is_hopeless() -> None:
         assert key(turn(at, arrived_s=at.now_s - 2.0), hopeless_share=0)[0] == group
 
 
-def test_the_alive_rank_by_the_work_of_their_turn() -> None:
-    """1,000 tokens of prompt take 0.1 s; 100 of output a share of 1/11 of 100 iterations of 10 ms."""
+LAST = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
+
+
+def test_the_alive_rank_by_the_work_of_their_turn_and_of_all_later_ones() -> None:
+    """1,000 tokens of prompt take 0.1 s; 100 of output a share of 1/11 of 100 iterations of 10 ms.
+
+    Three later turns of 100 tokens of output each and 200 of prompts together: 3/11 s and 0.02 s.
+    """
     at = bounded(SloConfig(ttft_s=10.0))
-    assert key(turn(at)) == pytest.approx((ALIVE, 0.1 + 1.0 / 11))
-    held = turn(at, cached_tokens=900, kv=KvPlace.HELD)
+    assert key(turn(at, forecast=LAST)) == pytest.approx((ALIVE, 0.1 + 1.0 / 11))
+    held = turn(at, forecast=LAST, cached_tokens=900, kv=KvPlace.HELD)
     assert key(held) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
+    assert key(turn(at, forecast=Forecast(100.0, 2.0, 50.0, 500.0, 3.0))) == pytest.approx((ALIVE, 0.12 + 4.0 / 11))
+
+
+def test_a_token_after_a_long_context_is_more_work() -> None:
+    """1 ms to read 1,000 tokens of KV: 100 tokens at 1,050 in the mean take 0.105 s more."""
+    at = bounded(SloConfig(ttft_s=10.0))
+    slow = replace(at, facts=replace(at.facts, cost=replace(COST, context_s=1e-6)))
+    without, more = key(turn(at, forecast=LAST)), key(turn(slow, forecast=LAST))
+    assert more[1] - without[1] == pytest.approx(0.105, rel=0.05)
+
+
+def room(view: TurnView, **parameters: float) -> float:
+    admission = CaesuraParameters(**parameters).build().admission  # type: ignore[arg-type]
+    assert admission is not None
+    return admission.room_share(view)
+
+
+def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_hopeless_turn_to_all() -> None:
+    at = bounded(SloConfig(ttft_s=1.0))
+    new = turn(at, arrived_s=at.now_s, program=replace(begin("t/p", 40.0), turns=1))
+    begun = replace(new, program=replace(new.program, turns=2))
+    late = replace(begun, arrived_s=at.now_s - 2.0)
+    shares = [room(view, newcomers_room=0.2, hopeless_room=0.6, hopeless_share=0) for view in (new, begun, late)]
+    assert shares == [0.2, 0.0, 0.6]
+
+
+def test_what_the_lottery_draws_and_whatever_no_slo_bounds_takes_what_there_is() -> None:
+    late = turn(bounded(SloConfig(ttft_s=0.01)))
+    assert room(late, hopeless_share=1, hopeless_room=0.6) == 0.0
+    assert room(turn(bounded(SloConfig(ttft_s=None)))) == 0.0
 
 
 def test_the_hopeless_rank_by_what_their_programs_have_left() -> None:
@@ -192,7 +228,8 @@ def test_with_a_host_tier_holds_are_as_much_shorter_as_fetching_is_cheaper_than_
 
 def test_what_is_swapped_is_fetched_not_computed() -> None:
     at = bounded(SloConfig(ttft_s=10.0))
-    assert key(turn(at, cached_tokens=1000, kv=KvPlace.SWAPPED)) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
+    swapped = turn(at, forecast=LAST, cached_tokens=1000, kv=KvPlace.SWAPPED)
+    assert key(swapped) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
 
 
 def test_a_client_can_ask_to_keep_the_cache() -> None:
@@ -234,11 +271,19 @@ def test_a_program_that_is_back_yields_to_a_waiting_turn_once_it_is_hopeless() -
 
 def test_the_budget_is_the_inverse_of_the_step_time() -> None:
     """0.1 ms a token: a bound of 50 ms is 500 tokens, if that many fit a step."""
-    tokens = CaesuraParameters().build().budget.tokens
+    tokens = CaesuraParameters(step_saturations=100.0).build().budget.tokens
     assert tokens(bounded(SloConfig(tpot_s=0.05))) == 500
     assert tokens(bounded(SloConfig(tpot_s=0.2))) == 1000
     assert tokens(bounded(SloConfig(tpot_s=0.05), running=0)) == 1000
     assert tokens(bounded(SloConfig())) == 1000
+
+
+def test_prompts_are_spread_over_steps_that_read_the_weights_anyway() -> None:
+    """100 tokens are computed in the time in which the weights are read."""
+    tokens = CaesuraParameters(step_saturations=2.0, min_prefill_tokens=30).build().budget.tokens
+    assert tokens(bounded(SloConfig())) == 200
+    assert tokens(bounded(SloConfig(), running=180)) == 210
+    assert tokens(bounded(SloConfig(), running=0)) == 1000
 
 
 def test_however_slow_the_steps_prompts_are_computed() -> None:

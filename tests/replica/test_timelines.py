@@ -315,6 +315,24 @@ def test_axes_of_different_policies_mix(programs: Make) -> None:
     assert p.held() == {"a"}
 
 
+def test_admission_goes_with_the_order_when_axes_mix() -> None:
+    whole = build_policy(PolicyConfig(name="caesura"))
+    assert build_policy(PolicyConfig(name="caesura", order="mars")).admission is None
+    assert build_policy(PolicyConfig(name="mars", order="caesura")).admission == whole.admission is not None
+
+
+@pytest.mark.parametrize(("newcomers_room", "scheduled"), [(0.0, {"a1", "b1"}), (0.5, {"a1"})])
+def test_a_new_program_waits_until_it_leaves_room(programs: Make, newcomers_room: float, scheduled: set[str]) -> None:
+    """Of 1,008 tokens 400 run: 200 more would leave less than a half."""
+    p = programs("caesura", newcomers_room=newcomers_room)
+    p.arrive("a", new_tokens=400, output=3)
+    p.step()
+    p.arrive("b", new_tokens=200, last=True)
+    assert p.step().keys() == scheduled
+    p.engine.run()
+    assert p.phase("b") is None  # where nothing runs, nothing has to be left
+
+
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:
     p = programs("continuum")
     p.turn("a", 100)
