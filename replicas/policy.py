@@ -48,6 +48,8 @@ class LoadView:
     held_tokens: int
     free_tokens: int
     """Not owned by anybody; the prefix cache may still have something there."""
+    on_time_share: float = 1.0
+    """Of the turns that ended of late, those whose programs were never late with a first token; 0 before the first."""
     lost_queue_s: float = 0.0
     """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
 

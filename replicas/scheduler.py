@@ -84,6 +84,7 @@ class AgentScheduler(AsyncScheduler):
         self.tool_names = turns.tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
         self._next_sweep_s = 0.0
         self.lost_queue = turns.RecentMean()
+        self.on_time = turns.RecentMean()
         self.forecaster = Forecaster()
         self.pause_forecasts: dict[str, Forecast] = {}
         self.swapping = Swapping(self)

@@ -89,6 +89,8 @@ def ended(
     scheduler.forecaster.turn_ended(program.key, turn.features, request.num_output_tokens, total)
     bound_s = scheduler.settings.slo.ttft_s
     waited_s = (now_s if turn.first_token_s is None else turn.first_token_s) - turn.arrived_s
+    on_time = bound_s is None or waited_s <= bound_s
+    scheduler.on_time.observe(program.on_time and on_time)
     return TurnEnded(
         now_s,
         tools,
@@ -96,7 +98,7 @@ def ended(
         context_tokens=request.num_tokens,
         generated_tokens=request.num_output_tokens,
         busy_s=now_s - turn.arrived_s,
-        on_time=bound_s is None or waited_s <= bound_s,
+        on_time=on_time,
     )
 
 

@@ -43,6 +43,7 @@ def load_view(scheduler: "AgentScheduler") -> LoadView:
         waiting=len(scheduler.waiting) + len(scheduler.skipped_waiting),
         held_tokens=held,
         free_tokens=free,
+        on_time_share=scheduler.on_time.mean,
         lost_queue_s=scheduler.lost_queue.mean,
     )
 

@@ -102,12 +102,15 @@ class Triage:
         return (DRAWN, turn.arrived_s) if self._drawn(turn) else (HOPELESS, left_s)
 
     def room_share(self, turn: TurnView) -> float:
-        """Who is invested in takes what there is; a new program leaves room for them, a hopeless turn for all."""
+        """Who is invested in takes what there is; a new program leaves room for them, a hopeless turn for all.
+
+        As far as turns are on time at all: where nobody could be, room would be left for nobody.
+        """
         if not bounds(turn.load):
             return 0.0
         if is_alive(turn):
             return self.newcomers_room if turn.program.turns <= 1 else 0.0
-        return 0.0 if self._drawn(turn) else self.hopeless_room
+        return 0.0 if self._drawn(turn) else self.hopeless_room * turn.load.on_time_share
 
     def _drawn(self, turn: TurnView) -> bool:
         """Each hopeless turn with probability share · EPOCH_S / (its work · turns that wait)."""

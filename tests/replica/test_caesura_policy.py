@@ -130,6 +130,12 @@ def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_hopeless_turn_
     assert shares == [0.2, 0.0, 0.6]
 
 
+def test_the_hopeless_leave_no_room_where_nobody_is_on_time() -> None:
+    late = turn(bounded(SloConfig(ttft_s=0.01), on_time_share=0.25))
+    assert room(late, hopeless_share=0, hopeless_room=0.6) == pytest.approx(0.15)
+    assert room(replace(late, load=bounded(SloConfig(ttft_s=0.01), on_time_share=0.0)), hopeless_share=0) == 0.0
+
+
 def test_what_the_lottery_draws_and_whatever_no_slo_bounds_takes_what_there_is() -> None:
     late = turn(bounded(SloConfig(ttft_s=0.01)))
     assert room(late, hopeless_share=1, hopeless_room=0.6) == 0.0
