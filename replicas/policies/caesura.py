@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from replicas.policies.stopping import Stopping
-from replicas.policies.triage import Triage
+from replicas.policies.triage import Triage, overload
 from replicas.policy import LoadView, Policy
 
 
@@ -27,7 +27,7 @@ class CaesuraParameters(BaseModel):
     newcomers_room: float = Field(0.1, ge=0, lt=1)
     """Part of the memory that a program's first turn leaves to the programs that have begun."""
     hopeless_room: float = Field(0.5, ge=0, lt=1)
-    """Part of the memory that a turn that cannot be good any more leaves to all others."""
+    """Part of the memory that a turn that cannot be good any more leaves to all others, on an overloaded replica."""
     hold_worth: float = Field(1.0, gt=0)
     """What losing a context costs, in times of computing it again: more, and holds last longer."""
     min_observations: int = Field(3, ge=1)
@@ -36,9 +36,10 @@ class CaesuraParameters(BaseModel):
     """Part of the memory that admissions leave to the growth of running turns."""
     min_prefill_tokens: int = Field(64, ge=1)
     """However slow the steps, so many tokens of prompts may be computed in each."""
-    step_saturations: float = Field(2.0, gt=0)
-    """The largest step, in times of the tokens for which reading the weights takes as long as computing: a prompt is
-    spread over steps whose reading of the weights would else be paid for a few decodes."""
+    step_saturations: float = Field(2.0, ge=1)
+    """The largest step of an overloaded replica, in times of the tokens for which reading the weights takes as long as
+    computing. Without overload it is once as many: a prompt is spread over steps that read the weights anyway, and the
+    turns that decode beside it hardly notice."""
 
     def build(self) -> Policy:
         """The policy."""
@@ -65,7 +66,8 @@ class PacedBudget:
         most, bound_s = load.facts.max_tokens, load.facts.slo.tpot_s
         if not load.running:
             return most
-        spread = round(self.step_saturations * load.facts.cost.saturation_tokens)
+        saturations = 1.0 + (self.step_saturations - 1.0) * overload(load)
+        spread = round(saturations * load.facts.cost.saturation_tokens)
         most = min(most, max(spread, load.running + self.min_prefill_tokens))
         if bound_s is None:
             return most

@@ -19,6 +19,14 @@ EPOCH_S = 2.0
 
 DRAWN, ALIVE, HOPELESS = 0.0, 1.0, 2.0
 
+CROWD = 0.35
+"""Turns that wait for each one that runs, from which on all measures against overload are taken in full."""
+
+
+def overload(load: LoadView) -> float:
+    """How far the replica is behind, in [0, 1]: by the turns that wait for each one that runs."""
+    return min(1.0, load.waiting / (CROWD * max(1, load.running)))
+
 
 def token_s(load: LoadView) -> float:
     """Seconds of a decode iteration with one more turn than run now: what a turn waits for each of its tokens."""
@@ -104,13 +112,14 @@ class Triage:
     def room_share(self, turn: TurnView) -> float:
         """Who is invested in takes what there is; a new program leaves room for them, a hopeless turn for all.
 
-        As far as turns are on time at all: where nobody could be, room would be left for nobody.
+        As far as many wait, since what keeps a few waiting is soon over; and as far as turns are on time at all:
+        where nobody could be, room would be left for nobody.
         """
         if not bounds(turn.load):
             return 0.0
         if is_alive(turn):
             return self.newcomers_room if turn.program.turns <= 1 else 0.0
-        return 0.0 if self._drawn(turn) else self.hopeless_room * turn.load.on_time_share
+        return 0.0 if self._drawn(turn) else self.hopeless_room * turn.load.on_time_share * overload(turn.load)
 
     def _drawn(self, turn: TurnView) -> bool:
         """Each hopeless turn with probability share · EPOCH_S / (its work · turns that wait)."""

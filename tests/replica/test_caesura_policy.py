@@ -122,7 +122,7 @@ def room(view: TurnView, **parameters: float) -> float:
 
 
 def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_hopeless_turn_to_all() -> None:
-    at = bounded(SloConfig(ttft_s=1.0))
+    at = bounded(SloConfig(ttft_s=1.0), waiting=10)
     new = turn(at, arrived_s=at.now_s, program=replace(begin("t/p", 40.0), turns=1))
     begun = replace(new, program=replace(new.program, turns=2))
     late = replace(begun, arrived_s=at.now_s - 2.0)
@@ -131,9 +131,22 @@ def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_hopeless_turn_
 
 
 def test_the_hopeless_leave_no_room_where_nobody_is_on_time() -> None:
-    late = turn(bounded(SloConfig(ttft_s=0.01), on_time_share=0.25))
+    late = turn(bounded(SloConfig(ttft_s=0.01), waiting=10, on_time_share=0.25))
     assert room(late, hopeless_share=0, hopeless_room=0.6) == pytest.approx(0.15)
-    assert room(replace(late, load=bounded(SloConfig(ttft_s=0.01), on_time_share=0.0)), hopeless_share=0) == 0.0
+    assert (
+        room(replace(late, load=bounded(SloConfig(ttft_s=0.01), waiting=10, on_time_share=0.0)), hopeless_share=0)
+        == 0.0
+    )
+
+
+def test_the_hopeless_leave_less_room_the_fewer_wait() -> None:
+    """10 turns run: 3.5 that wait count as a crowd."""
+    late = turn(bounded(SloConfig(ttft_s=0.01)))
+    shares = [
+        room(replace(late, load=replace(late.load, waiting=waiting)), hopeless_share=0, hopeless_room=0.6)
+        for waiting in (0, 1, 2, 4, 400)
+    ]
+    assert shares == pytest.approx([0.0, 0.6 / 3.5, 1.2 / 3.5, 0.6, 0.6])
 
 
 def test_what_the_lottery_draws_and_whatever_no_slo_bounds_takes_what_there_is() -> None:
@@ -287,8 +300,9 @@ def test_the_budget_is_the_inverse_of_the_step_time() -> None:
 def test_prompts_are_spread_over_steps_that_read_the_weights_anyway() -> None:
     """100 tokens are computed in the time in which the weights are read."""
     tokens = CaesuraParameters(step_saturations=2.0, min_prefill_tokens=30).build().budget.tokens
-    assert tokens(bounded(SloConfig())) == 200
-    assert tokens(bounded(SloConfig(), running=180)) == 210
+    assert tokens(bounded(SloConfig(), waiting=0)) == 100
+    assert tokens(bounded(SloConfig(), waiting=10)) == 200
+    assert tokens(bounded(SloConfig(), waiting=0, running=180)) == 210
     assert tokens(bounded(SloConfig(), running=0)) == 1000
 
 
