@@ -74,6 +74,17 @@ class ProgramIdentity:
             raise ValueError(f"not an encoded program identity: {text[:200]!r}") from error
 
 
+CLASS_MARK = ":"
+"""Between a tool's name and the class of its arguments, as in ``bash:grep``; no tool's own name has it."""
+
+
+def without_class(key: str) -> str:
+    """The tools of a key whatever their arguments: ``bash`` of ``bash:grep`` and of ``bash:cd+bash:ls``."""
+    if CLASS_MARK not in key:
+        return key
+    return tool_key(tuple(name.partition(CLASS_MARK)[0] for name in key.split("+")))
+
+
 def tool_key(tools: tuple[str, ...]) -> str:
     """One name for the tools that a turn asks for together, in any order: the key of their duration statistics."""
     return "+".join(sorted(set(tools)))[:MAX_ID_LENGTH]

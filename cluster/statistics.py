@@ -9,12 +9,13 @@ import math
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 
 import msgspec
 
 from cluster.log_histogram import LogHistogram
+from cluster.program import without_class
 
 LONGEST_S = 1e9
 """No duration is longer (31 years)."""
@@ -219,15 +220,20 @@ class DurationTable:
         return table
 
     def observe(self, tool: str, seconds: float) -> None:
-        """Add one duration of ``tool``; overall only, if the name is empty or longer than MAX_TOOL_NAME_BYTES.
+        """Add one duration of ``tool``, and if that has a class of arguments, of the tool without it.
+
+        It counts overall only, if the name is empty or longer than MAX_TOOL_NAME_BYTES.
 
         Raises:
             ValueError: see ``DurationStatistics.observe``; nothing was changed.
         """
         self._own_overall.observe(seconds)
         self._merged.pop(OVERALL, None)
-        if tool == OVERALL or len(encode_tool(tool)) > MAX_TOOL_NAME_BYTES:
-            return
+        for name in dict.fromkeys((tool, without_class(tool))):
+            if name != OVERALL and len(encode_tool(name)) <= MAX_TOOL_NAME_BYTES:
+                self._observe(name, seconds)
+
+    def _observe(self, tool: str, seconds: float) -> None:
         own = self._own.get(tool)
         if own is None:
             own = self._own[tool] = DurationStatistics()
@@ -245,6 +251,18 @@ class DurationTable:
         if own is None or others is None:
             return others if own is None else own
         return self._both(name, own, others)
+
+    def levels(self, name: str) -> Iterator[DurationStatistics]:
+        """What is known, from the special to the general: of this tool with such arguments, of the tool, of all tools.
+
+        Only what has been observed at all.
+        """
+        for level in dict.fromkeys((name, without_class(name))):
+            statistics = self.tool(level)
+            if statistics is not None and statistics.count:
+                yield statistics
+        if self.overall.count:
+            yield self.overall
 
     @property
     def overall(self) -> DurationStatistics:

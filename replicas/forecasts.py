@@ -110,11 +110,8 @@ class Forecaster:
 
 
 def expected_pause_s(tool: str, durations: DurationTable) -> float:
-    """Mean duration of the tool, else of all tools, else 1 s."""
-    for statistics in (durations.tool(tool), durations.overall):
-        if statistics is not None and statistics.count:
-            return statistics.mean_s
-    return 1.0
+    """Mean duration of the tool with such arguments, else of the tool, else of all tools, else 1 s."""
+    return next((statistics.mean_s for statistics in durations.levels(tool)), 1.0)
 
 
 def _said(hint: float | None, otherwise: Callable[[], float]) -> float:

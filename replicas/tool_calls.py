@@ -1,8 +1,8 @@
 """A turn's output -> the names of the tools it asks for, which key the statistics of tool durations.
 
-A parsed tool call is known by its name; a reply that acts through a fenced bash block by the first word of each of its
-sub-commands (Continuum, appendix A). This runs in the engine's process at the end of a turn: no text is refused, and
-every pattern here takes time linear in it.
+A parsed tool call is known by its name, and one that runs a shell command by that, too (``bash:grep``); a reply that
+acts through a fenced bash block by the first word of each of its sub-commands (Continuum, appendix A). This runs in the
+engine's process at the end of a turn: no text is refused, and every pattern here takes time linear in it.
 """
 
 import json
@@ -12,12 +12,16 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any, Protocol
 
+from cluster.program import CLASS_MARK
+
 _log = logging.getLogger(__name__)
 
 MAX_TOKENS = 16_384
 """Only so many tokens, the last ones, are read."""
 MAX_NAMES = 32
 MAX_NAME_LENGTH = 64
+COMMAND_ARGUMENTS = ("command", "cmd")
+"""Arguments that hold a shell command, in the tools of the common agents."""
 
 TEXT_PARSERS = frozenset(
     (
@@ -103,7 +107,7 @@ def _vllm_parser(tokenizer: Decoder, name: str) -> Callable[[str], list[str]]:
     def parse(text: str) -> list[str]:
         # A parser keeps the state of one reply: each reply gets its own.
         calls = parser_class(tokenizer).extract_tool_calls(text, request).tool_calls
-        return [call.function.name for call in calls]
+        return [_classed(call.function.name, call.function.arguments) for call in calls]
 
     parse("")
     return parse
@@ -145,7 +149,21 @@ def _called(calls: Any) -> Iterator[str]:
     for call in calls if isinstance(calls, list) else [calls]:
         # A plain JSON answer may have a name, too.
         if isinstance(call, dict) and isinstance(call.get("name"), str) and call.keys() & {"arguments", "parameters"}:
-            yield call["name"]
+            yield _classed(call["name"], call.get("arguments", call.get("parameters")))
+
+
+def _classed(name: str, arguments: Any) -> str:
+    """The tool's name, with the first word of the command that it is to run."""
+    if isinstance(arguments, str):
+        arguments = (_json_at(arguments, 0) or (None,))[0]
+    if not isinstance(arguments, dict):
+        return name
+    command = next((arguments[key] for key in COMMAND_ARGUMENTS if key in arguments), None)
+    if isinstance(command, list) and command and all(isinstance(word, str) for word in command):
+        # ["bash", "-lc", "grep ..."] runs its last word.
+        command = command[-1] if len(command) > 2 and command[1].startswith("-") else command[0]
+    word = next(_first_words(command), None) if isinstance(command, str) else None
+    return f"{name}{CLASS_MARK}{word}" if word else name
 
 
 def _tagged(text: str) -> Iterator[str]:
@@ -252,11 +270,15 @@ def _bash_blocks(text: str) -> Iterator[str]:
     Not what follows a pipe, a semicolon or a line's end, as in the paper; a path counts by its last part.
     """
     for block in _BASH_BLOCK.finditer(text):
-        first = True
-        for token in _SHELL_TOKEN.finditer(block[1]):
-            if token["operator"]:
-                first = True
-            elif first and token["word"] and not _ASSIGNMENT.match(token["word"]):
-                first = False
-                word = _QUOTES.sub("", token["word"])
-                yield word.rstrip("/").rpartition("/")[2] or word
+        yield from _first_words(block[1])
+
+
+def _first_words(command: str) -> Iterator[str]:
+    first = True
+    for token in _SHELL_TOKEN.finditer(command):
+        if token["operator"]:
+            first = True
+        elif first and token["word"] and not _ASSIGNMENT.match(token["word"]):
+            first = False
+            word = _QUOTES.sub("", token["word"])
+            yield word.rstrip("/").rpartition("/")[2] or word

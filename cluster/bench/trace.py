@@ -2,8 +2,9 @@
 
 A line has ``program_id`` and ``turns``; each turn ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
 ``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional: ``category``,
-``shared_prefix {group, tokens}``, and per turn ``kept_output_tokens`` and ``reset``. Other keys are ignored. Unless
-turn i+1 has ``reset``, ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
+``shared_prefix {group, tokens}``, and per turn ``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the word of the
+command that the tool ran). Other keys are ignored. Unless turn i+1 has ``reset``,
+``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
 """
 
 import gzip
@@ -16,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.bench.workload import MIN_OUTPUT_TOKENS, PlannedProgram, PlannedTurn, Workload, prefix_notes
 from cluster.errors import TraceError
+from cluster.program import CLASS_MARK, MAX_ID_LENGTH
 
 MAX_TOKENS = 1 << 24
 """A recorded length beyond this is a mistake in the trace."""
@@ -35,8 +37,15 @@ class _Turn(_Strict):
     tool: str | None
     tool_duration_s: Annotated[float, Field(ge=0, le=MAX_PAUSE_S, allow_inf_nan=False)] | None
     tool_return_tokens: _Tokens | None
+    tool_cmd: Annotated[str, Field(max_length=MAX_ID_LENGTH)] | None = None
     kept_output_tokens: _Tokens | None = None
     reset: Literal[1, 2] | None = None
+
+    @property
+    def tool_class(self) -> str | None:
+        """The tool with the class of its arguments, where the trace says one."""
+        known = self.tool is not None and self.tool_cmd
+        return f"{self.tool}{CLASS_MARK}{self.tool_cmd}"[:MAX_ID_LENGTH] if known else self.tool
 
     @property
     def kept(self) -> int:
@@ -151,7 +160,7 @@ def _planned(program: _Program, missing_tool_s: float | None) -> PlannedProgram:
                 fresh_tokens=turn.context_tokens - (0 if starts else kept_context),
                 output_tokens=max(MIN_OUTPUT_TOKENS, turn.output_tokens),
                 kept_tokens=turn.kept,
-                tool=None if last else turn.tool,
+                tool=None if last else turn.tool_class,
                 pause_s=0.0 if last else pause_s,
                 reset=index > 0 and turn.reset is not None,
             )

@@ -114,9 +114,8 @@ class TimeToLive(Pins):
 
     def _bound_s(self, pause: PauseView) -> float:
         """Of the tool once it was seen K times, else of all tools, else the default."""
-        tool = pause.durations.tool(tool_key(pause.tools))
-        for statistics in (tool, pause.durations.overall):
-            if statistics is not None and statistics.count >= self.parameters.min_observations:
+        for statistics in pause.durations.levels(tool_key(pause.tools)):
+            if statistics.count >= self.parameters.min_observations:
                 return statistics.bernstein_bound_s(self.parameters.delta)
         return self.parameters.default_ttl_s
 
@@ -129,7 +128,7 @@ class SimplifiedTimeToLive(Pins):
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for ``fixed_ttl_s`` where the mean is below ``threshold_s``; a tool never seen counts by all tools."""
-        statistics = pause.durations.tool(tool_key(pause.tools)) or pause.durations.overall
-        if statistics.count == 0 or statistics.mean_s < self.parameters.threshold_s:
+        statistics = next(pause.durations.levels(tool_key(pause.tools)), None)
+        if statistics is None or statistics.mean_s < self.parameters.threshold_s:
             return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason="short tool")
         return Release("long tool")

@@ -56,10 +56,8 @@ class CostBenefit(Pins):
 
     def _statistics(self, pause: PauseView) -> DurationStatistics | None:
         """The tool's own once it was seen K times, else all tools', else None."""
-        for statistics in (pause.durations.tool(tool_key(pause.tools)), pause.durations.overall):
-            if statistics is not None and statistics.count >= self.parameters.min_observations:
-                return statistics
-        return None
+        levels = pause.durations.levels(tool_key(pause.tools))
+        return next((level for level in levels if level.count >= self.parameters.min_observations), None)
 
 
 def best_ttl_s(statistics: DurationStatistics, gain_s: float) -> float:

@@ -45,7 +45,9 @@ class Tool:
 
     @classmethod
     def of(cls, view: PauseView | HoldView, min_observations: int) -> "Tool":
-        """Its own durations once it was seen ``min_observations`` times, else those of all tools."""
+        """Its own durations with such arguments once they were seen ``min_observations`` times, else those of the
+        tool, else of all tools.
+        """
         told_s = max(0.0, view.forecast.pause_s) if view.forecast.pause_told else None
         tools = view.tools if isinstance(view, PauseView) else view.program.tools
         statistics = _statistics(view.durations, tool_key(tools), min_observations)
@@ -164,7 +166,5 @@ def _swaps(view: PauseView | HoldView) -> bool:
 
 
 def _statistics(durations: DurationTable, tool: str, min_observations: int) -> DurationStatistics | None:
-    for statistics in (durations.tool(tool), durations.overall):
-        if statistics is not None and statistics.count >= min_observations:
-            return statistics
-    return durations.overall if durations.overall.count else None
+    levels = list(durations.levels(tool))
+    return next((level for level in levels if level.count >= min_observations), levels[-1] if levels else None)

@@ -73,6 +73,12 @@ def test_reset_and_hidden_reasoning(tmp_path):
     assert (program.prefix_group, program.prefix_tokens) == ("g", 40)
 
 
+def test_a_tool_is_named_with_the_command_that_it_ran(tmp_path):
+    ran = recorded(recorded_turn(tool="bash", tool_cmd="grep"), recorded_turn(context_tokens=115))
+    program = programs_from_trace(written(tmp_path / "t.jsonl", ran)).programs[0]
+    assert program.turns[0].tool == "bash:grep"
+
+
 def test_a_null_duration_needs_a_decision(tmp_path):
     null = recorded(recorded_turn(tool_duration_s=None), recorded_turn(context_tokens=115))
     path = written(tmp_path / "t.jsonl", recorded(program_id="fine"), null)

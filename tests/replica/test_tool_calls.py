@@ -51,6 +51,19 @@ FORMATS = {
     "bash, two blocks": ("```bash\nls\n```\nand\n```bash\ngit log\n```", ("ls", "git")),
 }
 
+CLASSES = {
+    '{"command": "cd /x && grep -rn y ."}': "f:cd",
+    '{"command": "FOO=1 /usr/bin/make all", "timeout": 3}': "f:make",
+    '{"cmd": ["bash", "-lc", "git status"]}': "f:git",
+    '{"cmd": ["ls", "-l"]}': "f:ls",
+    '{"command": ""}': "f",
+    '{"command": 7}': "f",
+    '{"command": [1, 2, 3]}': "f",
+    '{"x": "ls"}': "f",
+    '["ls"]': "f",
+}
+"""Arguments, and what is known of the tool ``f`` that is called with them."""
+
 COMMANDS = {
     "FOO=1 BAR='a b' ./bin/run.sh --all": ("run.sh",),
     "/usr/bin/python3 -c 'print(1 && 2)'&&ls": ("python3", "ls"),
@@ -119,6 +132,14 @@ FRAGMENTS = [
 @pytest.mark.parametrize(("text", "names"), FORMATS.values(), ids=FORMATS)
 def test_format(text: str, names: tuple[str, ...]) -> None:
     assert tool_names(text) == names
+
+
+@pytest.mark.parametrize(("arguments", "name"), CLASSES.items())
+def test_a_tool_that_runs_a_command_is_known_by_it(arguments: str, name: str) -> None:
+    call = f'{{"name": "f", "arguments": {arguments}}}'
+    assert tool_names(f"<tool_call>{call}</tool_call>") == (name,)
+    quoted = json.dumps({"name": "f", "arguments": arguments})  # as a string, as OpenAI's API has it
+    assert tool_names(f"<tool_call>{quoted}</tool_call>") == (name,)
 
 
 @pytest.mark.parametrize(("command", "names"), COMMANDS.items())

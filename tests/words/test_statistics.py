@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.log_histogram import BINS_PER_OCTAVE, EXACT
+from cluster.program import without_class
 from cluster.statistics import (
     LONGEST_S,
     MAX_STATISTICS_BYTES,
@@ -298,6 +299,23 @@ def test_a_table_answers_for_own_and_others_together() -> None:
     assert_same_moments(table.tool("shell"), of([2.0]))
     assert_same_moments(table.overall, of([1.0, 3.0, 5.0, 8.0, 2.0]))
     assert {name: part.count for name, part in table.own().items()} == {OVERALL: 3, "python": 2, "search": 1}
+
+
+def test_a_tool_is_known_with_its_arguments_and_without() -> None:
+    table = DurationTable()
+    for tool, seconds in (("bash:ls", 0.1), ("bash:ls", 0.3), ("bash:make", 60.0), ("search", 2.0)):
+        table.observe(tool, seconds)
+
+    def counts(name: str) -> list[int]:
+        return [statistics.count for statistics in table.levels(name)]
+
+    assert counts("bash:ls") == [2, 3, 4]
+    assert counts("bash:rm") == [3, 4], "never seen with such arguments: as the tool in general"
+    assert counts("search") == [1, 4]
+    assert counts("no such tool") == [4]
+    assert next(statistics.mean_s for statistics in table.levels("bash:ls")) == pytest.approx(0.2)
+    assert list(DurationTable().levels("bash:ls")) == []
+    assert without_class("bash:cd+bash:ls+search") == "bash+search"
 
 
 def test_answers_are_kept_until_a_side_changes() -> None:
