@@ -143,7 +143,7 @@ class AgentScheduler(AsyncScheduler):
         if review_steps is None:
             return
         for held in self.holds.due(review_steps):
-            if held.origin is HoldOrigin.FETCHED:
+            if held.origin is not HoldOrigin.POLICY:  # what somebody asked for lasts as long as they asked
                 continue
             decision = self._policies.pause.review(views.hold_view(self, held))
             if isinstance(decision, Swap) and self._swaps_out(held.key):

@@ -118,6 +118,8 @@ class Stopping:
             return True
         if hold.owner_waits:
             return is_hopeless(hold)
+        if hold.asked:
+            return False
         survival = Tool.of(hold, self.min_observations).survival(elapsed_s(hold))
         return not any(gain > 0 for _, gain in gains(survival, self._break_even_s(hold, 1.0)))
 

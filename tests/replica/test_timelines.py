@@ -268,6 +268,25 @@ def test_no_hold_outlasts_the_limit_even_if_the_client_asks(replica: Replica) ->
     assert p.held() == set()
 
 
+@pytest.mark.parametrize(("retention_s", "held"), [(None, set()), (600.0, {"a"})])
+def test_what_the_client_asked_to_hold_is_neither_reviewed_nor_broken_for_a_waiting_turn(
+    programs: Make, retention_s: float | None, held: set[str]
+) -> None:
+    """The tool takes fifty times as long as such tools do, and a turn waits for the memory."""
+    p = programs("caesura", newcomers_room=0.0)
+    p.learn("ls", 0.1, 0.1, 0.1)
+    identity = ProgramIdentity(program_id="a", hints=Hints(retention_s=retention_s, expected_tool="ls"))
+    p.engine.submit("a1", range(3000, 3320), 1, identity)
+    p.engine.run()
+    p.arrive("b", new_tokens=500, output=50)
+    p.step()
+    p.arrive("c", new_tokens=400)
+    p.clock.advance(5.0)
+    for _ in range(20):
+        p.step()
+    assert p.held() - {"c"} == held
+
+
 def test_the_wait_of_programs_that_had_lost_their_kv_is_known_and_no_other(programs: Make) -> None:
     p = programs("vllm")
     p.turn("a", 100)
