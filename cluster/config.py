@@ -6,9 +6,11 @@ serves the built-in tiny model on this machine.
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
+from cluster.config_section import Section as _Section
 from cluster.registry import POLICIES, ROUTERS
+from cluster.tool_config import ToolsConfig
 
 TINY = "tiny"
 """The model source that stands for the built-in model of `caesura model tiny`."""
@@ -33,18 +35,6 @@ def _not_reserved(key: str) -> str:
 
 
 EngineArgument = Annotated[str, AfterValidator(_not_reserved)]
-
-
-class _Section(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
-
-    @field_validator("*", mode="before")
-    @classmethod
-    def _no_flag_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # YAML reads `no` and `off` as false, and pydantic false as 0: a port or a limit that nobody meant.
-        if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
-            raise ValueError("must not be true or false")
-        return value
 
 
 class ModelConfig(_Section):
@@ -211,3 +201,4 @@ class CaesuraConfig(_Section):
     store: StoreConfig = Field(default_factory=StoreConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
+    tools: ToolsConfig = Field(default_factory=ToolsConfig)

@@ -18,6 +18,7 @@ from pydantic_core import ErrorDetails
 from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import ConfigError
 from cluster.registry import POLICIES, ROUTERS, read_cost_model
+from cluster.tool_config import ToolModel
 
 VARIABLE_PREFIX = "CAESURA__"
 """An environment variable of this beginning overrides a key: CAESURA__HTTP__PORT is http.port, in any case."""
@@ -31,6 +32,8 @@ MAX_SHOWN = 80
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 KeyPath = tuple[str, ...]
+
+TOOLS: KeyPath = ("tools", "defined")
 
 
 @dataclass(slots=True)
@@ -193,7 +196,7 @@ def _parse_scalar(source: str, text: str) -> Any:
 def _complaints(error: ValidationError, layers: _Layers, prefix: KeyPath = ()) -> Iterator[str]:
     for detail in error.errors(include_url=False):
         # pydantic marks an error in a mapping's key itself with the step "[key]".
-        path = (*prefix, *(str(step) for step in detail["loc"] if step != "[key]"))
+        path = _without_kind((*prefix, *(str(step) for step in detail["loc"] if step != "[key]")))
         cause = detail.get("ctx", {}).get("error")
         if isinstance(cause, ValidationError):
             yield from _complaints(cause, layers, path)
@@ -202,6 +205,11 @@ def _complaints(error: ValidationError, layers: _Layers, prefix: KeyPath = ()) -
         else:
             own = detail["loc"][-1:] != ("[key]",) and detail["type"] != "missing"
             yield layers.complaint(path, _message(detail, cause), _shown(detail["input"]) if own else "")
+
+
+def _without_kind(path: KeyPath) -> KeyPath:
+    # pydantic puts the kind that it took from a tool's `kind` into the path of what is wrong with the tool.
+    return path[:3] + path[4:] if path[:2] == TOOLS else path
 
 
 def _message(detail: ErrorDetails, cause: object) -> str:
@@ -224,6 +232,9 @@ def _known_keys(section: KeyPath, values: Mapping[str, Any]) -> set[str]:
     if section[:2] == ("policy", "parameters"):
         name = values["policy"].get("name", PolicyConfig.model_fields["name"].default)
         model, section = POLICIES.load(name), section[2:]
+    elif section[:2] == TOOLS and len(section) > 2:
+        kind = values["tools"]["defined"][section[2]].get("kind")
+        model, section = next(model for model in get_args(ToolModel) if kind in _kinds(model)), section[3:]
     else:
         model = CaesuraConfig
     for key in section:
@@ -232,6 +243,10 @@ def _known_keys(section: KeyPath, values: Mapping[str, Any]) -> set[str]:
         if model is None:
             return set()
     return set(model.model_fields)
+
+
+def _kinds(model: type[BaseModel]) -> tuple[str, ...]:
+    return get_args(model.model_fields["kind"].annotation)
 
 
 def _with_model_path(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:

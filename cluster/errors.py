@@ -9,13 +9,17 @@
     │   ├── ControlTimeout     no answer in time
     │   ├── ControlRefused     the scheduler answered that the request makes no sense
     │   └── EngineGone         the engine is dead and will not answer again
+    ├── ToolError              a tool call; the executor makes a result of it
+    │   ├── ToolRefused        nothing was run: an unknown tool, bad arguments, a forbidden address, no sandbox
+    │   ├── ToolFailed         the tool ran, or was to be reached, and failed
+    │   └── ToolUnknown        it may have run: whatever ran it is gone
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
         ├── Overloaded         503  with Retry-After
         └── UpstreamFailed     502  a replica failed while it answered
 
 Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`, vLLM's
-in `replicas.requests`, its engine's death in `replicas.control`.
+in `replicas.requests`, its engine's death in `replicas.control`, those of tools and of the libraries that reach them in `tools_runtime.kinds`.
 """
 
 
@@ -53,6 +57,32 @@ class ControlRefused(ControlError):
 
 class EngineGone(ControlError):
     """The engine behind the side channel is dead."""
+
+
+class ToolError(CaesuraError):
+    """A tool call went wrong. The message is read by the model and by the caller."""
+
+
+class ToolRefused(ToolError):
+    """Nothing was run, and nothing would be if the same call came again."""
+
+
+class ToolFailed(ToolError):
+    """The tool failed.
+
+    Attributes:
+        transient: the same call may succeed later.
+        note: what is known beside what the tool said; it stays where that is cut.
+    """
+
+    def __init__(self, message: str, *, transient: bool = False, note: str = "") -> None:
+        super().__init__(message)
+        self.transient = transient
+        self.note = note
+
+
+class ToolUnknown(ToolError):
+    """What ran the tool is gone; whether the tool took effect is unknown."""
 
 
 class HttpError(CaesuraError):

@@ -1,4 +1,4 @@
-"""The one place where plug-ins are named: a new policy or router is one new file and one line here.
+"""The one place where plug-ins are named: a new policy, router or tool kind is one new file and one line here.
 
 Entries are dotted ``module:attribute`` paths, resolved on first use, so that this module imports nothing and a choice
 that is not made costs nothing. Configuration choices and CLI help come from here.
@@ -72,5 +72,15 @@ ROUTERS = Registry(
     {
         "consistent_hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
         "power_of_two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+    },
+)
+
+TOOL_KINDS = Registry(
+    "tool kind",
+    {
+        "python": "tools_runtime.kinds.python:PythonKind",
+        "http": "tools_runtime.kinds.http:HttpKind",
+        "command": "tools_runtime.kinds.command:CommandKind",
+        "mcp": "tools_runtime.kinds.mcp:McpKind",
     },
 )

@@ -1,0 +1,91 @@
+"""Which addresses a tool may reach: what a name resolves to is checked, and then that very address is connected to.
+
+So a name that changes between the check and the connection (DNS rebinding) gains nothing, and spellings of an address
+(decimal, octal, IPv4 inside IPv6) are seen as what they resolve to.
+"""
+
+import asyncio
+import ipaddress
+import socket
+from concurrent.futures import ThreadPoolExecutor
+
+from cluster.errors import ToolFailed, ToolRefused
+
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+
+RESOLVERS = 4
+"""Names that one tool looks up at a time."""
+
+_EMBEDDING = ipaddress.ip_network("64:ff9b::/96")
+"""NAT64: the last 32 bits are an IPv4 address (RFC 6052)."""
+
+_NOT_PUBLIC = tuple(
+    map(
+        ipaddress.ip_network,
+        (
+            "0.0.0.0/8",
+            "100.64.0.0/10",  # carrier-grade NAT; a cloud's metadata service is in it
+            "192.0.0.0/24",
+            "198.18.0.0/15",
+            "64:ff9b:1::/48",
+            "fec0::/10",
+            "2001::/23",
+            "5f00::/16",
+        ),
+    )
+)
+"""What `is_global` of this Python says of these differs between releases."""
+
+
+def is_public(address: Address) -> bool:
+    """Whether an address is on the internet: not private, loopback, link-local, multicast, metadata or reserved."""
+    if isinstance(address, ipaddress.IPv6Address):
+        embedded = _embedded(address)
+        if embedded is not None:
+            return is_public(embedded)
+    if any(address in network for network in _NOT_PUBLIC if network.version == address.version):
+        return False
+    return address.is_global and not address.is_multicast and not address.is_reserved
+
+
+def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
+    if address in _EMBEDDING or int(address) >> 32 == 0 and int(address) > 1:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
+    return address.ipv4_mapped or address.sixtofour
+
+
+class Resolver:
+    """Looks up names on threads of its own, so that a name server that hangs delays one tool only."""
+
+    def __init__(self) -> None:
+        self._threads = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
+
+    async def public_address(self, host: str, port: int) -> str:
+        """An address of ``host``, all of whose addresses are public.
+
+        Raises:
+            ToolRefused: one is not.
+            ToolFailed: there is none.
+        """
+        loop = asyncio.get_running_loop()
+        try:
+            found = await loop.run_in_executor(self._threads, _look_up, host, port)
+        except (OSError, UnicodeError) as error:
+            reason = getattr(error, "strerror", None) or error
+            raise ToolFailed(f"{host[:100]!r} cannot be resolved: {reason}", transient=True) from None
+        for address in found:
+            if not is_public(address):
+                raise ToolRefused(f"{host[:100]!r} is not a public address; tools may not reach it")
+        if not found:
+            raise ToolFailed(f"{host[:100]!r} has no address", transient=True)
+        return str(found[0])
+
+    def close(self) -> None:
+        """Look up nothing more."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+
+def _look_up(host: str, port: int) -> list[Address]:
+    answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    # A zone (fe80::1%eth0) says which link; only link-local addresses have one.
+    return [ipaddress.ip_address(str(answer[4][0]).partition("%")[0]) for answer in answers]

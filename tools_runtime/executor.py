@@ -1,0 +1,364 @@
+"""Runs tool calls: deadlines, queues, retries, idempotency keys, cancellation, asynchronous tools.
+
+A *run* is one tool at work, a task of its own. Callers only wait for it: each with its own deadline, several for one
+run where they share an idempotency key. A caller that leaves - its deadline passed, it was cancelled - gets its outcome
+at once; a run that nobody waits for any more is cancelled, and keeps its place among its tool's until it has ended.
+So neither a tool that is slow to stop nor one that never stops delays anybody but those who call the same tool.
+"""
+
+import asyncio
+import random
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+from cluster.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
+from cluster.tools import Outcome, ToolCall, ToolResult, statistics_name
+from tools_runtime.idempotency import Key, KeptResults, key_of, require_same
+from tools_runtime.kind import Invocation, ToolOutput
+from tools_runtime.text import bounded, cut_marker
+from tools_runtime.timers import Timer, TimerClock, sleep_until
+from tools_runtime.tool_table import Entry, ToolTable
+
+MAX_FINISHED = 4096
+"""Results of asynchronous calls that are kept until somebody asks for them."""
+
+LARGE_ARGUMENTS = 16 << 10
+"""Characters of arguments from which on they are checked beside the event loop."""
+
+CallKey = tuple[str, str]
+"""Program and call id."""
+
+Observer = Callable[[Entry, ToolResult], None]
+
+
+@dataclass(slots=True)
+class _Waiter:
+    call: ToolCall
+    answer: "asyncio.Future[ToolResult]"
+    since_s: float
+    deadline_s: float
+    """On the clock."""
+    timer: Timer
+
+
+@dataclass(slots=True)
+class _Run:
+    call: ToolCall
+    entry: Entry
+    key: Key | None
+    accepted: "asyncio.Future[None]"
+    """Done when the arguments were found right."""
+    statistics_name: str
+    since_s: float
+    started_s: float | None = None
+    attempts: int = 0
+    waiters: dict[CallKey, _Waiter] = field(default_factory=dict)
+    task: "asyncio.Task[ToolResult] | None" = None
+
+
+class ToolExecutor:
+    """Everything that runs tools in one process.
+
+    Args:
+        tools: the tools of the configuration.
+        clock: of deadlines and durations.
+        special_tokens: chat-template tokens to be escaped in answers.
+        max_argument_bytes: larger arguments are refused.
+        observe: told of each run that ended, with its result.
+        completed: told of each asynchronous call that ended.
+        jitter: of the waits between retries.
+    """
+
+    def __init__(
+        self,
+        tools: ToolTable,
+        clock: TimerClock,
+        *,
+        special_tokens: Iterable[str] = (),
+        max_argument_bytes: int = 256 << 10,
+        observe: Observer | None = None,
+        completed: Callable[[ToolCall, ToolResult], None] | None = None,
+        jitter: random.Random | None = None,
+    ) -> None:
+        self._tools = tools
+        self._clock = clock
+        self._special_tokens = tuple(special_tokens)
+        self._max_argument_bytes = max_argument_bytes
+        self._observe = observe
+        self._completed = completed
+        self._jitter = jitter or random.Random()
+        self._runs: dict[CallKey, _Run] = {}
+        """The run that each call waits for."""
+        self._shared: dict[Key, _Run] = {}
+        self._kept = KeptResults()
+        self._finished: OrderedDict[CallKey, ToolResult] = OrderedDict()
+        self._tasks: set[asyncio.Task[ToolResult]] = set()
+
+    @property
+    def under_way(self) -> int:
+        """Calls without an answer yet, asynchronous ones included."""
+        return len(self._runs)
+
+    async def run(self, call: ToolCall, tools: ToolTable | None = None) -> ToolResult:
+        """The call's one outcome; for an asynchronous tool that takes its time, STARTED.
+
+        Args:
+            call: what to run.
+            tools: instead of the configuration's, where a request brings its own.
+
+        If the caller is cancelled, so is the tool, unless another caller waits for it.
+        """
+        try:
+            entry = (tools or self._tools).entry(call.name)
+            if call.key in self._runs:
+                raise ToolRefused(f"a call with the id {call.id!r} is already under way")
+            key = key_of(call)
+            kept = self._kept.get(key, call) if key else None
+            if kept is not None:
+                return replace(kept, call_id=call.id)
+            run = self._shared.get(key) if key else None
+            if run is not None:
+                require_same(run.call, call)
+        except ToolRefused as refusal:
+            return ToolResult(call.id, call.name, Outcome.REFUSED, self._told(Outcome.REFUSED, refusal))
+        if run is None:
+            run = self._start(call, entry, key)
+        waiter = self._join(run, call)
+        try:
+            if entry.config.asynchronous:
+                await asyncio.wait({run.accepted, waiter.answer}, return_when=asyncio.FIRST_COMPLETED)
+                if not waiter.answer.done():
+                    return self._handed_over(call, run, waiter)
+            return await waiter.answer
+        except asyncio.CancelledError:
+            if run.waiters.get(call.key) is waiter:
+                self._leave(call.key, self._unanswered(run, call.key, Outcome.CANCELLED))
+            raise
+
+    async def run_all(self, calls: Sequence[ToolCall], tools: ToolTable | None = None) -> list[ToolResult]:
+        """The calls of one turn, together: as long as the slowest, in the order asked."""
+        return list(await asyncio.gather(*(self.run(call, tools) for call in calls)))
+
+    def cancel(self, program: str, call_id: str) -> bool:
+        """End a call with CANCELLED, and its tool if nobody else waits for it; False if no such call is under way."""
+        run = self._runs.get((program, call_id))
+        if run is None:
+            return False
+        self._leave((program, call_id), self._unanswered(run, (program, call_id), Outcome.CANCELLED))
+        return True
+
+    def cancel_program(self, program: str) -> int:
+        """Cancel all calls of a program; how many there were."""
+        return sum(self.cancel(*key) for key in [key for key in self._runs if key[0] == program])
+
+    def poll(self, program: str, call_id: str) -> ToolResult | None:
+        """The answer of an asynchronous call, None while there is none. UNKNOWN if nothing is known of the call."""
+        key = (program, call_id)
+        if key in self._runs:
+            return None
+        nothing = ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call here, or no longer")
+        return self._finished.get(key, nothing)
+
+    async def completion(self, program: str, call_id: str) -> ToolResult:
+        """The answer of an asynchronous call, when it is there. Waiting for it keeps nothing running."""
+        key = (program, call_id)
+        if key in self._runs:
+            await asyncio.wait({self._runs[key].waiters[key].answer})
+            await asyncio.sleep(0)  # the answer's callbacks put it into _finished
+        result = self.poll(program, call_id)
+        assert result is not None
+        return result
+
+    async def aclose(self) -> None:
+        """Cancel everything, and wait until it has ended."""
+        for key in list(self._runs):
+            self.cancel(*key)
+        while self._tasks:
+            await asyncio.wait(self._tasks)
+
+    def check_integrity(self) -> None:
+        """Every call waits for a live run, every live run is waited for or ending.
+
+        Raises:
+            IntegrityError: not so.
+        """
+        for key, run in self._runs.items():
+            if key not in run.waiters or run.task is None or run.task not in self._tasks:
+                raise IntegrityError(f"the call {key} waits for nothing")
+        for run in self._shared.values():
+            if not run.waiters:
+                raise IntegrityError(f"a run of {run.call.name!r} is shared by nobody")
+        for entry in self._tools.entries.values():
+            entry.slots.check_integrity()
+
+    def _start(self, call: ToolCall, entry: Entry, key: Key | None) -> _Run:
+        accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        run = _Run(call, entry, key, accepted, call.name, self._clock.now_s())
+        run.task = asyncio.create_task(self._work(run), name=f"tool {call.name}")
+        self._tasks.add(run.task)
+        run.task.add_done_callback(lambda task: self._ended(run, task))
+        if key is not None:
+            self._shared[key] = run
+        return run
+
+    def _join(self, run: _Run, call: ToolCall) -> _Waiter:
+        now_s = self._clock.now_s()
+        patience_s = run.entry.config.deadline_s
+        if call.deadline_s is not None:
+            patience_s = min(patience_s, max(0.0, call.deadline_s))
+        answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
+        timer = self._clock.call_at(now_s + patience_s, lambda: self._expire(call.key))
+        waiter = run.waiters[call.key] = _Waiter(call, answer, now_s, now_s + patience_s, timer)
+        self._runs[call.key] = run
+        return waiter
+
+    def _handed_over(self, call: ToolCall, run: _Run, waiter: _Waiter) -> ToolResult:
+        waiter.answer.add_done_callback(lambda answer: self._keep_finished(call, answer.result()))
+        text = f"started: {call.name} is running; its answer will be told under the call id {call.id}"
+        return ToolResult(call.id, call.name, Outcome.STARTED, text, statistics_name=run.statistics_name)
+
+    def _keep_finished(self, call: ToolCall, result: ToolResult) -> None:
+        self._finished[call.key] = result
+        self._finished.move_to_end(call.key)
+        if len(self._finished) > MAX_FINISHED:
+            self._finished.popitem(last=False)
+        if self._completed is not None:
+            self._completed(call, result)
+
+    def _expire(self, key: CallKey) -> None:
+        run = self._runs.get(key)
+        if run is not None:
+            self._leave(key, self._unanswered(run, key, Outcome.TIMEOUT))
+
+    def _leave(self, key: CallKey, answer: ToolResult) -> None:
+        """Take a caller away from its run, with ``answer`` if it still listens; end a run that nobody waits for."""
+        run = self._runs.pop(key)
+        waiter = run.waiters.pop(key)
+        waiter.timer.cancel()
+        if not waiter.answer.done():
+            waiter.answer.set_result(answer)
+        if run.waiters or run.task is None or run.task.done():
+            return
+        if run.key is not None:
+            del self._shared[run.key]
+            self._kept.keep(run.key, run.call, answer, idempotent=run.entry.config.idempotent)
+        run.task.cancel()
+        if self._observe is not None:
+            self._observe(run.entry, answer)
+
+    def _ended(self, run: _Run, task: "asyncio.Task[ToolResult]") -> None:
+        self._tasks.discard(task)
+        if not run.waiters:
+            return  # it was cancelled, and told as that
+        result = self._foreign_cancellation(run) if task.cancelled() else task.result()
+        if run.key is not None:
+            del self._shared[run.key]
+            self._kept.keep(run.key, run.call, result, idempotent=run.entry.config.idempotent)
+        for key, waiter in run.waiters.items():
+            del self._runs[key]
+            waiter.timer.cancel()
+            if not waiter.answer.done():
+                waiter.answer.set_result(replace(result, call_id=waiter.call.id))
+        run.waiters.clear()
+        if self._observe is not None:
+            self._observe(run.entry, result)
+
+    async def _work(self, run: _Run) -> ToolResult:
+        call, config = run.call, run.entry.config
+        try:
+            offer = await run.entry.kind.offer(call.name)
+            if offer is None:
+                raise self._tools.unknown(call.name)
+            check = offer.check.checked
+            if len(call.arguments) > LARGE_ARGUMENTS:
+                arguments = await asyncio.to_thread(check, call.arguments, self._max_argument_bytes)
+            else:
+                arguments = check(call.arguments, self._max_argument_bytes)
+            if config.argument_class is not None:
+                run.statistics_name = statistics_name(call.name, arguments.get(config.argument_class))
+            run.accepted.set_result(None)
+            invocation = Invocation(call.name, arguments, config.output_cap_bytes, call.idempotency_key)
+            async with run.entry.slots.one():
+                run.started_s = self._clock.now_s()
+                output = await self._attempt(run, invocation)
+        except ToolRefused as error:
+            return self._result(run, Outcome.REFUSED, error)
+        except ToolFailed as error:
+            return self._result(run, Outcome.ERROR, error)
+        except ToolError as error:
+            return self._result(run, Outcome.UNKNOWN, error)
+        except Exception as error:  # noqa: BLE001 - a kind's defect is this call's, and nobody else's
+            return self._result(run, Outcome.ERROR, ToolFailed(f"{type(error).__name__}: {error}"))
+        return self._result(run, Outcome.OK, output)
+
+    async def _attempt(self, run: _Run, invocation: Invocation) -> ToolOutput:
+        config = run.entry.config
+        for attempt in count(1):
+            run.attempts = attempt
+            try:
+                return await run.entry.kind.run(invocation)
+            except (ToolFailed, ToolUnknown) as error:
+                passing = isinstance(error, ToolUnknown) or error.transient
+                if not (config.idempotent and passing and attempt <= config.retries):
+                    raise
+                wait_s = config.retry_backoff_s * 2 ** (attempt - 1) * self._jitter.uniform(0.5, 1.5)
+                again_s = self._clock.now_s() + wait_s
+                if again_s >= max((waiter.deadline_s for waiter in run.waiters.values()), default=again_s):
+                    raise
+            await sleep_until(self._clock, again_s)
+        raise AssertionError("unreachable")
+
+    def _foreign_cancellation(self, run: _Run) -> ToolResult:
+        # Some libraries end a call by cancelling it when what they talk to has died.
+        return self._result(run, Outcome.UNKNOWN, ToolUnknown("what ran the tool is gone"))
+
+    def _result(self, run: _Run, outcome: Outcome, said: ToolOutput | ToolError) -> ToolResult:
+        now_s = self._clock.now_s()
+        started_s = run.started_s if run.attempts and run.started_s is not None else now_s
+        if isinstance(said, ToolError):
+            text, truncated = self._told(outcome, said, run.entry.config.output_cap_bytes), False
+        else:
+            cap_bytes = run.entry.config.output_cap_bytes
+            text, cut = bounded(said.text, cap_bytes, self._special_tokens)
+            truncated = cut or said.truncated
+            text += cut_marker(cap_bytes) if truncated else ""
+        return ToolResult(
+            call_id=run.call.id,
+            name=run.call.name,
+            outcome=outcome,
+            text=text,
+            truncated=truncated,
+            queue_s=started_s - run.since_s,
+            run_s=now_s - started_s,
+            attempts=run.attempts,
+            statistics_name=run.statistics_name,
+        )
+
+    def _unanswered(self, run: _Run, key: CallKey, outcome: Outcome) -> ToolResult:
+        """Of a caller that leaves before its run has ended."""
+        waiter = run.waiters[key]
+        now_s = self._clock.now_s()
+        effect = "it was never started" if run.attempts == 0 else "it was stopped and may have taken effect"
+        if outcome is Outcome.TIMEOUT:
+            reason = f"{run.call.name} did not answer within {waiter.deadline_s - waiter.since_s:g} s; {effect}"
+        else:
+            reason = f"{run.call.name} was cancelled; {effect}"
+        started = run.attempts > 0 and run.started_s is not None
+        started_s = max(run.started_s or 0.0, waiter.since_s) if started else now_s
+        return ToolResult(
+            call_id=waiter.call.id,
+            name=run.call.name,
+            outcome=outcome,
+            text=self._told(outcome, ToolFailed(reason)),
+            queue_s=started_s - waiter.since_s,
+            run_s=now_s - started_s,
+            attempts=run.attempts,
+            statistics_name=run.statistics_name,
+        )
+
+    def _told(self, outcome: Outcome, error: ToolError, cap_bytes: int = 4096) -> str:
+        text, cut = bounded(f"{outcome}: {error}", cap_bytes, self._special_tokens)
+        note = f"\n[{error.note}]" if isinstance(error, ToolFailed) and error.note else ""
+        return f"{text}{cut_marker(cap_bytes) if cut else ''}{note}"

@@ -1,0 +1,171 @@
+"""Commands in a sandbox: bubblewrap gives them no network, a read-only root and nobody else's processes; prlimit the
+limits.
+
+What bubblewrap does not bound: memory is limited for each process, so a call has at most `processes` times
+`memory_bytes`; only the scratch directory is limited as a whole.
+"""
+
+import asyncio
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cluster.errors import ConfigError, ToolFailed, ToolRefused
+from cluster.tool_config import CommandTool
+from tools_runtime.kind import Invocation, SingleTool, ToolOutput
+from tools_runtime.processes import READ_BYTES, read_bounded, spawn
+
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+SCRATCH = "/tmp"  # noqa: S108 - the sandbox's own, an empty file system
+SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
+SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives", "/etc/localtime")
+
+SHELL_PARAMETERS = {
+    "type": "object",
+    "properties": {"command": {"type": "string", "description": "A bash command line"}},
+    "required": ["command"],
+    "additionalProperties": False,
+}
+
+_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+_CHECK_S = 10.0
+
+
+class CommandKind(SingleTool):
+    """One command.
+
+    Raises:
+        ConfigError: the schema cannot be used.
+    """
+
+    def __init__(self, name: str, config: CommandTool) -> None:
+        parameters = config.parameters
+        if config.shell and "properties" not in parameters:
+            parameters = SHELL_PARAMETERS
+        try:
+            super().__init__(name, config.description, parameters)
+        except ValueError as error:
+            raise ConfigError(f"tools.defined.{name}.parameters: {error}") from None
+        self._config = config
+        self._bwrap = shutil.which("bwrap")
+        self._prlimit = shutil.which("prlimit")
+        self._problem: str | None = None
+        """Why there is no sandbox; None where there is one."""
+
+    async def open(self) -> None:
+        """Try the sandbox once."""
+        self._problem = await self._sandbox_problem()
+
+    async def run(self, invocation: Invocation) -> ToolOutput:
+        """Run the command in a fresh sandbox.
+
+        Raises:
+            ToolRefused: there is no sandbox, or the arguments make no command line.
+            ToolFailed: it ended with a status other than 0, or said more than the cap and was ended.
+        """
+        argv = command_line(self._config, invocation.arguments)
+        if self._problem is None:
+            child = await spawn(self._sandboxed(argv), {}, as_nobody=os.geteuid() == 0)
+        elif self._config.allow_unsandboxed:
+            environment = {"PATH": PATH, "HOME": SCRATCH, "LANG": "C.UTF-8", **self._config.environment}
+            child = await spawn((*self._limits(), *argv), environment, cwd=SCRATCH)
+        else:
+            raise ToolRefused(f"{self._problem}; `allow_unsandboxed: true` would run the command without a sandbox")
+        # With the sandbox's first process all others in it end; without one, they would go on.
+        ending = asyncio.create_task(child.wait(leave_none=self._problem is not None))
+        try:
+            answer, more = await read_bounded(child.output, invocation.output_cap_bytes)
+            status = None if more else await ending
+        finally:
+            child.end()
+            ending.cancel()
+        text = answer.decode(errors="replace")
+        if more:
+            raise ToolFailed(text, note=f"the command was ended: it said more than {invocation.output_cap_bytes} bytes")
+        if status != 0:
+            raise ToolFailed(text, note=f"exit status {status}")
+        return ToolOutput(text)
+
+    async def aclose(self) -> None:
+        """Nothing is kept between calls."""
+
+    async def _sandbox_problem(self) -> str | None:
+        if self._bwrap is None:
+            return "bubblewrap (bwrap) is not installed, so there is no sandbox"
+        if self._prlimit is None:
+            return "prlimit (util-linux) is not installed, so there is no sandbox with limits"
+        child = await spawn(self._sandboxed(["true"]), {}, as_nobody=os.geteuid() == 0)
+        try:
+            async with asyncio.timeout(_CHECK_S):
+                said, _ = await read_bounded(child.output, READ_BYTES)
+                status = await child.wait(leave_none=False)
+        except TimeoutError:
+            return "bubblewrap does not answer, so there is no sandbox"
+        finally:
+            child.end()
+        reason = said.decode(errors="replace").strip()[:200]
+        return None if status == 0 else f"bubblewrap does not work here ({reason}), so there is no sandbox"
+
+    def _limits(self) -> list[str]:
+        config = self._config
+        limits = {
+            "cpu": config.cpu_s,
+            "as": config.memory_bytes,
+            "nproc": config.processes,
+            "fsize": config.scratch_bytes,
+            "nofile": config.open_files,
+            "core": 0,
+        }
+        if self._prlimit is None:
+            raise ToolRefused("prlimit (util-linux) is not installed, so there are no limits for the command")
+        return [self._prlimit, *(f"--{name}={value}" for name, value in limits.items()), "--"]
+
+    def _sandboxed(self, argv: list[str]) -> list[str]:
+        assert self._bwrap is not None
+        options = ["--unshare-all", "--unshare-user", "--disable-userns", "--die-with-parent", "--new-session"]
+        options += ["--clearenv", "--cap-drop", "ALL", "--hostname", "sandbox", "--uid", "65534", "--gid", "65534"]
+        for name, value in {"PATH": PATH, "HOME": SCRATCH, "LANG": "C.UTF-8", **self._config.environment}.items():
+            options += ["--setenv", name, value]
+        options += ["--ro-bind", "/usr", "/usr", "--proc", "/proc", "--dev", "/dev"]
+        for name in SYSTEM_LINKS:
+            path = Path("/", name)
+            if path.is_symlink():
+                options += ["--symlink", str(path.readlink()), str(path)]
+            elif path.is_dir():
+                options += ["--ro-bind", str(path), str(path)]
+        for name in (*SYSTEM_FILES, *self._config.read_only_paths):
+            options += ["--ro-bind-try", name, name]
+        options += ["--size", str(self._config.scratch_bytes), "--perms", "1777", "--tmpfs", SCRATCH]
+        options += ["--remount-ro", "/", "--chdir", SCRATCH]
+        # Inside, so that the limit on processes counts those of this sandbox alone.
+        return [self._bwrap, *options, "--", *self._limits(), *argv]
+
+
+def command_line(config: CommandTool, arguments: Mapping[str, Any]) -> list[str]:
+    """The argument vector; each argument stays within the element that names it.
+
+    Raises:
+        ToolRefused: an argument that is needed is missing.
+    """
+    if config.shell:
+        return ["/bin/bash", "-c", _text(arguments.get("command", ""))]
+    argv: list[str] = []
+    for element in config.argv:
+        names = _PLACEHOLDER.findall(element)
+        missing = [name for name in names if name not in arguments]
+        if missing and element != f"{{{missing[0]}}}":
+            raise ToolRefused(f"the argument {missing[0]!r} is missing")
+        if not missing:
+            argv.append(_PLACEHOLDER.sub(lambda match: _text(arguments[match[1]]), element))
+    return argv
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise ToolRefused(f"a command line takes text and numbers, not {type(value).__name__}")

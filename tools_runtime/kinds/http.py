@@ -1,0 +1,269 @@
+"""HTTP requests: a URL template, or an operation of an OpenAPI document.
+
+Unless the operator allows private addresses, each name - of the URL and of every redirect - is resolved once, all its
+addresses are checked, and the connection goes to the checked address (`addresses`). Proxies of the environment are not
+used: a proxy would resolve the name again.
+"""
+
+import asyncio
+import json
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+
+from cluster.errors import ConfigError, ToolFailed, ToolRefused, ToolUnknown
+from cluster.tool_config import HttpTool
+from tools_runtime.addresses import Resolver
+from tools_runtime.kind import Invocation, Offer, SingleTool, ToolOutput
+from tools_runtime.openapi import MAX_DOCUMENT_BYTES, Operation, find_operation, read_document
+
+_PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
+_TEXT = re.compile(r"^(text/|application/([\w.-]+\+)?(json|xml|yaml|javascript|x-ndjson|x-www-form-urlencoded))")
+_TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+_SAFE_METHODS = frozenset({"GET", "HEAD"})
+
+
+class HttpKind:
+    """One HTTP request.
+
+    Args:
+        name: as programs call it.
+        config: its settings.
+        resolver: looks names up.
+
+    Raises:
+        ConfigError: the schema or the OpenAPI operation cannot be used, or a secret is not set.
+    """
+
+    def __init__(self, name: str, config: HttpTool, resolver: Resolver | None = None) -> None:
+        self._name = name
+        self._config = config
+        self._resolver = resolver or Resolver()
+        self._headers = {**config.headers, **secret_headers(config.headers_from_environment)}
+        self._loading = asyncio.Lock()
+        self._client: httpx.AsyncClient | None = None
+        self._tool: SingleTool | None = None
+        self._operation = Operation(config.method, config.url or "", parameters=config.parameters)
+        document = config.openapi.document if config.openapi else ""
+        if config.openapi is None:
+            self._offer_as(self._operation)
+        elif not _is_url(document):
+            try:
+                self._take(Path(document).read_text(encoding="utf-8"), None)
+            except (OSError, UnicodeDecodeError) as error:
+                raise ConfigError(f"tools.defined.{name}.openapi.document: {error}") from None
+
+    async def open(self) -> None:
+        """Nothing: an OpenAPI document behind a URL is fetched at the first call."""
+
+    def offers(self) -> Sequence[Offer]:
+        """The tool, if its document was read."""
+        return self._tool.offers() if self._tool else ()
+
+    async def offer(self, name: str) -> Offer | None:
+        """The tool.
+
+        Raises:
+            ToolFailed: its document cannot be fetched.
+            ToolRefused: its document is at an address that it may not reach.
+        """
+        async with self._loading:
+            if self._tool is None and self._config.openapi is not None:
+                url = self._config.openapi.document
+                fetched = await self._fetch(httpx.Request("GET", url, headers=self._headers), MAX_DOCUMENT_BYTES)
+                try:
+                    self._take(fetched.text, url)
+                except ConfigError as error:
+                    raise ToolFailed(str(error)) from None
+        return await self._tool.offer(name) if self._tool else None
+
+    async def run(self, invocation: Invocation) -> ToolOutput:
+        """Send the request.
+
+        Raises:
+            ToolRefused: the address may not be reached, or an argument does not fit into the URL.
+            ToolFailed: no connection, or a status from 400 on; the answer is in the message.
+            ToolUnknown: the connection was lost after a request that may have had an effect.
+        """
+        request = self._request(invocation.arguments)
+        if invocation.idempotency_key is not None:
+            request.headers.setdefault("Idempotency-Key", quote(invocation.idempotency_key, safe=""))
+        return await self._fetch(request, invocation.output_cap_bytes)
+
+    async def aclose(self) -> None:
+        """Close all connections."""
+        if self._client is not None:
+            await self._client.aclose()
+        self._resolver.close()
+
+    def _offer_as(self, operation: Operation) -> None:
+        try:
+            description = self._config.description or operation.description
+            self._tool = SingleTool(self._name, description, operation.parameters)
+        except ValueError as error:
+            raise ConfigError(f"tools.defined.{self._name}.parameters: {error}") from None
+
+    def _take(self, text: str, base_url: str | None) -> None:
+        assert self._config.openapi is not None
+        wanted = self._config.openapi
+        self._operation = find_operation(read_document(text), wanted.operation, wanted.server, base_url)
+        self._offer_as(self._operation)
+
+    def _request(self, arguments: Mapping[str, Any]) -> httpx.Request:
+        operation = self._operation
+        rest = dict(arguments)
+        used: set[str] = set()
+
+        def filled(match: re.Match[str]) -> str:
+            name = match[1]
+            if name not in arguments:
+                raise ToolRefused(f"the argument {name!r} is missing")
+            used.add(name)
+            text = _plain(arguments[name])
+            if text in ("", ".", ".."):
+                raise ToolRefused(f"the argument {name!r} must not be {text!r}: it would change the URL's path")
+            return quote(text, safe="")
+
+        url = _PLACEHOLDER.sub(filled, operation.url)
+        headers = dict(self._headers)
+        for name in operation.header_names & rest.keys():
+            headers.setdefault(name, quote(_plain(rest[name]), safe=" !#$&'()*+,/:;=?@[]~"))
+        rest = {key: value for key, value in rest.items() if key not in used | operation.header_names}
+        body: Any = None
+        if operation.body_name is not None and operation.body_name in rest:
+            body = rest.pop(operation.body_name)
+        elif operation.body_name is None and operation.method in ("POST", "PUT", "PATCH"):
+            body, rest = rest, {}
+        try:
+            target = httpx.URL(url)
+            target = target.copy_merge_params({key: _query(value) for key, value in rest.items()}) if rest else target
+            return httpx.Request(operation.method, target, headers=headers, json=body)
+        except (httpx.InvalidURL, ValueError, TypeError) as error:
+            raise ToolRefused(f"the arguments make no URL: {error}") from None
+
+    async def _fetch(self, request: httpx.Request, cap_bytes: int) -> ToolOutput:
+        for _ in range(self._config.max_redirects + 1):
+            async with AsyncExitStack() as stack:
+                response = await self._send(request, stack)
+                location = response.headers.get("location")
+                if response.status_code not in _REDIRECTS or location is None:
+                    return await _answer(response, request.method, cap_bytes)
+            request = _redirected(request, response.status_code, location)
+        raise ToolFailed(f"more than {self._config.max_redirects} redirects")
+
+    async def _send(self, request: httpx.Request, stack: AsyncExitStack) -> httpx.Response:
+        if self._client is None:
+            self._client = self._new_client()
+        if request.url.scheme not in ("http", "https") or not request.url.host:
+            raise ToolRefused(f"not a URL that tools may reach: {str(request.url)[:200]}")
+        if not self._config.private_addresses:
+            request = await self._pinned(request)
+        # What a server compresses could become any size at once.
+        request.headers["Accept-Encoding"] = "identity"
+        try:
+            response = await self._client.send(request, stream=True)
+        except (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.PoolTimeout) as error:
+            raise ToolFailed(f"no connection to {request.headers['Host']}: {error}", transient=True) from error
+        except httpx.HTTPError as error:
+            raise _lost(request.method, error) from error
+        stack.push_async_callback(response.aclose)
+        return response
+
+    async def _pinned(self, request: httpx.Request) -> httpx.Request:
+        """The same request, to the address that was checked; the name stays in Host, SNI and the certificate's check."""
+        host = request.url.host
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        address = await self._resolver.public_address(host, port)
+        return httpx.Request(
+            request.method,
+            request.url.copy_with(host=address),
+            headers=request.headers,
+            content=request.content,
+            extensions={"sni_hostname": request.url.raw_host.decode("ascii")},
+        )
+
+    def _new_client(self) -> httpx.AsyncClient:
+        # A connection to a checked address is not kept: another name at that address would be sent through it.
+        kept = 20 if self._config.private_addresses else 0
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
+        return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)  # noqa: S113 - deadlines are the executor's
+
+
+def secret_headers(variables: Mapping[str, str]) -> dict[str, str]:
+    """Headers whose values are in the environment.
+
+    Raises:
+        ConfigError: a variable is not set.
+    """
+    missing = [variable for variable in variables.values() if variable not in os.environ]
+    if missing:
+        raise ConfigError(f"the environment variable {missing[0]} is not set")
+    return {header: os.environ[variable] for header, variable in variables.items()}
+
+
+def _redirected(request: httpx.Request, status: int, location: str) -> httpx.Request:
+    # A pinned request names its host in the header only.
+    here = request.url.copy_with(netloc=request.headers["Host"].encode("ascii"))
+    try:
+        url = here.join(location)
+    except httpx.InvalidURL as error:
+        raise ToolFailed(f"a redirect to what is no URL: {error}") from None
+    if here.scheme == "https" and url.scheme != "https":
+        raise ToolRefused("a redirect from https to http was not followed")
+    keeps_method = status in (307, 308) or request.method in _SAFE_METHODS
+    same_host = (url.scheme, url.host, url.port) == (here.scheme, here.host, here.port)
+    headers = {key: value for key, value in request.headers.items() if same_host and key not in ("host", "content-length")}
+    if keeps_method and request.content:
+        headers["content-type"] = request.headers.get("content-type", "application/json")
+        return httpx.Request(request.method, url, headers=headers, content=request.content)
+    headers.pop("content-type", None)
+    return httpx.Request(request.method if keeps_method else "GET", url, headers=headers)
+
+
+async def _answer(response: httpx.Response, method: str, cap_bytes: int) -> ToolOutput:
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise ToolFailed("the answer is compressed, although that was not asked for")
+    media_type = response.headers.get("content-type", "text/plain").lower()
+    shown = _TEXT.match(media_type) is not None
+    answer, more = bytearray(), False
+    try:
+        async for chunk in response.aiter_raw():
+            answer += chunk[: cap_bytes - len(answer)] if shown else b""
+            more = shown and len(answer) == cap_bytes and (more or len(answer) < response.num_bytes_downloaded)
+            if more or not shown:
+                break
+    except httpx.HTTPError as error:
+        raise _lost(method, error) from error
+    text = answer.decode(errors="replace")
+    if not shown:
+        text = f"[{media_type[:100]}, {response.headers.get('content-length', 'an unknown number of')} bytes, not shown]"
+    status = response.status_code
+    if status >= 400:
+        raise ToolFailed(text, transient=status in _TRANSIENT, note=f"HTTP status {status} {response.reason_phrase}")
+    return ToolOutput(text, truncated=more)
+
+
+def _lost(method: str, error: httpx.HTTPError) -> ToolFailed | ToolUnknown:
+    reason = f"the connection was lost: {error or type(error).__name__}"
+    return ToolFailed(reason, transient=True) if method in _SAFE_METHODS else ToolUnknown(reason)
+
+
+def _is_url(text: str) -> bool:
+    return text.startswith(("http://", "https://"))
+
+
+def _plain(value: Any) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    return value if isinstance(value, str) else json.dumps(value)
+
+
+def _query(value: Any) -> str | list[str]:
+    return [_plain(item) for item in value] if isinstance(value, list) else _plain(value)

@@ -1,0 +1,323 @@
+"""MCP servers: processes of ours or URLs, of both eras of the protocol (`mcp` 2.x).
+
+One connection for each server and actor, made when it is needed and again after it broke, with a growing wait. The
+connection lives in a task of its own, because the library ends the task that holds a connection when that breaks:
+callers only see that their call was lost.
+"""
+
+import asyncio
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any
+
+import mcp_types as types
+import pydantic
+from mcp import Client, MCPError
+from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
+from mcp_types.version import LATEST_MODERN_VERSION, MODERN_PROTOCOL_VERSIONS
+
+from cluster.errors import ToolError, ToolFailed, ToolUnknown
+from cluster.tool_config import SEPARATOR, McpTool
+from tools_runtime.addresses import Resolver
+from tools_runtime.kind import Invocation, Offer, ToolOutput
+from tools_runtime.kinds.http import secret_headers
+from tools_runtime.mcp_streams import CUT, Limits, PipeStreams, http_streams
+from tools_runtime.schemas import ArgumentCheck
+from tools_runtime.timers import LoopClock, TimerClock
+
+MAX_TOOLS = 512
+MAX_PAGES = 64
+MAX_NAME_LENGTH = 64
+MAX_DESCRIPTION_LENGTH = 4096
+LISTING_BYTES = 1 << 20
+"""Longest message that is no answer of a tool: a page of the listing."""
+ENVELOPE_BYTES = 4096
+"""Least that is taken of an answer, which is not all text."""
+FIRST_WAIT_S = 0.5
+LONGEST_WAIT_S = 30.0
+
+INHERITED = ("HOME", "LANG", "PATH", "TERM", "TZ", "USER")
+"""Variables that a server process gets without being asked for."""
+
+_MODES = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
+_UNFIT = re.compile(r"[^A-Za-z0-9_-]")
+
+
+class _Connection:
+    """A client that is connected, and what it lists."""
+
+    def __init__(self, client: Client, ended: asyncio.Event) -> None:
+        self.client = client
+        self.ended = ended
+        self.stale = asyncio.Event()
+        """The server said that its tools have changed."""
+        self.listing = asyncio.Lock()
+
+
+class McpKind:
+    """One MCP server.
+
+    Args:
+        name: of the entry, and the first part of its tools' names.
+        config: its settings.
+        clock: of the waits between connections.
+        resolver: looks names up.
+
+    Raises:
+        ConfigError: a secret is not set.
+    """
+
+    def __init__(
+        self, name: str, config: McpTool, clock: TimerClock | None = None, resolver: Resolver | None = None
+    ) -> None:
+        self._name = name
+        self._config = config
+        self._clock = clock or LoopClock()
+        self._resolver = resolver or Resolver()
+        self._headers = {**config.headers, **secret_headers(config.headers_from_environment)}
+        variables = secret_headers({variable: variable for variable in config.environment_from})
+        inherited = {variable: os.environ[variable] for variable in INHERITED if variable in os.environ}
+        self._environment = {**inherited, **variables, **config.environment}
+        self._offers: dict[str, Offer] = {}
+        self._names: dict[str, str] = {}
+        """As programs call a tool, to as the server does."""
+        self.left_out: dict[str, str] = {}
+        """Tools that the server lists but that cannot be used, with the reason."""
+        self._serving: asyncio.Task[None] | None = None
+        self._connected: asyncio.Future[_Connection] | None = None
+        self._failures = 0
+        self._again_s = 0.0
+        self._reason = ""
+
+    async def open(self) -> None:
+        """Connect, if the server is there."""
+        with suppress(ToolError):
+            await self._connection()
+
+    def offers(self) -> Sequence[Offer]:
+        """The tools that the server listed last."""
+        return tuple(self._offers.values())
+
+    async def offer(self, name: str) -> Offer | None:
+        """A tool of the server; its list is read again if the server said that it changed.
+
+        Raises:
+            ToolFailed: the server cannot be reached.
+        """
+        connection = await self._connection()
+        if connection.stale.is_set():
+            await self._list(connection)
+        return self._offers.get(name)
+
+    async def run(self, invocation: Invocation) -> ToolOutput:
+        """Call the tool on the server.
+
+        Raises:
+            ToolFailed: the server cannot be reached, or says that the tool failed.
+            ToolUnknown: the server went away in the midst of the call.
+        """
+        connection = await self._connection()
+        try:
+            result = await self._unless_ended(connection, self._call(connection, invocation))
+        except MCPError as error:
+            if error.code == types.HEADER_MISMATCH:
+                # Nothing was run: the server wants arguments in headers that its new listing tells of.
+                await self._list(connection)
+                result = await self._unless_ended(connection, self._call(connection, invocation))
+            else:
+                raise self._mapped(connection, error) from error
+        except pydantic.ValidationError as error:
+            raise ToolFailed(f"the MCP server's answer is not one: {error.error_count()} faults") from error
+        text = "\n".join(_shown(part) for part in result.content)
+        if not text and result.structured_content is not None:
+            text = pydantic.TypeAdapter(Any).dump_json(result.structured_content).decode()
+        if result.is_error:
+            raise ToolFailed(text or "the tool failed, and did not say why")
+        return ToolOutput(text, truncated=bool((result.meta or {}).get(CUT)))
+
+    async def aclose(self) -> None:
+        """End the connection, and the server if it is a process of ours."""
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.wait({self._serving})
+        self._resolver.close()
+
+    async def _connection(self) -> _Connection:
+        if self._connected is not None and self._connected.done() and self._connected.result().ended.is_set():
+            assert self._serving is not None
+            await asyncio.wait({self._serving})  # a connection that has ended is taken down before there is another
+        if self._serving is None or self._serving.done():
+            wait_s = self._again_s - self._clock.now_s()
+            if wait_s > 0:
+                raise self._down(f"; it is tried again in {wait_s:.1f} s")
+            self._connected = asyncio.get_running_loop().create_future()
+            self._serving = asyncio.create_task(self._serve(self._connected), name=f"mcp {self._name}")
+        assert self._connected is not None
+        connected = self._connected
+        await asyncio.wait({connected, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        if not connected.done():
+            raise self._down("")
+        return connected.result()
+
+    async def _serve(self, connected: "asyncio.Future[_Connection]") -> None:
+        """Hold a connection until it breaks."""
+        ended = asyncio.Event()
+        try:
+            async with AsyncExitStack() as stack:
+                async with asyncio.timeout(self._config.connect_timeout_s):
+                    client = self._client(ended)
+                    connection = _Connection(client, ended)
+                    client.message_handler = _handler(connection)
+                    await stack.enter_async_context(client)
+                    await self._list(connection)
+                self._failures, self._again_s = 0, 0.0
+                connected.set_result(connection)
+                watch = asyncio.create_task(_watch(connection))
+                stack.callback(watch.cancel)
+                await ended.wait()
+                self._reason = "it ended"
+        except Exception as error:  # noqa: BLE001 - whatever breaks a connection breaks this one only
+            self._reason = _innermost(error)
+        except asyncio.CancelledError:
+            if (task := asyncio.current_task()) is not None and task.cancelling():
+                raise
+            self._reason = "the connection broke"
+        self._failures += 1
+        wait_s = min(FIRST_WAIT_S * 2 ** (self._failures - 1), LONGEST_WAIT_S)
+        # A connection that was made once is made again at once.
+        self._again_s = 0.0 if connected.done() else self._clock.now_s() + wait_s
+
+    def _client(self, ended: asyncio.Event) -> Client:
+        config = self._config
+        limits = Limits(max(config.output_cap_bytes, ENVELOPE_BYTES), LISTING_BYTES)
+        if config.url is None:
+            pipes = PipeStreams(config.command, self._environment, limits)
+            pipes.ended = ended
+            transport: Any = pipes
+        else:
+            resolver = None if config.private_addresses else self._resolver
+            transport = http_streams(config.url, self._headers, limits, config.deadline_s + 30, resolver)
+        return Client(transport, mode=_MODES[config.protocol], cache=None)
+
+    async def _call(self, connection: _Connection, invocation: Invocation) -> types.CallToolResult:
+        # Not Client.call_tool: that would check the answer against the server's own schema, in unbounded time.
+        request = types.CallToolRequest(
+            params=types.CallToolRequestParams(
+                name=self._names[invocation.name], arguments=dict(invocation.arguments)
+            )
+        )
+        return await connection.client.session.send_request(request, types.CallToolResult)
+
+    async def _unless_ended(self, connection: _Connection, call: Any) -> types.CallToolResult:
+        """The call's answer, unless the connection breaks first."""
+        assert self._serving is not None
+        task = asyncio.create_task(call)
+        try:
+            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done() or task.cancelled():
+                raise ToolUnknown(f"the MCP server {self._name} went away during the call")
+            result: types.CallToolResult = task.result()
+            return result
+        finally:
+            task.cancel()
+
+    def _mapped(self, connection: _Connection, error: MCPError) -> ToolError:
+        if error.code == types.CONNECTION_CLOSED:
+            connection.ended.set()
+            return ToolUnknown(f"the MCP server {self._name} went away during the call")
+        if error.code == types.INVALID_REQUEST and error.message == "Session terminated":
+            connection.ended.set()
+            return ToolFailed(f"the MCP server {self._name} has forgotten the session", transient=True)
+        if error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND):
+            connection.stale.set()
+        return ToolFailed(f"the MCP server {self._name} says: {error.message} ({error.code})")
+
+    async def _list(self, connection: _Connection) -> None:
+        async with connection.listing:
+            connection.stale.clear()
+            listed: list[types.Tool] = []
+            cursor: str | None = None
+            for _ in range(MAX_PAGES):
+                parameters = types.PaginatedRequestParams(cursor=cursor)
+                try:
+                    page = await connection.client.session.list_tools(params=parameters if cursor else None)
+                except (MCPError, pydantic.ValidationError) as error:
+                    raise ToolFailed(f"the MCP server {self._name} does not list its tools: {_innermost(error)}") from error
+                listed += page.tools
+                cursor = page.next_cursor
+                if cursor is None or len(listed) > MAX_TOOLS:
+                    break
+            self._take(listed)
+
+    def _take(self, listed: Sequence[types.Tool]) -> None:
+        offers: dict[str, Offer] = {}
+        names: dict[str, str] = {}
+        self.left_out = {tool.name: "the server lists too many tools" for tool in listed[MAX_TOOLS:]}
+        allowed = self._config.allowed_tools
+        for tool in listed[:MAX_TOOLS]:
+            name = f"{self._name}{SEPARATOR}{_UNFIT.sub('_', tool.name)}"
+            if allowed is not None and tool.name not in allowed:
+                continue
+            if len(name) > MAX_NAME_LENGTH or name in offers:
+                self.left_out[tool.name] = f"its name {name!r} is too long, or taken"
+                continue
+            before = self._offers.get(name)
+            try:
+                check = ArgumentCheck(tool.input_schema)
+                if before is not None and before.check.schema != check.schema:
+                    check = ArgumentCheck(tool.input_schema, _changed(tool.input_schema))
+                elif before is not None:
+                    check = before.check
+            except ValueError as error:
+                self.left_out[tool.name] = str(error)
+                continue
+            offers[name] = Offer(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check)
+            names[name] = tool.name
+        self._offers, self._names = offers, names
+
+    def _down(self, addition: str) -> ToolFailed:
+        return ToolFailed(f"the MCP server {self._name} cannot be reached: {self._reason}{addition}", transient=True)
+
+
+def _handler(connection: _Connection) -> Any:
+    async def handle(message: object) -> None:
+        if isinstance(message, types.ToolListChangedNotification):
+            connection.stale.set()
+
+    return handle
+
+
+async def _watch(connection: _Connection) -> None:
+    """From 2026-07-28 on, a client hears of changes only if it asks."""
+    if connection.client.protocol_version not in MODERN_PROTOCOL_VERSIONS:
+        return
+    with suppress(MCPError, ListenNotSupportedError, SubscriptionLost, TimeoutError):
+        async with connection.client.listen(tools_list_changed=True) as events:
+            async for _ in events:
+                connection.stale.set()
+
+
+def _changed(schema: Mapping[str, Any]) -> str:
+    properties = schema.get("properties")
+    names = ", ".join(properties) if isinstance(properties, dict) else ""
+    return f" (the server has changed this tool's parameters; they are now: {names[:300]})"
+
+
+def _shown(part: Any) -> str:
+    if isinstance(part, types.TextContent):
+        return part.text
+    if isinstance(part, types.EmbeddedResource) and isinstance(part.resource, types.TextResourceContents):
+        return part.resource.text
+    if isinstance(part, types.ResourceLink):
+        return f"[resource {part.uri}]"
+    return f"[{part.type}, not shown]"
+
+
+def _innermost(error: BaseException) -> str:
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    if isinstance(error, TimeoutError):
+        return "it did not answer in time"
+    return (str(error) or type(error).__name__)[:500]

@@ -1,0 +1,319 @@
+"""What carries MCP's messages: a process's pipes, or HTTP; both cut an answer that is too long before it is kept.
+
+An answer to `tools/call` is cut within its text, and is a whole message again; the beginning says whose answer it is,
+and the rest is dropped as it comes, or not fetched at all. Other messages that are too long become errors.
+"""
+
+import asyncio
+import re
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import dataclass
+from typing import Any
+
+import anyio
+import httpx2
+import pydantic_core
+from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
+from mcp.client.streamable_http import streamable_http_client
+from mcp.shared.message import SessionMessage
+from mcp_types import INTERNAL_ERROR, jsonrpc_message_adapter
+
+from cluster.errors import ToolFailed
+from tools_runtime.addresses import Resolver
+from tools_runtime.processes import READ_BYTES, Child, spawn
+
+CUT = "caesura/cut"
+"""The key in `_meta` of a result that was cut."""
+
+CALL_METHOD = "tools/call"
+
+TAIL_BYTES = 512
+"""Of a message whose beginning does not say which call it answers, the end may."""
+
+HEAD_BYTES = 256
+"""Of a message, which say how long it may be."""
+
+_ID_AT_START = re.compile(rb'"id"\s*:\s*(\d+)')
+_ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+|"(?:[^"\\]|\\.){0,200}")\s*[,}][^{}]*\}?\s*$')
+
+Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Bytes of one message."""
+
+    answer: int
+    """Of an answer to `tools/call`."""
+    other: int
+    """Of any other: a listing of tools is one."""
+
+
+@dataclass(slots=True)
+class Message:
+    """One message as it came: whole, or its beginning and its end."""
+
+    text: bytearray
+    tail: bytes | None = None
+    """None: ``text`` is all there is."""
+
+
+class Messages:
+    """Splits what comes into lines, or takes it as one, and keeps a bounded beginning of each.
+
+    Args:
+        limit_bytes: of a message, by its first bytes.
+        lines: each line is a message; else all is one.
+    """
+
+    def __init__(self, limit_bytes: Callable[[bytes], int], *, lines: bool = True) -> None:
+        self._limit_of = limit_bytes
+        self._limit: int | None = None
+        self._lines = lines
+        self._text = bytearray()
+        self._tail: bytes | None = None
+
+    @property
+    def begun(self) -> Message | None:
+        """A message that is too long already, and not at its end."""
+        return None if self._tail is None else Message(self._text, self._tail)
+
+    def feed(self, chunk: bytes) -> Iterator[Message]:
+        """The messages that end in ``chunk``."""
+        start = 0
+        while self._lines and (end := chunk.find(b"\n", start)) >= 0:
+            self._add(chunk[start:end])
+            yield self._taken()
+            start = end + 1
+        self._add(chunk[start:] if start else chunk)
+
+    def end(self) -> Iterator[Message]:
+        """The message that the end of all ends."""
+        if self._text:
+            yield self._taken()
+
+    def _add(self, part: bytes) -> None:
+        if self._limit is None and len(self._text) + len(part) > HEAD_BYTES:
+            self._limit = self._limit_of(bytes(self._text[:HEAD_BYTES]) + part[:HEAD_BYTES])
+        room = len(part) if self._limit is None else self._limit - len(self._text)
+        self._text += part[:room]
+        if len(part) > room or self._tail is not None:
+            self._tail = ((self._tail or b"") + part[room:][-TAIL_BYTES:])[-TAIL_BYTES:]
+
+    def _taken(self) -> Message:
+        message = Message(self._text, self._tail)
+        self._text, self._tail, self._limit = bytearray(), None, None
+        return message
+
+
+def shortened(message: Message) -> dict[str, Any] | None:
+    """A message that is too long as a shorter one; None if it cannot be said what it answers, or it is no answer."""
+    size = len(message.text)
+    try:
+        value = pydantic_core.from_json(message.text, allow_partial="trailing-strings")
+    except ValueError:
+        return None
+    if not isinstance(value, dict) or "method" in value:
+        return None
+    id_ = value.get("id", _id_at_end(message.tail or b""))
+    if id_ is None:
+        return None
+    result = value.get("result")
+    content = result.get("content") if isinstance(result, dict) else None
+    texts = [part for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
+    if not isinstance(result, dict) or not texts:
+        error = {"code": INTERNAL_ERROR, "message": f"the answer is longer than {size} bytes"}
+        return {"jsonrpc": "2.0", "id": id_, "error": error}
+    # With the structured form begun, the text before it was complete.
+    cut = {CUT: "structuredContent" not in result}
+    kept = [{"type": "text", "text": part["text"]} for part in texts]
+    is_error = result.get("isError") is True
+    return {
+        "jsonrpc": "2.0",
+        "id": id_,
+        "result": {"resultType": "complete", "content": kept, "isError": is_error, "_meta": cut},
+    }
+
+
+def _id_at_end(tail: bytes) -> Any:
+    found = _ID_AT_END.search(tail)
+    return pydantic_core.from_json(found[1]) if found else None
+
+
+class PipeStreams:
+    """The streams of an MCP server that is a process of ours. An async context manager, for `mcp.Client`.
+
+    Args:
+        argv: starts it.
+        environment: all of its environment.
+        limits: longer messages are cut.
+    """
+
+    def __init__(self, argv: Sequence[str], environment: Mapping[str, str], limits: Limits) -> None:
+        self._argv = argv
+        self._environment = environment
+        self._limits = limits
+        self._calls: set[str] = set()
+        """Ids of the tool calls whose answers are to come."""
+        self._stack = AsyncExitStack()
+        self.ended = asyncio.Event()
+        """Its output ended: it is gone, or as good as that."""
+
+    async def __aenter__(self) -> Streams:
+        """Start it.
+
+        Raises:
+            ToolRefused: it cannot be started.
+        """
+        child = await spawn(self._argv, self._environment, feed=True, join_errors=False)
+        incoming, read_stream = anyio.create_memory_object_stream[SessionMessage | Exception](0)
+        write_stream, outgoing = anyio.create_memory_object_stream[SessionMessage](0)
+        pumps = [asyncio.create_task(self._read(child, incoming)), asyncio.create_task(self._write(child, outgoing))]
+
+        async def shut_down() -> None:
+            assert child.process.stdin is not None
+            child.process.stdin.close()
+            child.end()
+            for pump in pumps:
+                pump.cancel()
+            await asyncio.gather(*pumps, return_exceptions=True)
+            for stream in (incoming, read_stream, write_stream, outgoing):
+                stream.close()
+
+        self._stack.push_async_callback(shut_down)
+        return read_stream, write_stream
+
+    async def __aexit__(self, *_: object) -> None:
+        """End it."""
+        await self._stack.aclose()
+
+    async def _read(self, child: Child, incoming: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
+        messages = Messages(self._limit_of)
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+            while chunk := await child.output.read(READ_BYTES):
+                for message in messages.feed(chunk):
+                    parsed = _parsed(message)
+                    del message
+                    if isinstance(parsed, SessionMessage):
+                        self._calls.discard(str(getattr(parsed.message, "id", None)))
+                    if parsed is not None:
+                        await incoming.send(parsed)
+        self.ended.set()
+        incoming.close()
+
+    async def _write(self, child: Child, outgoing: MemoryObjectReceiveStream[SessionMessage]) -> None:
+        assert child.process.stdin is not None
+        with suppress(ConnectionError, anyio.ClosedResourceError):  # that it died shows when it is read
+            async for message in outgoing:
+                if getattr(message.message, "method", None) == CALL_METHOD:
+                    self._calls.add(str(getattr(message.message, "id", None)))
+                text = message.message.model_dump_json(by_alias=True, exclude_unset=True)
+                child.process.stdin.write(text.encode() + b"\n")
+                await child.process.stdin.drain()
+
+    def _limit_of(self, head: bytes) -> int:
+        found = _ID_AT_START.search(head)
+        return self._limits.answer if found and found[1].decode() in self._calls else self._limits.other
+
+
+def _parsed(message: Message) -> SessionMessage | Exception | None:
+    if not message.text.strip():
+        return None
+    try:
+        if message.tail is None:
+            return SessionMessage(jsonrpc_message_adapter.validate_json(message.text, by_name=False))
+        value = shortened(message)
+        return None if value is None else SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
+    except ValueError as error:
+        return error
+
+
+@asynccontextmanager
+async def http_streams(
+    url: str, headers: Mapping[str, str], limits: Limits, patience_s: float, resolver: Resolver | None
+) -> AsyncIterator[Any]:
+    """The streams of an MCP server behind a URL.
+
+    Args:
+        url: of its one endpoint.
+        headers: sent with each request.
+        limits: longer messages are cut.
+        patience_s: seconds between two parts of an answer.
+        resolver: checks the addresses that are connected to; None reaches any.
+    """
+    # A connection to a checked address is not kept: another name at that address would be sent through it.
+    kept = httpx2.Limits(max_connections=None, max_keepalive_connections=20 if resolver is None else 0)
+    transport = _BoundedTransport(httpx2.AsyncHTTPTransport(limits=kept), limits, resolver)
+    timeout = httpx2.Timeout(10.0, read=patience_s, pool=None)
+    async with (
+        httpx2.AsyncClient(transport=transport, headers=dict(headers), timeout=timeout, trust_env=False) as client,
+        # An event of many short lines is bounded by the library.
+        streamable_http_client(url, http_client=client, max_sse_event_size=2 * max(limits.answer, limits.other)) as streams,
+    ):
+        yield streams
+
+
+class _BoundedTransport(httpx2.AsyncBaseTransport):
+    def __init__(self, inner: httpx2.AsyncHTTPTransport, limits: Limits, resolver: Resolver | None) -> None:
+        self._inner = inner
+        self._limits = limits
+        self._resolver = resolver
+
+    async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        request.headers["Accept-Encoding"] = "identity"
+        if self._resolver is not None:
+            host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
+            address = await self._resolver.public_address(host, port)
+            request.extensions = {**request.extensions, "sni_hostname": request.url.raw_host.decode("ascii")}
+            request.url = request.url.copy_with(host=address)
+        response = await self._inner.handle_async_request(request)
+        if response.headers.get("content-encoding", "identity") != "identity":
+            await response.aclose()
+            raise ToolFailed("the answer is compressed, although that was not asked for")
+        assert isinstance(response.stream, httpx2.AsyncByteStream)
+        media_type = response.headers.get("content-type", "").lower()
+        is_call = CALL_METHOD.encode() in (await request.aread())[:HEAD_BYTES]
+        limit = self._limits.answer if is_call else self._limits.other
+        stream = _BoundedStream(response.stream, limit, events=media_type.startswith("text/event-stream"))
+        headers = [(name, value) for name, value in response.headers.raw if name.lower() != b"content-length"]
+        return httpx2.Response(response.status_code, headers=headers, stream=stream, extensions=response.extensions)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+
+class _BoundedStream(httpx2.AsyncByteStream):
+    """A body whose messages are of bounded length: one message, or the events of a stream, a line each."""
+
+    def __init__(self, inner: httpx2.AsyncByteStream, limit_bytes: int, *, events: bool) -> None:
+        self._inner = inner
+        self._limit = limit_bytes
+        self._prefix = b"data:" if events else b""
+        self._suffix = b"\n" if events else b""
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        messages = Messages(lambda _: self._limit, lines=bool(self._prefix))
+        async for chunk in self._inner:
+            for message in messages.feed(chunk):
+                yield self._line(message)
+            if messages.begun is not None and (short := self._short(messages.begun)) is not None:
+                yield short + self._suffix  # the rest need not be fetched
+                return
+        for message in messages.end():
+            yield self._line(message)
+
+    async def aclose(self) -> None:
+        await self._inner.aclose()
+
+    def _line(self, message: Message) -> bytes:
+        if message.tail is None:
+            message.text += self._suffix
+            return bytes(message.text)
+        return self._short(message) or self._suffix
+
+    def _short(self, message: Message) -> bytes | None:
+        if not message.text.startswith(self._prefix):
+            return None
+        value = shortened(Message(message.text[len(self._prefix) :], message.tail))
+        return None if value is None else self._prefix + pydantic_core.to_json(value) + self._suffix

@@ -1,0 +1,114 @@
+"""Processes that run tools: started in a group of their own, read up to a bound, ended as a whole."""
+
+import asyncio
+import contextlib
+import os
+import signal
+from asyncio.subprocess import DEVNULL, PIPE, Process
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from cluster.errors import ToolRefused
+
+NOBODY = 65534
+"""User and group that belong to nobody. Linux exempts root from the limit on processes."""
+
+READ_BYTES = 64 << 10
+
+
+class Child:
+    """A process in a session and a group of its own, whose output is a pipe of ours.
+
+    The pipe is ours, not asyncio's, so that it can be closed while somebody still writes to it.
+    """
+
+    def __init__(self, process: Process, output: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
+        self.process = process
+        self.output = output
+        self._pipe = pipe
+
+    @property
+    def alive(self) -> bool:
+        """Not known to have ended."""
+        return self.process.returncode is None
+
+    def end(self) -> None:
+        """Kill it and its group, and listen no more. Safe to call again."""
+        if self.alive:  # else its number may be another's by now
+            self._kill_group()
+        self._pipe.close()
+        if self.process.stdin is not None:
+            self.process.stdin.close()
+
+    async def wait(self, *, leave_none: bool) -> int:
+        """Its exit status; with ``leave_none``, what it left running in its group is killed at once."""
+        status = await self.process.wait()
+        if leave_none:
+            self._kill_group()
+        return status
+
+    def _kill_group(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+
+async def spawn(
+    argv: Sequence[str],
+    environment: Mapping[str, str],
+    *,
+    feed: bool = False,
+    join_errors: bool = True,
+    as_nobody: bool = False,
+    cwd: str = "/",
+) -> Child:
+    """Start a process.
+
+    Args:
+        argv: the command.
+        environment: all of it.
+        feed: give it a pipe as stdin, instead of nothing.
+        join_errors: its stderr is its output too, instead of nobody's.
+        as_nobody: as the user nobody; only root can.
+        cwd: its working directory.
+
+    Raises:
+        ToolRefused: it cannot be started: no such file, or arguments that no process can have.
+    """
+    nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if as_nobody else {}
+    reading, writing = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *argv,
+            stdin=PIPE if feed else DEVNULL,
+            stdout=writing,
+            stderr=writing if join_errors else DEVNULL,
+            env=dict(environment),
+            cwd=cwd,
+            start_new_session=True,
+            **nobody,
+        )
+    except (OSError, ValueError) as error:
+        os.close(reading)
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise ToolRefused(f"the command {argv[0]!r} cannot be started: {reason}") from error
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+    output = asyncio.StreamReader(limit=READ_BYTES)
+    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb", buffering=0)
+    )
+    return Child(process, output, pipe)
+
+
+async def read_bounded(reader: asyncio.StreamReader, cap_bytes: int) -> tuple[bytearray, bool]:
+    """At most ``cap_bytes`` of what comes, up to its end; and whether there was more."""
+    answer = bytearray()
+    while chunk := await reader.read(min(READ_BYTES, cap_bytes - len(answer) + 1)):
+        answer += chunk
+        if len(answer) > cap_bytes:
+            del answer[cap_bytes:]
+            return answer, True
+    return answer, False

@@ -1,0 +1,84 @@
+"""The process in which a synchronous Python tool runs: `python -m tools_runtime.python_worker ENTRY`.
+
+It answers one call at a time over its stdin and stdout, so that a call can be ended by ending the process. A call is a
+length and as many bytes of JSON, `{"arguments": {...}, "cap_bytes": n}`; an answer is a status, a length and text.
+"""
+
+import ctypes
+import importlib
+import json
+import os
+import signal
+import struct
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, BinaryIO
+
+CALL = struct.Struct(">I")
+ANSWER = struct.Struct(">BI")
+
+OK, CUT, FAILED, BROKEN = range(4)
+"""Status of an answer: whole, cut at the cap, an exception of the tool, no such function."""
+
+_PR_SET_PDEATHSIG = 1
+
+
+def load(entry: str) -> Callable[..., Any]:
+    """The function ``module:function``.
+
+    Raises:
+        ImportError, AttributeError, or whatever its module raises.
+    """
+    module, _, name = entry.partition(":")
+    function: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return function
+
+
+def as_text(value: Any) -> str:
+    """What a Python tool returned, as text: a str as it is, anything else as JSON."""
+    if isinstance(value, str):
+        return value
+    if isinstance(value, bytes | bytearray):
+        return value.decode(errors="replace")
+    return json.dumps(value, ensure_ascii=False, default=str)
+
+
+def told(error: BaseException) -> str:
+    """An exception in one line, for the model."""
+    return f"{type(error).__name__}: {error}"
+
+
+def main() -> None:
+    """Answer calls until stdin ends."""
+    # Linux ends this process with the one that started it, even in the midst of a call.
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    # What the tool prints is no answer, and what it reads is no call.
+    os.dup2(2, 1)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    try:
+        function = load(sys.argv[1])
+    except BaseException as error:
+        _answer(answers, BROKEN, told(error))
+        raise
+    while header := calls.read(CALL.size):
+        call = json.loads(calls.read(CALL.unpack(header)[0]))
+        _answer(answers, *_called(function, call["arguments"], call["cap_bytes"]))
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any], cap_bytes: int) -> tuple[int, str]:
+    try:
+        text = as_text(function(**arguments))
+    except Exception as error:  # a tool's own code may raise anything
+        return FAILED, told(error)[:cap_bytes]
+    return (CUT, text[:cap_bytes]) if len(text) > cap_bytes else (OK, text)
+
+
+def _answer(answers: BinaryIO, status: int, text: str) -> None:
+    encoded = text.encode(errors="replace")
+    answers.write(ANSWER.pack(status, len(encoded)) + encoded)
+    answers.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Arguments checked against a JSON Schema, in bounded time whatever the schema and the arguments are.
+
+A schema is admitted once, when its tool is: its size, depth and references are bounded, references lead only into
+itself and never in a circle, and patterns are those of linear time (Rust's regex: no look-around, no back-references).
+A check costs at most about (keywords of the schema, references expanded) x (values of the arguments): that product is
+bounded, too.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import lru_cache
+from itertools import islice
+from typing import Annotated, Any
+
+import pydantic
+import pydantic_core
+from jsonschema import Draft202012Validator, SchemaError, ValidationError
+from jsonschema.protocols import Validator
+from jsonschema.validators import extend, validator_for
+from pydantic_core import from_json
+from referencing import Registry
+
+from cluster.errors import ToolRefused
+
+MAX_SCHEMA_BYTES = 64 << 10
+MAX_SCHEMA_DEPTH = 32
+MAX_EXPANDED_VALUES = 5_000
+"""Values of a schema, each reference counted as what it stands for."""
+MAX_WORK = 400_000
+"""Values of a schema times values of the arguments: about a second."""
+MAX_REFERENCES = 256
+MAX_ARGUMENT_DEPTH = 64
+MAX_COMPLAINTS = 5
+MAX_COMPLAINT_LENGTH = 300
+
+_FORBIDDEN = ("$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")
+_UNBOUNDED = ("unevaluatedProperties", "unevaluatedItems")
+"""Keywords whose check repeats that of their neighbours, level by level: exponential in the depth."""
+
+
+class ArgumentCheck:
+    """The arguments that one tool takes.
+
+    Args:
+        schema: JSON Schema of an object.
+        note: added to every complaint.
+
+    Raises:
+        ValueError: the schema is not valid, too large, too deep, circular, or needs something from elsewhere.
+    """
+
+    def __init__(self, schema: Mapping[str, Any], note: str = "") -> None:
+        self._note = note
+        # The keywords that name a document or a dialect say nothing of the arguments.
+        self.schema = {key: value for key, value in schema.items() if key not in ("$id", "$vocabulary")}
+        self._values = _admitted(self.schema)
+        if self.schema.get("type", "object") != "object":
+            raise ValueError("a tool's parameters must be of type object")
+        dialect = validator_for(self.schema, default=Draft202012Validator)
+        try:
+            dialect.check_schema(self.schema)
+        except SchemaError as error:
+            raise ValueError(f"not a JSON Schema: {_at(error)}") from None
+        self._validator: Validator = _linear_dialect(dialect)(self.schema, registry=Registry())
+
+    def checked(self, arguments: str | Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
+        """The arguments as an object that the schema allows.
+
+        Raises:
+            ToolRefused: with what is wrong and where, for the model to read.
+        """
+        value = _parsed(arguments, max_bytes)
+        work = self._values * _count(value)
+        if work > MAX_WORK:
+            raise ToolRefused(f"the arguments have too many values for this tool's schema ({work} > {MAX_WORK})")
+        complaints = [_at(error) for error in islice(self._validator.iter_errors(value), MAX_COMPLAINTS)]
+        if complaints:
+            raise ToolRefused(f"wrong arguments: {'; '.join(complaints)}{self._note}")
+        return value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ArgumentCheck) and self.schema == other.schema
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+def _parsed(arguments: str | Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
+    try:
+        text = arguments if isinstance(arguments, str) else json.dumps(arguments, allow_nan=False)
+        size = len(text.encode())
+        if size > max_bytes:
+            raise ToolRefused(f"the arguments have {size} bytes; at most {max_bytes} are taken")
+        value = from_json(text or "{}", allow_inf_nan=False)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise ToolRefused(f"the arguments are not JSON: {str(error)[:MAX_COMPLAINT_LENGTH]}") from None
+    if not isinstance(value, dict):
+        raise ToolRefused("the arguments are not a JSON object")
+    if _depth(value, MAX_ARGUMENT_DEPTH) > MAX_ARGUMENT_DEPTH:
+        raise ToolRefused(f"the arguments are nested deeper than {MAX_ARGUMENT_DEPTH}")
+    return value
+
+
+def _admitted(schema: Mapping[str, Any]) -> int:
+    """The number of values in ``schema``, references expanded."""
+    if _depth(schema, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
+        raise ValueError(f"a schema nested deeper than {MAX_SCHEMA_DEPTH}")
+    try:
+        size = len(json.dumps(schema))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"a schema that is not JSON: {error}") from None
+    if size > MAX_SCHEMA_BYTES:
+        raise ValueError(f"a schema of {size} bytes; at most {MAX_SCHEMA_BYTES} are taken")
+    references = 0
+    for part in _parts(schema):
+        unsupported = [key for key in _FORBIDDEN if isinstance(part.get(key), str)]
+        unsupported += [key for key in _UNBOUNDED if key in part]
+        if unsupported:
+            raise ValueError(f"a schema with {unsupported[0]}, which is not supported")
+        for pattern in (part.get("pattern"), *_mapping(part.get("patternProperties"))):
+            if isinstance(pattern, str):
+                _linear(pattern)
+        references += isinstance(part.get("$ref"), str)
+    if references > MAX_REFERENCES:
+        raise ValueError(f"a schema with {references} references; at most {MAX_REFERENCES} are taken")
+    return _Expansion(schema).values(schema)
+
+
+class _Expansion:
+    """Counts what a schema amounts to. Memoised, so that a bomb costs no more than its text."""
+
+    def __init__(self, root: Mapping[str, Any]) -> None:
+        self._root = root
+        self._targets: dict[str, int] = {}
+        self._open: set[str] = set()
+
+    def values(self, part: Any) -> int:
+        if isinstance(part, list):
+            total = 1 + sum(self.values(item) for item in part)
+        elif isinstance(part, dict):
+            # What a $ref leads to is counted there; definitions count only where they are used.
+            named = ((key, item) for key, item in part.items() if key not in ("$defs", "definitions"))
+            total = 1 + sum(
+                self._target(item) if key == "$ref" and isinstance(item, str) else self.values(item)
+                for key, item in named
+            )
+        else:
+            return 1
+        if total > MAX_EXPANDED_VALUES:
+            raise ValueError(f"a schema that amounts to more than {MAX_EXPANDED_VALUES} values")
+        return total
+
+    def _target(self, reference: str) -> int:
+        if reference in self._open:
+            raise ValueError(f"a schema with a circular reference: {reference[:100]}")
+        if reference not in self._targets:
+            self._open.add(reference)
+            self._targets[reference] = self.values(resolved(self._root, reference))
+            self._open.remove(reference)
+        return self._targets[reference]
+
+
+def resolved(document: Any, reference: str) -> Any:
+    """What a reference into its own document leads to.
+
+    Raises:
+        ValueError: it leads elsewhere, or nowhere.
+    """
+    if reference != "#" and not reference.startswith("#/"):
+        raise ValueError(f"a reference to another document: {reference[:100]}")
+    here = document
+    for step in reference[2:].split("/") if len(reference) > 2 else ():
+        step = step.replace("~1", "/").replace("~0", "~")
+        if isinstance(here, dict) and step in here:
+            here = here[step]
+        elif isinstance(here, list) and step.isdecimal() and int(step) < len(here):
+            here = here[int(step)]
+        else:
+            raise ValueError(f"a reference that leads nowhere: {reference[:100]}")
+    return here
+
+
+@lru_cache(maxsize=1024)
+def _linear(pattern: str) -> pydantic.TypeAdapter[str]:
+    """A pattern as Rust's regex, which takes linear time.
+
+    Raises:
+        ValueError: the pattern is wrong, or would need more.
+    """
+    try:
+        return pydantic.TypeAdapter(Annotated[str, pydantic.Field(pattern=pattern)])
+    except pydantic_core.SchemaError as error:
+        reason = str(error).strip().splitlines()[-1][:150]
+        raise ValueError(f"a pattern that is not supported: {pattern[:100]!r}: {reason}") from None
+
+
+def _matches(pattern: str, text: str) -> bool:
+    try:
+        _linear(pattern).validate_python(text)
+    except pydantic.ValidationError:
+        return False
+    return True
+
+
+def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if validator.is_type(instance, "string") and not _matches(pattern, instance):
+        yield ValidationError(f"{instance[:80]!r} does not match {pattern[:80]!r}")
+
+
+def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if not validator.is_type(instance, "object"):
+        return
+    for pattern, subschema in patterns.items():
+        for key, value in instance.items():
+            if _matches(pattern, key):
+                yield from validator.descend(value, subschema, path=key, schema_path=pattern)
+
+
+def _additional_properties(validator: Any, additional: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if not validator.is_type(instance, "object") or additional is True:
+        return
+    named, patterns = _mapping(schema.get("properties")), _mapping(schema.get("patternProperties"))
+    for key, value in instance.items():
+        if key in named or any(_matches(pattern, key) for pattern in patterns):
+            continue
+        if additional is False:
+            yield ValidationError(f"there is no argument {key[:80]!r}")
+        else:
+            yield from validator.descend(value, additional, path=key)
+
+
+def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
+    if unique and validator.is_type(instance, "array"):
+        # As text: comparing each with each, as jsonschema does with what it cannot sort, is quadratic.
+        texts = {json.dumps(item, sort_keys=True) for item in instance}
+        if len(texts) < len(instance):
+            yield ValidationError("has items that are not unique")
+
+
+@lru_cache(maxsize=16)
+def _linear_dialect(dialect: Any) -> Any:
+    """A JSON Schema dialect without what takes more than linear time."""
+    return extend(
+        dialect,
+        {
+            "pattern": _pattern,
+            "patternProperties": _pattern_properties,
+            "additionalProperties": _additional_properties,
+            "uniqueItems": _unique_items,
+        },
+    )
+
+
+def _at(error: ValidationError | SchemaError) -> str:
+    path = ".".join(str(step) for step in error.absolute_path)
+    text = f"{path}: {error.message}" if path else error.message
+    return text if len(text) <= MAX_COMPLAINT_LENGTH else f"{text[:MAX_COMPLAINT_LENGTH]}..."
+
+
+def _parts(value: Any) -> Iterator[dict[str, Any]]:
+    stack = [value]
+    while stack:
+        here = stack.pop()
+        if isinstance(here, dict):
+            yield here
+            stack.extend(here.values())
+        elif isinstance(here, list):
+            stack.extend(here)
+
+
+def _count(value: Any) -> int:
+    return 1 + sum(_count(item) for item in _items(value))
+
+
+def _depth(value: Any, limit: int) -> int:
+    """How deep ``value`` is nested; ``limit`` + 1 where it is deeper than that."""
+    depth, level = 0, [value]
+    while level and depth <= limit:
+        level = [item for here in level for item in _items(here)]
+        depth += 1
+    return depth
+
+
+def _items(value: Any) -> list[Any]:
+    if isinstance(value, dict):
+        return list(value.values())
+    return value if isinstance(value, list) else []
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+

@@ -1,0 +1,108 @@
+"""What a tool said, as text that is safe to put into a prompt: bounded, and nothing in it acts.
+
+The escape is reversible (`restored`) and visible. Its sign is U+241B, the symbol for escape, which tokenizers do not
+normalise away:
+
+    \u241b\u241b     the sign itself
+    \u241bxHH    a control character: C0 but tab and line feed, DEL, C1; a CR before an LF stays
+    \u241buHHHH  half of a surrogate pair, or a control of writing direction
+    \u241b.      nothing: it stands after the first character of a chat-template token, which thereby is none
+"""
+
+import re
+from collections.abc import Iterable
+from functools import lru_cache
+
+SIGN = "\u241b"
+
+KNOWN_TOKENS = (
+    "<s>", "</s>", "<bos>", "<eos>", "<pad>", "<unk>", "<mask>",
+    "[INST]", "[/INST]", "<<SYS>>", "<</SYS>>", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]",
+    "[AVAILABLE_TOOLS]", "[/AVAILABLE_TOOLS]", "[SYSTEM_PROMPT]", "[/SYSTEM_PROMPT]", "[THINK]", "[/THINK]",
+    "<start_of_turn>", "<end_of_turn>", "<start_function_call>", "<end_function_call>",
+    "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>",
+    "<think>", "</think>", "<function_calls>", "</function_calls>", "[gMASK]", "<sop>",
+)  # fmt: skip
+"""Tokens of common chat templates; those of the form <|...|> (with either bar) need no list."""
+
+_MARKED = r"<[|\uff5c][^<>\n]{1,64}[|\uff5c]>"
+_ACTING = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
+_ESCAPED = re.compile(SIGN + r"(?:" + SIGN + r"|\.|x[0-9a-f]{2}|u[0-9a-f]{4})")
+
+
+def sanitized(text: str, special_tokens: Iterable[str] = ()) -> str:
+    """``text`` with everything escaped that a terminal or a chat template would act on.
+
+    Args:
+        text: anything.
+        special_tokens: of the model, beside the known ones; those of one character cannot be broken and are left.
+    """
+    return _acting(tuple(special_tokens)).sub(_escape, text)
+
+
+def restored(text: str) -> str:
+    """The inverse of `sanitized`."""
+    return _ESCAPED.sub(_unescape, text)
+
+
+def bounded(text: str, cap_bytes: int, special_tokens: Iterable[str] = ()) -> tuple[str, bool]:
+    """``text`` sanitized, of at most ``cap_bytes`` as UTF-8; and whether something was cut off.
+
+    What is escaped grows up to sixfold, so it is made piece by piece, and no more of it than is kept.
+    """
+    pieces: list[str] = []
+    room = cap_bytes
+    position = 0
+    for match in _acting(tuple(special_tokens)).finditer(text):
+        plain, escape = text[position : match.start()], _escape(match)
+        needed = _size(plain) + _size(escape)
+        if needed > room:
+            pieces.append(_beginning(plain, room))
+            return "".join(pieces), True
+        pieces += (plain, escape)
+        room -= needed
+        position = match.end()
+    rest = text[position:] if position else text
+    kept = _beginning(rest, room)
+    return ("".join((*pieces, kept)) if pieces else kept), len(kept) < len(rest)
+
+
+def cut_marker(cap_bytes: int) -> str:
+    """What is put after an answer that was cut."""
+    return f"\n[... cut: the answer is longer than {cap_bytes} bytes]"
+
+
+def _size(text: str) -> int:
+    return len(text) if text.isascii() else len(text.encode())
+
+
+def _beginning(text: str, room: int) -> str:
+    if _size(text) <= room:
+        return text
+    return text[:room] if text.isascii() else text[:room].encode()[:room].decode(errors="ignore")
+
+
+@lru_cache(maxsize=64)
+def _acting(special_tokens: tuple[str, ...]) -> re.Pattern[str]:
+    tokens = sorted({token for token in (*KNOWN_TOKENS, *special_tokens) if len(token) > 1 and SIGN not in token})
+    firsts = "".join(sorted({re.escape(token[0]) for token in tokens} | {"<"}))
+    rests = "|".join((_MARKED, *map(re.escape, tokens)))
+    # One character at a time, each where a token begins: of tokens that overlap, every one is broken.
+    return re.compile(f"{SIGN}|{_ACTING}|(?=[{firsts}])(?={rests})(?P<token>.)", re.DOTALL)
+
+
+def _escape(match: re.Match[str]) -> str:
+    sign = match.group()
+    if match.lastgroup == "token":
+        # The first character of a token may need its own escape, which already breaks the token.
+        return sign + SIGN + "."
+    if sign == SIGN:
+        return SIGN + SIGN
+    return f"{SIGN}x{ord(sign):02x}" if ord(sign) < 256 else f"{SIGN}u{ord(sign):04x}"
+
+
+def _unescape(match: re.Match[str]) -> str:
+    code = match.group()[1:]
+    if code == SIGN:
+        return SIGN
+    return "" if code == "." else chr(int(code[1:], 16))
