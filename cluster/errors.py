@@ -19,7 +19,8 @@
         └── UpstreamFailed     502  a replica failed while it answered
 
 Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`, vLLM's
-in `replicas.requests`, its engine's death in `replicas.control`, those of tools and of the libraries that reach them in `tools_runtime.kinds`.
+in `replicas.requests`, its engine's death in `replicas.control`, those of tools and of the libraries that reach them in
+`tools_runtime.kinds`.
 """
 
 

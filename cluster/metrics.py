@@ -10,6 +10,8 @@ from typing import Any
 
 from ray.util import metrics
 
+from cluster.tools import ToolResult
+
 PREFIX = "caesura_"
 
 
@@ -41,6 +43,11 @@ SNAPSHOT_GAUGES = {
 EVENTS = "scheduler_events"
 FALLBACKS = "fallbacks"
 STORE_FAILURES = "store_failures"
+TOOL_CALLS = "tool_calls"
+TOOL_SECONDS = "tool_seconds"
+TOOL_QUEUE_SECONDS = "tool_queue_seconds"
+
+TOOL_BOUNDARIES_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
 class ReplicaMetrics:
@@ -91,3 +98,26 @@ class ReplicaMetrics:
             if grown > 0:
                 counter.inc(grown, {"kind": str(kind)})
             self._counted[counter, kind] = total
+
+
+class ToolMetrics:
+    """The metrics of one process that runs tools. The label ``tool`` is the configuration's name of an entry."""
+
+    def __init__(self) -> None:
+        self._calls = metrics.Counter(
+            PREFIX + TOOL_CALLS, description="Tool calls, by outcome", tag_keys=("tool", "outcome")
+        )
+        self._run, self._queue = (
+            metrics.Histogram(PREFIX + name, description=text, boundaries=list(TOOL_BOUNDARIES_S), tag_keys=("tool",))
+            for name, text in (
+                (TOOL_SECONDS, "Seconds that a tool ran, retries included"),
+                (TOOL_QUEUE_SECONDS, "Seconds that a call waited for its tool"),
+            )
+        )
+
+    def record(self, tool: str, result: ToolResult) -> None:
+        """Count one call that ended."""
+        self._calls.inc(1, {"tool": tool, "outcome": result.outcome.value})
+        self._queue.observe(result.queue_s, {"tool": tool})
+        if result.attempts:
+            self._run.observe(result.run_s, {"tool": tool})

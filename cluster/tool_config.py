@@ -1,5 +1,6 @@
 """The configuration of tools. `cluster.config` holds it under `tools`; `tools_runtime` builds them from it."""
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
@@ -102,7 +103,7 @@ class CommandTool(ToolSection):
 
     kind: Literal["command"]
     argv: list[str] = Field(default_factory=list)
-    """The command; `{name}` stands for an argument. An element that is only `{name}` is left out if it was not given."""
+    """The command; `{name}` stands for an argument. An element that is only `{name}` is left out without it."""
     shell: bool = False
     """Run the argument `command` by `bash -c` instead."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
@@ -194,7 +195,28 @@ class ToolsConfig(Section):
     """Kinds of tools that a request may bring itself; these reach public addresses only."""
     max_request_tools: int = Field(16, ge=1, le=256)
     """Tools that one request may bring."""
+    max_request_deadline_s: float = Field(120.0, gt=0)
+    """Longest deadline of a tool that a request brings."""
+    max_request_output_bytes: int = Field(1 << 20, ge=256)
+    """Largest cap of a tool that a request brings."""
     max_argument_bytes: int = Field(256 << 10, ge=1024)
     """Size of a call's arguments."""
     special_tokens: list[str] = Field(default_factory=list)
     """Chat-template tokens of the model, escaped in tool output beside the well-known ones."""
+
+
+def owner_of(tool: str, kind_of: Callable[[str], str | None]) -> str | None:
+    """The entry to which a tool belongs: its own, or that of its MCP server; None if there is none.
+
+    Args:
+        tool: as programs call it.
+        kind_of: the kind of an entry; None if there is no such entry.
+    """
+    if kind_of(tool) not in (None, "mcp"):
+        return tool
+    at = tool.find(SEPARATOR)
+    while at > 0:
+        if kind_of(tool[:at]) == "mcp":
+            return tool[:at]
+        at = tool.find(SEPARATOR, at + 1)
+    return None

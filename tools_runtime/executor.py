@@ -12,10 +12,11 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count
+from typing import Any
 
 from cluster.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
 from cluster.tools import Outcome, ToolCall, ToolResult, statistics_name
-from tools_runtime.idempotency import Key, KeptResults, key_of, require_same
+from tools_runtime.idempotency import KeptResults, Key, key_of, require_same
 from tools_runtime.kind import Invocation, ToolOutput
 from tools_runtime.text import bounded, cut_marker
 from tools_runtime.timers import Timer, TimerClock, sleep_until
@@ -41,6 +42,8 @@ class _Waiter:
     deadline_s: float
     """On the clock."""
     timer: Timer
+    handed_over: bool = False
+    """The caller has a handle, and the answer is kept until somebody asks."""
 
 
 @dataclass(slots=True)
@@ -128,7 +131,8 @@ class ToolExecutor:
         waiter = self._join(run, call)
         try:
             if entry.config.asynchronous:
-                await asyncio.wait({run.accepted, waiter.answer}, return_when=asyncio.FIRST_COMPLETED)
+                either: set[asyncio.Future[Any]] = {run.accepted, waiter.answer}
+                await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not waiter.answer.done():
                     return self._handed_over(call, run, waiter)
             return await waiter.answer
@@ -166,7 +170,6 @@ class ToolExecutor:
         key = (program, call_id)
         if key in self._runs:
             await asyncio.wait({self._runs[key].waiters[key].answer})
-            await asyncio.sleep(0)  # the answer's callbacks put it into _finished
         result = self.poll(program, call_id)
         assert result is not None
         return result
@@ -215,17 +218,23 @@ class ToolExecutor:
         return waiter
 
     def _handed_over(self, call: ToolCall, run: _Run, waiter: _Waiter) -> ToolResult:
-        waiter.answer.add_done_callback(lambda answer: self._keep_finished(call, answer.result()))
+        waiter.handed_over = True
         text = f"started: {call.name} is running; its answer will be told under the call id {call.id}"
         return ToolResult(call.id, call.name, Outcome.STARTED, text, statistics_name=run.statistics_name)
 
-    def _keep_finished(self, call: ToolCall, result: ToolResult) -> None:
-        self._finished[call.key] = result
-        self._finished.move_to_end(call.key)
+    def _give(self, waiter: _Waiter, result: ToolResult) -> None:
+        """Let a caller have its answer."""
+        waiter.timer.cancel()
+        if not waiter.answer.done():
+            waiter.answer.set_result(result)
+        if not waiter.handed_over:
+            return
+        self._finished[waiter.call.key] = result
+        self._finished.move_to_end(waiter.call.key)
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
         if self._completed is not None:
-            self._completed(call, result)
+            self._completed(waiter.call, result)
 
     def _expire(self, key: CallKey) -> None:
         run = self._runs.get(key)
@@ -235,10 +244,7 @@ class ToolExecutor:
     def _leave(self, key: CallKey, answer: ToolResult) -> None:
         """Take a caller away from its run, with ``answer`` if it still listens; end a run that nobody waits for."""
         run = self._runs.pop(key)
-        waiter = run.waiters.pop(key)
-        waiter.timer.cancel()
-        if not waiter.answer.done():
-            waiter.answer.set_result(answer)
+        self._give(run.waiters.pop(key), answer)
         if run.waiters or run.task is None or run.task.done():
             return
         if run.key is not None:
@@ -258,9 +264,7 @@ class ToolExecutor:
             self._kept.keep(run.key, run.call, result, idempotent=run.entry.config.idempotent)
         for key, waiter in run.waiters.items():
             del self._runs[key]
-            waiter.timer.cancel()
-            if not waiter.answer.done():
-                waiter.answer.set_result(replace(result, call_id=waiter.call.id))
+            self._give(waiter, replace(result, call_id=waiter.call.id))
         run.waiters.clear()
         if self._observe is not None:
             self._observe(run.entry, result)
@@ -360,5 +364,6 @@ class ToolExecutor:
 
     def _told(self, outcome: Outcome, error: ToolError, cap_bytes: int = 4096) -> str:
         text, cut = bounded(f"{outcome}: {error}", cap_bytes, self._special_tokens)
-        note = f"\n[{error.note}]" if isinstance(error, ToolFailed) and error.note else ""
-        return f"{text}{cut_marker(cap_bytes) if cut else ''}{note}"
+        text += cut_marker(cap_bytes) if cut else ""
+        note = error.note if isinstance(error, ToolFailed) else ""
+        return f"{text.rstrip()}\n[{note}]" if note else text

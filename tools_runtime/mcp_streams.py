@@ -112,8 +112,8 @@ def shortened(message: Message) -> dict[str, Any] | None:
     size = len(message.text)
     try:
         value = pydantic_core.from_json(message.text, allow_partial="trailing-strings")
-    except ValueError:
-        return None
+    except ValueError as error:
+        return _unreadable(message, error)
     if not isinstance(value, dict) or "method" in value:
         return None
     id_ = value.get("id", _id_at_end(message.tail or b""))
@@ -123,8 +123,7 @@ def shortened(message: Message) -> dict[str, Any] | None:
     content = result.get("content") if isinstance(result, dict) else None
     texts = [part for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
     if not isinstance(result, dict) or not texts:
-        error = {"code": INTERNAL_ERROR, "message": f"the answer is longer than {size} bytes"}
-        return {"jsonrpc": "2.0", "id": id_, "error": error}
+        return _error(id_, f"the answer is longer than {size} bytes")
     # With the structured form begun, the text before it was complete.
     cut = {CUT: "structuredContent" not in result}
     kept = [{"type": "text", "text": part["text"]} for part in texts]
@@ -134,6 +133,19 @@ def shortened(message: Message) -> dict[str, Any] | None:
         "id": id_,
         "result": {"resultType": "complete", "content": kept, "isError": is_error, "_meta": cut},
     }
+
+
+def _unreadable(message: Message, error: ValueError) -> dict[str, Any] | None:
+    """For whoever waits for an answer that cannot be read, instead of waiting on; None if nobody can be named."""
+    head = message.text[:HEAD_BYTES]
+    found = _ID_AT_START.search(head)
+    if found is None or b'"method"' in head:
+        return None
+    return _error(int(found[1]), f"not a message: {str(error)[:200]}")
+
+
+def _error(id_: Any, message: str) -> dict[str, Any]:
+    return {"jsonrpc": "2.0", "id": id_, "error": {"code": INTERNAL_ERROR, "message": message}}
 
 
 def _id_at_end(tail: bytes) -> Any:
@@ -177,7 +189,7 @@ class PipeStreams:
             child.end()
             for pump in pumps:
                 pump.cancel()
-            await asyncio.gather(*pumps, return_exceptions=True)
+            await asyncio.gather(*pumps, child.reaped(), return_exceptions=True)
             for stream in (incoming, read_stream, write_stream, outgoing):
                 stream.close()
 
@@ -224,9 +236,11 @@ def _parsed(message: Message) -> SessionMessage | Exception | None:
         if message.tail is None:
             return SessionMessage(jsonrpc_message_adapter.validate_json(message.text, by_name=False))
         value = shortened(message)
-        return None if value is None else SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
     except ValueError as error:
-        return error
+        value = _unreadable(message, error)
+        if value is None:
+            return error
+    return None if value is None else SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
 
 
 @asynccontextmanager
@@ -249,7 +263,9 @@ async def http_streams(
     async with (
         httpx2.AsyncClient(transport=transport, headers=dict(headers), timeout=timeout, trust_env=False) as client,
         # An event of many short lines is bounded by the library.
-        streamable_http_client(url, http_client=client, max_sse_event_size=2 * max(limits.answer, limits.other)) as streams,
+        streamable_http_client(
+            url, http_client=client, max_sse_event_size=2 * max(limits.answer, limits.other)
+        ) as streams,
     ):
         yield streams
 

@@ -6,12 +6,11 @@ import os
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from cluster.errors import ToolRefused
 
-NOBODY = 65534
-"""User and group that belong to nobody. Linux exempts root from the limit on processes."""
+AS_NOBODY = ("--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--")
+"""Options of setpriv: a user and a group that belong to nobody. Linux exempts root from the limit on processes."""
 
 READ_BYTES = 64 << 10
 
@@ -47,6 +46,10 @@ class Child:
             self._kill_group()
         return status
 
+    async def reaped(self) -> None:
+        """Wait until a process that was ended is gone."""
+        await self.process.wait()
+
     def _kill_group(self) -> None:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
@@ -58,7 +61,6 @@ async def spawn(
     *,
     feed: bool = False,
     join_errors: bool = True,
-    as_nobody: bool = False,
     cwd: str = "/",
 ) -> Child:
     """Start a process.
@@ -68,13 +70,11 @@ async def spawn(
         environment: all of it.
         feed: give it a pipe as stdin, instead of nothing.
         join_errors: its stderr is its output too, instead of nobody's.
-        as_nobody: as the user nobody; only root can.
         cwd: its working directory.
 
     Raises:
         ToolRefused: it cannot be started: no such file, or arguments that no process can have.
     """
-    nobody: dict[str, Any] = {"user": NOBODY, "group": NOBODY, "extra_groups": []} if as_nobody else {}
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -85,7 +85,6 @@ async def spawn(
             env=dict(environment),
             cwd=cwd,
             start_new_session=True,
-            **nobody,
         )
     except (OSError, ValueError) as error:
         os.close(reading)

@@ -69,7 +69,7 @@ def main() -> None:
 def _called(function: Callable[..., Any], arguments: Mapping[str, Any], cap_bytes: int) -> tuple[int, str]:
     try:
         text = as_text(function(**arguments))
-    except Exception as error:  # a tool's own code may raise anything
+    except Exception as error:  # noqa: BLE001 - a tool's own code may raise anything
         return FAILED, told(error)[:cap_bytes]
     return (CUT, text[:cap_bytes]) if len(text) > cap_bytes else (OK, text)
 

@@ -15,6 +15,9 @@ from tools_runtime.tool_table import Entry, ToolTable
 MAX_REQUEST_BYTES = 256 << 10
 """Size of all the tools of one request."""
 
+MAX_REQUEST_CONCURRENCY = 64
+"""Calls at a time of a tool that a request brings."""
+
 MAX_TABLES = 64
 """Different sets of request tools that are kept ready."""
 
@@ -65,10 +68,9 @@ class RequestTools:
         text = _text(definitions)
         known = self._tables.get(text)
         if known is None:
+            if len(self._tables) >= MAX_TABLES:
+                await self._close_idle()
             known = self._tables[text] = ToolTable(self._entries(definitions), self._below)
-            if len(self._tables) > MAX_TABLES:
-                _, oldest = self._tables.popitem(last=False)
-                await oldest.aclose()
         self._tables.move_to_end(text)
         return known
 
@@ -77,6 +79,12 @@ class RequestTools:
         while self._tables:
             _, table = self._tables.popitem()
             await table.aclose()
+
+    async def _close_idle(self) -> None:
+        idle = next((text for text, table in self._tables.items() if not table.busy), None)
+        if idle is None:
+            raise ToolRefused(f"the tools of {MAX_TABLES} requests are in use; try again later")
+        await self._tables.pop(idle).aclose()
 
     def _entries(self, definitions: Mapping[str, Any]) -> Sequence[Entry]:
         if len(definitions) > self._config.max_request_tools:
@@ -91,6 +99,7 @@ class RequestTools:
             raise ToolRefused(f"the request's tool {path}: {fault['msg']}") from None
         entries = []
         for name, tool in tools.items():
+            self._require_modest(name, tool)
             if isinstance(tool, HttpTool) and tool.openapi is not None and "://" not in tool.openapi.document:
                 raise ToolRefused(f"the request's tool {name!r}: an OpenAPI document must be a URL")
             if isinstance(tool, HttpTool | McpTool):
@@ -113,6 +122,16 @@ class RequestTools:
         said = next((key for key in _NOT_FOR_REQUESTS if key in definition), None)
         if said is not None:
             raise ToolRefused(f"the request's tool {name!r} must not set {said}")
+
+    def _require_modest(self, name: str, tool: ToolModel) -> None:
+        limits = {
+            "deadline_s": self._config.max_request_deadline_s,
+            "output_cap_bytes": self._config.max_request_output_bytes,
+            "concurrency": MAX_REQUEST_CONCURRENCY,
+        }
+        for key, limit in limits.items():
+            if getattr(tool, key) > limit:
+                raise ToolRefused(f"the request's tool {name!r}: {key} is at most {limit:g}")
 
 
 def _text(definitions: Mapping[str, Any]) -> str:

@@ -7,6 +7,7 @@ bounded, too.
 """
 
 import json
+import math
 from collections.abc import Iterator, Mapping
 from functools import lru_cache
 from itertools import islice
@@ -239,7 +240,7 @@ def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> It
 @lru_cache(maxsize=16)
 def _linear_dialect(dialect: Any) -> Any:
     """A JSON Schema dialect without what takes more than linear time."""
-    return extend(
+    return extend(  # type: ignore[no-untyped-call]
         dialect,
         {
             "pattern": _pattern,
@@ -268,6 +269,8 @@ def _parts(value: Any) -> Iterator[dict[str, Any]]:
 
 
 def _count(value: Any) -> int:
+    if isinstance(value, float) and not math.isfinite(value):  # 1e999
+        raise ToolRefused("the arguments are not JSON: a number is too large")
     return 1 + sum(_count(item) for item in _items(value))
 
 
@@ -288,4 +291,3 @@ def _items(value: Any) -> list[Any]:
 
 def _mapping(value: Any) -> Mapping[str, Any]:
     return value if isinstance(value, dict) else {}
-

@@ -50,21 +50,42 @@ def bounded(text: str, cap_bytes: int, special_tokens: Iterable[str] = ()) -> tu
 
     What is escaped grows up to sixfold, so it is made piece by piece, and no more of it than is kept.
     """
-    pieces: list[str] = []
+    pieces = _Pieces()
     room = cap_bytes
     position = 0
     for match in _acting(tuple(special_tokens)).finditer(text):
         plain, escape = text[position : match.start()], _escape(match)
         needed = _size(plain) + _size(escape)
         if needed > room:
-            pieces.append(_beginning(plain, room))
-            return "".join(pieces), True
-        pieces += (plain, escape)
+            pieces.add(_beginning(plain, room))
+            return pieces.joined(), True
+        pieces.add(plain + escape)
         room -= needed
         position = match.end()
     rest = text[position:] if position else text
     kept = _beginning(rest, room)
-    return ("".join((*pieces, kept)) if pieces else kept), len(kept) < len(rest)
+    cut = len(kept) < len(rest)
+    if position == 0:
+        return kept, cut
+    pieces.add(kept)
+    return pieces.joined(), cut
+
+
+class _Pieces:
+    """Text in pieces. Small ones are joined as they come: each alone would take ten times its size."""
+
+    def __init__(self) -> None:
+        self._joined: list[str] = []
+        self._small: list[str] = []
+
+    def add(self, piece: str) -> None:
+        self._small.append(piece)
+        if len(self._small) == 1000:
+            self._joined.append("".join(self._small))
+            self._small.clear()
+
+    def joined(self) -> str:
+        return "".join((*self._joined, *self._small))
 
 
 def cut_marker(cap_bytes: int) -> str:

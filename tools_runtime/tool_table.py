@@ -5,7 +5,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from cluster.errors import ToolRefused
-from cluster.tool_config import SEPARATOR, ToolModel
+from cluster.tool_config import ToolModel, owner_of
 from tools_runtime.kind import Offer, ToolKind
 from tools_runtime.slots import Slots
 
@@ -46,16 +46,10 @@ class ToolTable:
         Raises:
             ToolRefused: there is none; with the names that are near.
         """
-        entry = self.entries.get(tool)
-        if entry is not None and entry.config.kind != "mcp":
-            return entry
-        at = tool.find(SEPARATOR)
-        while at > 0:
-            entry = self.entries.get(tool[:at])
-            if entry is not None and entry.config.kind == "mcp":
-                return entry
-            at = tool.find(SEPARATOR, at + 1)
-        raise self.unknown(tool)
+        name = owner_of(tool, self._kind)
+        if name is None:
+            raise self.unknown(tool)
+        return self.entries[name]
 
     def offers(self) -> list[Offer]:
         """All tools that are known now, the configuration's first."""
@@ -67,6 +61,15 @@ class ToolTable:
         near = difflib.get_close_matches(tool[:MAX_NAME_LENGTH], names, n=3) or names[:10]
         there_are = f"; there are: {', '.join(near)}" if near else "; there are none"
         return ToolRefused(f"there is no tool {tool[:MAX_NAME_LENGTH]!r}{there_are}")
+
+    @property
+    def busy(self) -> bool:
+        """A call of one of its own entries runs or waits."""
+        return any(entry.slots.taken or entry.slots.waiting for entry in self.own.values())
+
+    def _kind(self, name: str) -> str | None:
+        entry = self.entries.get(name)
+        return None if entry is None else entry.config.kind
 
     async def open(self) -> None:
         """Open its own entries' kinds.

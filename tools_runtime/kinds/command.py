@@ -2,7 +2,7 @@
 limits.
 
 What bubblewrap does not bound: memory is limited for each process, so a call has at most `processes` times
-`memory_bytes`; only the scratch directory is limited as a whole.
+`memory_bytes`; only the scratch directories (/tmp, /dev/shm) are limited as a whole.
 """
 
 import asyncio
@@ -16,10 +16,10 @@ from typing import Any
 from cluster.errors import ConfigError, ToolFailed, ToolRefused
 from cluster.tool_config import CommandTool
 from tools_runtime.kind import Invocation, SingleTool, ToolOutput
-from tools_runtime.processes import READ_BYTES, read_bounded, spawn
+from tools_runtime.processes import AS_NOBODY, READ_BYTES, read_bounded, spawn
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-SCRATCH = "/tmp"  # noqa: S108 - the sandbox's own, an empty file system
+SCRATCH = "/tmp"
 SYSTEM_LINKS = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")
 SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/ld.so.conf", "/etc/alternatives", "/etc/localtime")
 
@@ -52,6 +52,7 @@ class CommandKind(SingleTool):
         self._config = config
         self._bwrap = shutil.which("bwrap")
         self._prlimit = shutil.which("prlimit")
+        self._setpriv = shutil.which("setpriv")
         self._problem: str | None = None
         """Why there is no sandbox; None where there is one."""
 
@@ -68,7 +69,7 @@ class CommandKind(SingleTool):
         """
         argv = command_line(self._config, invocation.arguments)
         if self._problem is None:
-            child = await spawn(self._sandboxed(argv), {}, as_nobody=os.geteuid() == 0)
+            child = await spawn(self._sandboxed(argv), {})
         elif self._config.allow_unsandboxed:
             environment = {"PATH": PATH, "HOME": SCRATCH, "LANG": "C.UTF-8", **self._config.environment}
             child = await spawn((*self._limits(), *argv), environment, cwd=SCRATCH)
@@ -83,6 +84,7 @@ class CommandKind(SingleTool):
             child.end()
             ending.cancel()
         text = answer.decode(errors="replace")
+        del answer  # an exception would keep it
         if more:
             raise ToolFailed(text, note=f"the command was ended: it said more than {invocation.output_cap_bytes} bytes")
         if status != 0:
@@ -97,7 +99,12 @@ class CommandKind(SingleTool):
             return "bubblewrap (bwrap) is not installed, so there is no sandbox"
         if self._prlimit is None:
             return "prlimit (util-linux) is not installed, so there is no sandbox with limits"
-        child = await spawn(self._sandboxed(["true"]), {}, as_nobody=os.geteuid() == 0)
+        if self._setpriv is None and os.geteuid() == 0:
+            return "setpriv (util-linux) is not installed, so there is no sandbox with limits for root"
+        try:
+            child = await spawn(self._sandboxed(["true"]), {})
+        except ToolRefused as refusal:
+            return f"{refusal}, so there is no sandbox"
         try:
             async with asyncio.timeout(_CHECK_S):
                 said, _ = await read_bounded(child.output, READ_BYTES)
@@ -136,12 +143,15 @@ class CommandKind(SingleTool):
                 options += ["--symlink", str(path.readlink()), str(path)]
             elif path.is_dir():
                 options += ["--ro-bind", str(path), str(path)]
+        for scratch in (SCRATCH, "/dev/shm"):
+            options += ["--size", str(self._config.scratch_bytes), "--perms", "1777", "--tmpfs", scratch]
         for name in (*SYSTEM_FILES, *self._config.read_only_paths):
             options += ["--ro-bind-try", name, name]
-        options += ["--size", str(self._config.scratch_bytes), "--perms", "1777", "--tmpfs", SCRATCH]
-        options += ["--remount-ro", "/", "--chdir", SCRATCH]
+        # bubblewrap's own / and /dev could be written to, without a limit.
+        options += ["--remount-ro", "/dev", "--remount-ro", "/", "--chdir", SCRATCH]
         # Inside, so that the limit on processes counts those of this sandbox alone.
-        return [self._bwrap, *options, "--", *self._limits(), *argv]
+        nobody = [self._setpriv, *AS_NOBODY] if self._setpriv is not None and os.geteuid() == 0 else []
+        return [*nobody, self._bwrap, *options, "--", *self._limits(), *argv]
 
 
 def command_line(config: CommandTool, arguments: Mapping[str, Any]) -> list[str]:

@@ -177,7 +177,7 @@ class HttpKind:
         return response
 
     async def _pinned(self, request: httpx.Request) -> httpx.Request:
-        """The same request, to the address that was checked; the name stays in Host, SNI and the certificate's check."""
+        """The same request, to the address that was checked; the name stays in Host, SNI and the check of certificates."""
         host = request.url.host
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         address = await self._resolver.public_address(host, port)
@@ -193,7 +193,7 @@ class HttpKind:
         # A connection to a checked address is not kept: another name at that address would be sent through it.
         kept = 20 if self._config.private_addresses else 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
-        return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)  # noqa: S113 - deadlines are the executor's
+        return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
 
 
 def secret_headers(variables: Mapping[str, str]) -> dict[str, str]:
@@ -219,7 +219,9 @@ def _redirected(request: httpx.Request, status: int, location: str) -> httpx.Req
         raise ToolRefused("a redirect from https to http was not followed")
     keeps_method = status in (307, 308) or request.method in _SAFE_METHODS
     same_host = (url.scheme, url.host, url.port) == (here.scheme, here.host, here.port)
-    headers = {key: value for key, value in request.headers.items() if same_host and key not in ("host", "content-length")}
+    headers = {
+        key: value for key, value in request.headers.items() if same_host and key not in ("host", "content-length")
+    }
     if keeps_method and request.content:
         headers["content-type"] = request.headers.get("content-type", "application/json")
         return httpx.Request(request.method, url, headers=headers, content=request.content)
@@ -243,7 +245,9 @@ async def _answer(response: httpx.Response, method: str, cap_bytes: int) -> Tool
         raise _lost(method, error) from error
     text = answer.decode(errors="replace")
     if not shown:
-        text = f"[{media_type[:100]}, {response.headers.get('content-length', 'an unknown number of')} bytes, not shown]"
+        text = (
+            f"[{media_type[:100]}, {response.headers.get('content-length', 'an unknown number of')} bytes, not shown]"
+        )
     status = response.status_code
     if status >= 400:
         raise ToolFailed(text, transient=status in _TRANSIENT, note=f"HTTP status {status} {response.reason_phrase}")

@@ -156,7 +156,8 @@ class McpKind:
             self._serving = asyncio.create_task(self._serve(self._connected), name=f"mcp {self._name}")
         assert self._connected is not None
         connected = self._connected
-        await asyncio.wait({connected, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+        either: set[asyncio.Future[Any]] = {connected, self._serving}
+        await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
         if not connected.done():
             raise self._down("")
         return connected.result()
@@ -204,9 +205,7 @@ class McpKind:
     async def _call(self, connection: _Connection, invocation: Invocation) -> types.CallToolResult:
         # Not Client.call_tool: that would check the answer against the server's own schema, in unbounded time.
         request = types.CallToolRequest(
-            params=types.CallToolRequestParams(
-                name=self._names[invocation.name], arguments=dict(invocation.arguments)
-            )
+            params=types.CallToolRequestParams(name=self._names[invocation.name], arguments=dict(invocation.arguments))
         )
         return await connection.client.session.send_request(request, types.CallToolResult)
 
@@ -244,7 +243,9 @@ class McpKind:
                 try:
                     page = await connection.client.session.list_tools(params=parameters if cursor else None)
                 except (MCPError, pydantic.ValidationError) as error:
-                    raise ToolFailed(f"the MCP server {self._name} does not list its tools: {_innermost(error)}") from error
+                    raise ToolFailed(
+                        f"the MCP server {self._name} does not list its tools: {_innermost(error)}"
+                    ) from error
                 listed += page.tools
                 cursor = page.next_cursor
                 if cursor is None or len(listed) > MAX_TOOLS:
@@ -320,4 +321,7 @@ def _innermost(error: BaseException) -> str:
         error = error.exceptions[0]
     if isinstance(error, TimeoutError):
         return "it did not answer in time"
+    if isinstance(error, pydantic.ValidationError):
+        fault = error.errors(include_url=False, include_input=False)[0]
+        return f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}"[:500]
     return (str(error) or type(error).__name__)[:500]

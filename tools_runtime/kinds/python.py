@@ -9,7 +9,6 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 from cluster.errors import ConfigError, ToolError, ToolFailed, ToolRefused, ToolUnknown
@@ -70,21 +69,22 @@ class PythonKind(SingleTool):
             return ToolOutput(python_worker.as_text(value))
         except ToolError:
             raise
-        except Exception as error:  # noqa: BLE001 - a tool's own code may raise anything
+        except Exception as error:
             raise ToolFailed(python_worker.told(error)) from error
 
     async def aclose(self) -> None:
         """End the workers; threads end by themselves."""
-        for child in self._idle:
+        idle, self._idle = self._idle, []
+        for child in idle:
             child.end()
-        self._idle.clear()
+        await asyncio.gather(*(child.reaped() for child in idle))
         if self._threads is not None:
             self._threads.shutdown(wait=False, cancel_futures=True)
 
     def _imported(self, name: str) -> Callable[..., Any]:
         try:
             function = python_worker.load(self._config.entry)
-        except Exception as error:  # noqa: BLE001 - a module may raise anything while it is imported
+        except Exception as error:
             raise ConfigError(f"tools.defined.{name}.entry: {python_worker.told(error)}") from error
         if not callable(function):
             raise ConfigError(f"tools.defined.{name}.entry: {self._config.entry} is no function")
@@ -133,7 +133,7 @@ class PythonKind(SingleTool):
             if prlimit is None:
                 raise ToolRefused("prlimit (util-linux) is not installed, so memory_bytes cannot be kept")
             argv = [prlimit, f"--as={self._config.memory_bytes}", "--", *argv]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(Path(path).resolve()) for path in sys.path)}
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(os.path.abspath, sys.path))}
         return await spawn(argv, environment, feed=True, join_errors=False)
 
     async def _asked(self, child: Child, invocation: Invocation) -> tuple[int, str]:

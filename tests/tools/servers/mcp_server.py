@@ -1,10 +1,12 @@
-"""A real MCP server for the tests: `python mcp_server.py stdio | http PORT [stateless]`."""
+"""A real MCP server for the tests: `stdio`, or `http [stateless] [json]`, which prints its port."""
 
 import asyncio
 import os
+import socket
 import sys
 from pathlib import Path
 
+import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
 
 server = MCPServer("test")
@@ -29,7 +31,7 @@ async def slow(seconds: float, mark: str = "") -> str:
         await asyncio.sleep(seconds)
     except asyncio.CancelledError:
         if mark:
-            Path(mark).write_text("cancelled")
+            Path(mark).write_text("cancelled")  # noqa: ASYNC240 - a few bytes
         raise
     return "slept"
 
@@ -39,6 +41,12 @@ def die(mark: str) -> str:
     """Take effect, then die."""
     Path(mark).write_text("done")
     os._exit(1)
+
+
+@server.tool()
+def environment() -> list[str]:
+    """Names of its variables."""
+    return sorted(os.environ)
 
 
 @server.tool()
@@ -61,8 +69,15 @@ async def change(context: Context) -> str:
     return "changed"
 
 
-if __name__ == "__main__":
+def main() -> None:
     if sys.argv[1] == "stdio":
         server.run("stdio")
-    else:
-        server.run("streamable-http", port=int(sys.argv[2]), stateless_http="stateless" in sys.argv, json_response="json" in sys.argv)
+        return
+    app = server.streamable_http_app(stateless_http="stateless" in sys.argv, json_response="json" in sys.argv)
+    listening = socket.create_server(("127.0.0.1", 0))
+    print(listening.getsockname()[1], flush=True)
+    uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
+
+
+if __name__ == "__main__":
+    main()

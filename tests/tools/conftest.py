@@ -1,0 +1,78 @@
+"""Executors on a clock that the test moves, and real servers."""
+
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import ManualTimers, ScriptedKind
+
+from cluster.tool_config import ToolModel, ToolsConfig
+from tools_runtime.executor import ToolExecutor
+from tools_runtime.host import ToolHost
+from tools_runtime.tool_table import Entry, ToolTable
+
+SERVERS = Path(__file__).parent / "servers"
+
+
+@pytest.fixture
+def clock() -> ManualTimers:
+    """A clock that the test moves."""
+    return ManualTimers()
+
+
+@pytest.fixture
+async def executor(clock: ManualTimers) -> AsyncIterator[Callable[..., ToolExecutor]]:
+    """Makes an executor of scripted kinds, each with its settings; checks it at the end."""
+    made: list[ToolExecutor] = []
+
+    def make(*tools: tuple[ScriptedKind, ToolModel], **options: Any) -> ToolExecutor:
+        entries = [Entry.of(kind.offers()[0].name, config, kind) for kind, config in tools]
+        made.append(ToolExecutor(ToolTable(entries), clock, **options))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.aclose()
+        assert one.under_way == 0
+        one.check_integrity()
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[subprocess.Popen[bytes], int]]]:
+    """Starts a script of `servers/`, and waits for the port that it prints; ends it afterwards."""
+    processes: list[subprocess.Popen[bytes]] = []
+
+    def start(script: str, *arguments: str) -> tuple[subprocess.Popen[bytes], int]:
+        process = subprocess.Popen(
+            [sys.executable, str(SERVERS / script), *arguments], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        )
+        processes.append(process)
+        assert process.stdout is not None
+        return process, int(process.stdout.readline())
+
+    yield start
+    for process in processes:
+        process.kill()
+        process.wait()
+        assert process.stdout is not None
+        process.stdout.close()
+
+
+@pytest.fixture
+async def open_tools() -> AsyncIterator[Callable[..., Awaitable[ToolHost]]]:
+    """Opens real tools by their configuration; closes and checks them at the end."""
+    hosts: list[ToolHost] = []
+
+    async def start(defined: dict[str, dict[str, Any]], **said: Any) -> ToolHost:
+        host = ToolHost(ToolsConfig.model_validate({"defined": defined, **said}))
+        hosts.append(host)
+        await host.open()
+        return host
+
+    yield start
+    for host in hosts:
+        await host.aclose()
+        host.executor.check_integrity()

@@ -1,0 +1,75 @@
+"""Tools that a request brings: only what the operator allows, only to public addresses."""
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from cluster.tools import Outcome, ToolCall
+from tools_runtime import registry
+from tools_runtime.host import ToolHost
+
+OpenTools = Callable[..., Awaitable[ToolHost]]
+
+HTTP = {"kind": "http", "url": "http://127.0.0.1:9/"}
+
+
+async def refusal(open_tools: OpenTools, definitions: Any, **allowed: Any) -> str:
+    host = await open_tools({"mine": {"kind": "command", "argv": ["true"]}}, **allowed)
+    name = next(iter(definitions), "t")
+    result = await host.run(ToolCall("a", name), definitions)
+    assert result.outcome is Outcome.REFUSED
+    return result.text
+
+
+@pytest.mark.parametrize(
+    ("definitions", "says"),
+    [
+        ({"t": {"kind": "command", "argv": ["ls"]}}, "of the kind 'command'"),
+        ({"t": {"kind": "python", "entry": "os:system"}}, "of the kind 'python'"),
+        ({"t": "ls"}, "of the kind None"),
+        ({"mine": HTTP}, "there is a tool 'mine' already"),
+        ({"t": {**HTTP, "private_addresses": True}}, "must not set private_addresses"),
+        ({"t": {**HTTP, "headers_from_environment": {"A": "HOME"}}}, "must not set headers_from_environment"),
+        ({"t": {"kind": "mcp", "command": ["ls"]}}, "must not set command"),
+        ({"t": {"kind": "http", "openapi": {"document": "/etc/passwd", "operation": "x"}}}, "must be a URL"),
+        ({"t": {**HTTP, "deadline_s": 1e4}}, "deadline_s is at most 120"),
+        ({"t": {**HTTP, "output_cap_bytes": 60 << 20}}, "output_cap_bytes is at most"),
+        ({"t": {**HTTP, "concurrency": 1000}}, "concurrency is at most 64"),
+        ({"t": {**HTTP, "parameters": {"properties": {"a": {"$ref": "#"}}}}}, "circular"),
+        ({"t": {**HTTP, "colour": "red"}}, "colour"),
+        ({"two words": HTTP}, "should match"),
+        ({f"t{i}": HTTP for i in range(17)}, "may bring 16 tools, not 17"),
+        ({"t": {**HTTP, "description": "x" * 300_000}}, "at most"),
+        ({"t": {**HTTP, "parameters": {"a": {1, 2}}}}, "not JSON"),
+        ({"t": HTTP}, "'127.0.0.1' is not a public address"),
+    ],
+)
+async def test_what_a_request_may_not_bring(open_tools: OpenTools, definitions: Any, says: str) -> None:
+    assert says in await refusal(open_tools, definitions, request_kinds=["http", "mcp"])
+
+
+async def test_nothing_is_allowed_unless_the_operator_says_so(open_tools: OpenTools) -> None:
+    assert "of the kinds: none" in await refusal(open_tools, {"t": HTTP})
+
+
+async def test_a_server_that_a_request_brings_is_at_a_public_address(open_tools: OpenTools) -> None:
+    host = await open_tools({}, request_kinds=["mcp"])
+    server = {"s": {"kind": "mcp", "url": "http://169.254.169.254/mcp"}}
+    assert "is not a public address" in (await host.run(ToolCall("a", "s__x"), server)).text
+
+
+async def test_one_request_does_not_see_the_tools_of_another(open_tools: OpenTools) -> None:
+    host = await open_tools({"mine": {"kind": "python", "entry": "python_tools:add"}}, request_kinds=["http"])
+    assert "not a public address" in (await host.run(ToolCall("a", "theirs"), {"theirs": HTTP})).text
+    for definitions in (None, {"other": HTTP}):
+        assert "there is no tool 'theirs'" in (await host.run(ToolCall("a", "theirs"), definitions)).text
+    assert (await host.run(ToolCall("a", "mine", {"a": 1, "b": 1}), {"theirs": HTTP})).text == "2"
+
+
+async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(registry, "MAX_TABLES", 2)
+    host = await open_tools({}, request_kinds=["http"])
+    for i in range(5):
+        await host.run(ToolCall("a", "t"), {"t": {**HTTP, "description": str(i)}})
+    assert len(host._request_tools._tables) == 2

@@ -1,0 +1,168 @@
+"""Commands in real sandboxes: what they can reach, how much they get, and how they end."""
+
+import asyncio
+import shutil
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from scripted import until
+
+from cluster.errors import ToolRefused
+from cluster.tool_config import CommandTool
+from cluster.tools import Outcome, ToolCall, ToolResult
+from tools_runtime.host import ToolHost
+from tools_runtime.kinds.command import command_line
+
+OpenTools = Callable[..., Awaitable[ToolHost]]
+
+needs_bwrap = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")
+
+
+@pytest.fixture
+def bash(open_tools: OpenTools) -> Callable[..., Awaitable[ToolResult]]:
+    async def run(command: str, **said: Any) -> ToolResult:
+        host = await open_tools({"bash": {"kind": "command", "shell": True, **said}})
+        return await host.run(ToolCall("a", "bash", {"command": command}))
+
+    return run
+
+
+Bash = Callable[..., Awaitable[ToolResult]]
+
+
+@needs_bwrap
+async def test_a_command_answers(bash: Bash) -> None:
+    result = await bash("echo hello; echo there >&2; pwd; id -u")
+    assert (result.outcome, result.text) == (Outcome.OK, "hello\nthere\n/tmp\n65534\n")
+
+
+@needs_bwrap
+async def test_there_is_no_network(bash: Bash) -> None:
+    result = await bash("tail -n +3 /proc/net/dev | cut -d: -f1; exec 3<>/dev/tcp/127.0.0.1/22")
+    assert result.outcome is Outcome.ERROR
+    assert result.text.split()[1] == "lo", "no interface but the sandbox's own loopback"
+    assert "eth" not in result.text
+
+
+@needs_bwrap
+@pytest.mark.parametrize("path", ["/x", "/usr/x", "/bin/x", "/proc/sys/x", "/dev/x", "/etc/x"])
+async def test_nothing_can_be_written_but_the_scratch_directory(bash: Bash, path: str) -> None:
+    result = await bash(f"echo > /tmp/x && echo scratch; echo > {path}")
+    assert result.outcome is Outcome.ERROR
+    assert "scratch" in result.text
+
+
+@needs_bwrap
+async def test_nothing_of_this_machine_is_seen(bash: Bash, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SECRET", "hidden")
+    (tmp_path / "mine").write_text("hidden")
+    result = await bash(f"env; cat {tmp_path}/mine /etc/shadow; ls /root /home; ls /proc | grep -c '^[0-9]'")
+    assert "hidden" not in result.text
+    assert int(result.text.split("\n")[-2]) < 8, "only its own processes"
+
+
+@needs_bwrap
+async def test_what_the_operator_names_can_be_read_but_not_written(bash: Bash, tmp_path: Path) -> None:
+    # Every part of the path must be readable for everybody, as the sandbox runs as nobody.
+    for part in (tmp_path, *tmp_path.parents[:3]):
+        part.chmod(0o755) if part != Path("/tmp") else None
+    (tmp_path / "data").write_text("to be read")
+    result = await bash(f"cat {tmp_path}/data; echo x > {tmp_path}/data", read_only_paths=[str(tmp_path)])
+    assert "to be read" in result.text
+    assert "Read-only file system" in result.text
+
+
+@needs_bwrap
+async def test_one_call_leaves_nothing_to_the_next(open_tools: OpenTools) -> None:
+    host = await open_tools({"bash": {"kind": "command", "shell": True}})
+    first = await host.run(ToolCall("a", "bash", {"command": "echo x > /tmp/left; ls /tmp"}))
+    second = await host.run(ToolCall("b", "bash", {"command": "ls /tmp"}))
+    assert (first.text, second.text) == ("left\n", "")
+
+
+@needs_bwrap
+@pytest.mark.parametrize(
+    ("command", "limits", "says"),
+    [
+        ("python3 -c 'bytearray(1 << 30)'", {"memory_bytes": 256 << 20}, "MemoryError"),
+        ("for i in $(seq 50); do sleep 20 & done", {"processes": 10}, "Resource temporarily unavailable"),
+        ("head -c 2000000 /dev/zero > /tmp/x", {"scratch_bytes": 1 << 20}, "exit status"),
+        ("while :; do :; done", {"cpu_s": 1}, "exit status"),
+        ("ulimit -n", {"open_files": 20}, "20"),
+        ("unshare --user true", {}, "unshare"),
+        ("ulimit -u 9999", {"processes": 10}, "cannot modify limit"),
+    ],
+)
+async def test_limits_hold(bash: Bash, command: str, limits: dict[str, int], says: str) -> None:
+    result = await bash(command, **limits, deadline_s=60)
+    assert says in result.text
+
+
+@needs_bwrap
+async def test_a_flood_is_cut_and_ended(bash: Bash) -> None:
+    result = await bash("yes", output_cap_bytes=1000)
+    assert (result.outcome, len(result.text) < 1200) == (Outcome.ERROR, True)
+    assert result.text.endswith("[the command was ended: it said more than 1000 bytes]")
+
+
+@needs_bwrap
+async def test_a_status_is_told_with_what_was_said(bash: Bash) -> None:
+    assert (await bash("echo why; exit 3")).text == "error: why\n[exit status 3]"
+
+
+@needs_bwrap
+async def test_everything_that_a_command_started_ends_with_it(open_tools: OpenTools) -> None:
+    host = await open_tools({"bash": {"kind": "command", "shell": True, "deadline_s": 50}})
+    name = "271828"  # seconds that nobody else sleeps
+    command = f"(setsid sleep {name} &) ; sleep {name}"
+    running = asyncio.create_task(host.run(ToolCall("a", "bash", {"command": command})))
+    await until(lambda: len(sleepers(name)) == 2)
+    found = sleepers(name)
+    host.executor.cancel("", "a")
+    assert (await running).outcome is Outcome.CANCELLED
+    _, alive = psutil.wait_procs(found, timeout=20)
+    assert alive == []
+
+
+@needs_bwrap
+async def test_a_call_ends_although_what_it_started_would_go_on(bash: Bash) -> None:
+    assert (await bash("sleep 314159 & echo done", deadline_s=30)).text == "done\n"
+    assert sleepers("314159") == []
+
+
+def sleepers(seconds: str) -> list[psutil.Process]:
+    return [process for process in psutil.process_iter(["cmdline"]) if process.info["cmdline"] == ["sleep", seconds]]
+
+
+@pytest.fixture
+def no_bwrap(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A machine without bubblewrap."""
+    for name in ("prlimit", "setpriv", "bash"):
+        (tmp_path / name).symlink_to(shutil.which(name) or "/nowhere")
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+
+async def test_without_a_sandbox_nothing_runs_unless_it_is_allowed(no_bwrap: None, bash: Bash, tmp_path: Path) -> None:
+    result = await bash("echo it ran")
+    assert result.outcome is Outcome.REFUSED
+    assert result.text.startswith("refused: bubblewrap (bwrap) is not installed")
+    assert "allow_unsandboxed" in result.text
+
+
+async def test_without_a_sandbox_it_runs_with_limits_where_that_is_allowed(no_bwrap: None, bash: Bash) -> None:
+    allowed = {"allow_unsandboxed": True, "open_files": 33}
+    assert (await bash("ulimit -n; sleep 161803 & ", **allowed)).text == "33\n"
+    assert sleepers("161803") == [], "nothing is left running"
+
+
+def test_arguments_stay_within_their_element() -> None:
+    config = CommandTool(kind="command", argv=["grep", "-n", "--max-count={n}", "--", "{pattern}", "{path}"])
+    nasty = "a b; rm -rf / $(x) `y` {path}"
+    assert command_line(config, {"pattern": nasty, "n": 3}) == ["grep", "-n", "--max-count=3", "--", nasty]
+    with pytest.raises(ToolRefused, match="'n' is missing"):
+        command_line(config, {"pattern": "x"})
+    with pytest.raises(ToolRefused, match="text and numbers"):
+        command_line(config, {"pattern": ["x"], "n": 1})
