@@ -177,7 +177,7 @@ class HttpKind:
         return response
 
     async def _pinned(self, request: httpx.Request) -> httpx.Request:
-        """The same request, to the address that was checked; the name stays in Host, SNI and the check of certificates."""
+        """The same request, to the address that was checked; the name stays in Host and in TLS."""
         host = request.url.host
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         address = await self._resolver.public_address(host, port)
