@@ -3,7 +3,7 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("schedule_overhead", "resume_latency", "ingress_throughput", "replica_footprint")
+BENCHMARKS = ("schedule_overhead", "resume_latency", "ingress_throughput", "replica_footprint", "tool_executor")
 
 
 def main() -> int:

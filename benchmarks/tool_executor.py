@@ -5,6 +5,8 @@
 `burst`: so many calls of a tool that takes one second, asked for at once; the seconds until the last has answered.
 `overhead`: calls of a tool that does nothing, one after the other and eight at a time; milliseconds of each.
 `command` and `process` start a sandbox, and ask a worker process: they cost what processes cost, and have no target.
+`lateness`: calls of tools that never end, eight at a time with a deadline of half a second; the milliseconds by which
+their answers, timeouts all, are later than that.
 """
 
 import argparse
@@ -28,6 +30,9 @@ BURST_LIMIT_S = 2.5
 OVERHEAD_LIMITS_MS = (3.0, 15.0)
 """Of the median and the 99th percentile."""
 
+LATENESS_LIMIT_MS = 100.0
+DEADLINE_S = 0.5
+
 Run = Callable[[ToolCall], Awaitable[ToolResult]]
 
 
@@ -47,6 +52,11 @@ def nothing_apart() -> str:
     return ""
 
 
+def hang() -> None:
+    """A tool that never ends, in a process."""
+    time.sleep(1000)
+
+
 def tools(actors: int, burst: int) -> ToolsConfig:
     """The tools that are measured."""
     here = "benchmarks.tool_executor"
@@ -59,6 +69,8 @@ def tools(actors: int, burst: int) -> ToolsConfig:
                 "nothing": {"kind": "python", "entry": f"{here}:nothing", **many},
                 "process": {"kind": "python", "entry": f"{here}:nothing_apart"},
                 "command": {"kind": "command", "argv": ["true"]},
+                "hang": {"kind": "python", "entry": f"{here}:hang"},
+                "sleep": {"kind": "command", "argv": ["sleep", "1000"]},
             },
         }
     )
@@ -91,11 +103,29 @@ async def overhead(run: Run, tool: str, calls: int, at_a_time: int) -> dict[str,
     return {"measure": "overhead", "tool": tool, "at_a_time": at_a_time, "p50_ms": p50, "p99_ms": p99, "met": met}
 
 
+async def lateness(run: Run, tool: str, calls: int) -> dict[str, Any]:
+    """Milliseconds by which the answers for a tool that never ends are late."""
+    late: list[float] = []
+
+    async def one_after_the_other(caller: int) -> None:
+        for i in range(calls // 8):
+            start = time.perf_counter()
+            arguments = {"seconds": 1000} if tool == "wait" else {}
+            result = await run(ToolCall(f"{caller}.{i}", tool, arguments, deadline_s=DEADLINE_S))
+            late.append((time.perf_counter() - start - DEADLINE_S) * 1e3)
+            assert result.outcome is Outcome.TIMEOUT, result
+
+    await asyncio.gather(*map(one_after_the_other, range(8)))
+    p50, worst = statistics.median(late), max(late)
+    return {"measure": "lateness", "tool": tool, "p50_ms": p50, "max_ms": worst, "met": worst <= LATENESS_LIMIT_MS}
+
+
 async def measured(through: str, run: Run, arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """All rows of one way to run tools."""
     rows = [await burst(run, arguments.burst)]
     rows += [await overhead(run, "nothing", arguments.calls, at_a_time) for at_a_time in (1, 8)]
     rows += [await overhead(run, tool, arguments.calls // 20, 1) for tool in ("process", "command")]
+    rows += [await lateness(run, tool, 40) for tool in ("wait", "hang", "sleep")]
     return [{"through": through, **row} for row in rows]
 
 

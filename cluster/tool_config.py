@@ -51,6 +51,7 @@ class PythonTool(ToolSection):
     """A Python function; its parameters are the arguments' names."""
 
     kind: Literal["python"]
+    """Which kind of tool this is."""
     entry: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`module:function`, importable where the tools run."""
     isolation: Literal["auto", "process", "thread", "async"] = "auto"
@@ -75,6 +76,7 @@ class HttpTool(ToolSection):
     """An HTTP request."""
 
     kind: Literal["http"]
+    """Which kind of tool this is."""
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "GET"
     """Unless an OpenAPI operation says it."""
     url: str | None = Field(None, pattern=r"^https?://[^\s{}/?#@]+([/?#]\S*)?$")
@@ -102,6 +104,7 @@ class CommandTool(ToolSection):
     """A command in a sandbox (bubblewrap): no network, a read-only root, an empty scratch directory for each call."""
 
     kind: Literal["command"]
+    """Which kind of tool this is."""
     argv: list[str] = Field(default_factory=list)
     """The command; `{name}` stands for an argument. An element that is only `{name}` is left out without it."""
     shell: bool = False
@@ -134,6 +137,7 @@ class McpTool(ToolSection):
     """An MCP server; each of its tools is called `NAME__TOOL`."""
 
     kind: Literal["mcp"]
+    """Which kind of tool this is."""
     command: list[str] = Field(default_factory=list)
     """Starts a server that talks over stdin and stdout."""
     url: str | None = Field(None, pattern=r"^https?://\S+$")

@@ -95,7 +95,7 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown section": (
         "colours: {}\n",
         "colours: unknown key; there are: control, cost_model, engine, http, model, policy, replicas, router, slo, "
-        "store (got {}, line 1)",
+        "store, tools (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
