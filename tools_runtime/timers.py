@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Callable
 from typing import Protocol
 
-from cluster.clock import Clock
+from cluster.clock import Clock, MonotonicClock
 
 
 class Timer(Protocol):
@@ -23,16 +23,15 @@ class TimerClock(Clock, Protocol):
         ...
 
 
-class LoopClock:
-    """The running event loop's clock, which is the machine's monotonic one."""
+class LoopClock(MonotonicClock):
+    """The machine's monotonic clock, with the running event loop's timers.
 
-    def now_s(self) -> float:
-        """Seconds since boot."""
-        return asyncio.get_running_loop().time()
+    Not the loop's own time: uvloop, on which Ray's actors run, keeps that in whole milliseconds.
+    """
 
     def call_at(self, at_s: float, wake: Callable[[], None]) -> Timer:
         """Call ``wake`` at ``at_s``."""
-        return asyncio.get_running_loop().call_at(at_s, wake)
+        return asyncio.get_running_loop().call_later(max(0.0, at_s - self.now_s()), wake)
 
 
 async def sleep_until(clock: TimerClock, at_s: float) -> None:
