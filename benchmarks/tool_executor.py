@@ -3,7 +3,9 @@
     python -m benchmarks.tool_executor [--calls 2000] [--burst 500]
 
 `burst`: so many calls of a tool that takes one second, asked for at once; the seconds until the last has answered.
-`overhead`: calls of a tool that does nothing, one after the other and eight at a time; milliseconds of each.
+`overhead`: calls of a tool that does nothing; milliseconds of each, one after the other. Eight callers at a time, each
+with its next call as soon as it has an answer, saturate what runs them: their times are eight over the throughput, and
+have no target.
 `command` and `process` start a sandbox, and ask a worker process: they cost what processes cost, and have no target.
 `lateness`: calls of tools that never end, eight at a time with a deadline of half a second; the milliseconds by which
 their answers, timeouts all, are later than that.
@@ -99,7 +101,9 @@ async def overhead(run: Run, tool: str, calls: int, at_a_time: int) -> dict[str,
     await run(ToolCall("warm", tool))
     await asyncio.gather(*map(one_after_the_other, range(at_a_time)))
     p50, p99 = statistics.median(times), statistics.quantiles(times, n=100)[98]
-    met = p50 <= OVERHEAD_LIMITS_MS[0] and p99 <= OVERHEAD_LIMITS_MS[1] if tool == "nothing" else None
+    met = None
+    if tool == "nothing" and at_a_time == 1:
+        met = p50 <= OVERHEAD_LIMITS_MS[0] and p99 <= OVERHEAD_LIMITS_MS[1]
     return {"measure": "overhead", "tool": tool, "at_a_time": at_a_time, "p50_ms": p50, "p99_ms": p99, "met": met}
 
 
