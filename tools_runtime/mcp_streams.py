@@ -278,12 +278,8 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
         request.headers["Accept-Encoding"] = "identity"
-        if self._resolver is not None:
-            host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
-            address = await self._resolver.public_address(host, port)
-            request.extensions = {**request.extensions, "sni_hostname": request.url.raw_host.decode("ascii")}
-            request.url = request.url.copy_with(host=address)
-        response = await self._inner.handle_async_request(request)
+        sent = request if self._resolver is None else await self._pinned(request, self._resolver)
+        response = await self._inner.handle_async_request(sent)
         if response.headers.get("content-encoding", "identity") != "identity":
             await response.aclose()
             raise ToolFailed("the answer is compressed, although that was not asked for")
@@ -297,6 +293,18 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
 
     async def aclose(self) -> None:
         await self._inner.aclose()
+
+    async def _pinned(self, request: httpx2.Request, resolver: Resolver) -> httpx2.Request:
+        """The same request, to the address that was checked; redirects are still judged by the one that names it."""
+        host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
+        address = await resolver.public_address(host, port)
+        return httpx2.Request(
+            request.method,
+            request.url.copy_with(host=address),
+            headers=request.headers,
+            content=await request.aread(),
+            extensions={**request.extensions, "sni_hostname": request.url.raw_host.decode("ascii")},
+        )
 
 
 class _BoundedStream(httpx2.AsyncByteStream):

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
@@ -75,9 +76,12 @@ async def spawn(
     Raises:
         ToolRefused: it cannot be started: no such file, or arguments that no process can have.
     """
+    if shutil.which(argv[0], path=environment.get("PATH")) is None:
+        raise ToolRefused(f"the command {argv[0]!r} cannot be started: No such file or directory")
     reading, writing = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
+            *_tied(),
             *argv,
             stdin=PIPE if feed else DEVNULL,
             stdout=writing,
@@ -100,6 +104,12 @@ async def spawn(
         lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb", buffering=0)
     )
     return Child(process, output, pipe)
+
+
+def _tied() -> list[str]:
+    """Linux kills what it starts when its parent dies, even where that had no time to."""
+    setpriv = shutil.which("setpriv")
+    return [] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--"]
 
 
 async def read_bounded(reader: asyncio.StreamReader, cap_bytes: int) -> tuple[bytearray, bool]:

@@ -4,11 +4,9 @@ It answers one call at a time over its stdin and stdout, so that a call can be e
 length and as many bytes of JSON, `{"arguments": {...}, "cap_bytes": n}`; an answer is a status, a length and text.
 """
 
-import ctypes
 import importlib
 import json
 import os
-import signal
 import struct
 import sys
 from collections.abc import Callable, Mapping
@@ -19,8 +17,6 @@ ANSWER = struct.Struct(">BI")
 
 OK, CUT, FAILED, BROKEN = range(4)
 """Status of an answer: whole, cut at the cap, an exception of the tool, no such function."""
-
-_PR_SET_PDEATHSIG = 1
 
 
 def load(entry: str) -> Callable[..., Any]:
@@ -50,8 +46,6 @@ def told(error: BaseException) -> str:
 
 def main() -> None:
     """Answer calls until stdin ends."""
-    # Linux ends this process with the one that started it, even in the midst of a call.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     # What the tool prints is no answer, and what it reads is no call.
     os.dup2(2, 1)

@@ -1,0 +1,52 @@
+"""Processes of tools end with whoever started them, however that ends."""
+
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+
+from cluster.errors import ToolRefused
+from tools_runtime.processes import read_bounded, spawn
+
+STARTER = """
+import asyncio
+from tools_runtime.processes import spawn
+
+async def main():
+    child = await spawn(["sleep", "577215"], {"PATH": "/usr/bin:/bin"}, feed=True)
+    print(child.process.pid, flush=True)
+    await asyncio.sleep(1000)
+
+asyncio.run(main())
+"""
+
+
+def test_a_process_dies_with_the_one_that_started_it() -> None:
+    starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE)
+    assert starter.stdout is not None
+    child = psutil.Process(int(starter.stdout.readline()))
+    starter.send_signal(signal.SIGKILL)
+    starter.wait()
+    starter.stdout.close()
+    _, alive = psutil.wait_procs([child], timeout=20)
+    assert alive == []
+
+
+async def test_what_cannot_be_started_is_refused() -> None:
+    for argv in (["/no/such/file"], ["no-such-command"], ["ls", "a\0b"]):
+        with pytest.raises(ToolRefused, match="cannot be started"):
+            await spawn(argv, {"PATH": "/usr/bin:/bin"})
+
+
+async def test_output_is_read_up_to_its_bound() -> None:
+    child = await spawn(["printf", "12345"], {"PATH": "/usr/bin:/bin"})
+    assert await read_bounded(child.output, 5) == (b"12345", False)
+    assert await child.wait(leave_none=False) == 0
+    child.end()
+    child = await spawn(["yes"], {"PATH": "/usr/bin:/bin"})
+    assert await read_bounded(child.output, 3) == (b"y\ny", True)
+    child.end()
+    await child.reaped()
+    assert not child.alive
