@@ -3,6 +3,8 @@
 A call goes to the actor with the fewest calls outstanding; calls with an idempotency key, and all calls of one program
 to a `sticky` tool, go to one actor as long as that lives. A call whose actor dies is run once more elsewhere if its
 tool is idempotent; else its outcome is UNKNOWN. Limits of concurrency hold in each actor.
+
+Ray tells of a death after one to two seconds. So the pool holds a connection to each actor, which ends with it.
 """
 
 import asyncio
@@ -46,6 +48,14 @@ class ToolActor:
         self._config = ToolsConfig.model_validate_json(config)
         self._metrics = metrics
         self._host: ToolHost | None = None
+        self._door: asyncio.Server | None = None
+
+    async def door(self) -> tuple[str, int]:
+        """Address and port of connections that say nothing, and end with this process."""
+        if self._door is None:
+            self._door = await asyncio.start_server(_hold, ray.util.get_node_ip_address(), 0)
+        host, port = self._door.sockets[0].getsockname()[:2]
+        return host, port
 
     async def ready(self) -> int:
         """Its process id, once its tools can be called.
@@ -103,6 +113,9 @@ class ToolActors:
         text = config.model_dump_json()
         self._actors = [remote.remote(text) for _ in range(config.actors)]
         self._outstanding = [0] * config.actors
+        self._gone = [asyncio.Event() for _ in self._actors]
+        """Set when the actor's process is gone; another one for its successor."""
+        self._watching: dict[int, asyncio.Task[None]] = {}
         self._reviving: dict[int, asyncio.Task[None]] = {}
         """Actors that died, each with the task that waits for it to be back."""
         self._started: OrderedDict[tuple[str, str], int] = OrderedDict()
@@ -114,7 +127,10 @@ class ToolActors:
         Raises:
             RayError: one cannot: what its ConfigError says is in the message.
         """
-        return list(await asyncio.gather(*(actor.ready.remote() for actor in self._actors)))
+        pids = await asyncio.gather(*(actor.ready.remote() for actor in self._actors))
+        for index in range(len(self._actors)):
+            self._watch(index)
+        return list(pids)
 
     async def run(self, call: ToolCall, definitions: Mapping[str, Any] | None = None) -> ToolResult:
         """The call's one outcome; see `ToolExecutor.run`."""
@@ -161,7 +177,7 @@ class ToolActors:
 
     async def aclose(self) -> None:
         """End all actors."""
-        for task in self._reviving.values():
+        for task in (*self._reviving.values(), *self._watching.values()):
             task.cancel()
         for actor in self._actors:
             ray.kill(actor)
@@ -206,8 +222,13 @@ class ToolActors:
         self._outstanding[index] += 1
         self._running[call.key] = index
         answer = asyncio.ensure_future(_awaited(self._actors[index].run.remote(call, definitions)))
+        gone = asyncio.ensure_future(self._gone[index].wait())
         try:
-            await asyncio.wait({answer}, timeout=self._patience_s(call, settings))
+            either: set[asyncio.Future[Any]] = {answer, gone}
+            patience_s = self._patience_s(call, settings)
+            await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done() and gone.done():
+                return None
             if not answer.done():
                 text = f"timeout: {call.name} did not answer, and nor did what runs it; it may have taken effect"
                 return ToolResult(call.id, call.name, Outcome.TIMEOUT, text, statistics_name=call.name)
@@ -221,6 +242,7 @@ class ToolActors:
         except RayError as error:
             return ToolResult(call.id, call.name, Outcome.UNKNOWN, f"unknown: {str(error)[:500]}")
         finally:
+            gone.cancel()
             if not answer.done():
                 answer.cancel()
                 self._actors[index].cancel.remote(call.program, call.id)
@@ -231,18 +253,41 @@ class ToolActors:
         longest = self._config.max_request_deadline_s if settings is None else settings.deadline_s
         return (longest if call.deadline_s is None else min(longest, max(0.0, call.deadline_s))) + ANSWER_S
 
+    def _watch(self, index: int) -> None:
+        if index not in self._watching:
+            self._watching[index] = asyncio.create_task(self._until_gone(index))
+
+    async def _until_gone(self, index: int) -> None:
+        try:
+            address = await self._actors[index].door.remote()
+            if not await _held(*address):
+                return  # the network lets nobody in; Ray will tell
+            while await _held(*address):
+                pass  # only the connection broke
+            self._revive(index)
+        except RayActorError:
+            self._revive(index)
+        finally:
+            del self._watching[index]
+
     def _revive(self, index: int) -> None:
-        if index not in self._reviving:
-            self._reviving[index] = asyncio.create_task(self._until_ready(index))
+        if index in self._reviving:
+            return
+        self._gone[index].set()
+        self._gone[index] = asyncio.Event()
+        self._reviving[index] = asyncio.create_task(self._until_ready(index))
 
     async def _until_ready(self, index: int) -> None:
         try:
             while True:
                 try:
                     await self._actors[index].ready.remote()
+                    self._watch(index)
                     return
                 except RayActorError:
                     await asyncio.sleep(0.1)  # Ray is starting it again
+                except RayError:
+                    return  # it is back, but its tools cannot work: its calls say why
         finally:
             del self._reviving[index]
 
@@ -263,6 +308,26 @@ class ToolActors:
             self._revive(index)
             return lost
         return result
+
+
+async def _hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(1)
+    writer.close()
+
+
+async def _held(host: str, port: int) -> bool:
+    """Hold a connection until it ends; False if there was none."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        await reader.read(1)
+    except OSError:
+        pass
+    finally:
+        writer.close()
+    return True
 
 
 async def _awaited(reference: Any) -> ToolResult:
