@@ -3,18 +3,15 @@
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import ManualTimers, ScriptedKind
+from scripted import SERVERS, ManualTimers, ScriptedKind
 
 from cluster.tool_config import ToolModel, ToolsConfig
 from tools_runtime.executor import ToolExecutor
 from tools_runtime.host import ToolHost
 from tools_runtime.tool_table import Entry, ToolTable
-
-SERVERS = Path(__file__).parent / "servers"
 
 
 @pytest.fixture

@@ -2,12 +2,15 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from cluster.clock import ManualClock
 from cluster.tool_config import PythonTool, ToolModel
 from tools_runtime.kind import Invocation, Offer, SingleTool, ToolOutput
 from tools_runtime.timers import Timer
+
+SERVERS = Path(__file__).parent / "servers"
 
 
 class _Wake:

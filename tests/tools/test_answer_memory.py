@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
-from conftest import SERVERS
+from scripted import SERVERS
 
 from cluster.tools import Outcome, ToolCall
 from tools_runtime.host import ToolHost

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import SERVERS
-from scripted import until
+from scripted import SERVERS, until
 
 from cluster.tools import Outcome, ToolCall, ToolResult
 from tools_runtime.host import ToolHost
