@@ -44,7 +44,8 @@ async def test_a_large_answer_costs_its_cap(
             tool = {"kind": "mcp", "command": [sys.executable, SERVER, "stdio"]}
         else:
             _, port = serve("mcp_server.py", "http", *(["json"] if kind == "mcp JSON" else []))
-            tool = {"kind": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "private_addresses": True}
+            url, protocol = f"http://127.0.0.1:{port}/mcp", "auto" if kind == "mcp JSON" else "handshake"
+            tool = {"kind": "mcp", "url": url, "protocol": protocol, "private_addresses": True}
     host = await open_tools({"t": {**tool, "output_cap_bytes": CAP, "deadline_s": 100}})
     small = {"size": 10} if "size" in arguments else {"mb": 0}
     await host.run(ToolCall("warm", name, small if arguments else {}))
