@@ -28,8 +28,9 @@ demo: $(STAMP) ## start a real cluster here, replay agent programs, print the co
 serve: $(STAMP) ## serve in the foreground (CONFIG=file.yaml to choose)
 	@$(BIN)/caesura serve $(if $(CONFIG),--config $(CONFIG))
 
-test: $(STAMP) ## all tests
-	@$(BIN)/python -m pytest
+test: $(STAMP) ## all tests; a process can have one Ray
+	@$(BIN)/python -m pytest -m "not own_ray"
+	@$(BIN)/python -m pytest -m own_ray
 
 check: $(STAMP) ## what CI checks beside the tests: format, lint, types, import rules
 	@$(BIN)/ruff format --check .

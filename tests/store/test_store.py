@@ -100,9 +100,10 @@ async def test_what_has_not_changed_is_not_merged_again(peer):
 
 async def test_models_do_not_see_each_other(peer):
     names = ["tiny", "tiny}", "{tiny}:durations", "tiny:writers"]
-    await asyncio.gather(*(peer("a", model=name).observe(name, 1.0).exchange() for name in names))
-    for name in names:
-        assert await peer("b", model=name).exchange() == {OVERALL: 1, name: 1}
+    tools = {name: f"tool {number}" for number, name in enumerate(names)}
+    await asyncio.gather(*(peer("a", model=name).observe(tool, 1.0).exchange() for name, tool in tools.items()))
+    for name, tool in tools.items():
+        assert await peer("b", model=name).exchange() == {OVERALL: 1, tool: 1}
 
 
 async def test_every_name_that_a_model_can_write_arrives(peer):

@@ -16,7 +16,7 @@ from cluster.tool_config import ToolsConfig
 from cluster.tools import Outcome, ToolCall
 from tools_runtime.actor import ToolActors
 
-pytestmark = pytest.mark.cluster
+pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
 
 HERE = str(Path(__file__).parent)
 
@@ -39,6 +39,8 @@ DEFINED = {
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
     """Ray on this machine, whose workers find this directory's modules."""
+    if ray.is_initialized():
+        pytest.skip("this process has a Ray already: run `python -m pytest -m own_ray`")
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join((HERE, str(Path.cwd())))}}
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
     yield
