@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
@@ -27,6 +28,8 @@ def test_a_process_dies_with_the_one_that_started_it() -> None:
     starter = subprocess.Popen([sys.executable, "-c", STARTER], stdout=subprocess.PIPE)
     assert starter.stdout is not None
     child = psutil.Process(int(starter.stdout.readline()))
+    while child.name() != "sleep":  # what ties it to its starter is done by the program before
+        time.sleep(0.01)
     starter.send_signal(signal.SIGKILL)
     starter.wait()
     starter.stdout.close()
