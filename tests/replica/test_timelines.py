@@ -273,7 +273,7 @@ def test_what_the_client_asked_to_hold_is_neither_reviewed_nor_broken_for_a_wait
     programs: Make, retention_s: float | None, held: set[str]
 ) -> None:
     """The tool takes fifty times as long as such tools do, and a turn waits for the memory."""
-    p = programs("caesura", newcomers_room=0.0)
+    p = programs("caesura", newcomers_room=0.0, hopeless_room=0.0)
     p.learn("ls", 0.1, 0.1, 0.1)
     identity = ProgramIdentity(program_id="a", hints=Hints(retention_s=retention_s, expected_tool="ls"))
     p.engine.submit("a1", range(3000, 3320), 1, identity)
