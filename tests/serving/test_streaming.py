@@ -32,6 +32,24 @@ async def test_the_first_piece_does_not_wait_for_the_interval():
     assert [piece async for piece in pieces] == [b"secondthird"]
 
 
+async def test_what_comes_while_the_taker_is_busy_is_not_lost():
+    busy = asyncio.Event()
+
+    async def chunks():
+        yield "a"
+        await busy.wait()
+        for text in ("b", "c", "d"):
+            yield text
+
+    got = []
+    async for piece in coalesce(chunks(), 0.0):
+        got.append(piece)
+        busy.set()
+        for _ in range(3):
+            await asyncio.sleep(0)
+    assert b"".join(got) == b"abcd"
+
+
 async def test_what_is_not_text_passes_as_it_is():
     refusal = object()
 
