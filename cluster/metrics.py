@@ -11,6 +11,7 @@ from typing import Any
 from ray.util import metrics
 
 from cluster.tools import ToolResult
+from cluster.turn import Rendering
 
 PREFIX = "caesura_"
 
@@ -43,6 +44,7 @@ SNAPSHOT_GAUGES = {
 EVENTS = "scheduler_events"
 FALLBACKS = "fallbacks"
 STORE_FAILURES = "store_failures"
+TURN_PROMPTS = "turn_prompts"
 TOOL_CALLS = "tool_calls"
 TOOL_SECONDS = "tool_seconds"
 TOOL_QUEUE_SECONDS = "tool_queue_seconds"
@@ -74,7 +76,12 @@ class ReplicaMetrics:
             description="Exchanges with the store that failed, by kind",
             tag_keys=("model", "kind"),
         )
-        for metric in (*self._gauges.values(), self._events, self._fallbacks, self._store_failures):
+        self._prompts = metrics.Counter(
+            PREFIX + TURN_PROMPTS,
+            description="Turns of programs that the cluster runs, by how their prompt was made",
+            tag_keys=("model", "rendering"),
+        )
+        for metric in (*self._gauges.values(), self._events, self._fallbacks, self._store_failures, self._prompts):
             metric.set_default_tags(tags)
         self._counted: dict[tuple[metrics.Counter, str], float] = {}
 
@@ -91,6 +98,10 @@ class ReplicaMetrics:
     def fell_back(self, kind: Fallback) -> None:
         """Count one fallback."""
         self._fallbacks.inc(1, {"kind": kind.value})
+
+    def rendered(self, rendering: Rendering) -> None:
+        """Count one turn whose prompt is made."""
+        self._prompts.inc(1, {"rendering": rendering.value})
 
     def _add(self, counter: metrics.Counter, totals: Mapping[Any, float]) -> None:
         for kind, total in totals.items():

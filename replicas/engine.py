@@ -53,3 +53,8 @@ class ReplicaEngine(VLLMEngine):
     def client(self) -> Any:
         """vLLM's AsyncLLM; None before the start."""
         return self._engine_client
+
+    @property
+    def chat_renderer(self) -> Any:
+        """vLLM's OnlineRenderer, which makes the prompts of chat requests."""
+        return self._oai_serving_chat.online_renderer

@@ -22,6 +22,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
+from cluster.program import WIRE_KEY
 from cluster.validation import validated
 
 ERROR_EVENT = b'data: {"error"'
@@ -69,6 +70,14 @@ def _read_through(request: ChatCompletionRequest) -> ChatCompletionRequest:
                     path = f"messages.{number}.{field}"
                     raise BadRequest(f"{path}: {error.errors(include_url=False)[0]['msg']}", param=path) from error
     return request
+
+
+def attach_program(request: Any, headers: Mapping[str, str], key: str | None, identity: str | None) -> None:
+    """Tell the scheduler whose turn a request is: nothing without an identity."""
+    if identity is not None:
+        request.request_id = headers["x-request-id"]
+        request.session_id = key
+        request.vllm_xargs = {**(request.vllm_xargs or {}), WIRE_KEY: identity}
 
 
 def as_refusal(error: Exception) -> HttpError:

@@ -23,12 +23,21 @@ from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
 from cluster.errors import ControlTimeout, EngineGone, HttpError
 from cluster.metrics import Fallback, ReplicaMetrics
-from cluster.program import WIRE_KEY
 from cluster.statistics import DurationTable
 from cluster.store import StatisticsStore
+from cluster.turn import Continuation, TurnPiece
+from replicas.chat_text import ChatText
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
-from replicas.requests import as_refusal, naming_field, of_first_event, of_response, parse_request
+from replicas.program_turn import ProgramTurns
+from replicas.requests import (
+    as_refusal,
+    attach_program,
+    naming_field,
+    of_first_event,
+    of_response,
+    parse_request,
+)
 from replicas.streaming import coalesce
 
 logger = logging.getLogger("ray.serve")
@@ -68,6 +77,11 @@ class ProgramServer(LLMServer):
             expiry_s=store.expiry_s,
             clock=MonotonicClock(),
         )
+        interval_s = self._config.replicas.stream_interval_ms / 1000
+        self._turns = ProgramTurns(
+            self.engine.chat, ChatText(self.engine.chat_renderer), interval_s, self._metrics.rendered
+        )
+        await self._turns.examine()
         await self._warm_up()
         self._loop_task = asyncio.create_task(self._exchange_for_ever())
 
@@ -106,10 +120,7 @@ class ProgramServer(LLMServer):
         """
         try:
             request = parse_request(method, body)
-            if identity is not None:
-                request.request_id = headers["x-request-id"]
-                request.session_id = key
-                request.vllm_xargs = {**(request.vllm_xargs or {}), WIRE_KEY: identity}
+            attach_program(request, headers, key, identity)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             if getattr(request, "stream", False):
                 answers = coalesce(answers, self._config.replicas.stream_interval_ms / 1000)
@@ -121,6 +132,19 @@ class ProgramServer(LLMServer):
             if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("%s failed", method)
             yield naming_field(refusal, body)
+
+    async def turn(
+        self,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        key: str | None,
+        identity: str | None,
+        continuation: Continuation | None,
+    ) -> AsyncGenerator[TurnPiece | HttpError]:
+        """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`."""
+        async with aclosing(self._turns.run(body, headers, key, identity, continuation)) as pieces:
+            async for piece in pieces:
+                yield piece
 
     # --- called by the ingress, by name -------------------------------------------------------------------------------
 
@@ -146,9 +170,10 @@ class ProgramServer(LLMServer):
         return await self.control("reset", {})
 
     async def snapshot(self) -> dict[str, Any]:
-        """The scheduler's numbers, now."""
+        """The scheduler's numbers, now; and whether prompts of programs can be extended exactly."""
         answer = await self._channel.call("exchange", durations=self._others)
-        return {"replica": self.replica_id, "pid": os.getpid(), **answer["snapshot"]}
+        stable = {"template_prefix_stable": self._turns.template_prefix_stable}
+        return {"replica": self.replica_id, "pid": os.getpid(), **stable, **answer["snapshot"]}
 
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
 

@@ -1,0 +1,142 @@
+"""The text of a chat prompt, and its ids, by the code that vLLM 0.29 makes its own prompts with.
+
+Private names of vLLM (tests/contracts/test_program_turn.py holds what they do):
+    OnlineRenderer          use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
+    BaseRenderer            render_messages, tokenize_prompt, _executor
+    ChatCompletionRequest   build_chat_params, build_tok_params
+"""
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from vllm.exceptions import VLLMClientError
+from vllm.inputs import TextPrompt, tokens_input
+from vllm.renderers import merge_kwargs
+from vllm.utils.mistral import is_mistral_tokenizer
+
+from replicas.continuation import Again, CannotRender, Examined, Message, examine, rest_of_prompt
+from replicas.requests import parse_request
+from replicas.template_samples import Sample
+
+Result = TypeVar("Result")
+
+NOT_TEXT = Examined((), ("the prompts are not text",))
+
+
+class ChatText:
+    """What vLLM's chat renderer does, in its two steps: messages to text, text to ids.
+
+    Args:
+        online: vLLM's OnlineRenderer.
+    """
+
+    def __init__(self, online: Any) -> None:
+        self._online = online
+        self._renderer = online.renderer
+        self._is_text = not (
+            online.use_harmony
+            or is_mistral_tokenizer(self._renderer.tokenizer)
+            or online.model_config.enable_prompt_embeds
+        )
+
+    async def examine(self) -> Examined:
+        """What the model's own template does with sample conversations."""
+        return await self._in_thread(self._examine) if self._is_text else NOT_TEXT
+
+    async def rest(self, request: Any, examined: Examined, known: int, last_id: int) -> list[int] | Again:
+        """`replicas.continuation.rest_of_prompt` of vLLM's chat request.
+
+        Raises:
+            ValueError, VLLMClientError: the messages cannot be rendered.
+        """
+        if not self._is_text:
+            return Again.NOT_TEXT
+        if request.chat_template is not None or (request.chat_template_kwargs or {}).get("chat_template") is not None:
+            return Again.OWN_TEMPLATE
+        if request.add_special_tokens:
+            return Again.SPECIAL_TOKENS
+        if not all(_only_text(message) for message in request.messages):
+            return Again.NOT_ONLY_TEXT
+        return await self._in_thread(
+            rest_of_prompt,
+            lambda messages, generation: self.text(request, messages, generation),
+            lambda text: self.ids(request, text),
+            examined,
+            request.messages,
+            known,
+            last_id,
+        )
+
+    def check_length(self, request: Any, token_ids: list[int]) -> None:
+        """vLLM's check of a prompt's length, which it leaves out for a prompt that comes as ids.
+
+        Raises:
+            VLLMClientError: with what is asked for as output, it is longer than the model's context.
+        """
+        params = request.build_tok_params(self._online.model_config)
+        params.apply_post_tokenization(self._renderer.tokenizer, tokens_input(token_ids))
+
+    def text(self, request: Any, messages: Sequence[Message], generation: bool) -> str:
+        """``messages`` as the template writes them, with everything else as ``request`` has it.
+
+        Raises:
+            ValueError, VLLMClientError: the template refuses them.
+        """
+        online = self._online
+        hidden = request.tools is None or (request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none)
+        tools = None if hidden else [tool.model_dump() for tool in request.tools]
+        params = request.build_chat_params(online.chat_template, online.chat_template_content_format).with_defaults(
+            merge_kwargs(online.default_chat_template_kwargs, {"tools": tools, "tokenize": False})
+        )
+        params = replace(
+            params, chat_template_kwargs={**params.chat_template_kwargs, "add_generation_prompt": generation}
+        )
+        _, prompt = self._renderer.render_messages(list(messages), params)
+        return str(prompt["prompt"])
+
+    def ids(self, request: Any, text: str) -> list[int]:
+        """``text`` as ids.
+
+        Raises:
+            VLLMClientError: it is longer than the model's context.
+        """
+        params = request.build_tok_params(self._online.model_config)
+        return list(self._renderer.tokenize_prompt(TextPrompt(prompt=text), params)["prompt_token_ids"])
+
+    def _examine(self) -> Examined:
+        def render(sample: Sample, messages: Sequence[Message], generation: bool) -> str:
+            body = {"messages": list(messages)} | ({"tools": list(sample.tools)} if sample.tools else {})
+            request = parse_request("chat", body)
+            try:
+                return self.text(request, request.messages, generation)
+            except (ValueError, VLLMClientError) as error:
+                raise CannotRender(str(error)) from error
+
+        tokenizer = self._renderer.tokenizer
+        tokens = {str(token): number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
+        plain = parse_request("chat", {"messages": []})
+        with _quiet(logging.getLogger("vllm.renderers.hf")):
+            return examine(render, lambda text: self.ids(plain, text), tokens)
+
+    async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
+        # vLLM's own threads: it has a tokenizer for each of them, and would copy one for any other.
+        return await asyncio.get_running_loop().run_in_executor(self._renderer._executor, function, *arguments)
+
+
+def _only_text(message: Message) -> bool:
+    content = message.get("content")
+    return not isinstance(content, list) or all(isinstance(part, str) or part.get("type") == "text" for part in content)
+
+
+@contextmanager
+def _quiet(logger: logging.Logger) -> Iterator[None]:
+    """A template may refuse a sample, one with a system message for instance: that is no error to tell of."""
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled

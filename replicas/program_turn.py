@@ -1,0 +1,275 @@
+"""One turn of a program that the cluster runs: its prompt goes on from exact ids, its output comes with its ids.
+
+vLLM takes a prompt's ids beside the messages (``kv_transfer_params.prompt_token_ids``, made for split prefill): it then
+leaves out templating and tokenization, and everything else of a chat request stays as it is, tool choice, structured
+output and the parsing of reasoning and tool calls.
+"""
+
+import json
+import logging
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from contextlib import aclosing
+from http import HTTPStatus
+from typing import Any
+
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+
+from cluster.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.turn import (
+    CallDelta,
+    Continuation,
+    Rendering,
+    TurnBegan,
+    TurnDelta,
+    TurnDone,
+    TurnPiece,
+    pack_ids,
+    unpack_ids,
+)
+from replicas.chat_text import NOT_TEXT, ChatText
+from replicas.continuation import Again, Examined
+from replicas.requests import as_refusal, attach_program, naming_field, of_response, parse_request
+from replicas.streaming import gather
+
+logger = logging.getLogger("ray.serve")
+
+FIXED: Mapping[str, Any] = {
+    "n": 1,
+    "echo": False,
+    "use_beam_search": False,
+    "add_generation_prompt": True,
+    "continue_final_message": False,
+    "truncate_prompt_tokens": None,
+    "kv_transfer_params": None,
+}
+"""Fields that a program's turn cannot have otherwise: it is one stream of ids, after all that was before."""
+
+OURS: Mapping[str, Any] = {
+    "stream": True,
+    "stream_options": {"include_usage": True},
+    "return_token_ids": True,
+    "include_reasoning": True,  # without it, vLLM keeps the ids back; what the caller does not want is left out here
+}
+"""Fields that are set here, whatever the caller said."""
+
+Piece = TurnPiece | HttpError
+
+
+class ProgramTurns:
+    """The turns of a replica.
+
+    Args:
+        chat: `ReplicaEngine.chat`.
+        text: of the engine's chat prompts.
+        interval_s: pieces of one turn that are ready within this time travel together.
+        count: called with how each turn's prompt was made.
+    """
+
+    def __init__(
+        self,
+        chat: Callable[..., AsyncGenerator[Any]],
+        text: ChatText,
+        interval_s: float,
+        count: Callable[[Rendering], None],
+    ) -> None:
+        self._chat = chat
+        self._text = text
+        self._interval_s = interval_s
+        self._count = count
+        self._examined: Examined = NOT_TEXT
+        self._told: set[Again] = set()
+
+    @property
+    def template_prefix_stable(self) -> bool:
+        """Whether the model's chat template extended every sample conversation exactly."""
+        return self._examined.stable
+
+    async def examine(self) -> None:
+        """Look at what the model's chat template does; until then every prompt is rendered again."""
+        self._examined = await self._text.examine()
+        if self._examined.faults:
+            usable = "extended only where it keeps what it wrote" if self._examined.closings else "rendered again"
+            logger.warning(
+                "the chat template does not extend: %s; prompts are %s", ", ".join(self._examined.faults), usable
+            )
+
+    async def run(
+        self,
+        body: Mapping[str, Any],
+        headers: dict[str, str],
+        key: str | None,
+        identity: str | None,
+        continuation: Continuation | None,
+    ) -> AsyncGenerator[Piece]:
+        """One TurnBegan, TurnDeltas, one TurnDone; or an HttpError as the last piece. Closing it aborts the turn.
+
+        Args:
+            body: a chat completion's, with all messages of the program so far.
+            headers: those that vLLM may see.
+            key: of the program.
+            identity: encoded ProgramIdentity.
+            continuation: ids that stand for the first messages; None on the program's first turn.
+        """
+        try:
+            _check_fixed(body)
+            request = parse_request("chat", {**body, **OURS})
+            attach_program(request, headers, key, identity)
+            rendering, known, added = await self._prompt(request, continuation)
+            if rendering is Rendering.CONTINUED:
+                request.kv_transfer_params = {"prompt_token_ids": known + added}
+            events = self._chat(request, RawRequestInfo(headers=headers))
+            reading = _Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)))
+            async with aclosing(gather(reading.pieces(events), self._interval_s)) as batches:
+                async for batch in batches:
+                    for piece in _joined(batch):
+                        if isinstance(piece, TurnBegan):
+                            self._count(rendering)
+                        yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
+        except Exception as error:  # the boundary: vLLM's exceptions do not leave the replica
+            refusal = as_refusal(error)
+            if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+                logger.exception("a turn failed")
+            yield naming_field(refusal, body)
+
+    async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[Rendering, list[int], list[int]]:
+        """How the prompt is made, the ids that it goes on from, and those that come after them, if we make it."""
+        if continuation is None:
+            return Rendering.FIRST, [], []
+        known = _known_ids(request, continuation)
+        rest = await self._text.rest(request, self._examined, continuation.messages, known[-1])
+        if isinstance(rest, Again):
+            if rest not in self._told:
+                self._told.add(rest)
+                logger.warning("a prompt is rendered again: %s (told once)", rest.value)
+            return Rendering.RENDERED_AGAIN, [], []
+        self._text.check_length(request, known + rest)
+        return Rendering.CONTINUED, known, rest
+
+
+def _check_fixed(body: Mapping[str, Any]) -> None:
+    for name, value in FIXED.items():
+        if body.get(name) is not None and body[name] != value:
+            raise BadRequest(f"{name} must be {json.dumps(value)} in a program's turn", param=name)
+
+
+def _known_ids(request: Any, continuation: Continuation) -> list[int]:
+    try:
+        known = unpack_ids(continuation.token_ids)
+    except ValueError as error:
+        raise BadRequest(f"the continuation's ids cannot be read: {error}") from error
+    if not known:
+        raise BadRequest("the continuation has no ids")
+    if not 0 < continuation.messages <= len(request.messages):
+        raise BadRequest(f"the continuation stands for {continuation.messages} of {len(request.messages)} messages")
+    if request.messages[continuation.messages - 1].get("role") != "assistant":
+        raise BadRequest("the last message that the continuation stands for must be the assistant's")
+    return known
+
+
+class _Reading:
+    """Reads vLLM's stream of one chat completion.
+
+    Args:
+        rendering: how the prompt is made.
+        added: the ids that continue it; of a prompt that vLLM makes, it tells the ids itself.
+        reasoning: whether the caller wants to see it.
+    """
+
+    def __init__(self, rendering: Rendering, added: bytes, reasoning: bool) -> None:
+        self._rendering = rendering
+        self._added = added
+        self._reasoning = reasoning
+        self._begun = False
+        self._ids = 0
+        self._finish_reason: str | None = None
+
+    async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[Piece]:
+        """What the stream says; after a refusal, or the end, nothing."""
+        over = False
+        async with aclosing(events):
+            async for event in events:
+                if isinstance(event, ErrorResponse):
+                    yield of_response(event)
+                    return
+                for piece in self._of(event):
+                    yield piece
+                    over = isinstance(piece, TurnDone | HttpError)
+                if over:
+                    return
+        yield UpstreamFailed("the engine ended the turn without a reason")
+
+    def _of(self, event: str) -> Iterator[Piece]:
+        data = event.removeprefix("data: ").strip()
+        if data == "[DONE]":
+            return
+        if not self._begun and self._rendering is Rendering.CONTINUED and not data.startswith('{"error"'):
+            # Only the role, and the prompt's ids, which are known here and may be many.
+            self._begun = True
+            yield TurnBegan(self._rendering, self._added)
+            return
+        told = json.loads(data)
+        if "error" in told:
+            yield of_response(ErrorResponse.model_validate(told))
+            return
+        if not self._begun:
+            self._begun = True
+            yield TurnBegan(self._rendering, pack_ids(told["prompt_token_ids"]))
+        for choice in told["choices"]:
+            delta = self._delta(choice)
+            if delta != TurnDelta():
+                yield delta
+        if told.get("usage") is not None and not told["choices"]:
+            yield self._done(told["usage"])
+
+    def _delta(self, choice: Mapping[str, Any]) -> TurnDelta:
+        self._finish_reason = choice.get("finish_reason") or self._finish_reason
+        ids, delta = choice.get("token_ids") or (), choice["delta"]
+        self._ids += len(ids)
+        return TurnDelta(
+            pack_ids(ids),
+            delta.get("content") or "",
+            (delta.get("reasoning") or "") if self._reasoning else "",
+            tuple(map(_call, delta.get("tool_calls") or ())),
+        )
+
+    def _done(self, usage: Mapping[str, Any]) -> Piece:
+        if self._ids != usage["completion_tokens"] or self._finish_reason is None:
+            return UpstreamFailed("the engine did not tell all ids of the turn")
+        cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
+        return TurnDone(self._finish_reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
+
+
+def _call(told: Mapping[str, Any]) -> CallDelta:
+    function = told.get("function") or {}
+    return CallDelta(told["index"], told.get("id"), function.get("name"), function.get("arguments") or "")
+
+
+def _joined(batch: list[Piece]) -> list[Piece]:
+    """The same, with deltas that follow one another as one."""
+    joined: list[Piece] = []
+    for piece in batch:
+        last = joined[-1] if joined else None
+        if isinstance(piece, TurnDelta) and isinstance(last, TurnDelta):
+            joined[-1] = TurnDelta(
+                last.token_ids + piece.token_ids,
+                last.content + piece.content,
+                last.reasoning + piece.reasoning,
+                _joined_calls((*last.calls, *piece.calls)),
+            )
+        else:
+            joined.append(piece)
+    return joined
+
+
+def _joined_calls(calls: tuple[CallDelta, ...]) -> tuple[CallDelta, ...]:
+    joined: list[CallDelta] = []
+    for call in calls:
+        last = joined[-1] if joined else None
+        if last is not None and last.index == call.index:
+            joined[-1] = CallDelta(
+                call.index, last.id or call.id, last.name or call.name, last.arguments + call.arguments
+            )
+        else:
+            joined.append(call)
+    return tuple(joined)

@@ -1,0 +1,235 @@
+"""A program's turns on the real CPU engine: each goes on from the exact ids of those before it, whose KV is there."""
+
+import asyncio
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from starlette.datastructures import State
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.entrypoints.openai.api_server import init_app_state
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from cluster.config import PolicyConfig
+from cluster.errors import HttpError
+from cluster.program import ProgramIdentity
+from cluster.turn import Continuation, Rendering, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids, unpack_ids
+from replicas.chat_text import ChatText
+from replicas.control import ControlChannel
+from replicas.engine import ReplicaEngine
+from replicas.program_turn import ProgramTurns
+from replicas.settings import SchedulerSettings
+from replicas.template_samples import TOOLS
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+BLOCK = 32
+NAMED = {"type": "function", "function": {"name": "weather"}}
+
+
+class Replica:
+    """The engine's part of a ProgramServer, without Ray Serve around it."""
+
+    def __init__(self, client: AsyncLLM, engine: ReplicaEngine) -> None:
+        self.renderings: list[Rendering] = []
+        self.prompts: list[list[int]] = []
+        self.channel = ControlChannel(client, timeout_s=30.0)
+        self._watch(client)
+        self.turns = ProgramTurns(engine.chat, ChatText(engine.chat_renderer), 0.05, self.renderings.append)
+
+    def _watch(self, client: AsyncLLM) -> None:
+        generate = client.generate
+
+        def watched(prompt: Any, *args: Any, **kwargs: Any) -> Any:
+            self.prompts.append(list(prompt["prompt_token_ids"]))
+            return generate(prompt, *args, **kwargs)
+
+        client.generate = watched  # type: ignore[method-assign]
+
+    async def turn(
+        self, body: dict[str, Any], continuation: Continuation | None = None, name: str | None = None
+    ) -> list[TurnPiece | HttpError]:
+        identity = ProgramIdentity(program_id=name).encode() if name else None
+        headers = {"x-request-id": f"{name}-{len(self.prompts)}"}
+        return [piece async for piece in self.turns.run(body, headers, name, identity, continuation)]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def replica(tiny_model: Path) -> AsyncIterator[Replica]:
+    settings = SchedulerSettings(policy=PolicyConfig(name="continuum"), tool_parser="hermes")
+    arguments = AsyncEngineArgs(
+        model=str(tiny_model),
+        served_model_name=["tiny"],
+        max_model_len=4096,
+        enforce_eager=True,
+        block_size=BLOCK,
+        num_gpu_blocks_override=129,
+        max_num_seqs=8,
+        distributed_executor_backend="uni",
+        scheduler_cls="replicas.scheduler.AgentScheduler",
+        additional_config=settings.additional_config(),
+    )
+    front = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", enable_prompt_tokens_details=True)
+    client = AsyncLLM.from_vllm_config(arguments.create_engine_config())
+    state = State()
+    await init_app_state(client, state, Namespace(**(vars(front) | vars(arguments))), ("generate",))
+    engine = ReplicaEngine.__new__(ReplicaEngine)
+    engine._engine_client, engine._oai_serving_chat = client, state.openai_serving_chat
+    replica = Replica(client, engine)
+    await replica.turns.examine()
+    yield replica
+    client.shutdown()
+
+
+def parsed(pieces: list[TurnPiece | HttpError]) -> tuple[TurnBegan, list[int], dict[str, Any], TurnDone]:
+    """What began, the output's ids, the assistant's message, what ended."""
+    began, *deltas, done = pieces
+    assert isinstance(began, TurnBegan), pieces
+    assert isinstance(done, TurnDone), pieces
+    ids: list[int] = []
+    message: dict[str, Any] = {"role": "assistant", "content": ""}
+    calls: dict[int, dict[str, Any]] = {}
+    for delta in deltas:
+        assert isinstance(delta, TurnDelta)
+        ids += unpack_ids(delta.token_ids)
+        message["content"] += delta.content
+        for piece in delta.calls:
+            call = calls.setdefault(piece.index, {"type": "function", "function": {"name": "", "arguments": ""}})
+            assert (piece.id is not None) == ("id" not in call), "the id comes once"
+            call.setdefault("id", piece.id)
+            call["function"]["name"] += piece.name or ""
+            call["function"]["arguments"] += piece.arguments
+    if calls:
+        message["tool_calls"] = list(calls.values())
+    return began, ids, message, done
+
+
+def body_of(messages: list[dict[str, Any]], **more: Any) -> dict[str, Any]:
+    return {"model": "tiny", "messages": messages, "temperature": 0.0, "max_completion_tokens": 120, **more}
+
+
+async def run_program(replica: Replica, name: str, last_turns: list[dict[str, Any]]) -> None:
+    """Turns with ``last_turns`` in their bodies; each has to go on from all that was, and find its KV."""
+    messages: list[dict[str, Any]] = [
+        {"role": "system", "content": "You look after the weather. " * 20},
+        {"role": "user", "content": "What is it like in Ulm?"},
+    ]
+    context: list[int] = []
+    continuation = None
+    for number, more in enumerate(last_turns):
+        body = body_of(messages, tools=list(TOOLS), **more)
+        began, ids, message, done = parsed(await replica.turn(body, continuation, name))
+        added = unpack_ids(began.added_ids)
+        assert began.rendering is (Rendering.CONTINUED if number else Rendering.FIRST)
+        assert replica.prompts[-1] == context + added
+        assert done.prompt_tokens == len(context) + len(added)
+        assert done.output_tokens == len(ids) > 0
+        # All but the last token of the context have KV, of which whole blocks are found again.
+        assert done.cached_tokens >= len(context) - BLOCK
+        context += added + ids
+        messages = [*messages, message, *results(message)]
+        continuation = Continuation(pack_ids(context), len(messages) - len(results(message)))
+    story = await replica.channel.call("program", key=f"default/{name}")
+    assert len(story["turns"]) == len(last_turns)
+    assert (await replica.channel.call("end", key=f"default/{name}"))["ended"]
+
+
+def results(message: dict[str, Any]) -> list[dict[str, Any]]:
+    calls = message.get("tool_calls")
+    if not calls:
+        return [{"role": "user", "content": "Go on.\n"}]
+    return [{"role": "tool", "tool_call_id": call["id"], "content": " rain,\n 3 °C ☂ \n"} for call in calls]
+
+
+async def test_the_built_in_template_extends_what_it_wrote(replica: Replica) -> None:
+    assert replica.turns.template_prefix_stable
+
+
+async def test_tool_rounds_go_on_from_exact_ids(replica: Replica) -> None:
+    await run_program(replica, "rounds", [{"tool_choice": NAMED}] * 4 + [{"tool_choice": "none"}] * 2)
+
+
+async def test_a_turn_that_was_cut_is_closed_and_continued(replica: Replica) -> None:
+    cut = {"tool_choice": "none", "max_completion_tokens": 7, "ignore_eos": True}
+    await run_program(replica, "cut", [cut, cut, {"tool_choice": NAMED}, cut, {"tool_choice": "none"}])
+    stopped = {"tool_choice": "none", "stop": ["e"], "ignore_eos": True}
+    await run_program(replica, "stopped", [stopped, stopped, stopped])
+
+
+async def test_turns_without_an_identity_and_without_parsers_fields(replica: Replica) -> None:
+    body = {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 3, "include_reasoning": False}
+    began, ids, _, done = parsed(await replica.turn(body))
+    assert (began.rendering, len(ids), done.finish_reason) == (Rendering.FIRST, 3, "length")
+    assert unpack_ids(began.added_ids) == replica.prompts[-1]
+
+
+async def test_closing_a_turn_frees_the_engines_blocks(replica: Replica) -> None:
+    await replica.channel.call("reset")
+    body = body_of([{"role": "user", "content": "Tell me. " * 50}], ignore_eos=True, max_completion_tokens=2000)
+    pieces = replica.turns.run(body, {"x-request-id": "closed"}, None, None, None)
+    assert isinstance(await anext(pieces), TurnBegan)
+    assert (await snapshot(replica))["running"] == 1
+    await pieces.aclose()
+    for _ in range(200):
+        numbers = await snapshot(replica)
+        if numbers["running"] == 0:
+            break
+        await asyncio.sleep(0.05)
+    assert (numbers["running"], numbers["held_blocks"]) == (0, 0)
+    assert numbers["free_blocks"] == numbers["total_blocks"]
+
+
+async def snapshot(replica: Replica) -> dict[str, Any]:
+    numbers: dict[str, Any] = (await replica.channel.call("exchange"))["snapshot"]
+    return numbers
+
+
+QUESTION = [{"role": "user", "content": "Hello"}]
+ROUND = [*QUESTION, {"role": "assistant", "content": "Hi"}, {"role": "user", "content": "Well?"}]
+
+
+@pytest.mark.parametrize(
+    ("body", "continuation", "why"),
+    [
+        ({"messages": "hello"}, None, "messages"),
+        ({"messages": QUESTION, "temperature": "hot"}, None, "temperature"),
+        ({"messages": QUESTION, "n": 2}, None, "n must be 1"),
+        ({"messages": QUESTION, "truncate_prompt_tokens": 5}, None, "truncate_prompt_tokens"),
+        ({"messages": QUESTION, "temperature": -1}, None, "temperature"),
+        ({"messages": QUESTION, "model": "other"}, None, "other"),
+        ({"messages": ROUND, "chat_template": "{{ 1 }}"}, Continuation(pack_ids([5, 6]), 2), "chat template"),
+        ({"messages": ROUND}, Continuation(pack_ids([5, 99_999]), 2), "99999 is out of vocabulary"),
+        ({"messages": ROUND}, Continuation(pack_ids([5] * 4096), 2), "context length"),
+        ({"messages": ROUND, "max_completion_tokens": 4000}, Continuation(pack_ids([5] * 90), 2), "context length"),
+        ({"messages": ROUND}, Continuation(b"", 2), "no ids"),
+        ({"messages": ROUND}, Continuation(b"abc", 2), "cannot be read"),
+        ({"messages": ROUND}, Continuation(pack_ids([5]), 0), "0 of 3"),
+        ({"messages": ROUND}, Continuation(pack_ids([5]), 4), "4 of 3"),
+        ({"messages": ROUND}, Continuation(pack_ids([5]), 3), "assistant"),
+    ],
+)
+async def test_what_makes_no_sense_is_refused(
+    replica: Replica, body: dict[str, Any], continuation: Continuation | None, why: str
+) -> None:
+    [refusal] = await replica.turn(body, continuation)
+    assert isinstance(refusal, HttpError)
+    assert 400 <= refusal.status < 500
+    assert why in refusal.message
+    assert isinstance((await replica.turn({"messages": QUESTION, "max_completion_tokens": 1}))[-1], TurnDone)
+
+
+async def test_a_prompt_that_has_to_be_rendered_again_is(replica: Replica) -> None:
+    content = [{"type": "text", "text": "Hello"}]
+    messages = [{"role": "user", "content": content}, *ROUND[1:]]
+    plain = Continuation(pack_ids([5, 6, 7]), 2)
+    began, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1), plain))
+    assert began.rendering is Rendering.CONTINUED, "text in parts is text"
+    began, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1, add_special_tokens=True), plain))
+    assert began.rendering is Rendering.RENDERED_AGAIN
+    first, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1)))
+    assert began.added_ids == first.added_ids
+    assert replica.renderings[-3:] == [Rendering.CONTINUED, Rendering.RENDERED_AGAIN, Rendering.FIRST]
