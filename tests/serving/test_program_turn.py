@@ -1,0 +1,54 @@
+"""A turn of a program that the cluster runs, through Ray Serve: what a program runner calls."""
+
+from typing import Any
+
+import pytest
+from ray import serve
+
+from cluster.app import APPLICATION
+from cluster.errors import HttpError
+from cluster.program import ProgramIdentity
+from cluster.turn import Continuation, Rendering, TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
+
+pytestmark = [pytest.mark.cluster]
+
+
+@pytest.fixture(scope="module")
+def replicas(cluster: Any) -> Any:
+    deployments = serve.status().applications[APPLICATION].deployments
+    [name] = [name for name in deployments if name.startswith("ProgramServer")]
+    return serve.get_deployment_handle(name, APPLICATION)
+
+
+def turn(replicas: Any, body: dict[str, Any], continuation: Continuation | None = None) -> list[Any]:
+    identity = ProgramIdentity(program_id="handle")
+    handle = replicas.options(stream=True, session_id=identity.key)
+    headers = {"x-request-id": f"handle-{len(body['messages'])}"}
+    return list(handle.turn.remote(body, headers, identity.key, identity.encode(), continuation))
+
+
+def test_two_turns_through_the_handle(replicas: Any) -> None:
+    messages = [{"role": "user", "content": "Tell me. " * 40}]
+    body = {"messages": messages, "max_completion_tokens": 40, "ignore_eos": True}
+    began, *deltas, done = turn(replicas, body)
+    assert isinstance(began, TurnBegan)
+    assert isinstance(done, TurnDone)
+    assert all(isinstance(delta, TurnDelta) for delta in deltas)
+    context = unpack_ids(began.added_ids + b"".join(delta.token_ids for delta in deltas))
+    assert len(context) == done.prompt_tokens + done.output_tokens
+    answer = {"role": "assistant", "content": "".join(delta.content for delta in deltas)}
+    body["messages"] = [*messages, answer, {"role": "user", "content": "More."}]
+    began, *_, done = turn(replicas, body, Continuation(pack_ids(context), 2))
+    assert began.rendering is Rendering.CONTINUED
+    assert done.prompt_tokens == len(context) + len(unpack_ids(began.added_ids))
+    assert done.cached_tokens >= len(context) - 32
+
+
+def test_a_refusal_arrives(replicas: Any) -> None:
+    [refusal] = turn(replicas, {"messages": [], "temperature": "hot"})
+    assert isinstance(refusal, HttpError)
+    assert (refusal.status, refusal.param) == (400, "temperature")
+
+
+def test_the_snapshot_tells_whether_prompts_are_extended(replicas: Any) -> None:
+    assert replicas.snapshot.remote().result()["template_prefix_stable"] is True
