@@ -185,6 +185,27 @@ class ControlConfig(_Section):
     """A program without a turn for this long counts as ended."""
 
 
+class ProgramsConfig(_Section):
+    """Programs whose loop of turns and tools runs in the cluster."""
+
+    lease_s: float = Field(5.0, gt=0, le=600)
+    """A program waits this long after its ingress died before another takes over."""
+    retention_s: float = Field(24 * 3600.0, ge=1, le=366 * 24 * 3600)
+    """How long finished responses and their logs can be read."""
+    max_open: int = Field(1024, ge=1)
+    """Programs in flight in one ingress before 503 is answered."""
+    max_turns: int = Field(64, ge=1)
+    """Turns of a run; the last one may call no tool."""
+    max_tool_calls: int = Field(256, ge=0)
+    """Tool calls of a run."""
+    max_wall_s: float = Field(3600.0, gt=0)
+    """A run that takes longer ends incomplete."""
+    max_output_tokens: int = Field(262_144, ge=1)
+    """Tokens that all turns of a run generate together."""
+    turn_attempts: int = Field(2, ge=1, le=10)
+    """How often a turn is tried whose replica failed."""
+
+
 class CaesuraConfig(_Section):
     """The whole configuration."""
 
@@ -202,3 +223,4 @@ class CaesuraConfig(_Section):
     http: HttpConfig = Field(default_factory=HttpConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
+    programs: ProgramsConfig = Field(default_factory=ProgramsConfig)

@@ -13,12 +13,19 @@
     │   ├── ToolRefused        nothing was run: an unknown tool, bad arguments, a forbidden address, no sandbox
     │   ├── ToolFailed         the tool ran, or was to be reached, and failed
     │   └── ToolUnknown        it may have run: whatever ran it is gone
+    ├── RunError               the log of a program's run
+    │   ├── RunStoreUnavailable  no answer, or none that helps; a write may have been done
+    │   ├── RunUnknown         the store knows no such run, or has forgotten it
+    │   ├── RunLeaseLost       another runner has it, or it is closed
+    │   ├── RunLogGap          items before the first given one are missing
+    │   └── RunOpen            only a closed run can be deleted
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
         ├── Overloaded         503  with Retry-After
         └── UpstreamFailed     502  a replica failed while it answered
 
-Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`, vLLM's
+Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`,
+Redis's in `store` and `run_store`, vLLM's
 in `replicas.requests`, its engine's death in `replicas.control`, those of tools and of the libraries that reach them in
 `tools_runtime.kinds`.
 """
@@ -84,6 +91,46 @@ class ToolFailed(ToolError):
 
 class ToolUnknown(ToolError):
     """What ran the tool is gone; whether the tool took effect is unknown."""
+
+
+class RunError(CaesuraError):
+    """The log of a program's run cannot be read or written."""
+
+
+class RunStoreUnavailable(RunError):
+    """The store gave no answer that helps. Whether a write was done is unknown; every write can be repeated.
+
+    Attributes:
+        reason: a `cluster.store.StoreFailure`.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class RunUnknown(RunError):
+    """The store knows no such run: there was none, it has expired, or the store has lost its data."""
+
+
+class RunLeaseLost(RunError):
+    """Another runner has the run, or it is closed. Whoever gets this stops working on it; nothing was written."""
+
+
+class RunLogGap(RunError):
+    """Items are missing before the first one that was to be appended: the store has lost some. Nothing was written.
+
+    Attributes:
+        expected: the number that the next item must have.
+    """
+
+    def __init__(self, message: str, expected: int) -> None:
+        super().__init__(message)
+        self.expected = expected
+
+
+class RunOpen(RunError):
+    """The run is still under way."""
 
 
 class HttpError(CaesuraError):

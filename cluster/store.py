@@ -1,4 +1,4 @@
-"""Tool statistics shared through Redis. The only module that imports redis.
+"""Tool statistics shared through Redis. Beside `cluster.run_store` the only module that imports redis.
 
 Each writer owns one hash, its *part*, with the durations that it observed itself; whoever reads merges all parts. So
 no update is lost and nothing is locked. Without Redis everything goes on with what was read last.
@@ -93,16 +93,50 @@ _Part = tuple[bytes, list[bytes]]
 
 
 class StoreFailure(StrEnum):
-    """Why an exchange, or one of the values that it read, came to nothing."""
+    """Why a call, or one of the values that it read, came to nothing."""
 
     TIMEOUT = "timeout"
-    """No answer in time. Whether the own part was written is unknown; it will be written again."""
+    """No answer in time. Whether something was written is unknown; it has to be written again."""
     UNREACHABLE = "unreachable"
     """Nobody answers there, or not as a Redis does."""
     REFUSED = "refused"
     """Redis answers that it will not: password, rights, loading, read-only, out of memory."""
     CORRUPT = "corrupt"
     """Something that is no part of ours, or damaged, or too large; the rest was taken."""
+
+
+class StoreHealth:
+    """What became of the calls to a store; a change is logged once.
+
+    Args:
+        gone: what the log says when calls begin to fail.
+        back: what answers again.
+        clock: tells how long the store was gone.
+    """
+
+    def __init__(self, gone: str, back: str, clock: Clock) -> None:
+        self.failures: Counter[StoreFailure] = Counter()
+        self.healthy = True
+        self._gone, self._back = gone, back
+        self._clock = clock
+        self._last_answer_s = clock.now_s()
+
+    def fail(self, error: Exception) -> StoreFailure:
+        """Count what a call's exception means."""
+        failure = failure_of(error)
+        self.failures[failure] += 1
+        if self.healthy:
+            logger.warning("%s (%s): %s", self._gone, failure, error)
+        self.healthy = False
+        return failure
+
+    def recover(self) -> None:
+        """A call went through."""
+        now_s = self._clock.now_s()
+        if not self.healthy:
+            logger.warning("%s answers again after %.1f s", self._back, now_s - self._last_answer_s)
+        self._last_answer_s = now_s
+        self.healthy = True
 
 
 class StatisticsStore:
@@ -121,14 +155,11 @@ class StatisticsStore:
     """
 
     def __init__(self, url: str, *, model: str, writer: str, timeout_s: float, expiry_s: float, clock: Clock) -> None:
-        self.failures: Counter[StoreFailure] = Counter()
+        self._health = StoreHealth("tool statistics go on without the store", "the tool statistics store", clock)
+        self.failures = self._health.failures
         """Exchanges that failed, and values that were left out (CORRUPT), since the start."""
-        self.healthy = True
-        """Whether the last exchange went through."""
         self._timeout_s = timeout_s
         self._expiry_ms = max(1, int(expiry_s * 1000))
-        self._clock = clock
-        self._last_answer_s = clock.now_s()
         self._writer = writer
         # The braces put all keys of a model on one node of a Redis cluster.
         space = f"caesura:v1:{{{quote(model, safe='')}}}"
@@ -138,17 +169,12 @@ class StatisticsStore:
         self._parts: dict[tuple[bytes, bytes], DurationStatistics] = {}
         self._merged: dict[str, tuple[list[DurationStatistics], DurationStatistics]] = {}
         """Per tool: the parts, and all of them merged."""
-        try:
-            self._redis = redis.asyncio.Redis.from_url(
-                url,
-                socket_timeout=timeout_s,
-                socket_connect_timeout=timeout_s,
-                retry=Retry(NoBackoff(), 0),
-                protocol=2,
-            )
-            cast(Any, self._redis.connection_pool).make_connection()
-        except (ValueError, TypeError) as error:
-            raise ConfigError(f"store.url: {error}") from error
+        self._redis = connect(url, timeout_s)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether the last exchange went through."""
+        return self._health.healthy
 
     async def exchange(self, own: Mapping[str, DurationStatistics]) -> Mapping[str, DurationStatistics] | None:
         """Write this writer's part and read the others', one call at a time.
@@ -166,11 +192,13 @@ class StatisticsStore:
                 there, left_out, parts = await self._call(fields, whole=self._written is None)
                 if not there:
                     _, left_out, parts = await self._call(fields, whole=True)
-        except (redis.RedisError, OSError, UnicodeError, msgspec.ValidationError) as error:
-            self._fail(error)
+        except CALL_ERRORS as error:
+            self._health.fail(error)
+            # It may be another Redis, or one without our data, that answers next.
+            self._written = None
             return None
         self._written = fields
-        self._recover()
+        self._health.recover()
         return self._merge(parts, left_out)
 
     async def close(self) -> None:
@@ -217,25 +245,44 @@ class StatisticsStore:
         if left_out:
             self.failures[StoreFailure.CORRUPT] += left_out
 
-    def _fail(self, error: Exception) -> None:
-        failure = failure_of(error)
-        self.failures[failure] += 1
-        # It may be another Redis, or one without our data, that answers next.
-        self._written = None
-        if self.healthy:
-            logger.warning("tool statistics go on without the store (%s): %s", failure, error)
-        self.healthy = False
 
-    def _recover(self) -> None:
-        now_s = self._clock.now_s()
-        if not self.healthy:
-            logger.warning("the tool statistics store answers again after %.1f s", now_s - self._last_answer_s)
-        self._last_answer_s = now_s
-        self.healthy = True
+def connect(url: str, timeout_s: float, *, connections: int | None = None) -> redis.asyncio.Redis:
+    """A client that never retries and waits no longer than ``timeout_s`` for a connection or an answer.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        timeout_s: does not bound the wait for a free connection.
+        connections: most that it opens; whoever finds none free waits. None: no bound.
+
+    Raises:
+        ConfigError: the URL cannot be used.
+    """
+    settings: dict[str, Any] = {
+        "socket_timeout": timeout_s,
+        "socket_connect_timeout": timeout_s,
+        "retry": Retry(NoBackoff(), 0),
+        "protocol": 2,
+    }
+    try:
+        pool: Any
+        if connections is None:
+            pool = redis.asyncio.ConnectionPool.from_url(url, **settings)
+        else:
+            pool = redis.asyncio.BlockingConnectionPool.from_url(
+                url, max_connections=connections, timeout=None, **settings
+            )
+        pool.make_connection()
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"store.url: {error}") from error
+    return redis.asyncio.Redis.from_pool(pool)
+
+
+CALL_ERRORS = (redis.RedisError, OSError, UnicodeError, msgspec.ValidationError)
+"""What a call may raise that finds no Redis, or strange things in it; :func:`failure_of` says what it means."""
 
 
 def failure_of(error: Exception) -> StoreFailure:
-    """What an exchange's exception means; UNREACHABLE is what is left."""
+    """What a call's exception means; UNREACHABLE is what is left."""
     if isinstance(error, redis.TimeoutError | TimeoutError):
         return StoreFailure.TIMEOUT
     if isinstance(error, msgspec.ValidationError):

@@ -8,6 +8,7 @@ import redis.asyncio
 
 from cluster.clock import ManualClock
 from cluster.embedded_redis import EmbeddedRedis
+from cluster.run_store import RunStore
 from cluster.statistics import DurationTable
 from cluster.store import StatisticsStore
 
@@ -52,6 +53,21 @@ async def peer(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Peer]]:
         arguments = {"url": server.url, "model": "tiny", "timeout_s": PATIENT_S, "expiry_s": 3600.0} | changes
         stores.append(StatisticsStore(writer=name, clock=ManualClock(), **arguments))
         return Peer(stores[-1])
+
+    yield make
+    for store in stores:
+        await store.close()
+
+
+@pytest.fixture
+async def ingress(server: EmbeddedRedis) -> AsyncIterator[Callable[..., RunStore]]:
+    """Makes the store of runs of an ingress of that name. Its leases hold unless a test ends them."""
+    stores = []
+
+    def make(name: str, **changes: Any) -> RunStore:
+        arguments = {"url": server.url, "timeout_s": PATIENT_S, "lease_s": 600.0, "retention_s": 3600.0} | changes
+        stores.append(RunStore(owner=name, **arguments))
+        return stores[-1]
 
     yield make
     for store in stores:

@@ -6,37 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
 
 import msgspec
 import psutil
 import pytest
 import redis
+from outages import FAR_MORE, SHORT_S, eventually, frozen, kill
 
 from cluster.clock import ManualClock
-from cluster.embedded_redis import EmbeddedRedis
 from cluster.statistics import OVERALL
 from cluster.store import StatisticsStore, StoreFailure, failure_of
-
-SHORT_S = 0.5
-"""The time limit of exchanges that are to run into it."""
-FAR_MORE = 10
-"""Times the limit: what comes back within that did not hang, also on a busy machine."""
-
-
-async def eventually(exchange: Callable[[], Awaitable[dict[str, int] | None]]) -> dict[str, int]:
-    """The first exchange that goes through again."""
-    async with asyncio.timeout(60):
-        while (others := await exchange()) is None:
-            pass
-    return others
-
-
-def kill(server: EmbeddedRedis) -> None:
-    os.kill(server.pid, signal.SIGKILL)
-    while server.pid is not None:
-        pass
 
 
 async def test_data_that_redis_lost_are_written_again(peer, direct):
@@ -92,15 +71,6 @@ async def test_after_a_failure_the_next_redis_may_be_an_older_copy(peer, direct)
     await direct.restore(part, 3_600_000, older, replace=True)
     await a.exchange()
     assert await b.exchange() == {OVERALL: 3, "python": 2, "search": 1}
-
-
-@asynccontextmanager
-async def frozen(pid: int) -> AsyncIterator[None]:
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 @pytest.mark.parametrize("connected", [True, False])

@@ -94,8 +94,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: control, cost_model, engine, http, model, policy, replicas, router, slo, "
-        "store, tools (got {}, line 1)",
+        "colours: unknown key; there are: control, cost_model, engine, http, model, policy, programs, replicas, "
+        "router, slo, store, tools (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
