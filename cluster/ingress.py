@@ -2,22 +2,19 @@
 
 A turn's way: bounds (`http_limits`), identity (`identity`), the replica that has the program (`session_id` of the
 handle), and back as bytes (`http_calls`). Bodies are validated by vLLM's own models, in the replica: this process knows
-nothing of vLLM, and starts in a third of the time. Errors of Ray are mapped here, and only here.
+nothing of vLLM, and starts in a third of the time.
 """
 
 import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from http import HTTPStatus
 from importlib.metadata import PackageNotFoundError, version
 from time import time
 from typing import Any
 
 from fastapi import FastAPI, Request
 from ray import serve
-from ray.exceptions import RayError, RayTaskError
-from ray.serve.exceptions import BackPressureError, RayServeException
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -26,9 +23,7 @@ from starlette.responses import JSONResponse, Response
 from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import (
     BadRequest,
-    ControlRefused,
     ControlTimeout,
-    EngineGone,
     HttpError,
     Overloaded,
     UpstreamFailed,
@@ -37,8 +32,11 @@ from cluster.http_calls import EventStream, first_answer
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
 from cluster.http_front import REQUEST_ID, clean_request_id
 from cluster.http_limits import parse_object, read_body
+from cluster.http_programs import ProgramRoutes
 from cluster.identity import identify
 from cluster.program import DEFAULT_TENANT, ProgramIdentity
+from cluster.program_service import ProgramService
+from cluster.ray_errors import as_http_error
 from cluster.validation import validated
 
 logger = logging.getLogger("ray.serve")
@@ -59,31 +57,6 @@ REMEMBERED_CONFLICTS = 4096
 
 
 Route = Callable[[FastAPI], Callable[[Any], Any]]
-
-
-def as_http_error(error: BaseException) -> HttpError:
-    """What an exception of ours, of Ray or of vLLM means to a client. Total: what is not foreseen is a plain 500."""
-    cause = error.cause if isinstance(error, RayTaskError) else error
-    match cause:
-        case HttpError():
-            return cause
-        case HTTPException():
-            return BadRequest(_http_message(cause), status=cause.status_code)
-        case ControlRefused():
-            return BadRequest(str(cause), status=HTTPStatus.CONFLICT)
-        case ControlTimeout():
-            return UpstreamFailed(str(cause), status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=RETRY_AFTER_S)
-        case EngineGone():
-            return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
-        case BackPressureError():
-            return Overloaded("too many requests wait for a replica; retry later", retry_after_s=RETRY_AFTER_S)
-        case TimeoutError():
-            return BadRequest("the request took longer than allowed", status=HTTPStatus.REQUEST_TIMEOUT)
-    if isinstance(cause, RayServeException):
-        return Overloaded("no replica can be reached now", retry_after_s=RETRY_AFTER_S)
-    if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
-        return UpstreamFailed("the replica failed; it is being replaced", retry_after_s=RETRY_AFTER_S)
-    return HttpError("internal error", code="internal_error")
 
 
 def ingress_class(config: CaesuraConfig) -> type[Any]:
@@ -109,6 +82,8 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
         "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
         "models": lambda app: app.get("/v1/models"),
         "model": lambda app: app.get("/v1/models/{model_id:path}"),
+        "programs": lambda app: app.get("/v1/programs"),
+        "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
         "health": lambda app: app.get("/health"),
         "ready": lambda app: app.get("/ready"),
@@ -130,12 +105,19 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
 class ProgramIngress:
     """The handlers. A route's docstring is what /docs says of it."""
 
-    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:
+    async def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:  # type: ignore[misc]
         self._config = config
         self._started = int(time())
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
+        self._service = ProgramService(replicas, config)
+        self._programs = ProgramRoutes(self._service.runner, self._story)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
+        await self._service.open()
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve when this process is to end."""
+        await self._service.aclose()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -210,20 +192,30 @@ class ProgramIngress:
     def _card(self) -> dict[str, Any]:
         return {"id": self._config.model.id, "object": "model", "created": self._started, "owned_by": "caesura"}
 
-    async def program(self, program_id: str) -> Response:
-        """What became of a program: its phase and its turns, from the replica that has it."""
-        key = str(ProgramIdentity(program_id, tenant=DEFAULT_TENANT).key)
+    async def programs(self, limit: int = 100) -> Response:
+        """The programs that ran on the server, those begun last first."""
+        return await self._programs.list(DEFAULT_TENANT, limit)
+
+    async def program(self, program_id: str, include: str = "") -> Response:
+        """What became of a program: its phase, turns, pauses and decisions, from the replica that has it, and its runs
+        on the server; `include=token_ids` adds the exact ids of every turn.
+        """
+        return await self._programs.show(DEFAULT_TENANT, program_id, token_ids="token_ids" in include.split(","))
+
+    async def cancel_program(self, program_id: str) -> Response:
+        """End all of a program's runs on the server."""
+        return await self._programs.cancel(DEFAULT_TENANT, program_id)
+
+    async def _story(self, key: str) -> dict[str, Any] | None:
         try:
             async with asyncio.timeout(self._config.control.timeout_s):
-                story = await self._calls.options(session_id=key).program_story.remote(key)
+                story: dict[str, Any] = await self._calls.options(session_id=key).program_story.remote(key)
         except TimeoutError as error:
-            raise ControlTimeout(f"the replica of program {program_id!r} did not answer") from error
-        if not story:
-            others = await self._broadcast("program_story", key)
-            story = next((other for other in others if isinstance(other, dict) and other), None)
-        if not story:
-            raise BadRequest(f"no replica knows the program {program_id!r}", status=404, param="program_id")
-        return JSONResponse(story)
+            raise ControlTimeout(f"the replica of program {key!r} did not answer") from error
+        if story:
+            return story
+        others = await self._broadcast("program_story", key)
+        return next((other for other in others if isinstance(other, dict) and other), None)
 
     # --- probes -------------------------------------------------------------------------------------------------------
 
@@ -294,10 +286,6 @@ def _per_replica(answers: list[Any]) -> Response:
     if failures:
         raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {told}", status=failures[0].status)
     return JSONResponse({"replicas": told})
-
-
-def _http_message(error: HTTPException) -> str:
-    return {404: "no such route", 405: "the route does not have this method"}.get(error.status_code, str(error.detail))
 
 
 async def _tell(_: Request, error: Exception) -> Response:

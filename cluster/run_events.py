@@ -109,6 +109,8 @@ class RunSpec(_Word, frozen=True):
     """Calls of the conversation's last assistant message that are run before the first turn."""
     background: bool = False
     store: bool = True
+    last: bool = False
+    """Nobody can go on with its program: its memory is given back at the end."""
     previous: str | None = None
     """The run whose conversation this one goes on with."""
     echo: dict[str, Any] = {}

@@ -13,7 +13,7 @@ from ray.serve.exceptions import BackPressureError
 
 from cluster import errors
 from cluster.errors import BadRequest, ControlRefused, ControlTimeout, EngineGone, HttpError
-from cluster.ingress import as_http_error
+from cluster.ray_errors import as_http_error
 from cluster.validation import field_path, validated
 
 

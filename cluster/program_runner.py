@@ -1,0 +1,317 @@
+"""The server-side loop over whole programs: starts runs, lets callers follow and cancel them, takes over orphans.
+
+Each ingress process has one. A run belongs to one runner at a time, by a lease in the store; when its process dies,
+another runner (or its own successor) finds the lease expired, reads the log, and goes on.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from dataclasses import dataclass
+from time import time
+from typing import Any, NoReturn
+
+from cluster.clock import Clock
+from cluster.config import CaesuraConfig
+from cluster.errors import IllegalTransition, Overloaded, RunLeaseLost, RunStoreUnavailable
+from cluster.http_errors import RETRY_AFTER_S
+from cluster.run import begin, fold
+from cluster.run_events import Accepted, Call, RunEvent, RunSpec, TakenOver, decode, encode
+from cluster.run_journal import Journal
+from cluster.run_store import AlreadyThere, Idempotency, NewRun, RunHead, RunStore
+from cluster.run_task import Replicas, RunTask, Tools
+from cluster.tool_config import ToolsConfig, owner_of
+from cluster.tools import ToolResult, statistics_name
+
+logger = logging.getLogger("ray.serve")
+
+LEASE_SHARE = 3
+"""Renewals within the time of a lease."""
+
+KEPT_S = 30.0
+"""Seconds for which an ended run stays at hand, for callers that are just about to follow it."""
+
+PAGE = 256
+"""Entries read from the store at a time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """What became of a request for a run."""
+
+    run_id: str
+    new: bool
+    """False: the idempotency key is known, and this is its run."""
+
+
+class ProgramRunner:
+    """The runs of this process.
+
+    Args:
+        store: the log of all runs; its owner name is this runner's.
+        replicas: run turns.
+        tools: run tools.
+        config: limits and leases.
+        clock: for durations.
+        observe: told of each tool's result.
+    """
+
+    def __init__(
+        self,
+        *,
+        store: RunStore,
+        replicas: Replicas,
+        tools: Tools,
+        config: CaesuraConfig,
+        clock: Clock,
+        observe: Callable[[ToolResult], None],
+    ) -> None:
+        self.counters: Counter[str] = Counter()
+        """Runs that were started, taken over, and ended by status, since the start."""
+        self._store = store
+        self._replicas = replicas
+        self._tools = tools
+        self._config = config
+        self._clock = clock
+        self._observe = observe
+        self._known_as = naming(config.tools)
+        self._tasks: dict[str, RunTask] = {}
+        """Runs at work, and those that ended a moment ago."""
+        self._working: dict[str, asyncio.Task[None]] = {}
+        self._attending: asyncio.Task[NoReturn] | None = None
+
+    @property
+    def open_runs(self) -> int:
+        """Runs at work here."""
+        return len(self._working)
+
+    def attend(self) -> None:
+        """Begin to renew leases, to look for cancellations, and to take over what others left. Again is nothing."""
+        if self._attending is None:
+            self._attending = asyncio.create_task(self._attend_for_ever())
+
+    async def aclose(self) -> None:
+        """Let others go on with the runs at once. Tools under way go on; whoever takes over gets their answers."""
+        if self._attending is not None:
+            self._attending.cancel()
+        open_runs = list(self._working)
+        for run_id in open_runs:
+            self._tasks[run_id].journal.abandon()
+        with contextlib.suppress(RunStoreUnavailable):
+            await self._store.release(open_runs)
+
+    # --- called for clients -------------------------------------------------------------------------------------------
+
+    async def start(
+        self, spec: RunSpec, *, idempotency: Idempotency | None = None, secret: Mapping[str, Any] | None = None
+    ) -> Started:
+        """Accept a run and begin to work on it.
+
+        Args:
+            spec: what is asked for.
+            idempotency: the same key and body a second time is the same run.
+            secret: per definition of ``spec``, fields that the log must not hold; kept until the run has ended.
+
+        Raises:
+            Overloaded: too many runs are open here, or the store cannot be reached: nothing was accepted.
+            IdempotencyConflict: the key was used with another body.
+        """
+        if self.open_runs >= self._config.programs.max_open:
+            raise Overloaded(f"{self.open_runs} programs are in flight; retry later", retry_after_s=RETRY_AFTER_S)
+        accepted = Accepted(spec)
+        labels = {"model": spec.model, "api": spec.api}
+        secret_bytes = json.dumps(secret).encode() if secret else None
+        run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
+        try:
+            created = await self._store.create(run, [encode(accepted)])
+        except RunStoreUnavailable as error:
+            raise Overloaded("programs cannot be accepted now; retry later", retry_after_s=RETRY_AFTER_S) from error
+        if isinstance(created, AlreadyThere):
+            created.require_same_body()
+            return Started(created.run_id, new=False)
+        self.counters["started"] += 1
+        self._work_on(run, [accepted], [], secret or {}, left_s=spec.limits.wall_s)
+        return Started(spec.id, new=True)
+
+    async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
+        """All that is known of a run; None if the tenant has none of this id.
+
+        Raises:
+            Overloaded: the store cannot be reached.
+        """
+        task = self._tasks.get(run_id)
+        if task is not None:
+            return list(task.journal.safe) if task.state.spec.tenant == tenant else None
+        try:
+            found = await self._read(run_id)
+        except RunStoreUnavailable as error:
+            raise Overloaded("the program log cannot be read now", retry_after_s=RETRY_AFTER_S) from error
+        if not found:
+            return None
+        return found if begin(found[0]).spec.tenant == tenant else None
+
+    async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
+        """A run's events from number ``start`` on, as they come, until its end; whoever works on it."""
+        task = self._tasks.get(run_id)
+        if task is not None:
+            try:
+                async for batch in task.journal.follow(start):
+                    start += len(batch)
+                    yield batch
+                return
+            except RunLeaseLost:
+                pass
+        async for entries in self._store.follow(run_id, start):
+            yield [decode(entry) for entry in entries]
+
+    async def cancel(self, run_id: str) -> bool:
+        """End a run that is open, wherever it is worked on; False if there is none."""
+        task = self._tasks.get(run_id)
+        if task is not None and run_id in self._working:
+            task.cancel()
+            return True
+        return await self._store.ask_cancel(run_id)
+
+    async def delete(self, run_id: str) -> bool:
+        """Forget a run that has ended; False if there is none.
+
+        Raises:
+            RunOpen: it has not ended.
+        """
+        if run_id not in self._working:
+            self._tasks.pop(run_id, None)
+        return await self._store.delete(run_id)
+
+    async def runs(self, tenant: str, *, program: str | None = None, limit: int = 100) -> list[RunHead]:
+        """A tenant's runs, the newest first."""
+        return await self._store.runs(tenant, program=program, limit=limit)
+
+    # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _work_on(
+        self,
+        run: NewRun,
+        known: Sequence[RunEvent],
+        news: Sequence[RunEvent],
+        secret: Mapping[str, Any],
+        left_s: float,
+    ) -> None:
+        state = fold([*known, *news])
+        assert state is not None
+        definitions = {name: {**fields, **secret.get(name, {})} for name, fields in state.spec.definitions.items()}
+        journal = Journal(self._store, run, known)
+        journal.record(*news)
+        task = RunTask(
+            state,
+            journal,
+            self._replicas,
+            self._tools,
+            self._clock,
+            left_s=left_s,
+            definitions=definitions,
+            known_as=self._known_as,
+            observe=self._observe,
+        )
+        self._tasks[run.id] = task
+        self._working[run.id] = asyncio.create_task(self._until_ended(run.id, task))
+
+    async def _until_ended(self, run_id: str, task: RunTask) -> None:
+        try:
+            await task.run()
+            status = task.state.ended.status if task.state.ended is not None else "lost"
+            self.counters[status] += 1
+        except RunLeaseLost:
+            self.counters["lost"] += 1
+        except Exception:  # a bug of ours: the run stays open, and is taken over when its lease expires
+            logger.exception("run %s stopped", run_id)
+            task.journal.abandon()
+            self.counters["lost"] += 1
+        finally:
+            del self._working[run_id]
+            asyncio.get_running_loop().call_later(KEPT_S, self._forget, run_id, task)
+        if task.state.ended is not None and not task.state.spec.store:
+            await self._forget_stored(run_id)
+
+    def _forget(self, run_id: str, task: RunTask) -> None:
+        if self._tasks.get(run_id) is task:
+            del self._tasks[run_id]
+
+    async def _forget_stored(self, run_id: str) -> None:
+        with contextlib.suppress(RunStoreUnavailable):
+            await self._store.delete(run_id)
+
+    # --- leases -------------------------------------------------------------------------------------------------------
+
+    async def _attend_for_ever(self) -> NoReturn:
+        period_s = self._config.programs.lease_s / LEASE_SHARE
+        while True:
+            try:
+                await self._renew()
+                await self._take_over()
+            except RunStoreUnavailable as error:
+                logger.warning("leases were not renewed: %s", error)
+            except Exception:  # whatever is in a log of somebody else must not end the leases of ours
+                logger.exception("leases")
+            await asyncio.sleep(period_s)
+
+    async def _renew(self) -> None:
+        if not self._working:
+            return
+        renewal = await self._store.renew(list(self._working))
+        for run_id in renewal.lost:
+            if run_id in self._working:
+                self._tasks[run_id].abandon()
+        for run_id in renewal.cancelled:
+            if run_id in self._working:
+                self._tasks[run_id].cancel()
+
+    async def _take_over(self) -> None:
+        room = self._config.programs.max_open - self.open_runs
+        for run_id in await self._store.claim(max(0, room)):
+            if run_id in self._working:
+                continue
+            try:
+                await self._resume(run_id)
+            except (ValueError, IllegalTransition):
+                logger.exception("run %s cannot be read and is left", run_id)
+
+    async def _resume(self, run_id: str) -> None:
+        events = await self._read(run_id)
+        if not events:
+            return
+        spec = begin(events[0]).spec
+        secret = await self._store.secret(run_id)
+        self.counters["taken_over"] += 1
+        logger.warning("run %s goes on here: its runner is gone", run_id)
+        labels = {"model": spec.model, "api": spec.api}
+        run = NewRun(run_id, spec.tenant, spec.program, labels, None, secret)
+        # The wall clock is all that two processes share; however it jumped, no more than the whole time is left.
+        left_s = min(spec.limits.wall_s, max(0.0, spec.created_s + spec.limits.wall_s - time()))
+        taken = TakenOver(self._store.owner)
+        self._work_on(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
+
+    async def _read(self, run_id: str) -> list[RunEvent]:
+        events: list[RunEvent] = []
+        while (page := await self._store.read(run_id, len(events), PAGE)) is not None and page.items:
+            events += [decode(entry) for entry in page.items]
+        return events
+
+
+def naming(tools: ToolsConfig) -> Callable[[Call], str]:
+    """Under which name a call's duration is learnt: as the executor names it, from the configuration alone."""
+
+    def known_as(call: Call) -> str:
+        owner = owner_of(call.name, lambda name: tools.defined[name].kind if name in tools.defined else None)
+        argument = None if owner is None else tools.defined[owner].argument_class
+        if argument is None:
+            return call.name
+        try:
+            arguments = json.loads(call.arguments)
+        except ValueError:
+            return call.name
+        return statistics_name(call.name, arguments.get(argument) if isinstance(arguments, dict) else None)
+
+    return known_as

@@ -1,0 +1,47 @@
+"""What exceptions of Ray, of replicas and of ours mean to an HTTP client. Ray's are mapped here, and only here."""
+
+from http import HTTPStatus
+
+from ray.exceptions import RayError, RayTaskError
+from ray.serve.exceptions import BackPressureError, RayServeException
+from starlette.exceptions import HTTPException
+
+from cluster.errors import (
+    BadRequest,
+    ControlRefused,
+    ControlTimeout,
+    EngineGone,
+    HttpError,
+    Overloaded,
+    UpstreamFailed,
+)
+from cluster.http_errors import RETRY_AFTER_S
+
+
+def as_http_error(error: BaseException) -> HttpError:
+    """What an exception of ours, of Ray or of vLLM means to a client. Total: what is not foreseen is a plain 500."""
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    match cause:
+        case HttpError():
+            return cause
+        case HTTPException():
+            return BadRequest(_http_message(cause), status=cause.status_code)
+        case ControlRefused():
+            return BadRequest(str(cause), status=HTTPStatus.CONFLICT)
+        case ControlTimeout():
+            return UpstreamFailed(str(cause), status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=RETRY_AFTER_S)
+        case EngineGone():
+            return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+        case BackPressureError():
+            return Overloaded("too many requests wait for a replica; retry later", retry_after_s=RETRY_AFTER_S)
+        case TimeoutError():
+            return BadRequest("the request took longer than allowed", status=HTTPStatus.REQUEST_TIMEOUT)
+    if isinstance(cause, RayServeException):
+        return Overloaded("no replica can be reached now", retry_after_s=RETRY_AFTER_S)
+    if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
+        return UpstreamFailed("the replica failed; it is being replaced", retry_after_s=RETRY_AFTER_S)
+    return HttpError("internal error", code="internal_error")
+
+
+def _http_message(error: HTTPException) -> str:
+    return {404: "no such route", 405: "the route does not have this method"}.get(error.status_code, str(error.detail))

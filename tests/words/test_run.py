@@ -1,0 +1,222 @@
+"""Timelines of runs: what the log says, and what comes next."""
+
+from typing import Any
+
+import pytest
+
+from cluster.errors import IllegalTransition
+from cluster.run import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, conversation, fold, next_step
+from cluster.run_events import (
+    Accepted,
+    Call,
+    Ended,
+    Generated,
+    LateAnswer,
+    Limits,
+    Offer,
+    RunEvent,
+    RunSpec,
+    TakenOver,
+    ToolAnswer,
+    ToolIntent,
+    TurnIntent,
+    TurnResult,
+    decode,
+    encode,
+)
+from cluster.turn import pack_ids, unpack_ids
+
+LIMITS = Limits(turns=8, tool_calls=8, output_tokens=1000, wall_s=60.0, turn_attempts=2)
+OFFERS = (Offer("calc", {"name": "calc"}, here=True), Offer("ask_user", {"name": "ask_user"}, here=False))
+QUESTION = {"role": "user", "content": "what is 6 x 7?"}
+
+
+def accepted(**fields: Any) -> Accepted:
+    given = {"limits": LIMITS, "messages": (QUESTION,), "offers": OFFERS} | fields
+    return Accepted(
+        RunSpec(
+            id="resp_1",
+            api="responses",
+            tenant="t",
+            program="p",
+            identity="{}",
+            model="tiny",
+            created_s=0.0,
+            **given,
+        )
+    )
+
+
+def result(turn: int, *calls: Call, content: str = "", finish: str = "stop", continued: bool = True) -> TurnResult:
+    added, out = pack_ids([10 * turn, 10 * turn + 1]), pack_ids([10 * turn + 5])
+    return TurnResult(turn, continued, "continued", added, out, finish, 10, 8, 5, 0.0, 1.0, content, calls=calls)
+
+
+def call(turn: int, index: int = 0, name: str = "calc", arguments: str = "{}") -> Call:
+    return Call(turn, index, f"call_{turn}_{index}", name, arguments)
+
+
+def ok(turn: int, index: int = 0, text: str = "42", outcome: str = "ok") -> ToolAnswer:
+    return ToolAnswer(turn, index, outcome, text)
+
+
+def after(*events: RunEvent) -> RunState:
+    state = fold(events)
+    assert state is not None
+    assert fold([decode(encode(event)) for event in events]) == state
+    return state
+
+
+def test_a_program_of_two_turns_and_one_tool() -> None:
+    log: list[RunEvent] = [accepted()]
+    assert next_step(after(*log)) == AskTurn(1, 1, None)
+    log += [TurnIntent(1), Generated(1, "let me"), result(1, call(1), content="let me see")]
+    assert next_step(after(*log)) == CallTools((call(1),), resumed=False)
+    log += [ToolIntent(((1, 0),)), ok(1)]
+    assert next_step(after(*log)) == AskTurn(2, 1, None)
+    log += [TurnIntent(2), result(2, content="It is 42.")]
+    state = after(*log)
+    assert next_step(state) == Finish("completed")
+    assert [message["role"] for message in state.messages] == ["user", "assistant", "tool", "assistant"]
+    assert state.messages[2] == {"role": "tool", "tool_call_id": "call_1_0", "content": "42"}
+    assert unpack_ids(state.token_ids) == [10, 11, 15, 20, 21, 25]
+    assert (state.covered, state.output_tokens, state.tool_calls) == (4, 10, 1)
+    assert next_step(after(*log, Ended("completed"))) is None
+
+
+def test_a_turn_that_was_rendered_anew_forgets_the_ids_before() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1), TurnIntent(2)]
+    assert unpack_ids(after(*log, result(2, continued=False)).token_ids) == [20, 21, 25]
+
+
+def test_calls_of_one_turn_run_together_and_are_answered_in_their_order() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1, 0), call(1, 1))]
+    assert next_step(after(*log)) == CallTools((call(1, 0), call(1, 1)), resumed=False)
+    log += [ToolIntent(((1, 0), (1, 1))), ok(1, 1, "second")]
+    assert next_step(after(*log)) == CallTools((call(1, 0),), resumed=True)
+    log += [ok(1, 0, "first")]
+    assert [message["content"] for message in after(*log).messages[2:]] == ["first", "second"]
+    assert next_step(after(*log)) == AskTurn(2, 1, None)
+
+
+def test_whoever_takes_over_says_that_a_call_may_have_been_sent() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), TakenOver("other")]
+    assert next_step(after(*log)) == CallTools((call(1),), resumed=True)
+    assert after(*log).runners == 2
+
+
+def test_a_call_without_an_intent_in_the_log_was_never_sent() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1)), TakenOver("other")]
+    assert next_step(after(*log)) == CallTools((call(1),), resumed=False)
+
+
+def test_a_turn_that_was_lost_is_asked_again_so_often_and_then_fails() -> None:
+    log = [accepted(), TurnIntent(1), Generated(1, "half a")]
+    assert next_step(after(*log)) == AskTurn(1, 2, None)
+    finish = next_step(after(*log, TurnIntent(1, attempt=2)))
+    assert isinstance(finish, Finish) and finish.status == "failed" and finish.fault is not None
+    assert finish.fault.message == "turn 1 was lost 2 times"
+
+
+def test_the_caller_s_own_tools_end_the_run_after_ours_have_run() -> None:
+    mine = call(1, 1, "ask_user")
+    log = [accepted(), TurnIntent(1), result(1, call(1, 0), mine)]
+    assert next_step(after(*log)) == CallTools((call(1, 0),), resumed=False)
+    log += [ToolIntent(((1, 0),)), ok(1, 0)]
+    state = after(*log)
+    assert next_step(state) == Finish("completed")
+    assert state.waiting == (mine,)
+    assert [message["role"] for message in state.messages] == ["user", "assistant", "tool"]
+
+
+def test_a_tool_that_nobody_offered_is_answered_with_those_that_there_are() -> None:
+    todo = next_step(after(accepted(), TurnIntent(1), result(1, call(1, name="clac"))))
+    assert isinstance(todo, Refuse)
+    assert todo.answers[0].text == "refused: there is no tool 'clac'; there are: ask_user, calc"
+    assert next_step(after(accepted(), TurnIntent(1), result(1, call(1, name="clac")), *todo.answers)) == AskTurn(
+        2, 1, None
+    )
+
+
+def test_without_tools_of_ours_an_unknown_call_is_the_caller_s() -> None:
+    log = [accepted(offers=OFFERS[1:]), TurnIntent(1), result(1, call(1, name="clac"))]
+    assert next_step(after(*log)) == Finish("completed")
+
+
+def test_a_call_that_needs_consent_ends_the_run_and_an_approved_one_begins_the_next() -> None:
+    careful = (Offer("rm", {"name": "rm"}, here=True, approval=True),)
+    log = [accepted(offers=careful), TurnIntent(1), result(1, call(1, name="rm"))]
+    state = after(*log)
+    assert next_step(state) == Finish("completed")
+    approved = Call(0, 0, "call_1_0", "rm", "{}")
+    second = accepted(offers=careful, messages=conversation(state), approved=(approved,))
+    assert next_step(after(second)) == CallTools((approved,), resumed=False)
+    done = after(second, ToolIntent(((0, 0),)), ok(0))
+    assert done.messages[-1] == {"role": "tool", "tool_call_id": "call_1_0", "content": "42"}
+    assert next_step(done) == AskTurn(1, 1, None)
+
+
+def test_the_model_goes_on_while_an_asynchronous_tool_works_and_is_told_its_answer() -> None:
+    log = [
+        accepted(),
+        TurnIntent(1),
+        result(1, call(1)),
+        ToolIntent(((1, 0),)),
+        ok(1, text="started", outcome="started"),
+    ]
+    assert next_step(after(*log)) == AskTurn(2, 1, None)
+    log += [TurnIntent(2), result(2, content="meanwhile")]
+    assert next_step(after(*log)) == AwaitLate()
+    log += [LateAnswer(ok(1, text="42"))]
+    assert next_step(after(*log)) == AskTurn(3, 1, None)
+    told = after(*log, TurnIntent(3)).messages[-1]
+    assert told == {"role": "user", "content": "[The call of calc that was started earlier has ended]\n42"}
+    assert conversation(after(*log))[-1] == told
+    assert next_step(after(*log, TurnIntent(3), result(3, content="done"))) == Finish("completed")
+
+
+def test_the_last_turn_that_a_bound_allows_has_no_tools() -> None:
+    limits = Limits(turns=2, tool_calls=8, output_tokens=1000, wall_s=60.0, turn_attempts=2)
+    log = [accepted(limits=limits), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1)]
+    assert next_step(after(*log)) == AskTurn(2, 1, "none")
+    log += [TurnIntent(2), result(2, call(2))]
+    todo = next_step(after(*log))
+    assert todo == CallTools((call(2),), resumed=False)  # a model may call one all the same
+    assert next_step(after(*log, ToolIntent(((2, 0),)), ok(2))) == Finish("incomplete", "max_turns")
+
+
+def test_calls_above_the_bound_are_refused_and_the_next_turn_has_no_tools() -> None:
+    limits = Limits(turns=8, tool_calls=1, output_tokens=1000, wall_s=60.0, turn_attempts=2)
+    log = [accepted(limits=limits), TurnIntent(1), result(1, call(1, 0), call(1, 1))]
+    todo = next_step(after(*log))
+    assert todo == Refuse((ToolAnswer(1, 1, "refused", "refused: a run may call 1 tools, and has"),))
+    log += todo.answers
+    assert next_step(after(*log)) == CallTools((call(1, 0),), resumed=False)
+    log += [ToolIntent(((1, 0),)), ok(1, 0)]
+    assert next_step(after(*log)) == AskTurn(2, 1, "none")
+
+
+def test_tokens_bound_the_run() -> None:
+    limits = Limits(turns=8, tool_calls=8, output_tokens=5, wall_s=60.0, turn_attempts=2)
+    log = [accepted(limits=limits), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1)]
+    assert next_step(after(*log)) == Finish("incomplete", "max_output_tokens")
+    cut = after(accepted(), TurnIntent(1), result(1, finish="length"))
+    assert next_step(cut) == Finish("incomplete", "max_output_tokens")
+
+
+def test_forced_choices_apply_to_the_first_turns() -> None:
+    first = {"type": "function", "function": {"name": "calc"}}
+    spec = accepted(tool_choices=(first,), tool_choice="auto")
+    assert next_step(after(spec)) == AskTurn(1, 1, first)
+    log = [spec, TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1)]
+    assert next_step(after(*log)) == AskTurn(2, 1, "auto")
+
+
+def test_a_log_that_is_none() -> None:
+    assert fold([]) is None
+    with pytest.raises(IllegalTransition, match="begins with TurnIntent"):
+        fold([TurnIntent(1)])
+    with pytest.raises(IllegalTransition, match="after its end"):
+        fold([accepted(), Ended("completed"), TurnIntent(1)])
+    with pytest.raises(IllegalTransition, match="accepted twice"):
+        fold([accepted(), accepted()])
