@@ -1,0 +1,39 @@
+"""Runners over one log, each as if it were in a process of its own."""
+
+from typing import Any
+
+from scripted_runs import ScriptedReplicas, ScriptedTools
+
+from cluster.clock import MonotonicClock
+from cluster.config import CaesuraConfig
+from cluster.program_runner import ProgramRunner
+from cluster.run_store import RunStore
+from cluster.tools import ToolResult
+
+LEASE_S = 0.6
+
+
+class Runners:
+    """Makes runners that share one log, each as if it were in a process of its own."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self.made: list[ProgramRunner] = []
+        self.stores: list[RunStore] = []
+        self.observed: list[ToolResult] = []
+
+    def __call__(self, replicas: ScriptedReplicas, tools: ScriptedTools | None = None, **limits: Any) -> ProgramRunner:
+        number = len(self.made)
+        store = RunStore(self._url, owner=f"runner-{number}", timeout_s=2.0, lease_s=LEASE_S, retention_s=60.0)
+        config = CaesuraConfig.model_validate({"programs": {"lease_s": LEASE_S, **limits}})
+        runner = ProgramRunner(
+            store=store,
+            replicas=replicas,
+            tools=tools or ScriptedTools({}),
+            config=config,
+            clock=MonotonicClock(),
+            observe=self.observed.append,
+        )
+        self.made.append(runner)
+        self.stores.append(store)
+        return runner

@@ -1,0 +1,105 @@
+"""Replicas and tools that follow a script, for the runner's own tests; end-to-end tests use real ones."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.errors import HttpError
+from cluster.program import ProgramIdentity
+from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.turn import (
+    CallDelta,
+    Continuation,
+    Rendering,
+    TurnBegan,
+    TurnDelta,
+    TurnDone,
+    TurnPiece,
+    pack_ids,
+    unpack_ids,
+)
+
+Script = list[TurnPiece | HttpError | asyncio.Event]
+"""What a turn yields; an event is waited for."""
+
+
+def says(text: str, *calls: tuple[str, str], first_id: int = 100) -> Script:
+    """A turn that says ``text`` in two pieces, and calls tools by (name, arguments)."""
+    pieces = tuple(CallDelta(index, f"call_{first_id}_{index}", name, args) for index, (name, args) in enumerate(calls))
+    half = len(text) // 2
+    return [
+        TurnBegan(Rendering.CONTINUED, pack_ids([first_id])),
+        TurnDelta(pack_ids([first_id + 1]), text[:half]),
+        TurnDelta(pack_ids([first_id + 2]), text[half:], calls=pieces),
+        TurnDone("tool_calls" if calls else "stop", 10, 8, 2),
+    ]
+
+
+@dataclass
+class ScriptedReplicas:
+    """Turns in order, whoever asks."""
+
+    turns: list[Script]
+    asked: list[dict[str, Any]] = field(default_factory=list)
+    told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
+    prior: list[list[int]] = field(default_factory=list)
+    identities: list[ProgramIdentity] = field(default_factory=list)
+    closed: int = 0
+    """Turns that were left before their end."""
+
+    async def turn(
+        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+    ) -> AsyncIterator[TurnPiece | HttpError]:
+        self.asked.append(dict(body))
+        self.prior.append([] if continuation is None else unpack_ids(continuation.token_ids))
+        self.identities.append(identity)
+        try:
+            for piece in self.turns.pop(0):
+                if isinstance(piece, asyncio.Event):
+                    await piece.wait()
+                else:
+                    yield piece
+        except (GeneratorExit, asyncio.CancelledError):
+            self.closed += 1
+            raise
+
+    async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
+        self.told.append((operation, dict(payload)))
+
+
+@dataclass
+class ScriptedTools:
+    """Each tool is a function of the call; what was run is kept, and a resumed call joins what is under way."""
+
+    functions: dict[str, Callable[[ToolCall], Any]]
+    ran: list[ToolCall] = field(default_factory=list)
+    resumed: list[ToolCall] = field(default_factory=list)
+    cancelled: list[str] = field(default_factory=list)
+    late: dict[str, "asyncio.Future[ToolResult]"] = field(default_factory=dict)
+
+    async def run(
+        self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
+    ) -> ToolResult:
+        if resumed:
+            self.resumed.append(call)
+            if call.name == "once":
+                return ToolResult(call.id, call.name, Outcome.UNKNOWN, "unknown: it may have taken effect")
+        self.ran.append(call)
+        try:
+            answer = self.functions[call.name](call)
+            text = await answer if asyncio.iscoroutine(answer) else answer
+        except asyncio.CancelledError:
+            self.cancelled.append(call.id)
+            raise
+        if call.name == "slowly":
+            self.late[call.id] = asyncio.get_running_loop().create_future()
+            return ToolResult(call.id, call.name, Outcome.STARTED, "started", statistics_name=call.name)
+        return ToolResult(call.id, call.name, Outcome.OK, text, statistics_name=call.name)
+
+    async def completion(self, program: str, call_id: str) -> ToolResult:
+        return await self.late[call_id]
+
+    async def cancel(self, program: str, call_id: str) -> bool:
+        self.cancelled.append(call_id)
+        return True

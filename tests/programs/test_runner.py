@@ -1,0 +1,259 @@
+"""Timelines of a runner over a real Redis: what is asked, what is logged, who goes on, what is never done twice."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from runners import Runners
+from scripted_runs import ScriptedReplicas, ScriptedTools, says
+
+from cluster.errors import BadRequest, IdempotencyConflict, Overloaded
+from cluster.program import ProgramIdentity
+from cluster.program_runner import ProgramRunner
+from cluster.run import fold
+from cluster.run_events import Ended, Limits, Offer, RunEvent, RunSpec, TakenOver, ToolAnswer, ToolIntent, TurnIntent
+from cluster.run_store import Idempotency
+from cluster.tools import Outcome, ToolResult
+from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
+
+NAMES = ("add", "once", "slowly", "wait")
+OFFERS = tuple(Offer(name, {"name": name}, here=True) for name in NAMES)
+
+
+def spec(run_id: str, **fields: Any) -> RunSpec:
+    limits = Limits(turns=8, tool_calls=8, output_tokens=1000, wall_s=30.0, turn_attempts=2)
+    given: dict[str, Any] = {"limits": limits, "offers": OFFERS} | fields
+    identity = ProgramIdentity("p").encode()
+    messages = ({"role": "user", "content": "go"},)
+    return RunSpec(run_id, "responses", "t", "p", identity, "tiny", 0.0, messages=messages, **given)
+
+
+async def ended(runner: ProgramRunner, run_id: str) -> list[RunEvent]:
+    """All events of a run, when it has ended."""
+    async with asyncio.timeout(20):
+        return [event async for batch in runner.follow(run_id) for event in batch]
+
+
+def words(events: Sequence[RunEvent]) -> list[str]:
+    return [type(event).__name__ for event in events if type(event).__name__ != "Generated"]
+
+
+def outcome(events: Sequence[RunEvent]) -> Ended:
+    last = events[-1]
+    assert isinstance(last, Ended)
+    return last
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - of things that have no event
+            await asyncio.sleep(0.01)
+
+
+async def test_a_program_with_a_tool_in_one_request(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("let me", ("add", '{"a": 1}')), says("it is 2", first_id=200)])
+    runner = runners(replicas, ScriptedTools({"add": lambda call: "2"}))
+    assert (await runner.start(spec("r1"))).new
+    events = await ended(runner, "r1")
+    turns = ["TurnIntent", "TurnResult"]
+    assert words(events) == ["Accepted", *turns, "ToolIntent", "ToolAnswer", *turns, "Ended"]
+    assert outcome(events).status == "completed"
+    assert [message["role"] for message in replicas.asked[1]["messages"]] == ["user", "assistant", "tool"]
+    assert replicas.prior == [[], [100, 101, 102]]
+    assert replicas.identities[1].hints.last_tool == "add"
+    assert replicas.identities[0].key == "t/p"
+    assert replicas.told == [("tool_started", {"tools": ["add"]}), ("tool_finished", {})]
+    assert [result.outcome for result in runners.observed] == [Outcome.OK]
+    assert list(await runner.load("r1", "t") or []) == events
+    assert await runner.load("r1", "somebody else") is None
+
+
+async def test_another_process_reads_the_same_log(runners: Runners) -> None:
+    runner = runners(ScriptedReplicas([says("hello")]))
+    await runner.start(spec("r2"))
+    events = await ended(runner, "r2")
+    other = runners(ScriptedReplicas([]))
+    assert await ended(other, "r2") == events
+    assert list(await other.load("r2", "t") or []) == events
+
+
+async def test_calls_of_one_turn_overlap(runners: Runners) -> None:
+    both = asyncio.Barrier(2)
+
+    async def meet(call: Any) -> str:
+        await both.wait()
+        return call.arguments
+
+    calls = (("wait", '{"n": 1}'), ("wait", '{"n": 2}'))
+    runner = runners(ScriptedReplicas([says("", *calls), says("done")]), ScriptedTools({"wait": meet}))
+    await runner.start(spec("r3"))
+    state = fold(await ended(runner, "r3"))
+    assert state is not None
+    assert [m["content"] for m in state.messages if m["role"] == "tool"] == ['{"n": 1}', '{"n": 2}']
+
+
+async def test_a_runner_that_dies_in_a_turn_is_followed_by_another(runners: Runners) -> None:
+    hangs = [TurnBegan(Rendering.FIRST, pack_ids([1])), TurnDelta(pack_ids([2]), "half "), asyncio.Event()]
+    first = runners(ScriptedReplicas([hangs]))
+    await first.start(spec("r4"))
+    await until(lambda: first.open_runs and len(first._tasks["r4"].journal.safe) == 3)
+    second = runners(ScriptedReplicas([says("whole")]))
+    second.attend()  # nobody renews the first one's lease
+    events = await ended(second, "r4")
+    assert words(events) == ["Accepted", "TurnIntent", "TakenOver", "TurnIntent", "TurnResult", "Ended"]
+    assert [event.attempt for event in events if isinstance(event, TurnIntent)] == [1, 2]
+    assert second.counters["taken_over"] == 1
+
+
+async def test_a_call_that_may_have_been_sent_is_never_sent_anew(runners: Runners) -> None:
+    """The first runner dies while its tool works; the tool may not run twice; the model is told so."""
+    never = asyncio.Event()
+    tools = ScriptedTools({"once": lambda call: never.wait()})
+    first = runners(ScriptedReplicas([says("", ("once", "{}"))]), tools)
+    await first.start(spec("r5"))
+    await until(lambda: tools.ran)
+    replicas = ScriptedReplicas([says("it may have happened", first_id=200)])
+    second = runners(replicas, tools)
+    second.attend()
+    events = await ended(second, "r5")
+    assert outcome(events).status == "completed"
+    assert len(tools.ran) == 1 and len(tools.resumed) == 1
+    assert tools.ran[0].idempotency_key == tools.resumed[0].idempotency_key == "r5/1.0"
+    assert replicas.asked[0]["messages"][-1]["content"] == "unknown: it may have taken effect"
+    assert [event.outcome for event in events if isinstance(event, ToolAnswer)] == ["unknown"]
+
+
+async def test_the_old_runner_writes_nothing_more_once_it_was_followed(runners: Runners) -> None:
+    go_on = asyncio.Event()
+    first = runners(ScriptedReplicas([[TurnBegan(Rendering.FIRST, b""), go_on, *says("late")[1:]]]))
+    await first.start(spec("r6"))
+    await until(lambda: first.open_runs and len(first._tasks["r6"].journal.safe) == 2)
+    second = runners(ScriptedReplicas([says("whole")]))
+    second.attend()
+    events = await ended(second, "r6")
+    go_on.set()
+    await until(lambda: first.open_runs == 0)
+    assert first.counters["lost"] == 1
+    assert await ended(runners(ScriptedReplicas([])), "r6") == events
+    assert [type(event) for event in events].count(TakenOver) == 1
+
+
+async def test_a_graceful_end_hands_over_at_once(runners: Runners) -> None:
+    first = runners(ScriptedReplicas([[asyncio.Event()]]), lease_s=600.0)
+    await first.start(spec("r7"))
+    await until(lambda: first.open_runs)
+    await first.aclose()
+    second = runners(ScriptedReplicas([says("whole")]), lease_s=0.3)
+    second.attend()
+    assert outcome(await ended(second, "r7")).status == "completed"
+
+
+async def test_cancelling_stops_the_turn_and_the_tools(runners: Runners) -> None:
+    replicas = ScriptedReplicas([[TurnBegan(Rendering.FIRST, b""), asyncio.Event()]])
+    runner = runners(replicas)
+    await runner.start(spec("r8"))
+    await until(lambda: replicas.asked)
+    assert await runner.cancel("r8")
+    assert outcome(await ended(runner, "r8")).status == "cancelled"
+    assert replicas.closed == 1
+    tools = ScriptedTools({"wait": lambda call: asyncio.Event().wait()})
+    runner = runners(ScriptedReplicas([says("", ("wait", "{}"))]), tools)
+    await runner.start(spec("r9"))
+    await until(lambda: tools.ran)
+    other = runners(ScriptedReplicas([]))
+    runner.attend()
+    assert await other.cancel("r9")  # another ingress than the one that works on it
+    assert outcome(await ended(runner, "r9")).status == "cancelled"
+    assert tools.cancelled == ["r9/1.0"]
+    assert not await other.cancel("r9")
+
+
+async def test_the_wall_time_is_a_bound(runners: Runners) -> None:
+    limits = Limits(turns=8, tool_calls=8, output_tokens=1000, wall_s=0.2, turn_attempts=2)
+    replicas = ScriptedReplicas([[asyncio.Event()]])
+    runner = runners(replicas)
+    await runner.start(spec("r10", limits=limits))
+    end = outcome(await ended(runner, "r10"))
+    assert (end.status, end.reason) == ("incomplete", "max_wall_time")
+    assert replicas.closed == 1
+
+
+async def test_a_turn_whose_replica_fails_is_asked_again_and_a_bad_request_is_not(runners: Runners) -> None:
+    from cluster.errors import UpstreamFailed
+
+    runner = runners(ScriptedReplicas([[UpstreamFailed("it died")], says("whole")]))
+    await runner.start(spec("r11"))
+    assert outcome(await ended(runner, "r11")).status == "completed"
+    runner = runners(ScriptedReplicas([[UpstreamFailed("it died")], [UpstreamFailed("again")]]))
+    await runner.start(spec("r12"))
+    end = outcome(await ended(runner, "r12"))
+    assert end.fault is not None and end.fault.message == "turn 1 was lost 2 times"
+    runner = runners(ScriptedReplicas([[BadRequest("too long", param="messages")]]))
+    await runner.start(spec("r13"))
+    fault = outcome(await ended(runner, "r13")).fault
+    assert fault is not None and (fault.status, fault.message, fault.param) == (400, "too long", "messages")
+
+
+async def test_a_full_queue_is_waited_for_and_costs_no_attempt(runners: Runners) -> None:
+    full = [Overloaded("full", retry_after_s=0)]
+    runner = runners(ScriptedReplicas([list(full), list(full), list(full), says("whole")]))
+    await runner.start(spec("r14"))
+    events = await ended(runner, "r14")
+    assert outcome(events).status == "completed"
+    assert words(events).count("TurnIntent") == 1
+
+
+async def test_an_asynchronous_tool(runners: Runners) -> None:
+    tools = ScriptedTools({"slowly": lambda call: ""})
+    replicas = ScriptedReplicas([says("", ("slowly", "{}")), says("meanwhile"), says("I see")])
+    runner = runners(replicas, tools)
+    await runner.start(spec("r15"))
+    await until(lambda: len(replicas.asked) == 2)
+    tools.late["r15/1.0"].set_result(ToolResult("r15/1.0", "slowly", Outcome.OK, "here it is"))
+    events = await ended(runner, "r15")
+    assert outcome(events).status == "completed"
+    assert replicas.asked[2]["messages"][-1]["content"].endswith("here it is")
+    assert [result.text for result in runners.observed] == ["here it is"]
+
+
+async def test_the_same_idempotency_key_is_the_same_run(runners: Runners) -> None:
+    runner = runners(ScriptedReplicas([says("once")]))
+    assert (await runner.start(spec("r16"), idempotency=Idempotency("key", "body"))).new
+    again = await runner.start(spec("r17"), idempotency=Idempotency("key", "body"))
+    assert (again.run_id, again.new) == ("r16", False)
+    with pytest.raises(IdempotencyConflict):
+        await runner.start(spec("r18"), idempotency=Idempotency("key", "another body"))
+
+
+async def test_more_runs_than_allowed_are_refused_before_anything_is_kept(runners: Runners) -> None:
+    runner = runners(ScriptedReplicas([[asyncio.Event()]]), max_open=1)
+    await runner.start(spec("r19"))
+    with pytest.raises(Overloaded) as refusal:
+        await runner.start(spec("r20"))
+    assert refusal.value.retry_after_s is not None
+    assert await runner.load("r20", "t") is None
+
+
+async def test_what_nobody_wanted_kept_is_gone_afterwards(runners: Runners) -> None:
+    runner = runners(ScriptedReplicas([says("secret")]))
+    await runner.start(spec("r21", store=False, last=True))
+    assert outcome(await ended(runner, "r21")).status == "completed"
+    other = runners(ScriptedReplicas([]))
+    await until(lambda: runner.open_runs == 0)
+    await asyncio.sleep(0.05)
+    assert await other.load("r21", "t") is None
+
+
+async def test_intents_are_in_the_log_before_anything_is_done(runners: Runners) -> None:
+    runner: ProgramRunner
+    seen: list[list[str]] = []
+
+    async def look(call: Any) -> str:
+        seen.append(words(list(await runner.load("r22", "t") or [])))
+        return "ok"
+
+    runner = runners(ScriptedReplicas([says("", ("add", "{}")), says("done")]), ScriptedTools({"add": look}))
+    await runner.start(spec("r22"))
+    await ended(runner, "r22")
+    assert seen == [["Accepted", "TurnIntent", "TurnResult", ToolIntent.__name__]]
