@@ -5,6 +5,7 @@ python -m cluster.demo.notes_server
 
 import asyncio
 import socket
+import sys
 from collections import Counter
 from typing import Literal
 
@@ -35,7 +36,8 @@ async def serve() -> None:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
-        print(listener.getsockname()[1], flush=True)
+        sys.stdout.write(f"{listener.getsockname()[1]}\n")
+        sys.stdout.flush()
         app = server.streamable_http_app()
         await uvicorn.Server(uvicorn.Config(app, log_level="error")).serve([listener])
 
