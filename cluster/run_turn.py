@@ -15,9 +15,7 @@ def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
     """A chat completions body with the whole conversation."""
     spec = state.spec
     body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
-    if "max_completion_tokens" in spec.sampling:
-        left = spec.limits.output_tokens - state.output_tokens
-        body["max_completion_tokens"] = min(spec.sampling["max_completion_tokens"], left)
+    body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
     if spec.offers:
         body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
         body["parallel_tool_calls"] = spec.parallel

@@ -71,6 +71,16 @@ class ChatText:
             last_id,
         )
 
+    def bound_output(self, request: Any, prompt_tokens: int = 0) -> None:
+        """Let a turn's share of its program's output not exceed what the context has left after ``prompt_tokens``.
+
+        vLLM would refuse the turn; but a bound of the whole program says nothing of one turn.
+        """
+        left = self._online.model_config.max_model_len - prompt_tokens
+        asked = request.max_completion_tokens
+        if asked is not None and asked >= left:
+            request.max_completion_tokens = left if prompt_tokens and left > 0 else None
+
     def check_length(self, request: Any, token_ids: list[int]) -> None:
         """vLLM's check of a prompt's length, which it leaves out for a prompt that comes as ids.
 

@@ -134,6 +134,7 @@ class ProgramTurns:
 
     async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[Rendering, list[int], list[int]]:
         """How the prompt is made, the ids that it goes on from, and those that come after them, if we make it."""
+        self._text.bound_output(request)
         if continuation is None:
             return Rendering.FIRST, [], []
         known = _known_ids(request, continuation)
@@ -143,6 +144,7 @@ class ProgramTurns:
                 self._told.add(rest)
                 logger.warning("a prompt is rendered again: %s (told once)", rest.value)
             return Rendering.RENDERED_AGAIN, [], []
+        self._text.bound_output(request, len(known) + len(rest))
         self._text.check_length(request, known + rest)
         return Rendering.CONTINUED, known, rest
 

@@ -204,7 +204,6 @@ ROUND = [*QUESTION, {"role": "assistant", "content": "Hi"}, {"role": "user", "co
         ({"messages": ROUND, "chat_template": "{{ 1 }}"}, Continuation(pack_ids([5, 6]), 2), "chat template"),
         ({"messages": ROUND}, Continuation(pack_ids([5, 99_999]), 2), "99999 is out of vocabulary"),
         ({"messages": ROUND}, Continuation(pack_ids([5] * 4096), 2), "context length"),
-        ({"messages": ROUND, "max_completion_tokens": 4000}, Continuation(pack_ids([5] * 90), 2), "context length"),
         ({"messages": ROUND}, Continuation(b"", 2), "no ids"),
         ({"messages": ROUND}, Continuation(b"abc", 2), "cannot be read"),
         ({"messages": ROUND}, Continuation(pack_ids([5]), 0), "0 of 3"),
@@ -220,6 +219,15 @@ async def test_what_makes_no_sense_is_refused(
     assert 400 <= refusal.status < 500
     assert why in refusal.message
     assert isinstance((await replica.turn({"messages": QUESTION, "max_completion_tokens": 1}))[-1], TurnDone)
+
+
+async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left(replica: Replica) -> None:
+    nearly_full = Continuation(pack_ids([5] * 4040), 2)
+    wanted = {"ignore_eos": True, "max_completion_tokens": 4000}
+    *_, done = parsed(await replica.turn(body_of(ROUND, **wanted), nearly_full))
+    assert (done.finish_reason, done.prompt_tokens + done.output_tokens) == ("length", 4096)
+    *_, done = parsed(await replica.turn(body_of(QUESTION, stop=["e"], max_completion_tokens=1 << 20)))
+    assert done.finish_reason == "stop"
 
 
 async def test_a_prompt_that_has_to_be_rendered_again_is(replica: Replica) -> None:
