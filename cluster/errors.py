@@ -21,6 +21,7 @@
     │   └── RunOpen            only a closed run can be deleted
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
+        │   └── IdempotencyConflict  422  an idempotency key came again with another body
         ├── Overloaded         503  with Retry-After
         └── UpstreamFailed     502  a replica failed while it answered
 
@@ -169,6 +170,12 @@ class BadRequest(HttpError):
 
     status = 400
     type = "invalid_request_error"
+
+
+class IdempotencyConflict(BadRequest):
+    """An idempotency key came again with another body."""
+
+    status = 422
 
 
 class Overloaded(HttpError):

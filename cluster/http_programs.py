@@ -10,7 +10,7 @@ from cluster.errors import BadRequest
 from cluster.program import ProgramIdentity
 from cluster.program_runner import ProgramRunner
 from cluster.run_account import account
-from cluster.run_store import RunHead
+from cluster.run_log import RunHead
 
 MOST_LISTED = 1000
 """Runs that a list of programs looks at."""

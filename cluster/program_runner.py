@@ -16,12 +16,13 @@ from typing import Any, NoReturn
 
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
-from cluster.errors import IllegalTransition, Overloaded, RunLeaseLost, RunStoreUnavailable
+from cluster.errors import IdempotencyConflict, IllegalTransition, Overloaded, RunLeaseLost, RunStoreUnavailable
 from cluster.http_errors import RETRY_AFTER_S
 from cluster.run import begin, fold
 from cluster.run_events import Accepted, Call, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.run_journal import Journal
-from cluster.run_store import AlreadyThere, Idempotency, NewRun, RunHead, RunStore
+from cluster.run_log import AlreadyThere, Idempotency, NewRun, RunHead
+from cluster.run_store import RunStore
 from cluster.run_task import Replicas, RunTask, Tools
 from cluster.tool_config import ToolsConfig, owner_of
 from cluster.tools import ToolResult, statistics_name
@@ -51,7 +52,8 @@ class ProgramRunner:
     """The runs of this process.
 
     Args:
-        store: the log of all runs; its owner name is this runner's.
+        name: this runner's, unique.
+        store: the log of all runs, opened under this name.
         replicas: run turns.
         tools: run tools.
         config: limits and leases.
@@ -62,6 +64,7 @@ class ProgramRunner:
     def __init__(
         self,
         *,
+        name: str,
         store: RunStore,
         replicas: Replicas,
         tools: Tools,
@@ -71,6 +74,7 @@ class ProgramRunner:
     ) -> None:
         self.counters: Counter[str] = Counter()
         """Runs that were started, taken over, and ended by status, since the start."""
+        self._name = name
         self._store = store
         self._replicas = replicas
         self._tools = tools
@@ -130,7 +134,8 @@ class ProgramRunner:
         except RunStoreUnavailable as error:
             raise Overloaded("programs cannot be accepted now; retry later", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(created, AlreadyThere):
-            created.require_same_body()
+            if not created.same_body:
+                raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
             return Started(created.run_id, new=False)
         self.counters["started"] += 1
         self._work_on(run, [accepted], [], secret or {}, left_s=spec.limits.wall_s)
@@ -264,6 +269,9 @@ class ProgramRunner:
         for run_id in renewal.lost:
             if run_id in self._working:
                 self._tasks[run_id].abandon()
+        for run_id in renewal.unknown:
+            if run_id in self._working:
+                self._tasks[run_id].journal.write_again()
         for run_id in renewal.cancelled:
             if run_id in self._working:
                 self._tasks[run_id].cancel()
@@ -290,7 +298,7 @@ class ProgramRunner:
         run = NewRun(run_id, spec.tenant, spec.program, labels, None, secret)
         # The wall clock is all that two processes share; however it jumped, no more than the whole time is left.
         left_s = min(spec.limits.wall_s, max(0.0, spec.created_s + spec.limits.wall_s - time()))
-        taken = TakenOver(self._store.owner)
+        taken = TakenOver(self._name)
         self._work_on(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
 
     async def _read(self, run_id: str) -> list[RunEvent]:

@@ -47,6 +47,7 @@ class ProgramService:
         )
         self.tools = ToolActors(config.tools) if config.tools.defined or config.tools.request_kinds else None
         self.runner = ProgramRunner(
+            name=owner,
             store=self._store,
             replicas=ReplicaCalls(replicas),
             tools=self.tools or NoTools(),

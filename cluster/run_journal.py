@@ -11,7 +11,8 @@ from collections.abc import AsyncIterator, Sequence
 
 from cluster.errors import RunLeaseLost, RunLogGap, RunStoreUnavailable, RunUnknown
 from cluster.run_events import Ended, RunEvent, encode
-from cluster.run_store import NewRun, RunStore
+from cluster.run_log import NewRun
+from cluster.run_store import RunStore
 
 logger = logging.getLogger("ray.serve")
 
@@ -36,6 +37,8 @@ class Journal:
         self._encoded = [encode(event) for event in events]
         self._durable = len(events)
         self._lost = False
+        self._forgotten = False
+        """The store knows nothing of the run."""
         self._news = asyncio.Event()
         """Something is to be written."""
         self._progress = asyncio.Event()
@@ -89,6 +92,11 @@ class Journal:
             else:
                 await progress.wait()
 
+    def write_again(self) -> None:
+        """The store has lost the run: give it all that there is."""
+        self._forgotten = True
+        self._news.set()
+
     def abandon(self) -> None:
         """Write nothing more: the run is somebody else's."""
         self._lost = True
@@ -122,17 +130,18 @@ class Journal:
 
     async def _write(self) -> None:
         end = len(self._encoded)
-        batch = self._encoded[self._durable : end]
-        if not batch:
-            return
         last = self._events[end - 1]
         ended = last if isinstance(last, Ended) else None
         try:
-            await self._append(self._durable, batch, ended)
+            if not self._forgotten and self._durable < end:
+                await self._append(self._durable, self._encoded[self._durable : end], ended)
         except (RunUnknown, RunLogGap):
+            self._forgotten = True
+        if self._forgotten:
             # The store was emptied under us. All of the run is here.
             await self._store.create(self.run, self._encoded[:1])
             await self._append(1, self._encoded[1:end], ended)
+            self._forgotten = False
         self._durable = end
         self._tell()
 

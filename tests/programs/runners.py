@@ -27,6 +27,7 @@ class Runners:
         store = RunStore(self._url, owner=f"runner-{number}", timeout_s=2.0, lease_s=LEASE_S, retention_s=60.0)
         config = CaesuraConfig.model_validate({"programs": {"lease_s": LEASE_S, **limits}})
         runner = ProgramRunner(
+            name=f"runner-{number}",
             store=store,
             replicas=replicas,
             tools=tools or ScriptedTools({}),

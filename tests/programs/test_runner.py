@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Sequence
+from time import time
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from cluster.program import ProgramIdentity
 from cluster.program_runner import ProgramRunner
 from cluster.run import fold
 from cluster.run_events import Ended, Limits, Offer, RunEvent, RunSpec, TakenOver, ToolAnswer, ToolIntent, TurnIntent
-from cluster.run_store import Idempotency
+from cluster.run_log import Idempotency
 from cluster.tools import Outcome, ToolResult
 from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
 
@@ -26,7 +27,7 @@ def spec(run_id: str, **fields: Any) -> RunSpec:
     given: dict[str, Any] = {"limits": limits, "offers": OFFERS} | fields
     identity = ProgramIdentity("p").encode()
     messages = ({"role": "user", "content": "go"},)
-    return RunSpec(run_id, "responses", "t", "p", identity, "tiny", 0.0, messages=messages, **given)
+    return RunSpec(run_id, "responses", "t", "p", identity, "tiny", time(), messages=messages, **given)
 
 
 async def ended(runner: ProgramRunner, run_id: str) -> list[RunEvent]:
@@ -219,11 +220,11 @@ async def test_an_asynchronous_tool(runners: Runners) -> None:
 
 async def test_the_same_idempotency_key_is_the_same_run(runners: Runners) -> None:
     runner = runners(ScriptedReplicas([says("once")]))
-    assert (await runner.start(spec("r16"), idempotency=Idempotency("key", "body"))).new
-    again = await runner.start(spec("r17"), idempotency=Idempotency("key", "body"))
+    assert (await runner.start(spec("r16"), idempotency=Idempotency("key", b"body"))).new
+    again = await runner.start(spec("r17"), idempotency=Idempotency("key", b"body"))
     assert (again.run_id, again.new) == ("r16", False)
     with pytest.raises(IdempotencyConflict):
-        await runner.start(spec("r18"), idempotency=Idempotency("key", "another body"))
+        await runner.start(spec("r18"), idempotency=Idempotency("key", b"another body"))
 
 
 async def test_more_runs_than_allowed_are_refused_before_anything_is_kept(runners: Runners) -> None:
