@@ -19,9 +19,12 @@ def validated(model: type[Model], body: Mapping[str, Any]) -> Model:
     try:
         return model.model_validate(body)
     except pydantic.ValidationError as error:
-        faults = [(field_path(body, fault["loc"]), fault["msg"]) for fault in error.errors(include_url=False)]
+        faults = [(field_path(body, fault["loc"]), fault) for fault in error.errors(include_url=False)]
         # Of a union's alternatives, the one that got furthest is the one that was meant.
-        path, message = max(faults, key=lambda fault: len(fault[0]))
+        path, fault = max(faults, key=lambda found: len(found[0]))
+        message = fault["msg"]
+        if fault["type"] == "missing" and path[-1:] != [missing := str(fault["loc"][-1])]:
+            path.append(missing)
         param = ".".join(path) or None
         raise BadRequest(f"{param}: {message}" if param else message, param=param) from error
 

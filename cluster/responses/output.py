@@ -1,0 +1,181 @@
+"""Items of a response's output while they grow, and as OpenAI's models."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from openai.types.responses import (
+    ResponseFunctionToolCall,
+    ResponseFunctionToolCallOutputItem,
+    ResponseOutputItem,
+    ResponseOutputMessage,
+    ResponseOutputText,
+    ResponseReasoningItem,
+)
+from openai.types.responses.mcp_tool_call_error import McpToolExecutionError
+from openai.types.responses.response_output_item import McpApprovalRequest, McpCall, McpListTools, McpListToolsTool
+from openai.types.responses.response_reasoning_item import Content as ReasoningContent
+
+from cluster.run_events import Call, Offer, ToolAnswer
+from cluster.tools import Outcome
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+ANSWERED = frozenset({Outcome.OK, Outcome.ERROR})
+"""Outcomes of a tool that ran to its end."""
+
+
+@dataclass(slots=True)
+class MessageItem:
+    """What the model says."""
+
+    id: str
+    index: int
+    """In the output."""
+    text: str = ""
+    status: ItemStatus = "in_progress"
+
+    def part(self) -> ResponseOutputText:
+        """Its one part."""
+        return ResponseOutputText(type="output_text", text=self.text, annotations=[], logprobs=[])
+
+    def model(self) -> ResponseOutputItem:
+        """As it stands."""
+        content = [self.part()] if self.text else []
+        return ResponseOutputMessage(
+            id=self.id, type="message", role="assistant", status=self.status, content=list(content)
+        )
+
+
+@dataclass(slots=True)
+class ReasoningItem:
+    """What the model thinks."""
+
+    id: str
+    index: int
+    text: str = ""
+    status: ItemStatus = "in_progress"
+
+    def part(self) -> ReasoningContent:
+        """Its one part."""
+        return ReasoningContent(type="reasoning_text", text=self.text)
+
+    def model(self) -> ResponseOutputItem:
+        """As it stands."""
+        content = [self.part()] if self.text else []
+        return ResponseReasoningItem(id=self.id, type="reasoning", summary=[], content=content, status=self.status)
+
+
+@dataclass(slots=True)
+class FunctionCallItem:
+    """A call of the caller's function, or of a tool that is registered here."""
+
+    id: str
+    index: int
+    call_id: str
+    name: str
+    text: str = ""
+    """The arguments."""
+    status: ItemStatus = "in_progress"
+
+    def model(self) -> ResponseOutputItem:
+        """As it stands."""
+        return ResponseFunctionToolCall(
+            id=self.id,
+            type="function_call",
+            call_id=self.call_id,
+            name=self.name,
+            arguments=self.text,
+            status=self.status,
+        )
+
+
+@dataclass(slots=True)
+class McpCallItem:
+    """A call of a server that the request brought, and its answer."""
+
+    id: str
+    index: int
+    call_id: str
+    name: str
+    server: str
+    server_tool: str
+    approval_request_id: str | None = None
+    text: str = ""
+    """The arguments."""
+    status: ItemStatus | Literal["failed"] = "in_progress"
+    answer: str = ""
+
+    def take(self, answer: ToolAnswer) -> None:
+        """It is done."""
+        self.answer = answer.text
+        self.status = "completed" if answer.outcome == Outcome.OK else "failed"
+
+    def model(self) -> ResponseOutputItem:
+        """As it stands."""
+        failed = McpToolExecutionError(type="mcp_tool_execution_error", content=[{"type": "text", "text": self.answer}])
+        return McpCall(
+            id=self.id,
+            type="mcp_call",
+            server_label=self.server,
+            name=self.server_tool,
+            arguments=self.text,
+            approval_request_id=self.approval_request_id,
+            status=self.status,
+            output=self.answer if self.status == "completed" else None,
+            error=failed if self.status == "failed" else None,
+        )
+
+
+@dataclass(slots=True)
+class WholeItem:
+    """An item that does not grow."""
+
+    id: str
+    index: int
+    whole: ResponseOutputItem
+    status: ItemStatus = "completed"
+
+    def model(self) -> ResponseOutputItem:
+        """The item."""
+        return self.whole
+
+
+TextItem = MessageItem | ReasoningItem
+CallItem = FunctionCallItem | McpCallItem
+Item = TextItem | CallItem | WholeItem
+
+
+def function_output(item_id: str, call_id: str, answer: ToolAnswer) -> ResponseOutputItem:
+    """What a registered tool answered. An asynchronous one has two such items: that it was started, and its answer."""
+    if answer.outcome == Outcome.STARTED:
+        status: ItemStatus = "in_progress"
+    else:
+        status = "completed" if answer.outcome in ANSWERED else "incomplete"
+    return ResponseFunctionToolCallOutputItem(
+        id=item_id, type="function_call_output", call_id=call_id, output=answer.text, status=status
+    )
+
+
+def approval_request(item_id: str, offer: Offer, call: Call) -> ResponseOutputItem:
+    """A call that waits for consent."""
+    return McpApprovalRequest(
+        id=item_id,
+        type="mcp_approval_request",
+        server_label=offer.server or offer.name,
+        name=offer.server_tool or offer.name,
+        arguments=call.arguments,
+    )
+
+
+def tool_list(item_id: str, label: str, offers: tuple[Offer, ...]) -> McpListTools:
+    """The tools of a server that the model is offered."""
+    tools = [
+        McpListToolsTool(
+            name=offer.server_tool or offer.name,
+            description=offer.function.get("description"),
+            input_schema=offer.function.get("parameters", {}),
+        )
+        for offer in offers
+        if offer.server == label
+    ]
+    return McpListTools(id=item_id, type="mcp_list_tools", server_label=label, tools=tools)

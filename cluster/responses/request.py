@@ -1,0 +1,319 @@
+"""The body of `POST /v1/responses`: OpenAI's, and what we add.
+
+A field that OpenAI has and we do not is refused where leaving it out would change the answer (`conversation`, `prompt`,
+a hosted tool), and ignored where it would not (`user`, `service_tier`, what tunes OpenAI's own caches). A field that
+nobody knows is refused: it is a misspelling, or wants something.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+
+from cluster.errors import BadRequest
+from cluster.responses.input_items import AnyItem, Label, Name
+from cluster.validation import validated
+
+MAX_TOOLS = 128
+MAX_ITEMS = 8192
+MAX_FORCED_CHOICES = 64
+MAX_HEADERS = 32
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+MetadataKey = Annotated[str, StringConstraints(max_length=64)]
+MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
+HeaderValue = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]{0,8192}$")]
+ServerTool = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+class FunctionTool(_Part):
+    """A function that the caller runs; or, with `server_side`, a tool of the operator's that the cluster runs."""
+
+    type: Literal["function"]
+    name: Name
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    server_side: bool = False
+    """Ours: the tool of this name that is registered here. Its description and parameters are the registration's."""
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+    output_schema: dict[str, Any] | None = None
+
+
+class ToolFilter(_Part):
+    """Some tools of a server."""
+
+    tool_names: list[ServerTool] | None = Field(None, max_length=512)
+    read_only: bool | None = None
+    """What the server says of the tool (`readOnlyHint`); a tool of which it says nothing is not read-only."""
+
+    def matches(self, name: str, read_only: bool) -> bool:
+        """The tool is one of them."""
+        named = self.tool_names is None or name in self.tool_names
+        return named and (self.read_only is None or self.read_only == read_only)
+
+
+class ApprovalFilter(_Part):
+    """Which tools need consent. One that neither filter names does."""
+
+    always: ToolFilter | None = None
+    never: ToolFilter | None = None
+
+
+class McpTool(_Part):
+    """A remote MCP server. `authorization` and `headers` are secret: they are neither stored nor repeated."""
+
+    type: Literal["mcp"]
+    server_label: Label
+    server_url: str = Field(pattern=r"^https?://\S+$", max_length=4096)
+    server_description: str | None = Field(None, max_length=4096)
+    allowed_tools: list[ServerTool] | ToolFilter | None = None
+    require_approval: Literal["always", "never"] | ApprovalFilter | None = None
+    authorization: str | None = Field(None, max_length=8192, pattern=r"^[\x20-\x7e]*$", repr=False)
+    headers: dict[HeaderName, HeaderValue] | None = Field(None, max_length=MAX_HEADERS, repr=False)
+    defer_loading: Literal[False] | None = None
+    allowed_callers: list[Literal["direct"]] | None = None
+
+    def allows(self, name: str, read_only: bool) -> bool:
+        """The model may call this tool of the server."""
+        if isinstance(self.allowed_tools, ToolFilter):
+            return self.allowed_tools.matches(name, read_only)
+        return self.allowed_tools is None or name in self.allowed_tools
+
+    def needs_approval(self, name: str, read_only: bool) -> bool:
+        """The caller has to consent to each call of this tool."""
+        if isinstance(self.require_approval, ApprovalFilter):
+            always, never = self.require_approval.always, self.require_approval.never
+            if always is not None and always.matches(name, read_only):
+                return True
+            return never is None or not never.matches(name, read_only)
+        return self.require_approval != "never"
+
+
+def _type_of(value: Any, known: tuple[str, ...]) -> str | None:
+    kind = value.get("type") if isinstance(value, dict) else None
+    return kind if kind in known else None
+
+
+Tool = Annotated[
+    Annotated[FunctionTool, Tag("function")] | Annotated[McpTool, Tag("mcp")],
+    Discriminator(
+        lambda tool: _type_of(tool, ("function", "mcp")),
+        custom_error_type="tool_type",
+        custom_error_message="this type of tool is not supported; the types are: function, mcp",
+    ),
+]
+
+
+class ChosenFunction(_Part):
+    """A function that must be called."""
+
+    type: Literal["function"]
+    name: Name
+
+
+class ChosenMcpTool(_Part):
+    """A tool of a server that must be called."""
+
+    type: Literal["mcp"]
+    server_label: Label
+    name: ServerTool | None = None
+
+
+def _choice_kind(choice: Any) -> str | None:
+    return "word" if choice in ("auto", "none", "required") else _type_of(choice, ("function", "mcp"))
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["auto", "none", "required"], Tag("word")]
+    | Annotated[ChosenFunction, Tag("function")]
+    | Annotated[ChosenMcpTool, Tag("mcp")],
+    Discriminator(
+        _choice_kind,
+        custom_error_type="tool_choice",
+        custom_error_message="must be auto, none, required, or an object of the type function or mcp",
+    ),
+]
+
+
+# --- the answer's form ------------------------------------------------------------------------------------------------
+
+
+class PlainText(_Part):
+    """Any text."""
+
+    type: Literal["text"]
+
+
+class JsonObject(_Part):
+    """Some JSON object."""
+
+    type: Literal["json_object"]
+
+
+class JsonSchema(_Part):
+    """JSON of a schema."""
+
+    type: Literal["json_schema"]
+    name: Name
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+TextFormat = Annotated[
+    Annotated[PlainText, Tag("text")]
+    | Annotated[JsonObject, Tag("json_object")]
+    | Annotated[JsonSchema, Tag("json_schema")],
+    Discriminator(
+        lambda form: _type_of(form, ("text", "json_object", "json_schema")),
+        custom_error_type="text_format",
+        custom_error_message="must be of the type text, json_object or json_schema",
+    ),
+]
+
+
+class Text(_Part):
+    """How the answer is written."""
+
+    format: TextFormat | None = None
+    verbosity: Literal["medium"] | None = None
+    """Other values would ask for something that these models have no setting for."""
+
+
+class Reasoning(_Part):
+    """How much is thought. A summary is not made: the text itself is in the answer."""
+
+    effort: Effort | None = None
+    summary: Literal["auto", "concise", "detailed"] | None = None
+    generate_summary: Literal["auto", "concise", "detailed"] | None = None
+    context: Literal["auto"] | None = None
+    mode: Literal["standard"] | None = None
+
+
+Includable = Literal[
+    "reasoning.encrypted_content",
+    "file_search_call.results",
+    "web_search_call.results",
+    "web_search_call.action.sources",
+    "message.input_image.image_url",
+    "computer_call_output.output.image_url",
+    "code_interpreter_call.outputs",
+]
+"""What asks for more of items that never occur here; and for encrypted reasoning, which is here in the clear, so that a
+client that keeps its history itself sends it back as it is."""
+
+
+def _refuse(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("is not supported here")
+    return value
+
+
+Unsupported = Annotated[None, BeforeValidator(_refuse)]
+
+
+class CreateResponse(_Part):
+    """A request for a response."""
+
+    model: str | None = Field(None, max_length=256)
+    input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] = ""
+    instructions: str | None = None
+    """A system message at the front. It is not kept for a response that goes on from this one."""
+    previous_response_id: str | None = Field(None, min_length=1, max_length=256)
+    tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)
+    max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
+    """Of all turns together."""
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    background: bool | None = None
+    stream: bool | None = None
+    store: bool | None = None
+    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+
+    # Ours.
+    tool_choices: list[ToolChoice] | None = Field(None, max_length=MAX_FORCED_CHOICES)
+    """`tool_choice` of the first turns, one each; `tool_choice` itself holds for those after them."""
+    max_turns: int | None = Field(None, ge=1, le=2**31 - 1)
+    """Turns of the model; the last may call no tool. Never more than the operator allows."""
+
+    # vLLM's, of sampling and of the chat template; each turn's replica looks at them.
+    top_k: int | None = None
+    min_p: float | None = None
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = None
+    ignore_eos: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    vllm_xargs: dict[str, Any] | None = None
+
+    # OpenAI's, with one value that we can give.
+    include: list[Includable] | None = None
+    truncation: Literal["disabled"] | None = None
+    top_logprobs: Literal[0] | None = None
+
+    # OpenAI's, without a meaning here.
+    user: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    prompt_cache_options: Any = None
+    service_tier: Any = None
+    stream_options: Any = None
+    client_metadata: Any = None
+
+    # OpenAI's, unsupported.
+    conversation: Unsupported = None
+    prompt: Unsupported = None
+    context_management: Unsupported = None
+    moderation: Unsupported = None
+
+
+SAMPLING = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "seed",
+    "stop",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "ignore_eos",
+    "chat_template_kwargs",
+    "vllm_xargs",
+)
+"""Fields that are a chat completion's, too."""
+
+
+def read_request(body: Mapping[str, Any]) -> CreateResponse:
+    """``body``, checked as far as it can be by itself.
+
+    Args:
+        body: the JSON object, without the fields that say whose program it is (`cluster.identity`).
+
+    Raises:
+        BadRequest: with the field at fault.
+    """
+    request = validated(CreateResponse, body)
+    if request.background and request.store is False:
+        raise BadRequest("background: a response that is not stored cannot run in the background", param="background")
+    if request.previous_response_id is None and not request.input:
+        raise BadRequest("input: nothing was said; send text, or at least one item", param="input")
+    return request

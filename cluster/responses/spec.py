@@ -1,0 +1,206 @@
+"""A request for a response as a run."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import msgspec
+
+from cluster.errors import BadRequest
+from cluster.program import ProgramIdentity
+from cluster.responses.conversation import Conversation, Given
+from cluster.responses.history import History, history, system_message
+from cluster.responses.ids import input_item_id
+from cluster.responses.input_items import InputItem, McpListTools, Message
+from cluster.responses.offers import Brought, Listing, brought, chat_choice, offers, shown_tools
+from cluster.responses.request import SAMPLING, CreateResponse, JsonObject, JsonSchema
+from cluster.run import RunState
+from cluster.run_events import Limits, Offer, Prior, RunSpec
+
+_RENDERED = ("reasoning_effort", "chat_template_kwargs")
+"""Of the sampling fields, those that the chat template sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a request does not say itself."""
+
+    run_id: str
+    created_s: float
+    """Unix time."""
+    identity: ProgramIdentity
+    model: str
+    limits: Limits
+    """The operator's; a request may ask for less."""
+    registered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """The operator's tools by name: name, description, parameters."""
+    listings: Listing = field(default_factory=dict)
+    """Of the MCP servers that the request brings (`brought`)."""
+    previous: RunState | None = None
+    """The final state of the run that `previous_response_id` names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """A run to be started."""
+
+    spec: RunSpec
+    brought: Brought
+    """The request's own tools. Its secrets are nowhere in ``spec``."""
+
+
+def run_spec(request: CreateResponse, around: Surroundings) -> Wanted:
+    """The run that ``request`` asks for.
+
+    Raises:
+        BadRequest: with the field at fault.
+    """
+    if (request.previous_response_id is None) != (around.previous is None):
+        raise _not_found(request.previous_response_id)
+    servers = brought(request)
+    offered = offers(request, around.registered, around.listings)
+    items = request.input if not isinstance(request.input, str) else _as_items(request.input)
+    given = Given.of(items)
+    before = _before(request, around.previous, given)
+    conversation = Conversation(given, before.approved)
+    conversation.add_all(items)
+    _require_offered(conversation, offered)
+    sampling = _sampling(request)
+    identity = _identity(around)
+    spec = RunSpec(
+        id=around.run_id,
+        api="responses",
+        tenant=identity.tenant,
+        program=str(identity.program_id),
+        identity=identity.encode(),
+        model=around.model,
+        created_s=around.created_s,
+        limits=_limits(request, around.limits),
+        messages=(*before.messages, *conversation.messages),
+        prior=_same_prefix(before.prior, around, offered, sampling),
+        offers=offered,
+        tool_choice=chat_choice(request.tool_choice, offered, "tool_choice"),
+        tool_choices=tuple(
+            chat_choice(choice, offered, f"tool_choices.{place}")
+            for place, choice in enumerate(request.tool_choices or ())
+        ),
+        parallel=request.parallel_tool_calls is not False,
+        sampling=sampling,
+        definitions=servers.definitions,
+        approved=tuple(conversation.approved),
+        background=bool(request.background),
+        store=request.store is not False,
+        previous=request.previous_response_id,
+        echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
+    )
+    return Wanted(spec, servers)
+
+
+def _as_items(text: str) -> list[InputItem]:
+    return [Message(role="user", content=text)] if text else []
+
+
+def _before(request: CreateResponse, previous: RunState | None, given: Given) -> History:
+    if previous is not None:
+        return history(previous, request.instructions, given)
+    return History(() if request.instructions is None else (system_message(request.instructions),))
+
+
+def _identity(around: Surroundings) -> ProgramIdentity:
+    """A conversation is one program: that of its first response, unless the request says another."""
+    if around.identity.program_id is not None:
+        return around.identity
+    program = around.run_id if around.previous is None else around.previous.spec.program
+    return replace(around.identity, program_id=program)
+
+
+def _limits(request: CreateResponse, most: Limits) -> Limits:
+    def least(asked: int | None, limit: int) -> int:
+        return limit if asked is None else min(asked, limit)
+
+    limits: Limits = msgspec.structs.replace(
+        most,
+        turns=least(request.max_turns, most.turns),
+        tool_calls=least(request.max_tool_calls, most.tool_calls),
+        output_tokens=least(request.max_output_tokens, most.output_tokens),
+    )
+    return limits
+
+
+def _sampling(request: CreateResponse) -> dict[str, Any]:
+    sampling = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
+    if request.reasoning is not None and request.reasoning.effort is not None:
+        sampling["reasoning_effort"] = request.reasoning.effort
+    form = None if request.text is None else request.text.format
+    if isinstance(form, JsonObject):
+        sampling["response_format"] = {"type": "json_object"}
+    if isinstance(form, JsonSchema):
+        schema = form.model_dump(mode="json", by_alias=True, exclude_none=True, exclude={"type"})
+        sampling["response_format"] = {"type": "json_schema", "json_schema": schema}
+    return sampling
+
+
+def _same_prefix(
+    prior: Prior | None, around: Surroundings, offered: Sequence[Offer], sampling: Mapping[str, Any]
+) -> Prior | None:
+    """``prior`` if the template would write the same before the new messages; it sees tools and settings, too."""
+    if prior is None or around.previous is None:
+        return None
+    spec = around.previous.spec
+    same_tools = [offer.function for offer in spec.offers] == [offer.function for offer in offered]
+    same_settings = all(spec.sampling.get(key) == sampling.get(key) for key in _RENDERED)
+    return prior if same_tools and same_settings and spec.model == around.model else None
+
+
+def _require_offered(conversation: Conversation, offered: Sequence[Offer]) -> None:
+    for call in conversation.approved:
+        if not any(offer.name == call.name and offer.server is not None for offer in offered):
+            raise BadRequest(f"tools: the approved call's tool {call.name!r} is not among them", param="tools")
+
+
+def _echo(
+    request: CreateResponse, around: Surroundings, items: Sequence[InputItem], approvals: Sequence[str]
+) -> dict[str, Any]:
+    known = {item.server_label for item in items if isinstance(item, McpListTools)}
+    if around.previous is not None:
+        known |= set(around.previous.spec.definitions)
+    said: dict[str, Any] = {
+        "instructions": request.instructions,
+        "tools": shown_tools(request),
+        "tool_choice": _dumped(request.tool_choice) or "auto",
+        "text": _dumped(request.text) or {"format": {"type": "text"}},
+        "reasoning": _dumped(request.reasoning),
+        "metadata": request.metadata or {},
+        "temperature": request.temperature,
+        "top_p": request.top_p,
+        "max_output_tokens": request.max_output_tokens,
+        "max_tool_calls": request.max_tool_calls,
+        "user": _word(request.user),
+        "safety_identifier": _word(request.safety_identifier),
+        "prompt_cache_key": _word(request.prompt_cache_key),
+        "input": [
+            {"id": input_item_id(around.run_id, place), **item.model_dump(mode="json", exclude_none=True)}
+            for place, item in enumerate(items)
+        ],
+        "approvals": list(approvals),
+        "told_servers": [label for label in brought(request).definitions if label not in known],
+    }
+    return {key: value for key, value in said.items() if value is not None}
+
+
+def _dumped(value: Any) -> Any:
+    if value is None or isinstance(value, str):
+        return value
+    return value.model_dump(mode="json", by_alias=True, exclude_none=True)
+
+
+def _word(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _not_found(response_id: str | None) -> BadRequest:
+    return BadRequest(
+        f"Previous response with id '{response_id}' not found.",
+        param="previous_response_id",
+        code="previous_response_not_found",
+    )

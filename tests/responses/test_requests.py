@@ -1,0 +1,258 @@
+"""What a request for a response becomes, and which requests are refused."""
+
+import json
+
+import msgspec
+import pytest
+from run_logs import LIMITS
+
+from cluster.errors import BadRequest
+from cluster.program import ProgramIdentity
+from cluster.responses.request import read_request
+from cluster.responses.spec import Surroundings, run_spec
+from cluster.run_events import Accepted, Limits, encode
+
+SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {"q": {}}}}
+DOCS = {"type": "mcp", "server_label": "docs", "server_url": "https://docs.example/mcp"}
+LISTINGS = {
+    "docs": [
+        {"name": "docs__read", "description": "reads", "parameters": {"type": "object"}, "read_only": True},
+        {"name": "docs__write", "description": "writes", "parameters": {"type": "object"}},
+    ]
+}
+REGISTERED = {"clock": {"name": "clock", "description": "the time", "parameters": {"type": "object", "x": 1}}}
+
+
+def around(**fields):
+    known = {
+        "run_id": "resp_1",
+        "created_s": 1.0,
+        "identity": ProgramIdentity(),
+        "model": "m",
+        "limits": LIMITS,
+        "registered": REGISTERED,
+        "listings": LISTINGS,
+    }
+    return Surroundings(**{**known, **fields})
+
+
+def wanted(**body):
+    return run_spec(read_request({"input": "hi", **body}), around())
+
+
+def spec(**body):
+    return wanted(**body).spec
+
+
+def test_a_plain_question():
+    made = spec()
+    assert made.messages == ({"role": "user", "content": "hi"},)
+    assert (made.program, made.store, made.background, made.parallel) == ("resp_1", True, False, True)
+    assert ProgramIdentity.decode(made.identity).program_id == "resp_1"
+    assert made.limits == LIMITS
+
+
+def test_instructions_are_a_system_message_at_the_front():
+    made = spec(instructions="be brief")
+    assert made.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
+
+
+def test_a_program_that_the_request_names_is_kept():
+    made = run_spec(read_request({"input": "hi"}), around(identity=ProgramIdentity("agent-7", tenant="t"))).spec
+    assert (made.program, made.tenant) == ("agent-7", "t")
+
+
+def test_a_request_may_ask_for_less_than_the_operator_allows_and_not_for_more():
+    made = spec(max_output_tokens=5, max_turns=2, max_tool_calls=10**6)
+    assert made.limits == Limits(turns=2, tool_calls=16, output_tokens=5, wall_s=60.0, turn_attempts=3)
+
+
+def test_sampling_goes_to_each_turn_in_the_words_of_chat_completions():
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
+    made = spec(
+        temperature=0,
+        top_p=0.5,
+        seed=7,
+        reasoning={"effort": "low", "summary": "auto"},
+        text={"format": {"type": "json_schema", "name": "answer", "schema": schema, "strict": True}},
+    )
+    assert made.sampling == {
+        "temperature": 0,
+        "top_p": 0.5,
+        "seed": 7,
+        "reasoning_effort": "low",
+        "response_format": {
+            "type": "json_schema",
+            "json_schema": {"name": "answer", "schema": schema, "strict": True},
+        },
+    }
+
+
+def test_what_clients_send_for_openais_own_sake_is_no_error():
+    made = spec(
+        user="u",
+        safety_identifier="s",
+        prompt_cache_key="k",
+        service_tier="auto",
+        truncation="disabled",
+        include=["reasoning.encrypted_content"],
+        stream_options={"include_obfuscation": False},
+        text={"verbosity": "medium"},
+        conversation=None,
+        prompt=None,
+        tools=[],
+        top_logprobs=0,
+    )
+    assert made.echo["user"] == "u"
+    assert made.sampling == {}
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_function_is_the_callers_and_a_registered_tool_is_ours():
+    theirs, ours = spec(tools=[SEARCH, {"type": "function", "name": "clock", "server_side": True}]).offers
+    assert not theirs.here
+    assert theirs.function == {"name": "search", "parameters": SEARCH["parameters"]}
+    assert ours.here
+    assert ours.function == REGISTERED["clock"]
+
+
+def test_tools_of_a_server_have_its_label_and_need_consent_unless_the_request_says_otherwise():
+    made = spec(tools=[DOCS])
+    assert [(one.name, one.server, one.server_tool, one.here) for one in made.offers] == [
+        ("docs__read", "docs", "read", True),
+        ("docs__write", "docs", "write", True),
+    ]
+    assert all(one.approval for one in made.offers)
+    assert made.definitions == {"docs": {"kind": "mcp", "url": "https://docs.example/mcp"}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "names"),
+    [
+        ({"allowed_tools": ["write"]}, {"docs__write"}),
+        ({"allowed_tools": {"tool_names": ["read", "gone"]}}, {"docs__read"}),
+        ({"allowed_tools": {"read_only": True}}, {"docs__read"}),
+        ({"allowed_tools": []}, set()),
+    ],
+)
+def test_a_request_may_want_some_of_a_servers_tools(fields, names):
+    assert {one.name for one in spec(tools=[DOCS | fields]).offers} == names
+
+
+@pytest.mark.parametrize(
+    ("approval", "asked"),
+    [
+        ("never", set()),
+        ("always", {"docs__read", "docs__write"}),
+        ({"never": {"tool_names": ["read"]}}, {"docs__write"}),
+        ({"never": {"read_only": True}}, {"docs__write"}),
+        ({"always": {"tool_names": ["read"]}, "never": {"tool_names": ["read", "write"]}}, {"docs__read"}),
+        ({"always": {"tool_names": ["read"]}}, {"docs__read", "docs__write"}),
+    ],
+)
+def test_which_calls_need_consent(approval, asked):
+    offers = spec(tools=[DOCS | {"require_approval": approval}]).offers
+    assert {one.name for one in offers if one.approval} == asked
+
+
+def test_secrets_are_beside_the_run_and_not_in_its_log():
+    secret = DOCS | {"authorization": "token-1", "headers": {"X-Key": "token-2", "authorization": "token-3"}}
+    made = wanted(tools=[secret])
+    assert made.brought.secrets == {"docs": {"X-Key": "token-2", "Authorization": "Bearer token-1"}}
+    assert made.brought.whole()["docs"]["headers"]["X-Key"] == "token-2"
+    assert b"token-" not in encode(Accepted(made.spec))
+    assert "token-" not in repr(read_request({"input": "hi", "tools": [secret]}))
+
+
+def test_choices_are_chat_completions():
+    made = spec(
+        tools=[SEARCH, DOCS],
+        tool_choice="auto",
+        tool_choices=[
+            {"type": "function", "name": "search"},
+            {"type": "mcp", "server_label": "docs", "name": "read"},
+            "required",
+        ],
+    )
+    assert made.tool_choice == "auto"
+    assert made.tool_choices == (
+        {"type": "function", "function": {"name": "search"}},
+        {"type": "function", "function": {"name": "docs__read"}},
+        "required",
+    )
+
+
+# --- bad input --------------------------------------------------------------------------------------------------------
+
+
+def message(**fields):
+    return {"input": [{"role": "user", "content": "hi"} | fields]}
+
+
+BAD = [
+    ("a misspelt field", {"temprature": 1}, "temprature"),
+    ("a conversation", {"conversation": "conv_1"}, "conversation"),
+    ("a stored prompt", {"prompt": {"id": "pmpt_1"}}, "prompt"),
+    ("truncation", {"truncation": "auto"}, "truncation"),
+    ("logprobs", {"include": ["message.output_text.logprobs"]}, "include.0"),
+    ("top logprobs", {"top_logprobs": 3}, "top_logprobs"),
+    ("verbosity", {"text": {"verbosity": "low"}}, "text.verbosity"),
+    ("nothing said", {"input": []}, "input"),
+    ("input of a wrong type", {"input": 5}, "input"),
+    ("a hosted tool", {"tools": [SEARCH, {"type": "web_search"}]}, "tools.1"),
+    ("a tool without a name", {"tools": [{"type": "function"}]}, "tools.0.name"),
+    ("a bad name", {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
+    ("a field that no tool has", {"tools": [SEARCH | {"descripton": "x"}]}, "tools.0.descripton"),
+    (
+        "an unknown registered tool",
+        {"tools": [{"type": "function", "name": "no", "server_side": True}]},
+        "tools.0.name",
+    ),
+    ("two tools of a name", {"tools": [SEARCH, SEARCH]}, "tools.1.name"),
+    ("two servers of a label", {"tools": [DOCS, DOCS]}, "tools.1.server_label"),
+    ("a server that does not answer", {"tools": [DOCS | {"server_label": "gone"}]}, "tools.0"),
+    ("a connector", {"tools": [{"type": "mcp", "server_label": "x", "connector_id": "y"}]}, "tools.0.connector_id"),
+    ("a server by no URL", {"tools": [DOCS | {"server_url": "file:///x"}]}, "tools.0.server_url"),
+    ("a header with a line break", {"tools": [DOCS | {"headers": {"a": "b\r\nc: d"}}]}, "tools.0.headers.a"),
+    ("an unknown choice", {"tools": [SEARCH], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice"),
+    ("a hosted choice", {"tools": [SEARCH], "tool_choice": {"type": "file_search"}}, "tool_choice"),
+    ("a required call of nothing", {"tool_choice": "required"}, "tool_choice"),
+    ("an unknown forced choice", {"tool_choices": [{"type": "function", "name": "no"}]}, "tool_choices.0"),
+    ("unstored background", {"background": True, "store": False}, "background"),
+    ("too much metadata", {"metadata": {str(n): "" for n in range(17)}}, "metadata"),
+    ("a long key", {"metadata": {"k" * 65: ""}}, "metadata." + "k" * 65),
+    ("a long value", {"metadata": {"k": "v" * 513}}, "metadata.k"),
+    ("no tokens", {"max_output_tokens": 0}, "max_output_tokens"),
+    ("a number as text", {"max_output_tokens": "5"}, "max_output_tokens"),
+    ("too hot", {"temperature": 2.5}, "temperature"),
+    ("an unknown effort", {"reasoning": {"effort": "mighty"}}, "reasoning.effort"),
+    ("an unknown format", {"text": {"format": {"type": "xml"}}}, "text.format"),
+    ("a schema without a name", {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
+    ("an item reference", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
+    ("an unknown item", {"input": [{"type": "computer_call"}]}, "input.0"),
+    ("an unknown role", message(role="tool"), "input.0.role"),
+    ("an image", message(content=[{"type": "input_image", "image_url": "x"}]), "input.0.content.0"),
+    (
+        "a call without its name",
+        {"input": [{"type": "function_call", "call_id": "c", "arguments": ""}]},
+        "input.0.name",
+    ),
+    ("an unknown response", {"previous_response_id": "resp_0"}, "previous_response_id"),
+]
+
+
+@pytest.mark.parametrize(("body", "param"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_what_cannot_be_done_is_refused_by_its_field(body, param):
+    with pytest.raises(BadRequest) as caught:
+        wanted(**body)
+    assert caught.value.param == param
+    assert param in caught.value.message or caught.value.code
+    assert caught.value.status in (400, 424)
+
+
+def test_a_spec_survives_its_log():
+    made = spec(tools=[SEARCH, DOCS], instructions="x", metadata={"a": "b"}, tool_choice="none")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=type(made)) == made
+    assert json.dumps(made.echo)
