@@ -234,20 +234,21 @@ return {lost, unknown, cancelled}
 """
 )
 
-# ARGV: owner, lease in us, how many. Answers: ids.
+# ARGV: owner, lease in us, how many, ids to be left alone. Answers: ids.
 CLAIM = (
     _PRELUDE
     + """
-local now, open, claimed = now_us(), space .. 'open', {}
+local now, open, most, held, claimed = now_us(), space .. 'open', tonumber(ARGV[3]), {}, {}
 although_memory_is_short()
 free_of_others(open, 'zset')
-for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '-inf', now, 'LIMIT', 0, ARGV[3])) do
-  if is_run(id) and not get(id, 'closed')[1] then
+for i = 4, #ARGV do held[ARGV[i]] = true end
+for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '-inf', now, 'LIMIT', 0, most + #ARGV - 3)) do
+  if not is_run(id) or get(id, 'closed')[1] then
+    redis.call('ZREM', open, id)
+  elseif #claimed < most and not held[id] then
     redis.call('HSET', space .. 'run:' .. id, 'owner', ARGV[1])
     redis.call('ZADD', open, now + tonumber(ARGV[2]), id)
     claimed[#claimed + 1] = id
-  else
-    redis.call('ZREM', open, id)
   end
 end
 sweep(now)

@@ -120,12 +120,15 @@ class RunStore:
         arguments += [msgspec.json.encode(dict(run.labels)), int(run.secret is not None), run.secret or b""]
         arguments += [f"{tenant}/{_quoted(again.key)}", again.fingerprint] if again else ["", b""]
         answer = await self._call(CREATE, [*arguments, *items], list[bytes | int])
-        if answer[0] == b"known":
-            return AlreadyThere(_plain(cast(bytes, answer[1])), same_body=bool(answer[2]))
-        if answer[0] == b"lost":
-            raise self._lost(run.id)
-        self._held.add(run.id)
-        return Created(run.id)
+        match answer:
+            case [b"ok"]:
+                self._held.add(run.id)
+                return Created(run.id)
+            case [b"known", bytes() as other, same]:
+                return AlreadyThere(_plain(other), same_body=bool(same))
+            case [b"lost"]:
+                raise self._lost(run.id)
+        raise self._strange(answer)
 
     async def append(
         self, run_id: str, start: int, items: Sequence[bytes], *, status: str | None = None, final: bool = False
@@ -149,16 +152,18 @@ class RunStore:
             raise ValueError(f"items are numbered from 0, not {start}")
         arguments: list[Any] = [_quoted(run_id), self._owner, start, status or "", int(final), self._retention_ms]
         answer = await self._call(APPEND, [*arguments, *items], list[bytes | int])
-        match answer[0]:
-            case b"lost":
+        match answer:
+            case [b"ok"]:
+                if final:
+                    self._held.discard(run_id)
+            case [b"lost"]:
                 raise self._lost(run_id)
-            case b"unknown":
+            case [b"unknown"]:
                 raise RunUnknown(f"run {run_id} is not in the store")
-            case b"gap":
-                expected = int(answer[1])
+            case [b"gap", int() as expected]:
                 raise RunLogGap(f"run {run_id}: item {start} after {expected} items", expected)
-        if final:
-            self._held.discard(run_id)
+            case _:
+                raise self._strange(answer)
 
     async def renew(self, run_ids: Collection[str]) -> Renewal:
         """Renew the leases of all runs that this process works on, in one round trip.
@@ -176,11 +181,11 @@ class RunStore:
     async def claim(self, limit: int) -> list[str]:
         """Take over up to ``limit`` open runs whose lease has ended, the longest ended first.
 
-        Among them are runs of this owner that it does not hold: their creation was given up, its outcome unknown.
+        Runs that it holds are left alone: those created or claimed here, until this process is told that they are lost,
+        or releases or closes them. A run whose creation was given up, its outcome unknown, is not among them.
         """
-        arguments = [self._owner, self._lease_us, max(0, limit)]
-        ids = await self._call(CLAIM, arguments, list[bytes])
-        claimed = [run_id for run_id in map(_plain, ids) if run_id not in self._held]
+        arguments = [self._owner, self._lease_us, max(0, limit), *map(_quoted, self._held)]
+        claimed = [_plain(run_id) for run_id in await self._call(CLAIM, arguments, list[bytes])]
         self._held.update(claimed)
         return claimed
 
@@ -344,6 +349,9 @@ class RunStore:
     def _unavailable(self, error: Exception) -> RunStoreUnavailable:
         reason = self._health.fail(error)
         return RunStoreUnavailable(f"the log of programs cannot be used now ({reason})", reason)
+
+    def _strange(self, answer: object) -> RunStoreUnavailable:
+        return self._unavailable(msgspec.ValidationError(f"no answer of ours: {answer!r:.100}"))
 
     def _lost(self, run_id: str) -> RunLeaseLost:
         self._held.discard(run_id)
