@@ -2,7 +2,8 @@
 
 Private names of vLLM (tests/contracts/test_program_turn.py holds what they do):
     OnlineRenderer          use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
-    BaseRenderer            render_messages, tokenize_prompt, _executor
+    BaseRenderer            render_messages, tokenize_prompt, get_eos_token_id, _executor
+    ModelConfig             try_get_generation_config, get_diff_sampling_param
     ChatCompletionRequest   build_chat_params, build_tok_params
 """
 
@@ -18,7 +19,7 @@ from vllm.inputs import TextPrompt, tokens_input
 from vllm.renderers import merge_kwargs
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from replicas.continuation import Again, CannotRender, Examined, Message, examine, rest_of_prompt
+from replicas.continuation import Again, CannotRender, Examined, Message, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
 from replicas.template_samples import Sample
 
@@ -42,6 +43,7 @@ class ChatText:
             or is_mistral_tokenizer(self._renderer.tokenizer)
             or online.model_config.enable_prompt_embeds
         )
+        self._tokens = _tokens_of(self._renderer, online.model_config) if self._is_text else Tokens({}, frozenset())
 
     async def examine(self) -> Examined:
         """What the model's own template does with sample conversations."""
@@ -65,6 +67,7 @@ class ChatText:
             rest_of_prompt,
             lambda messages, generation: self.text(request, messages, generation),
             lambda text: self.ids(request, text),
+            self._tokens,
             examined,
             request.messages,
             known,
@@ -126,15 +129,25 @@ class ChatText:
             except (ValueError, VLLMClientError) as error:
                 raise CannotRender(str(error)) from error
 
-        tokenizer = self._renderer.tokenizer
-        tokens = {str(token): number for number, token in getattr(tokenizer, "added_tokens_decoder", {}).items()}
         plain = parse_request("chat", {"messages": []})
         with _quiet(logging.getLogger("vllm.renderers.hf")):
-            return examine(render, lambda text: self.ids(plain, text), tokens)
+            return examine(render, lambda text: self.ids(plain, text), self._tokens)
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         # vLLM's own threads: it has a tokenizer for each of them, and would copy one for any other.
         return await asyncio.get_running_loop().run_in_executor(self._renderer._executor, function, *arguments)
+
+
+def _tokens_of(renderer: Any, model_config: Any) -> Tokens:
+    decoder = getattr(renderer.tokenizer, "added_tokens_decoder", {})
+    told = [
+        *(model_config.try_get_generation_config().get(key) for key in ("eos_token_id", "stop_token_ids")),
+        model_config.get_diff_sampling_param().get("stop_token_ids"),
+    ]
+    stops = [renderer.get_eos_token_id()]
+    for one in told:
+        stops += one if isinstance(one, list) else [one]
+    return Tokens({str(token): number for number, token in decoder.items()}, frozenset(stops) - {None})
 
 
 def _only_text(message: Message) -> bool:

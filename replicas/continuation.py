@@ -2,9 +2,9 @@
 
 A chat template is a program, and the text of an assistant's message is not what was generated: to render a program's
 messages again gives other ids, and the KV of everything after the first difference is lost. Here the ids stay, and
-only what comes after the assistant's end of turn is rendered and encoded. Two renderings, T1 of the messages that the
-ids stand for and T2 of all of them, show where that begins; if T2 does not begin with T1, the template writes the past
-anew, and so must we.
+only what comes after the assistant's message is rendered and encoded. Two renderings, of the messages that the ids
+stand for and of all messages, show where that begins. If the second does not begin with the first, the template writes
+the past anew, and so must we.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -27,29 +27,43 @@ class Again(StrEnum):
     NOT_TEXT = "this model's prompts are not made by a text template"
     UNSTABLE_TEMPLATE = "this chat template does not extend what it wrote before"
     HISTORY_CHANGED = "the chat template writes earlier messages differently now"
+    REASONING_LEFT_OUT = "the chat template leaves out reasoning of before the user's new message"
     UNKNOWN_END = "the chat template ends the assistant's message in a way it did not end a sample"
-    MERGED_TOKENS = "the tokenizer does not keep the end of a turn apart from what follows"
+    OTHER_STOP = "the answer ended with the beginning of another message than the one that follows"
+    MERGED_TOKENS = "the tokenizer does not keep the end of a message apart from what follows"
     OWN_TEMPLATE = "the request brings a chat template"
     SPECIAL_TOKENS = "the request asks for special tokens beside the chat template's"
     NOT_ONLY_TEXT = "the messages hold more than text"
 
 
 @dataclass(frozen=True, slots=True)
-class Closing:
-    """How a template ends an assistant's message."""
+class Tokens:
+    """What a tokenizer and a model say of single tokens."""
 
-    text: str
-    """From the end-of-turn token to the end of what belongs to the message, such as a line feed."""
-    token: str
-    token_id: int
+    added: Mapping[str, int]
+    """Those that a tokenizer cuts out of a text before anything else."""
+    stops: frozenset[int]
+    """Those that end a generation."""
+
+    def first_stop(self, text: str) -> str | None:
+        """The stop token that ``text`` begins with."""
+        fitting = [token for token, number in self.added.items() if number in self.stops and text.startswith(token)]
+        return max(fitting, key=len, default=None)
+
+    def last_stop(self, text: str) -> int | None:
+        """Where in ``text`` the last stop token begins."""
+        found = [text.rfind(token) for token, number in self.added.items() if number in self.stops]
+        return max((position for position in found if position >= 0), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
     """What a template did with the samples."""
 
-    closings: tuple[Closing, ...]
-    """Longest first; empty if this template always has to render again."""
+    closings: tuple[str, ...]
+    """How it ends an assistant's message: from the end-of-turn token to the end of what belongs to the message, such as
+    a line feed. Empty where the first token of the next message ends this one, as in GLM's. Longest first; none if this
+    template always has to render again."""
     faults: tuple[str, ...]
     """Of the samples that it could render, those that it did not extend."""
 
@@ -63,60 +77,52 @@ class CannotRender(Exception):
     """A template refuses a conversation."""
 
 
-def examine(
-    render: Callable[[Sample, Sequence[Message], bool], str], encode: Encode, tokens: Mapping[str, int]
-) -> Examined:
+def examine(render: Callable[[Sample, Sequence[Message], bool], str], encode: Encode, tokens: Tokens) -> Examined:
     """Whether a template extends what it wrote, on sample conversations of every shape that a program takes.
 
     Args:
         render: as `Render`, with the sample whose tools may be called; raises CannotRender where the template refuses.
         encode: text to ids.
-        tokens: the tokenizer's added tokens, and their ids. The template's end-of-turn token is one of them.
+        tokens: one of these ends the template's messages.
     """
-    closings: dict[str, Closing] = {}
+    closings: set[str] = set()
     faults: list[str] = []
-    exact = True
     for sample in SAMPLES:
+
+        def write(messages: Sequence[Message], generation: bool, sample: Sample = sample) -> str:
+            return render(sample, messages, generation)
+
+        messages = sample.messages()
         try:
-            before = render(sample, sample.messages()[: sample.known], False)
-            whole = render(sample, sample.messages(), True)
+            before, whole = write(messages[: sample.known], False), write(messages, True)
+            closing = _closing_of(before, tokens)
+            split = None if closing is None else _split(write, before, whole, messages, sample.known, closing, tokens)
         except CannotRender:
             continue
-        closing = closing_of(before, tokens)
-        if closing is None or not whole.startswith(before):
+        if closing is None or split is None or tokens.first_stop(whole[split:]) is None:
             faults.append(sample.name)
-        elif not _exact(before, whole, closing, encode):
-            faults.append(sample.name)
-            exact = False
+        elif encode(whole[:split]) + (_behind(encode, whole[split:], tokens) or []) != encode(whole):
+            return Examined((), (f"{sample.name} (its tokens)",))
         else:
-            closings[closing.text] = closing
-    usable = sorted(closings.values(), key=lambda closing: -len(closing.text)) if exact else []
-    return Examined(tuple(usable), tuple(faults))
-
-
-def closing_of(before: str, tokens: Mapping[str, int]) -> Closing | None:
-    """How a text ends whose last message ends in MARK; None if no token of ``tokens`` ends it."""
-    _, mark, tail = before.rpartition(MARK)
-    found = [(tail.rfind(token), len(token), token) for token in tokens if token and token in tail]
-    if not mark or not found:
-        return None
-    position, _, token = max(found)
-    return Closing(tail[position:], token, tokens[token])
-
-
-def _exact(before: str, whole: str, closing: Closing, encode: Encode) -> bool:
-    split = len(before) - len(closing.text) + len(closing.token)
-    return encode(whole[:split]) + encode(closing.token + whole[split:])[1:] == encode(whole)
+            closings.add(closing)
+    return Examined(tuple(sorted(closings, key=len, reverse=True)), tuple(faults))
 
 
 def rest_of_prompt(
-    render: Render, encode: Encode, examined: Examined, messages: Sequence[Message], known: int, last_id: int
+    render: Render,
+    encode: Encode,
+    tokens: Tokens,
+    examined: Examined,
+    messages: Sequence[Message],
+    known: int,
+    last_id: int,
 ) -> list[int] | Again:
     """Ids that, put after those of the first ``known`` messages, make the prompt of all ``messages``.
 
     Args:
         render: messages to text.
         encode: text to ids.
+        tokens: single tokens.
         examined: what is known of the template.
         messages: all of the program so far.
         known: how many of them have ids, from the first; the last of these is the assistant's.
@@ -125,14 +131,63 @@ def rest_of_prompt(
     if not examined.closings:
         return Again.UNSTABLE_TEMPLATE
     before, whole = render(messages[:known], False), render(messages, True)
-    if not whole.startswith(before):
+    if _leaves_out_reasoning(whole, messages, known):
+        return Again.REASONING_LEFT_OUT
+    closing = next((closing for closing in examined.closings if before.endswith(closing)), None)
+    if closing is None:
+        return Again.UNKNOWN_END
+    split = _split(render, before, whole, messages, known, closing, tokens)
+    if split is None:
         return Again.HISTORY_CHANGED
-    for closing in examined.closings:
-        if before.endswith(closing.text):
-            rest = whole[len(before) - len(closing.text) + len(closing.token) :]
-            # Encoded behind the token, as tokenizers may treat the beginning of a text in a way of its own.
-            first, *ids = encode(closing.token + rest)
-            if first != closing.token_id:
-                return Again.MERGED_TOKENS
-            return ids if last_id == closing.token_id else [first, *ids]
-    return Again.UNKNOWN_END
+    ids = _behind(encode, whole[split:], tokens)
+    if ids is None:
+        return Again.MERGED_TOKENS
+    if last_id == ids[0]:
+        return ids[1:]
+    return Again.OTHER_STOP if not closing and last_id in tokens.stops else ids
+
+
+def _behind(encode: Encode, rest: str, tokens: Tokens) -> list[int] | None:
+    """Ids of ``rest``, from the end-of-turn token on, as a tokenizer may treat the beginning of a text in a way of its
+    own; None if it does not see the token.
+    """
+    end, ids = tokens.first_stop(rest), encode(rest)
+    return None if end is None or ids[:1] != [tokens.added[end]] else ids
+
+
+def _closing_of(before: str, tokens: Tokens) -> str | None:
+    """How ``before`` ends after MARK, with which its last message ends; None if that is not there."""
+    _, mark, tail = before.rpartition(MARK)
+    position = tokens.last_stop(tail)
+    return None if not mark else "" if position is None else tail[position:]
+
+
+def _split(
+    render: Render, before: str, whole: str, messages: Sequence[Message], known: int, closing: str, tokens: Tokens
+) -> int | None:
+    """Where in ``whole`` the last known message's end-of-turn token begins; None if the past is written anew."""
+    if whole.startswith(before):
+        return len(before) - len(closing)
+    # Some templates write a message that is the last one differently: Qwen 3 puts an empty thought into it.
+    said, end = _own_words(messages[known - 1]), tokens.first_stop(closing)
+    if said is None or end is None or any(end in text for text in said):
+        return None
+    past = render(messages[: known - 1], False)
+    split = whole.find(end, len(past))
+    if split < 0 or not whole.startswith(past) or not whole.startswith(closing, split):
+        return None
+    return split if said[0].strip() in whole[len(past) : split] else None
+
+
+def _own_words(message: Message) -> list[str] | None:
+    """A message's content, and its calls; None if it has reasoning beside them, or parts."""
+    content = message.get("content") or ""
+    if not isinstance(content, str) or message.get("reasoning"):
+        return None
+    return [content, *(str(call) for call in message.get("tool_calls") or ())]
+
+
+def _leaves_out_reasoning(whole: str, messages: Sequence[Message], known: int) -> bool:
+    if all(message.get("role") != "user" for message in messages[known:]):
+        return False
+    return any((message.get("reasoning") or "").strip() not in whole for message in messages[:known])
