@@ -278,7 +278,7 @@ class ProgramRunner:
 
     async def _take_over(self) -> None:
         room = self._config.programs.max_open - self.open_runs
-        for run_id in await self._store.claim(max(0, room)):
+        for run_id in await self._store.claim(max(0, room), self._working):
             if run_id in self._working:
                 continue
             try:

@@ -88,8 +88,6 @@ class RunStore:
         self._lease_s = lease_s
         self._lease_us = max(1, int(lease_s * 1e6))
         self._retention_ms = max(1, int(retention_s * 1e3))
-        self._held: set[str] = set()
-        """Runs that this process works on, also while their lease has ended unnoticed."""
         self._redis = connect(url, timeout_s, connections=MAX_CONNECTIONS)
         self._following = connect(url, FOLLOW_S + timeout_s, connections=1)
         self._followers = RunFollowers(self._news, self._ring_bell)
@@ -122,12 +120,11 @@ class RunStore:
         answer = await self._call(CREATE, [*arguments, *items], list[bytes | int])
         match answer:
             case [b"ok"]:
-                self._held.add(run.id)
                 return Created(run.id)
             case [b"known", bytes() as other, same]:
                 return AlreadyThere(_plain(other), same_body=bool(same))
             case [b"lost"]:
-                raise self._lost(run.id)
+                raise _lost(run.id)
         raise self._strange(answer)
 
     async def append(
@@ -154,10 +151,9 @@ class RunStore:
         answer = await self._call(APPEND, [*arguments, *items], list[bytes | int])
         match answer:
             case [b"ok"]:
-                if final:
-                    self._held.discard(run_id)
+                return
             case [b"lost"]:
-                raise self._lost(run_id)
+                raise _lost(run_id)
             case [b"unknown"]:
                 raise RunUnknown(f"run {run_id} is not in the store")
             case [b"gap", int() as expected]:
@@ -174,24 +170,22 @@ class RunStore:
             return Renewal(frozenset(), frozenset(), frozenset())
         arguments = [self._owner, self._lease_us, *map(_quoted, run_ids)]
         answer = await self._call(RENEW, arguments, tuple[list[bytes], list[bytes], list[bytes]])
-        renewal = Renewal(*(frozenset(map(_plain, ids)) for ids in answer))
-        self._held -= renewal.lost
-        return renewal
+        return Renewal(*(frozenset(map(_plain, ids)) for ids in answer))
 
-    async def claim(self, limit: int) -> list[str]:
+    async def claim(self, limit: int, working: Collection[str] = ()) -> list[str]:
         """Take over up to ``limit`` open runs whose lease has ended, the longest ended first.
 
-        Runs that it holds are left alone: those created or claimed here, until this process is told that they are lost,
-        or releases or closes them. A run whose creation was given up, its outcome unknown, is not among them.
+        Args:
+            limit: how many.
+            working: runs that this process works on, and so leaves alone: their lease may have ended unnoticed, and
+                may have been another's meanwhile. Other runs of its own it claims like anybody's: those released, and
+                those whose creation was given up, its outcome unknown.
         """
-        arguments = [self._owner, self._lease_us, max(0, limit), *map(_quoted, self._held)]
-        claimed = [_plain(run_id) for run_id in await self._call(CLAIM, arguments, list[bytes])]
-        self._held.update(claimed)
-        return claimed
+        arguments = [self._owner, self._lease_us, max(0, limit), *map(_quoted, working)]
+        return [_plain(run_id) for run_id in await self._call(CLAIM, arguments, list[bytes])]
 
     async def release(self, run_ids: Collection[str]) -> None:
-        """Stop working on these runs: anybody may claim them at once. Others than those held are left alone."""
-        self._held.difference_update(run_ids)
+        """Stop working on these runs: anybody may claim them at once. Those of others are left alone."""
         if run_ids:
             await self._call(RELEASE, [self._owner, *map(_quoted, run_ids)], int)
 
@@ -353,9 +347,9 @@ class RunStore:
     def _strange(self, answer: object) -> RunStoreUnavailable:
         return self._unavailable(msgspec.ValidationError(f"no answer of ours: {answer!r:.100}"))
 
-    def _lost(self, run_id: str) -> RunLeaseLost:
-        self._held.discard(run_id)
-        return RunLeaseLost(f"run {run_id} is another's by now, or closed")
+
+def _lost(run_id: str) -> RunLeaseLost:
+    return RunLeaseLost(f"run {run_id} is another's by now, or closed")
 
 
 def _quoted(text: str) -> str:

@@ -138,21 +138,20 @@ async def test_a_lease_that_ended_unnoticed_is_still_the_owners(ingress, direct)
     a, b = ingress("a"), ingress("b")
     await a.create(RUN, items(0, 1))
     await direct.zadd(OPEN, {"run": 1})
-    assert await a.claim(10) == [], "a works on it already"
+    assert await a.claim(10, ["run", "other"]) == [], "a works on it already"
     await a.append("run", 1, items(1, 2))
     assert await b.claim(10) == ["run"]
 
 
-async def test_who_lost_a_run_claims_it_only_when_it_knows_that(ingress, direct):
-    a, b = ingress("a"), ingress("b")
-    await a.create(RUN, items(0, 1))
-    await direct.zadd(OPEN, {"run": 1})
-    assert await b.claim(1) == ["run"]
-    await direct.zadd(OPEN, {"run": 1})
-    assert await a.claim(1) == [], "whoever works on it there does not know of b"
-    assert await a.renew(["run"]) == renewal(lost="run")
-    assert await a.claim(1) == ["run"]
-    assert await b.renew(["run"]) == renewal(lost="run")
+async def test_what_an_ingress_works_on_leaves_room_for_what_it_claims(ingress):
+    a = ingress("a")
+    for run_id in ("x", "y", "z"):
+        await a.create(NewRun(run_id, "tenant", "program"), items(0, 1))
+        await a.release([run_id])
+    assert len(await a.claim(1, ["x", "y"])) == 1
+    assert await a.claim(10, ["y"]) == ["x"]
+    assert await a.claim(0) == []
+    assert await a.claim(10) == ["y"]
 
 
 async def test_what_is_released_can_be_claimed_at_once(ingress):

@@ -41,8 +41,6 @@ class LogMachine(RuleBasedStateMachine):
         self.stores = {name: RunStore(self.url, owner=name, **arguments) for name in OWNERS}
         self.log: list[bytes] | None = None
         self.owner: str | None = None
-        self.held: set[str] = set()
-        """Owners that believe to have it."""
         self.closed = False
         self.written = 0
 
@@ -63,20 +61,15 @@ class LogMachine(RuleBasedStateMachine):
         with pytest.raises(kind):
             self.await_(call)
 
-    def lost(self, name: str, call: Coroutine[Any, Any, object]) -> None:
-        self.refused(RunLeaseLost, call)
-        self.held.discard(name)
-
     @rule(name=st.sampled_from(OWNERS), count=st.integers(1, 3))
     def create(self, name: str, count: int) -> None:
         store, items = self.stores[name], self.new_items(count)
         call = store.create(NewRun("run", "tenant", "program", idempotency=KEY), items)
         if self.log is not None:
-            self.lost(name, call)
+            self.refused(RunLeaseLost, call)
             return
         assert self.await_(call) == Created("run")
         self.log, self.owner, self.closed = items, name, False
-        self.held.add(name)
 
     @precondition(lambda self: self.log is not None and self.owner and not self.closed)
     @rule(missing=st.integers(0, 3))
@@ -84,7 +77,6 @@ class LogMachine(RuleBasedStateMachine):
         items = self.log[: max(1, len(self.log) - missing)] + self.new_items(1 if missing == 0 else 0)
         self.await_(self.stores[self.owner].create(NewRun("run", "tenant", "program", idempotency=KEY), items))
         self.log = items if missing == 0 else self.log
-        self.held.add(self.owner)
 
     @rule(name=st.sampled_from(OWNERS))
     def create_another(self, name: str) -> None:
@@ -102,36 +94,32 @@ class LogMachine(RuleBasedStateMachine):
         if self.log is None:
             self.refused(RunUnknown, call)
         elif name != self.owner:
-            self.lost(name, call)
+            self.refused(RunLeaseLost, call)
         elif start > len(there):
             self.refused(RunLogGap, call)
         elif self.closed and (count or not final):
-            self.lost(name, call)
+            self.refused(RunLeaseLost, call)
         else:
             self.await_(call)
             self.log, self.closed = there[:start] + items, self.closed or final
-            self.held -= {name} if final else set()
 
     @precondition(lambda self: self.log is not None)
     @rule(name=st.sampled_from(OWNERS), place=st.integers(0, 5))
     def append_others(self, name: str, place: int) -> None:
         start = place % len(self.log)
-        self.lost(name, self.stores[name].append("run", start, self.new_items(2), final=True))
+        self.refused(RunLeaseLost, self.stores[name].append("run", start, self.new_items(2), final=True))
 
-    @rule(name=st.sampled_from(OWNERS))
-    def claim(self, name: str) -> None:
+    @rule(name=st.sampled_from(OWNERS), working=st.booleans())
+    def claim(self, name: str, working: bool) -> None:
         self.direct.zadd(OPEN, {"run": 1}, xx=True)
-        claimed = self.await_(self.stores[name].claim(10))
-        can = self.log is not None and not self.closed and name not in self.held
+        claimed = self.await_(self.stores[name].claim(10, ["run"] if working else []))
+        can = self.log is not None and not self.closed and not working
         assert claimed == (["run"] if can else [])
-        if can:
-            self.owner = name
-            self.held.add(name)
+        self.owner = name if can else self.owner
 
     @rule(name=st.sampled_from(OWNERS))
     def release(self, name: str) -> None:
         self.await_(self.stores[name].release(["run"]))
-        self.held.discard(name)
         if name == self.owner and not self.closed:
             self.owner = None
 
@@ -139,9 +127,7 @@ class LogMachine(RuleBasedStateMachine):
     def renew(self, name: str) -> None:
         renewal = self.await_(self.stores[name].renew(["run"]))
         assert bool(renewal.unknown) == (self.log is None)
-        lost = self.log is not None and (self.closed or self.owner != name)
-        assert bool(renewal.lost) == lost
-        self.held -= {name} if lost else set()
+        assert bool(renewal.lost) == (self.log is not None and (self.closed or self.owner != name))
 
     @rule(name=st.sampled_from(OWNERS))
     def delete(self, name: str) -> None:
