@@ -13,6 +13,8 @@ from cluster.errors import (
     EngineGone,
     HttpError,
     Overloaded,
+    RunStoreUnavailable,
+    RunUnknown,
     UpstreamFailed,
 )
 from cluster.http_errors import RETRY_AFTER_S
@@ -32,6 +34,10 @@ def as_http_error(error: BaseException) -> HttpError:
             return UpstreamFailed(str(cause), status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=RETRY_AFTER_S)
         case EngineGone():
             return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+        case RunStoreUnavailable():
+            return Overloaded("the program log cannot be reached now; retry later", retry_after_s=RETRY_AFTER_S)
+        case RunUnknown():
+            return BadRequest("the program's log is gone", status=HTTPStatus.NOT_FOUND)
         case BackPressureError():
             return Overloaded("too many requests wait for a replica; retry later", retry_after_s=RETRY_AFTER_S)
         case TimeoutError():

@@ -87,7 +87,7 @@ class Journal:
                 yield batch
             elif self._lost:
                 raise RunLeaseLost(f"run {self.run.id} is worked on by another runner")
-            elif self._ended:
+            elif self.closed:
                 return
             else:
                 await progress.wait()

@@ -28,15 +28,12 @@ class Brought:
 
     definitions: dict[str, dict[str, Any]]
     """By label, as in the configuration's `tools.defined`; without what is secret."""
-    secrets: dict[str, dict[str, str]]
-    """By label, headers for the server. Never in a log."""
+    secrets: dict[str, dict[str, Any]]
+    """By label, the fields of the definition that are secret: headers for the server. Never in a log."""
 
     def whole(self) -> dict[str, dict[str, Any]]:
         """The definitions with their secrets, for whoever calls the servers."""
-        return {
-            label: {**definition, "headers": self.secrets[label]} if label in self.secrets else definition
-            for label, definition in self.definitions.items()
-        }
+        return {label: {**definition, **self.secrets.get(label, {})} for label, definition in self.definitions.items()}
 
 
 def brought(request: CreateResponse) -> Brought:
@@ -46,7 +43,7 @@ def brought(request: CreateResponse) -> Brought:
         BadRequest: two have the same label.
     """
     definitions: dict[str, dict[str, Any]] = {}
-    secrets: dict[str, dict[str, str]] = {}
+    secrets: dict[str, dict[str, Any]] = {}
     for place, tool in enumerate(request.tools or ()):
         if not isinstance(tool, McpTool):
             continue
@@ -62,7 +59,7 @@ def brought(request: CreateResponse) -> Brought:
             headers = {name: value for name, value in headers.items() if name.lower() != "authorization"}
             headers["Authorization"] = f"Bearer {tool.authorization}"
         if headers:
-            secrets[tool.server_label] = headers
+            secrets[tool.server_label] = {"headers": headers}
     return Brought(definitions, secrets)
 
 

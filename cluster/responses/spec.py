@@ -90,6 +90,7 @@ def run_spec(request: CreateResponse, around: Surroundings) -> Wanted:
         approved=tuple(conversation.approved),
         background=bool(request.background),
         store=request.store is not False,
+        last=request.store is False and around.identity.program_id is None,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )

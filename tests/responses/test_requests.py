@@ -62,6 +62,11 @@ def test_a_program_that_the_request_names_is_kept():
     assert (made.program, made.tenant) == ("agent-7", "t")
 
 
+def test_only_what_nobody_can_go_on_with_is_a_programs_last_run():
+    named = run_spec(read_request({"input": "hi", "store": False}), around(identity=ProgramIdentity("agent-7"))).spec
+    assert (spec().last, spec(store=False).last, named.last) == (False, True, False)
+
+
 def test_a_request_may_ask_for_less_than_the_operator_allows_and_not_for_more():
     made = spec(max_output_tokens=5, max_turns=2, max_tool_calls=10**6)
     assert made.limits == Limits(turns=2, tool_calls=16, output_tokens=5, wall_s=60.0, turn_attempts=3)
@@ -160,7 +165,7 @@ def test_which_calls_need_consent(approval, asked):
 def test_secrets_are_beside_the_run_and_not_in_its_log():
     secret = DOCS | {"authorization": "token-1", "headers": {"X-Key": "token-2", "authorization": "token-3"}}
     made = wanted(tools=[secret])
-    assert made.brought.secrets == {"docs": {"X-Key": "token-2", "Authorization": "Bearer token-1"}}
+    assert made.brought.secrets == {"docs": {"headers": {"X-Key": "token-2", "Authorization": "Bearer token-1"}}}
     assert made.brought.whole()["docs"]["headers"]["X-Key"] == "token-2"
     assert b"token-" not in encode(Accepted(made.spec))
     assert "token-" not in repr(read_request({"input": "hi", "tools": [secret]}))

@@ -12,7 +12,15 @@ from fastapi import HTTPException
 from ray.serve.exceptions import BackPressureError
 
 from cluster import errors
-from cluster.errors import BadRequest, ControlRefused, ControlTimeout, EngineGone, HttpError
+from cluster.errors import (
+    BadRequest,
+    ControlRefused,
+    ControlTimeout,
+    EngineGone,
+    HttpError,
+    RunStoreUnavailable,
+    RunUnknown,
+)
 from cluster.ray_errors import as_http_error
 from cluster.validation import field_path, validated
 
@@ -56,6 +64,8 @@ def test_the_map_is_total(kind):
         (ControlRefused("x"), 409, False),
         (ControlTimeout("x"), 504, True),
         (EngineGone("x"), 502, True),
+        (RunStoreUnavailable("x", "timeout"), 503, True),
+        (RunUnknown("x"), 404, False),
         (BackPressureError(num_queued_requests=3, max_queued_requests=2), 503, True),
         (ray.serve.exceptions.DeploymentUnavailableError("x"), 503, True),
         (bare(ray.exceptions.ActorDiedError), 502, True),

@@ -1,0 +1,353 @@
+"""`/v1/responses`: OpenAI's Responses API over programs that run on the server.
+
+A response in the foreground lives as long as its client waits, unless that sent an Idempotency-Key, which says that it
+may come again. A response in the background, or one that is read again, is followed from its log: any ingress can.
+"""
+
+import asyncio
+import hashlib
+import json
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import aclosing
+from time import time
+from typing import Any, Literal, Protocol
+from uuid import uuid4
+
+from openai.types.responses import Response as ResponseObject
+from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from cluster.chat_programs import as_error
+from cluster.config import CaesuraConfig
+from cluster.errors import BadRequest, HttpError, RunOpen, RunStoreUnavailable, ToolRefused
+from cluster.http_calls import EVENT_STREAM_HEADERS
+from cluster.http_errors import ErrorMap
+from cluster.http_limits import NO_BODY_STATUS
+from cluster.http_watch import ClientGone, unless_gone
+from cluster.program import ProgramIdentity
+from cluster.program_runner import ProgramRunner
+from cluster.responses.events import ResponseFold
+from cluster.responses.ids import RESPONSE_PREFIX
+from cluster.responses.input_listing import input_items
+from cluster.responses.offers import brought
+from cluster.responses.request import CreateResponse, FunctionTool, read_request
+from cluster.responses.spec import Surroundings, Wanted, run_spec
+from cluster.run import RunState
+from cluster.run_events import Limits, RunEvent
+from cluster.run_log import Idempotency
+
+logger = logging.getLogger("ray.serve")
+
+IDEMPOTENCY_KEY = "idempotency-key"
+MAX_KEY_LENGTH = 255
+
+
+class ToolOffered(Protocol):
+    """A tool that is known to the tool runtime: `cluster.tools.ToolOffer`."""
+
+    @property
+    def name(self) -> str:
+        """As programs call it."""
+        ...
+
+    @property
+    def description(self) -> str:
+        """For the model."""
+        ...
+
+    @property
+    def parameters(self) -> Mapping[str, Any]:
+        """JSON Schema."""
+        ...
+
+    @property
+    def owner(self) -> str:
+        """The entry of the configuration or of the request that it belongs to."""
+        ...
+
+
+Offers = Callable[[Mapping[str, Any] | None], Awaitable[Sequence[ToolOffered]]]
+"""The tools that are known now, with those that a request brings. Raises ToolRefused where these cannot be used."""
+
+
+class ResponseRoutes:
+    """The handlers of the routes on responses.
+
+    Args:
+        runner: has the runs.
+        offers: knows the tools.
+        config: the whole configuration.
+        error_map: what an exception means to a client; total.
+    """
+
+    def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig, error_map: ErrorMap) -> None:
+        self._runner = runner
+        self._offers = offers
+        self._config = config
+        self._error_map = error_map
+        self._cancelling: set[asyncio.Task[None]] = set()
+
+    async def create(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
+        """Begin a response, and answer as the request wants it: whole, as a stream, or at once.
+
+        Args:
+            http: the request, its body read.
+            body: that body, without the fields that say whose program it is.
+            identity: whose it is.
+
+        Raises:
+            HttpError: it cannot be done, or failed before anything was generated.
+        """
+        request = read_request(body)
+        if self._config.replicas.accelerator == "cpu" and request.seed is not None:
+            raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
+        idempotency = _idempotency(http, body)
+        wanted = await self._wanted(request, identity)
+        secrets = wanted.brought.secrets or None
+        started = await self._runner.start(wanted.spec, idempotency=idempotency, secret=secrets)
+        run_id = started.run_id
+        stays = wanted.spec.background or idempotency is not None
+        if request.stream:
+            return EventStream(self._events(run_id), None if stays else lambda: self._abandon(run_id))
+        if request.background:
+            return _whole(await self._as_it_stands(run_id, identity.tenant))
+        try:
+            reader = await unless_gone(http.receive, self._until_ended(run_id))
+        except (ClientGone, asyncio.CancelledError) as gone:
+            if not stays:
+                self._abandon(run_id)
+            if isinstance(gone, ClientGone):
+                return Response(status_code=NO_BODY_STATUS)
+            raise
+        ended = reader.state.ended
+        if ended is not None and ended.status == "failed" and not reader.state.turns:
+            raise as_error(ended.fault)
+        return _whole(reader.response)
+
+    async def show(self, tenant: str, response_id: str, *, stream: bool, starting_after: int | None) -> Response:
+        """A response as it stands, or its events from the one after ``starting_after`` on.
+
+        Raises:
+            BadRequest: 404, there is none of this id.
+        """
+        log = await self._log(response_id, tenant)
+        if stream:
+            return EventStream(self._events(response_id, starting_after), None)
+        return _whole(_read(log).response)
+
+    async def cancel(self, tenant: str, response_id: str) -> Response:
+        """End a response; one that has ended stays as it is.
+
+        Raises:
+            BadRequest: 404, there is none of this id.
+        """
+        await self._log(response_id, tenant)
+        if await self._runner.cancel(response_id):
+            try:
+                async with asyncio.timeout(self._config.control.timeout_s):
+                    return _whole((await self._until_ended(response_id)).response)
+            except TimeoutError:
+                pass  # whoever works on it will see it soon
+        return _whole(await self._as_it_stands(response_id, tenant))
+
+    async def delete(self, tenant: str, response_id: str) -> Response:
+        """Forget a response that has ended.
+
+        Raises:
+            BadRequest: 404, there is none of this id; 409, it has not ended.
+        """
+        await self._log(response_id, tenant)
+        try:
+            deleted = await self._runner.delete(response_id)
+        except RunOpen as error:
+            message = f"the response {response_id!r} is under way; cancel it first"
+            raise BadRequest(message, status=409, param="response_id") from error
+        if not deleted:
+            raise _not_found(response_id)
+        return JSONResponse({"id": response_id, "object": "response", "deleted": True})
+
+    async def input_items(
+        self, tenant: str, response_id: str, *, order: Literal["asc", "desc"], limit: int, after: str | None
+    ) -> Response:
+        """The items of a response's input.
+
+        Raises:
+            BadRequest: 404, there is none of this id; or the page cannot be had.
+        """
+        state = _read(await self._log(response_id, tenant)).state
+        return _whole(input_items(state.spec, order=order, limit=limit, after=after))
+
+    # --- what a request needs -----------------------------------------------------------------------------------------
+
+    async def _wanted(self, request: CreateResponse, identity: ProgramIdentity) -> Wanted:
+        servers = brought(request)
+        offered: Sequence[ToolOffered] = ()
+        if servers.definitions or any(
+            isinstance(tool, FunctionTool) and tool.server_side for tool in request.tools or ()
+        ):
+            try:
+                offered = await self._offers(servers.whole() or None)
+            except ToolRefused as error:
+                raise BadRequest(f"tools: {error}", param="tools") from error
+        theirs = {label: [_described(one) for one in offered if one.owner == label] for label in servers.definitions}
+        around = Surroundings(
+            run_id=f"{RESPONSE_PREFIX}{uuid4().hex}",
+            created_s=time(),
+            identity=identity,
+            model=self._config.model.id,
+            limits=limits(self._config),
+            registered={one.name: _described(one) for one in offered if one.owner not in theirs},
+            listings=theirs,
+            previous=await self._previous(request.previous_response_id, identity.tenant),
+        )
+        return run_spec(request, around)
+
+    async def _previous(self, response_id: str | None, tenant: str) -> RunState | None:
+        if response_id is None:
+            return None
+        try:
+            return _read(await self._log(response_id, tenant)).state
+        except BadRequest:
+            return None  # said better by `run_spec`, which knows the field
+
+    async def _log(self, response_id: str, tenant: str) -> Sequence[RunEvent]:
+        log = await self._runner.load(response_id, tenant)
+        if not log:
+            raise _not_found(response_id)
+        spec = _read(log[:1]).state.spec
+        if spec.api != "responses" or not spec.store:
+            raise _not_found(response_id)
+        return log
+
+    # --- following ----------------------------------------------------------------------------------------------------
+
+    async def _as_it_stands(self, run_id: str, tenant: str) -> ResponseObject:
+        return _read(await self._log(run_id, tenant)).response
+
+    async def _until_ended(self, run_id: str) -> ResponseFold:
+        reader = ResponseFold()
+        async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                for event in batch:
+                    reader.feed(event)
+        return reader
+
+    async def _events(self, run_id: str, after: int | None = None) -> AsyncIterator[bytes]:
+        """A stream's bytes, to its end. It never ends silently: what breaks it becomes an error event."""
+        reader = ResponseFold()
+        number = 0
+        broken: HttpError | None = None
+        try:
+            async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
+                async for batch in batches:
+                    told = [one for event in batch for one in reader.feed(event)]
+                    number += len(told)
+                    if piece := b"".join(_sse(one) for one in told if after is None or one.sequence_number > after):
+                        yield piece
+            if reader.state.ended is None:
+                broken = HttpError("the log of this response ended before it did")
+        except Exception as error:
+            logger.warning("the stream of response %s broke", run_id, exc_info=error)
+            broken = self._error_map(error)
+        if broken is not None:
+            yield _sse(
+                ResponseErrorEvent(
+                    type="error", message=broken.message, code=broken.code, param=broken.param, sequence_number=number
+                )
+            )
+
+    def _abandon(self, run_id: str) -> None:
+        """Cancel a run whose client has gone; without waiting, since whoever calls this is being stopped itself."""
+        task = asyncio.create_task(self._cancel_quietly(run_id))
+        self._cancelling.add(task)
+        task.add_done_callback(self._cancelling.discard)
+
+    async def _cancel_quietly(self, run_id: str) -> None:
+        try:
+            await self._runner.cancel(run_id)
+        except RunStoreUnavailable as error:
+            logger.warning("response %s, whose client has gone, could not be cancelled: %s", run_id, error)
+
+
+class EventStream(Response):
+    """Server-sent events.
+
+    Args:
+        pieces: the bytes.
+        on_gone: called if the client goes away before the end; None: nobody has to know.
+    """
+
+    def __init__(self, pieces: AsyncIterator[bytes], on_gone: Callable[[], None] | None) -> None:
+        super().__init__()
+        self._pieces = pieces
+        self._on_gone = on_gone
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry."""
+        try:
+            await unless_gone(receive, self._send_all(send))
+        except ClientGone:
+            self._tell()
+        except BaseException:  # whatever ends this task or the connection: the client gets no more
+            self._tell()
+            raise
+
+    async def _send_all(self, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
+            async for piece in pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+    def _tell(self) -> None:
+        if self._on_gone is not None:
+            self._on_gone()
+
+
+def limits(config: CaesuraConfig) -> Limits:
+    """What the operator allows a run."""
+    programs = config.programs
+    return Limits(
+        turns=programs.max_turns,
+        tool_calls=programs.max_tool_calls,
+        output_tokens=programs.max_output_tokens,
+        wall_s=programs.max_wall_s,
+        turn_attempts=programs.turn_attempts,
+    )
+
+
+def _idempotency(http: Request, body: Mapping[str, Any]) -> Idempotency | None:
+    key = http.headers.get(IDEMPOTENCY_KEY)
+    if key is None:
+        return None
+    if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
+        message = f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters"
+        raise BadRequest(message, param="Idempotency-Key")
+    text = json.dumps(["responses", body], sort_keys=True, separators=(",", ":"))
+    return Idempotency(key, hashlib.sha256(text.encode()).digest())
+
+
+def _described(one: ToolOffered) -> dict[str, Any]:
+    return {"name": one.name, "description": one.description, "parameters": one.parameters}
+
+
+def _read(log: Sequence[RunEvent]) -> ResponseFold:
+    reader = ResponseFold()
+    for event in log:
+        reader.feed(event)
+    return reader
+
+
+def _whole(model: Any) -> Response:
+    return Response(model.to_json(indent=None), media_type="application/json")
+
+
+def _sse(event: ResponseStreamEvent) -> bytes:
+    return f"event: {event.type}\ndata: {event.to_json(indent=None)}\n\n".encode()
+
+
+def _not_found(response_id: str) -> BadRequest:
+    return BadRequest(f"Response with id {response_id[:256]!r} not found.", status=404, param="response_id")

@@ -1,0 +1,152 @@
+"""The routes on responses as an ASGI application, and clients of it: OpenAI's own, and one that goes away."""
+
+import asyncio
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from cluster.config import CaesuraConfig
+from cluster.errors import HttpError, ToolRefused
+from cluster.http_errors import Boundary, error_response
+from cluster.http_responses import ResponseRoutes
+from cluster.identity import identify
+from cluster.program_runner import ProgramRunner
+from cluster.ray_errors import as_http_error
+
+TENANT = "default"
+
+
+@dataclass(frozen=True)
+class Known:
+    """A tool that is known."""
+
+    name: str
+    owner: str
+    description: str = "a tool"
+    parameters: Mapping[str, Any] = None  # type: ignore[assignment]
+
+
+def known(*tools: Known, seen: list[Any] | None = None) -> Callable[[Mapping[str, Any] | None], Any]:
+    """A tool runtime that knows these tools; servers are listed only for requests that bring them."""
+
+    async def offers(definitions: Mapping[str, Any] | None) -> Sequence[Known]:
+        if seen is not None:
+            seen.append(definitions)
+        if definitions and "down" in definitions:
+            raise ToolRefused("the MCP server down cannot be reached")
+        brought = definitions or {}
+        return [tool for tool in tools if "__" not in tool.name or tool.owner in brought]
+
+    return offers
+
+
+def site(runner: ProgramRunner, offers: Any = None) -> Starlette:
+    """As the ingress has them."""
+    config = CaesuraConfig.model_validate({"control": {"timeout_s": 5.0}})
+    routes = ResponseRoutes(runner, offers or known(), config, as_http_error)
+
+    async def create(request: Request) -> Response:
+        identified = identify(request.headers, json.loads(await request.body()), TENANT)
+        return await routes.create(request, identified.body, identified.identity)
+
+    async def show(request: Request) -> Response:
+        query = request.query_params
+        after = query.get("starting_after")
+        return await routes.show(
+            TENANT,
+            request.path_params["id"],
+            stream=query.get("stream") == "true",
+            starting_after=None if after is None else int(after),
+        )
+
+    async def cancel(request: Request) -> Response:
+        return await routes.cancel(TENANT, request.path_params["id"])
+
+    async def delete(request: Request) -> Response:
+        return await routes.delete(TENANT, request.path_params["id"])
+
+    async def items(request: Request) -> Response:
+        query = request.query_params
+        order: Any = query.get("order", "desc")
+        limit = int(query.get("limit", 20))
+        return await routes.input_items(
+            TENANT, request.path_params["id"], order=order, limit=limit, after=query.get("after")
+        )
+
+    async def tell(_: Request, error: Exception) -> Response:
+        return error_response(as_http_error(error))
+
+    return Starlette(
+        routes=[
+            Route("/v1/responses", create, methods=["POST"]),
+            Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
+            Route("/v1/responses/{id}/input_items", items),
+            Route("/v1/responses/{id}", show),
+            Route("/v1/responses/{id}", delete, methods=["DELETE"]),
+        ],
+        middleware=[
+            Middleware(
+                Boundary, error_map=as_http_error, max_header_bytes=1 << 16, max_in_flight=64, limited_paths=frozenset()
+            )
+        ],
+        exception_handlers={HttpError: tell, HTTPException: tell},
+    )
+
+
+def openai(app: Starlette) -> AsyncOpenAI:
+    """OpenAI's client of it. Streams come whole, when they have ended."""
+    http = httpx.AsyncClient(transport=httpx.ASGITransport(app))
+    return AsyncOpenAI(api_key="none", base_url="http://site/v1", http_client=http, max_retries=0)
+
+
+class Visitor:
+    """A client that reads as it comes, and may go away."""
+
+    def __init__(self, app: Starlette, body: Mapping[str, Any], **headers: str) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self._gone = asyncio.Event()
+        self._asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
+        names = {"content-type": "application/json", **{name.replace("_", "-"): text for name, text in headers.items()}}
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.4"},
+            "http_version": "1.1",
+            "method": "POST",
+            "path": "/v1/responses",
+            "raw_path": b"/v1/responses",
+            "root_path": "",
+            "scheme": "http",
+            "query_string": b"",
+            "headers": [(name.encode(), text.encode()) for name, text in names.items()],
+            "client": ("client", 1),
+            "server": ("site", 80),
+        }
+        self.answered = asyncio.create_task(app(scope, self._receive, self._send))
+
+    @property
+    def text(self) -> str:
+        """All that was sent."""
+        return b"".join(message.get("body", b"") for message in self.sent).decode()
+
+    def go(self) -> None:
+        """Close the connection."""
+        self._gone.set()
+
+    async def _receive(self) -> Any:
+        if self._asked:
+            return self._asked.pop()
+        await self._gone.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        self.sent.append(message)

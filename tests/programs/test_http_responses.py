@@ -1,0 +1,287 @@
+"""OpenAI's client against the routes on responses, over a runner with a real log."""
+
+import asyncio
+from typing import Any
+
+import pytest
+from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, UnprocessableEntityError
+from response_site import Known, Visitor, known, openai, site
+from runners import Runners
+from scripted_runs import ScriptedReplicas, ScriptedTools, says
+from starlette.applications import Starlette
+
+from cluster.errors import BadRequest
+from cluster.program_runner import ProgramRunner
+from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
+
+ADD: Any = {"type": "function", "name": "add", "server_side": True}
+LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+DOCS: Any = {
+    "type": "mcp",
+    "server_label": "docs",
+    "server_url": "https://docs.example/mcp",
+    "authorization": "token-1",
+}
+TOOLS = known(Known("add", "add"), Known("docs__read", "docs"))
+
+
+def waits(*said: str) -> list[Any]:
+    """A turn that says something and does not end, and the event that would end it."""
+    deltas = [TurnDelta(pack_ids([1]), text) for text in said]
+    return [TurnBegan(Rendering.FIRST, pack_ids([1])), *deltas, asyncio.Event()]
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():  # noqa: ASYNC110 - of things that have no event
+            await asyncio.sleep(0.01)
+
+
+class Site:
+    """A runner, and clients of its routes."""
+
+    def __init__(self, runner: ProgramRunner, replicas: ScriptedReplicas, app: Starlette) -> None:
+        self.runner = runner
+        self.replicas = replicas
+        self.app = app
+
+    @property
+    def client(self) -> AsyncOpenAI:
+        return openai(self.app)
+
+    async def run_id(self) -> str:
+        """Of the run begun last."""
+        heads = await self.runner.runs("default")
+        return heads[0].id
+
+    async def events(self, response_id: str, **query: Any) -> list[Any]:
+        stream = await self.client.responses.retrieve(response_id, stream=True, **query)
+        return [event async for event in stream]
+
+
+@pytest.fixture
+def served(runners: Runners) -> Any:
+    def make(*turns: Any, tools: Any = None, offers: Any = TOOLS) -> Site:
+        replicas = ScriptedReplicas(list(turns))
+        runner = runners(replicas, ScriptedTools(tools or {}))
+        return Site(runner, replicas, site(runner, offers))
+
+    return make
+
+
+async def test_a_response_in_the_foreground_and_what_is_kept_of_it(served: Any) -> None:
+    there = served(says("", ("add", '{"a": 1}')), says("it is 2", first_id=200), tools={"add": lambda call: "2"})
+    made = await there.client.responses.create(model="m", input="1 + 1?", tools=[ADD], metadata={"k": "v"})
+    assert (made.status, made.output_text, made.metadata) == ("completed", "it is 2", {"k": "v"})
+    assert [item.type for item in made.output] == ["function_call", "function_call_output", "message"]
+    assert made.usage is not None
+    assert (made.usage.input_tokens, made.usage.output_tokens) == (20, 4)
+    assert await there.client.responses.retrieve(made.id) == made
+    items = await there.client.responses.input_items.list(made.id)
+    assert [item.content[0].text for item in items.data] == ["1 + 1?"]  # type: ignore[union-attr]
+    await there.client.responses.delete(made.id)
+    with pytest.raises(NotFoundError):
+        await there.client.responses.retrieve(made.id)
+
+
+async def test_a_stream_and_the_rest_of_it_later(served: Any) -> None:
+    there = served(says("hello"))
+    stream = await there.client.responses.create(model="m", input="hi", stream=True)
+    events = [event async for event in stream]
+    assert (events[0].type, events[-1].type) == ("response.created", "response.completed")
+    assert [event.sequence_number for event in events] == list(range(len(events)))
+    assert events[-1].response.output_text == "hello"
+    again = await there.events(events[0].response.id)
+    rest = await there.events(events[0].response.id, starting_after=3)
+    assert (again, rest) == (events, events[4:])
+
+
+async def test_openais_own_reader_of_streams_understands_it(served: Any) -> None:
+    there = served(says("let me see", ("look", "{}")))
+    async with there.client.responses.stream(model="m", input="hi", tools=[LOOK]) as stream:
+        kinds = [event.type async for event in stream]
+        whole = await stream.get_final_response()
+    assert "response.function_call_arguments.done" in kinds
+    assert whole.output_text == "let me see"
+
+
+async def test_in_the_background_until_it_is_cancelled(served: Any) -> None:
+    there = served(waits("I th"))
+    made = await there.client.responses.create(model="m", input="hi", background=True)
+    assert made.status in ("queued", "in_progress")
+    await until(lambda: there.replicas.asked)
+    cancelled = await there.client.responses.cancel(made.id)
+    assert cancelled.status == "cancelled"
+    assert (await there.client.responses.cancel(made.id)).status == "cancelled"
+    events = await there.events(made.id)
+    assert [event.type for event in events[:3]] == ["response.created", "response.queued", "response.in_progress"]
+    assert events[-1].response.status == "cancelled"
+
+
+async def test_what_is_under_way_cannot_be_deleted(served: Any) -> None:
+    there = served(waits("I th"))
+    made = await there.client.responses.create(model="m", input="hi", background=True)
+    with pytest.raises(APIStatusError) as caught:
+        await there.client.responses.delete(made.id)
+    assert caught.value.status_code == 409
+    await there.client.responses.cancel(made.id)
+    await there.client.responses.delete(made.id)
+
+
+# --- clients that go away ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_client_that_goes_away_takes_its_response_with_it(served: Any, stream: bool) -> None:
+    there = served(waits("I th"))
+    visitor = Visitor(there.app, {"input": "hi", "stream": stream})
+    await until(lambda: there.replicas.asked and (not stream or "I th" in visitor.text))
+    visitor.go()
+    await visitor.answered
+    response_id = await there.run_id()
+    assert (await there.events(response_id))[-1].response.status == "cancelled"
+    assert there.replicas.closed == 1
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_request_that_is_stopped_stops_its_response(served: Any, stream: bool) -> None:
+    """As Ray Serve does it for a client that has gone."""
+    there = served(waits("I th"))
+    visitor = Visitor(there.app, {"input": "hi", "stream": stream})
+    await until(lambda: there.replicas.asked and (not stream or "I th" in visitor.text))
+    visitor.answered.cancel()
+    await asyncio.wait({visitor.answered})
+    assert (await there.events(await there.run_id()))[-1].response.status == "cancelled"
+
+
+@pytest.mark.parametrize(
+    ("body", "headers"),
+    [({"background": True, "stream": True}, {}), ({"stream": True}, {"idempotency_key": "k1"})],
+    ids=["background", "a key"],
+)
+async def test_a_response_stays_for_a_client_that_may_come_again(served: Any, body: Any, headers: Any) -> None:
+    turn = waits("hel") + says("lo")[1:]
+    there = served(turn)
+    visitor = Visitor(there.app, {"input": "hi", **body}, **headers)
+    await until(lambda: "hel" in visitor.text)
+    visitor.go()
+    await visitor.answered
+    turn[2].set()
+    events = await there.events(await there.run_id())
+    assert events[-1].response.output_text == "hello"
+
+
+async def test_the_same_key_is_the_same_response(served: Any) -> None:
+    there = served(says("hello"))
+    again = {"Idempotency-Key": "k2"}
+    first = await there.client.responses.create(model="m", input="hi", extra_headers=again)
+    second = await there.client.responses.create(model="m", input="hi", extra_headers=again)
+    assert first == second
+    assert len(there.replicas.asked) == 1
+    with pytest.raises(UnprocessableEntityError):
+        await there.client.responses.create(model="m", input="other", extra_headers=again)
+    with pytest.raises(BadRequestError):
+        await there.client.responses.create(model="m", input="hi", extra_headers={"Idempotency-Key": "k" * 300})
+
+
+# --- conversations ----------------------------------------------------------------------------------------------------
+
+
+async def test_a_conversation_over_three_responses(served: Any) -> None:
+    there = served(says("", ("look", "{}")), says("a bird", first_id=200), says("bye", first_id=300))
+    first = await there.client.responses.create(model="m", input="what is there?", tools=[LOOK])
+    call = first.output[0]
+    seen: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "feathers"}
+    second = await there.client.responses.create(model="m", previous_response_id=first.id, input=[seen], tools=[LOOK])
+    third = await there.client.responses.create(model="m", previous_response_id=second.id, input="thanks")
+    assert (second.output_text, third.output_text) == ("a bird", "bye")
+    roles = [[message["role"] for message in asked["messages"]] for asked in there.replicas.asked]
+    assert roles == [
+        ["user"],
+        ["user", "assistant", "tool"],
+        ["user", "assistant", "tool", "assistant", "user"],
+    ]
+    # The second turn goes on from ids; the third has no tools any more, and its prompt is another.
+    assert [bool(ids) for ids in there.replicas.prior] == [False, True, False]
+    assert len({identity.program_id for identity in there.replicas.identities}) == 1
+
+
+async def test_a_client_that_keeps_its_history_itself(served: Any) -> None:
+    there = served(says("", ("add", "{}")), says("2", first_id=200), says("4", first_id=300),
+                   tools={"add": lambda call: "2"})  # fmt: skip
+    first = await there.client.responses.create(model="m", input="1 + 1?", tools=[ADD], store=False)
+    history: Any = [
+        {"role": "user", "content": "1 + 1?"},
+        *(item.to_dict() for item in first.output),
+        {"role": "user", "content": "and twice that?"},
+    ]
+    second = await there.client.responses.create(model="m", input=history, tools=[ADD], store=False)
+    assert second.output_text == "4"
+    assert [message["role"] for message in there.replicas.asked[-1]["messages"]] == [
+        *("user", "assistant", "tool", "assistant", "user"),
+    ]
+    with pytest.raises(NotFoundError):
+        await there.client.responses.retrieve(first.id)
+
+
+async def test_consent_to_a_call_of_a_server(served: Any) -> None:
+    definitions: list[Any] = []
+    tools = known(Known("docs__read", "docs"), seen=definitions)
+    there = served(says("", ("docs__read", "{}")), says("it says so", first_id=200),
+                   tools={"docs__read": lambda call: "the text"}, offers=tools)  # fmt: skip
+    first = await there.client.responses.create(model="m", input="read", tools=[DOCS])
+    assert [item.type for item in first.output] == ["mcp_list_tools", "mcp_approval_request"]
+    assert "token-1" not in first.to_json()
+    assert definitions[0]["docs"]["headers"] == {"Authorization": "Bearer token-1"}
+    consent: Any = {
+        "type": "mcp_approval_response",
+        "approval_request_id": first.output[1].id,
+        "approve": True,
+    }
+    second = await there.client.responses.create(
+        model="m", previous_response_id=first.id, input=[consent], tools=[DOCS]
+    )
+    ran, said = second.output
+    assert (ran.output, ran.approval_request_id, said.type) == ("the text", first.output[1].id, "message")
+
+
+# --- what goes wrong --------------------------------------------------------------------------------------------------
+
+
+async def test_a_request_that_the_first_turn_refuses_is_refused(served: Any) -> None:
+    there = served([BadRequest("the prompt is too long", param="input")])
+    with pytest.raises(BadRequestError) as caught:
+        await there.client.responses.create(model="m", input="hi")
+    assert (caught.value.param, caught.value.status_code) == ("input", 400)
+
+
+async def test_the_same_in_a_stream_is_its_last_event(served: Any) -> None:
+    there = served([BadRequest("the prompt is too long", param="input")])
+    events = [event async for event in await there.client.responses.create(model="m", input="hi", stream=True)]
+    assert events[-1].type == "response.failed"
+    assert events[-1].response.error.message == "the prompt is too long"
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "param"),
+    [
+        ({"previous_response_id": "resp_no"}, 400, "previous_response_id"),
+        ({"tools": [DOCS | {"server_label": "down"}]}, 400, "tools"),
+        ({"tools": [ADD | {"name": "no"}]}, 400, "tools.0.name"),
+        ({"prompt": {"id": "p"}}, 400, "prompt"),
+    ],
+)
+async def test_nothing_is_begun_for_a_bad_request(served: Any, body: Any, status: int, param: str) -> None:
+    there = served()
+    before = len(await there.runner.runs("default", limit=1000))
+    with pytest.raises(APIStatusError) as caught:
+        await there.client.responses.create(model="m", input="hi", **body)
+    assert (caught.value.status_code, caught.value.body["param"]) == (status, param)  # type: ignore[index]
+    assert len(await there.runner.runs("default", limit=1000)) == before
+
+
+async def test_nobody_knows_a_response_that_there_is_not(served: Any) -> None:
+    responses = served().client.responses
+    for ask in (responses.retrieve, responses.cancel, responses.delete, responses.input_items.list):
+        with pytest.raises(NotFoundError):
+            await ask("resp_no")
