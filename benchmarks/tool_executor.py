@@ -143,7 +143,7 @@ async def everything(arguments: argparse.Namespace) -> Sequence[dict[str, Any]]:
     pool = ToolActors(tools(arguments.actors, arguments.burst))
     await pool.ready()
     rows += await measured(f"{arguments.actors} actors", pool.run, arguments)
-    await pool.aclose()
+    await pool.aclose(kill=True)
     ray.shutdown()
     return rows
 

@@ -193,6 +193,9 @@ class ToolsConfig(Section):
 
     actors: int = Field(1, ge=1, le=256)
     """Processes that run tools; one that dies is started again."""
+    unattended_s: float = Field(60.0, gt=0)
+    """Seconds for which these processes, and the results they keep for calls that are resumed, outlive the last ingress
+    and the last call."""
     defined: dict[ToolName, ToolConfig] = Field(default_factory=dict)
     """The tools, by name."""
     request_kinds: list[RequestKind] = Field(default_factory=list)

@@ -72,6 +72,19 @@ class ToolResult:
     """The name under which the duration is learnt: the tool, and the class of its arguments if it has one."""
 
 
+@dataclass(frozen=True, slots=True)
+class ToolOffer:
+    """A tool that can be called now."""
+
+    name: str
+    """As programs call it."""
+    description: str
+    parameters: Mapping[str, Any]
+    """JSON Schema of the arguments."""
+    owner: str
+    """The entry of the configuration or of the request that it belongs to: itself, or its MCP server."""
+
+
 def statistics_name(tool: str, argument: object) -> str:
     """The tool's name, and the first word of ``argument``, as a shell reads it, if there is one.
 

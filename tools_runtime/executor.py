@@ -44,6 +44,8 @@ class _Waiter:
     timer: Timer
     handed_over: bool = False
     """The caller has a handle, and the answer is kept until somebody asks."""
+    asked: int = 0
+    """Times that this very call was made: once, and again by each who resumes its caller's work."""
 
 
 @dataclass(slots=True)
@@ -104,42 +106,62 @@ class ToolExecutor:
         """Calls without an answer yet, asynchronous ones included."""
         return len(self._runs)
 
-    async def run(self, call: ToolCall, tools: ToolTable | None = None) -> ToolResult:
+    async def run(self, call: ToolCall, tools: ToolTable | None = None, *, resumed: bool = False) -> ToolResult:
         """The call's one outcome; for an asynchronous tool that takes its time, STARTED.
 
         Args:
             call: what to run.
             tools: instead of the configuration's, where a request brings its own.
+            resumed: an earlier caller, who has died, may have made this call. If its idempotency key is known here, the
+                answer is the first one's; else only an idempotent tool is run, and of any other the outcome is UNKNOWN.
 
-        If the caller is cancelled, so is the tool, unless another caller waits for it.
+        If the caller is cancelled, so is the tool, unless another caller waits for it or has resumed the call.
         """
         try:
             entry = (tools or self._tools).entry(call.name)
-            if call.key in self._runs:
-                raise ToolRefused(f"a call with the id {call.id!r} is already under way")
             key = key_of(call)
+            run = self._shared.get(key) if key else None
+            under_way = self._runs.get(call.key)
+            if under_way is not None and not (resumed and under_way is run):
+                raise ToolRefused(f"a call with the id {call.id!r} is already under way")
             kept = self._kept.get(key, call) if key else None
             if kept is not None:
                 return replace(kept, call_id=call.id)
-            run = self._shared.get(key) if key else None
             if run is not None:
                 require_same(run.call, call)
         except ToolRefused as refusal:
             return ToolResult(call.id, call.name, Outcome.REFUSED, self._told(Outcome.REFUSED, refusal))
+        if run is None and resumed and not entry.config.idempotent:
+            return self._lost(call, key)
         if run is None:
             run = self._start(call, entry, key)
-        waiter = self._join(run, call)
+        return await self._answer(run, run.waiters.get(call.key) or self._join(run, call))
+
+    async def _answer(self, run: _Run, waiter: _Waiter) -> ToolResult:
+        call = waiter.call
+        waiter.asked += 1
+        mine = waiter.asked
         try:
-            if entry.config.asynchronous:
+            if run.entry.config.asynchronous:
                 either: set[asyncio.Future[Any]] = {run.accepted, waiter.answer}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
                 if not waiter.answer.done():
                     return self._handed_over(call, run, waiter)
-            return await waiter.answer
+            # One of several who made this call may be cancelled; the answer is for the others, too.
+            return await asyncio.shield(waiter.answer)
         except asyncio.CancelledError:
-            if run.waiters.get(call.key) is waiter:
+            if run.waiters.get(call.key) is waiter and waiter.asked == mine:
                 self._leave(call.key, self._unanswered(run, call.key, Outcome.CANCELLED))
             raise
+
+    def _lost(self, call: ToolCall, key: Key | None) -> ToolResult:
+        """Of a call that may have been made before, where nobody knows what became of it."""
+        reason = f"{call.name} may have been run before, and what became of it is lost; it was not run again"
+        text = self._told(Outcome.UNKNOWN, ToolUnknown(reason))
+        result = ToolResult(call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
+        if key is not None:
+            self._kept.settle(key, call, result)
+        return result
 
     async def run_all(self, calls: Sequence[ToolCall], tools: ToolTable | None = None) -> list[ToolResult]:
         """The calls of one turn, together: as long as the slowest, in the order asked."""
@@ -152,6 +174,15 @@ class ToolExecutor:
             return False
         self._leave((program, call_id), self._unanswered(run, (program, call_id), Outcome.CANCELLED))
         return True
+
+    def knows(self, call: ToolCall) -> bool:
+        """Whether the call, or one with its idempotency key, is under way here, or its answer is kept."""
+        key = key_of(call)
+        return (
+            call.key in self._runs
+            or call.key in self._finished
+            or (key is not None and (key in self._shared or key in self._kept))
+        )
 
     def cancel_program(self, program: str) -> int:
         """Cancel all calls of a program; how many there were."""

@@ -42,6 +42,9 @@ class KeptResults:
     def __len__(self) -> int:
         return len(self._kept)
 
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
     def get(self, key: Key, call: ToolCall) -> ToolResult | None:
         """The result kept under ``key``.
 
@@ -61,8 +64,11 @@ class KeptResults:
         That is so where nothing was run, and where an idempotent tool gave no answer.
         """
         answered = result.outcome in (Outcome.OK, Outcome.ERROR)
-        if result.attempts == 0 or (idempotent and not answered):
-            return
+        if result.attempts > 0 and (answered or not idempotent):
+            self.settle(key, call, result)
+
+    def settle(self, key: Key, call: ToolCall, result: ToolResult) -> None:
+        """Keep ``result`` whatever it is: no call with this key runs the tool any more."""
         kept = _Kept(call, result, len(result.text))
         if kept.size > self._max_bytes:
             return

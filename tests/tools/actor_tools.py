@@ -22,5 +22,13 @@ async def wait(seconds: float, mark: str = "") -> str:
     return "waited"
 
 
+async def note(seconds: float, file: str) -> str:
+    """Take effect, and then time."""
+    with Path(file).open("a") as effects:  # noqa: ASYNC230 - a few bytes
+        effects.write("x")
+    await asyncio.sleep(seconds)
+    return "noted"
+
+
 async def block(seconds: float) -> None:
     time.sleep(seconds)  # noqa: ASYNC251 - what a coroutine must not do

@@ -1,17 +1,33 @@
 """Executors on a clock that the test moves, and real servers."""
 
+import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 from scripted import SERVERS, ManualTimers, ScriptedKind
 
 from cluster.tool_config import ToolModel, ToolsConfig
 from tools_runtime.executor import ToolExecutor
 from tools_runtime.host import ToolHost
 from tools_runtime.tool_table import Entry, ToolTable
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[None]:
+    """Ray on this machine, whose workers find this directory's modules."""
+    if ray.is_initialized():
+        pytest.skip("this process has a Ray already: run `python -m pytest -m own_ray`")
+    here = str(Path(__file__).parent)
+    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join((here, str(Path.cwd())))}}
+    quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
+    ray.init(num_cpus=2, namespace="tests", runtime_env=environment, **quiet)
+    yield
+    ray.shutdown()
 
 
 @pytest.fixture

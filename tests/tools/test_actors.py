@@ -4,7 +4,7 @@ import asyncio
 import os
 import signal
 from collections import Counter
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +17,6 @@ from cluster.tools import Outcome, ToolCall
 from tools_runtime.actor import ToolActors
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
-
-HERE = str(Path(__file__).parent)
 
 
 def python(entry: str, **said: Any) -> dict[str, Any]:
@@ -36,17 +34,6 @@ DEFINED = {
 }
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[None]:
-    """Ray on this machine, whose workers find this directory's modules."""
-    if ray.is_initialized():
-        pytest.skip("this process has a Ray already: run `python -m pytest -m own_ray`")
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join((HERE, str(Path.cwd())))}}
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, logging_level="ERROR", runtime_env=environment)
-    yield
-    ray.shutdown()
-
-
 @pytest.fixture
 async def pool(cluster: None) -> AsyncIterator[ToolActors]:
     """Two actors."""
@@ -54,7 +41,7 @@ async def pool(cluster: None) -> AsyncIterator[ToolActors]:
     await pool.ready()
     yield pool
     pool.check_integrity()
-    await pool.aclose()
+    await pool.aclose(kill=True)
 
 
 async def test_calls_spread_over_the_actors_and_stay_where_they_must(pool: ToolActors) -> None:
@@ -69,7 +56,7 @@ async def test_calls_spread_over_the_actors_and_stay_where_they_must(pool: ToolA
     assert len(homes) == 2, "and programs are spread"
     by_key = {(await pool.run(ToolCall(f"k{i}", "pid", idempotency_key="k"))).text for i in range(6)}
     assert len(by_key) == 1
-    assert {offer["name"] for offer in await pool.offers()} == set(DEFINED)
+    assert {offer.name for offer in await pool.offers()} == set(DEFINED)
     assert (await pool.run(ToolCall("b", "bash", {"command": "echo hello"}))).text == "hello\n"
 
 
@@ -87,7 +74,7 @@ async def test_an_actor_that_dies_takes_only_its_calls_and_comes_back(pool: Tool
     outcomes = {key: (await task).outcome for key, task in tasks.items()}
     assert Counter(outcomes["wait", i] for i in range(4)) == {Outcome.OK: 2, Outcome.UNKNOWN: 2}
     assert {outcomes["again", i] for i in range(4)} == {Outcome.OK}, "an idempotent call is run once more elsewhere"
-    await until(lambda: not pool._reviving)
+    await until(lambda: not pool._actors._reviving)
     now = await pool.ready()
     assert (now[1], now[0] != pids[0]) == (pids[1], True)
 
@@ -129,4 +116,15 @@ async def test_a_tool_that_cannot_work_is_told_at_the_start(cluster: None) -> No
     pool = ToolActors(ToolsConfig.model_validate({"defined": {"t": {"kind": "python", "entry": "no_such:f"}}}))
     with pytest.raises(ray.exceptions.RayError, match=r"tools\.defined\.t\.entry: ModuleNotFoundError"):
         await pool.ready()
-    await pool.aclose()
+    await pool.aclose(kill=True)
+
+
+async def test_five_hundred_calls_run_at_a_time(cluster: None) -> None:
+    defined = {"wait": python("wait", concurrency=500)}
+    pool = ToolActors(ToolsConfig.model_validate({"actors": 2, "defined": defined}))
+    await pool.ready()
+    results = await pool.run_all([ToolCall(f"w{i}", "wait", {"seconds": 1.0}) for i in range(500)])
+    assert Counter((result.outcome, result.text) for result in results) == {(Outcome.OK, "waited"): 500}
+    assert [result.call_id for result in results] == [f"w{i}" for i in range(500)]
+    pool.check_integrity()
+    await pool.aclose(kill=True)

@@ -130,7 +130,7 @@ async def test_an_openapi_operation(open_tools: OpenTools, base: str, tmp_path: 
     assert wrong.outcome is Outcome.REFUSED
     assert "id: 'x' is not of type 'integer'" in wrong.text
     assert "body: 'name' is a required property" in wrong.text
-    assert host.offers()[0]["description"] == "Change an item."
+    assert (await host.offers())[0].description == "Change an item."
     arguments = {"id": 3, "dry": True, "X-Trace": "t\r\nEvil: 1", "body": {"name": "n", "parent": {"name": "p"}}}
     seen = json.loads((await host.run(ToolCall("a", "put", arguments))).text)
     assert (seen["method"], seen["path"]) == ("PUT", "/api/items/3?dry=true")

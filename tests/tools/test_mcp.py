@@ -70,7 +70,7 @@ async def host(request: pytest.FixtureRequest, open_tools: OpenTools, serve: Ser
 
 
 async def test_calls_in_every_era_and_over_every_transport(host: ToolHost, tmp_path: Path) -> None:
-    assert {offer["name"] for offer in host.offers()} >= {"s__add", "s__slow", "s__fail"}
+    assert {offer.name for offer in await host.offers()} >= {"s__add", "s__slow", "s__fail"}
     calls = [ToolCall(f"c{i}", "s__add", {"a": i, "b": 1}) for i in range(20)]
     assert [result.text for result in await host.executor.run_all(calls)] == [str(i + 1) for i in range(20)]
     wrong = await ask(host, "add", {"a": "x", "b": 1})
@@ -170,7 +170,7 @@ async def test_private_addresses_are_refused_unless_allowed(open_tools: OpenTool
 
 async def test_only_allowed_tools_are_offered(open_tools: OpenTools) -> None:
     host = await open_tools(server(command=STDIO, allowed_tools=["add"]))
-    assert [offer["name"] for offer in host.offers()] == ["s__add"]
+    assert [offer.name for offer in await host.offers()] == ["s__add"]
     assert (await ask(host, "fail")).outcome is Outcome.REFUSED
 
 
@@ -192,7 +192,7 @@ async def bad(open_tools: OpenTools) -> ToolHost:
 
 
 async def test_tools_whose_schemas_are_bombs_are_left_out(bad: ToolHost) -> None:
-    names = {offer["name"] for offer in bad.offers()}
+    names = {offer.name for offer in await bad.offers()}
     assert {"s__good", "s__dots_and_strokes", "s__slow_output"} <= names
     assert not names & {"s__circular", "s__deep"}
     assert set(kind(bad).left_out) == {"circular", "deep", "n" * 100, "dots/and/strokes"}

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from cluster.errors import ToolRefused
 from cluster.tools import Outcome, ToolCall
 from tools_runtime import registry
 from tools_runtime.host import ToolHost
@@ -73,3 +74,37 @@ async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monk
     for i in range(5):
         await host.run(ToolCall("a", "t"), {"t": {**HTTP, "description": str(i)}})
     assert len(host._request_tools._tables) == 2
+
+
+async def test_the_tools_of_a_request_are_told_with_their_servers(
+    open_tools: OpenTools, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Requests reach public addresses only, of which a test has none.
+    monkeypatch.setattr(registry, "_NOT_FOR_REQUESTS", ())
+    _, port = serve("mcp_server.py", "http")
+    theirs = {
+        "s": {"kind": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "private_addresses": True},
+        "t": {**HTTP, "description": "Theirs.", "parameters": {"type": "object", "required": ["id"]}},
+    }
+    host = await open_tools({"mine": {"kind": "command", "argv": ["true"]}}, request_kinds=["http", "mcp"])
+    offers = {offer.name: offer for offer in await host.offers(theirs)}
+    assert next(iter(offers)) == "mine"
+    assert {name: offers[name].owner for name in ("mine", "t", "s__add")} == {"mine": "mine", "t": "t", "s__add": "s"}
+    assert (offers["t"].description, offers["t"].parameters["required"]) == ("Theirs.", ["id"])
+    assert set(offers["s__add"].parameters["properties"]) == {"a", "b"}
+    assert [offer.name for offer in await host.offers()] == ["mine"]
+    assert (await host.run(ToolCall("a", "s__add", {"a": 1, "b": 2}), theirs)).text == "3"
+
+
+@pytest.mark.parametrize(
+    ("theirs", "says"),
+    [
+        ({"s": {"kind": "mcp", "url": "http://169.254.169.254/mcp"}}, "the request's tool 's': .*not a public address"),
+        ({"t": {"kind": "command", "argv": ["ls"]}}, "of the kind 'command'"),
+        ({"t": {**HTTP, "parameters": {"properties": {"a": {"$ref": "#"}}}}}, "circular"),
+    ],
+)
+async def test_a_request_whose_tools_cannot_be_told_is_refused(open_tools: OpenTools, theirs: Any, says: str) -> None:
+    host = await open_tools({}, request_kinds=["http", "mcp"])
+    with pytest.raises(ToolRefused, match=says):
+        await host.offers(theirs)

@@ -1,0 +1,148 @@
+"""The Ray actor: one process that runs tools, shared by all pools of the same configuration.
+
+It is detached: it outlives its callers, and so do the calls that they had sent. When no pool attends to it any more it
+ends itself.
+"""
+
+import asyncio
+import os
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import ray
+
+from cluster.errors import ToolRefused
+from cluster.metrics import ToolMetrics
+from cluster.tool_config import ToolsConfig
+from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from tools_runtime.attendance import Attendance
+from tools_runtime.host import ToolHost
+from tools_runtime.timers import LoopClock
+
+LOOKS = 4
+"""How often in `unattended_s` an actor looks whether it is attended, and a pool attends."""
+
+
+class ToolActor:
+    """One process that runs tools.
+
+    Args:
+        config: `ToolsConfig`, as JSON.
+
+    Raises:
+        ConfigError: a tool cannot work as configured.
+    """
+
+    def __init__(self, config: str) -> None:
+        self._config = ToolsConfig.model_validate_json(config)
+        self._metrics = ToolMetrics()
+        self._host: ToolHost | None = None
+        self._door: asyncio.Server | None = None
+        self._attempts: dict[str, asyncio.Task[ToolResult]] = {}
+        self._attendance = Attendance(LoopClock(), self._config.unattended_s)
+        self._look_s = self._config.unattended_s / LOOKS
+        # A thread, since there is no event loop yet, and nobody might ever call an actor that Ray has restarted.
+        context = ray.get_runtime_context()
+        threading.Thread(target=self._look, args=(context.current_actor,), daemon=True).start()
+
+    async def attend(self) -> None:
+        """A pool is there."""
+        self._attendance.attend()
+
+    async def door(self) -> tuple[str, int]:
+        """Address and port of connections that say nothing, and end with this process."""
+        if self._door is None:
+            self._door = await asyncio.start_server(_hold, ray.util.get_node_ip_address(), 0)
+        host, port = self._door.sockets[0].getsockname()[:2]
+        return host, port
+
+    async def ready(self) -> int:
+        """Its process id, once its tools can be called.
+
+        Raises:
+            ConfigError: a tool cannot work as configured.
+        """
+        self._attendance.attend()
+        await self._opened()
+        return os.getpid()
+
+    async def run(
+        self, call: ToolCall, definitions: Mapping[str, Any] | None, resumed: bool, attempt: str
+    ) -> ToolResult:
+        """The call's one outcome. It does not end with its caller, unless that says so.
+
+        Args:
+            call: what to run.
+            definitions: the tools that the request brought.
+            resumed: see `ToolExecutor.run`.
+            attempt: names this sending of the call, for `abandon`.
+        """
+        self._attendance.begin()
+        task = self._attempts[attempt] = asyncio.create_task(self._run(call, definitions, resumed))
+        try:
+            await asyncio.wait({task})
+            if task.cancelled():  # and nobody listens
+                return ToolResult(call.id, call.name, Outcome.CANCELLED, f"{Outcome.CANCELLED}: it was abandoned")
+            return task.result()
+        finally:
+            del self._attempts[attempt]
+            self._attendance.end()
+
+    async def abandon(self, attempt: str) -> None:
+        """Nobody waits for this attempt's answer any more; its call ends, unless another attempt has taken it over."""
+        if task := self._attempts.get(attempt):
+            task.cancel()
+
+    async def cancel(self, program: str, call_id: str) -> bool:
+        """End a call with CANCELLED; False if it is not under way here."""
+        return self._host is not None and self._host.executor.cancel(program, call_id)
+
+    async def knows(self, call: ToolCall) -> bool:
+        """Whether a call is under way here, or its answer is kept."""
+        return self._host is not None and self._host.executor.knows(call)
+
+    async def poll(self, program: str, call_id: str) -> ToolResult | None:
+        """The answer of an asynchronous call, None while there is none."""
+        return (await self._opened()).executor.poll(program, call_id)
+
+    async def completion(self, program: str, call_id: str) -> ToolResult:
+        """The answer of an asynchronous call, when it is there."""
+        return await (await self._opened()).executor.completion(program, call_id)
+
+    async def offers(self, definitions: Mapping[str, Any] | None) -> list[ToolOffer] | str:
+        """The tools that are known now; or why those of the request are refused."""
+        self._attendance.begin()
+        try:
+            return await (await self._opened()).offers(definitions)
+        except ToolRefused as refusal:
+            return str(refusal)
+        finally:
+            self._attendance.end()
+
+    async def _run(self, call: ToolCall, definitions: Mapping[str, Any] | None, resumed: bool) -> ToolResult:
+        return await (await self._opened()).run(call, definitions, resumed=resumed)
+
+    async def _opened(self) -> ToolHost:
+        if self._host is None:
+            self._host = ToolHost(self._config, observe=self._metrics.record)
+        await self._host.open()
+        return self._host
+
+    def _is_unattended(self) -> bool:
+        return self._attendance.is_over(busy=self._host is not None and self._host.executor.under_way > 0)
+
+    def _look(self, itself: Any) -> None:
+        pause, before = threading.Event(), False
+        while not pause.wait(self._look_s):
+            unattended = self._is_unattended()
+            if unattended and before:  # twice, as the loop may have been blocked, and whoever attends not heard
+                # Not exit_actor(): that waits for all that is under way, and only a task can call it. This is as final.
+                ray.kill(itself)
+                return
+            before = unattended
+
+
+async def _hold(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    await reader.read(1)
+    writer.close()
