@@ -43,13 +43,14 @@ class ChatText:
             or is_mistral_tokenizer(self._renderer.tokenizer)
             or online.model_config.enable_prompt_embeds
         )
-        self._tokens = _tokens_of(self._renderer, online.model_config) if self._is_text else Tokens({}, frozenset())
+        self._lengths = parse_request("chat", {"messages": []}).build_tok_params(online.model_config)
+        self._tokens = Tokens(self.ids, *(self._added_and_stops() if self._is_text else ({}, frozenset())))
 
     async def examine(self) -> Examined:
         """What the model's own template does with sample conversations."""
         return await self._in_thread(self._examine) if self._is_text else NOT_TEXT
 
-    async def rest(self, request: Any, examined: Examined, known: int, last_id: int) -> list[int] | Again:
+    async def rest(self, request: Any, examined: Examined, known: int, known_ids: bytes) -> list[int] | Again:
         """`replicas.continuation.rest_of_prompt` of vLLM's chat request.
 
         Raises:
@@ -66,12 +67,11 @@ class ChatText:
         return await self._in_thread(
             rest_of_prompt,
             lambda messages, generation: self.text(request, messages, generation),
-            lambda text: self.ids(request, text),
             self._tokens,
             examined,
             request.messages,
             known,
-            last_id,
+            known_ids,
         )
 
     def bound_output(self, request: Any, prompt_tokens: int = 0) -> None:
@@ -111,14 +111,27 @@ class ChatText:
         _, prompt = self._renderer.render_messages(list(messages), params)
         return str(prompt["prompt"])
 
-    def ids(self, request: Any, text: str) -> list[int]:
+    def ids(self, text: str) -> list[int]:
         """``text`` as ids.
 
         Raises:
             VLLMClientError: it is longer than the model's context.
         """
-        params = request.build_tok_params(self._online.model_config)
-        return list(self._renderer.tokenize_prompt(TextPrompt(prompt=text), params)["prompt_token_ids"])
+        return list(self._renderer.tokenize_prompt(TextPrompt(prompt=text), self._lengths)["prompt_token_ids"])
+
+    def _added_and_stops(self) -> tuple[dict[str, int], frozenset[int]]:
+        model, tokenizer = self._online.model_config, self._renderer.tokenizer
+        generation = model.try_get_generation_config()
+        stops = [self._renderer.get_eos_token_id()]
+        for told in (
+            generation.get("eos_token_id"),
+            generation.get("stop_token_ids"),
+            model.get_diff_sampling_param().get("stop_token_ids"),
+        ):
+            stops += told if isinstance(told, list) else [told]
+        # A tokenizer that does not tell its added tokens has none that end a message: its prompts are rendered again.
+        added = getattr(tokenizer, "added_tokens_decoder", {})
+        return {str(token): number for number, token in added.items()}, frozenset(stops) - {None}
 
     def _examine(self) -> Examined:
         def render(sample: Sample, messages: Sequence[Message], generation: bool) -> str:
@@ -129,25 +142,15 @@ class ChatText:
             except (ValueError, VLLMClientError) as error:
                 raise CannotRender(str(error)) from error
 
-        plain = parse_request("chat", {"messages": []})
         with _quiet(logging.getLogger("vllm.renderers.hf")):
-            return examine(render, lambda text: self.ids(plain, text), self._tokens)
+            try:
+                return examine(render, self._tokens)
+            except VLLMClientError:
+                return Examined((), ("samples of some hundred tokens, for which this model's context is too short",))
 
     async def _in_thread(self, function: Callable[..., Result], *arguments: Any) -> Result:
         # vLLM's own threads: it has a tokenizer for each of them, and would copy one for any other.
         return await asyncio.get_running_loop().run_in_executor(self._renderer._executor, function, *arguments)
-
-
-def _tokens_of(renderer: Any, model_config: Any) -> Tokens:
-    decoder = getattr(renderer.tokenizer, "added_tokens_decoder", {})
-    told = [
-        *(model_config.try_get_generation_config().get(key) for key in ("eos_token_id", "stop_token_ids")),
-        model_config.get_diff_sampling_param().get("stop_token_ids"),
-    ]
-    stops = [renderer.get_eos_token_id()]
-    for one in told:
-        stops += one if isinstance(one, list) else [one]
-    return Tokens({str(token): number for number, token in decoder.items()}, frozenset(stops) - {None})
 
 
 def _only_text(message: Message) -> bool:

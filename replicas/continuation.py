@@ -10,8 +10,10 @@ the past anew, and so must we.
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
 from typing import Any
 
+from cluster.turn import pack_ids, unpack_ids
 from replicas.template_samples import MARK, SAMPLES, Sample
 
 Message = Mapping[str, Any]
@@ -20,12 +22,18 @@ Render = Callable[[Sequence[Message], bool], str]
 Encode = Callable[[str], list[int]]
 """Text to ids, without anything added."""
 
+ID_BYTES = len(pack_ids([0]))
+
+HEADS = 32
+"""Beginnings of conversations whose ids are remembered."""
+
 
 class Again(StrEnum):
     """Why a prompt is rendered again although there are ids to go on from."""
 
     NOT_TEXT = "this model's prompts are not made by a text template"
     UNSTABLE_TEMPLATE = "this chat template does not extend what it wrote before"
+    HEAD_CHANGED = "the system message, the tools or the first messages are not those that there are ids of"
     HISTORY_CHANGED = "the chat template writes earlier messages differently now"
     REASONING_LEFT_OUT = "the chat template leaves out reasoning of before the user's new message"
     UNKNOWN_END = "the chat template ends the assistant's message in a way it did not end a sample"
@@ -36,14 +44,28 @@ class Again(StrEnum):
     NOT_ONLY_TEXT = "the messages hold more than text"
 
 
-@dataclass(frozen=True, slots=True)
 class Tokens:
-    """What a tokenizer and a model say of single tokens."""
+    """What a tokenizer and a model say of texts and single tokens.
 
-    added: Mapping[str, int]
-    """Those that a tokenizer cuts out of a text before anything else."""
-    stops: frozenset[int]
-    """Those that end a generation."""
+    Args:
+        encode: text to ids, without anything added.
+        added: the tokens that the tokenizer cuts out of a text before anything else, with their ids.
+        stops: the ids that end a generation.
+    """
+
+    def __init__(self, encode: Encode, added: Mapping[str, int], stops: frozenset[int]) -> None:
+        self.encode = encode
+        self.added = added
+        self.stops = stops
+        self._heads = lru_cache(maxsize=HEADS)(lambda text: pack_ids(encode(text)))
+
+    def head(self, text: str) -> bytes:
+        """Packed ids of a conversation's first messages, up to their last added token: of all that comes next, nothing
+        changes these. Remembered, as a program's every turn asks for the same.
+        """
+        return self._heads(
+            text[: max((text.rfind(token) + len(token) for token in self.added if token in text), default=0)]
+        )
 
     def first_stop(self, text: str) -> str | None:
         """The stop token that ``text`` begins with."""
@@ -77,13 +99,12 @@ class CannotRender(Exception):
     """A template refuses a conversation."""
 
 
-def examine(render: Callable[[Sample, Sequence[Message], bool], str], encode: Encode, tokens: Tokens) -> Examined:
+def examine(render: Callable[[Sample, Sequence[Message], bool], str], tokens: Tokens) -> Examined:
     """Whether a template extends what it wrote, on sample conversations of every shape that a program takes.
 
     Args:
         render: as `Render`, with the sample whose tools may be called; raises CannotRender where the template refuses.
-        encode: text to ids.
-        tokens: one of these ends the template's messages.
+        tokens: one of them ends the template's messages.
     """
     closings: set[str] = set()
     faults: list[str] = []
@@ -97,11 +118,18 @@ def examine(render: Callable[[Sample, Sequence[Message], bool], str], encode: En
             before, whole = write(messages[: sample.known], False), write(messages, True)
             closing = _closing_of(before, tokens)
             split = None if closing is None else _split(write, before, whole, messages, sample.known, closing, tokens)
+            head = _head(write, messages, tokens)
         except CannotRender:
             continue
-        if closing is None or split is None or tokens.first_stop(whole[split:]) is None:
+        ids = tokens.encode(whole)
+        if (
+            closing is None
+            or split is None
+            or tokens.first_stop(whole[split:]) is None
+            or not pack_ids(ids).startswith(head)
+        ):
             faults.append(sample.name)
-        elif encode(whole[:split]) + (_behind(encode, whole[split:], tokens) or []) != encode(whole):
+        elif tokens.encode(whole[:split]) + (_behind(whole[split:], tokens) or []) != ids:
             return Examined((), (f"{sample.name} (its tokens)",))
         else:
             closings.add(closing)
@@ -109,27 +137,23 @@ def examine(render: Callable[[Sample, Sequence[Message], bool], str], encode: En
 
 
 def rest_of_prompt(
-    render: Render,
-    encode: Encode,
-    tokens: Tokens,
-    examined: Examined,
-    messages: Sequence[Message],
-    known: int,
-    last_id: int,
+    render: Render, tokens: Tokens, examined: Examined, messages: Sequence[Message], known: int, known_ids: bytes
 ) -> list[int] | Again:
     """Ids that, put after those of the first ``known`` messages, make the prompt of all ``messages``.
 
     Args:
         render: messages to text.
-        encode: text to ids.
-        tokens: single tokens.
+        tokens: text to ids.
         examined: what is known of the template.
         messages: all of the program so far.
         known: how many of them have ids, from the first; the last of these is the assistant's.
-        last_id: the last of these ids. If the turn was cut, the end-of-turn token is the first that is returned.
+        known_ids: these ids, at least one, packed. If the last turn was cut, the end-of-turn token is the first that is
+            returned.
     """
     if not examined.closings:
         return Again.UNSTABLE_TEMPLATE
+    if not known_ids.startswith(_head(render, messages, tokens)):
+        return Again.HEAD_CHANGED
     before, whole = render(messages[:known], False), render(messages, True)
     if _leaves_out_reasoning(whole, messages, known):
         return Again.REASONING_LEFT_OUT
@@ -139,19 +163,27 @@ def rest_of_prompt(
     split = _split(render, before, whole, messages, known, closing, tokens)
     if split is None:
         return Again.HISTORY_CHANGED
-    ids = _behind(encode, whole[split:], tokens)
+    ids = _behind(whole[split:], tokens)
     if ids is None:
         return Again.MERGED_TOKENS
+    [last_id] = unpack_ids(known_ids[-ID_BYTES:])
     if last_id == ids[0]:
         return ids[1:]
     return Again.OTHER_STOP if not closing and last_id in tokens.stops else ids
 
 
-def _behind(encode: Encode, rest: str, tokens: Tokens) -> list[int] | None:
-    """Ids of ``rest``, from the end-of-turn token on, as a tokenizer may treat the beginning of a text in a way of its
-    own; None if it does not see the token.
+def _head(render: Render, messages: Sequence[Message], tokens: Tokens) -> bytes:
+    """Packed ids of what was there before the first answer; empty where that is what comes first."""
+    first = next((number for number, message in enumerate(messages) if message.get("role") == "assistant"), 0)
+    return tokens.head(render(messages[:first], False)) if first else b""
+
+
+def _behind(rest: str, tokens: Tokens) -> list[int] | None:
+    """Ids of ``rest``, from the end-of-turn token on; None if the tokenizer does not see the token.
+
+    It is encoded, too, as a tokenizer may treat the beginning of a text in a way of its own.
     """
-    end, ids = tokens.first_stop(rest), encode(rest)
+    end, ids = tokens.first_stop(rest), tokens.encode(rest)
     return None if end is None or ids[:1] != [tokens.added[end]] else ids
 
 

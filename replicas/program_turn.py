@@ -138,7 +138,7 @@ class ProgramTurns:
         if continuation is None:
             return Rendering.FIRST, [], []
         known = _known_ids(request, continuation)
-        rest = await self._text.rest(request, self._examined, continuation.messages, known[-1])
+        rest = await self._text.rest(request, self._examined, continuation.messages, continuation.token_ids)
         if isinstance(rest, Again):
             if rest not in self._told:
                 self._told.add(rest)

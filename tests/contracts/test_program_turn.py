@@ -22,6 +22,7 @@ from replicas.chat_text import ChatText
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
+from replicas.requests import parse_request
 from replicas.settings import SchedulerSettings
 from replicas.template_samples import TOOLS
 
@@ -39,7 +40,8 @@ class Replica:
         self.prompts: list[list[int]] = []
         self.channel = ControlChannel(client, timeout_s=30.0)
         self._watch(client)
-        self.turns = ProgramTurns(engine.chat, ChatText(engine.chat_renderer), 0.05, self.renderings.append)
+        self.text = ChatText(engine.chat_renderer)
+        self.turns = ProgramTurns(engine.chat, self.text, 0.05, self.renderings.append)
 
     def _watch(self, client: AsyncLLM) -> None:
         generate = client.generate
@@ -49,6 +51,11 @@ class Replica:
             return generate(prompt, *args, **kwargs)
 
         client.generate = watched  # type: ignore[method-assign]
+
+    def after_question(self, *ids: int) -> Continuation:
+        """Of QUESTION's prompt, and the ``ids`` of its answer."""
+        request = parse_request("chat", {"messages": QUESTION})
+        return Continuation(pack_ids([*self.text.ids(self.text.text(request, QUESTION, True)), *ids]), 2)
 
     async def turn(
         self, body: dict[str, Any], continuation: Continuation | None = None, name: str | None = None
@@ -202,8 +209,6 @@ ROUND = [*QUESTION, {"role": "assistant", "content": "Hi"}, {"role": "user", "co
         ({"messages": QUESTION, "temperature": -1}, None, "temperature"),
         ({"messages": QUESTION, "model": "other"}, None, "other"),
         ({"messages": ROUND, "chat_template": "{{ 1 }}"}, Continuation(pack_ids([5, 6]), 2), "chat template"),
-        ({"messages": ROUND}, Continuation(pack_ids([5, 99_999]), 2), "99999 is out of vocabulary"),
-        ({"messages": ROUND}, Continuation(pack_ids([5] * 4096), 2), "context length"),
         ({"messages": ROUND}, Continuation(b"", 2), "no ids"),
         ({"messages": ROUND}, Continuation(b"abc", 2), "cannot be read"),
         ({"messages": ROUND}, Continuation(pack_ids([5]), 0), "0 of 3"),
@@ -221,8 +226,16 @@ async def test_what_makes_no_sense_is_refused(
     assert isinstance((await replica.turn({"messages": QUESTION, "max_completion_tokens": 1}))[-1], TurnDone)
 
 
+@pytest.mark.parametrize(("ids", "why"), [([5, 99_999], "99999 is out of vocabulary"), ([5] * 4096, "context length")])
+async def test_ids_that_the_engine_cannot_take_are_refused(replica: Replica, ids: list[int], why: str) -> None:
+    [refusal] = await replica.turn({"messages": ROUND}, replica.after_question(*ids))
+    assert isinstance(refusal, HttpError)
+    assert refusal.status == 400
+    assert why in refusal.message
+
+
 async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left(replica: Replica) -> None:
-    nearly_full = Continuation(pack_ids([5] * 4040), 2)
+    nearly_full = replica.after_question(*[5] * 4040)
     wanted = {"ignore_eos": True, "max_completion_tokens": 4000}
     *_, done = parsed(await replica.turn(body_of(ROUND, **wanted), nearly_full))
     assert (done.finish_reason, done.prompt_tokens + done.output_tokens) == ("length", 4096)
@@ -233,7 +246,7 @@ async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left
 async def test_a_prompt_that_has_to_be_rendered_again_is(replica: Replica) -> None:
     content = [{"type": "text", "text": "Hello"}]
     messages = [{"role": "user", "content": content}, *ROUND[1:]]
-    plain = Continuation(pack_ids([5, 6, 7]), 2)
+    plain = replica.after_question(5, 6, 7)
     began, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1), plain))
     assert began.rendering is Rendering.CONTINUED, "text in parts is text"
     began, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1, add_special_tokens=True), plain))

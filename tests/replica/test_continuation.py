@@ -19,8 +19,9 @@ from vllm.tokenizers.mistral import MistralTokenizer
 
 import cluster.tiny
 from cluster.tiny.model import END
+from cluster.turn import pack_ids
 from replicas.chat_text import ChatText
-from replicas.continuation import Again, examine, rest_of_prompt
+from replicas.continuation import Again, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
 from replicas.template_samples import TOOLS
 from tools_runtime.text import sanitized
@@ -73,7 +74,7 @@ class Style:
         self.examined = self.chat._examine()
 
     def request(self, messages: Messages, **more: Any) -> Any:
-        return parse_request("chat", {"messages": copy.deepcopy(messages), "tools": list(TOOLS), **more})
+        return parse_request("chat", {"messages": copy.deepcopy(messages), "tools": list(TOOLS)} | more)
 
     def text(self, messages: Messages, generation: bool = True) -> str:
         request = self.request(messages)
@@ -83,8 +84,11 @@ class Style:
         return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def rest(self, messages: Messages, known: int, last_id: int | None = None, **more: Any) -> list[int] | Again:
-        last_id = self.end if last_id is None else last_id
-        return await self.chat.rest(self.request(messages, **more), self.examined, known, last_id)
+        request = self.request(messages, **more)
+        first = [message["role"] for message in messages].index("assistant")
+        begun = self.ids(self.text(messages[:first]))
+        ids = pack_ids([*begun, 5, 6, 7, self.end if last_id is None else last_id])
+        return await self.chat.rest(request, self.examined, known, ids)
 
 
 @pytest.fixture(scope="module")
@@ -247,15 +251,29 @@ async def test_a_tokenizer_that_merges_over_the_end_of_a_turn_is_found_out(style
     def merging(text: str) -> list[int]:
         return used.ids(text.replace(END, "."))
 
+    right = used.chat._tokens
+    wrong = Tokens(merging, right.added, right.stops)
+
     def render(sample: Any, messages: Any, generation: bool) -> str:
         return used.text(list(messages), generation)
 
-    assert examine(render, merging, used.chat._tokens).closings == ()
-    assert examine(render, used.ids, used.chat._tokens).stable
+    assert examine(render, wrong).closings == ()
+    assert examine(render, right).stable
     messages = [asked(), said(), asked()]
     write = partial(render, None)
-    rest = rest_of_prompt(write, merging, used.chat._tokens, used.examined, messages, 2, used.end)
-    assert rest is Again.MERGED_TOKENS
+    ids = pack_ids([*merging(used.text(messages[:1])), used.end])
+    assert rest_of_prompt(write, wrong, used.examined, messages, 2, ids) is Again.MERGED_TOKENS
+
+
+@pytest.mark.parametrize("name", EXTENDING)
+async def test_ids_of_another_beginning_are_not_gone_on_from(style: Callable[[str], Style], name: str) -> None:
+    """Of other tools, for instance: a prompt that went on from these ids would not tell of the new ones."""
+    used = style(name)
+    messages = [asked(), called("Ulm"), told("yes")]
+    more = [{"type": "function", "function": {"name": "more", "parameters": {"type": "object"}}}]
+    assert isinstance(await used.rest(messages, 2, tools=list(TOOLS)), list)
+    assert await used.rest(messages, 2, tools=[*TOOLS, *more]) is Again.HEAD_CHANGED
+    assert await used.rest(messages, 2, tools=None) is Again.HEAD_CHANGED
 
 
 async def test_requests_that_are_rendered_again(style: Callable[[str], Style]) -> None:
@@ -265,7 +283,8 @@ async def test_requests_that_are_rendered_again(style: Callable[[str], Style]) -
     assert await used.rest(messages, 2, chat_template="{{ 1 }}") is Again.OWN_TEMPLATE
     assert await used.rest(messages, 2, chat_template_kwargs={"chat_template": "{{ 1 }}"}) is Again.OWN_TEMPLATE
     image = [{"type": "image_url", "image_url": {"url": "data:,"}}]
-    assert await used.rest([{"role": "user", "content": image}, *messages[1:]], 2) is Again.NOT_ONLY_TEXT
+    shown = used.request([{"role": "user", "content": image}, *messages[1:]])
+    assert await used.chat.rest(shown, used.examined, 2, pack_ids([5])) is Again.NOT_ONLY_TEXT
     text = [{"type": "text", "text": "Is it raining?"}]
     rest = await used.rest([{"role": "user", "content": text}, *messages[1:]], 2)
     assert rest == await used.rest(messages, 2)
@@ -278,11 +297,18 @@ async def test_models_whose_prompts_are_not_text_are_rendered_again(style: Calla
     examined = await chat.examine()
     assert not examined.stable
     request = style("built-in").request([asked(), said(), asked()])
-    assert await chat.rest(request, examined, 2, 5) is Again.NOT_TEXT
+    assert await chat.rest(request, examined, 2, pack_ids([5])) is Again.NOT_TEXT
     mistral = copy.copy(harmony)
     mistral.use_harmony, mistral.renderer = False, copy.copy(harmony.renderer)
     mistral.renderer.tokenizer = MistralTokenizer.__new__(MistralTokenizer)
-    assert await ChatText(mistral).rest(request, examined, 2, 5) is Again.NOT_TEXT
+    assert await ChatText(mistral).rest(request, examined, 2, pack_ids([5])) is Again.NOT_TEXT
+
+
+async def test_a_context_too_short_for_the_samples_is_no_reason_not_to_start(style: Callable[[str], Style]) -> None:
+    online = copy.copy(style("built-in").chat._online)
+    online.model_config = copy.copy(online.model_config)
+    online.model_config.max_model_len = 64
+    assert (await ChatText(online).examine()).closings == ()
 
 
 async def test_a_conversation_that_the_template_refuses_is_a_refusal(style: Callable[[str], Style]) -> None:
