@@ -196,7 +196,7 @@ class Conversation:
     def _add_mcp_call(self, place: int, item: McpCall) -> None:
         turn = self._open(place)
         call_id = item.id or f"mcp_call_{place}"
-        text = item.output if item.output is not None else _error_text(item.error)
+        text = item.output if item.output is not None else error_text(item.error)
         _append_call(turn, call_id, f"{item.server_label}{SEPARATOR}{item.name}", item.arguments)
         turn.answers.append(lambda: tool_message(call_id, text))
 
@@ -249,7 +249,7 @@ def _said(item: Message) -> ChatMessage:
     return {"role": role, "content": [{"type": "text", "text": part.said} for part in item.content]}
 
 
-def _error_text(error: Any) -> str:
+def error_text(error: Any) -> str:
     """The error of a call that failed, in any form that responses have had."""
     if isinstance(error, dict):
         error = error.get("message", error.get("content"))

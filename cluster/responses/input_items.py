@@ -171,7 +171,7 @@ def _item_kind(item: Any) -> str | None:
     if not isinstance(item, dict):
         return None
     kind = item.get("type", "message" if "role" in item else None)
-    return kind if kind in ITEM_TYPES else None
+    return kind if isinstance(kind, str) and kind in ITEM_TYPES else None
 
 
 AnyItem = Annotated[

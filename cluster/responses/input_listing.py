@@ -6,6 +6,7 @@ from typing import Any, Literal
 from openai.types.responses import ResponseItemList
 
 from cluster.errors import BadRequest
+from cluster.responses.conversation import error_text
 from cluster.run_events import RunSpec
 
 MOST_LISTED = 100
@@ -54,6 +55,12 @@ def _as_item(item: Mapping[str, Any]) -> dict[str, Any]:
             whole["content"] = [_as_part(part, kind) for part in _parts(item["content"])]
         case "function_call_output" if isinstance(item["output"], list):
             whole["output"] = [_as_part(part, "input_text") for part in item["output"]]
+        case "reasoning":
+            whole["summary"] = [{"type": "summary_text", **part} for part in item.get("summary", ())]
+            whole["content"] = [{"type": "reasoning_text", **part} for part in item.get("content", ())]
+        case "mcp_call" if "error" in item:
+            content = [{"type": "text", "text": error_text(item["error"])}]
+            whole |= {"error": {"type": "mcp_tool_execution_error", "content": content}, "status": "failed"}
         case "mcp_list_tools":
             whole["tools"] = []
     return whole

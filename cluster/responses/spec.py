@@ -15,7 +15,7 @@ from cluster.responses.input_items import InputItem, McpListTools, Message
 from cluster.responses.offers import Brought, Listing, brought, chat_choice, offers, shown_tools
 from cluster.responses.request import SAMPLING, CreateResponse, JsonObject, JsonSchema
 from cluster.run import RunState
-from cluster.run_events import Limits, Offer, Prior, RunSpec
+from cluster.run_events import Accepted, Limits, Offer, Prior, RunSpec, encode
 
 _RENDERED = ("reasoning_effort", "chat_template_kwargs")
 """Of the sampling fields, those that the chat template sees."""
@@ -94,7 +94,16 @@ def run_spec(request: CreateResponse, around: Surroundings) -> Wanted:
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )
+    _require_encodable(spec)
     return Wanted(spec, servers)
+
+
+def _require_encodable(spec: RunSpec) -> None:
+    """JSON has numbers that a log has not. They can stand only where a body is free: in a schema, say."""
+    try:
+        encode(Accepted(spec))
+    except OverflowError as error:
+        raise BadRequest("the body has an integer of more than 64 bits") from error
 
 
 def _as_items(text: str) -> list[InputItem]:
