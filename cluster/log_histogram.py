@@ -86,6 +86,10 @@ class LogHistogram:
         longest_s, ranks = self._by_rank()
         return longest_s[bisect_left(ranks, max(1, ceil(q * self.count - _ROUNDING)))]
 
+    def steps(self) -> list[float]:
+        """The durations that are told apart, in ascending order; to be read only."""
+        return self._by_rank()[0]
+
     def to_bytes(self) -> bytes:
         """Ascending: durations as they are, or bins."""
         if not self._bins:

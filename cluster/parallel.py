@@ -7,19 +7,8 @@ machine, the same server - makes their maximum shorter than this says, never lon
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
-
-class Durations(Protocol):
-    """How long will this take? The part of `DurationStatistics` that a maximum needs of each call."""
-
-    def survival(self, t: float) -> float:
-        """The share of durations longer than ``t`` seconds; never rises with ``t``."""
-        ...
-
-    def quantile(self, q: float) -> float:
-        """The duration, seconds, that a share ``q`` does not exceed."""
-        ...
+from cluster.durations import Durations, empirical_bernstein_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +25,31 @@ class Slowest:
     def __post_init__(self) -> None:
         if not self.calls:
             raise ValueError("the slowest of no calls")
+
+    @property
+    def count(self) -> int:
+        """Observations of the call that is known least."""
+        return min(call.count for call in self.calls)
+
+    @property
+    def min_s(self) -> float:
+        """No maximum is shorter."""
+        return max(call.min_s for call in self.calls)
+
+    @property
+    def max_s(self) -> float:
+        """None is longer."""
+        return max(call.max_s for call in self.calls)
+
+    @property
+    def mean_s(self) -> float:
+        """The mean, as exact as the calls' survival is."""
+        return self._moments()[0]
+
+    @property
+    def steps_s(self) -> Sequence[float]:
+        """All of the calls'."""
+        return sorted({step_s for call in self.calls for step_s in call.steps_s})
 
     def survival(self, t: float) -> float:
         """P(some call takes longer than ``t`` seconds).
@@ -75,3 +89,24 @@ class Slowest:
             raise ValueError(f"a window must be positive, not {window_s} s")
         running = self.survival(t)
         return (running - self.survival(t + window_s)) / running / window_s if running > 0 else 0.0
+
+    def bernstein_bound_s(self, delta: float) -> float:
+        """The empirical Bernstein bound on the mean, as if the maximum had been observed ``count`` times.
+
+        Raises:
+            ValueError: ``delta`` is not in (0, 1).
+        """
+        mean_s, variance = self._moments()
+        return empirical_bernstein_s(self.count, mean_s, variance, self.max_s - self.min_s, delta)
+
+    def _moments(self) -> tuple[float, float]:
+        """Mean, and variance in seconds squared, by integration of the survival: E[T^n] = ∫ n t^(n-1) P(T > t) dt."""
+        mean_s = square = before_s = 0.0
+        survives = 1.0
+        for at_s in self.steps_s:
+            mean_s += (at_s - before_s) * survives
+            square += (at_s**2 - before_s**2) * survives
+            before_s, survives = at_s, self.survival(at_s)
+        # The longest of the means is a bound from below, their sum one from above.
+        longest_s, sum_s = max(call.mean_s for call in self.calls), sum(call.mean_s for call in self.calls)
+        return min(max(mean_s, longest_s), sum_s), max(0.0, square - mean_s**2)

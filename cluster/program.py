@@ -78,16 +78,20 @@ CLASS_MARK = ":"
 """Between a tool's name and the class of its arguments, as in ``bash:grep``; no tool's own name has it."""
 
 
+KEY_MARK = "+"
+"""Between the tools of a key, as in ``bash:cd+search``."""
+
+
 def without_class(key: str) -> str:
     """The tools of a key whatever their arguments: ``bash`` of ``bash:grep`` and of ``bash:cd+bash:ls``."""
     if CLASS_MARK not in key:
         return key
-    return tool_key(tuple(name.partition(CLASS_MARK)[0] for name in key.split("+")))
+    return tool_key(tuple(name.partition(CLASS_MARK)[0] for name in key.split(KEY_MARK)))
 
 
 def tool_key(tools: tuple[str, ...]) -> str:
     """One name for the tools that a turn asks for together, in any order: the key of their duration statistics."""
-    return "+".join(sorted(set(tools)))[:MAX_ID_LENGTH]
+    return KEY_MARK.join(sorted(set(tools)))[:MAX_ID_LENGTH]
 
 
 def _without_none(value: dict[str, Any]) -> dict[str, Any]:

@@ -9,13 +9,15 @@ import math
 import struct
 import zlib
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 import msgspec
 
+from cluster.durations import Durations, empirical_bernstein_s
 from cluster.log_histogram import LogHistogram
-from cluster.program import without_class
+from cluster.parallel import Slowest
+from cluster.program import KEY_MARK, without_class
 
 LONGEST_S = 1e9
 """No duration is longer (31 years)."""
@@ -99,6 +101,11 @@ class DurationStatistics:
         """Longest minus shortest; 0 when nothing was observed."""
         return self.max_s - self.min_s if self.count else 0.0
 
+    @property
+    def steps_s(self) -> Sequence[float]:
+        """The durations at which the survival falls, in ascending order; to be read only."""
+        return self._histogram.steps()
+
     def quantile(self, q: float) -> float:
         """The duration, seconds, that a share ``q`` of all does not exceed.
 
@@ -145,10 +152,7 @@ class DurationStatistics:
             ValueError: ``delta`` is not in (0, 1), or nothing was observed.
         """
         self._need_observations()
-        if not 0 < delta < 1:
-            raise ValueError(f"delta must be between 0 and 1, not {delta}")
-        doubt = math.log(3 / delta) / self.count
-        return self.mean_s + math.sqrt(2 * self.variance * doubt) + 3 * self.range_s * doubt
+        return empirical_bernstein_s(self.count, self.mean_s, self.variance, self.range_s, delta)
 
     def to_bytes(self) -> bytes:
         """Versioned and checksummed; 45 bytes and 8 for each of few durations, or 16 for each bin of many."""
@@ -252,15 +256,25 @@ class DurationTable:
             return others if own is None else own
         return self._both(name, own, others)
 
-    def levels(self, name: str) -> Iterator[DurationStatistics]:
+    def levels(self, name: str) -> Iterator[Durations]:
         """What is known, from the special to the general: of this tool with such arguments, of the tool, of all tools.
 
-        Only what has been observed at all.
+        Of tools that ran together, before all tools, also the slowest of what is known of each alone: with such
+        arguments, and without. Only what has been observed at all.
         """
-        for level in dict.fromkeys((name, without_class(name))):
-            statistics = self.tool(level)
+        general = without_class(name)
+        together = KEY_MARK in name
+        for level in dict.fromkeys((name, general)):
+            # bash:cd+bash:ls without its classes is one bash, which is not what ran.
+            statistics = self.tool(level) if not together or KEY_MARK in level else None
             if statistics is not None and statistics.count:
                 yield statistics
+        if together:
+            tools = tuple(name.split(KEY_MARK))
+            for alone in dict.fromkeys((tools, tuple(map(without_class, tools)))):
+                known = [part for tool in alone if tool and (part := self.tool(tool)) is not None and part.count]
+                if len(known) == len(alone):
+                    yield Slowest(known)
         if self.overall.count:
             yield self.overall
 
@@ -269,6 +283,10 @@ class DurationTable:
         """What all writers know of all tools together; it may be empty."""
         others = self._others.get(OVERALL)
         return self._own_overall if others is None else self._both(OVERALL, self._own_overall, others)
+
+    def names(self) -> list[str]:
+        """The tools that any writer has observed, with classes and without, in alphabetical order."""
+        return sorted((self._own.keys() | self._others.keys()) - {OVERALL})
 
     def own(self) -> Mapping[str, DurationStatistics]:
         """What this writer observed: per tool, and overall under OVERALL. A snapshot of names, not of statistics."""

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.durations import Durations
 from cluster.program import tool_key
-from cluster.statistics import DurationStatistics
 from replicas.policies.continuum import Pins, ProgramArrivalOrder
 from replicas.policies.vllm import FullBudget
 from replicas.policy import Hold, LoadView, PauseDecision, PauseView, Policy, Release
@@ -54,13 +54,13 @@ class CostBenefit(Pins):
         ttl_s = best_ttl_s(statistics, gain_s)
         return Hold(pause.now_s + ttl_s, reason="ttl") if ttl_s > 0 else Release("no pin pays")
 
-    def _statistics(self, pause: PauseView) -> DurationStatistics | None:
+    def _statistics(self, pause: PauseView) -> Durations | None:
         """The tool's own once it was seen K times, else all tools', else None."""
         levels = pause.durations.levels(tool_key(pause.tools))
         return next((level for level in levels if level.count >= self.parameters.min_observations), None)
 
 
-def best_ttl_s(statistics: DurationStatistics, gain_s: float) -> float:
+def best_ttl_s(statistics: Durations, gain_s: float) -> float:
     """The tau of the largest P(tool <= tau) · ``gain_s`` - tau; 0 where none is positive."""
     best_s, best = 0.0, 0.0
     for rank in range(1, QUANTILES + 1):

@@ -10,8 +10,9 @@ observed of it, given that it has lasted so long.
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
+from cluster.durations import Durations
 from cluster.program import tool_key
-from cluster.statistics import DurationStatistics, DurationTable
+from cluster.statistics import DurationTable
 from replicas.policies.triage import paces
 from replicas.policy import Claimant, Hold, HoldView, LoadView, PauseDecision, PauseView, RankKey, Release, Swap
 
@@ -37,7 +38,7 @@ def pressure(load: LoadView) -> float:
 class Tool:
     """What is known of the tool that a program waits for."""
 
-    statistics: DurationStatistics | None
+    statistics: Durations | None
     """None: nothing was observed of any."""
     told_s: float | None
     """The client's word on this very pause."""
@@ -167,6 +168,6 @@ def _swaps(view: PauseView | HoldView) -> bool:
     return 0 < context <= facts.host_tokens and facts.cost.swap_s(context) < facts.cost.prefill_s(context)
 
 
-def _statistics(durations: DurationTable, tool: str, min_observations: int) -> DurationStatistics | None:
+def _statistics(durations: DurationTable, tool: str, min_observations: int) -> Durations | None:
     levels = list(durations.levels(tool))
     return next((level for level in levels if level.count >= min_observations), levels[-1] if levels else None)

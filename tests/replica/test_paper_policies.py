@@ -304,6 +304,22 @@ def test_continuum2_reloads_over_the_link_if_it_may() -> None:
     assert continuum_cost.reload_s(load(host_tokens=1000), 1000) == pytest.approx(0.01)
 
 
+@pytest.mark.parametrize("name", ["continuum", "continuum2", "caesura"])
+def test_tools_that_never_ran_together_are_judged_by_the_slowest(name: str) -> None:
+    """Each alone takes as long as it always did; nearly all other calls take the other time."""
+    queued = load(lost_queue_s=0.3, waiting=10, running=1, running_tokens=1000, free_tokens=0)
+    pause_policy = policy(name).pause
+    for others_s, slower_s, held in ((60.0, 0.02, True), (0.01, 60.0, False)):
+        table = DurationTable()
+        for _ in range(50):
+            table.observe("bash:cd", 0.01)
+            table.observe("search", slower_s)
+        for _ in range(1000):
+            table.observe("other", others_s)
+        view = replace(pause(queued, durations=table), tools=("search", "bash:cd"))
+        assert isinstance(pause_policy.decide(view), Hold) is held
+
+
 def test_continuum2_pins_a_tool_by_what_was_seen_of_it() -> None:
     """Gain 0.1 s of recomputation and 0.3 s of queueing; `ls` takes 0.2 s, everything else 60 s."""
     queued = load(lost_queue_s=0.3)

@@ -1,12 +1,13 @@
 """The pause of calls that run together is distributed as their maximum."""
 
+import math
 import random
 from dataclasses import dataclass
 
 import pytest
 
 from cluster.parallel import Slowest
-from cluster.statistics import DurationStatistics
+from cluster.statistics import DurationStatistics, DurationTable
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,52 @@ def test_what_makes_no_sense_is_refused(q: float) -> None:
         Slowest([Uniform(1.0)]).hazard(0.0, 0.0)
     with pytest.raises(ValueError):
         Slowest([])
+
+
+def observed(*durations: float) -> DurationStatistics:
+    statistics = DurationStatistics()
+    for seconds in durations:
+        statistics.observe(seconds)
+    return statistics
+
+
+def test_the_moments_of_few_durations_are_exact() -> None:
+    slowest = Slowest([observed(1.0, 5.0), observed(2.0, 3.0, 4.0)])
+    outcomes = [max(a, b) for a in (1.0, 5.0) for b in (2.0, 3.0, 4.0)]
+    mean_s = sum(outcomes) / 6
+    assert (slowest.count, slowest.min_s, slowest.max_s) == (2, 2.0, 5.0)
+    assert slowest.mean_s == pytest.approx(mean_s)
+    variance = sum((seconds - mean_s) ** 2 for seconds in outcomes) / 6
+    doubt = math.log(3 / 0.1) / 2
+    bound_s = mean_s + math.sqrt(2 * variance * doubt) + 3 * 3.0 * doubt
+    assert slowest.bernstein_bound_s(0.1) == pytest.approx(bound_s)
+    with pytest.raises(ValueError, match="delta"):
+        slowest.bernstein_bound_s(1.0)
+
+
+def test_the_mean_of_many_is_near_that_of_the_maxima_that_are_seen() -> None:
+    rng = random.Random(2)
+    pairs = [(rng.expovariate(1.0), rng.lognormvariate(0.0, 1.0)) for _ in range(4000)]
+    slowest = Slowest([observed(*(a for a, _ in pairs)), observed(*(b for _, b in pairs))])
+    assert slowest.mean_s == pytest.approx(sum(map(max, pairs)) / 4000, rel=0.05)
+    alone = observed(*(a for a, _ in pairs))
+    assert Slowest([alone]).mean_s == alone.mean_s
+
+
+def test_a_table_judges_tools_that_never_ran_together_by_the_slowest() -> None:
+    table = DurationTable()
+    for tool, seconds in (("bash:cd", 0.1), ("bash:make", 60.0), ("search", 2.0), ("search", 4.0)):
+        table.observe(tool, seconds)
+
+    def means(name: str) -> list[float]:
+        return [level.mean_s for level in table.levels(name)]
+
+    all_s = (0.1 + 60.0 + 2.0 + 4.0) / 4
+    assert means("bash:cd+search") == pytest.approx([3.0, (60.0 * 2 + 2.0 + 4.0) / 4, all_s])
+    assert means("bash:cd+bash:make") == pytest.approx([60.0, 0.1 / 4 + 60.0 * 3 / 4, all_s])
+    assert means("bash:ls+search") == pytest.approx([(60.0 * 2 + 2.0 + 4.0) / 4, all_s]), "bash in general is known"
+    for unknown in ("search+unknown", "search+", "+"):
+        assert means(unknown) == pytest.approx([all_s])
+    table.observe("bash:cd+search", 10.0)
+    assert means("bash:cd+search")[:2] == [10.0, 10.0], "together comes first: with such arguments, and without"
+    assert [level.count for level in table.levels("bash:cd+search")] == [1, 1, 1, 2, 5]
