@@ -119,10 +119,10 @@ class ProgramTurns:
             if rendering is Rendering.CONTINUED:
                 request.kv_transfer_params = {"prompt_token_ids": known + added}
             events = self._chat(request, RawRequestInfo(headers=headers))
-            reading = _Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)))
+            reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)))
             async with aclosing(gather(reading.pieces(events), self._interval_s)) as batches:
                 async for batch in batches:
-                    for piece in _joined(batch):
+                    for piece in together(batch):
                         if isinstance(piece, TurnBegan):
                             self._count(rendering)
                         yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
@@ -169,7 +169,7 @@ def _known_ids(request: Any, continuation: Continuation) -> list[int]:
     return known
 
 
-class _Reading:
+class Reading:
     """Reads vLLM's stream of one chat completion.
 
     Args:
@@ -247,7 +247,7 @@ def _call(told: Mapping[str, Any]) -> CallDelta:
     return CallDelta(told["index"], told.get("id"), function.get("name"), function.get("arguments") or "")
 
 
-def _joined(batch: list[Piece]) -> list[Piece]:
+def together(batch: list[Piece]) -> list[Piece]:
     """The same, with deltas that follow one another as one."""
     joined: list[Piece] = []
     for piece in batch:

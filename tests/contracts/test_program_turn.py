@@ -65,8 +65,8 @@ class Replica:
         return [piece async for piece in self.turns.run(body, headers, name, identity, continuation)]
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def replica(tiny_model: Path) -> AsyncIterator[Replica]:
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
+async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Replica]:
     settings = SchedulerSettings(policy=PolicyConfig(name="continuum"), tool_parser="hermes")
     arguments = AsyncEngineArgs(
         model=str(tiny_model),
@@ -81,7 +81,10 @@ async def replica(tiny_model: Path) -> AsyncIterator[Replica]:
         additional_config=settings.additional_config(),
     )
     front = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", enable_prompt_tokens_details=True)
-    client = AsyncLLM.from_vllm_config(arguments.create_engine_config())
+    config = arguments.create_engine_config()
+    # The CPU platform turns it off; the path a GPU takes is tested all the same.
+    config.scheduler_config.async_scheduling = request.param
+    client = AsyncLLM.from_vllm_config(config)
     state = State()
     await init_app_state(client, state, Namespace(**(vars(front) | vars(arguments))), ("generate",))
     engine = ReplicaEngine.__new__(ReplicaEngine)
@@ -158,6 +161,14 @@ async def test_the_built_in_template_extends_what_it_wrote(replica: Replica) -> 
 
 async def test_tool_rounds_go_on_from_exact_ids(replica: Replica) -> None:
     await run_program(replica, "rounds", [{"tool_choice": NAMED}] * 4 + [{"tool_choice": "none"}] * 2)
+
+
+@pytest.mark.parametrize("choice", ["auto", "required"])
+async def test_all_ids_come_whatever_the_parser_says(replica: Replica, choice: str) -> None:
+    """The reader counts them against vLLM's usage: a parser that is silent for a while must not swallow any."""
+    body = body_of(QUESTION, tools=list(TOOLS), tool_choice=choice, max_completion_tokens=60)
+    _, ids, _, done = parsed(await replica.turn(body))
+    assert len(ids) == done.output_tokens > 0
 
 
 async def test_a_turn_that_was_cut_is_closed_and_continued(replica: Replica) -> None:

@@ -1,0 +1,81 @@
+"""vLLM's stream of one chat completion, read as a turn's pieces; what it may do wrong ends in a refusal."""
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
+
+from cluster.errors import HttpError
+from cluster.turn import CallDelta, Rendering, TurnBegan, TurnDelta, TurnDone, pack_ids
+from replicas.program_turn import Piece, Reading, together
+
+FIRST = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2, 3]}
+USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 2}}
+END = {"choices": [], "usage": USAGE}
+
+
+def chunk(*ids: int, finish_reason: str | None = None, **delta: Any) -> dict[str, Any]:
+    return {"choices": [{"index": 0, "delta": delta, "token_ids": list(ids), "finish_reason": finish_reason}]}
+
+
+async def read(*events: Any, rendering: Rendering = Rendering.FIRST, reasoning: bool = True) -> list[Piece]:
+    async def stream() -> AsyncIterator[Any]:
+        for event in events:
+            yield f"data: {json.dumps(event)}\n\n" if isinstance(event, dict) else event
+
+    return [piece async for piece in Reading(rendering, pack_ids([9]), reasoning).pieces(stream())]
+
+
+async def test_a_whole_turn() -> None:
+    thought, word = chunk(5, reasoning="Hm."), chunk(2, content="Hi", finish_reason="stop")
+    assert await read(FIRST, thought, word, END, "data: [DONE]\n\n") == [
+        TurnBegan(Rendering.FIRST, pack_ids([1, 2, 3])),
+        TurnDelta(pack_ids([5]), reasoning="Hm."),
+        TurnDelta(pack_ids([2]), content="Hi"),
+        TurnDone("stop", 3, 2, 2),
+    ]
+
+
+async def test_of_a_continued_prompt_only_what_was_added_is_told() -> None:
+    began, *_ = await read(FIRST, chunk(5, 2, finish_reason="stop"), END, rendering=Rendering.CONTINUED)
+    assert began == TurnBegan(Rendering.CONTINUED, pack_ids([9]))
+
+
+async def test_reasoning_that_nobody_wants_is_left_out_and_its_ids_are_not() -> None:
+    _, thought, *_ = await read(FIRST, chunk(5, 2, reasoning="Hm.", finish_reason="stop"), END, reasoning=False)
+    assert thought == TurnDelta(pack_ids([5, 2]))
+
+
+@pytest.mark.parametrize(
+    ("events", "status"),
+    [
+        ([ErrorResponse(error=ErrorInfo(message="bad", type="x", code=400))], 400),
+        ([{"error": {"message": "bad", "type": "x", "code": 400}}], 400),
+        ([FIRST, chunk(5), {"error": {"message": "oops", "type": "x", "code": 500}}], 500),
+        ([FIRST, chunk(5)], 502),
+        ([], 502),
+        ([FIRST, chunk(5, finish_reason="stop"), END], 502),
+        ([FIRST, chunk(5, 6), END], 502),
+    ],
+    ids=["refusal", "refusal in the stream", "failure", "cut off", "nothing", "an id is missing", "no reason"],
+)
+@pytest.mark.parametrize("rendering", Rendering)
+async def test_what_goes_wrong_is_the_last_piece(rendering: Rendering, events: list[Any], status: int) -> None:
+    *_, last = pieces = await read(*events, "data: [DONE]\n\n", rendering=rendering)
+    assert isinstance(last, HttpError)
+    assert last.status == status
+    assert sum(isinstance(piece, HttpError | TurnDone) for piece in pieces) == 1
+
+
+def test_deltas_that_travel_together_are_one() -> None:
+    began = TurnBegan(Rendering.FIRST, b"")
+    deltas = [
+        TurnDelta(pack_ids([1]), "a", "x", (CallDelta(0, "id0", "f"),)),
+        TurnDelta(pack_ids([2]), "b", "y", (CallDelta(0, arguments="{"), CallDelta(0, arguments="}"))),
+        TurnDelta(pack_ids([3]), calls=(CallDelta(1, "id1", "g", "{}"),)),
+    ]
+    calls = (CallDelta(0, "id0", "f", "{}"), CallDelta(1, "id1", "g", "{}"))
+    done = TurnDone("stop", 1, 0, 3)
+    assert together([began, *deltas, done]) == [began, TurnDelta(pack_ids([1, 2, 3]), "ab", "xy", calls), done]
