@@ -14,6 +14,7 @@ import pytest
 import ray
 from scripted import until
 
+from cluster.errors import ToolRefused
 from cluster.tool_config import ToolsConfig
 from cluster.tools import Outcome, ToolCall
 from tools_runtime.actor import ToolActors
@@ -169,3 +170,14 @@ async def test_a_call_that_was_sent_elsewhere_is_found(pools: Pools, tmp_path: P
     resumed = await successor.run(call, resumed=True)
     assert (resumed.outcome, (await first).outcome) == (Outcome.OK, Outcome.OK)
     assert (tmp_path / "file").read_text() == "x"
+
+
+async def test_the_tools_of_a_request_are_refused_or_judged_by_what_they_say(pools: Pools) -> None:
+    pool = await pools()
+    theirs = {"s": {"kind": "mcp", "url": "http://127.0.0.1:9/"}, "t": {"kind": "http", "idempotent": True}, "u": "?"}
+    with pytest.raises(ToolRefused, match="of the kinds: none"):
+        await pool.offers(theirs)
+    assert (await pool.run(ToolCall("c", "t"), theirs)).outcome is Outcome.REFUSED
+    again = {name: pool._settings(name, theirs).idempotent for name in ("s__add", "t", "u", "nobody", "note", "again")}
+    assert again == {"s__add": False, "t": True, "u": False, "nobody": False, "note": False, "again": True}
+    assert {offer.owner for offer in await pool.offers()} == set(DEFINED)
