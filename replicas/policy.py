@@ -50,8 +50,15 @@ class LoadView:
     """Not owned by anybody; the prefix cache may still have something there."""
     on_time_share: float = 1.0
     """Of the turns that ended of late, those whose programs were never late with a first token; 0 before the first."""
+    waiting_late: int = 0
+    """Of those that wait, turns that the order policy puts off: see ``Policy.late_rank``."""
     lost_queue_s: float = 0.0
     """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
+
+    @property
+    def waiting_in_time(self) -> int:
+        """Turns that wait and are worth making haste for."""
+        return self.waiting - self.waiting_late
 
     @cached_property
     def iteration_s(self) -> float:
@@ -268,6 +275,8 @@ class Policy:
     break holds or be preempted. vLLM's watermark; the larger of the two counts."""
     admission: AdmissionPolicy | None = None
     """None: whatever fits is admitted."""
+    late_rank: RankKey | None = None
+    """Turns of this rank and of later ones are ``LoadView.waiting_late`` while they wait; None: no turn is."""
 
 
 PolicyFactory = Callable[[], Policy]

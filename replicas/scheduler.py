@@ -100,8 +100,9 @@ class AgentScheduler(AsyncScheduler):
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
         for key in [held.key for held in self.holds]:
             self.apply(key, HoldEnded(self.clock.now_s(), "policy switch"))
-        self.waiting.rerank_all()
-        self.skipped_waiting.rerank_all()
+        for queue in (self.waiting, self.skipped_waiting):
+            queue.late_from = self._policies.late_rank
+            queue.rerank_all()
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 

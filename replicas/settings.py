@@ -64,7 +64,7 @@ class SchedulerSettings(BaseModel):
 def build_policy(config: PolicyConfig) -> Policy:
     """The policy of that name, with an axis of another where the configuration mixes.
 
-    Admission goes with the order: who waits for room is whoever ranks first.
+    Admission goes with the order, since who waits for room is whoever ranks first, and so does what a rank means.
     """
 
     def axes_of(name: str) -> Policy:
@@ -77,6 +77,7 @@ def build_policy(config: PolicyConfig) -> Policy:
         whole,
         order=ordering.order,
         admission=ordering.admission,
+        late_rank=ordering.late_rank,
         pause=axes_of(config.pause).pause if config.pause else whole.pause,
         budget=axes_of(config.budget).budget if config.budget else whole.budget,
     )

@@ -44,6 +44,7 @@ def load_view(scheduler: "AgentScheduler") -> LoadView:
         held_tokens=held,
         free_tokens=free,
         on_time_share=scheduler.on_time.mean,
+        waiting_late=scheduler.waiting.late + scheduler.skipped_waiting.late,
         lost_queue_s=scheduler.lost_queue.mean,
     )
 

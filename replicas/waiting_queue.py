@@ -27,6 +27,8 @@ class RankedQueue(RequestQueue):
         self._rank = rank
         self._heap: list[tuple[RankKey, int, str]] = []
         self._entries: dict[str, tuple[RankKey, int, Request]] = {}
+        self.late_from: RankKey | None = None
+        self._late: set[str] = set()
         self._rota: Rota[str] = Rota(RANKS_A_STEP)
         # Numbers grow at the tail and fall at the head: put back in front means before all equals.
         self._tail = itertools.count(1)
@@ -38,9 +40,16 @@ class RankedQueue(RequestQueue):
 
     def _enter(self, rank: RankKey, number: int, request: Request) -> None:
         self._entries[request.request_id] = (rank, number, request)
+        self._count(request.request_id, rank)
         heapq.heappush(self._heap, (rank, number, request.request_id))
         if len(self._heap) > 2 * len(self._entries) + SLACK:
             self._drop_stale()
+
+    def _count(self, request_id: str, rank: RankKey) -> None:
+        if self.late_from is not None and rank >= self.late_from:
+            self._late.add(request_id)
+        else:
+            self._late.discard(request_id)
 
     def _drop_stale(self) -> None:
         self._heap = [(rank, number, key) for key, (rank, number, _) in self._entries.items()]
@@ -101,6 +110,7 @@ class RankedQueue(RequestQueue):
         """
         del self._entries[request.request_id]
         self._rota.remove(request.request_id)
+        self._late.discard(request.request_id)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Take out those that are in the queue."""
@@ -129,7 +139,14 @@ class RankedQueue(RequestQueue):
     def rerank_all(self) -> None:
         """Take every rank again, at once: they are another policy's."""
         self._entries = {key: (self._rank(request), n, request) for key, (_, n, request) in self._entries.items()}
+        for key, (rank, _, _) in self._entries.items():
+            self._count(key, rank)
         self._drop_stale()
+
+    @property
+    def late(self) -> int:
+        """How many wait with a rank from ``late_from`` on."""
+        return len(self._late)
 
     def __bool__(self) -> bool:
         return bool(self._entries)

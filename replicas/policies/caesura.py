@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pydantic import BaseModel, ConfigDict, Field
 
 from replicas.policies.stopping import Stopping
-from replicas.policies.triage import Triage, overload
+from replicas.policies.triage import HOPELESS, Triage, haste
 from replicas.policy import LoadView, Policy
 
 
@@ -26,7 +26,7 @@ class CaesuraParameters(BaseModel):
     """Holds are looked at again every so many steps."""
     newcomers_room: float = Field(0.1, ge=0, lt=1)
     """Part of the memory that a program's first turn leaves to the programs that have begun."""
-    hopeless_room: float = Field(0.5, ge=0, lt=1)
+    hopeless_room: float = Field(0.4, ge=0, lt=1)
     """Part of the memory that a turn that cannot be good any more leaves to all others, on an overloaded replica."""
     hold_worth: float = Field(1.0, gt=0)
     """What losing a context costs, in times of computing it again: more, and holds last longer."""
@@ -37,9 +37,9 @@ class CaesuraParameters(BaseModel):
     min_prefill_tokens: int = Field(64, ge=1)
     """However slow the steps, so many tokens of prompts may be computed in each."""
     step_saturations: float = Field(2.0, ge=1)
-    """The largest step of an overloaded replica, in times of the tokens for which reading the weights takes as long as
-    computing. Without overload it is once as many: a prompt is spread over steps that read the weights anyway, and the
-    turns that decode beside it hardly notice."""
+    """The largest step where many wait that can still be in time, in times of the tokens for which reading the weights
+    takes as long as computing. Where none do it is once as many: a prompt is spread over steps that read the weights
+    anyway, and the turns that decode beside it hardly notice."""
 
     def build(self) -> Policy:
         """The policy."""
@@ -51,6 +51,7 @@ class CaesuraParameters(BaseModel):
             PacedBudget(self.min_prefill_tokens, self.step_saturations),
             self.reserve_share,
             order,
+            (HOPELESS,),
         )
 
 
@@ -66,7 +67,7 @@ class PacedBudget:
         most, bound_s = load.facts.max_tokens, load.facts.slo.tpot_s
         if not load.running:
             return most
-        saturations = 1.0 + (self.step_saturations - 1.0) * overload(load)
+        saturations = 1.0 + (self.step_saturations - 1.0) * haste(load)
         spread = round(saturations * load.facts.cost.saturation_tokens)
         most = min(most, max(spread, load.running + self.min_prefill_tokens))
         if bound_s is None:

@@ -28,10 +28,10 @@ TOLD_SLACK = 1.25
 
 def pressure(load: LoadView) -> float:
     """How scarce memory is, in [0, 1]: the share of the waiting turns' KV, taken as long as the running ones', that
-    would find no room now. 0 where nobody waits.
+    would find no room now. 0 where nobody waits that can still be in time.
     """
-    demand = load.waiting * max(1.0, load.running_tokens / max(1, load.running))
-    return max(0.0, demand - load.free_tokens) / demand if load.waiting else 0.0
+    demand = load.waiting_in_time * max(1.0, load.running_tokens / max(1, load.running))
+    return max(0.0, demand - load.free_tokens) / demand if load.waiting_in_time else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,12 +20,22 @@ EPOCH_S = 2.0
 DRAWN, ALIVE, HOPELESS = 0.0, 1.0, 2.0
 
 CROWD = 0.35
-"""Turns that wait for each one that runs, from which on all measures against overload are taken in full."""
+"""Turns that wait for each one that runs, from which on the hopeless leave all of their room to others."""
+
+HASTE_CROWD = 0.15
+"""Turns that can still be in time and wait, for each one that runs, from which on steps are the largest."""
 
 
 def overload(load: LoadView) -> float:
     """How far the replica is behind, in [0, 1]: by the turns that wait for each one that runs."""
     return min(1.0, load.waiting / (CROWD * max(1, load.running)))
+
+
+def haste(load: LoadView) -> float:
+    """How many wait that can still be in time, in [0, 1]. The hopeless do not count: they wait whatever is done, and
+    steps that are large for their sake make all others slow, which makes more of them hopeless.
+    """
+    return min(1.0, load.waiting_in_time / (HASTE_CROWD * max(1, load.running)))
 
 
 def token_s(load: LoadView) -> float:

@@ -190,7 +190,7 @@ def table(*seconds: float) -> DurationTable:
 
 
 def test_memory_is_free_where_nobody_waits_or_all_who_wait_find_room() -> None:
-    assert pressure(load(waiting=0, free_tokens=0)) == 0
+    assert pressure(load(waiting=0, free_tokens=0)) == pressure(load(waiting=3, waiting_late=3, free_tokens=0)) == 0
     assert pressure(load(waiting=3, running=10, running_tokens=5000, free_tokens=1500)) == 0
     assert pressure(load(waiting=3, running=10, running_tokens=5000, free_tokens=750)) == 0.5
     assert pressure(crowded()) == 1
@@ -297,7 +297,7 @@ def test_the_budget_is_the_inverse_of_the_step_time() -> None:
 def test_prompts_are_spread_over_steps_that_read_the_weights_anyway() -> None:
     """100 tokens are computed in the time in which the weights are read."""
     tokens = CaesuraParameters(step_saturations=2.0, min_prefill_tokens=30).build().budget.tokens
-    assert tokens(bounded(SloConfig(), waiting=0)) == 100
+    assert tokens(bounded(SloConfig(), waiting=10, waiting_late=10)) == 100
     assert tokens(bounded(SloConfig(), waiting=10)) == 200
     assert tokens(bounded(SloConfig(), waiting=0, running=180)) == 210
     assert tokens(bounded(SloConfig(), running=0)) == 1000

@@ -4,11 +4,12 @@ A replica has 63 usable blocks of 16 tokens. Prompts are token ids; a program's 
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 
 from cluster.clock import ManualClock
-from cluster.config import PolicyConfig
+from cluster.config import PolicyConfig, SloConfig
 from cluster.lifecycle import Phase
 from cluster.program import Hints, ProgramIdentity
 from replicas.control import snapshot
@@ -337,6 +338,7 @@ def test_axes_of_different_policies_mix(programs: Make) -> None:
 def test_admission_goes_with_the_order_when_axes_mix() -> None:
     whole = build_policy(PolicyConfig(name="caesura"))
     assert build_policy(PolicyConfig(name="caesura", order="mars")).admission is None
+    assert build_policy(PolicyConfig(name="caesura", order="mars")).late_rank is None
     assert build_policy(PolicyConfig(name="mars", order="caesura")).admission == whole.admission is not None
 
 
@@ -350,6 +352,23 @@ def test_a_new_program_waits_until_it_leaves_room(programs: Make, newcomers_room
     assert p.step().keys() == scheduled
     p.engine.run()
     assert p.phase("b") is None  # where nothing runs, nothing has to be left
+
+
+def test_the_load_tells_who_waits_and_can_no_longer_be_in_time(programs: Make) -> None:
+    p = programs("caesura")
+    p.scheduler.facts = replace(p.scheduler.facts, slo=SloConfig(ttft_s=1.0))
+    p.arrive("a", new_tokens=900, output=30)
+    p.step()
+    p.arrive("b", new_tokens=500)
+    p.step()
+    assert (p.scheduler.load.waiting, p.scheduler.load.waiting_late) == (1, 0)
+    p.clock.advance(2.0)
+    for _ in range(10):  # ranks are taken again every eighth step
+        p.step()
+    assert (p.scheduler.load.waiting_late, p.scheduler.load.waiting_in_time) == (1, 0)
+    p.scheduler.use_policy(PolicyConfig(name="mars"))
+    p.step()
+    assert p.scheduler.load.waiting_late == 0
 
 
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:

@@ -147,3 +147,20 @@ def test_a_constant_rank_is_vllms_own_queue(operations: list[tuple[str, int]]) -
     ours = drive(RankedQueue(lambda r: ()), operations, lambda queue, r: queue.remove_requests([r, request("other")]))
     stock = drive(FCFSRequestQueue(), operations, lambda queue, r: queue.remove_requests([r]))
     assert ours == stock
+
+
+def test_how_many_are_late_is_known_whatever_becomes_of_them() -> None:
+    queue, turns = ranked(), [request(f"r{i}", float(i)) for i in range(5)]
+    for one in turns:
+        queue.add_request(one)
+    assert queue.late == 0
+    queue.late_from = (3.0,)
+    queue.rerank_all()
+    assert queue.late == 2
+    turns[0].rank, turns[4].rank = 9.0, 1.0
+    queue.rerank(["r0", "r4"])
+    assert queue.late == 2
+    queue.remove_request(turns[0])
+    assert queue.late == 1
+    assert [queue.pop_request().request_id for _ in range(4)] == ["r1", "r4", "r2", "r3"]
+    assert queue.late == 0
