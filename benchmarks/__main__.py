@@ -3,7 +3,14 @@
 import subprocess
 import sys
 
-BENCHMARKS = ("schedule_overhead", "resume_latency", "ingress_throughput", "replica_footprint", "tool_executor")
+BENCHMARKS = (
+    "schedule_overhead",
+    "resume_latency",
+    "ingress_throughput",
+    "replica_footprint",
+    "tool_executor",
+    "turn_gap",
+)
 
 
 def main() -> int:

@@ -32,8 +32,10 @@ from cluster.http_calls import EventStream, first_answer
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
 from cluster.http_front import REQUEST_ID, clean_request_id
 from cluster.http_limits import parse_object, read_body
+from cluster.http_programs import ProgramRoutes
 from cluster.identity import identify
 from cluster.program import DEFAULT_TENANT, ProgramIdentity
+from cluster.program_service import ProgramService
 from cluster.ray_errors import as_http_error
 from cluster.validation import validated
 
@@ -80,6 +82,8 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
         "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
         "models": lambda app: app.get("/v1/models"),
         "model": lambda app: app.get("/v1/models/{model_id:path}"),
+        "programs": lambda app: app.get("/v1/programs"),
+        "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
         "health": lambda app: app.get("/health"),
         "ready": lambda app: app.get("/ready"),
@@ -101,12 +105,19 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
 class ProgramIngress:
     """The handlers. A route's docstring is what /docs says of it."""
 
-    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:
+    async def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:  # type: ignore[misc]
         self._config = config
         self._started = int(time())
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
+        self._service = ProgramService(replicas, config)
+        self._programs = ProgramRoutes(self._service.runner, self._story)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
+        await self._service.open()
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve when this process is to end."""
+        await self._service.aclose()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -181,12 +192,19 @@ class ProgramIngress:
     def _card(self) -> dict[str, Any]:
         return {"id": self._config.model.id, "object": "model", "created": self._started, "owned_by": "caesura"}
 
-    async def program(self, program_id: str) -> Response:
-        """What became of a program: its phase and its turns, from the replica that has it."""
-        story = await self._story(str(ProgramIdentity(program_id, tenant=DEFAULT_TENANT).key))
-        if not story:
-            raise BadRequest(f"no replica knows the program {program_id!r}", status=404, param="program_id")
-        return JSONResponse(story)
+    async def programs(self, limit: int = 100) -> Response:
+        """The programs that ran on the server, those begun last first."""
+        return await self._programs.list(DEFAULT_TENANT, limit)
+
+    async def program(self, program_id: str, include: str = "") -> Response:
+        """What became of a program: its phase, turns, pauses and decisions, from the replica that has it, and its runs
+        on the server; `include=token_ids` adds the exact ids of every turn.
+        """
+        return await self._programs.show(DEFAULT_TENANT, program_id, token_ids="token_ids" in include.split(","))
+
+    async def cancel_program(self, program_id: str) -> Response:
+        """End all of a program's runs on the server."""
+        return await self._programs.cancel(DEFAULT_TENANT, program_id)
 
     async def _story(self, key: str) -> dict[str, Any] | None:
         try:

@@ -2,9 +2,12 @@
 
 import asyncio
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+
+if TYPE_CHECKING:
+    from cluster.config import CaesuraConfig
 
 CONFIG: dict[str, Any] = {
     # No host tier: what is evicted is computed again.
@@ -38,7 +41,7 @@ def demo(
     out: Annotated[Path, typer.Option(help="Folder for the JSON lines and plots.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Same seed, same programs and arrivals.")] = 0,
 ) -> None:
-    """Start two replicas here, replay agent programs under each policy, print the comparison, stop."""
+    """Start two replicas here, compare the policies on agent programs, let the cluster run whole programs, stop."""
     from rich.console import Console
 
     from cluster.bench.plots import write_plots
@@ -47,7 +50,8 @@ def demo(
     from cluster.bench.settings import BenchSettings
     from cluster.bench.workload import Shaping
     from cluster.commands.steps import timed_steps
-    from cluster.config import CaesuraConfig
+    from cluster.demo.server_side import print_server_side, run_programs
+    from cluster.demo.tools import notes_server, sandboxed
     from cluster.goodput import Slo
     from cluster.serving import LocalCluster, StartFailed
 
@@ -55,7 +59,7 @@ def demo(
     console.print("Starting two vLLM replicas of the built-in random model on this machine:")
     out.mkdir(parents=True, exist_ok=True)
     try:
-        with LocalCluster(CaesuraConfig.model_validate(CONFIG), step=timed_steps(console)) as cluster:
+        with notes_server() as notes_url, LocalCluster(_config(notes_url), step=timed_steps(console)) as cluster:
             settings = BenchSettings(
                 url=cluster.url,
                 shaping=Shaping(scale_tools=SCALE_TOOLS, max_context=MAX_CONTEXT_TOKENS, max_turns=MAX_TURNS),
@@ -73,6 +77,10 @@ def demo(
             with ProgressBar(console, BLOCKS) as progress:
                 result = asyncio.run(run_bench(settings, progress))
             print_report(result, console)
+            console.print("\nAnd whole programs in one request each, their tools run by the cluster:")
+            if not sandboxed():
+                console.print("(bubblewrap is not installed here: the shell tool runs with limits, but no sandbox)")
+            print_server_side(asyncio.run(run_programs(cluster.url, cluster.config.model.id)), console)
     except StartFailed as error:
         console.print(f"caesura demo: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
@@ -82,3 +90,10 @@ def demo(
     console.print()
     for line in EXPLANATION:
         console.print(line, markup=False, soft_wrap=True)
+
+
+def _config(notes_url: str) -> "CaesuraConfig":
+    from cluster.config import CaesuraConfig
+    from cluster.demo.tools import tools
+
+    return CaesuraConfig.model_validate({**CONFIG, "tools": tools(notes_url)})

@@ -6,12 +6,23 @@ from typing import Any
 
 import httpx
 import pytest
+from tool_site import ToolSite
 
 from cluster.config import CaesuraConfig
+from cluster.demo.tools import notes_server
+from cluster.demo.tools import tools as demo_tools
 from cluster.serving import LocalCluster
 
 KV_BYTES = 16 << 20
 CONTEXT_TOKENS = 4096
+
+
+BOOKING = {
+    "type": "object",
+    "properties": {"seats": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["seats"],
+    "additionalProperties": False,
+}
 
 
 def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
@@ -27,9 +38,34 @@ def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[LocalCluster]:
+def site() -> Iterator[ToolSite]:
+    """The server behind the tool `book`."""
+    site = ToolSite()
+    yield site
+    site.close()
+
+
+@pytest.fixture(scope="session")
+def notes_url() -> Iterator[str]:
+    """A real MCP server."""
+    with notes_server() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def cluster(site: ToolSite, notes_url: str) -> Iterator[LocalCluster]:
     """The shared cluster; afterwards no process of it is left."""
-    local = LocalCluster(cluster_config())
+    book = {
+        "kind": "http",
+        "description": "Book seats.",
+        "method": "POST",
+        "url": f"{site.url}/book",
+        "parameters": BOOKING,
+        "private_addresses": True,
+    }
+    tools = demo_tools(notes_url)
+    tools["defined"]["book"] = book
+    local = LocalCluster(cluster_config(tools=tools, programs={"lease_s": 2.0}))
     with local:
         yield local
     assert local.processes == []

@@ -1,0 +1,108 @@
+"""What one ingress process needs for programs that run on the server, put together: log, tools, durations, runner."""
+
+import asyncio
+from collections.abc import Mapping
+from typing import Any, NoReturn
+from uuid import uuid4
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.clock import MonotonicClock
+from cluster.config import CaesuraConfig
+from cluster.program_runner import ProgramRunner
+from cluster.replica_calls import ReplicaCalls
+from cluster.run_store import RunStore
+from cluster.tool_durations import ToolDurations
+from cluster.tools import Outcome, ToolCall, ToolResult
+from tools_runtime.actor import ToolActors
+
+
+class ProgramService:
+    """The parts, and their beginning and end.
+
+    Args:
+        replicas: a handle to `ProgramServer`.
+        config: the whole configuration.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:
+        clock = MonotonicClock()
+        owner = f"ingress-{uuid4().hex}"
+        store, programs = config.store, config.programs
+        self._config = config
+        self._store = RunStore(
+            store.url,
+            owner=owner,
+            timeout_s=store.timeout_s,
+            lease_s=programs.lease_s,
+            retention_s=programs.retention_s,
+        )
+        self.durations = ToolDurations(
+            store.url,
+            model=config.model.id,
+            writer=owner,
+            timeout_s=store.timeout_s,
+            expiry_s=store.expiry_s,
+            clock=clock,
+        )
+        self.tools = ToolActors(config.tools) if config.tools.defined or config.tools.request_kinds else None
+        self.runner = ProgramRunner(
+            name=owner,
+            store=self._store,
+            replicas=ReplicaCalls(replicas),
+            tools=self.tools or NoTools(),
+            config=config,
+            clock=clock,
+            observe=self.durations.observe,
+        )
+        self._exchanging: asyncio.Task[NoReturn] | None = None
+
+    async def open(self) -> None:
+        """Make the tools ready, and begin to work: on what others left, too.
+
+        Raises:
+            RayError: a tool cannot work as configured.
+        """
+        if self.tools is not None:
+            await self.tools.ready()
+        self._exchanging = asyncio.create_task(self._exchange_for_ever())
+        self.runner.attend()
+
+    async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+        """The tools that are known now, those that a request brings included.
+
+        Raises:
+            ToolRefused: what the request brings cannot be used.
+        """
+        return [] if self.tools is None else await self.tools.offers(definitions)
+
+    async def aclose(self) -> None:
+        """Hand the runs over."""
+        if self._exchanging is not None:
+            self._exchanging.cancel()
+        await self.runner.aclose()
+        if self.tools is not None:
+            await self.tools.aclose()
+
+    async def _exchange_for_ever(self) -> NoReturn:
+        while True:
+            await self.durations.exchange()
+            await asyncio.sleep(self._config.store.refresh_s)
+
+
+class NoTools:
+    """Stands where no tools are configured: every call is refused."""
+
+    async def run(
+        self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
+    ) -> ToolResult:
+        """The refusal."""
+        return ToolResult(call.id, call.name, Outcome.REFUSED, f"{Outcome.REFUSED}: no tools are configured here")
+
+    async def completion(self, program: str, call_id: str) -> ToolResult:
+        """The refusal."""
+        return ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call")
+
+    async def cancel(self, program: str, call_id: str) -> bool:
+        """Nothing is under way."""
+        return False
