@@ -5,9 +5,9 @@
 One replica, `continuum`, which holds the KV through the pauses. A program calls a tool that does nothing in each of its
 turns. Either the cluster runs the whole program in one request (`/v1/responses`: the tool is a coroutine in a tool
 actor, every step is logged in Redis first), or a client does over HTTP (`/v1/chat/completions`, the same named tool
-choice, the whole conversation each time, a kept connection; its tool takes no time at all). They take turns, the
-order swapped each round. Both gaps are read from the scheduler's own clock (`/v1/programs`): arrival of a turn less the end of
-the one before.
+choice, the whole conversation each time, a kept connection; its tool takes no time at all). They take turns, the order
+swapped each round. Both gaps are read from the scheduler's own clock (`/v1/programs`): a turn's arrival less the end
+of the turn before.
 """
 
 import argparse
