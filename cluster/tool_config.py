@@ -1,9 +1,10 @@
 """The configuration of tools. `cluster.config` holds it under `tools`; `tools_runtime` builds them from it."""
 
+import ipaddress
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Discriminator, Field, StringConstraints, Tag, model_validator
+from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from cluster.config_section import Section
 from cluster.registry import TOOL_KINDS
@@ -13,6 +14,14 @@ SEPARATOR = "__"
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
+
+
+def _network(text: str) -> str:
+    return str(ipaddress.ip_network(text))
+
+
+Network = Annotated[str, AfterValidator(_network)]
+"""In CIDR form."""
 
 RequestKind = Literal["http", "mcp"]
 """Kinds that a request may bring itself. The others run code on this machine."""
@@ -90,6 +99,8 @@ class HttpTool(ToolSection):
     """Header to the environment variable that holds its value: secrets."""
     private_addresses: bool = False
     """May reach private, loopback and link-local addresses. Never for tools that a request brings."""
+    private_networks: list[Network] = Field(default_factory=list)
+    """Of those, the networks that it may reach even so, such as `10.0.0.0/8`."""
     max_redirects: int = Field(3, ge=0, le=10)
     """Redirects that are followed; each address is checked again, and no header of ours follows to another host."""
 
@@ -158,6 +169,8 @@ class McpTool(ToolSection):
     """To start the server, agree on a protocol and list its tools."""
     private_addresses: bool = False
     """May reach private, loopback and link-local addresses. Never for tools that a request brings."""
+    private_networks: list[Network] = Field(default_factory=list)
+    """Of those, the networks that it may reach even so, such as `10.0.0.0/8`."""
 
     @model_validator(mode="after")
     def _one_transport(self) -> Self:
@@ -200,6 +213,8 @@ class ToolsConfig(Section):
     """The tools, by name."""
     request_kinds: list[RequestKind] = Field(default_factory=list)
     """Kinds of tools that a request may bring itself; these reach public addresses only."""
+    request_networks: list[Network] = Field(default_factory=list)
+    """Networks that are not public and that tools of requests may reach even so: where your own MCP servers are."""
     max_request_tools: int = Field(16, ge=1, le=256)
     """Tools that one request may bring."""
     max_request_deadline_s: float = Field(120.0, gt=0)

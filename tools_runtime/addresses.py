@@ -7,6 +7,7 @@ So a name that changes between the check and the connection (DNS rebinding) gain
 import asyncio
 import ipaddress
 import socket
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
 from cluster.errors import ToolFailed, ToolRefused
@@ -55,13 +56,18 @@ def _embedded(address: ipaddress.IPv6Address) -> ipaddress.IPv4Address | None:
 
 
 class Resolver:
-    """Looks up names on threads of its own, so that a name server that hangs delays one tool only."""
+    """Looks up names on threads of its own, so that a name server that hangs delays one tool only.
 
-    def __init__(self) -> None:
+    Args:
+        networks: in CIDR form; addresses in them are as good as public ones.
+    """
+
+    def __init__(self, networks: Sequence[str] = ()) -> None:
+        self._networks = tuple(map(ipaddress.ip_network, networks))
         self._threads = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
 
     async def public_address(self, host: str, port: int) -> str:
-        """An address of ``host``, all of whose addresses are public.
+        """An address of ``host``, all of whose addresses are public, or in the networks.
 
         Raises:
             ToolRefused: one is not.
@@ -74,7 +80,7 @@ class Resolver:
             reason = getattr(error, "strerror", None) or error
             raise ToolFailed(f"{host[:100]!r} cannot be resolved: {reason}", transient=True) from None
         for address in found:
-            if not is_public(address):
+            if not (is_public(address) or any(address in network for network in self._networks)):
                 raise ToolRefused(f"{host[:100]!r} is not a public address; tools may not reach it")
         if not found:
             raise ToolFailed(f"{host[:100]!r} has no address", transient=True)

@@ -21,7 +21,14 @@ MAX_REQUEST_CONCURRENCY = 64
 MAX_TABLES = 64
 """Different sets of request tools that are kept ready."""
 
-_NOT_FOR_REQUESTS = ("headers_from_environment", "private_addresses", "environment", "environment_from", "command")
+_NOT_FOR_REQUESTS = (
+    "headers_from_environment",
+    "private_addresses",
+    "private_networks",
+    "environment",
+    "environment_from",
+    "command",
+)
 _REQUEST_TOOLS = pydantic.TypeAdapter(dict[ToolName, ToolConfig])
 
 
@@ -103,7 +110,8 @@ class RequestTools:
             if isinstance(tool, HttpTool) and tool.openapi is not None and "://" not in tool.openapi.document:
                 raise ToolRefused(f"the request's tool {name!r}: an OpenAPI document must be a URL")
             if isinstance(tool, HttpTool | McpTool):
-                entries.append(self._entry(name, tool))
+                reaches = {"private_networks": self._config.request_networks}
+                entries.append(self._entry(name, tool.model_copy(update=reaches)))
         return entries
 
     def _entry(self, name: str, tool: ToolModel) -> Entry:

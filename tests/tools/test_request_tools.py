@@ -60,6 +60,16 @@ async def test_a_server_that_a_request_brings_is_at_a_public_address(open_tools:
     assert "is not a public address" in (await host.run(ToolCall("a", "s__x"), server)).text
 
 
+async def test_networks_that_the_operator_opens_and_no_others(open_tools: OpenTools) -> None:
+    host = await open_tools({}, request_kinds=["http"], request_networks=["127.0.0.0/8"])
+    there = await host.run(ToolCall("a", "t"), {"t": HTTP})
+    assert (there.outcome, "not a public address" in there.text) == (Outcome.ERROR, False)
+    elsewhere = await host.run(ToolCall("b", "t"), {"t": {**HTTP, "url": "http://10.0.0.1:9/"}})
+    assert elsewhere.outcome is Outcome.REFUSED
+    own = {"t": {**HTTP, "private_networks": ["10.0.0.0/8"]}}
+    assert "must not set private_networks" in (await host.run(ToolCall("c", "t"), own)).text
+
+
 async def test_one_request_does_not_see_the_tools_of_another(open_tools: OpenTools) -> None:
     host = await open_tools({"mine": {"kind": "python", "entry": "python_tools:add"}}, request_kinds=["http"])
     assert "not a public address" in (await host.run(ToolCall("a", "theirs"), {"theirs": HTTP})).text

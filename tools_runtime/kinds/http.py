@@ -45,7 +45,7 @@ class HttpKind:
     def __init__(self, name: str, config: HttpTool, resolver: Resolver | None = None) -> None:
         self._name = name
         self._config = config
-        self._resolver = resolver or Resolver()
+        self._resolver = resolver or Resolver(config.private_networks)
         self._headers = {**config.headers, **secret_headers(config.headers_from_environment)}
         self._loading = asyncio.Lock()
         self._client: httpx.AsyncClient | None = None

@@ -75,7 +75,7 @@ class McpKind:
         self._name = name
         self._config = config
         self._clock = clock or LoopClock()
-        self._resolver = resolver or Resolver()
+        self._resolver = resolver or Resolver(config.private_networks)
         self._headers = {**config.headers, **secret_headers(config.headers_from_environment)}
         variables = secret_headers({variable: variable for variable in config.environment_from})
         inherited = {variable: os.environ[variable] for variable in INHERITED if variable in os.environ}
