@@ -11,15 +11,17 @@ from collections import OrderedDict
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from time import time
-from typing import Any
+from typing import Any, Literal
 
 from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
 from ray import serve
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
+from cluster.chat_programs import asks_for_loop
 from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import (
     BadRequest,
@@ -29,10 +31,12 @@ from cluster.errors import (
     UpstreamFailed,
 )
 from cluster.http_calls import EventStream, first_answer
+from cluster.http_chat import ChatPrograms
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
 from cluster.http_front import REQUEST_ID, clean_request_id
 from cluster.http_limits import parse_object, read_body
 from cluster.http_programs import ProgramRoutes
+from cluster.http_responses import ResponseRoutes
 from cluster.identity import identify
 from cluster.program import DEFAULT_TENANT, ProgramIdentity
 from cluster.program_service import ProgramService
@@ -43,7 +47,8 @@ logger = logging.getLogger("ray.serve")
 
 TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
-LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values()})
+RESPONSES = "/v1/responses"
+LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values(), RESPONSES})
 
 JSON_BEGIN = b"{"
 """How the first piece of an answer that is not a stream begins; events begin with a field's name."""
@@ -73,7 +78,7 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
                 limited_paths=LIMITED_PATHS,
             )
         ],
-        exception_handlers={HttpError: _tell, HTTPException: _tell},
+        exception_handlers={HttpError: _tell, HTTPException: _tell, RequestValidationError: _tell},
     )
     endpoints: dict[str, Route] = {
         "chat": lambda app: app.post(TURN_PATHS["chat"]),
@@ -82,6 +87,11 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
         "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
         "models": lambda app: app.get("/v1/models"),
         "model": lambda app: app.get("/v1/models/{model_id:path}"),
+        "create_response": lambda app: app.post(RESPONSES),
+        "response": lambda app: app.get(RESPONSES + "/{response_id}"),
+        "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
+        "delete_response": lambda app: app.delete(RESPONSES + "/{response_id}"),
+        "input_items": lambda app: app.get(RESPONSES + "/{response_id}/input_items"),
         "programs": lambda app: app.get("/v1/programs"),
         "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
@@ -111,6 +121,9 @@ class ProgramIngress:
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
         self._service = ProgramService(replicas, config)
+        parts = (self._service.runner, self._service.offers, config, as_http_error)
+        self._responses = ResponseRoutes(*parts)
+        self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._story)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
         await self._service.open()
@@ -130,14 +143,20 @@ class ProgramIngress:
         return await self._turn(request, "completions")
 
     async def _turn(self, request: Request, method: str) -> Response:
+        body, identity = await self._identified(request)
+        if method == "chat" and asks_for_loop(body):
+            return await self._chat_programs.create(request, body, identity)
+        return await self._call(request, method, body, identity.key, identity.encode())
+
+    async def _identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
+        """The body, without what said whose program it is, and whose it is."""
         body = await self._body(request)
         identified = identify(request.headers, body, DEFAULT_TENANT)
-        identity = identified.identity
         if identified.conflicts:
-            self._log_conflict(identity, identified.conflicts)
+            self._log_conflict(identified.identity, identified.conflicts)
         if self._config.replicas.accelerator == "cpu" and body.get("seed") is not None:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        return await self._call(request, method, identified.body, identity.key, identity.encode())
+        return identified.body, identified.identity
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
@@ -176,6 +195,33 @@ class ProgramIngress:
             self._conflicts_logged[key] = None
             if len(self._conflicts_logged) > REMEMBERED_CONFLICTS:
                 self._conflicts_logged.popitem(last=False)
+
+    # --- responses ----------------------------------------------------------------------------------------------------
+
+    async def create_response(self, request: Request) -> Response:
+        """OpenAI's responses: a whole program in one request, its tools run by the cluster where they are registered
+        (`server_side: true`) or on an MCP server that the request brings.
+        """
+        body, identity = await self._identified(request)
+        return await self._responses.create(request, body, identity)
+
+    async def response(self, response_id: str, stream: bool = False, starting_after: int | None = None) -> Response:
+        """A response as it stands, or its events after a number."""
+        return await self._responses.show(DEFAULT_TENANT, response_id, stream=stream, starting_after=starting_after)
+
+    async def cancel_response(self, response_id: str) -> Response:
+        """End a response."""
+        return await self._responses.cancel(DEFAULT_TENANT, response_id)
+
+    async def delete_response(self, response_id: str) -> Response:
+        """Forget a response that has ended."""
+        return await self._responses.delete(DEFAULT_TENANT, response_id)
+
+    async def input_items(
+        self, response_id: str, order: Literal["asc", "desc"] = "desc", limit: int = 20, after: str | None = None
+    ) -> Response:
+        """The items of a response's input."""
+        return await self._responses.input_items(DEFAULT_TENANT, response_id, order=order, limit=limit, after=after)
 
     # --- models and programs ------------------------------------------------------------------------------------------
 

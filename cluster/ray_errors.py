@@ -2,6 +2,7 @@
 
 from http import HTTPStatus
 
+from fastapi.exceptions import RequestValidationError
 from ray.exceptions import RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
@@ -28,6 +29,10 @@ def as_http_error(error: BaseException) -> HttpError:
             return cause
         case HTTPException():
             return BadRequest(_http_message(cause), status=cause.status_code)
+        case RequestValidationError():
+            fault = cause.errors()[0]
+            param = str(fault["loc"][-1])
+            return BadRequest(f"{param}: {fault['msg']}", param=param)
         case ControlRefused():
             return BadRequest(str(cause), status=HTTPStatus.CONFLICT)
         case ControlTimeout():
