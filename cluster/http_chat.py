@@ -15,7 +15,7 @@ from cluster.chat_programs import ChatFold, chat_spec, deltas
 from cluster.config import CaesuraConfig
 from cluster.http_errors import SSE_DONE, ErrorMap, error_event
 from cluster.http_limits import NO_BODY_STATUS
-from cluster.http_responses import Abandon, EventStream, Offers, limits, read_idempotency
+from cluster.http_runs import Abandon, EventStream, Offers, described, limits, read_idempotency
 from cluster.http_watch import ClientGone, unless_gone
 from cluster.program import ProgramIdentity
 from cluster.program_runner import ProgramRunner
@@ -47,10 +47,7 @@ class ChatPrograms:
         Raises:
             HttpError: it cannot be done, or it failed.
         """
-        registered = {
-            one.name: {"name": one.name, "description": one.description, "parameters": one.parameters}
-            for one in await self._offers(None)
-        }
+        registered = {one.name: described(one) for one in await self._offers(None)}
         spec = chat_spec(
             body,
             run_id=f"{ID_PREFIX}{uuid4().hex}",

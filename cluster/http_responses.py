@@ -5,27 +5,24 @@ may come again. A response in the background, or one that is read again, is foll
 """
 
 import asyncio
-import hashlib
-import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import aclosing
 from time import time
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 from uuid import uuid4
 
 from openai.types.responses import Response as ResponseObject
 from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
 
 from cluster.chat_programs import as_error
 from cluster.config import CaesuraConfig
-from cluster.errors import BadRequest, HttpError, RunOpen, RunStoreUnavailable, ToolRefused
-from cluster.http_calls import EVENT_STREAM_HEADERS
+from cluster.errors import BadRequest, HttpError, RunOpen, ToolRefused
 from cluster.http_errors import ErrorMap
 from cluster.http_limits import NO_BODY_STATUS
+from cluster.http_runs import Abandon, EventStream, Offers, ToolOffered, described, limits, read_idempotency
 from cluster.http_watch import ClientGone, unless_gone
 from cluster.program import ProgramIdentity
 from cluster.program_runner import ProgramRunner
@@ -36,41 +33,9 @@ from cluster.responses.offers import brought
 from cluster.responses.request import CreateResponse, FunctionTool, read_request
 from cluster.responses.spec import Surroundings, Wanted, run_spec
 from cluster.run import RunState
-from cluster.run_events import Limits, RunEvent
-from cluster.run_log import Idempotency
+from cluster.run_events import RunEvent
 
 logger = logging.getLogger("ray.serve")
-
-IDEMPOTENCY_KEY = "idempotency-key"
-MAX_KEY_LENGTH = 255
-
-
-class ToolOffered(Protocol):
-    """A tool that is known to the tool runtime: `cluster.tools.ToolOffer`."""
-
-    @property
-    def name(self) -> str:
-        """As programs call it."""
-        ...
-
-    @property
-    def description(self) -> str:
-        """For the model."""
-        ...
-
-    @property
-    def parameters(self) -> Mapping[str, Any]:
-        """JSON Schema."""
-        ...
-
-    @property
-    def owner(self) -> str:
-        """The entry of the configuration or of the request that it belongs to."""
-        ...
-
-
-Offers = Callable[[Mapping[str, Any] | None], Awaitable[Sequence[ToolOffered]]]
-"""The tools that are known now, with those that a request brings. Raises ToolRefused where these cannot be used."""
 
 
 class ResponseRoutes:
@@ -88,7 +53,7 @@ class ResponseRoutes:
         self._offers = offers
         self._config = config
         self._error_map = error_map
-        self._cancelling: set[asyncio.Task[None]] = set()
+        self._abandon = Abandon(runner)
 
     async def create(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
         """Begin a response, and answer as the request wants it: whole, as a stream, or at once.
@@ -104,7 +69,7 @@ class ResponseRoutes:
         request = read_request(body)
         if self._config.replicas.accelerator == "cpu" and request.seed is not None:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        idempotency = _idempotency(http, body)
+        idempotency = read_idempotency(http, "responses", body)
         wanted = await self._wanted(request, identity)
         secrets = wanted.brought.secrets or None
         started = await self._runner.start(wanted.spec, idempotency=idempotency, secret=secrets)
@@ -192,14 +157,14 @@ class ResponseRoutes:
                 offered = await self._offers(servers.whole() or None)
             except ToolRefused as error:
                 raise BadRequest(f"tools: {error}", param="tools") from error
-        theirs = {label: [_described(one) for one in offered if one.owner == label] for label in servers.definitions}
+        theirs = {label: [described(one) for one in offered if one.owner == label] for label in servers.definitions}
         around = Surroundings(
             run_id=f"{RESPONSE_PREFIX}{uuid4().hex}",
             created_s=time(),
             identity=identity,
             model=self._config.model.id,
             limits=limits(self._config),
-            registered={one.name: _described(one) for one in offered if one.owner not in theirs},
+            registered={one.name: described(one) for one in offered if one.owner not in theirs},
             listings=theirs,
             previous=await self._previous(request.previous_response_id, identity.tenant),
         )
@@ -258,80 +223,6 @@ class ResponseRoutes:
                     type="error", message=broken.message, code=broken.code, param=broken.param, sequence_number=number
                 )
             )
-
-    def _abandon(self, run_id: str) -> None:
-        """Cancel a run whose client has gone; without waiting, since whoever calls this is being stopped itself."""
-        task = asyncio.create_task(self._cancel_quietly(run_id))
-        self._cancelling.add(task)
-        task.add_done_callback(self._cancelling.discard)
-
-    async def _cancel_quietly(self, run_id: str) -> None:
-        try:
-            await self._runner.cancel(run_id)
-        except RunStoreUnavailable as error:
-            logger.warning("response %s, whose client has gone, could not be cancelled: %s", run_id, error)
-
-
-class EventStream(Response):
-    """Server-sent events.
-
-    Args:
-        pieces: the bytes.
-        on_gone: called if the client goes away before the end; None: nobody has to know.
-    """
-
-    def __init__(self, pieces: AsyncIterator[bytes], on_gone: Callable[[], None] | None) -> None:
-        super().__init__()
-        self._pieces = pieces
-        self._on_gone = on_gone
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
-        try:
-            await unless_gone(receive, self._send_all(send))
-        except ClientGone:
-            self._tell()
-        except BaseException:  # whatever ends this task or the connection: the client gets no more
-            self._tell()
-            raise
-
-    async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
-        async with aclosing(self._pieces) as pieces:  # type: ignore[type-var]
-            async for piece in pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        await send({"type": "http.response.body", "body": b"", "more_body": False})
-
-    def _tell(self) -> None:
-        if self._on_gone is not None:
-            self._on_gone()
-
-
-def limits(config: CaesuraConfig) -> Limits:
-    """What the operator allows a run."""
-    programs = config.programs
-    return Limits(
-        turns=programs.max_turns,
-        tool_calls=programs.max_tool_calls,
-        output_tokens=programs.max_output_tokens,
-        wall_s=programs.max_wall_s,
-        turn_attempts=programs.turn_attempts,
-    )
-
-
-def _idempotency(http: Request, body: Mapping[str, Any]) -> Idempotency | None:
-    key = http.headers.get(IDEMPOTENCY_KEY)
-    if key is None:
-        return None
-    if not 1 <= len(key) <= MAX_KEY_LENGTH or not key.isprintable():
-        message = f"an Idempotency-Key has 1 to {MAX_KEY_LENGTH} printable characters"
-        raise BadRequest(message, param="Idempotency-Key")
-    text = json.dumps(["responses", body], sort_keys=True, separators=(",", ":"))
-    return Idempotency(key, hashlib.sha256(text.encode()).digest())
-
-
-def _described(one: ToolOffered) -> dict[str, Any]:
-    return {"name": one.name, "description": one.description, "parameters": one.parameters}
 
 
 def _read(log: Sequence[RunEvent]) -> ResponseFold:

@@ -1,7 +1,7 @@
 """What one ingress process needs for programs that run on the server, put together: log, tools, durations, runner."""
 
 import asyncio
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 from uuid import uuid4
 
@@ -13,7 +13,7 @@ from cluster.program_runner import ProgramRunner
 from cluster.replica_calls import ReplicaCalls
 from cluster.run_store import RunStore
 from cluster.tool_durations import ToolDurations
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from tools_runtime.actor import ToolActors
 
 
@@ -68,13 +68,13 @@ class ProgramService:
         self._exchanging = asyncio.create_task(self._exchange_for_ever())
         self.runner.attend()
 
-    async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[dict[str, Any]]:
+    async def offers(self, definitions: Mapping[str, Any] | None = None) -> Sequence[ToolOffer]:
         """The tools that are known now, those that a request brings included.
 
         Raises:
             ToolRefused: what the request brings cannot be used.
         """
-        return [] if self.tools is None else await self.tools.offers(definitions)
+        return () if self.tools is None else await self.tools.offers(definitions)
 
     async def aclose(self) -> None:
         """Hand the runs over."""
