@@ -133,6 +133,7 @@ def test_the_same_idempotency_key_books_once(client: httpx.Client, site: ToolSit
     first = respond(client, request("book"), Idempotency_Key="seats-1")
     again = respond(client, request("book"), Idempotency_Key="seats-1")
     assert again["id"] == first["id"]
+    assert outputs(first)[0] == f"booked, number {before + 1}"
     assert len(site.bookings) == before + 1
     other = client.post("/v1/responses", json=request("calculator"), headers={"Idempotency-Key": "seats-1"})
     assert other.status_code == 422
