@@ -34,9 +34,6 @@ CPU_KV_CACHE_BYTES = 128 << 20
 """KV cache of one CPU replica unless the configuration says otherwise: 131,072 tokens of the built-in model. vLLM
 itself would take nearly all of the machine."""
 
-TINY_ENGINE = {"structured_outputs_config": {"backend": "xgrammar", "disable_any_whitespace": True}}
-"""Engine arguments of the built-in model: where JSON may have spaces, a random model writes little else."""
-
 ENGINE = {"enable_prompt_tokens_details": True}
 """Engine arguments everywhere unless the configuration names others: `usage` tells the cached tokens."""
 
@@ -114,8 +111,6 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     """
     on_cpu = config.replicas.accelerator == "cpu"
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
-    if config.model.source == TINY:
-        arguments |= TINY_ENGINE
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if config.replicas.host_bytes != 0:

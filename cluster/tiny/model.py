@@ -45,6 +45,9 @@ SPECIAL_TOKENS = (END_OF_TEXT, START, END)
 
 REPLY_TOKENS = 256
 """One token in so many is given to the end of a reply; the random weights blur it."""
+BLANK_SHARE = 1e-3
+"""Factor on the frequency of tokens that are only white space: where JSON may have some, a random model would write
+little else, and its tool calls would not end."""
 SHARPNESS = 2.0
 """Gain of queries, keys and outputs over unit variance; with 1, greedy decoding soon repeats a few tokens."""
 
@@ -161,6 +164,8 @@ def _log_frequencies(tokenizer: Tokenizer, corpus: list[str]) -> npt.NDArray[np.
     smoothed = np.array([counts[token] + 0.5 for token in range(VOCABULARY)], np.float32)
     smoothed[[SPECIAL_TOKENS.index(START), SPECIAL_TOKENS.index(END_OF_TEXT)]] = 0.01
     smoothed[SPECIAL_TOKENS.index(END)] = smoothed.sum() / REPLY_TOKENS
+    blank = [token for token in range(VOCABULARY) if (text := tokenizer.decode([token])) and not text.strip()]
+    smoothed[blank] *= BLANK_SHARE
     frequencies: npt.NDArray[np.float32] = np.log(smoothed / smoothed.sum())
     return frequencies
 
