@@ -70,7 +70,7 @@ class ProgramRunner:
         tools: Tools,
         config: CaesuraConfig,
         clock: Clock,
-        observe: Callable[[ToolResult], None],
+        observe: Callable[[ToolResult], object],
     ) -> None:
         self.counters: Counter[str] = Counter()
         """Runs that were started, taken over, and ended by status, since the start."""

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any
 from uuid import uuid4
 
 from ray.serve.handle import DeploymentHandle
@@ -12,7 +12,7 @@ from cluster.config import CaesuraConfig
 from cluster.program_runner import ProgramRunner
 from cluster.replica_calls import ReplicaCalls
 from cluster.run_store import RunStore
-from cluster.tool_durations import ToolDurations
+from cluster.tool_durations import SharedToolDurations
 from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from tools_runtime.actor import ToolActors
 
@@ -37,14 +37,7 @@ class ProgramService:
             lease_s=programs.lease_s,
             retention_s=programs.retention_s,
         )
-        self.durations = ToolDurations(
-            store.url,
-            model=config.model.id,
-            writer=owner,
-            timeout_s=store.timeout_s,
-            expiry_s=store.expiry_s,
-            clock=clock,
-        )
+        self.durations = SharedToolDurations(store, model=config.model.id, writer=owner, clock=clock)
         self.tools = ToolActors(config.tools) if config.tools.defined or config.tools.request_kinds else None
         self.runner = ProgramRunner(
             name=owner,
@@ -55,7 +48,7 @@ class ProgramService:
             clock=clock,
             observe=self.durations.observe,
         )
-        self._exchanging: asyncio.Task[NoReturn] | None = None
+        self._exchanging: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
         """Make the tools ready, and begin to work: on what others left, too.
@@ -65,7 +58,7 @@ class ProgramService:
         """
         if self.tools is not None:
             await self.tools.ready()
-        self._exchanging = asyncio.create_task(self._exchange_for_ever())
+        self._exchanging = asyncio.create_task(self.durations.exchange_for_ever())
         self.runner.attend()
 
     async def offers(self, definitions: Mapping[str, Any] | None = None) -> Sequence[ToolOffer]:
@@ -83,11 +76,6 @@ class ProgramService:
         await self.runner.aclose()
         if self.tools is not None:
             await self.tools.aclose()
-
-    async def _exchange_for_ever(self) -> NoReturn:
-        while True:
-            await self.durations.exchange()
-            await asyncio.sleep(self._config.store.refresh_s)
 
 
 class NoTools:

@@ -98,7 +98,7 @@ class RunTask:
         left_s: float,
         definitions: Mapping[str, Any],
         known_as: Callable[[Call], str],
-        observe: Callable[[ToolResult], None],
+        observe: Callable[[ToolResult], object],
     ) -> None:
         self.state = state
         self.journal = journal
