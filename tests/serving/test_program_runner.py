@@ -14,7 +14,7 @@ from cluster.serving import LocalCluster
 
 pytestmark = pytest.mark.cluster
 
-DONE_WITHIN_S = 120.0
+DONE_WITHIN_S = 60.0
 BLOCK = 32
 
 
