@@ -74,6 +74,7 @@ async def test_a_log_of_many_pages_is_followed(ingress):
     await a.append("run", count, items(count, count + 5 * FOLLOW_ITEMS))
     await a.append("run", count + 5 * FOLLOW_ITEMS, [], final=True)
     assert await reader.whole() == items(0, count + 5 * FOLLOW_ITEMS)
+    assert await Reader(a).whole() == items(0, count + 5 * FOLLOW_ITEMS), "closed already"
 
 
 async def test_many_runs_are_followed_over_one_connection(ingress, direct):
@@ -139,6 +140,27 @@ async def test_a_follower_waits_for_a_run_that_is_written_again(ingress, direct)
     await reader.until(4)
     await a.append("run", 4, items(4, 5), final=True)
     assert await reader.whole() == items(0, 5)
+
+
+async def test_its_owner_has_time_to_write_it_again(server, ingress, direct):
+    a = ingress("a")
+
+    class Patient(RunStore):
+        async def read(self, run_id, start=0, limit=None):
+            log = await super().read(run_id, start, limit)
+            if log is None:
+                await a.create(RUN, items(0, 4))
+            return log
+
+    b = Patient(server.url, owner="b", timeout_s=10.0, lease_s=0.1, retention_s=1.0)
+    await a.create(RUN, items(0, 3))
+    reader = Reader(b)
+    await reader.until(3)
+    await direct.flushall()
+    await reader.until(4)
+    await a.append("run", 4, items(4, 5), final=True)
+    assert await reader.whole() == items(0, 5)
+    await b.close()
 
 
 async def test_a_follower_of_a_run_that_is_lost_is_told(ingress, direct):

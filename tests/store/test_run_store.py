@@ -75,6 +75,8 @@ async def test_an_item_never_gets_another_content(ingress):
     for start, others in [(1, [b"other"]), (0, [*items(0, 1), b"other", b"item 2"])]:
         with pytest.raises(RunLeaseLost):
             await a.append("run", start, others)
+    with pytest.raises(RunLeaseLost):
+        await a.create(RUN, [*items(0, 1), b"other"])
     assert await log_of(a) == items(0, 2)
 
 

@@ -60,9 +60,9 @@ async def test_every_call_to_a_frozen_redis_ends_in_time(server, ingress, connec
         return refused.value.reason
 
     async with frozen(server.pid), asyncio.timeout(FAR_MORE * SHORT_S):
-        # More than there are connections: who waits for one does not wait longer.
-        reasons = await asyncio.gather(*(reason(call) for call in [*CALLS.values()] * 3))
-    assert len(reasons) > MAX_CONNECTIONS and set(reasons) == {StoreFailure.TIMEOUT}
+        # Far more than there are connections: who waits for one does not wait longer.
+        reasons = await asyncio.gather(*(reason(call) for call in [*CALLS.values()] * 20))
+    assert len(reasons) > FAR_MORE * MAX_CONNECTIONS and set(reasons) == {StoreFailure.TIMEOUT}
     assert a.failures == {StoreFailure.TIMEOUT: len(reasons)} and not a.healthy
     await persist(lambda: a.claim(1))
     assert a.healthy
@@ -126,6 +126,23 @@ async def test_what_was_lost_may_have_been_asked_for_again_meanwhile(ingress, di
     assert await a.create(RUN, items(0, 2)) == AlreadyThere("2", same_body=True)
     assert await a.create(NewRun("run", "tenant", "program"), items(0, 2)) == Created("run")
     assert [head.id for head in await b.runs("tenant")] == ["run", "2"]
+
+
+async def test_a_key_whose_run_is_lost_is_free(ingress, direct):
+    a = ingress("a")
+    await a.create(RUN, items(0, 1))
+    await a.append("run", 1, [], final=True)
+    await direct.delete(SPACE + "run:run")
+    second = NewRun("2", "tenant", "program", idempotency=RUN.idempotency)
+    assert await a.create(second, items(0, 1)) == Created("2")
+    # The first one is back; its end and its deletion leave alone what is the second one's now.
+    assert await a.create(NewRun("run", "tenant", "program"), items(0, 1)) == Created("run")
+    assert await direct.zrange(SPACE + "ended", 0, -1) == []
+    await direct.hset(SPACE + "run:run", "idempotency", SPACE + "idempotency:tenant/key")
+    await a.append("run", 1, [], final=True)
+    assert await direct.pttl(SPACE + "idempotency:tenant/key") == -1
+    assert await a.delete("run") is True
+    assert await a.create(NewRun("3", "tenant", "p", idempotency=RUN.idempotency), [b""]) == AlreadyThere("2", True)
 
 
 async def test_an_older_copy_is_brought_up_to_date(ingress, direct):
