@@ -12,6 +12,7 @@ from cluster.run_followers import MAX_WAITING_BYTES, News, RunFollowers
 from cluster.run_log import NewRun
 from cluster.run_scripts import MAX_PAGE_ITEMS
 from cluster.run_store import FOLLOW_ITEMS, RunStore
+from cluster.store import StoreFailure
 
 RUN = NewRun("run", "tenant", "program")
 
@@ -239,6 +240,25 @@ async def test_a_slow_follower_is_given_no_more_than_it_can_hold():
                 taken.append(await followers.take(slow, 60.0))
     assert [item for news in taken for item in news.items] == log
     assert max(len(news.items) for news in taken) == 5
+    await followers.close()
+
+
+async def test_the_shared_read_goes_on_after_an_outage():
+    failures = 2
+
+    async def read(wanted):
+        nonlocal failures
+        failures -= 1
+        if failures >= 0:
+            raise RunStoreUnavailable("away", StoreFailure.UNREACHABLE)
+        return {"run": News(wanted["run"], [b"item"], ended=True)}
+
+    async def ring():
+        raise RunStoreUnavailable("away", StoreFailure.UNREACHABLE)
+
+    followers = RunFollowers(read, ring)
+    with followers.tail("run", 3) as tail:
+        assert await followers.take(tail, 60.0) == News(3, [b"item"], ended=True)
     await followers.close()
 
 
