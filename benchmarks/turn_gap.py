@@ -28,6 +28,9 @@ from cluster.serving import LocalCluster
 TARGET = 0.5
 """At most so many times the client's gap."""
 
+MAX_TOKENS = 100
+"""Of a turn; a call takes about forty."""
+
 NAME = "nothing"
 PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 CONFIG = {
@@ -65,7 +68,7 @@ async def on_the_server(http: aiohttp.ClientSession, url: str, program: str, tur
         "input": prompt(program, words),
         "tools": [{"type": "function", "name": NAME, "server_side": True}],
         "tool_choices": [{"type": "function", "name": NAME}] * turns,
-        "max_output_tokens": 20 * turns,
+        "max_output_tokens": MAX_TOKENS * turns,
         "max_turns": turns + 1,
     }
     async with http.post(f"{url}/v1/responses", json=body, headers={"x-session-id": program}) as response:
@@ -81,7 +84,7 @@ async def from_a_client(http: aiohttp.ClientSession, url: str, program: str, tur
     messages: list[dict[str, Any]] = [{"role": "user", "content": prompt(program, words)}]
     choice = {"type": "function", "function": {"name": NAME}}
     for _ in range(turns):
-        body = {"model": "tiny", "messages": messages, "tools": [tool], "tool_choice": choice, "max_tokens": 20}
+        body = {"model": "tiny", "messages": messages, "tools": [tool], "tool_choice": choice, "max_tokens": MAX_TOKENS}
         async with http.post(f"{url}/v1/chat/completions", json=body, headers={"x-session-id": program}) as response:
             told = await response.json()
         if "choices" not in told:

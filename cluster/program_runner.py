@@ -10,6 +10,7 @@ import json
 import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextvars import Context
 from dataclasses import dataclass
 from time import time
 from typing import Any, NoReturn
@@ -138,7 +139,7 @@ class ProgramRunner:
                 raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
             return Started(created.run_id, new=False)
         self.counters["started"] += 1
-        self._work_on(run, [accepted], [], secret or {}, left_s=spec.limits.wall_s)
+        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s)
         return Started(spec.id, new=True)
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
@@ -195,6 +196,14 @@ class ProgramRunner:
         return await self._store.runs(tenant, program=program, limit=limit)
 
     # --- work ---------------------------------------------------------------------------------------------------------
+
+    def _begin(self, *arguments: Any) -> None:
+        """Begin to work on a run, in a context of its own: it is nobody's request.
+
+        Ray Serve gives the calls made for a request that request's own id, mixes up those of them that wait for a
+        replica at the same time (one may then wait for ever), and cancels them all when the request ends.
+        """
+        Context().run(self._work_on, *arguments)
 
     def _work_on(
         self,
@@ -299,7 +308,7 @@ class ProgramRunner:
         # The wall clock is all that two processes share; however it jumped, no more than the whole time is left.
         left_s = min(spec.limits.wall_s, max(0.0, spec.created_s + spec.limits.wall_s - time()))
         taken = TakenOver(self._name)
-        self._work_on(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
+        self._begin(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
 
     async def _read(self, run_id: str) -> list[RunEvent]:
         events: list[RunEvent] = []
