@@ -17,10 +17,17 @@ from typing import Any, NoReturn
 
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
-from cluster.errors import IdempotencyConflict, IllegalTransition, Overloaded, RunLeaseLost, RunStoreUnavailable
+from cluster.errors import (
+    IdempotencyConflict,
+    IllegalTransition,
+    Overloaded,
+    RunLeaseLost,
+    RunStoreUnavailable,
+    RunUnknown,
+)
 from cluster.http_errors import RETRY_AFTER_S
 from cluster.run import begin, fold
-from cluster.run_events import Accepted, Call, RunEvent, RunSpec, TakenOver, decode, encode
+from cluster.run_events import Accepted, Call, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.run_journal import Journal
 from cluster.run_log import AlreadyThere, Idempotency, NewRun, RunHead
 from cluster.run_store import RunStore
@@ -35,6 +42,12 @@ LEASE_SHARE = 3
 
 KEPT_S = 30.0
 """Seconds for which an ended run stays at hand, for callers that are just about to follow it."""
+
+TAKEN_AT_ONCE = 8
+"""Runs of others that are taken over between two renewals of our own leases."""
+
+RENOUNCE_S = 0.2
+"""Between two attempts to undo what may have been accepted."""
 
 PAGE = 256
 """Entries read from the store at a time."""
@@ -87,6 +100,7 @@ class ProgramRunner:
         """Runs at work, and those that ended a moment ago."""
         self._working: dict[str, asyncio.Task[None]] = {}
         self._attending: asyncio.Task[NoReturn] | None = None
+        self._renouncing: set[asyncio.Task[None]] = set()
 
     @property
     def open_runs(self) -> int:
@@ -100,8 +114,8 @@ class ProgramRunner:
 
     async def aclose(self) -> None:
         """Let others go on with the runs at once. Tools under way go on; whoever takes over gets their answers."""
-        if self._attending is not None:
-            self._attending.cancel()
+        for task in (*self._renouncing, *([self._attending] if self._attending else [])):
+            task.cancel()
         open_runs = list(self._working)
         for run_id in open_runs:
             self._tasks[run_id].journal.abandon()
@@ -133,6 +147,7 @@ class ProgramRunner:
         try:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
+            self._renounce(spec.id)
             raise Overloaded("programs cannot be accepted now; retry later", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(created, AlreadyThere):
             if not created.same_body:
@@ -286,14 +301,14 @@ class ProgramRunner:
                 self._tasks[run_id].cancel()
 
     async def _take_over(self) -> None:
-        room = self._config.programs.max_open - self.open_runs
+        room = min(TAKEN_AT_ONCE, self._config.programs.max_open - self.open_runs)
         for run_id in await self._store.claim(max(0, room), self._working):
-            if run_id in self._working:
-                continue
             try:
                 await self._resume(run_id)
             except (ValueError, IllegalTransition):
-                logger.exception("run %s cannot be read and is left", run_id)
+                logger.exception("run %s cannot be read, and ends so", run_id)
+                self.counters["unreadable"] += 1
+                await self._give_up(run_id)
 
     async def _resume(self, run_id: str) -> None:
         events = await self._read(run_id)
@@ -309,6 +324,31 @@ class ProgramRunner:
         left_s = min(spec.limits.wall_s, max(0.0, spec.created_s + spec.limits.wall_s - time()))
         taken = TakenOver(self._name)
         self._begin(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
+
+    async def _give_up(self, run_id: str) -> None:
+        page = await self._store.read(run_id, 0, 1)
+        if page is not None:
+            fault = Fault("server_error", "the program's log is damaged")
+            last = encode(Ended("failed", fault=fault, at_s=time()))
+            await self._store.append(run_id, page.length, [last], status="failed", final=True)
+
+    def _renounce(self, run_id: str) -> None:
+        """See to it that a run whose acceptance has no known outcome, and was told as refused, is not worked on."""
+        task = asyncio.create_task(self._until_renounced(run_id))
+        self._renouncing.add(task)
+        task.add_done_callback(self._renouncing.discard)
+
+    async def _until_renounced(self, run_id: str) -> None:
+        last = encode(Ended("cancelled", at_s=time()))
+        while True:
+            await asyncio.sleep(RENOUNCE_S)
+            try:
+                await self._store.append(run_id, 1, [last], status="cancelled", final=True)
+                return
+            except (RunUnknown, RunLeaseLost):
+                return  # it was never there, or is somebody's already
+            except RunStoreUnavailable:
+                continue
 
     async def _read(self, run_id: str) -> list[RunEvent]:
         events: list[RunEvent] = []

@@ -8,10 +8,11 @@ the run, so that it can write it anew into a store that has forgotten it.
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
 
 from cluster.errors import RunLeaseLost, RunLogGap, RunStoreUnavailable, RunUnknown
 from cluster.run_events import Ended, RunEvent, encode
-from cluster.run_log import NewRun
+from cluster.run_log import AlreadyThere, NewRun
 from cluster.run_store import RunStore
 
 logger = logging.getLogger("ray.serve")
@@ -127,6 +128,10 @@ class Journal:
             except RunLeaseLost:
                 self._lost = True
                 self._tell()
+            except Exception:  # nobody may wait for ever for a writer that has stopped: the run is left to others
+                logger.exception("run %s cannot be written", self.run.id)
+                self._lost = True
+                self._tell()
 
     async def _write(self) -> None:
         end = len(self._encoded)
@@ -138,9 +143,12 @@ class Journal:
         except (RunUnknown, RunLogGap):
             self._forgotten = True
         if self._forgotten:
-            # The store was emptied under us. All of the run is here.
-            await self._store.create(self.run, self._encoded[:1])
-            await self._append(1, self._encoded[1:end], ended)
+            # The store was emptied under us. All of the run is here; its idempotency key may be another's by now.
+            if isinstance(await self._store.create(self.run, self._encoded[:end]), AlreadyThere):
+                self.run = replace(self.run, idempotency=None)
+                await self._store.create(self.run, self._encoded[:end])
+            if ended is not None:
+                await self._append(end, [], ended)
             self._forgotten = False
         self._durable = end
         self._tell()

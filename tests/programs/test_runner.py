@@ -1,20 +1,23 @@
 """Timelines of a runner over a real Redis: what is asked, what is logged, who goes on, what is never done twice."""
 
 import asyncio
+import os
+import signal
 from collections.abc import Sequence
 from time import time
 from typing import Any
 
 import pytest
-from runners import Runners
+from runners import LEASE_S, Runners
 from scripted_runs import ScriptedReplicas, ScriptedTools, says
 
+from cluster.embedded_redis import EmbeddedRedis
 from cluster.errors import BadRequest, IdempotencyConflict, Overloaded
 from cluster.program import ProgramIdentity
 from cluster.program_runner import ProgramRunner
 from cluster.run import fold
 from cluster.run_events import Ended, Limits, Offer, RunEvent, RunSpec, TakenOver, ToolAnswer, ToolIntent, TurnIntent
-from cluster.run_log import Idempotency
+from cluster.run_log import Idempotency, NewRun
 from cluster.tools import Outcome, ToolResult
 from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
 
@@ -258,3 +261,59 @@ async def test_intents_are_in_the_log_before_anything_is_done(runners: Runners) 
     await runner.start(spec("r22"))
     await ended(runner, "r22")
     assert seen == [["Accepted", "TurnIntent", "TurnResult", ToolIntent.__name__]]
+
+
+async def test_a_store_that_forgot_everything_gets_the_whole_run_again() -> None:
+    gate = asyncio.Event()
+    with EmbeddedRedis() as server:
+        runners = Runners(server.url)
+        runner = runners(
+            ScriptedReplicas([says("", ("add", "{}")), [gate, *says("done")]]), ScriptedTools({"add": str})
+        )
+        await runner.start(spec("r23"), idempotency=Idempotency("key", b"body"))
+        await until(lambda: len(runner._tasks["r23"].journal.safe) > 5)
+        server.stop()
+        server.start()
+        other = runners(ScriptedReplicas([says("another")]))
+        await other.start(spec("r24"), idempotency=Idempotency("key", b"body"))  # nobody remembers the key
+        gate.set()
+        events = await ended(runner, "r23")
+        assert outcome(events).status == "completed"
+        assert list(await other.load("r23", "t") or []) == events
+        await runner.aclose()
+        await other.aclose()
+        for store in runners.stores:
+            await store.close()
+
+
+async def test_a_run_whose_acceptance_timed_out_is_not_worked_on(runners: Runners, redis: EmbeddedRedis) -> None:
+    runner = runners(ScriptedReplicas([]))
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(Overloaded):
+            await runner.start(spec("r25"))
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+    await until(lambda: not runner._renouncing)
+    other = runners(ScriptedReplicas([]))
+    other.attend()
+    await asyncio.sleep(2 * LEASE_S)
+    assert "r25" not in other._tasks
+    log = await other.load("r25", "t")
+    assert log is None or outcome(log).status == "cancelled"
+
+
+async def test_a_log_that_cannot_be_read_ends_its_run(runners: Runners) -> None:
+    first, second = runners(ScriptedReplicas([])), runners(ScriptedReplicas([]))
+    await runners.stores[0].create(NewRun("r26", "t", "p"), [b"\x00 nonsense"])
+    second.attend()
+    await until(lambda: second.counters["unreadable"] == 1)
+
+    async def head() -> tuple[str, bool]:
+        [found] = [run for run in await first.runs("t", program="p") if run.id == "r26"]
+        return found.status, found.open
+
+    async with asyncio.timeout(20):
+        while await head() != ("failed", False):  # noqa: ASYNC110 - Redis has no event for it
+            await asyncio.sleep(0.01)
