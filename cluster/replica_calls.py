@@ -10,7 +10,7 @@ from cluster.errors import HttpError
 from cluster.http_front import REQUEST_ID
 from cluster.program import ProgramIdentity
 from cluster.ray_errors import as_http_error
-from cluster.turn import Continuation, TurnPiece
+from cluster.turn import Continuation, TurnDone, TurnPiece
 
 
 class ReplicaCalls:
@@ -27,13 +27,19 @@ class ReplicaCalls:
     async def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
     ) -> AsyncIterator[TurnPiece | HttpError]:
-        """The pieces of a turn; the last one says why, if it failed. Closing the iterator stops the replica's work."""
+        """The pieces of a turn; the last one says why, if it failed. Closing the iterator stops the replica's work.
+
+        The last piece does not wait for the replica's own end of the call.
+        """
         headers = {REQUEST_ID: uuid4().hex}
         handle = self._streams.options(session_id=key)
         answers = handle.turn.remote(dict(body), headers, key, identity.encode(), continuation)
         try:
-            async for piece in answers:
-                yield piece
+            async for batch in answers:
+                for piece in batch:
+                    yield piece
+                    if isinstance(piece, TurnDone | HttpError):
+                        return
         except Exception as error:  # noqa: BLE001 - the boundary: Ray's exceptions end here
             yield as_http_error(error)
         finally:

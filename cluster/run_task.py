@@ -36,6 +36,9 @@ logger = logging.getLogger("ray.serve")
 RETRY_S = 0.5
 """Wait before a turn is asked for again."""
 
+TELL_AFTER_S = 0.03
+"""Seconds that a tool works before the scheduler is told that it does."""
+
 END_S = 5.0
 """Seconds that a run whose time is up has to stop its tools and write its end."""
 
@@ -221,10 +224,14 @@ class RunTask:
     async def _call_tools(self, todo: CallTools) -> None:
         if not todo.resumed:
             self._record(ToolIntent(tuple(call.place for call in todo.calls)))
-        self._tell("tool_started", tools=[self._known_as(call) for call in todo.calls])
         await self.journal.flush()
-        await _all([self._run_tool(call, resumed=todo.resumed) for call in todo.calls])
-        self._tell("tool_finished")
+        telling = asyncio.create_task(self._tell_later(todo.calls))
+        try:
+            await _all([self._run_tool(call, resumed=todo.resumed) for call in todo.calls])
+        finally:
+            untold = telling.cancel()
+        if not untold:
+            self._tell("tool_finished")
 
     async def _run_tool(self, call: Call, *, resumed: bool) -> None:
         result = await self._tools.run(self._tool_call(call), self._definitions, resumed=resumed)
@@ -271,6 +278,11 @@ class RunTask:
             await self._tools.cancel(call.program, call.id)
 
     # --- what the scheduler is told -----------------------------------------------------------------------------------
+
+    async def _tell_later(self, calls: Sequence[Call]) -> None:
+        """A tool that answers at once is not worth two messages: its next turn says the same as soon."""
+        await asyncio.sleep(TELL_AFTER_S)
+        self._tell("tool_started", tools=[self._known_as(call) for call in calls])
 
     def _tell(self, operation: str, **payload: Any) -> None:
         self._tale = asyncio.create_task(self._after(self._tale, operation, payload))

@@ -101,8 +101,10 @@ class ProgramTurns:
         key: str | None,
         identity: str | None,
         continuation: Continuation | None,
-    ) -> AsyncGenerator[Piece]:
+    ) -> AsyncGenerator[tuple[Piece, ...]]:
         """One TurnBegan, TurnDeltas, one TurnDone; or an HttpError as the last piece. Closing it aborts the turn.
+
+        Pieces that are ready together come together, so that they travel as one message.
 
         Args:
             body: a chat completion's, with all messages of the program so far.
@@ -122,15 +124,15 @@ class ProgramTurns:
             reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)))
             async with aclosing(gather(reading.pieces(events), self._interval_s)) as batches:
                 async for batch in batches:
-                    for piece in together(batch):
-                        if isinstance(piece, TurnBegan):
-                            self._count(rendering)
-                        yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
+                    pieces = together(batch)
+                    if any(isinstance(piece, TurnBegan) for piece in pieces):
+                        self._count(rendering)
+                    yield tuple(naming_field(one, body) if isinstance(one, HttpError) else one for one in pieces)
         except Exception as error:  # the boundary: vLLM's exceptions do not leave the replica
             refusal = as_refusal(error)
             if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
                 logger.exception("a turn failed")
-            yield naming_field(refusal, body)
+            yield (naming_field(refusal, body),)
 
     async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[Rendering, list[int], list[int]]:
         """How the prompt is made, the ids that it goes on from, and those that come after them, if we make it."""

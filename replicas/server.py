@@ -140,11 +140,11 @@ class ProgramServer(LLMServer):
         key: str | None,
         identity: str | None,
         continuation: Continuation | None,
-    ) -> AsyncGenerator[TurnPiece | HttpError]:
+    ) -> AsyncGenerator[tuple[TurnPiece | HttpError, ...]]:
         """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`."""
-        async with aclosing(self._turns.run(body, headers, key, identity, continuation)) as pieces:
-            async for piece in pieces:
-                yield piece
+        async with aclosing(self._turns.run(body, headers, key, identity, continuation)) as batches:
+            async for batch in batches:
+                yield batch
 
     # --- called by the ingress, by name -------------------------------------------------------------------------------
 

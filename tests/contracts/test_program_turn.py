@@ -62,7 +62,8 @@ class Replica:
     ) -> list[TurnPiece | HttpError]:
         identity = ProgramIdentity(program_id=name).encode() if name else None
         headers = {"x-request-id": f"{name}-{len(self.prompts)}"}
-        return [piece async for piece in self.turns.run(body, headers, name, identity, continuation)]
+        batches = self.turns.run(body, headers, name, identity, continuation)
+        return [piece async for batch in batches for piece in batch]
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
@@ -189,7 +190,7 @@ async def test_closing_a_turn_frees_the_engines_blocks(replica: Replica) -> None
     await replica.channel.call("reset")
     body = body_of([{"role": "user", "content": "Tell me. " * 50}], ignore_eos=True, max_completion_tokens=2000)
     pieces = replica.turns.run(body, {"x-request-id": "closed"}, None, None, None)
-    assert isinstance(await anext(pieces), TurnBegan)
+    assert isinstance((await anext(pieces))[0], TurnBegan)
     assert (await snapshot(replica))["running"] == 1
     await pieces.aclose()
     for _ in range(200):

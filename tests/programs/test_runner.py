@@ -67,10 +67,24 @@ async def test_a_program_with_a_tool_in_one_request(runners: Runners) -> None:
     assert replicas.prior == [[], [100, 101, 102]]
     assert replicas.identities[1].hints.last_tool == "add"
     assert replicas.identities[0].key == "t/p"
-    assert replicas.told == [("tool_started", {"tools": ["add"]}), ("tool_finished", {})]
+    assert replicas.told == []  # the tool answered at once
     assert [result.outcome for result in runners.observed] == [Outcome.OK]
     assert list(await runner.load("r1", "t") or []) == events
     assert await runner.load("r1", "somebody else") is None
+
+
+async def test_the_scheduler_is_told_of_a_tool_that_takes_its_time(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("", ("wait", "{}")), says("done")])
+
+    async def until_told(call: Any) -> str:
+        await until(lambda: replicas.told)
+        return "ok"
+
+    runner = runners(replicas, ScriptedTools({"wait": until_told}))
+    await runner.start(spec("r27", last=True))
+    await ended(runner, "r27")
+    await until(lambda: len(replicas.told) == 3)
+    assert replicas.told == [("tool_started", {"tools": ["wait"]}), ("tool_finished", {}), ("end", {})]
 
 
 async def test_another_process_reads_the_same_log(runners: Runners) -> None:

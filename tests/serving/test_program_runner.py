@@ -85,10 +85,18 @@ def test_one_request_is_a_whole_program(client: httpx.Client) -> None:
 
 
 def test_the_scheduler_is_told_when_tools_start_and_finish(client: httpx.Client, site: ToolSite) -> None:
-    respond(client, request("book"), x_session_id="told")
-    events = [event["event"] for event in client.get("/v1/programs/told").json()["events"]]
-    assert any(event.startswith("ToolStarted(book)") for event in events)
-    assert any(event.startswith("ToolFinished") for event in events)
+    def events() -> list[str]:
+        return [event["event"] for event in client.get("/v1/programs/told").json().get("events", [])]
+
+    site.gate.clear()
+    response = respond(client, request("book", background=True), x_session_id="told")
+    deadline = time.monotonic() + DONE_WITHIN_S
+    while not any(event.startswith("ToolStarted(book)") for event in events()):
+        assert time.monotonic() < deadline, events()
+        time.sleep(0.05)
+    site.gate.set()
+    ended(client, response["id"])
+    assert any(event.startswith("ToolFinished") for event in events())
 
 
 def test_what_was_not_offered_or_makes_no_sense_names_its_field(client: httpx.Client) -> None:

@@ -24,7 +24,8 @@ def turn(replicas: Any, body: dict[str, Any], continuation: Continuation | None 
     identity = ProgramIdentity(program_id="handle")
     handle = replicas.options(stream=True, session_id=identity.key)
     headers = {"x-request-id": f"handle-{len(body['messages'])}"}
-    return list(handle.turn.remote(body, headers, identity.key, identity.encode(), continuation))
+    batches = handle.turn.remote(body, headers, identity.key, identity.encode(), continuation)
+    return [piece for batch in batches for piece in batch]
 
 
 def test_two_turns_through_the_handle(replicas: Any) -> None:
