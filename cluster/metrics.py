@@ -45,6 +45,8 @@ EVENTS = "scheduler_events"
 FALLBACKS = "fallbacks"
 STORE_FAILURES = "store_failures"
 TURN_PROMPTS = "turn_prompts"
+OPEN_PROGRAMS = "open_programs"
+PROGRAM_EVENTS = "program_events"
 TOOL_CALLS = "tool_calls"
 TOOL_SECONDS = "tool_seconds"
 TOOL_QUEUE_SECONDS = "tool_queue_seconds"
@@ -132,3 +134,32 @@ class ToolMetrics:
         self._queue.observe(result.queue_s, {"tool": tool})
         if result.attempts:
             self._run.observe(result.run_s, {"tool": tool})
+
+
+class ProgramMetrics:
+    """The metrics of one program runner.
+
+    Args:
+        model: the model's id, as clients name it.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._open = metrics.Gauge(
+            PREFIX + OPEN_PROGRAMS, description="Programs that an ingress is running", tag_keys=("model",)
+        )
+        self._events = metrics.Counter(
+            PREFIX + PROGRAM_EVENTS,
+            description="Programs that were started, taken over from another ingress, and ended, by kind",
+            tag_keys=("model", "kind"),
+        )
+        for metric in (self._open, self._events):
+            metric.set_default_tags({"model": model})
+        self._counted: dict[str, int] = {}
+
+    def record(self, open_programs: int, totals: Mapping[str, int]) -> None:
+        """Set the gauge, and add to the counters what came since the last time."""
+        self._open.set(open_programs)
+        for kind, total in totals.items():
+            if total > self._counted.get(kind, 0):
+                self._events.inc(total - self._counted.get(kind, 0), {"kind": kind})
+            self._counted[kind] = total

@@ -9,12 +9,16 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
+from cluster.metrics import ProgramMetrics
 from cluster.program_runner import ProgramRunner
 from cluster.replica_calls import ReplicaCalls
 from cluster.run_store import RunStore
 from cluster.tool_durations import SharedToolDurations
 from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from tools_runtime.actor import ToolActors
+
+METRICS_PERIOD_S = 1.0
+"""Gauges go stale in Ray unless they are set about so often."""
 
 
 class ProgramService:
@@ -48,7 +52,8 @@ class ProgramService:
             clock=clock,
             observe=self.durations.observe,
         )
-        self._exchanging: asyncio.Task[None] | None = None
+        self._metrics = ProgramMetrics(config.model.id)
+        self._regular: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
         """Make the tools ready, and begin to work: on what others left, too.
@@ -58,7 +63,10 @@ class ProgramService:
         """
         if self.tools is not None:
             await self.tools.ready()
-        self._exchanging = asyncio.create_task(self.durations.exchange_for_ever())
+        self._regular = [
+            asyncio.create_task(self.durations.exchange_for_ever()),
+            asyncio.create_task(self._count_for_ever()),
+        ]
         self.runner.attend()
 
     async def offers(self, definitions: Mapping[str, Any] | None = None) -> Sequence[ToolOffer]:
@@ -71,11 +79,16 @@ class ProgramService:
 
     async def aclose(self) -> None:
         """Hand the runs over."""
-        if self._exchanging is not None:
-            self._exchanging.cancel()
+        for task in self._regular:
+            task.cancel()
         await self.runner.aclose()
         if self.tools is not None:
             await self.tools.aclose()
+
+    async def _count_for_ever(self) -> None:
+        while True:
+            self._metrics.record(self.runner.open_runs, self.runner.counters)
+            await asyncio.sleep(METRICS_PERIOD_S)
 
 
 class NoTools:

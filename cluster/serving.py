@@ -260,7 +260,7 @@ def _keeps_failing(state: Any) -> bool:
 @contextmanager
 def _quiet() -> Iterator[None]:
     """What vLLM and Serve log in this process, while they are imported and told what to run, is not for a terminal."""
-    for name in ("ray.serve", "httpx"):
+    for name in ("ray.serve", "httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     before = os.environ.get("VLLM_LOGGING_LEVEL")
     os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"

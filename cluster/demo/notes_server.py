@@ -14,7 +14,7 @@ from mcp.server.mcpserver import MCPServer
 
 Topic = Literal["weather", "traffic", "prices", "sports"]
 
-server = MCPServer("notes")
+server = MCPServer("notes", log_level="ERROR")
 notes: Counter[str] = Counter()
 
 
