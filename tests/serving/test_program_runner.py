@@ -2,13 +2,16 @@
 
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
 import psutil
 import pytest
 from tool_site import ToolSite
+from typer.testing import CliRunner
 
+from cluster.cli import app
 from cluster.demo.calculator import calculate
 from cluster.serving import LocalCluster
 
@@ -186,3 +189,44 @@ def test_an_ingress_killed_in_the_middle_loses_nothing_and_books_once(
     [run] = client.get("/v1/programs/survivor").json()["runs"]
     assert run["runners"] == 2
     assert [turn["rendering"] for turn in run["turns"][1:]] == ["continued"] * (len(run["turns"]) - 1)
+
+
+def test_a_tool_process_killed_in_a_call_is_told_to_the_model_and_the_program_goes_on(
+    cluster: LocalCluster, client: httpx.Client, site: ToolSite
+) -> None:
+    site.gate.clear()
+    before = len(site.bookings)
+    response = respond(client, request("book", "calculator", background=True), x_session_id="orphan")
+    await_bookings(site, before + 1)
+    [actor] = processes(cluster, "ToolActor")
+    actor.kill()
+    told = ended(client, response["id"])
+    site.gate.set()
+    assert told["status"] in ("completed", "incomplete"), told
+    unknown, solved = outputs(told)[:2]
+    assert unknown.startswith("unknown: ")
+    assert "may have taken effect" in unknown
+    assert " = " in solved, "the next call runs in the process that has taken its place"
+    assert len(site.bookings) == before + 1
+
+
+def test_many_turns_of_many_programs_at_once(client: httpx.Client) -> None:
+    """Calls of one request that wait for a replica at the same time must not be mixed up."""
+    plan = ["calculator"] * 12
+    with ThreadPoolExecutor(6) as threads:
+        bodies = [request(*plan, max_output_tokens=2000, max_turns=13) for _ in range(6)]
+        responses = list(threads.map(lambda body: respond(client, body), bodies))
+    assert [len(outputs(response)) for response in responses] == [12] * 6
+
+
+def test_the_command_tells_a_programs_story(cluster: LocalCluster, client: httpx.Client) -> None:
+    response = respond(client, request("calculator", "shell"), x_session_id="tale")
+    shown = CliRunner().invoke(app, ["programs", "show", "tale", "--url", cluster.url])
+    assert shown.exit_code == 0, shown.output
+    for words in ("turn 1: waited", "asks for calculator; ", "Held(", response["id"], "shell: ok", "continued"):
+        assert words in shown.output, shown.output
+    listed = CliRunner().invoke(app, ["programs", "list", "--url", cluster.url])
+    assert "tale" in listed.output
+    unknown = CliRunner().invoke(app, ["programs", "show", "nobody", "--url", cluster.url])
+    assert unknown.exit_code == 1
+    assert "nobody knows the program" in unknown.output
