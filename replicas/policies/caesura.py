@@ -26,8 +26,9 @@ class CaesuraParameters(BaseModel):
     """Holds are looked at again every so many steps."""
     newcomers_room: float = Field(0.1, ge=0, lt=1)
     """Part of the memory that a program's first turn leaves to the programs that have begun."""
-    hopeless_room: float = Field(0.4, ge=0, lt=1)
-    """Part of the memory that a turn that cannot be good any more leaves to all others, on an overloaded replica."""
+    hopeless_room: float = Field(0.5, ge=0, lt=1)
+    """Part of the memory that a turn that cannot be good any more leaves to all others, on an overloaded replica;
+    without a host tier four fifths of it."""
     hold_worth: float = Field(1.0, gt=0)
     """What losing a context costs, in times of computing it again: more, and holds last longer."""
     min_observations: int = Field(3, ge=1)

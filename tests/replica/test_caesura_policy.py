@@ -125,25 +125,25 @@ def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_hopeless_turn_
     new = turn(at, arrived_s=at.now_s, program=replace(begin("t/p", 40.0), turns=1))
     begun = replace(new, program=replace(new.program, turns=2))
     late = replace(begun, arrived_s=at.now_s - 2.0)
-    shares = [room(view, newcomers_room=0.2, hopeless_room=0.6, hopeless_share=0) for view in (new, begun, late)]
-    assert shares == [0.2, 0.0, 0.6]
+    tiered = replace(late, load=replace(at, facts=replace(at.facts, host_tokens=5000)))
+    views = (new, begun, late, tiered)
+    shares = [room(view, newcomers_room=0.2, hopeless_room=0.5, hopeless_share=0) for view in views]
+    assert shares == [0.2, 0.0, 0.4, 0.5]
 
 
 def test_the_hopeless_leave_no_room_where_nobody_is_on_time() -> None:
     late = turn(bounded(SloConfig(ttft_s=0.01), waiting=10, on_time_share=0.25))
-    assert room(late, hopeless_share=0, hopeless_room=0.6) == pytest.approx(0.15)
-    assert (
-        room(replace(late, load=bounded(SloConfig(ttft_s=0.01), waiting=10, on_time_share=0.0)), hopeless_share=0)
-        == 0.0
-    )
+    assert room(late, hopeless_share=0, hopeless_room=0.5) == pytest.approx(0.1)
+    never = replace(late, load=replace(late.load, on_time_share=0.0))
+    assert room(never, hopeless_share=0) == 0.0
 
 
 def test_the_hopeless_leave_less_room_the_fewer_wait() -> None:
     """10 turns run: 3.5 that wait count as a crowd."""
     late = turn(bounded(SloConfig(ttft_s=0.01)))
     loads = [replace(late.load, waiting=waiting) for waiting in (0, 1, 2, 400)]
-    shares = [room(replace(late, load=at), hopeless_share=0, hopeless_room=0.6) for at in loads]
-    assert shares == pytest.approx([0.0, 0.6 / 3.5, 1.2 / 3.5, 0.6])
+    shares = [room(replace(late, load=at), hopeless_share=0, hopeless_room=0.5) for at in loads]
+    assert shares == pytest.approx([0.0, 0.4 / 3.5, 0.8 / 3.5, 0.4])
 
 
 def test_what_the_lottery_draws_and_whatever_no_slo_bounds_takes_what_there_is() -> None:
