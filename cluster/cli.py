@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from cluster.commands import bench, config, demo, model, profile, programs, serve, simulate
+from cluster.commands import bench, config, demo, model, profile, programs, serve, simulate, tools
 from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -16,6 +16,7 @@ app.command()(serve.serve)
 app.command()(demo.demo)
 app.command()(profile.profile)
 app.command()(simulate.simulate)
+app.command()(tools.tools)
 
 BAD_INPUT = 2
 """Exit status for a configuration or a trace that cannot be used."""

@@ -22,7 +22,7 @@ from cluster.config import CaesuraConfig
 from cluster.errors import BadRequest, HttpError, RunOpen, ToolRefused
 from cluster.http_errors import ErrorMap
 from cluster.http_limits import NO_BODY_STATUS
-from cluster.http_runs import Abandon, EventStream, Offers, ToolOffered, described, limits, read_idempotency
+from cluster.http_runs import Abandon, EventStream, Offers, ToolOffered, described, limits, listed, read_idempotency
 from cluster.http_watch import ClientGone, unless_gone
 from cluster.program import ProgramIdentity
 from cluster.program_runner import ProgramRunner
@@ -157,7 +157,7 @@ class ResponseRoutes:
                 offered = await self._offers(servers.whole() or None)
             except ToolRefused as error:
                 raise BadRequest(f"tools: {error}", param="tools") from error
-        theirs = {label: [described(one) for one in offered if one.owner == label] for label in servers.definitions}
+        theirs = {label: [listed(one) for one in offered if one.owner == label] for label in servers.definitions}
         around = Surroundings(
             run_id=f"{RESPONSE_PREFIX}{uuid4().hex}",
             created_s=time(),

@@ -49,6 +49,16 @@ class ToolOffered(Protocol):
         """The entry of the configuration or of the request that it belongs to."""
         ...
 
+    @property
+    def read_only(self) -> bool:
+        """Its server says that it changes nothing."""
+        ...
+
+    @property
+    def own_name(self) -> str | None:
+        """As its server calls it, if it has one."""
+        ...
+
 
 Offers = Callable[[Mapping[str, Any] | None], Awaitable[Sequence[ToolOffered]]]
 """The tools that are known now, with those that a request brings. Raises ToolRefused where these cannot be used."""
@@ -144,3 +154,8 @@ def read_idempotency(http: Request, api: str, body: Mapping[str, Any]) -> Idempo
 def described(one: ToolOffered) -> dict[str, Any]:
     """A tool in plain values."""
     return {"name": one.name, "description": one.description, "parameters": one.parameters}
+
+
+def listed(one: ToolOffered) -> dict[str, Any]:
+    """A server's tool in plain values, by the server's own name."""
+    return {**described(one), "name": one.own_name or one.name, "read_only": one.read_only}

@@ -37,6 +37,7 @@ from cluster.http_front import REQUEST_ID, clean_request_id
 from cluster.http_limits import parse_object, read_body
 from cluster.http_programs import ProgramRoutes
 from cluster.http_responses import ResponseRoutes
+from cluster.http_tools import ToolRoutes
 from cluster.identity import identify
 from cluster.program import DEFAULT_TENANT, ProgramIdentity
 from cluster.program_service import ProgramService
@@ -95,6 +96,7 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
         "programs": lambda app: app.get("/v1/programs"),
         "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
+        "tools": lambda app: app.get("/v1/tools"),
         "health": lambda app: app.get("/health"),
         "ready": lambda app: app.get("/ready"),
         "version": lambda app: app.get("/version"),
@@ -125,6 +127,7 @@ class ProgramIngress:
         self._responses = ResponseRoutes(*parts)
         self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._story)
+        self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
         await self._service.open()
 
@@ -251,6 +254,10 @@ class ProgramIngress:
     async def cancel_program(self, program_id: str) -> Response:
         """End all of a program's runs on the server."""
         return await self._programs.cancel(DEFAULT_TENANT, program_id)
+
+    async def tools(self) -> Response:
+        """The tools that are registered, and how long each runs and waits."""
+        return await self._tools.list()
 
     async def _story(self, key: str) -> dict[str, Any] | None:
         try:

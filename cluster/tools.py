@@ -83,6 +83,10 @@ class ToolOffer:
     """JSON Schema of the arguments."""
     owner: str
     """The entry of the configuration or of the request that it belongs to: itself, or its MCP server."""
+    read_only: bool = False
+    """Its MCP server says that it changes nothing (`readOnlyHint`)."""
+    own_name: str | None = None
+    """As its MCP server calls it; None: it has none."""
 
 
 def statistics_name(tool: str, argument: object) -> str:

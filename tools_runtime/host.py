@@ -96,7 +96,7 @@ class ToolHost:
             await asyncio.gather(*(self._listed(entry) for entry in tools.own.values()))
         theirs = tools.own.values() if definitions else ()
         return [
-            ToolOffer(offer.name, offer.description, offer.check.schema, entry.name)
+            ToolOffer(offer.name, offer.description, offer.check.schema, entry.name, offer.read_only, offer.own_name)
             for entry in (*self._tools.own.values(), *theirs)
             for offer in entry.kind.offers()
         ]

@@ -15,6 +15,10 @@ class Offer:
     """As programs call it."""
     description: str
     check: ArgumentCheck
+    read_only: bool = False
+    """Its server says that it changes nothing."""
+    own_name: str | None = None
+    """As its server calls it, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,14 +4,9 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.commands.asking import DEFAULT_URL, Url, asked
+
 app = typer.Typer(no_args_is_help=True, help="Look at agent programs on a running server.")
-
-Url = Annotated[str, typer.Option(help="The server.")]
-DEFAULT_URL = "http://127.0.0.1:8000"
-TIMEOUT_S = 30.0
-
-UNKNOWN = 1
-"""Exit status where the server has no answer."""
 
 
 @app.command("list")
@@ -21,7 +16,7 @@ def list_programs(url: Url = DEFAULT_URL, limit: int = 20) -> None:
     from rich.table import Table
 
     table = Table("program", "status", "runs", "model", "last run")
-    for program in _get(url, "/v1/programs", {"limit": limit})["data"]:
+    for program in asked("GET", url, "/v1/programs", {"limit": limit})["data"]:
         cells = (program["id"], program["status"], program["runs"], program["model"], program["last_run"])
         table.add_row(*(str(cell) for cell in cells))
     Console(highlight=False).print(table)
@@ -36,7 +31,7 @@ def show(
     """The story of a program: turns, pauses, what was held, swapped or released, and why."""
     from urllib.parse import quote
 
-    told = _get(url, f"/v1/programs/{quote(program_id)}", {})
+    told = asked("GET", url, f"/v1/programs/{quote(program_id)}")
     if json:
         import json as writer
 
@@ -51,7 +46,7 @@ def cancel(program_id: str, url: Url = DEFAULT_URL) -> None:
     """End a program's runs on the server."""
     from urllib.parse import quote
 
-    told = _call("POST", url, f"/v1/programs/{quote(program_id)}/cancel", {})
+    told = asked("POST", url, f"/v1/programs/{quote(program_id)}/cancel")
     typer.echo(f"cancelled: {', '.join(told['cancelled']) or 'nothing was open'}")
 
 
@@ -90,22 +85,3 @@ def _run_lines(run: dict[str, Any]) -> list[str]:
             ran = f" after {call['queue_s']:.3f} s in its queue, ran {call['run_s']:.3f} s" if "run_s" in call else ""
             lines.append(f"{'':13}  {call['name']}: {call['outcome'] or 'not run here'}{ran}")
     return lines
-
-
-def _get(url: str, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    return _call("GET", url, path, parameters)
-
-
-def _call(method: str, url: str, path: str, parameters: dict[str, Any]) -> dict[str, Any]:
-    import httpx
-
-    try:
-        answer = httpx.request(method, url.rstrip("/") + path, params=parameters, timeout=TIMEOUT_S)
-        told: dict[str, Any] = answer.json()
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
-        typer.echo(f"{url}: {error}", err=True)
-        raise typer.Exit(UNKNOWN) from error
-    if not answer.is_success:
-        typer.echo(f"{url}: {told.get('error', {}).get('message', answer.status_code)}", err=True)
-        raise typer.Exit(UNKNOWN)
-    return told

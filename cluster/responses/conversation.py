@@ -23,8 +23,8 @@ from cluster.responses.input_items import (
     Reasoning,
     text_of,
 )
+from cluster.responses.offers import called
 from cluster.run_events import Call
-from cluster.tool_config import SEPARATOR
 
 DENIED = "The user did not allow this call."
 ENDED = "The call was ended before the tool answered."
@@ -187,7 +187,7 @@ class Conversation:
                 self._add_mcp_call(place, item)
             case McpApprovalRequest() if item.id not in self._settled:
                 turn = self._open(place)
-                name = f"{item.server_label}{SEPARATOR}{item.name}"
+                name = called(item.server_label, item.name)
                 _append_call(turn, item.id, name, item.arguments)
                 turn.answers.append(lambda: self._consent(item, name))
             case McpApprovalRequest() | McpApprovalResponse() | McpListTools():
@@ -197,7 +197,7 @@ class Conversation:
         turn = self._open(place)
         call_id = item.id or f"mcp_call_{place}"
         text = item.output if item.output is not None else error_text(item.error)
-        _append_call(turn, call_id, f"{item.server_label}{SEPARATOR}{item.name}", item.arguments)
+        _append_call(turn, call_id, called(item.server_label, item.name), item.arguments)
         turn.answers.append(lambda: tool_message(call_id, text))
 
     def _consent(self, item: McpApprovalRequest, name: str) -> ChatMessage | None:

@@ -34,6 +34,8 @@ class Known:
     owner: str
     description: str = "a tool"
     parameters: Mapping[str, Any] = None  # type: ignore[assignment]
+    read_only: bool = False
+    own_name: str | None = None
 
 
 def known(*tools: Known, seen: list[Any] | None = None) -> Callable[[Mapping[str, Any] | None], Any]:

@@ -4,6 +4,7 @@ import asyncio
 import os
 import signal
 from collections.abc import Sequence
+from contextvars import ContextVar
 from time import time
 from typing import Any
 
@@ -18,7 +19,7 @@ from cluster.program_runner import ProgramRunner
 from cluster.run import fold
 from cluster.run_events import Ended, Limits, Offer, RunEvent, RunSpec, TakenOver, ToolAnswer, ToolIntent, TurnIntent
 from cluster.run_log import Idempotency, NewRun
-from cluster.tools import Outcome, ToolResult
+from cluster.tools import Outcome, ToolCall, ToolResult
 from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
 
 NAMES = ("add", "once", "slowly", "wait")
@@ -85,6 +86,21 @@ async def test_the_scheduler_is_told_of_a_tool_that_takes_its_time(runners: Runn
     await ended(runner, "r27")
     await until(lambda: len(replicas.told) == 3)
     assert replicas.told == [("tool_started", {"tools": ["wait"]}), ("tool_finished", {}), ("end", {})]
+
+
+async def test_a_run_works_in_no_requests_context(runners: Runners) -> None:
+    request: ContextVar[str] = ContextVar("request", default="none")
+    seen: list[str] = []
+
+    def add(call: ToolCall) -> str:
+        seen.append(request.get())
+        return "2"
+
+    runner = runners(ScriptedReplicas([says("", ("add", "{}")), says("done")]), ScriptedTools({"add": add}))
+    request.set("the client's")
+    await runner.start(spec("r0"))
+    await ended(runner, "r0")
+    assert seen == ["none"]
 
 
 async def test_another_process_reads_the_same_log(runners: Runners) -> None:

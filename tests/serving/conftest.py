@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
+from openai import OpenAI
 from tool_site import ToolSite
 
 from cluster.config import CaesuraConfig
@@ -24,6 +25,10 @@ BOOKING = {
     "additionalProperties": False,
 }
 
+NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
+
+FLOOD_CAP_BYTES = 1024
+
 
 def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
     """Small, quick to answer, on a free port."""
@@ -35,6 +40,16 @@ def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
         "store": {"refresh_s": 0.2},
     }
     return CaesuraConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
+
+
+def plain_tools(site: ToolSite) -> dict[str, Any]:
+    """Tools of the site that take no arguments and give trouble."""
+    shared = {"kind": "http", "method": "POST", "parameters": NOTHING, "private_addresses": True}
+    return {
+        "obey": {**shared, "url": f"{site.url}/obey"},
+        "flood": {**shared, "url": f"{site.url}/flood", "output_cap_bytes": FLOOD_CAP_BYTES},
+        "hang": {**shared, "url": f"{site.url}/hang", "deadline_s": 2.0},
+    }
 
 
 @pytest.fixture(scope="session")
@@ -64,7 +79,8 @@ def cluster(site: ToolSite, notes_url: str) -> Iterator[LocalCluster]:
         "private_addresses": True,
     }
     tools = demo_tools(notes_url)
-    tools["defined"]["book"] = book
+    tools["defined"] |= {"book": book, **plain_tools(site)}
+    tools |= {"request_kinds": ["mcp"], "request_networks": ["127.0.0.0/8"]}
     local = LocalCluster(cluster_config(tools=tools, programs={"lease_s": 2.0}))
     with local:
         yield local
@@ -76,6 +92,13 @@ def client(cluster: LocalCluster) -> Iterator[httpx.Client]:
     """A client of the shared cluster."""
     with httpx.Client(base_url=cluster.url, timeout=60, verify=False) as http:
         yield http
+
+
+@pytest.fixture(scope="session")
+def openai(cluster: LocalCluster) -> Iterator[OpenAI]:
+    """OpenAI's client of the shared cluster."""
+    with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
+        yield client
 
 
 @pytest.fixture(autouse=True)

@@ -274,7 +274,9 @@ class McpKind:
             except ValueError as error:
                 self.left_out[tool.name] = str(error)
                 continue
-            offers[name] = Offer(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check)
+            read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
+            description = (tool.description or "")[:MAX_DESCRIPTION_LENGTH]
+            offers[name] = Offer(name, description, check, read_only, tool.name)
             names[name] = tool.name
         self._offers, self._names = offers, names
 
