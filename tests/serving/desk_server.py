@@ -24,6 +24,12 @@ def paint(colour: Literal["red", "green"]) -> str:
     return f"painted {colour}"
 
 
+@server.tool(name="move.desk")
+def move() -> str:
+    """Move the desk; models cannot call it by its own name."""
+    return "moved"
+
+
 @server.tool()
 async def rearrange(context: Context) -> str:
     """Replace the parameters of `paint`."""

@@ -112,7 +112,7 @@ def test_a_request_brings_a_server_and_its_secret_reaches_only_that(
     listing = done.output[0]
     assert (listing.type, {tool.name for tool in listing.tools}) == (
         "mcp_list_tools",
-        {"badge", "paint", "rearrange", "wait"},
+        {"badge", "move.desk", "paint", "rearrange", "wait"},
     )
     assert calls(done)[0].output == fingerprint(secret)
     told = [done.to_json(), client.get("/v1/programs").text, client.get("/v1/programs/desk").text]
@@ -165,6 +165,18 @@ def test_a_call_that_needs_consent_waits_for_it(
     else:
         assert calls(second) == []
         assert "not today" in read
+
+
+def test_a_client_that_keeps_its_history_consents_to_a_tool_by_the_servers_name(openai: OpenAI, desk: Desk) -> None:
+    tool = desk.offered(allowed_tools=["move.desk"], require_approval="always")
+    first = openai.responses.create(**desk_plan("move.desk", tools=[tool]), store=False)
+    [asked] = [item for item in first.output if item.type == "mcp_approval_request"]
+    assert asked.name == "move.desk"
+    consent = {"type": "mcp_approval_response", "approval_request_id": asked.id, "approve": True}
+    history = [{"role": "user", "content": "Go."}, *(item.to_dict() for item in first.output), consent]
+    second = openai.responses.create(**desk_plan(tools=[tool], input=history, tool_choice="none"), store=False)
+    [call] = calls(second)
+    assert (call.name, call.output, call.status) == ("move.desk", "moved", "completed")
 
 
 def test_filters_go_by_what_the_server_says_of_its_tools(openai: OpenAI, desk: Desk) -> None:
