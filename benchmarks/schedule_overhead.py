@@ -42,6 +42,8 @@ PARAMETERS: dict[str, dict[str, Any]] = {
     # Its budget, the saturation point of the default cost model, is 203 tokens: 256 turns would never run.
     "infercept": {"saturation_budget": False},
 }
+BUDGETS = {"caesura": "vllm"}
+"""Policies whose budget is another's: for the same reason, since its steps grow only for turns that can be in time."""
 LIMITS = {"vllm": 1.10, "continuum": 1.30}
 """Times the stock class that a policy may cost in the mean."""
 LIMIT = 1.5
@@ -83,7 +85,9 @@ class Subject:
 def loaded(name: str, model: Path, steps: int) -> Subject:
     """A replica whose turns run on for ``steps``, and whose memory has no room for all that waits."""
     slo = SloConfig(ttft_s=steps * STEP_S / 2, tpot_s=0.2, e2e_s=1e6, normalized_latency_s=1.0)
-    policy = PolicyConfig(name="vllm" if name == STOCK else name, parameters=PARAMETERS.get(name, {}))
+    policy = PolicyConfig(
+        name="vllm" if name == STOCK else name, parameters=PARAMETERS.get(name, {}), budget=BUDGETS.get(name)
+    )
     shape = Shape(
         num_blocks=RUNNING * (1100 + steps) // 16 + 4000,
         max_num_seqs=RUNNING,
