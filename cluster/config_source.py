@@ -142,6 +142,17 @@ def config_schema() -> dict[str, Any]:
     return {"$schema": SCHEMA_DIALECT, **root, "$defs": definitions}
 
 
+class _Loader(yaml.SafeLoader):
+    """YAML's own loader, whatever other libraries in this process have put into the one that all share."""
+
+
+def _timestamp(loader: _Loader, node: yaml.ScalarNode) -> Any:
+    return loader.construct_yaml_timestamp(node)
+
+
+_Loader.add_constructor("tag:yaml.org,2002:timestamp", _timestamp)
+
+
 def _read_file(path: Path) -> _Layers:
     try:
         text = path.read_text(encoding="utf-8")
@@ -151,7 +162,7 @@ def _read_file(path: Path) -> _Layers:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     layers = _Layers(str(path))
     try:
-        loader = yaml.SafeLoader(text)
+        loader = _Loader(text)
         node = loader.get_single_node()
         if node is None:
             return layers
@@ -188,7 +199,7 @@ def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], seen: set[i
 
 def _parse_scalar(source: str, text: str) -> Any:
     try:
-        return yaml.safe_load(text)
+        return yaml.load(text, _Loader)
     except (yaml.YAMLError, ValueError, RecursionError):
         raise ConfigError(f"{source}: not a YAML value (got {_shown(text)})") from None
 

@@ -347,3 +347,12 @@ def test_main_tells_errors_without_a_traceback(
     monkeypatch.setattr(cli, "app", refuse)
     assert run_main(monkeypatch) == 2
     assert capsys.readouterr().err == "trace.jsonl:3: arrival_s: must be a number\n"
+
+
+def test_what_other_libraries_do_to_the_shared_loader_does_not_matter(tmp_path, monkeypatch):
+    constructors = yaml.SafeLoader.yaml_constructors
+    monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
+    path = tmp_path / "caesura.yaml"
+    path.write_text("a: 2024-13-45\n")
+    with pytest.raises(ConfigError, match="month must be"):
+        load_config(path, {}, {})
