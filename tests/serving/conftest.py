@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from tool_site import ToolSite
+from tool_site import FLOOD_CAP_BYTES, ToolSite
 
 from cluster.config import CaesuraConfig
 from cluster.demo.tools import notes_server
@@ -26,8 +26,6 @@ BOOKING = {
 }
 
 NOTHING = {"type": "object", "properties": {}, "additionalProperties": False}
-
-FLOOD_CAP_BYTES = 1024
 
 
 def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:

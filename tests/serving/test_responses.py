@@ -6,10 +6,9 @@ from typing import Any
 
 import httpx
 import pytest
-from conftest import FLOOD_CAP_BYTES
 from openai import ConflictError, NotFoundError, OpenAI
 from program_requests import BLOCK, ended, outputs, plan, runs, text_of, until
-from tool_site import COMMANDING, ToolSite
+from tool_site import COMMANDING, FLOOD_CAP_BYTES, ToolSite
 
 from cluster.serving import LocalCluster
 from tools_runtime.text import restored, sanitized
