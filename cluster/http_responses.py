@@ -67,8 +67,6 @@ class ResponseRoutes:
             HttpError: it cannot be done, or failed before anything was generated.
         """
         request = read_request(body)
-        if self._config.replicas.accelerator == "cpu" and request.seed is not None:
-            raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
         idempotency = read_idempotency(http, "responses", body)
         wanted = await self._wanted(request, identity)
         secrets = wanted.brought.secrets or None
