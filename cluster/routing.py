@@ -1,0 +1,206 @@
+"""The words between replicas and the router: what a replica says of itself, and how prompts and programs are named.
+
+A replica publishes a `ReplicaSnapshot` about once a second, as bytes among Ray's routing statistics. Programs are named
+in it by four bytes, blocks of shared prefixes by eight, so that a snapshot of a thousand programs stays below 20 kB.
+"""
+
+from array import array
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from hashlib import blake2b
+from typing import Any
+
+import msgspec
+
+ROUTING_STATS_KEY = "caesura"
+"""The key of Ray's routing statistics under which a snapshot's bytes are."""
+
+PREFIX_BLOCK_TOKENS = 64
+"""Tokens of a block of a prompt's beginning, for finding replicas that have it."""
+PREFIX_BLOCK_BYTES = 256
+"""The same for text: four bytes a token."""
+MAX_PREFIX_BLOCKS = 128
+"""Blocks of one prompt that are named; what comes after them is the program's own."""
+MAX_PREFIXES = 1024
+"""Blocks that a snapshot names, those used last first."""
+
+_NAME_WIDTH, _BLOCK_WIDTH = "I", "Q"
+
+
+class StepCosts(msgspec.Struct, frozen=True):
+    """What the router has to know of a replica's cost model; see `replicas.cost_model.CostModel` for the form.
+
+    Seconds, each for one token, sequence or step.
+    """
+
+    overhead_s: float
+    sequence_s: float
+    weights_s: float
+    token_s: float
+    context_s: float
+    swap_token_s: float
+
+    def decode_step_s(self, sequences: float, context_tokens: float) -> float:
+        """An iteration in which each of ``sequences`` gets a token; their contexts are ``context_tokens`` together."""
+        linear = max(self.weights_s, sequences * self.token_s)
+        return self.overhead_s + sequences * self.sequence_s + linear + context_tokens * self.context_s
+
+
+class ReplicaSnapshot(msgspec.Struct, frozen=True):
+    """A replica, now. Lengths in tokens, times in seconds."""
+
+    replica: str
+    """Ray Serve's unique id of the replica."""
+    model: str
+    number: int
+    """Counts this replica's snapshots; the same number again is old news."""
+    draining: bool
+    """Nothing new comes here, and what is here leaves at its next pause."""
+    costs: StepCosts
+    kv_tokens: int
+    """Tokens whose KV fits the device memory."""
+    free_tokens: int
+    """Of these, owned by nobody; the prefix cache may still have something there."""
+    held_tokens: int
+    """KV of paused programs on hold."""
+    host_tokens: int
+    """Tokens that the host tier takes; 0: there is none."""
+    host_used_tokens: int
+    running: int
+    """Turns in the batch."""
+    waiting: int
+    """Turns that wait to be admitted."""
+    running_tokens: int
+    """KV of the running turns."""
+    waiting_tokens: int
+    """Prompt tokens that waiting and running turns still need computed."""
+    output_tokens: float
+    """Tokens that running and waiting turns are still expected to generate."""
+    programs: int
+    """Programs that live here: with a turn in flight, or paused and expected back."""
+    working_set_tokens: float
+    """Expected KV of the programs that run, wait, or come back within the refill time (`CostModel.refill_s`)."""
+    resume_tokens: tuple[tuple[float, float], ...]
+    """Of the paused programs: (within so many seconds, tokens that those expected back by then will need computed)."""
+    turn_output_tokens: float
+    """Mean output of a turn here, of late."""
+    turn_new_tokens: float
+    """Mean prompt growth of a turn after the first."""
+    program_turns: float
+    """Mean turns of a program."""
+    pause_s: float
+    """Mean pause."""
+    residents: bytes = b""
+    """`names` of all programs that live here."""
+    on_device: bytes = b""
+    """Of these, those whose KV is in device memory: running or held."""
+    on_host: bytes = b""
+    """Of these, those whose KV is in the host tier only."""
+    prefixes: bytes = b""
+    """Packed names of prefix blocks that are likely cached here, see `pack_blocks`."""
+
+    def encode(self) -> bytes:
+        """For the wire."""
+        return _ENCODER.encode(self)
+
+    @classmethod
+    def decode(cls, packed: bytes) -> "ReplicaSnapshot":
+        """The inverse.
+
+        Raises:
+            ValueError: these bytes are no snapshot.
+        """
+        try:
+            return _DECODER.decode(packed)
+        except msgspec.MsgspecError as error:
+            raise ValueError(f"not a replica's snapshot: {error}") from error
+
+
+_ENCODER = msgspec.msgpack.Encoder()
+_DECODER = msgspec.msgpack.Decoder(ReplicaSnapshot)
+
+
+def program_name(key: str) -> int:
+    """The four bytes by which a snapshot names a program. Two of 10,000 programs share a name once in 85 snapshots."""
+    return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little")
+
+
+def pack_names(keys: Iterable[str]) -> bytes:
+    """Programs, for a snapshot."""
+    return array(_NAME_WIDTH, sorted({program_name(key) for key in keys})).tobytes()
+
+
+def unpack_names(packed: bytes) -> frozenset[int]:
+    """The names in `pack_names`' answer.
+
+    Raises:
+        ValueError: not whole names.
+    """
+    return frozenset(_unpacked(_NAME_WIDTH, packed))
+
+
+def pack_blocks(blocks: Iterable[int]) -> bytes:
+    """Names of prefix blocks, for a snapshot."""
+    return array(_BLOCK_WIDTH, blocks).tobytes()
+
+
+def unpack_blocks(packed: bytes) -> frozenset[int]:
+    """The names in `pack_blocks`' answer.
+
+    Raises:
+        ValueError: not whole names.
+    """
+    return frozenset(_unpacked(_BLOCK_WIDTH, packed))
+
+
+def prefix_blocks(prompt: Sequence[int] | bytes) -> tuple[int, ...]:
+    """Names of a prompt's leading whole blocks; equal names mean equal beginnings up to there (they are chained).
+
+    Args:
+        prompt: token ids, or the text as bytes.
+    """
+    if isinstance(prompt, bytes):
+        data, width = prompt[: MAX_PREFIX_BLOCKS * PREFIX_BLOCK_BYTES], PREFIX_BLOCK_BYTES
+    else:
+        data = array("q", prompt[: MAX_PREFIX_BLOCKS * PREFIX_BLOCK_TOKENS]).tobytes()
+        width = PREFIX_BLOCK_TOKENS * 8
+    return tuple(_chained(data, width))
+
+
+def prompt_of(body: Mapping[str, Any]) -> Sequence[int] | bytes:
+    """The beginning of what a request asks the model to read, for `prefix_blocks`: tools and messages, or the prompt.
+
+    What makes no sense is an empty prompt: the replica refuses the request.
+    """
+    prompt = body.get("prompt")
+    if isinstance(prompt, str):
+        return prompt.encode("utf-8", "surrogatepass")
+    if isinstance(prompt, list):
+        ids = prompt[: MAX_PREFIX_BLOCKS * PREFIX_BLOCK_TOKENS]
+        return ids if all(isinstance(one, int) and 0 <= one < 2**63 for one in ids) else b""
+    room, parts = MAX_PREFIX_BLOCKS * PREFIX_BLOCK_BYTES, []
+    messages = body.get("messages")
+    for part in (body.get("tools") or (), *(messages if isinstance(messages, list) else ())):
+        if room <= 0:
+            break
+        try:
+            parts.append(_JSON.encode(part))
+        except (TypeError, ValueError, OverflowError):  # lone surrogates, integers beyond 64 bits
+            break
+        room -= len(parts[-1])
+    return b"".join(parts)
+
+
+_JSON = msgspec.json.Encoder(order="sorted")
+
+
+def _chained(data: bytes, width: int) -> Iterator[int]:
+    name = b""
+    for start in range(0, len(data) - width + 1, width):
+        name = blake2b(data[start : start + width], digest_size=8, key=name).digest()
+        yield int.from_bytes(name, "little")
+
+
+def _unpacked(width: str, packed: bytes) -> "array[int]":
+    names = array(width)
+    names.frombytes(packed)
+    return names
