@@ -10,9 +10,10 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
-from cluster.config import TINY, CaesuraConfig
+from cluster.config import CaesuraConfig
 from cluster.errors import ConfigError
 from cluster.ingress import ingress_class
+from cluster.model_config import TINY
 from cluster.registry import ROUTERS
 from cluster.tiny.model import tiny_model_directory
 from replicas.engine import LocalModel

@@ -4,76 +4,15 @@ Units are in the names (``_s`` seconds, ``_tokens``, ``_bytes``). Every field ha
 serves the built-in tiny model on this machine.
 """
 
-from typing import Annotated, Any, Literal
+from collections.abc import Mapping
+from typing import Any
 
-from pydantic import AfterValidator, Field, ValidationInfo, field_validator
+from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config_section import Section as _Section
+from cluster.model_config import ClassRule, EngineArgument, FurtherModel, ModelConfig, ModelId, ReplicaConfig
 from cluster.registry import POLICIES, ROUTERS
 from cluster.tool_config import ToolsConfig
-
-TINY = "tiny"
-"""The model source that stands for the built-in model of `caesura model tiny`."""
-
-RESERVED_ENGINE_KWARGS = {
-    "model": "model.source",
-    "served_model_name": "model.id",
-    "tensor_parallel_size": "replicas.tensor_parallel_size",
-    "scheduler_cls": "policy.name",
-    "scheduling_policy": "policy.name",
-    "tool_call_parser": "model.tool_parser",
-    "enable_auto_tool_choice": "model.tool_parser",
-    "additional_config": "policy.parameters",
-}
-"""Engine arguments that Caesura sets itself, each with the key that decides it."""
-
-
-def _not_reserved(key: str) -> str:
-    if key in RESERVED_ENGINE_KWARGS:
-        raise ValueError(f"is decided by {RESERVED_ENGINE_KWARGS[key]}; set that instead")
-    return key
-
-
-EngineArgument = Annotated[str, AfterValidator(_not_reserved)]
-
-
-class ModelConfig(_Section):
-    """What is served."""
-
-    id: str = Field("tiny", min_length=1, max_length=256)
-    """The name that clients send as `model`."""
-    source: str = Field(TINY, min_length=1)
-    """A local path or a Hugging Face id; `tiny` is the built-in random model, made on first use."""
-    tool_parser: str | None = "hermes"
-    """vLLM's parser for the tool calls in this model's output; null turns tool parsing off."""
-
-
-class ReplicaConfig(_Section):
-    """How many engines, and on what."""
-
-    count: int = Field(1, ge=1, le=1024)
-    """Number of vLLM replicas."""
-    tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """Devices (or CPU processes) that one replica is split over, through a Ray placement group."""
-    accelerator: Literal["cpu", "gpu"] = "cpu"
-    """What a replica runs on."""
-    accelerator_type: str | None = None
-    """Ray's name of the GPU type, such as H100; null takes any."""
-    cpus: float = Field(0.5, gt=0)
-    """Ray CPUs reserved for each process of a replica."""
-    kv_cache_bytes: int | None = Field(None, ge=1 << 20)
-    """KV cache of one CPU replica; null is 128 MiB. On a GPU set `engine.gpu_memory_utilization` instead."""
-    host_bytes: int | None = Field(None, ge=0)
-    """Host memory of one replica for the KV of paused programs, all its devices together. null: half of what the
-    machine has available, over the replicas on it, and on CPU no more than twice the KV cache; 0: no host tier."""
-    max_ongoing_requests: int = Field(256, ge=1)
-    """Requests that one replica works on at a time; more wait in front of it."""
-    max_queued_requests: int = Field(2048, ge=-1)
-    """Requests that wait in front of the replicas before 503 is answered; -1 is no limit."""
-    start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for a replica to load its model."""
-    stream_interval_ms: int = Field(50, ge=0)
-    """Tokens of one stream that are ready within this time travel together."""
 
 
 class RouterConfig(_Section):
@@ -224,3 +163,61 @@ class CaesuraConfig(_Section):
     control: ControlConfig = Field(default_factory=ControlConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     programs: ProgramsConfig = Field(default_factory=ProgramsConfig)
+    models: dict[ModelId, FurtherModel] = Field(default_factory=dict)
+    """More models, by the names that clients send, each on replicas of its own."""
+    classes: dict[str, tuple[ClassRule, ...]] = Field(default_factory=dict)
+    """Names that clients send as `model: auto:NAME`; the first rule that holds says which model a program goes to."""
+
+    @field_validator("models")
+    @classmethod
+    def _other_names(cls, models: dict[str, FurtherModel], info: ValidationInfo) -> dict[str, FurtherModel]:
+        first = info.data.get("model")
+        if first is not None and first.id in models:
+            raise ValueError(f"{first.id!r} is the name of the first model (model.id)")
+        return models
+
+    @field_validator("classes")
+    @classmethod
+    def _lead_somewhere(
+        cls, classes: dict[str, tuple[ClassRule, ...]], info: ValidationInfo
+    ) -> dict[str, tuple[ClassRule, ...]]:
+        if "model" not in info.data or "models" not in info.data:  # these are what is wrong
+            return classes
+        served = {info.data["model"].id, *info.data["models"]}
+        for name, rules in classes.items():
+            unknown = [rule.model for rule in rules if rule.model not in served]
+            if unknown:
+                raise ValueError(f"{name}: no model {unknown[0]!r} is served; there are: {', '.join(sorted(served))}")
+            if not rules or not rules[-1].unconditional:
+                raise ValueError(f"{name}: the last rule must name a model and no condition, so that one always holds")
+        return classes
+
+    @property
+    def served(self) -> Mapping[str, "CaesuraConfig"]:
+        """By model id, the first model first: the configuration as the replicas of that model see it."""
+        first = FurtherModel(
+            source=self.model.source,
+            tool_parser=self.model.tool_parser,
+            engine=self.engine,
+            replicas=self.replicas,
+            cost_model=self.cost_model,
+        )
+        every = {self.model.id: first, **self.models}
+        return {one: self._led_by(one, every) for one in every}
+
+    def _led_by(self, model_id: str, every: Mapping[str, FurtherModel]) -> "CaesuraConfig":
+        own = every[model_id]
+        return self.model_copy(
+            update={
+                "model": ModelConfig(id=model_id, source=own.source, tool_parser=own.tool_parser),
+                "engine": own.engine,
+                "replicas": own.replicas,
+                "cost_model": own.cost_model,
+                "models": {other: model for other, model in every.items() if other != model_id},
+            }
+        )
+
+    @property
+    def num_replicas(self) -> int:
+        """Of all models."""
+        return self.replicas.count + sum(model.replicas.count for model in self.models.values())

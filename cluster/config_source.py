@@ -8,7 +8,7 @@ import difflib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -97,7 +97,7 @@ def load_config(
         config = CaesuraConfig.model_validate(said)
     except ValidationError as error:
         raise ConfigError("\n".join(_complaints(error, layers))) from None
-    return _with_cost_model(_with_model_path(config, layers, path), layers, path)
+    return _with_paths(config, layers, path)
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
@@ -248,42 +248,62 @@ def _known_keys(section: KeyPath, values: Mapping[str, Any]) -> set[str]:
         model, section = next(model for model in get_args(ToolModel) if kind in _kinds(model)), section[3:]
     else:
         model = CaesuraConfig
+    here: Any = model
     for key in section:
-        candidates = (model.model_fields[key].annotation, *get_args(model.model_fields[key].annotation))
-        model = next((kind for kind in candidates if isinstance(kind, type) and issubclass(kind, BaseModel)), None)
-        if model is None:
+        if here is None:
             return set()
-    return set(model.model_fields)
+        if hasattr(here, "model_fields"):
+            here = _section_or_group(here.model_fields[key].annotation)
+        else:
+            here = _section_or_group(get_args(here)[-1 if get_origin(here) is dict else 0])
+    return set(getattr(here, "model_fields", ()))
+
+
+def _section_or_group(annotation: Any) -> Any:
+    """What a value of this type is: a section, or a mapping or sequence (of sections, it may be); None: neither."""
+    for kind in (annotation, *get_args(annotation)):
+        if hasattr(kind, "model_fields") or get_origin(kind) in (dict, tuple):
+            return kind
+    return None
 
 
 def _kinds(model: type[BaseModel]) -> tuple[str, ...]:
     return get_args(model.model_fields["kind"].annotation)
 
 
-def _with_model_path(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
-    """`model.source` as an absolute path where it is one: `./m` is beside the file, or here if said elsewhere."""
-    key = ("model", "source")
-    source = config.model.source
-    if not source.startswith(("/", ".", "~")):
-        return config
-    resolved = _resolved(source, key, layers, path)
-    if not resolved.exists():
-        raise ConfigError(layers.complaint(key, f"no such path: {resolved}", _shown(source)))
-    return config.model_copy(update={"model": config.model.model_copy(update={"source": str(resolved)})})
+def _with_paths(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
+    """Sources and cost models that are paths as absolute ones, after a look whether they are there."""
 
+    def source(key: KeyPath, said: str) -> str:
+        if not said.startswith(("/", ".", "~")):
+            return said
+        resolved = _resolved(said, key, layers, path)
+        if not resolved.exists():
+            raise ConfigError(layers.complaint(key, f"no such path: {resolved}", _shown(said)))
+        return str(resolved)
 
-def _with_cost_model(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
-    """`cost_model` as an absolute path where it is a file, after a look into it; a preset's name as it is."""
-    key, source = ("cost_model",), config.cost_model
-    if source is None:
-        return config
-    if source.endswith(".json"):
-        config = config.model_copy(update={"cost_model": str(_resolved(source, key, layers, path))})
-    try:
-        read_cost_model(str(config.cost_model))
-    except ConfigError as error:
-        raise ConfigError(layers.complaint(key, str(error), _shown(source))) from None
-    return config
+    def costs(key: KeyPath, said: str | None) -> str | None:
+        if said is None:
+            return None
+        resolved = str(_resolved(said, key, layers, path)) if said.endswith(".json") else said
+        try:
+            read_cost_model(resolved)
+        except ConfigError as error:
+            raise ConfigError(layers.complaint(key, str(error), _shown(said))) from None
+        return resolved
+
+    further = {
+        name: model.model_copy(
+            update={
+                "source": source(("models", name, "source"), model.source),
+                "cost_model": costs(("models", name, "cost_model"), model.cost_model),
+            }
+        )
+        for name, model in config.models.items()
+    }
+    first = config.model.model_copy(update={"source": source(("model", "source"), config.model.source)})
+    cost_model = costs(("cost_model",), config.cost_model)
+    return config.model_copy(update={"model": first, "cost_model": cost_model, "models": further})
 
 
 def _resolved(source: str, key: KeyPath, layers: _Layers, path: Path | None) -> Path:

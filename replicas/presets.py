@@ -9,8 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import TINY, CaesuraConfig
+from cluster.config import CaesuraConfig
 from cluster.errors import ConfigError
+from cluster.model_config import TINY
 from replicas.cost_model import CostModel
 
 MEMORY_UTILIZATION = 0.9

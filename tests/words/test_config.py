@@ -12,9 +12,10 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.config import RESERVED_ENGINE_KWARGS, TINY, CaesuraConfig
+from cluster.config import CaesuraConfig
 from cluster.config_source import config_schema, dump_config, load_config, parse_assignment
 from cluster.errors import ConfigError, TraceError
+from cluster.model_config import RESERVED_ENGINE_KWARGS, TINY
 from cluster.registry import POLICIES, ROUTERS
 from replicas.engine_arguments import unknown_engine_arguments
 
@@ -94,8 +95,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: control, cost_model, engine, http, model, policy, programs, replicas, "
-        "router, slo, store, tools (got {}, line 1)",
+        "colours: unknown key; there are: classes, control, cost_model, engine, http, model, models, policy, programs, "
+        "replicas, router, slo, store, tools (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
