@@ -6,6 +6,7 @@ in it by four bytes, blocks of shared prefixes by eight, so that a snapshot of a
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
 
@@ -21,7 +22,7 @@ PREFIX_BLOCK_BYTES = 256
 MAX_PREFIX_BLOCKS = 128
 """Blocks of one prompt that are named; what comes after them is the program's own."""
 MAX_PREFIXES = 1024
-"""Blocks that a snapshot names, those used last first."""
+"""Blocks that a snapshot names: those that several programs began with, then others; those used last first."""
 
 _NAME_WIDTH, _BLOCK_WIDTH = "I", "Q"
 
@@ -76,13 +77,13 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     output_tokens: float
     """Tokens that running and waiting turns are still expected to generate."""
     programs: int
-    """Programs that live here: with a turn in flight, or paused and expected back."""
+    """Programs that live here: with a turn in flight, or paused, each weighted by its chance to come back at all."""
     working_set_tokens: float
     """Expected KV of the programs that run, wait, or come back within the refill time (`CostModel.refill_s`)."""
     resume_tokens: tuple[tuple[float, float], ...]
     """Of the paused programs: (within so many seconds, tokens that those expected back by then will need computed)."""
     turn_output_tokens: float
-    """Mean output of a turn here, of late."""
+    """Mean output of a turn here."""
     turn_new_tokens: float
     """Mean prompt growth of a turn after the first."""
     program_turns: float
@@ -90,11 +91,11 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     pause_s: float
     """Mean pause."""
     residents: bytes = b""
-    """`names` of all programs that live here."""
+    """`pack_names` of all programs that live here; of very many, those that were active last."""
     on_device: bytes = b""
-    """Of these, those whose KV is in device memory: running or held."""
+    """Of these, those whose KV is mostly in device memory: running, held, or released and still cached."""
     on_host: bytes = b""
-    """Of these, those whose KV is in the host tier only."""
+    """Of these, the others whose KV is mostly in the host tier."""
     prefixes: bytes = b""
     """Packed names of prefix blocks that are likely cached here, see `pack_blocks`."""
 
@@ -119,6 +120,7 @@ _ENCODER = msgspec.msgpack.Encoder()
 _DECODER = msgspec.msgpack.Decoder(ReplicaSnapshot)
 
 
+@lru_cache(maxsize=16384)
 def program_name(key: str) -> int:
     """The four bytes by which a snapshot names a program. Two of 10,000 programs share a name once in 85 snapshots."""
     return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little")

@@ -1,7 +1,7 @@
 """The programs that a replica knows: their lifecycle states, the story of their turns, and how many turns they have."""
 
 from collections import OrderedDict, deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -64,6 +64,8 @@ class ProgramTable:
         self._live: OrderedDict[str, _Entry] = OrderedDict()
         self._told: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
+        self.abandoned = 0
+        """Programs that ended without saying so: they were idle for too long."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -76,6 +78,10 @@ class ProgramTable:
     def __getitem__(self, key: str) -> ProgramState:
         """The state of a program that is known to be here."""
         return self._live[key].state
+
+    def recent(self) -> Iterator[ProgramState]:
+        """The states of all programs that have not ended, those with the latest event first."""
+        return (entry.state for entry in reversed(self._live.values()))
 
     @property
     def average_turns(self) -> float | None:
@@ -141,6 +147,7 @@ class ProgramTable:
             if not idle and excess <= 0:
                 break
             if state.active == 0:
+                self.abandoned += idle
                 done.append((key, self.apply(key, Ended(now_s, "idle" if idle else "table full"))))
                 excess -= 1
         return done

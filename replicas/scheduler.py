@@ -56,6 +56,7 @@ from replicas.forecasts import Forecaster
 from replicas.hold_table import HoldOrigin, HoldTable
 from replicas.policy import Claimant, Forecast, Hold, PauseView, RankKey, Swap
 from replicas.program_table import ProgramTable
+from replicas.remains import MAX_REMAINS, Remains
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.swapping import Swapping
 from replicas.turns import Turn
@@ -87,6 +88,7 @@ class AgentScheduler(AsyncScheduler):
         self.on_time = turns.RecentMean()
         self.forecaster = Forecaster()
         self.pause_forecasts: dict[str, Forecast] = {}
+        self.remains = Remains(self.hash_block_size, MAX_REMAINS)
         self.swapping = Swapping(self)
         self.facts = views.replica_facts(self)
         self.load = views.load_view(self)
@@ -196,6 +198,7 @@ class AgentScheduler(AsyncScheduler):
         context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
         pause = views.pause_view(self, self.programs[key], turn, context_tokens)
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
+        self.remains.keep(key, request.block_hashes, context_tokens, pause.forecast)
         decision = self._policies.pause.decide(pause)
         if isinstance(decision, Hold):
             return self._hold(request, key, pause, decision)
@@ -342,6 +345,7 @@ class AgentScheduler(AsyncScheduler):
                 case Conclude(_, served_tokens):
                     self.forecaster.program_ended(key, served_tokens)
                     self.swapping.forget(key)
+                    self.remains.forget(key)
 
     def _rerank_turns(self, key: str, reason: str) -> None:
         """The program is no longer pinned: its turns that wait rank anew, before the next one is chosen.
