@@ -75,6 +75,28 @@ ROUTERS = Registry(
     },
 )
 
+FILTERS = Registry(
+    "filter",
+    {
+        "model": "router.filters:SameModel",
+        "health": "router.filters:NotSuspect",
+        "capacity": "router.filters:LargeEnough",
+        "tenant": "router.filters:TenantsPart",
+        "drain": "router.filters:NotDraining",
+    },
+)
+
+SCORERS = Registry(
+    "scorer",
+    {
+        "start": "router.scorers:Start",
+        "missing": "router.scorers:Missing",
+        "pace": "router.scorers:Pace",
+        "memory": "router.scorers:Memory",
+        "others": "router.scorers:Others",
+    },
+)
+
 TOOL_KINDS = Registry(
     "tool kind",
     {

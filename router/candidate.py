@@ -1,0 +1,205 @@
+"""What a turn is placed by: the turn, a replica that might take it, and what of the turn's prompt is missing there.
+
+Frozen; scorers and filters see nothing else. Lengths in tokens, times in seconds.
+"""
+
+from collections.abc import Container
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from cluster.routing import PREFIX_BLOCK_TOKENS
+from router.facts import Facts
+from router.outlook import Expected, Outlook
+
+NO_NAMES: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Arrival:
+    """A turn that is to be placed."""
+
+    key: str
+    name: int
+    """Of its program in snapshots, see `cluster.routing.program_name`."""
+    tenant: str
+    prefix: tuple[int, ...]
+    expected: Expected
+    avoid: frozenset[str] = frozenset()
+    home: str | None = None
+    """Where its program lives, if it does."""
+    home_tokens: int = 0
+    """KV that its program had there when its last turn ended."""
+    just_ended: bool = False
+    """That was after the replica's newest snapshot."""
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A replica now: its snapshot, and what was sent there since."""
+
+    replica: str
+    model: str | None
+    """None: it has not said."""
+    draining: bool
+    suspect: bool
+    """It has failed a turn of late."""
+    facts: Facts
+    turns: float
+    """Running, waiting, and on their way."""
+    backlog_tokens: float
+    """Of prompts that have to be computed before another's."""
+    start_s: float
+    """Until that is done, with what comes back from pauses meanwhile."""
+    residual_s: float
+    """Until the running turns have ended, in the mean."""
+    step_s: float
+    """An iteration as things are."""
+    programs: float
+    life_turns: float
+    """In the batch, in the mean over the lives of the programs that live here."""
+    life_step_s: float
+    """An iteration of that batch."""
+    duty: float
+    """Part of its life in which a program has a turn in flight."""
+    refill_s: float
+    """A program that pauses longer is not worth its memory."""
+    occupied_tokens: float
+    """Expected KV of the programs that live here."""
+    bound_tokens: float
+    """Of that, as much as is admitted."""
+    residents: frozenset[int] = NO_NAMES
+    on_device: frozenset[int] = NO_NAMES
+    on_host: frozenset[int] = NO_NAMES
+    prefixes: Container[int] = NO_NAMES
+    """Prefix blocks that the replica says are cached there."""
+    sent_prefixes: Container[int] = field(default=NO_NAMES)
+    """Those that were sent there."""
+
+    def shared_tokens(self, prefix: tuple[int, ...]) -> int:
+        """Tokens of a prompt's beginning that are likely cached here.
+
+        Names are chained, and what is cached of a prompt is its beginning: so the longest is found by bisection.
+        """
+        told, sent = self.prefixes, self.sent_prefixes
+        if not prefix or (prefix[0] not in told and prefix[0] not in sent):
+            return 0
+        there, missing = 0, len(prefix)
+        while missing - there > 1:
+            middle = (there + missing) // 2
+            if prefix[middle] in told or prefix[middle] in sent:
+                there = middle
+            else:
+                missing = middle
+        return (there + 1) * PREFIX_BLOCK_TOKENS
+
+    def needs(self, expected: Expected) -> float:
+        """KV of such a program in the working set here: all of it while it runs or its pause is short enough."""
+        if expected.pause_s <= self.refill_s:
+            return expected.context_tokens
+        turn_s = expected.new_tokens * self.facts.token_s + expected.output_tokens * self.step_s
+        return expected.context_tokens * (turn_s + self.refill_s) / (turn_s + expected.pause_s)
+
+    def has_room(self, expected: Expected, empty_share: float) -> bool:
+        """May such a program be admitted? One larger than everything may where little else is."""
+        needed = self.needs(expected)
+        if self.occupied_tokens + needed <= self.bound_tokens:
+            return True
+        return needed > (1 - empty_share) * self.bound_tokens and (
+            self.occupied_tokens <= empty_share * self.bound_tokens
+        )
+
+
+class Gap(NamedTuple):
+    """What of a turn's prompt is not in a replica's device memory."""
+
+    compute_tokens: float
+    fetch_tokens: float
+    """In its host tier."""
+
+
+def gap(turn: Arrival, candidate: Candidate) -> Gap:
+    """What is missing. At home all that was there counts, elsewhere only what prompts have in common."""
+    prompt = turn.expected.prompt_tokens
+    if turn.home == candidate.replica:
+        known = min(turn.home_tokens, prompt)
+        if turn.just_ended or turn.name in candidate.on_device:
+            return Gap(prompt - known, 0.0)
+        if turn.name in candidate.on_host:
+            return Gap(prompt - known, known)
+    elif turn.home is None and turn.name in candidate.residents:  # another ingress placed it
+        known = round(max(0.0, prompt - turn.expected.new_tokens))
+        if turn.name in candidate.on_device:
+            return Gap(prompt - known, 0.0)
+        if turn.name in candidate.on_host:
+            return Gap(prompt - known, known)
+    return Gap(max(0, prompt - candidate.shared_tokens(turn.prefix)), 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class Sent:
+    """What is known of a replica beside its snapshot: this ingress's own doing since."""
+
+    turns: int = 0
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    programs: int = 0
+    """That came, less those that left."""
+    kv_tokens: float = 0.0
+    """Expected of those, and growth expected of the programs that live there, less what left."""
+
+
+def candidate_of(
+    replica: str,
+    facts: Facts,
+    sent: Sent,
+    outlook: Outlook,
+    *,
+    bound_tokens: float,
+    model: str | None = None,
+    draining: bool = False,
+    suspect: bool = False,
+    residents: frozenset[int] = NO_NAMES,
+    on_device: frozenset[int] = NO_NAMES,
+    on_host: frozenset[int] = NO_NAMES,
+    prefixes: Container[int] = NO_NAMES,
+    sent_prefixes: Container[int] = NO_NAMES,
+) -> Candidate:
+    """The replica as scorers see it."""
+    costs = facts.costs
+    turns = facts.running + facts.waiting + sent.turns
+    backlog = facts.waiting_tokens + sent.prompt_tokens
+    running_tokens = min(facts.kv_tokens, facts.running_tokens + sent.prompt_tokens)
+    step_s = costs.decode_step_s(turns, running_tokens)
+    start_s = backlog * costs.token_s
+    start_s += sum(tokens for within_s, tokens in facts.resume_tokens if within_s <= start_s) * costs.token_s
+
+    programs = max(0.0, facts.programs + sent.programs)
+    occupied = max(0.0, facts.working_set_tokens + sent.kv_tokens)
+    turn_s = outlook.new_tokens * costs.token_s + outlook.output_tokens * step_s
+    duty = turn_s / (turn_s + outlook.pause_s) if turn_s > 0 else 0.0
+    life_turns = programs * duty
+    life_tokens = min(facts.kv_tokens, occupied * duty)
+    return Candidate(
+        replica=replica,
+        model=model,
+        draining=draining,
+        suspect=suspect,
+        facts=facts,
+        turns=turns,
+        backlog_tokens=backlog,
+        start_s=start_s,
+        residual_s=(facts.output_tokens + sent.output_tokens) / max(1.0, turns) * step_s,
+        step_s=step_s,
+        programs=programs,
+        life_turns=life_turns,
+        life_step_s=costs.decode_step_s(life_turns, life_tokens),
+        duty=duty,
+        refill_s=facts.kv_tokens * costs.token_s,
+        occupied_tokens=occupied,
+        bound_tokens=bound_tokens,
+        residents=residents,
+        on_device=on_device,
+        on_host=on_host,
+        prefixes=prefixes,
+        sent_prefixes=sent_prefixes,
+    )

@@ -1,0 +1,83 @@
+"""Scorers: each answers how many seconds are lost, for one reason, if a turn's program lives on a replica.
+
+Their sum, weighted, is what placement makes least. What is lost on every replica alike need not be counted.
+"""
+
+from typing import Protocol
+
+from router.candidate import Arrival, Candidate, Gap
+
+
+class Scorer(Protocol):
+    """How many seconds are lost there? Finite, never below 0; the same for the same arguments."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """``gap``: what of the turn's prompt is missing on the replica."""
+        ...
+
+
+class Start:
+    """Until the turn starts: prompts before it, those that come back from pauses, and memory that has to be freed."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """The backlog's time, and where memory is short the part of the running turns that has to end first."""
+        facts = candidate.facts
+        short = gap.compute_tokens + gap.fetch_tokens + candidate.backlog_tokens - facts.free_tokens
+        if short <= 0 or facts.running_tokens <= 0:
+            return candidate.start_s
+        return candidate.start_s + candidate.residual_s * min(1.0, short / facts.running_tokens)
+
+
+class Missing:
+    """What is not there: computed, or fetched from the replica's host tier."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """Of the turn's prompt."""
+        facts = candidate.facts
+        return gap.compute_tokens * facts.token_s + gap.fetch_tokens * facts.swap_token_s
+
+
+class Pace:
+    """Its tokens, one an iteration: this turn's at today's pace, later ones' with the programs that live there."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """Own decodes times the iteration's length."""
+        expected, own_s = turn.expected, _own_step_s(turn, candidate)
+        life_s = candidate.life_step_s
+        if turn.home == candidate.replica:  # which is one of the programs that live there
+            life_s = max(0.0, life_s - candidate.duty * own_s)
+        return expected.output_tokens * (candidate.step_s + own_s) + expected.later_outputs * (life_s + own_s)
+
+
+class Memory:
+    """What will have been evicted when it comes back, if more lives there than memory takes."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """At each later turn that part of its context, from the host tier as far as that reaches."""
+        expected, facts = turn.expected, candidate.facts
+        needed = 0.0 if turn.home == candidate.replica else candidate.needs(expected)
+        wanted = candidate.occupied_tokens + needed
+        over = wanted - facts.kv_tokens
+        if over <= 0:
+            return 0.0
+        fetched = min(over, facts.host_tokens) / wanted
+        computed = max(0.0, over - facts.host_tokens) / wanted
+        token_s = fetched * 2 * facts.swap_token_s + computed * facts.token_s
+        return expected.later_turns * expected.context_tokens * token_s
+
+
+class Others:
+    """What it costs the others there: its prompt and its tokens lengthen the iterations of all beside it."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """Of all of them together."""
+        others = candidate.life_turns
+        if turn.home == candidate.replica:
+            others = max(0.0, others - candidate.duty)
+        prompt_s = gap.compute_tokens * candidate.facts.token_s * candidate.turns
+        return prompt_s + turn.expected.outputs * _own_step_s(turn, candidate) * others
+
+
+def _own_step_s(turn: Arrival, candidate: Candidate) -> float:
+    """By how much the program lengthens an iteration that it is in."""
+    return candidate.facts.sequence_s + turn.expected.context_tokens * candidate.facts.context_s

@@ -1,0 +1,79 @@
+"""The front as timelines: given these replicas and turns, expect these homes."""
+
+from collections import Counter
+
+import pytest
+from front_views import request, snapshot
+
+from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, Wait
+from router.front import ProgramFront
+from router.settings import FrontSettings
+
+
+def went(decision: Decision) -> tuple[str, Placed]:
+    assert isinstance(decision, Go), decision
+    return decision.home.replica, decision.reason
+
+
+def test_a_burst_between_two_snapshots_spreads() -> None:
+    front = ProgramFront()
+    front.observe({f"r{i}": snapshot(f"r{i}") for i in range(4)}, 0.0)
+    homes = Counter(went(front.turn(f"t{i}", request(f"p{i}"), 0.1))[0] for i in range(40))
+    assert set(homes.values()) == {10}
+
+
+def test_a_program_stays_where_it_lives_and_its_turns_at_once_land_together() -> None:
+    front = ProgramFront()
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    home, reason = went(front.turn("t0", request("p"), 0.1))
+    assert reason is Placed.NEW
+    assert [went(front.turn(f"t{i}", request("p"), 0.1)) for i in (1, 2)] == [(home, Placed.STAYED)] * 2
+
+
+def test_without_replicas_turns_are_refused_with_a_time_to_come_again() -> None:
+    front = ProgramFront()
+    decision = front.turn("t0", request("p"), 0.0)
+    assert isinstance(decision, Refuse) and decision.reason is Refused.NO_REPLICA and decision.retry_after_s > 0
+
+
+def test_a_program_whose_replica_is_gone_is_placed_anew_with_a_later_epoch() -> None:
+    front = ProgramFront()
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    home, _ = went(front.turn("t0", request("p"), 0.1))
+    other = {"r0": "r1", "r1": "r0"}[home]
+    front.ended("t0", 1.0, context_tokens=1100)
+    front.observe({other: snapshot(other, 2)}, 1.5)
+    decision = front.turn("t1", request("p", 1300), 2.0)
+    assert decision == Go(Home(other, 2), Placed.MOVED_FROM_LOST, moved_from=home)
+
+
+def test_what_fits_nowhere_waits_and_goes_when_another_program_ends() -> None:
+    front = ProgramFront(FrontSettings(working_set=1.0))
+    front.observe({"r0": snapshot("r0")}, 0.0)
+    big = {"expected_later_turns": 0, "expected_later_tokens": 0, "expected_output_tokens": 0}
+    assert went(front.turn("t0", request("p0", 60_000, **big), 0.1))[0] == "r0"
+    assert front.turn("t1", request("p1", 60_000, **big), 0.2) == Wait()
+    assert went(front.turn("t2", request("p0", 60_000, **big), 0.3)) == ("r0", Placed.STAYED)
+    assert front.admitted(0.4) == []
+    for turn in ("t0", "t2"):
+        front.ended(turn, 1.0)
+    front.forget("p0", 1.0)
+    ((turn_id, decision),) = front.admitted(1.1)
+    assert turn_id == "t1" and isinstance(decision, Go) and decision.reason is Placed.NEW
+    front.ended("t1", 2.0)
+    front.check_integrity()
+
+
+@pytest.mark.parametrize("front", [ProgramFront(), ProgramFront(FrontSettings(max_moves=0))])
+def test_a_resumed_program_leaves_an_overloaded_replica_unless_it_may_not(front: ProgramFront) -> None:
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    home, _ = went(front.turn("t0", request("p"), 0.1))
+    other = {"r0": "r1", "r1": "r0"}[home]
+    front.ended("t0", 0.5, context_tokens=1100)
+    crowd = {"running": 60, "programs": 80, "running_tokens": 70_000, "waiting_tokens": 300_000, "residents": ["p"]}
+    front.observe({home: snapshot(home, 2, **crowd), other: snapshot(other, 2)}, 1.0)
+    decision = front.turn("t1", request("p", 1300), 1.1)
+    if front._settings.max_moves:
+        assert decision == Go(Home(other, 2), Placed.MOVED_FOR_LOAD, moved_from=home)
+    else:
+        assert decision == Go(Home(home, 1), Placed.STAYED)
