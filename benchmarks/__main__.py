@@ -10,6 +10,7 @@ BENCHMARKS = (
     "replica_footprint",
     "tool_executor",
     "turn_gap",
+    "router_decisions",
 )
 
 

@@ -171,7 +171,7 @@ def candidate_of(
     running_tokens = min(facts.kv_tokens, facts.running_tokens + sent.prompt_tokens)
     step_s = costs.decode_step_s(turns, running_tokens)
     start_s = backlog * costs.token_s
-    start_s += sum(tokens for within_s, tokens in facts.resume_tokens if within_s <= start_s) * costs.token_s
+    start_s += _resumed_tokens(facts.resume_tokens, start_s) * costs.token_s
 
     programs = max(0.0, facts.programs + sent.programs)
     occupied = max(0.0, facts.working_set_tokens + sent.kv_tokens)
@@ -203,3 +203,13 @@ def candidate_of(
         prefixes=prefixes,
         sent_prefixes=sent_prefixes,
     )
+
+
+def _resumed_tokens(forecast: tuple[tuple[float, float], ...], within_s: float) -> float:
+    """Tokens that those need computed who come back from their pauses by then; between two times in proportion."""
+    before_s = before = 0.0
+    for by_s, tokens in forecast:
+        if by_s > within_s:
+            return before + max(0.0, tokens - before) * (within_s - before_s) / (by_s - before_s)
+        before_s, before = max(before_s, by_s), max(before, tokens)
+    return before

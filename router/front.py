@@ -10,8 +10,9 @@ from math import inf
 from cluster.config import SloConfig
 from cluster.routing import ReplicaSnapshot, program_name
 from router.admission import LEAST_RETRY_S, FrontQueue, Waiter
-from router.candidate import Arrival, Candidate, Gap, gap
+from router.candidate import Arrival, Candidate, Gap, Sent, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
+from router.facts import Facts
 from router.ledger import Ledger
 from router.outlook import Expected, expect
 from router.placement import Choice, Placement
@@ -112,6 +113,11 @@ class ProgramFront:
     def waiting(self) -> int:
         """Programs that wait to be admitted."""
         return len(self._queue)
+
+    def sent(self, replica: str) -> Sent:
+        """What counts of a replica beside its snapshot: this front's own doing. Nothing where there is no replica."""
+        book = self._ledger.book(replica)
+        return Sent() if book is None else book.sent(book.facts or Facts())
 
     def check_integrity(self) -> None:
         """Do all counts fit each other?

@@ -41,6 +41,7 @@ class Ledger:
                 changed = True
         if changed:
             self.outlook = Outlook.of([facts for _, facts in self._fresh(now_s)])
+            self.candidates(now_s)  # so that no turn pays for them
 
     def candidates(self, now_s: float) -> list[Candidate]:
         """All replicas, in the order of their ids; stale ones as the median of the others, if any is not."""
