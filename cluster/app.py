@@ -14,7 +14,7 @@ from cluster.config import CaesuraConfig
 from cluster.errors import ConfigError
 from cluster.ingress import ingress_class
 from cluster.model_config import TINY
-from cluster.registry import ROUTERS
+from cluster.registry import OUR_ROUTER, ROUTERS
 from cluster.tiny.model import tiny_model_directory
 from replicas.engine import LocalModel
 from replicas.engine_arguments import CPU_ENVIRONMENT
@@ -85,7 +85,7 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
             "ray_actor_options": {"num_cpus": replicas.cpus},
             "request_router_config": RequestRouterConfig(
                 request_router_class=ROUTERS.load(config.router.name),
-                request_router_kwargs=config.router.parameters,
+                request_router_kwargs={} if config.router.name == OUR_ROUTER else config.router.parameters,
                 request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
                 request_routing_stats_timeout_s=ROUTING_STATS_TIMEOUT_S,
             ),

@@ -11,17 +11,17 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config_section import Section as _Section
 from cluster.model_config import ClassRule, EngineArgument, FurtherModel, ModelConfig, ModelId, ReplicaConfig
-from cluster.registry import POLICIES, ROUTERS
+from cluster.registry import OUR_ROUTER, POLICIES, ROUTER_PARAMETERS, ROUTERS
 from cluster.tool_config import ToolsConfig
 
 
 class RouterConfig(_Section):
     """Which replica a turn goes to."""
 
-    name: str = "consistent_hash"
-    """A registered router."""
+    name: str = OUR_ROUTER
+    """A registered router: `caesura` places programs; the others are Ray's own."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """Keyword arguments of that router."""
+    """The parameters of `caesura`'s placement, which `caesura config schema` lists; or keyword arguments of Ray's."""
 
     @field_validator("name")
     @classmethod
@@ -29,6 +29,13 @@ class RouterConfig(_Section):
         if name not in ROUTERS:
             raise ValueError(f"unknown router {name!r}; choose one of: {', '.join(ROUTERS)}")
         return name
+
+    @field_validator("parameters")
+    @classmethod
+    def _fit(cls, parameters: dict[str, Any], info: ValidationInfo) -> dict[str, Any]:
+        if "name" in info.data and (name := info.data["name"]) in ROUTER_PARAMETERS:
+            ROUTER_PARAMETERS.load(name).model_validate(parameters)
+        return parameters
 
 
 class PolicyConfig(_Section):
@@ -191,6 +198,14 @@ class CaesuraConfig(_Section):
             if not rules or not rules[-1].unconditional:
                 raise ValueError(f"{name}: the last rule must name a model and no condition, so that one always holds")
         return classes
+
+    @property
+    def placement(self) -> Any:
+        """The parameters of our router, `router.settings.FrontSettings`; None where the router is Ray's own."""
+        if self.router.name not in ROUTER_PARAMETERS:
+            return None
+        shared = {"idle_program_s": self.control.idle_program_s, "max_programs": self.control.max_programs}
+        return ROUTER_PARAMETERS.load(self.router.name).model_validate({**shared, **self.router.parameters})
 
     @property
     def served(self) -> Mapping[str, "CaesuraConfig"]:

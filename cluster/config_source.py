@@ -15,9 +15,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
-from cluster.config import CaesuraConfig, PolicyConfig
+from cluster.config import CaesuraConfig, PolicyConfig, RouterConfig
 from cluster.errors import ConfigError
-from cluster.registry import POLICIES, ROUTERS, read_cost_model
+from cluster.registry import POLICIES, ROUTER_PARAMETERS, ROUTERS, read_cost_model
 from cluster.tool_config import ToolModel
 
 VARIABLE_PREFIX = "CAESURA__"
@@ -113,32 +113,38 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def dump_config(config: CaesuraConfig) -> str:
-    """The configuration as YAML, with every default filled in, those of the policy's parameters too."""
+    """The configuration as YAML, every default filled in, those of the policy's and the router's parameters, too."""
     values = config.model_dump(mode="json")
     parameters = POLICIES.load(config.policy.name).model_validate(config.policy.parameters)
     values["policy"]["parameters"] = parameters.model_dump(mode="json")
+    if (placement := config.placement) is not None:
+        values["router"]["parameters"] = placement.model_dump(mode="json")
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the file, each policy's parameters under ``$defs``."""
-    parameters = {name: POLICIES.load(name) for name in POLICIES}
-    models = [CaesuraConfig, *dict.fromkeys(parameters.values())]
+    """JSON Schema (draft 2020-12) of the file, the parameters of each policy and router under ``$defs``."""
+    of_policies = {name: POLICIES.load(name) for name in POLICIES}
+    of_routers = {name: ROUTER_PARAMETERS.load(name) for name in ROUTER_PARAMETERS}
+    models = [CaesuraConfig, *dict.fromkeys((*of_policies.values(), *of_routers.values()))]
     references, schema = models_json_schema([(model, "validation") for model in models])
     definitions = schema["$defs"]
     root = definitions.pop(CaesuraConfig.__name__)
-    definitions["RouterConfig"]["properties"]["name"]["enum"] = list(ROUTERS)
-    policy = definitions["PolicyConfig"]
-    policy["properties"]["name"]["enum"] = list(POLICIES)
-    default = PolicyConfig.model_fields["name"].default
-    policy["allOf"] = [
-        {
-            # Without "required" the condition also holds where the name is left out, which means the default.
-            "if": {"properties": {"name": {"const": name}}, **({} if name == default else {"required": ["name"]})},
-            "then": {"properties": {"parameters": references[model, "validation"]}},
-        }
-        for name, model in parameters.items()
-    ]
+    for section, names, parameters in (
+        (PolicyConfig, POLICIES, of_policies),
+        (RouterConfig, ROUTERS, of_routers),
+    ):
+        described = definitions[section.__name__]
+        described["properties"]["name"]["enum"] = list(names)
+        default = section.model_fields["name"].default
+        described["allOf"] = [
+            {
+                # Without "required" the condition also holds where the name is left out, which means the default.
+                "if": {"properties": {"name": {"const": name}}, **({} if name == default else {"required": ["name"]})},
+                "then": {"properties": {"parameters": references[model, "validation"]}},
+            }
+            for name, model in parameters.items()
+        ]
     return {"$schema": SCHEMA_DIALECT, **root, "$defs": definitions}
 
 
@@ -243,6 +249,9 @@ def _known_keys(section: KeyPath, values: Mapping[str, Any]) -> set[str]:
     if section[:2] == ("policy", "parameters"):
         name = values["policy"].get("name", PolicyConfig.model_fields["name"].default)
         model, section = POLICIES.load(name), section[2:]
+    elif section[:2] == ("router", "parameters"):
+        name = values["router"].get("name", RouterConfig.model_fields["name"].default)
+        model, section = ROUTER_PARAMETERS.load(name), section[2:]
     elif section[:2] == TOOLS and len(section) > 2:
         kind = values["tools"]["defined"][section[2]].get("kind")
         model, section = next(model for model in get_args(ToolModel) if kind in _kinds(model)), section[3:]

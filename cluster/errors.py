@@ -9,6 +9,7 @@
     │   ├── ControlTimeout     no answer in time
     │   ├── ControlRefused     the scheduler answered that the request makes no sense
     │   └── EngineGone         the engine is dead and will not answer again
+    ├── ReplicaGone            the replica that a call names is not there, or no more
     ├── ToolError              a tool call; the executor makes a result of it
     │   ├── ToolRefused        nothing was run: an unknown tool, bad arguments, a forbidden address, no sandbox
     │   ├── ToolFailed         the tool ran, or was to be reached, and failed
@@ -22,7 +23,9 @@
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
         │   └── IdempotencyConflict  422  an idempotency key came again with another body
+        ├── ProgramMoved       409  the replica has been told that the program lives elsewhere; the ingress goes there
         ├── Overloaded         503  with Retry-After
+        │   └── TooManyRequests  429  more than the tenant's share
         └── UpstreamFailed     502  a replica failed while it answered
 
 Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`,
@@ -66,6 +69,10 @@ class ControlRefused(ControlError):
 
 class EngineGone(ControlError):
     """The engine behind the side channel is dead."""
+
+
+class ReplicaGone(CaesuraError):
+    """The replica that a call names is not there, or no more; the call reached nobody."""
 
 
 class ToolError(CaesuraError):
@@ -178,11 +185,33 @@ class IdempotencyConflict(BadRequest):
     status = 422
 
 
+class ProgramMoved(HttpError):
+    """A turn of a program that has moved away from this replica. The ingress asks where it lives now, and goes there.
+
+    Attributes:
+        epoch: the epoch of the home that the replica has been told of, if it is known.
+    """
+
+    status = 409
+    type = "conflict_error"
+
+    def __init__(self, message: str, *, epoch: int | None = None) -> None:
+        super().__init__(message, retry_after_s=1)
+        self.epoch = epoch
+
+
 class Overloaded(HttpError):
     """More work than is accepted now; retry later."""
 
     status = 503
     type = "overloaded_error"
+
+
+class TooManyRequests(Overloaded):
+    """A tenant has more waiting than its share; retry later."""
+
+    status = 429
+    type = "rate_limit_error"
 
 
 class UpstreamFailed(HttpError):

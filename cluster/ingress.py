@@ -9,6 +9,7 @@ import asyncio
 from collections.abc import Callable
 from time import time
 from typing import Any, Literal
+from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -19,8 +20,11 @@ from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
 from cluster.chat_programs import asks_for_loop
+from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig, PolicyConfig
-from cluster.errors import ControlTimeout, HttpError, Overloaded, UpstreamFailed
+from cluster.errors import HttpError, Overloaded, UpstreamFailed
+from cluster.http_admin import drain
+from cluster.http_calls import Answers, EventStream
 from cluster.http_chat import ChatPrograms
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
 from cluster.http_programs import ProgramRoutes
@@ -37,9 +41,11 @@ from cluster.http_turns import (
     version_of,
     versions,
 )
+from cluster.placing import Placing
 from cluster.program import DEFAULT_TENANT
 from cluster.program_service import ProgramService
 from cluster.ray_errors import as_http_error
+from cluster.replica_calls import ReplicaCalls
 from cluster.validation import validated
 
 RESPONSES = "/v1/responses"
@@ -92,6 +98,8 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
             "set_policy": lambda app: app.put("/admin/policy"),
             "reset": lambda app: app.post("/admin/reset"),
             "statistics": lambda app: app.get("/admin/statistics"),
+            "drain": lambda app: app.post("/admin/drain"),
+            "router": lambda app: app.get("/admin/router"),
         }
     # Routes belong to a class of their own, since Ray binds them to the class that it is given.
     handlers = {name: route(app)(getattr(ProgramIngress, name)) for name, route in endpoints.items()}
@@ -105,20 +113,23 @@ class ProgramIngress:
     async def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:  # type: ignore[misc]
         self._config = config
         self._started = int(time())
-        self._streams = replicas.options(stream=True)
-        self._calls = replicas.options(stream=False)
-        self._service = ProgramService(replicas, config)
+        clock, name = MonotonicClock(), f"ingress-{uuid4().hex}"
+        self._placing = Placing(replicas, config, clock, name)
+        self._replicas = ReplicaCalls(replicas, self._placing.places, config.control.timeout_s)
+        self._service = ProgramService(self._replicas, config, clock, name)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         self._responses = ResponseRoutes(*parts)
         self._chat_programs = ChatPrograms(*parts)
-        self._programs = ProgramRoutes(self._service.runner, self._story)
+        self._programs = ProgramRoutes(self._service.runner, self._replicas.story)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._reader = TurnReader(config)
+        self._placing.open()
         await self._service.open()
 
     async def __del__(self) -> None:
         """Called by Ray Serve when this process is to end."""
         await self._service.aclose()
+        await self._placing.aclose()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -134,21 +145,25 @@ class ProgramIngress:
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity)
-        return await self._call(request, method, body, identity.key, identity.encode())
+        answers = self._replicas.answers(method, body, passed_headers(request.headers), identity)
+        response = await self._answered(answers)
+        if not isinstance(response, EventStream):
+            answers.over()
+        return response
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
-        return await self._call(request, "tokenize", await self._reader.body(request))
+        return await self._plain(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        return await self._call(request, "detokenize", await self._reader.body(request))
+        return await self._plain(request, "detokenize")
 
-    async def _call(
-        self, request: Request, method: str, body: dict[str, Any], key: str | None = None, identity: str | None = None
-    ) -> Response:
-        handle = self._streams if key is None else self._streams.options(session_id=key)
-        answers = handle.answer.remote(method, body, passed_headers(request.headers), key, identity)
+    async def _plain(self, request: Request, method: str) -> Response:
+        body = await self._reader.body(request)
+        return await self._answered(self._replicas.plain(method, body, passed_headers(request.headers)))
+
+    async def _answered(self, answers: Answers) -> Response:
         return await answered(answers, self._config.http.request_timeout_s, as_http_error)
 
     # --- responses ----------------------------------------------------------------------------------------------------
@@ -208,17 +223,6 @@ class ProgramIngress:
         """The tools that are registered, and how long each runs and waits."""
         return await self._tools.list()
 
-    async def _story(self, key: str) -> dict[str, Any] | None:
-        try:
-            async with asyncio.timeout(self._config.control.timeout_s):
-                story: dict[str, Any] = await self._calls.options(session_id=key).program_story.remote(key)
-        except TimeoutError as error:
-            raise ControlTimeout(f"the replica of program {key!r} did not answer") from error
-        if story:
-            return story
-        others = await self._broadcast("program_story", key)
-        return next((other for other in others if isinstance(other, dict) and other), None)
-
     # --- probes -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
@@ -229,7 +233,7 @@ class ProgramIngress:
         """A model answers: 200, else 503 with Retry-After."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await self._calls.ready.remote()
+                await self._replicas.ready()
         except Exception as error:  # a probe: whatever keeps the model from answering is its answer
             raise Overloaded(
                 f"no model answers: {as_http_error(error).message}", retry_after_s=RETRY_AFTER_S
@@ -244,7 +248,7 @@ class ProgramIngress:
 
     async def policy(self) -> Response:
         """The policy of each replica."""
-        return _per_replica(await self._broadcast("control", "policy", {}))
+        return _per_replica(await self._replicas.broadcast("control", "policy", {}))
 
     async def set_policy(self, request: Request) -> Response:
         """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`; without parameters, those of the
@@ -255,24 +259,23 @@ class ProgramIngress:
         if "parameters" not in body and body.get("name") == configured.name:
             body = {"name": configured.name, "parameters": configured.parameters}
         policy = validated(PolicyConfig, body)
-        return _per_replica(await self._broadcast("set_policy", policy.model_dump(exclude_none=True)))
+        return _per_replica(await self._replicas.broadcast("set_policy", policy.model_dump(exclude_none=True)))
 
     async def reset(self) -> Response:
         """End all holds and empty the prefix caches."""
-        return _per_replica(await self._broadcast("reset_caches"))
+        return _per_replica(await self._replicas.broadcast("reset_caches"))
 
     async def statistics(self) -> Response:
         """The scheduler's numbers of each replica, now."""
-        return _per_replica(await self._broadcast("snapshot"))
+        return _per_replica(await self._replicas.broadcast("snapshot"))
 
-    async def _broadcast(self, method: str, *arguments: Any) -> list[Any]:
-        timeout_s = self._config.control.timeout_s + READY_TIMEOUT_S
-        call = self._calls.broadcast(method, *arguments)
-        try:
-            answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
-        except TimeoutError as error:
-            raise ControlTimeout(f"{method}: not all replicas answered within {timeout_s} s") from error
-        return answers
+    async def drain(self, request: Request) -> Response:
+        """Empty a replica, or end that: `{"replica": id, "drain": true}`. Its programs leave at their next pause."""
+        return await drain(self._placing, self._replicas, await self._reader.body(request))
+
+    async def router(self) -> Response:
+        """What this ingress's router knows and did: programs, who waits, the replicas as it sees them, its counters."""
+        return JSONResponse(self._placing.view())
 
 
 def _per_replica(answers: list[Any]) -> Response:

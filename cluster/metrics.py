@@ -4,7 +4,7 @@ Labels are enums or what the configuration names (model, policy), never ids of p
 stale in Ray unless they are set about once a second: `ReplicaMetrics.record` is called at each exchange.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
@@ -47,6 +47,11 @@ STORE_FAILURES = "store_failures"
 TURN_PROMPTS = "turn_prompts"
 OPEN_PROGRAMS = "open_programs"
 PROGRAM_EVENTS = "program_events"
+PLACEMENTS = "placements"
+REFUSALS = "refusals"
+WAITING_TURNS = "waiting_turns"
+SNAPSHOT_AGE = "snapshot_age_seconds"
+PLACEMENT_FALLBACKS = "placement_fallbacks"
 TOOL_CALLS = "tool_calls"
 TOOL_SECONDS = "tool_seconds"
 TOOL_QUEUE_SECONDS = "tool_queue_seconds"
@@ -163,3 +168,53 @@ class ProgramMetrics:
             if total > self._counted.get(kind, 0):
                 self._events.inc(total - self._counted.get(kind, 0), {"kind": kind})
             self._counted[kind] = total
+
+
+class RouterMetrics:
+    """The metrics of one ingress's router, for one model.
+
+    Args:
+        model: the model's id, as clients name it.
+    """
+
+    def __init__(self, model: str) -> None:
+        self._waiting, self._age = (
+            metrics.Gauge(PREFIX + name, description=text, tag_keys=("model",))
+            for name, text in (
+                (WAITING_TURNS, "Turns that wait at an ingress to be admitted to a replica"),
+                (SNAPSHOT_AGE, "Age of the oldest replica's newest snapshot"),
+            )
+        )
+        self._placements, self._refusals, self._fallbacks = (
+            metrics.Counter(PREFIX + name, description=text, tag_keys=("model", label))
+            for name, text, label in (
+                (PLACEMENTS, "Turns that were sent to a replica, by why they went there", "reason"),
+                (REFUSALS, "Turns that were refused, by why", "reason"),
+                (PLACEMENT_FALLBACKS, "Placements that had to do without something, by what", "kind"),
+            )
+        )
+        for metric in (self._waiting, self._age, self._placements, self._refusals, self._fallbacks):
+            metric.set_default_tags({"model": model})
+        self._counted: dict[tuple[metrics.Counter, str], int] = {}
+
+    def record(
+        self,
+        *,
+        waiting: int,
+        ages_s: Sequence[float],
+        placements: Mapping[Any, int],
+        refusals: Mapping[Any, int],
+        fallbacks: Mapping[Any, int],
+    ) -> None:
+        """Set the gauges, and add to the counters what came since the last time."""
+        self._waiting.set(waiting)
+        self._age.set(max(ages_s, default=0.0))
+        for counter, label, totals in (
+            (self._placements, "reason", placements),
+            (self._refusals, "reason", refusals),
+            (self._fallbacks, "kind", fallbacks),
+        ):
+            for kind, total in totals.items():
+                if (grown := total - self._counted.get((counter, kind), 0)) > 0:
+                    counter.inc(grown, {label: str(kind)})
+                self._counted[counter, kind] = total

@@ -3,11 +3,8 @@
 import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any
-from uuid import uuid4
 
-from ray.serve.handle import DeploymentHandle
-
-from cluster.clock import MonotonicClock
+from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.metrics import ProgramMetrics
 from cluster.program_runner import ProgramRunner
@@ -25,13 +22,13 @@ class ProgramService:
     """The parts, and their beginning and end.
 
     Args:
-        replicas: a handle to `ProgramServer`.
+        replicas: run the turns.
         config: the whole configuration.
+        clock: for all durations.
+        owner: the name of this ingress process, unique and never used again.
     """
 
-    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:
-        clock = MonotonicClock()
-        owner = f"ingress-{uuid4().hex}"
+    def __init__(self, replicas: ReplicaCalls, config: CaesuraConfig, clock: Clock, owner: str) -> None:
         store, programs = config.store, config.programs
         self._config = config
         self._store = RunStore(
@@ -46,7 +43,7 @@ class ProgramService:
         self.runner = ProgramRunner(
             name=owner,
             store=self._store,
-            replicas=ReplicaCalls(replicas),
+            replicas=replicas,
             tools=self.tools or NoTools(),
             config=config,
             clock=clock,

@@ -3,7 +3,7 @@
 from http import HTTPStatus
 
 from fastapi.exceptions import RequestValidationError
-from ray.exceptions import RayError, RayTaskError
+from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
 
@@ -14,6 +14,7 @@ from cluster.errors import (
     EngineGone,
     HttpError,
     Overloaded,
+    ReplicaGone,
     RunStoreUnavailable,
     RunUnknown,
     UpstreamFailed,
@@ -39,6 +40,8 @@ def as_http_error(error: BaseException) -> HttpError:
             return UpstreamFailed(str(cause), status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=RETRY_AFTER_S)
         case EngineGone():
             return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+        case ReplicaGone():
+            return UpstreamFailed("the replica is gone; it is being replaced", retry_after_s=RETRY_AFTER_S)
         case RunStoreUnavailable():
             return Overloaded("the program log cannot be reached now; retry later", retry_after_s=RETRY_AFTER_S)
         case RunUnknown():
@@ -52,6 +55,11 @@ def as_http_error(error: BaseException) -> HttpError:
     if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
         return UpstreamFailed("the replica failed; it is being replaced", retry_after_s=RETRY_AFTER_S)
     return HttpError("internal error", code="internal_error")
+
+
+def is_loss(error: BaseException) -> bool:
+    """Whether a call failed because its replica is gone, or cannot be reached: another may do the same work."""
+    return isinstance(error, ReplicaGone | RayActorError)
 
 
 def _http_message(error: HTTPException) -> str:

@@ -67,11 +67,16 @@ POLICIES = Registry(
     },
 )
 
+OUR_ROUTER = "caesura"
+"""The router that places programs; the others are Ray's, and send each program where its key says."""
+
 ROUTERS = Registry(
     "router",
     {
+        OUR_ROUTER: "router.program_router:ProgramRouter",
         "consistent_hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
         "power_of_two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+        "prefix_affinity": "router.prefix_affinity:PrefixAffinityRouter",
     },
 )
 
@@ -96,6 +101,9 @@ SCORERS = Registry(
         "others": "router.scorers:Others",
     },
 )
+
+ROUTER_PARAMETERS = Registry("router with parameters of its own", {OUR_ROUTER: "router.settings:FrontSettings"})
+"""Their classes; Ray's routers take keyword arguments, which nobody checks before they are started."""
 
 TOOL_KINDS = Registry(
     "tool kind",

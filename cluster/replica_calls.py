@@ -1,4 +1,4 @@
-"""The replicas as a program runner sees them: turns and the side channel, over a handle of Ray Serve."""
+"""The replicas of a model as the rest of an ingress sees them: calls over a handle, each to its replica."""
 
 import asyncio
 import logging
@@ -8,26 +8,56 @@ from uuid import uuid4
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.errors import HttpError
+from cluster.errors import ControlTimeout, HttpError
 from cluster.http_front import REQUEST_ID
+from cluster.placed_calls import Calls, PlacedAnswers, turn_request
 from cluster.program import ProgramIdentity
-from cluster.ray_errors import as_http_error
+from cluster.ray_errors import as_http_error, is_loss
 from cluster.turn import Continuation, TurnDone, TurnPiece
+from router.places import Placement, Places
 
 logger = logging.getLogger("ray.serve")
 
+BROADCAST_SLACK_S = 5.0
+"""A broadcast may take so much longer than one call."""
+
 
 class ReplicaCalls:
-    """Calls that reach the replica on which a program lives.
+    """Calls that reach the replica on which a program lives, a replica by its id, or all.
 
     Args:
         replicas: a handle to `ProgramServer`.
+        places: where programs live.
+        timeout_s: bounds a call of the side channel.
     """
 
-    def __init__(self, replicas: DeploymentHandle) -> None:
+    def __init__(self, replicas: DeploymentHandle, places: Places, timeout_s: float) -> None:
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
+        self._places = places
+        self._timeout_s = timeout_s
         self._ending: set[asyncio.Task[None]] = set()
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def answers(
+        self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
+    ) -> PlacedAnswers[bytes | HttpError]:
+        """A turn of a client: what it is sent, as bytes."""
+
+        def call(placement: Placement) -> Calls[bytes | HttpError]:
+            handle = self._streams.options(session_id=placement.session)
+            made: Calls[bytes | HttpError] = handle.answer.remote(
+                method, body, headers, identity.key, identity.encode()
+            )
+            return made
+
+        return PlacedAnswers(self._places, turn_request(identity, body), call)
+
+    def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
+        """What is no turn: any replica answers."""
+        made: Calls[bytes | HttpError] = self._streams.answer.remote(method, body, headers, None, None)
+        return made
 
     async def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
@@ -37,12 +67,21 @@ class ReplicaCalls:
         The last piece does not wait for the replica's own end of the call.
         """
         headers = {REQUEST_ID: uuid4().hex}
-        handle = self._streams.options(session_id=key)
-        answers = handle.turn.remote(dict(body), headers, key, identity.encode(), continuation)
+
+        def call(placement: Placement) -> Calls[tuple[TurnPiece | HttpError, ...]]:
+            handle = self._streams.options(session_id=placement.session)
+            made: Calls[tuple[TurnPiece | HttpError, ...]] = handle.turn.remote(
+                dict(body), headers, key, identity.encode(), continuation
+            )
+            return made
+
+        answers = PlacedAnswers(self._places, turn_request(identity, body), call)
         over = False
         try:
             async for batch in answers:
-                over = isinstance(batch[-1], TurnDone | HttpError)
+                over = isinstance(last := batch[-1], TurnDone | HttpError)
+                if isinstance(last, TurnDone):
+                    answers.over(context_tokens=last.prompt_tokens + last.output_tokens)
                 for piece in batch:
                     yield piece
                 if over:
@@ -56,13 +95,70 @@ class ReplicaCalls:
             else:
                 answers.cancel()
 
+    # --- the side channel ---------------------------------------------------------------------------------------------
+
     async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
-        """Run an operation of the side channel.
+        """Run an operation of the side channel where the program lives; nothing is done if it lives nowhere.
 
         Raises:
             Exception: what Ray or the replica raised.
         """
-        await self._calls.options(session_id=key).control.remote(operation, {"key": key, **payload})
+        session = await self._places.session_of(key)
+        if session is None:
+            return
+        try:
+            await self._calls.options(session_id=session).control.remote(operation, {"key": key, **payload})
+        finally:
+            if operation == "end":
+                self._places.forget(key)
+
+    async def story(self, key: str) -> dict[str, Any] | None:
+        """What the replicas know of a program: first the one where it lives.
+
+        Raises:
+            ControlTimeout: they did not answer.
+        """
+        session = await self._places.session_of(key)
+        try:
+            if session is not None:
+                async with asyncio.timeout(self._timeout_s):
+                    story: dict[str, Any] = await self._calls.options(session_id=session).program_story.remote(key)
+                if story:
+                    return story
+        except TimeoutError as error:
+            raise ControlTimeout(f"the replica of program {key!r} did not answer") from error
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        others = await self.broadcast("program_story", key)
+        return next((other for other in others if isinstance(other, dict) and other), None)
+
+    async def to(self, replica: str, method: str, *arguments: Any) -> Any:
+        """Call a replica by its id.
+
+        Raises:
+            ReplicaGone: it is not there.
+            Exception: what else Ray or the replica raised.
+        """
+        return await getattr(self._calls.options(session_id=replica), method).remote(*arguments)
+
+    async def ready(self) -> None:
+        """Returns when a replica has answered; raises what keeps it from doing so."""
+        await self._calls.ready.remote()
+
+    async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
+        """What each replica answers, or the exception that it raised.
+
+        Raises:
+            ControlTimeout: not all answered in time.
+        """
+        timeout_s = self._timeout_s + BROADCAST_SLACK_S
+        call = self._calls.broadcast(method, *arguments)
+        try:
+            answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except TimeoutError as error:
+            raise ControlTimeout(f"{method}: not all replicas answered within {timeout_s} s") from error
+        return answers
 
 
 async def _exhaust(answers: Any) -> None:

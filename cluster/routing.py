@@ -6,6 +6,7 @@ in it by four bytes, blocks of shared prefixes by eight, so that a snapshot of a
 
 from array import array
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
 from typing import Any
@@ -25,6 +26,16 @@ MAX_PREFIXES = 1024
 """Blocks that a snapshot names: those that several programs began with, then others; those used last first."""
 
 _NAME_WIDTH, _BLOCK_WIDTH = "I", "Q"
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Where a program lives."""
+
+    replica: str
+    """Ray Serve's unique id of the replica."""
+    epoch: int
+    """Grows with each move: a replica refuses turns of an older one (the store's fencing number)."""
 
 
 class StepCosts(msgspec.Struct, frozen=True):

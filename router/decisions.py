@@ -10,6 +10,7 @@ from enum import StrEnum
 from typing import Protocol
 
 from cluster.program import Hints
+from cluster.routing import Home as Home
 from cluster.routing import ReplicaSnapshot
 
 
@@ -33,15 +34,6 @@ class TurnRequest:
     avoid: frozenset[str] = frozenset()
     """Replicas that have failed this turn."""
     hints: Hints = field(default_factory=Hints)
-
-
-@dataclass(frozen=True, slots=True)
-class Home:
-    """Where a program lives."""
-
-    replica: str
-    epoch: int
-    """Grows with each move: a replica refuses turns of an older one (the store's fencing number)."""
 
 
 class Placed(StrEnum):

@@ -266,6 +266,15 @@ def test_schema_has_the_parameters_of_every_policy(name: str) -> None:
     assert list(validator.iter_errors({"policy": {"name": name, "parameters": {"no_such": 1}}}))
 
 
+def test_parameters_of_a_router() -> None:
+    ours = load_config(None, {}, {"router.parameters.max_moves": 1, "control.idle_program_s": 60})
+    assert (ours.placement.max_moves, ours.placement.idle_program_s) == (1, 60.0)
+    assert not list(jsonschema.Draft202012Validator(config_schema()).iter_errors(yaml.safe_load(dump_config(ours))))
+    rays = load_config(None, {}, {"router.name": "consistent_hash", "router.parameters.num_fallback_replicas": 0})
+    assert rays.placement is None
+    assert yaml.safe_load(dump_config(rays))["router"]["parameters"] == {"num_fallback_replicas": 0}
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
@@ -274,6 +283,9 @@ def test_schema_has_the_parameters_of_every_policy(name: str) -> None:
         {"policy": {"name": "continuum", "parameters": {"delta": 2}}},
         {"policy": {"parameters": {"hopeless_share": 2}}},
         {"http": {"port": -1}},
+        {"router": {"name": "best"}},
+        {"router": {"parameters": {"hysterisis": 2}}},
+        {"router": {"name": "caesura", "parameters": {"max_moves": -1}}},
     ],
 )
 def test_schema_refuses_what_is_refused(wrong: dict[str, Any], file: Path) -> None:

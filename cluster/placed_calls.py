@@ -1,0 +1,148 @@
+"""A turn's call of a replica, placed: it goes where its program lives, and elsewhere if that replica is gone."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any, Generic, Protocol, Self, TypeVar
+from uuid import uuid4
+
+from cluster.errors import HttpError, ProgramMoved, ReplicaGone
+from cluster.program import ProgramIdentity
+from cluster.ray_errors import is_loss
+from cluster.routing import prefix_blocks, prompt_of
+from router.decisions import TurnRequest
+from router.places import Placement, Places
+
+MAX_LOSSES = 2
+"""Replicas that may end under a request before it counts as the request's fault."""
+MAX_HOPS = 16
+"""How often a request is placed again because its replica is gone, or its program has moved."""
+BYTES_PER_TOKEN = 4
+
+Piece = TypeVar("Piece")
+Said = TypeVar("Said", covariant=True)
+
+
+class Calls(Protocol[Said]):
+    """The pieces of an answer: Ray Serve's DeploymentResponseGenerator."""
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> Said: ...
+
+    def cancel(self) -> None:
+        """Stop the replica's work on it; harmless after the end."""
+        ...
+
+
+def turn_request(identity: ProgramIdentity, body: Mapping[str, Any]) -> TurnRequest:
+    """What the router is asked for a turn."""
+    key, parent = identity.key, identity.parent_id
+    return TurnRequest(
+        key=key if key is not None else f"{identity.tenant}//{uuid4().hex}",  # two slashes: no program's key
+        tenant=identity.tenant,
+        prompt_tokens=prompt_tokens(body),
+        prefix=prefix_blocks(prompt_of(body)),
+        lone=key is None,
+        last=identity.last_turn,
+        parent_key=None if parent is None else f"{identity.tenant}/{parent}",
+        hints=identity.hints,
+    )
+
+
+def prompt_tokens(body: Mapping[str, Any]) -> int:
+    """Of a request: exact where the prompt is token ids, else by its bytes."""
+    prompt = body.get("prompt")
+    if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
+        return len(prompt)
+    return sum(_text_bytes(body.get(field)) for field in ("prompt", "tools", "messages")) // BYTES_PER_TOKEN
+
+
+class PlacedAnswers(Generic[Piece]):
+    """The pieces of a turn's answer. Its place is given up at the end, by `over`, or by `cancel`.
+
+    Until the first piece is there, a replica that is gone or that knows of a move costs the client nothing: the turn is
+    placed again.
+
+    Args:
+        places: where turns go.
+        request: the turn.
+        call: makes the call, once the turn has its place.
+    """
+
+    def __init__(self, places: Places, request: TurnRequest, call: Callable[[Placement], Calls[Piece]]) -> None:
+        self._places = places
+        self._request = request
+        self._call = call
+        self._placement: Placement | None = None
+        self._answers: Calls[Piece] | None = None
+        self._failed = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> Piece:
+        if self._answers is None:
+            return await self._begin()
+        return self._seen(await self._next(self._answers))
+
+    def over(self, *, context_tokens: int | None = None) -> None:
+        """Nothing more of it matters; the replica's own end of the call is left alone. Again is harmless."""
+        if self._placement is not None:
+            self._placement.end(context_tokens=context_tokens, complete=not self._failed)
+
+    def cancel(self) -> None:
+        """Stop the replica's work on it; harmless after the end."""
+        if self._answers is not None:
+            self._answers.cancel()
+        if self._placement is not None:
+            self._placement.end()
+
+    async def _begin(self) -> Piece:
+        losses = 0
+        for hop in range(MAX_HOPS + 1):
+            self._placement = placement = await self._places.place(self._request)
+            answers = self._answers = self._call(placement)
+            try:
+                piece = await self._next(answers)
+            except Exception as error:
+                losses += is_loss(error) and not isinstance(error, ReplicaGone)
+                if not is_loss(error) or losses >= MAX_LOSSES or hop == MAX_HOPS:
+                    raise
+                self._request = replace(self._request, avoid=self._request.avoid | {placement.session})
+            else:
+                moved = _failure(piece)
+                if not isinstance(moved, ProgramMoved) or hop == MAX_HOPS:
+                    return self._seen(piece)
+                await self._places.fenced(placement, moved.epoch)
+            placement.end()
+        raise AssertionError("the last hop returns or raises")
+
+    async def _next(self, answers: Calls[Piece]) -> Piece:
+        try:
+            return await anext(answers)
+        except StopAsyncIteration:
+            self.over()
+            raise
+
+    def _seen(self, piece: Piece) -> Piece:
+        if _failure(piece) is not None:
+            self._failed = True
+            self.over()
+        return piece
+
+
+def _failure(piece: object) -> HttpError | None:
+    last = piece[-1] if isinstance(piece, tuple) and piece else piece
+    return last if isinstance(last, HttpError) else None
+
+
+def _text_bytes(value: object) -> int:
+    """Of all text in a JSON value. Its depth is bounded where bodies are read."""
+    match value:
+        case str():
+            return len(value.encode("utf-8", "surrogatepass"))
+        case list():
+            return sum(map(_text_bytes, value))
+        case dict():
+            return sum(map(_text_bytes, value.values()))
+    return 0

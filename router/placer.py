@@ -1,0 +1,390 @@
+"""The way of a turn to its replica: `Front` decides, the store settles between ingresses, the placer does the rest.
+
+Lives in one event loop. A program's home is asked of the store once (a turn of a program that is known here costs no
+call), written once, and moved by compare-and-set; without the store, `Front` decides so that all ingresses agree, and
+what was decided is written when the store answers again.
+"""
+
+import asyncio
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Coroutine, Mapping
+from dataclasses import dataclass
+from itertools import count
+from typing import Any
+
+from cluster.clock import Clock
+from cluster.errors import Overloaded
+from cluster.placement_store import PlacementStore
+from cluster.routing import Home, ReplicaSnapshot
+from router.decisions import Front, Go, Placed, Refuse, Refused, TurnRequest, Wait
+from router.farewells import Farewells, MovedAway
+from router.places import Fallback, Placement, refusal
+
+PUMP_S = 0.1
+"""While somebody waits to be admitted, `Front` is asked so often at least."""
+MAX_ROUNDS = 4
+"""How often a turn is decided anew because the store has another home for it, before that home is taken."""
+SWEEPS = 4
+"""How often within a home's expiry it is touched at least, if it is used."""
+SWEEP_S = 60.0
+"""And so often, to learn whether the store has another."""
+PROBE_S = 1.0
+"""A store that failed is asked so often whether it answers again; until then nobody else waits for it."""
+
+
+@dataclass(slots=True)
+class _Program:
+    """What is known of a program here."""
+
+    stored: Home | None = None
+    """As the store has it; None: it is not known to have one."""
+    used_s: float = 0.0
+    turns: int = 0
+    """In flight, or waiting."""
+
+
+class Placer:
+    """Places turns by a `Front`.
+
+    Args:
+        front: decides.
+        store: where ingresses agree.
+        clock: all of `Front`'s time.
+        moved_away: told of each program that leaves a replica which is still there.
+        idle_s: a program without a turn for so long is forgotten; the expiry of the store's homes.
+        max_programs: most programs that are remembered.
+    """
+
+    def __init__(
+        self,
+        front: Front,
+        store: PlacementStore,
+        clock: Clock,
+        *,
+        moved_away: MovedAway,
+        idle_s: float,
+        max_programs: int,
+    ) -> None:
+        self.placements: Counter[Placed] = Counter()
+        self.refusals: Counter[Refused] = Counter()
+        self.fallbacks: Counter[Fallback] = Counter()
+        self._front = front
+        self._store = store
+        self._clock = clock
+        self._farewells = Farewells(moved_away, clock)
+        self._idle_s = idle_s
+        self._max_programs = max_programs
+        self._turn_ids = count()
+        self._programs: OrderedDict[str, _Program] = OrderedDict()
+        self._waiting: dict[str, asyncio.Future[Go | Refuse]] = {}
+        self._asking: dict[str, asyncio.Task[Any]] = {}
+        self._background: set[asyncio.Task[Any]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        self._seen: dict[str, tuple[ReplicaSnapshot | None, float]] = {}
+        self._swept_s = clock.now_s()
+
+    # --- what others tell it ------------------------------------------------------------------------------------------
+
+    def observe(self, snapshots: Mapping[str, ReplicaSnapshot | None]) -> None:
+        """The replicas that can be reached, and what they say of themselves."""
+        now_s = self._clock.now_s()
+        before, self._seen = self._seen, {}
+        for replica, snapshot in snapshots.items():
+            last, at_s = before.get(replica, (None, now_s))
+            news = snapshot is None or last is None or snapshot.number != last.number
+            self._seen[replica] = (snapshot, now_s if news else at_s)
+        self._front.observe(snapshots, now_s)
+        self._farewells.tell(snapshots)
+        self._pump()
+
+    async def attend(self) -> None:
+        """Keeps the store's homes from expiring, and looks whether a store that failed is back; for ever."""
+        while True:
+            await asyncio.sleep(PROBE_S)
+            if not self._store.healthy:
+                if await self._store.touch({}) is not None:
+                    await self.sweep(everything=True)
+            elif self._clock.now_s() - self._swept_s >= min(SWEEP_S, self._idle_s / SWEEPS):
+                await self.sweep()
+
+    async def sweep(self, *, everything: bool = False) -> None:
+        """Touch the homes of programs that had a turn since the last time; forget those that had none for long.
+
+        ``everything``: the store was away, and may have lost any.
+        """
+        now_s, since_s = self._clock.now_s(), self._swept_s
+        self._swept_s = now_s
+        while self._programs:
+            key, oldest = next(iter(self._programs.items()))
+            if oldest.turns or oldest.used_s > now_s - self._idle_s:
+                break
+            self._drop(key)
+        homes = {
+            key: known.stored
+            for key, known in self._programs.items()
+            if known.stored and (everything or known.turns or known.used_s >= since_s)
+        }
+        for key in await self._store.touch(homes) or ():
+            if (known := self._programs.get(key)) is not None:
+                known.stored = None  # its next turn claims it again, or learns where it lives
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    async def place(self, request: TurnRequest) -> Placement:
+        """A place for a turn; it may wait to be admitted.
+
+        Raises:
+            Overloaded: it is refused; TooManyRequests where that is its tenant's doing.
+        """
+        known = self._use(request)
+        try:
+            for last_round in (*(False,) * (MAX_ROUNDS - 1), True):
+                shared = await self._asked_the_store(request)
+                turn_id = f"turn-{next(self._turn_ids)}"
+                placement = None
+                try:
+                    go = await self._decide(turn_id, request, shared)
+                    home = go.home if request.lone else await self._settle(request, go)
+                    same = home.replica == go.home.replica
+                    if last_round or same or self._is_there(home, request):
+                        self.placements[go.reason if same else Placed.JOINED] += 1
+                        placement = Placement(self, request, home.replica, home, turn_id)
+                        return placement
+                finally:
+                    if placement is None:
+                        self._front.ended(turn_id, self._clock.now_s())
+                        self._pump()
+            raise AssertionError("the last round returns")
+        except BaseException:
+            known.turns -= 1
+            raise
+
+    def ended(self, placement: Placement, *, context_tokens: int | None, complete: bool) -> None:
+        """Called by `Placement.end`, once."""
+        request, now_s = placement.request, self._clock.now_s()
+        self._front.ended(placement.turn_id, now_s, context_tokens=context_tokens)
+        if (known := self._programs.get(request.key)) is not None:
+            known.turns = max(0, known.turns - 1)  # it may have been forgotten and met again meanwhile
+            known.used_s = now_s
+            self._programs.move_to_end(request.key)
+            if request.last and complete and not known.turns:
+                self.forget(request.key)
+        self._pump()
+
+    async def fenced(self, placement: Placement, epoch: int | None) -> None:
+        """The replica knows of a later epoch: learn where the program lives now.
+
+        Where the store does not know better, it has lost the move: the program stays, with an epoch above all.
+        """
+        key, refused = placement.request.key, placement.home
+        known = self._front.home_of(key)
+        if refused is None or (known is not None and known.epoch > refused.epoch):
+            return  # learnt meanwhile, by another turn
+        self.fallbacks[Fallback.FENCED] += 1
+        latest = max(refused.epoch, epoch or 0)
+        answer = (await self._store.get(key)) if self._store.healthy else None
+        held = None if answer is None else answer[0]
+        if answer is not None and (
+            held is None or held.epoch <= refused.epoch or held == Home(refused.replica, latest)
+        ):
+            held = await self._store.move(key, latest, refused.replica)
+        self._learn(key, held or Home(refused.replica, latest + 1), stored=held is not None)
+
+    async def session_of(self, key: str) -> str | None:
+        """The replica on which a program lives; None: on none."""
+        home = self._front.home_of(key)
+        if home is None and self._store.healthy:
+            await self._look_up(key)
+            home = self._front.home_of(key)
+        return None if home is None else home.replica
+
+    def forget(self, key: str) -> None:
+        """The program has ended: here, and in the store."""
+        home = self._front.home_of(key)
+        self._drop(key)
+        if home is not None:
+            self._background.add(task := asyncio.create_task(self._store.forget(key, home.epoch)))
+            task.add_done_callback(self._background.discard)
+
+    # --- what is shown ------------------------------------------------------------------------------------------------
+
+    @property
+    def waiting(self) -> int:
+        """Turns that wait to be admitted."""
+        return len(self._waiting)
+
+    @property
+    def moves(self) -> int:
+        """Programs that this ingress has moved."""
+        return sum(count for reason, count in self.placements.items() if reason.value.startswith("moved"))
+
+    def ages_s(self) -> dict[str, float | None]:
+        """For each replica, the age of its newest snapshot; None: it has told nothing of use."""
+        now_s = self._clock.now_s()
+        return {replica: None if said is None else now_s - at_s for replica, (said, at_s) in self._seen.items()}
+
+    def view(self) -> dict[str, Any]:
+        """For operators."""
+        replicas = {
+            replica: {"snapshot_age_s": age_s, **_facts(self._seen[replica][0])}
+            for replica, age_s in self.ages_s().items()
+        }
+        return {
+            "router": "caesura",
+            "programs": len(self._programs),
+            "turns": sum(known.turns for known in self._programs.values()),
+            "waiting": self.waiting,
+            "replicas": replicas,
+            "placements": {reason.value: n for reason, n in self.placements.items()},
+            "refusals": {reason.value: n for reason, n in self.refusals.items()},
+            "fallbacks": {kind.value: n for kind, n in self.fallbacks.items()},
+            "moves": self.moves,
+            "store": {
+                "healthy": self._store.healthy,
+                "failures": {k.value: n for k, n in self._store.failures.items()},
+            },
+        }
+
+    # --- deciding -----------------------------------------------------------------------------------------------------
+
+    async def _asked_the_store(self, request: TurnRequest) -> bool:
+        """Whether the store answers. A program that is not known here may have a home: its turns are not to wait."""
+        shared = request.lone or self._store.healthy
+        if not request.lone and shared and self._front.home_of(request.key) is None:
+            shared = await self._look_up(request.key)
+        if not shared:
+            self.fallbacks[Fallback.STORE_GONE] += 1
+        return shared
+
+    async def _decide(self, turn_id: str, request: TurnRequest, shared: bool) -> Go:
+        decision = self._front.turn(turn_id, request, self._clock.now_s(), shared=shared)
+        if isinstance(decision, Wait):
+            decision = await self._admitted(turn_id)
+        match decision:
+            case Refuse(reason, retry_after_s):
+                self.refusals[reason] += 1
+                raise refusal(reason, retry_after_s)
+            case Go():
+                return decision
+
+    async def _admitted(self, turn_id: str) -> Go | Refuse:
+        future: asyncio.Future[Go | Refuse] = asyncio.get_running_loop().create_future()
+        self._waiting[turn_id] = future
+        try:
+            self._pump()
+            return await future
+        finally:
+            del self._waiting[turn_id]
+
+    def _pump(self) -> None:
+        """Let those go whose wait is over."""
+        for turn_id, outcome in self._front.admitted(self._clock.now_s()):
+            future = self._waiting.get(turn_id)
+            if future is not None and not future.done():
+                future.set_result(outcome)
+        if self._waiting and self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(PUMP_S, self._tick)
+
+    def _tick(self) -> None:
+        self._timer = None
+        self._pump()
+
+    def _is_there(self, home: Home, request: TurnRequest) -> bool:
+        return home.replica in self._seen and home.replica not in request.avoid
+
+    # --- agreeing -----------------------------------------------------------------------------------------------------
+
+    async def _look_up(self, key: str) -> bool:
+        """Learn from the store where the program lives, if it does; whether the store answers."""
+        return bool(await self._once("get " + key, lambda: self._found(key)))
+
+    async def _found(self, key: str) -> bool:
+        answer = await self._store.get(key)
+        if answer is not None and answer[0] is not None:
+            self._learn(key, answer[0], stored=True)
+        return answer is not None
+
+    async def _settle(self, request: TurnRequest, go: Go) -> Home:
+        """The home that the program has by agreement: where `Front` wants it, or where another ingress was faster."""
+        known = self._use(request, begins=False)
+        if known.stored == go.home or not self._store.healthy:
+            return go.home
+        held: Home | None = await self._once("set " + request.key, lambda: self._written(request.key, go, known.stored))
+        if held is None:
+            self.fallbacks[Fallback.STORE_GONE] += 1
+        return held or go.home
+
+    async def _written(self, key: str, go: Go, before: Home | None) -> Home | None:
+        if before is not None and before.epoch < go.home.epoch:
+            held = await self._store.move(key, go.home.epoch - 1, go.home.replica)
+        else:
+            held = await self._store.claim(key, go.home)
+        if held is None:
+            return None
+        self._learn(key, held, stored=True)
+        left = go.moved_from
+        if held == go.home and left is not None and left != held.replica:
+            self._farewells.say(left, key, held.epoch, self._seen)
+        return held
+
+    def _learn(self, key: str, home: Home, *, stored: bool) -> None:
+        known = self._programs.setdefault(key, _Program(used_s=self._clock.now_s()))
+        known.stored = home if stored else None
+        self._front.settle(key, home, self._clock.now_s())
+
+    async def _once(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
+        """What the work of that name gives; whoever asks meanwhile shares it, and no one of them can cancel it."""
+        task = self._asking.get(name)
+        if task is None:
+            self._asking[name] = task = asyncio.create_task(work())
+            task.add_done_callback(lambda _: self._asking.pop(name, None))
+        return await asyncio.shield(task)
+
+    # --- remembering --------------------------------------------------------------------------------------------------
+
+    def _use(self, request: TurnRequest, *, begins: bool = True) -> _Program:
+        """The program's entry; lone turns have one that nobody else sees."""
+        if request.lone:
+            return _Program(turns=1)
+        known = self._programs.setdefault(request.key, _Program())
+        known.used_s = self._clock.now_s()
+        known.turns += begins
+        self._programs.move_to_end(request.key)
+        while len(self._programs) > self._max_programs:
+            key, oldest = next(iter(self._programs.items()))
+            if oldest.turns:
+                break
+            self._drop(key)
+        return known
+
+    def _drop(self, key: str) -> None:
+        self._programs.pop(key, None)
+        self._front.forget(key, self._clock.now_s())
+
+    async def aclose(self) -> None:
+        """Stop what is under way; whoever waits to be admitted is told that this process ends."""
+        if self._timer is not None:
+            self._timer.cancel()
+        for future in self._waiting.values():
+            if not future.done():
+                future.set_exception(Overloaded("this ingress ends; retry", retry_after_s=1))
+        self._farewells.stop()
+        for task in (*self._background, *self._asking.values()):
+            task.cancel()
+        await self._store.close()
+
+
+def _facts(snapshot: ReplicaSnapshot | None) -> dict[str, Any]:
+    if snapshot is None:
+        return {}
+    names = (
+        "draining",
+        "running",
+        "waiting",
+        "programs",
+        "working_set_tokens",
+        "kv_tokens",
+        "free_tokens",
+        "held_tokens",
+    )
+    return {name: getattr(snapshot, name) for name in (*names, "host_used_tokens", "waiting_tokens")}
