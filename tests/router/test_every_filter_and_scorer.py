@@ -1,0 +1,176 @@
+"""Contracts of every registered filter and scorer: registered is tested."""
+
+from dataclasses import replace
+from math import isfinite
+
+import pytest
+from front_views import COSTS, request
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.registry import FILTERS, SCORERS
+from router.candidate import Arrival, Candidate, Gap, Sent, candidate_of, gap
+from router.facts import Facts
+from router.outlook import Outlook, expect
+from router.placement import Placement
+from router.settings import FrontSettings
+
+TOKENS = st.floats(0, 1e9)
+SECONDS = st.floats(0, 1e5)
+SMALL = st.floats(0, 1.0)
+NAMES = st.frozensets(st.integers(0, 3))
+FACTS = st.builds(
+    Facts,
+    overhead_s=SMALL,
+    sequence_s=SMALL,
+    weights_s=SMALL,
+    token_s=SMALL,
+    context_s=SMALL,
+    swap_token_s=SMALL,
+    kv_tokens=TOKENS,
+    free_tokens=TOKENS,
+    host_tokens=TOKENS,
+    running=st.floats(0, 1e4),
+    waiting=st.floats(0, 1e4),
+    running_tokens=TOKENS,
+    waiting_tokens=TOKENS,
+    output_tokens=TOKENS,
+    programs=st.floats(0, 1e4),
+    working_set_tokens=TOKENS,
+    resume_tokens=st.lists(st.tuples(SECONDS, TOKENS), max_size=3).map(tuple),
+)
+OUTLOOKS = st.builds(Outlook, TOKENS, TOKENS, st.floats(1, 1e4), SECONDS)
+SENT = st.builds(Sent, st.integers(0, 50), st.integers(0, 10**6), st.integers(0, 10**6), st.integers(-9, 9), TOKENS)
+
+
+@st.composite
+def candidates(draw: st.DrawFn, replica: str = "r0") -> Candidate:
+    facts = draw(FACTS)
+    return candidate_of(
+        replica,
+        facts,
+        draw(SENT),
+        draw(OUTLOOKS),
+        bound_tokens=facts.kv_tokens,
+        model=draw(st.sampled_from([None, "m", "other"])),
+        draining=draw(st.booleans()),
+        suspect=draw(st.booleans()),
+        residents=draw(NAMES),
+        on_device=draw(NAMES),
+        on_host=draw(NAMES),
+        prefixes=draw(NAMES),
+        sent_prefixes=draw(NAMES),
+    )
+
+
+@st.composite
+def arrivals(draw: st.DrawFn) -> Arrival:
+    hints = request("p", expected_output_tokens=draw(st.none() | st.integers(0, 10**6))).hints
+    expected = expect(draw(OUTLOOKS), hints, draw(st.integers(0, 10**6)), draw(st.integers(0, 99)), draw(st.booleans()))
+    return Arrival(
+        key=draw(st.text(max_size=3)),
+        name=draw(st.integers(0, 3)),
+        tenant=draw(st.text(max_size=2)),
+        prefix=tuple(draw(st.lists(st.integers(0, 5), max_size=5))),
+        expected=expected,
+        home=draw(st.sampled_from([None, "r0", "r1"])),
+        home_tokens=draw(st.integers(0, 10**6)),
+        just_ended=draw(st.booleans()),
+    )
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@given(turn=arrivals(), candidate=candidates())
+def test_every_score_is_a_number_of_seconds_and_the_same_again(name: str, turn: Arrival, candidate: Candidate) -> None:
+    scorer = SCORERS.load(name)()
+    seconds = scorer.seconds(turn, candidate, gap(turn, candidate))
+    assert isfinite(seconds) and seconds >= 0
+    assert SCORERS.load(name)().seconds(turn, candidate, gap(turn, candidate)) == seconds
+
+
+@pytest.mark.parametrize("name", SCORERS)
+@given(turn=arrivals(), candidate=candidates(), missing=st.integers(0, 10**6), more=st.integers(0, 10**6))
+def test_nothing_gets_cheaper_by_missing_more(
+    name: str, turn: Arrival, candidate: Candidate, missing: int, more: int
+) -> None:
+    scorer = SCORERS.load(name)()
+    less = scorer.seconds(turn, candidate, Gap(missing, 0))
+    assert scorer.seconds(turn, candidate, Gap(missing + more, 0)) >= less
+
+
+@pytest.mark.parametrize("name", FILTERS)
+@given(turn=arrivals(), first=candidates("r0"), second=candidates("r1"), spread=st.floats(0.01, 1))
+def test_every_filter_keeps_a_part_in_its_order_and_the_same_again(
+    name: str, turn: Arrival, first: Candidate, second: Candidate, spread: float
+) -> None:
+    settings = FrontSettings(tenant_spread=spread)
+    each = FILTERS.load(name)(settings, "m")
+    kept = each.keep(turn, [first, second])
+    assert kept in ([], [first], [second], [first, second])
+    assert FILTERS.load(name)(settings, "m").keep(turn, [first, second]) == kept
+    assert each.keep(turn, []) == []
+
+
+@given(turn=arrivals(), first=candidates("r0"), second=candidates("r1"))
+def test_the_reasons_add_up_to_the_score_and_the_best_is_the_least(
+    turn: Arrival, first: Candidate, second: Candidate
+) -> None:
+    placement = Placement.of(FrontSettings())
+    scores = [placement.score(turn, one) for one in (first, second)]
+    for score in scores:
+        parts = placement.reasons(turn, score.candidate)
+        assert set(parts) == set(SCORERS) and sum(parts.values()) == pytest.approx(score.seconds)
+    best = placement.best(turn, [first, second])
+    assert best is not None and best.seconds == min(score.seconds for score in scores)
+
+
+@given(first=candidates("r0"), second=candidates("r1"), turn=arrivals())
+def test_never_a_replica_that_drains_serves_another_model_or_has_failed_the_turn(
+    first: Candidate, second: Candidate, turn: Arrival
+) -> None:
+    placement = Placement.of(FrontSettings(), model="m")
+    avoiding = replace(turn, avoid=frozenset({"r0"}))
+    for one in placement.eligible(avoiding, [first, second]):
+        assert one.replica == "r1" and not one.draining and one.model != "other"
+
+
+def idle(replica: str, **fields: object) -> Candidate:
+    costs = {name: getattr(COSTS, name) for name in COSTS.__struct_fields__}
+    facts = Facts(**{**costs, "kv_tokens": 1e5, "free_tokens": 1e5, **fields})  # type: ignore[arg-type]
+    return candidate_of(replica, facts, Sent(), Outlook(), bound_tokens=1e5)
+
+
+TURN = Arrival("p", 1, "a", (), expect(Outlook(), request("p").hints, 1000, 0, final=False))
+
+
+@pytest.mark.parametrize(
+    ("name", "worse"),
+    [
+        ("start", {"waiting_tokens": 50_000.0}),
+        ("start", {"waiting_tokens": 50_000.0, "resume_tokens": ((1.0, 1e4),)}),
+        ("start", {"free_tokens": 0.0, "running_tokens": 9e4, "running": 9.0, "output_tokens": 900.0}),
+        ("missing", {"token_s": 1e-3}),
+        ("pace", {"running": 50.0, "running_tokens": 9e4}),
+        ("pace", {"programs": 50.0, "working_set_tokens": 9e4}),
+        ("memory", {"working_set_tokens": 2e5}),
+        ("others", {"programs": 50.0}),
+        ("others", {"running": 50.0}),
+    ],
+)
+def test_what_each_scorer_is_for_counts(name: str, worse: dict[str, object]) -> None:
+    placement = Placement.of(FrontSettings(scorers={name: 1.0}))
+    better, busy = idle("r1"), idle("r0", **worse)
+    assert placement.score(TURN, busy).seconds > placement.score(TURN, better).seconds
+
+
+def test_of_equals_the_one_with_fewer_programs() -> None:
+    placement = Placement.of(FrontSettings(scorers={}))
+    best = placement.best(TURN, [idle("r0", programs=3.0), idle("r1", programs=2.0), idle("r2", programs=5.0)])
+    assert best is not None and best.candidate.replica == "r1"
+
+
+def test_a_prefix_is_found_by_its_longest_known_beginning() -> None:
+    candidate = replace(idle("r0"), prefixes=frozenset({1, 2}), sent_prefixes=frozenset({3}))
+    assert [candidate.shared_tokens(prefix) for prefix in ((), (9,), (1,), (1, 2, 3), (1, 2, 3, 9, 9))] == [
+        0, 0, 64, 192, 192,
+    ]  # fmt: skip
