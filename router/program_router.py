@@ -9,6 +9,9 @@ Overrides of Ray Serve's RequestRouter, Ray 2.60.0 (tests/contracts/test_router_
     decrement_queue_len_cache     wakes who waits for the replica
 
 A replica that is gone fails the call at once, with ReplicaGone; Ray's routers would wait for another one.
+
+Ray sends this module to the routers by value, with all that it names: what is to be one in a process, as the board, is
+reached through its own module.
 """
 
 import asyncio
@@ -21,7 +24,7 @@ from ray.serve._private.request_router.request_router import RequestRouter
 
 from cluster.errors import ReplicaGone
 from cluster.routing import ROUTING_STATS_KEY
-from router.board import BOARD
+from router import board
 
 
 class _Line:
@@ -107,7 +110,7 @@ class ProgramRouter(RequestRouter):
 
     def _publish(self) -> None:
         stats = ((id.unique_id, replica.routing_stats) for id, replica in self._replicas.items())
-        BOARD.publish(self._deployment_id.name, ((id, told.get(ROUTING_STATS_KEY)) for id, told in stats))
+        board.BOARD.publish(self._deployment_id.name, ((id, told.get(ROUTING_STATS_KEY)) for id, told in stats))
         for named, line in self._lines.items():
             if self._named(named) is None:
                 line.stirred.set()

@@ -2,6 +2,7 @@
 
 import inspect
 
+import pytest
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
 from ray.serve._private import router as rays_router
 from ray.serve._private.common import ReplicaID, RequestMetadata
@@ -9,8 +10,11 @@ from ray.serve._private.request_router import PowerOfTwoChoicesRequestRouter
 from ray.serve._private.request_router.common import PendingRequest, RequestRoutingContext
 from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import RequestRouter
+from ray.serve.config import RequestRouterConfig
 
+from cluster.errors import ReplicaGone
 from cluster.registry import ROUTERS
+from router.board import BOARD
 from router.prefix_affinity import PrefixAffinityRouter
 from router.program_router import ProgramRouter
 
@@ -26,6 +30,21 @@ def source(function: object) -> str:
 def test_every_registered_router_is_one_of_rays():
     for name in ROUTERS:
         assert issubclass(ROUTERS.load(name), RequestRouter), name
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_comes_to_a_process_by_value(name: str):
+    sent = RequestRouterConfig(request_router_class=ROUTERS.load(name))
+    come = sent.get_request_router_class()
+    assert come.__name__ == ROUTERS.load(name).__name__ and issubclass(come, RequestRouter)
+
+
+def test_our_router_that_came_by_value_publishes_on_the_board_of_the_process():
+    come = RequestRouterConfig(request_router_class=ProgramRouter).get_request_router_class()
+    assert come is not ProgramRouter
+    assert come._publish.__globals__["board"].BOARD is BOARD
+    with pytest.raises(ReplicaGone):
+        raise come._with_room.__globals__["_gone"]("r")
 
 
 def test_what_we_override_is_there_and_called_as_we_take_it():

@@ -1,0 +1,260 @@
+"""Programs on a cluster of two ingresses and two replicas: each lives in one place, whatever happens to the rest."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from cluster.embedded_redis import EmbeddedRedis
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).parents[2]
+CONFIG = """
+http: {{port: 0, ingress_replicas: 2}}
+replicas: {{count: 2, kv_cache_bytes: 33554432}}
+engine: {{max_model_len: 2048, max_num_seqs: 32}}
+store: {{url: "{url}", refresh_s: 0.2, timeout_s: 2.0}}
+"""
+START_WITHIN_S = 240.0
+STOP_WITHIN_S = 60.0
+WITHIN_S = 60.0
+BLOCK = 32
+"""Tokens of a block of KV."""
+
+
+class Site:
+    """The cluster, as a client and as an operator see it."""
+
+    def __init__(self, url: str, process: subprocess.Popen[str], redis: EmbeddedRedis) -> None:
+        self.redis = redis
+        self.process = process
+        self.http = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=64))
+
+    def turn(self, program: str, prompt: list[int], **more: Any) -> dict[str, Any]:
+        """A turn's answer; it must be one."""
+        body = {"model": "tiny", "prompt": prompt, "max_tokens": 8, "temperature": 0, "return_token_ids": True, **more}
+        answer = self.http.post("/v1/completions", json=body, headers={"x-session-id": program})
+        assert answer.status_code == 200, answer.text
+        told: dict[str, Any] = answer.json()
+        return told
+
+    def live(self, program: str, turns: int, first: int, done: list[int] | None = None) -> None:
+        """Turns of a program, each bringing all that was said before; all but the newest tokens must be cached."""
+        prompt = [first % 200 + 10] * 100
+        for number in range(turns):
+            told = self.turn(program, prompt)
+            cached = told["usage"]["prompt_tokens_details"]["cached_tokens"]
+            if number:
+                assert cached >= (len(prompt) - 20) // BLOCK * BLOCK - BLOCK, (program, number, told["usage"])
+            prompt = prompt + told["choices"][0]["token_ids"] + [first % 200 + 11] * 12
+            if done is not None:
+                done.append(1)
+
+    def turns_at_home(self, program: str) -> int:
+        """How many of its turns the replica where it lives has seen."""
+        answer = self.http.get(f"/v1/programs/{program}")
+        assert answer.status_code == 200, answer.text
+        return len(answer.json()["turns"])
+
+    def statistics(self) -> dict[str, dict[str, Any]]:
+        """Each replica's."""
+        answer = self.http.get("/admin/statistics")
+        assert answer.status_code == 200, answer.text
+        return {replica["replica"]: replica for replica in answer.json()["replicas"]}
+
+    def known(self) -> int:
+        """Programs that replicas know, those known by two counted twice."""
+        return sum(replica["programs"] for replica in self.statistics().values())
+
+    def routers(self) -> list[dict[str, Any]]:
+        """What both ingresses tell of theirs."""
+        seen: dict[str, dict[str, Any]] = {}
+
+        def look() -> bool:
+            told = self.http.get("/admin/router").json()
+            seen[told["ingress"]] = told
+            return len(seen) == 2
+
+        until(lambda: any(self._together(look)), "two ingresses")
+        return list(seen.values())
+
+    @staticmethod
+    def _together(work: Callable[[], bool]) -> list[bool]:
+        with ThreadPoolExecutor(8) as pool:
+            return [one.result() for one in [pool.submit(work) for _ in range(8)]]
+
+
+def until(condition: Callable[[], Any], what: str) -> Any:
+    deadline = time.monotonic() + WITHIN_S
+    while not (told := condition()):
+        assert time.monotonic() < deadline, what
+        time.sleep(0.1)
+    return told
+
+
+def counted(routers: list[dict[str, Any]], group: str, *reasons: str) -> int:
+    return sum(router[group].get(reason, 0) for router in routers for reason in reasons)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
+    """In a process of its own: a process can have one Ray."""
+    file = tmp_path_factory.mktemp("router") / "caesura.yaml"
+    with EmbeddedRedis() as redis:
+        file.write_text(CONFIG.format(url=redis.url))
+        command = [sys.executable, "-c", "from cluster.cli import main; main()", "serve", "--config", str(file)]
+        process = subprocess.Popen(
+            command,
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        family: list[psutil.Process] = []
+        try:
+            made = Site(_url(process), process, redis)
+            family = psutil.Process(process.pid).children(recursive=True)
+            yield made
+        finally:
+            os.killpg(process.pid, signal.SIGINT)
+            try:
+                process.wait(STOP_WITHIN_S)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+            _, alive = psutil.wait_procs(family, timeout=10)
+            for one in alive:
+                one.kill()
+
+
+def _url(process: subprocess.Popen[str]) -> str:
+    told: list[str] = []
+    lines = process.stdout
+    assert lines is not None
+    timer = threading.Timer(START_WITHIN_S, process.kill)
+    timer.start()
+    try:
+        for line in lines:
+            told.append(line)
+            if "curl" in line:
+                url = next(word for word in line.split() if word.startswith("http://"))
+                return url.removesuffix("/v1/chat/completions")
+    finally:
+        timer.cancel()
+    raise AssertionError(f"it did not start:\n{''.join(told)}")
+
+
+def test_every_turn_of_a_program_reaches_its_home_through_both_ingresses(site: Site):
+    before, routers = site.known(), site.routers()
+    programs = [f"home-{n}" for n in range(24)]
+    with ThreadPoolExecutor(12) as pool:
+        for one in [pool.submit(site.live, program, 5, n) for n, program in enumerate(programs)]:
+            one.result()
+    assert [site.turns_at_home(program) for program in programs] == [5] * len(programs)
+    assert site.known() - before == len(programs), "no replica knows a program that lives on another"
+    assert min(replica["programs"] for replica in site.statistics().values()) > 0
+    after = site.routers()
+    sent = [sum(router["placements"].values()) for router in after]
+    assert sum(sent) - sum(sum(router["placements"].values()) for router in routers) == 5 * len(programs)
+    assert min(sent) > 0, "both ingresses took part"
+    assert counted(after, "placements", "moved_for_load", "moved_from_lost", "hashed", "found") == 0
+    assert all(set(router["replicas"]) == set(site.statistics()) for router in after)
+
+
+def test_first_turns_that_race_on_both_ingresses_land_together(site: Site):
+    before = site.known()
+    programs = [f"race-{n}" for n in range(16)]
+    with ThreadPoolExecutor(48) as pool:
+        turns = [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(programs) for _ in range(6)]
+        for one in turns:
+            one.result()
+    assert site.known() - before == len(programs), "no program is split"
+    assert [site.turns_at_home(program) for program in programs] == [6] * len(programs)
+
+
+def test_programs_go_on_without_the_store_and_new_ones_are_not_split(site: Site):
+    old, new = [f"home-{n}" for n in range(24)], [f"alone-{n}" for n in range(12)]
+    before = site.known()
+    site.redis.stop()
+    try:
+        with ThreadPoolExecutor(24) as pool:
+            turns = [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(old)]
+            turns += [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(new) for _ in range(4)]
+            for one in turns:
+                one.result()
+        assert [site.turns_at_home(program) for program in old] == [6] * len(old)
+        assert [site.turns_at_home(program) for program in new] == [4] * len(new)
+        assert site.known() - before == len(new)
+        alone = site.routers()
+        assert counted(alone, "placements", "found", "hashed") > 0
+        assert counted(alone, "fallbacks", "store_gone") > 0
+    finally:
+        site.redis.start()
+    until(lambda: all(router["store"]["healthy"] for router in site.routers()), "the store is back")
+    for program in (*old, *new):
+        site.turn(program, [10] * 64)
+    assert [site.turns_at_home(program) for program in old] == [7] * len(old)
+    assert [site.turns_at_home(program) for program in new] == [5] * len(new)
+    assert site.known() - before == len(new)
+
+
+def test_draining_moves_programs_at_their_pauses(site: Site):
+    programs = [f"home-{n}" for n in range(24)]
+    first, second = site.statistics()
+    answer = site.http.post("/admin/drain", json={"replica": first})
+    assert (answer.status_code, answer.json()) == (200, {"replica": first, "draining": True})
+    until(lambda: all(r["replicas"][first].get("draining") for r in site.routers()), "both ingresses know")
+    moved = counted(site.routers(), "placements", "moved_from_draining")
+    with ThreadPoolExecutor(12) as pool:
+        for one in [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(programs)]:
+            one.result()
+    assert counted(site.routers(), "placements", "moved_from_draining") > moved
+    busy = site.statistics()[first]["running"]
+    assert busy == 0
+    turns = {program: site.turns_at_home(program) for program in programs}
+    assert site.http.post("/admin/drain", json={"replica": first, "drain": False}).status_code == 200
+    until(lambda: not any(r["replicas"][first].get("draining") for r in site.routers()), "both ingresses know")
+    for program in programs:
+        site.turn(program, [10] * 64)
+    assert {program: site.turns_at_home(program) - turns[program] for program in programs} == dict.fromkeys(programs, 1)
+    assert second in site.statistics()
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        ({"replica": "no-such"}, 404),
+        ({}, 400),
+        ({"replica": "x", "drain": "yes"}, 400),
+        ({"replica": "x", "speed": 1}, 400),
+        ({"replica": ""}, 400),
+    ],
+)
+def test_orders_that_make_no_sense(site: Site, body: dict[str, Any], status: int):
+    assert site.http.post("/admin/drain", json=body).status_code == status
+
+
+def test_programs_of_a_replica_that_is_killed_go_on_at_once_on_the_other(site: Site):
+    programs = [f"home-{n}" for n in range(24)]
+    dead, statistics = min(site.statistics().items())
+    psutil.Process(statistics["pid"]).kill()
+    with ThreadPoolExecutor(12) as pool:
+        for one in [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(programs)]:
+            one.result()
+    routers = site.routers()
+    assert counted(routers, "placements", "moved_from_lost") > 0
+    assert not any(dead in router["replicas"] for router in routers)
+    for program in programs:
+        assert site.turns_at_home(program) > 0
