@@ -1,6 +1,9 @@
 """Every private name of Ray Serve 2.60.0 that our routers use still is what it was."""
 
 import inspect
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_aware_router import PrefixCacheAffinityRouter
@@ -12,9 +15,7 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 from ray.serve._private.request_router.request_router import RequestRouter
 from ray.serve.config import RequestRouterConfig
 
-from cluster.errors import ReplicaGone
 from cluster.registry import ROUTERS
-from router.board import BOARD
 from router.prefix_affinity import PrefixAffinityRouter
 from router.program_router import ProgramRouter
 
@@ -39,12 +40,21 @@ def test_a_router_comes_to_a_process_by_value(name: str):
     assert come.__name__ == ROUTERS.load(name).__name__ and issubclass(come, RequestRouter)
 
 
-def test_our_router_that_came_by_value_publishes_on_the_board_of_the_process():
-    come = RequestRouterConfig(request_router_class=ProgramRouter).get_request_router_class()
-    assert come is not ProgramRouter
-    assert come._publish.__globals__["board"].BOARD is BOARD
-    with pytest.raises(ReplicaGone):
-        raise come._with_room.__globals__["_gone"]("r")
+ELSEWHERE = """
+import sys
+from ray import cloudpickle
+come = cloudpickle.loads(sys.stdin.buffer.read())
+from cluster.errors import ReplicaGone
+from router import board, program_router
+assert come is not program_router.ProgramRouter, "by reference: no need to take care"
+assert come._publish.__globals__["board"].BOARD is board.BOARD
+assert type(come._with_room.__globals__["_gone"]("r")) is ReplicaGone
+"""
+
+
+def test_our_router_that_came_by_value_finds_the_board_and_the_errors_of_its_process():
+    packed = RequestRouterConfig(request_router_class=ProgramRouter).get_serialized_request_router_cls()
+    subprocess.run([sys.executable, "-c", ELSEWHERE], input=packed, check=True, cwd=Path(__file__).parents[2])
 
 
 def test_what_we_override_is_there_and_called_as_we_take_it():
