@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -26,6 +26,10 @@ MAX_PREFIXES = 1024
 """Blocks that a snapshot names: those that several programs began with, then others; those used last first."""
 
 _NAME_WIDTH, _BLOCK_WIDTH = "I", "Q"
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
+Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
+"""Finite, so that whoever reckons with it needs no care."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,12 +48,12 @@ class StepCosts(msgspec.Struct, frozen=True):
     Seconds, each for one token, sequence or step.
     """
 
-    overhead_s: float
-    sequence_s: float
-    weights_s: float
-    token_s: float
-    context_s: float
-    swap_token_s: float
+    overhead_s: Amount
+    sequence_s: Amount
+    weights_s: Amount
+    token_s: Amount
+    context_s: Amount
+    swap_token_s: Amount
 
     def decode_step_s(self, sequences: float, context_tokens: float) -> float:
         """An iteration in which each of ``sequences`` gets a token; their contexts are ``context_tokens`` together."""
@@ -63,43 +67,43 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     replica: str
     """Ray Serve's unique id of the replica."""
     model: str
-    number: int
+    number: Count
     """Counts this replica's snapshots; the same number again is old news."""
     draining: bool
     """Nothing new comes here, and what is here leaves at its next pause."""
     costs: StepCosts
-    kv_tokens: int
+    kv_tokens: Count
     """Tokens whose KV fits the device memory."""
-    free_tokens: int
+    free_tokens: Count
     """Of these, owned by nobody; the prefix cache may still have something there."""
-    held_tokens: int
+    held_tokens: Count
     """KV of paused programs on hold."""
-    host_tokens: int
+    host_tokens: Count
     """Tokens that the host tier takes; 0: there is none."""
-    host_used_tokens: int
-    running: int
+    host_used_tokens: Count
+    running: Count
     """Turns in the batch."""
-    waiting: int
+    waiting: Count
     """Turns that wait to be admitted."""
-    running_tokens: int
+    running_tokens: Count
     """KV of the running turns."""
-    waiting_tokens: int
+    waiting_tokens: Count
     """Prompt tokens that waiting and running turns still need computed."""
-    output_tokens: float
+    output_tokens: Amount
     """Tokens that running and waiting turns are still expected to generate."""
-    programs: int
+    programs: Count
     """Programs that live here: with a turn in flight, or paused, each weighted by its chance to come back at all."""
-    working_set_tokens: float
+    working_set_tokens: Amount
     """Expected KV of the programs that run, wait, or come back within the refill time (`CostModel.refill_s`)."""
-    resume_tokens: tuple[tuple[float, float], ...]
+    resume_tokens: tuple[tuple[Amount, Amount], ...]
     """Of the paused programs: (within so many seconds, tokens that those expected back by then will need computed)."""
-    turn_output_tokens: float
+    turn_output_tokens: Amount
     """Mean output of a turn here."""
-    turn_new_tokens: float
+    turn_new_tokens: Amount
     """Mean prompt growth of a turn after the first."""
-    program_turns: float
+    program_turns: Amount
     """Mean turns of a program."""
-    pause_s: float
+    pause_s: Amount
     """Mean pause."""
     residents: bytes = b""
     """`pack_names` of all programs that live here; of very many, those that were active last."""
@@ -116,15 +120,19 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
 
     @classmethod
     def decode(cls, packed: bytes) -> "ReplicaSnapshot":
-        """The inverse.
+        """The inverse. All numbers are finite and not negative, all names are whole.
 
         Raises:
             ValueError: these bytes are no snapshot.
         """
         try:
-            return _DECODER.decode(packed)
-        except msgspec.MsgspecError as error:
+            snapshot = _DECODER.decode(packed)
+        except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"not a replica's snapshot: {error}") from error
+        names = len(snapshot.residents) | len(snapshot.on_device) | len(snapshot.on_host)
+        if names % array(_NAME_WIDTH).itemsize or len(snapshot.prefixes) % array(_BLOCK_WIDTH).itemsize:
+            raise ValueError("not a replica's snapshot: a name is cut short")
+        return snapshot
 
 
 _ENCODER = msgspec.msgpack.Encoder()

@@ -24,6 +24,7 @@ from cluster.lifecycle_events import (
 )
 from cluster.statistics import DurationTable
 from replicas.hold_table import HoldOrigin
+from replicas.routing_view import routing_snapshot
 
 if TYPE_CHECKING:
     from replicas.scheduler import AgentScheduler
@@ -97,6 +98,20 @@ def _exchange(scheduler: "AgentScheduler", durations: bytes | None = None) -> di
         scheduler.durations.replace_others(DurationTable.from_bytes(durations).own())
     scheduler.expire(scheduler.clock.now_s())
     return {"durations": scheduler.durations.to_bytes(), "snapshot": snapshot(scheduler)}
+
+
+def _routing(scheduler: "AgentScheduler", replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
+    """The replica as the router wants to know it; also ends what has expired while nothing runs."""
+    scheduler.expire(scheduler.clock.now_s())
+    return {"snapshot": routing_snapshot(scheduler, replica, model, number, draining).encode()}
+
+
+def _moved(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+    """The program goes on elsewhere: what it has here is given up, when its turns in flight have ended."""
+    if scheduler.programs.get(key) is None:
+        return {"moved": False}
+    scheduler.apply(key, Ended(scheduler.clock.now_s(), "moved"))
+    return {"moved": True}
 
 
 def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
@@ -202,6 +217,8 @@ def _reset(scheduler: "AgentScheduler") -> dict[str, Any]:
 
 OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "exchange": _exchange,
+    "routing": _routing,
+    "moved": _moved,
     "program": _program,
     "hold": _hold,
     "release": _release,

@@ -17,7 +17,7 @@ MAX_KEYS = 8192
 
 
 class PrefixMemory:
-    """Fed with the prompts that a replica serves, as text or as token ids, but always the same kind. Bounded."""
+    """Fed with the prompts that a replica serves, as text or as token ids; whoever asks names them alike. Bounded."""
 
     def __init__(self, max_blocks: int = MAX_PREFIXES) -> None:
         self._max_blocks = max_blocks

@@ -21,8 +21,9 @@ from ray.serve.llm.deployment import LLMServer
 
 from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
-from cluster.errors import ControlTimeout, EngineGone, HttpError
+from cluster.errors import ControlTimeout, EngineGone, HttpError, ProgramMoved
 from cluster.metrics import Fallback, ReplicaMetrics
+from cluster.routing import ROUTING_STATS_KEY
 from cluster.statistics import DurationTable
 from cluster.store import StatisticsStore
 from cluster.turn import Continuation, TurnPiece
@@ -38,6 +39,7 @@ from replicas.requests import (
     of_response,
     parse_request,
 )
+from replicas.router_side import RouterSide
 from replicas.streaming import coalesce
 
 logger = logging.getLogger("ray.serve")
@@ -54,8 +56,8 @@ class ProgramServer(LLMServer):
 
     async def __init__(self, llm_config: LLMConfig, *, config: CaesuraConfig) -> None:  # type: ignore[misc]
         self._config = config
-        self._snapshot: dict[str, Any] = {}
         self._others: bytes | None = None
+        self._router_side: RouterSide | None = None
         self._loop_task: asyncio.Task[NoReturn] | None = None
         await super().__init__(llm_config, engine_cls=ReplicaEngine)
 
@@ -69,6 +71,7 @@ class ProgramServer(LLMServer):
         model, store = self._config.model, self._config.store
         self._metrics = ReplicaMetrics(model.id)
         self._channel = ControlChannel(self.engine.client, self._config.control.timeout_s)
+        self._router_side = RouterSide(self._channel, self.replica_id, model.id, self._metrics.fell_back)
         self._store = StatisticsStore(
             store.url,
             model=model.id,
@@ -100,6 +103,11 @@ class ProgramServer(LLMServer):
                 raise piece
 
     @property
+    def _of_router(self) -> RouterSide:
+        assert self._router_side is not None, "the replica has not started"
+        return self._router_side
+
+    @property
     def replica_id(self) -> str:
         """Ray Serve's id of this replica, unique in the application."""
         return str(serve.get_replica_context().replica_id.unique_id)
@@ -107,7 +115,13 @@ class ProgramServer(LLMServer):
     # --- requests -----------------------------------------------------------------------------------------------------
 
     async def answer(
-        self, method: str, body: dict[str, Any], headers: dict[str, str], key: str | None, identity: str | None
+        self,
+        method: str,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        key: str | None,
+        identity: str | None,
+        epoch: int | None = None,
     ) -> AsyncGenerator[bytes | HttpError]:
         """Serve one request of the ingress: what the client is sent, as bytes, or as the last piece why it is not.
 
@@ -117,8 +131,10 @@ class ProgramServer(LLMServer):
             headers: those that vLLM may see; ``x-request-id`` becomes part of the answer's id.
             key: of the program; None without one.
             identity: encoded ProgramIdentity; None for what is not a turn.
+            epoch: of the program's placement. A turn of one that is over is refused as ProgramMoved; None never is.
         """
         try:
+            self._of_router.receive(method, body, key, epoch)
             request = parse_request(method, body)
             attach_program(request, headers, key, identity)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
@@ -140,8 +156,17 @@ class ProgramServer(LLMServer):
         key: str | None,
         identity: str | None,
         continuation: Continuation | None,
+        epoch: int | None = None,
     ) -> AsyncGenerator[tuple[TurnPiece | HttpError, ...]]:
-        """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`."""
+        """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`.
+
+        ``epoch``: as for :meth:`answer`.
+        """
+        try:
+            self._of_router.receive("chat", body, key, epoch)
+        except ProgramMoved as moved:
+            yield (moved,)
+            return
         async with aclosing(self._turns.run(body, headers, key, identity, continuation)) as batches:
             async for batch in batches:
                 yield batch
@@ -161,6 +186,15 @@ class ProgramServer(LLMServer):
         """Run one operation of the side channel; see ``replicas.control.OPERATIONS``."""
         return {"replica": self.replica_id, **await self._channel.call(operation, **payload)}
 
+    async def moved_away(self, key: str, epoch: int) -> dict[str, Any]:
+        """The program lives elsewhere now; see `replicas.router_side.RouterSide.moved_away`."""
+        return {"replica": self.replica_id, **await self._of_router.moved_away(key, epoch)}
+
+    async def drain(self, on: bool) -> dict[str, Any]:
+        """Whether programs are to leave this replica at their pauses; the router hears of it within about a second."""
+        self._of_router.draining = on
+        return {"replica": self.replica_id, "draining": on}
+
     async def set_policy(self, policy: dict[str, Any]) -> dict[str, Any]:
         """Switch the scheduler's policy from the next step on. The programs stay, their holds end."""
         return await self.control("set_policy", policy)
@@ -172,8 +206,8 @@ class ProgramServer(LLMServer):
     async def snapshot(self) -> dict[str, Any]:
         """The scheduler's numbers, now; and whether prompts of programs can be extended exactly."""
         answer = await self._channel.call("exchange", durations=self._others)
-        stable = {"template_prefix_stable": self._turns.template_prefix_stable}
-        return {"replica": self.replica_id, "pid": os.getpid(), **stable, **answer["snapshot"]}
+        own = {"template_prefix_stable": self._turns.template_prefix_stable, "draining": self._of_router.draining}
+        return {"replica": self.replica_id, "pid": os.getpid(), **own, **answer["snapshot"]}
 
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
 
@@ -184,8 +218,10 @@ class ProgramServer(LLMServer):
         self._end_if_engine_gone()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Ray carries this to every router about once a second."""
-        return {**await super().record_routing_stats(), "caesura": self._snapshot}
+        """Asked for about once a second, and carried to every router: a `cluster.routing.ReplicaSnapshot`, packed."""
+        stats = await super().record_routing_stats()
+        packed = await self._router_side.publish() if self._router_side is not None else None
+        return stats if packed is None else {**stats, ROUTING_STATS_KEY: packed}
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 
@@ -204,8 +240,7 @@ class ProgramServer(LLMServer):
             self._metrics.fell_back(Fallback.CONTROL_TIMEOUT)
             logger.warning("the scheduler did not answer within %s s", self._config.control.timeout_s)
             return
-        self._snapshot = answer["snapshot"]
-        self._metrics.record(self._snapshot)
+        self._metrics.record(answer["snapshot"])
         others = await self._store.exchange(DurationTable.from_bytes(answer["durations"]).own())
         self._metrics.record_store(self._store.failures)
         if others is None:

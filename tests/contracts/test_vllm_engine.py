@@ -17,8 +17,10 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cluster.config import PolicyConfig
 from cluster.errors import ControlRefused, EngineGone
 from cluster.program import WIRE_KEY, Hints, ProgramIdentity
+from cluster.routing import ReplicaSnapshot, program_name, unpack_names
 from cluster.statistics import DurationTable
 from replicas.control import ControlChannel
+from replicas.router_side import RouterSide
 from replicas.settings import SchedulerSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -121,6 +123,23 @@ async def test_a_wire_value_that_nobody_wrote_is_a_turn_without_a_program(
     async for _ in engine.generate({"prompt_token_ids": [4] * 9}, params, "junk"):
         pass
     assert (await snapshot(channel))["counters"]["unreadable_identity"] == 1
+
+
+async def test_the_router_is_told_of_a_program_until_it_moves_away(engine: AsyncLLM, channel: ControlChannel) -> None:
+    side = RouterSide(channel, "r1", "tiny", lambda kind: pytest.fail(f"{kind}"))
+    await channel.call("reset")
+    await generate(engine, "mover-1", [8] * 100, 5, identity=ProgramIdentity(program_id="mover"))
+
+    async def told() -> tuple[bool, int]:
+        packed = await side.publish()
+        assert packed is not None
+        snapshot = ReplicaSnapshot.decode(packed)
+        there = unpack_names(snapshot.residents) & unpack_names(snapshot.on_device)
+        return program_name("default/mover") in there, snapshot.held_tokens
+
+    assert await told() == (True, 104)
+    assert await side.moved_away("default/mover", 2) == {"moved": True}
+    assert await told() == (False, 0)
 
 
 async def test_the_control_channel_round_trips(engine: AsyncLLM, channel: ControlChannel) -> None:

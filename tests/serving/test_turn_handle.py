@@ -6,8 +6,9 @@ import pytest
 from ray import serve
 
 from cluster.app import APPLICATION
-from cluster.errors import HttpError
+from cluster.errors import HttpError, ProgramMoved
 from cluster.program import ProgramIdentity
+from cluster.routing import ROUTING_STATS_KEY, ReplicaSnapshot
 from cluster.turn import Continuation, Rendering, TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
 
 pytestmark = [pytest.mark.cluster]
@@ -20,11 +21,13 @@ def replicas(cluster: Any) -> Any:
     return serve.get_deployment_handle(name, APPLICATION)
 
 
-def turn(replicas: Any, body: dict[str, Any], continuation: Continuation | None = None) -> list[Any]:
+def turn(
+    replicas: Any, body: dict[str, Any], continuation: Continuation | None = None, epoch: int | None = None
+) -> list[Any]:
     identity = ProgramIdentity(program_id="handle")
     handle = replicas.options(stream=True, session_id=identity.key)
     headers = {"x-request-id": f"handle-{len(body['messages'])}"}
-    batches = handle.turn.remote(body, headers, identity.key, identity.encode(), continuation)
+    batches = handle.turn.remote(body, headers, identity.key, identity.encode(), continuation, epoch)
     return [piece for batch in batches for piece in batch]
 
 
@@ -53,3 +56,26 @@ def test_a_refusal_arrives(replicas: Any) -> None:
 
 def test_the_snapshot_tells_whether_prompts_are_extended(replicas: Any) -> None:
     assert replicas.snapshot.remote().result()["template_prefix_stable"] is True
+
+
+def test_a_turn_for_a_home_that_its_program_has_left_is_refused_and_nothing_is_done(replicas: Any) -> None:
+    body = {"messages": [{"role": "user", "content": "Go on. " * 60}], "max_completion_tokens": 2, "ignore_eos": True}
+    home = replicas.options(session_id="default/handle")
+    assert isinstance(turn(replicas, body, epoch=1)[-1], TurnDone)
+    assert home.moved_away.remote("default/handle", 2).result()["moved"] is True
+    [refusal] = turn(replicas, body, epoch=1)
+    assert isinstance(refusal, ProgramMoved)
+    answers = home.options(stream=True).answer.remote("chat", body, {}, "default/handle", None, 1)
+    assert [type(piece) for piece in answers] == [ProgramMoved]
+    assert isinstance(turn(replicas, body, epoch=3)[-1], TurnDone)
+
+
+def test_a_replica_drains_and_stops_draining(replicas: Any) -> None:
+    home = replicas.options(session_id="default/handle")
+    assert home.drain.remote(True).result()["draining"] is True
+    assert home.snapshot.remote().result()["draining"] is True
+    stats = ReplicaSnapshot.decode(home.record_routing_stats.remote().result()[ROUTING_STATS_KEY])
+    assert (stats.replica, stats.draining) == (home.snapshot.remote().result()["replica"], True)
+    assert stats.prefixes and stats.kv_tokens > 0
+    home.drain.remote(False).result()
+    assert home.snapshot.remote().result()["draining"] is False

@@ -1,0 +1,149 @@
+"""The replica's half of the router: what it refuses, gives up and publishes; a real scheduler behind the channel."""
+
+import asyncio
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from cluster.errors import ProgramMoved
+from cluster.metrics import Fallback
+from cluster.program import ProgramIdentity
+from cluster.routing import ReplicaSnapshot, prefix_blocks, program_name, prompt_of, unpack_blocks, unpack_names
+from replicas.control import ControlChannel, dispatch
+from replicas.fence import Fence
+from replicas.router_side import RouterSide
+from replicas.scheduler import AgentScheduler
+from replicas.virtual_engine import VirtualEngine
+
+Replica = Callable[..., VirtualEngine]
+KEY = "default/a"
+BODY = {"messages": [{"role": "system", "content": "You are careful. " * 40}]}
+
+
+class EngineClient:
+    """vLLM's, as far as the channel needs it: its scheduler answers at once, or never."""
+
+    def __init__(self, scheduler: AgentScheduler) -> None:
+        self.errored = False
+        self.silent = False
+        self.engine_core = self
+        self._scheduler = scheduler
+
+    async def call_utility_async(self, utility: str, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
+        if self.silent:
+            await asyncio.Event().wait()
+        return dispatch(self._scheduler, operation, payload)
+
+
+class Side:
+    def __init__(self, engine: VirtualEngine) -> None:
+        self.engine = engine
+        self.scheduler: AgentScheduler = engine.scheduler  # type: ignore[assignment]
+        self.client = EngineClient(self.scheduler)
+        self.fallbacks: list[Fallback] = []
+        self.side = RouterSide(ControlChannel(self.client, 0.01), "r1", "m", self.fallbacks.append)
+
+    def turn(self, program: str, tokens: int) -> None:
+        self.engine.submit(f"{program}-{tokens}", range(tokens), 1, ProgramIdentity(program_id=program))
+        self.engine.run()
+
+    def published(self) -> ReplicaSnapshot:
+        packed = asyncio.run(self.side.publish())
+        assert packed is not None
+        return ReplicaSnapshot.decode(packed)
+
+
+@pytest.fixture
+def side(replica: Replica) -> Callable[..., Side]:
+    return lambda *args, **kwargs: Side(replica(*args, **kwargs))
+
+
+def test_a_turn_of_an_epoch_that_is_over_is_refused(side: Callable[..., Side]) -> None:
+    s = side().side
+    s.receive("chat", BODY, KEY, 3)
+    s.receive("chat", BODY, KEY, 3)
+    s.receive("chat", BODY, KEY, 5)
+    with pytest.raises(ProgramMoved) as refused:
+        s.receive("chat", BODY, KEY, 4)
+    assert (refused.value.status, refused.value.epoch) == (409, 5)
+    s.receive("chat", BODY, "default/b", 1)
+    s.receive("chat", BODY, KEY, None)  # placed without the store: nobody counts
+
+
+def test_a_program_that_moved_away_is_refused_and_gives_up_its_hold(side: Callable[..., Side]) -> None:
+    s = side("continuum")
+    s.side.receive("chat", BODY, KEY, 1)
+    s.turn("a", 100)
+    assert len(s.scheduler.holds) == 1
+    assert asyncio.run(s.side.moved_away(KEY, 2)) == {"moved": True}
+    assert len(s.scheduler.holds) == 0 and s.published().residents == b""
+    with pytest.raises(ProgramMoved):
+        s.side.receive("chat", BODY, KEY, 1)
+    s.side.receive("chat", BODY, KEY, 3)  # it has come back
+
+
+def test_a_program_with_a_turn_in_flight_is_given_up_when_that_ends(side: Callable[..., Side]) -> None:
+    s = side("continuum")
+    s.engine.submit("a-1", range(100), 3, ProgramIdentity(program_id="a"))
+    s.engine.step()
+    assert asyncio.run(s.side.moved_away(KEY, 2)) == {"moved": True}
+    assert unpack_names(s.published().residents) == {program_name(KEY)}
+    s.engine.run()
+    assert len(s.scheduler.holds) == 0 and s.published().residents == b""
+
+
+def test_a_program_that_is_not_here_moves_away_all_the_same(side: Callable[..., Side]) -> None:
+    s = side()
+    assert asyncio.run(s.side.moved_away(KEY, 2)) == {"moved": False}
+    with pytest.raises(ProgramMoved):
+        s.side.receive("chat", BODY, KEY, 1)
+
+
+def test_what_is_published_names_the_replica_its_prefixes_and_whether_it_drains(side: Callable[..., Side]) -> None:
+    s = side()
+    s.side.receive("chat", BODY, KEY, 1)
+    s.side.receive("tokenize", {"prompt": "y" * 1000}, None, None)  # nothing is computed for it
+    s.turn("a", 40)
+    told = s.published()
+    assert (told.replica, told.model, told.number, told.draining) == ("r1", "m", 1, False)
+    assert unpack_blocks(told.prefixes) == frozenset(prefix_blocks(prompt_of(BODY))) != frozenset()
+    assert unpack_names(told.residents) == {program_name(KEY)}
+    s.side.draining = True
+    told = s.published()
+    assert (told.number, told.draining) == (2, True)
+
+
+def test_a_scheduler_that_does_not_answer_leaves_the_last_snapshot(side: Callable[..., Side]) -> None:
+    s = side()
+    s.client.silent = True
+    assert asyncio.run(s.side.publish()) is None
+    s.client.silent = False
+    before = s.published()
+    s.client.silent = True
+    assert s.published() == before
+    assert s.fallbacks == [Fallback.CONTROL_TIMEOUT] * 2
+    s.client.errored = True
+    assert s.published() == before
+
+
+def test_the_refusal_survives_the_way_to_the_ingress() -> None:
+    moved = pickle.loads(pickle.dumps(ProgramMoved("gone", epoch=4)))
+    assert isinstance(moved, ProgramMoved) and (moved.message, moved.epoch) == ("gone", 4)
+
+
+def test_the_fence_is_bounded_and_forgets_who_was_heard_of_first() -> None:
+    fence = Fence(max_programs=2)
+    for key in ("a", "b", "c"):
+        fence.tell(key, 5)
+    assert len(fence) == 2
+    assert fence.refuses("a", 1) is None
+    assert fence.refuses("c", 4) == 5
+
+
+def test_the_fence_never_goes_back() -> None:
+    fence = Fence()
+    fence.tell("a", 5)
+    fence.tell("a", 2)
+    assert fence.refuses("a", 4) == 5
