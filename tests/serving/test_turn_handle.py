@@ -15,26 +15,28 @@ pytestmark = [pytest.mark.cluster]
 
 
 @pytest.fixture(scope="module")
-def replicas(cluster: Any) -> Any:
+def home(cluster: Any) -> Any:
+    """One of the replicas."""
     deployments = serve.status().applications[APPLICATION].deployments
     [name] = [name for name in deployments if name.startswith("ProgramServer")]
-    return serve.get_deployment_handle(name, APPLICATION)
+    handle = serve.get_deployment_handle(name, APPLICATION)
+    return handle.options(session_id=handle.snapshot.remote().result()["replica"])
 
 
 def turn(
-    replicas: Any, body: dict[str, Any], continuation: Continuation | None = None, epoch: int | None = None
+    home: Any, body: dict[str, Any], continuation: Continuation | None = None, epoch: int | None = None
 ) -> list[Any]:
     identity = ProgramIdentity(program_id="handle")
-    handle = replicas.options(stream=True, session_id=identity.key)
+    handle = home.options(stream=True)
     headers = {"x-request-id": f"handle-{len(body['messages'])}"}
     batches = handle.turn.remote(body, headers, identity.key, identity.encode(), continuation, epoch)
     return [piece for batch in batches for piece in batch]
 
 
-def test_two_turns_through_the_handle(replicas: Any) -> None:
+def test_two_turns_through_the_handle(home: Any) -> None:
     messages = [{"role": "user", "content": "Tell me. " * 40}]
     body = {"messages": messages, "max_completion_tokens": 40, "ignore_eos": True}
-    began, *deltas, done = turn(replicas, body)
+    began, *deltas, done = turn(home, body)
     assert isinstance(began, TurnBegan)
     assert isinstance(done, TurnDone)
     assert all(isinstance(delta, TurnDelta) for delta in deltas)
@@ -42,36 +44,34 @@ def test_two_turns_through_the_handle(replicas: Any) -> None:
     assert len(context) == done.prompt_tokens + done.output_tokens
     answer = {"role": "assistant", "content": "".join(delta.content for delta in deltas)}
     body["messages"] = [*messages, answer, {"role": "user", "content": "More."}]
-    began, *_, done = turn(replicas, body, Continuation(pack_ids(context), 2))
+    began, *_, done = turn(home, body, Continuation(pack_ids(context), 2))
     assert began.rendering is Rendering.CONTINUED
     assert done.prompt_tokens == len(context) + len(unpack_ids(began.added_ids))
     assert done.cached_tokens >= len(context) - 32
 
 
-def test_a_refusal_arrives(replicas: Any) -> None:
-    [refusal] = turn(replicas, {"messages": [], "temperature": "hot"})
+def test_a_refusal_arrives(home: Any) -> None:
+    [refusal] = turn(home, {"messages": [], "temperature": "hot"})
     assert isinstance(refusal, HttpError)
     assert (refusal.status, refusal.param) == (400, "temperature")
 
 
-def test_the_snapshot_tells_whether_prompts_are_extended(replicas: Any) -> None:
-    assert replicas.snapshot.remote().result()["template_prefix_stable"] is True
+def test_the_snapshot_tells_whether_prompts_are_extended(home: Any) -> None:
+    assert home.snapshot.remote().result()["template_prefix_stable"] is True
 
 
-def test_a_turn_for_a_home_that_its_program_has_left_is_refused_and_nothing_is_done(replicas: Any) -> None:
+def test_a_turn_for_a_home_that_its_program_has_left_is_refused_and_nothing_is_done(home: Any) -> None:
     body = {"messages": [{"role": "user", "content": "Go on. " * 60}], "max_completion_tokens": 2, "ignore_eos": True}
-    home = replicas.options(session_id="default/handle")
-    assert isinstance(turn(replicas, body, epoch=1)[-1], TurnDone)
+    assert isinstance(turn(home, body, epoch=1)[-1], TurnDone)
     assert home.moved_away.remote("default/handle", 2).result()["moved"] is True
-    [refusal] = turn(replicas, body, epoch=1)
+    [refusal] = turn(home, body, epoch=1)
     assert isinstance(refusal, ProgramMoved)
     answers = home.options(stream=True).answer.remote("chat", body, {}, "default/handle", None, 1)
     assert [type(piece) for piece in answers] == [ProgramMoved]
-    assert isinstance(turn(replicas, body, epoch=3)[-1], TurnDone)
+    assert isinstance(turn(home, body, epoch=3)[-1], TurnDone)
 
 
-def test_a_replica_drains_and_stops_draining(replicas: Any) -> None:
-    home = replicas.options(session_id="default/handle")
+def test_a_replica_drains_and_stops_draining(home: Any) -> None:
     assert home.drain.remote(True).result()["draining"] is True
     assert home.snapshot.remote().result()["draining"] is True
     stats = ReplicaSnapshot.decode(home.record_routing_stats.remote().result()[ROUTING_STATS_KEY])
