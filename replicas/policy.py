@@ -54,6 +54,8 @@ class LoadView:
     """Of those that wait, turns that the order policy puts off: see ``Policy.late_rank``."""
     lost_queue_s: float = 0.0
     """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
+    prefill_tokens: int = 0
+    """Tokens that the running turns still need computed before they generate."""
 
     @property
     def waiting_in_time(self) -> int:

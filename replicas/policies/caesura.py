@@ -42,6 +42,10 @@ class CaesuraParameters(BaseModel):
     takes as long as computing. Where none do it is once as many: a prompt is spread over steps that read the weights
     anyway, and the turns that decode beside it hardly notice."""
 
+    prompt_share: float = Field(0.25, gt=0, le=1)
+    """Part of the bound on the time to the first token within which the prompts under way are to be computed; steps are
+    larger where that takes it."""
+
     def build(self) -> Policy:
         """The policy."""
         order = Triage(self.hopeless_share, self.ageing, self.refresh_steps, self.newcomers_room, self.hopeless_room)
@@ -49,7 +53,7 @@ class CaesuraParameters(BaseModel):
             "caesura",
             order,
             Stopping(self.hold_worth, self.min_observations, self.review_steps),
-            PacedBudget(self.min_prefill_tokens, self.step_saturations),
+            PacedBudget(self.min_prefill_tokens, self.step_saturations, self.prompt_share),
             self.reserve_share,
             order,
             (HOPELESS,),
@@ -62,6 +66,19 @@ class PacedBudget:
 
     min_prefill_tokens: int
     step_saturations: float
+    prompt_share: float
+
+    def _hurried(self, load: LoadView) -> int:
+        """Tokens of a step with which the prompts under way are computed in time: b with P / b steps of b tokens."""
+        ttft_s, tokens = load.facts.slo.ttft_s, load.prefill_tokens
+        if ttft_s is None or not tokens:
+            return 0
+        cost = load.facts.cost
+        compute_s = self.prompt_share * ttft_s - tokens * cost.token_s
+        if compute_s <= 0:
+            return load.facts.max_tokens
+        fixed_s = cost.decode_step_s(load.running, load.running_tokens)
+        return load.running + round(min(tokens * fixed_s / compute_s, load.facts.max_tokens))
 
     def tokens(self, load: LoadView) -> int:
         """Every running turn's next token, and as much prefill as the bounds let in; all where nothing runs."""
@@ -70,7 +87,7 @@ class PacedBudget:
             return most
         saturations = 1.0 + (self.step_saturations - 1.0) * haste(load)
         spread = round(saturations * load.facts.cost.saturation_tokens)
-        most = min(most, max(spread, load.running + self.min_prefill_tokens))
+        most = min(most, max(spread, self._hurried(load), load.running + self.min_prefill_tokens))
         if bound_s is None:
             return most
         cost, context, sequences = load.facts.cost, load.running_tokens, load.running + 1
