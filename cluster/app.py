@@ -1,4 +1,4 @@
-"""The Ray Serve application: HTTP ingress over ProgramServer replicas; also the import path of `serve deploy`."""
+"""The Ray Serve application: HTTP ingress over each model's ProgramServers; also the import path of `serve deploy`."""
 
 from math import ceil
 from pathlib import Path
@@ -56,8 +56,10 @@ def build(config: CaesuraConfig) -> Application:
     """
     if config.store.url == EMBEDDED:
         raise ConfigError("store.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
-    llm_config = llm_config_of(config)
-    replicas = build_llm_deployment(llm_config, deployment_cls=ProgramServer, bind_kwargs={"config": config})
+    replicas = {
+        model: build_llm_deployment(llm_config_of(own), deployment_cls=ProgramServer, bind_kwargs={"config": own})
+        for model, own in config.served.items()
+    }
     ingress = serve.deployment(
         ingress_class(config),
         name="Ingress",
@@ -115,7 +117,7 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if config.replicas.host_bytes != 0:
-        here = ceil(config.replicas.count / num_machines())
+        here = ceil(config.num_replicas / num_machines())
         arguments["kv_transfer_config"] = kv_transfer_config(config.replicas.host_bytes, replicas_here=here)
     arguments |= config.engine
     if config.model.tool_parser is not None:

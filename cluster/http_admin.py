@@ -8,8 +8,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from cluster.errors import BadRequest, ReplicaGone
-from cluster.placing import Placing
-from cluster.replica_calls import ReplicaCalls
+from cluster.fleet import Fleet
 from cluster.validation import validated
 
 
@@ -22,17 +21,17 @@ class DrainOrder(BaseModel):
     drain: bool = True
 
 
-async def drain(placing: Placing, replicas: ReplicaCalls, body: Mapping[str, Any]) -> Response:
+async def drain(fleet: Fleet, body: Mapping[str, Any]) -> Response:
     """Begin or end the draining of a replica: nothing new comes to it, and its programs leave at their next pause.
 
     Raises:
         BadRequest: there is no such replica, or the router is Ray's own and cannot do it.
     """
     order = validated(DrainOrder, body)
-    if not placing.ours:
+    if not fleet.ours:
         raise BadRequest("this router places no programs, so that none can leave; see router.name")
     try:
-        await replicas.to(order.replica, "drain", order.drain)
+        await fleet.to(order.replica, "drain", order.drain)
     except ReplicaGone as error:
         raise BadRequest(str(error), status=HTTPStatus.NOT_FOUND, param="replica") from error
     return JSONResponse({"replica": order.replica, "draining": order.drain})

@@ -53,7 +53,7 @@ class ChatPrograms:
             run_id=f"{ID_PREFIX}{uuid4().hex}",
             created_s=time(),
             identity=identity,
-            model=self._config.model.id,
+            model=body["model"],
             limits=limits(self._config),
             registered=registered,
         )

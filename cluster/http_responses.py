@@ -160,7 +160,7 @@ class ResponseRoutes:
             run_id=f"{RESPONSE_PREFIX}{uuid4().hex}",
             created_s=time(),
             identity=identity,
-            model=self._config.model.id,
+            model=request.model or self._config.model.id,
             limits=limits(self._config),
             registered={one.name: described(one) for one in offered if one.owner not in theirs},
             listings=theirs,

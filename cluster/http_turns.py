@@ -8,7 +8,7 @@ import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from typing import Any, Protocol
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -37,40 +37,91 @@ REMEMBERED_CONFLICTS = 4096
 """Programs of which is known that their conflicting identity has been logged."""
 
 
-class TurnReader:
-    """Reads requests within the configuration's bounds."""
+class Models(Protocol):
+    """Which model is a request for?"""
 
-    def __init__(self, config: CaesuraConfig) -> None:
+    def check(self, model: str | None) -> None:
+        """Is what a body names as its `model` served? None: it names nothing.
+
+        Raises:
+            BadRequest: 404, it is not.
+        """
+        ...
+
+    async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
+        """The model's id. ``identity``: whose turn it is; None: it is no turn."""
+        ...
+
+
+class OneModel:
+    """There is one."""
+
+    def __init__(self, model_id: str) -> None:
+        self._id = model_id
+
+    def check(self, model: str | None) -> None:
+        """Is it this one?
+
+        Raises:
+            BadRequest: 404, it is not.
+        """
+        if model is not None and model != self._id:
+            raise no_model(model)
+
+    async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
+        """The only one."""
+        return self._id
+
+
+class TurnReader:
+    """Reads requests within the configuration's bounds.
+
+    Args:
+        config: the whole configuration.
+        models: None: there is the configuration's first only.
+    """
+
+    def __init__(self, config: CaesuraConfig, models: Models | None = None) -> None:
         self._config = config
+        self._served = config.served
+        self._models = models or OneModel(config.model.id)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
 
-    async def body(self, request: Request) -> dict[str, Any]:
+    async def json(self, request: Request) -> dict[str, Any]:
         """The JSON object of the request's body.
+
+        Raises:
+            BadRequest: it is out of bounds.
+        """
+        http = self._config.http
+        raw = await read_body(request.receive, request.headers, http.max_body_bytes)
+        return parse_object(raw, http.max_json_depth)
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The same of a request that is no turn, its `model` the id of one that is served.
 
         Raises:
             BadRequest: it is out of bounds, or names a model that is not served.
         """
-        http = self._config.http
-        raw = await read_body(request.receive, request.headers, http.max_body_bytes)
-        body = parse_object(raw, http.max_json_depth)
-        model = body.get("model")
-        if model is not None and model != self._config.model.id:
-            raise no_model(str(model))
-        return body
+        body = await self.json(request)
+        self._models.check(_named(body))
+        return body | {"model": await self._models.model_of(body, None)}
 
     async def identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
-        """The body, without what said whose program it is, and whose it is.
+        """The body, without what said whose program it is, its `model` the id of one; and whose it is.
 
         Raises:
             BadRequest: as `body`; or an id, a hint or a field that cannot be used.
         """
-        body = await self.body(request)
+        body = await self.json(request)
+        self._models.check(_named(body))
         identified = identify(request.headers, body, DEFAULT_TENANT)
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
-        if self._config.replicas.accelerator == "cpu" and body.get("seed") is not None:
+        model = await self._models.model_of(identified.body, identified.identity)
+        if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        return identified.body, identified.identity
+        return identified.body | {"model": model}, identified.identity
 
     def _log_conflict(self, identity: ProgramIdentity, conflicts: Iterable[str]) -> None:
         key = identity.key or ""
@@ -79,6 +130,13 @@ class TurnReader:
             self._conflicts_logged[key] = None
             if len(self._conflicts_logged) > REMEMBERED_CONFLICTS:
                 self._conflicts_logged.popitem(last=False)
+
+
+def _named(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model: must be a string", param="model")
+    return model
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

@@ -23,6 +23,7 @@ from cluster.chat_programs import asks_for_loop
 from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import HttpError, Overloaded, UpstreamFailed
+from cluster.fleet import Fleet
 from cluster.http_admin import drain
 from cluster.http_calls import Answers, EventStream
 from cluster.http_chat import ChatPrograms
@@ -41,11 +42,9 @@ from cluster.http_turns import (
     version_of,
     versions,
 )
-from cluster.placing import Placing
 from cluster.program import DEFAULT_TENANT
 from cluster.program_service import ProgramService
 from cluster.ray_errors import as_http_error
-from cluster.replica_calls import ReplicaCalls
 from cluster.validation import validated
 
 RESPONSES = "/v1/responses"
@@ -110,26 +109,25 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
 class ProgramIngress:
     """The handlers. A route's docstring is what /docs says of it."""
 
-    async def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig) -> None:  # type: ignore[misc]
+    async def __init__(self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig) -> None:  # type: ignore[misc]
         self._config = config
         self._started = int(time())
         clock, name = MonotonicClock(), f"ingress-{uuid4().hex}"
-        self._placing = Placing(replicas, config, clock, name)
-        self._replicas = ReplicaCalls(replicas, self._placing.places, config.control.timeout_s)
-        self._service = ProgramService(self._replicas, config, clock, name)
+        self._fleet = Fleet(replicas, config, clock, name)
+        self._service = ProgramService(self._fleet, config, clock, name)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         self._responses = ResponseRoutes(*parts)
         self._chat_programs = ChatPrograms(*parts)
-        self._programs = ProgramRoutes(self._service.runner, self._replicas.story)
+        self._programs = ProgramRoutes(self._service.runner, self._fleet.story)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
-        self._reader = TurnReader(config)
-        self._placing.open()
+        self._reader = TurnReader(config, self._fleet.classes)
+        self._fleet.open()
         await self._service.open()
 
     async def __del__(self) -> None:
         """Called by Ray Serve when this process is to end."""
         await self._service.aclose()
-        await self._placing.aclose()
+        await self._fleet.aclose()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -145,7 +143,7 @@ class ProgramIngress:
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity)
-        answers = self._replicas.answers(method, body, passed_headers(request.headers), identity)
+        answers = self._fleet.answers(method, body, passed_headers(request.headers), identity)
         response = await self._answered(answers)
         if not isinstance(response, EventStream):
             answers.over()
@@ -161,7 +159,7 @@ class ProgramIngress:
 
     async def _plain(self, request: Request, method: str) -> Response:
         body = await self._reader.body(request)
-        return await self._answered(self._replicas.plain(method, body, passed_headers(request.headers)))
+        return await self._answered(self._fleet.plain(method, body, passed_headers(request.headers)))
 
     async def _answered(self, answers: Answers) -> Response:
         return await answered(answers, self._config.http.request_timeout_s, as_http_error)
@@ -197,11 +195,12 @@ class ProgramIngress:
 
     async def models(self) -> Response:
         """The models served."""
-        return JSONResponse({"object": "list", "data": [model_card(self._config.model.id, self._started)]})
+        cards = [model_card(model, self._started) for model in self._config.served]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, model_id: str) -> Response:
         """One model."""
-        if model_id != self._config.model.id:
+        if model_id not in self._config.served:
             raise no_model(model_id)
         return JSONResponse(model_card(model_id, self._started))
 
@@ -233,7 +232,7 @@ class ProgramIngress:
         """A model answers: 200, else 503 with Retry-After."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
-                await self._replicas.ready()
+                await self._fleet.ready()
         except Exception as error:  # a probe: whatever keeps the model from answering is its answer
             raise Overloaded(
                 f"no model answers: {as_http_error(error).message}", retry_after_s=RETRY_AFTER_S
@@ -248,34 +247,34 @@ class ProgramIngress:
 
     async def policy(self) -> Response:
         """The policy of each replica."""
-        return _per_replica(await self._replicas.broadcast("control", "policy", {}))
+        return _per_replica(await self._fleet.broadcast("control", "policy", {}))
 
     async def set_policy(self, request: Request) -> Response:
         """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`; without parameters, those of the
         configuration if it names this policy. A replica that is started later begins with the configuration's policy.
         """
-        body = await self._reader.body(request)
+        body = await self._reader.json(request)
         configured = self._config.policy
         if "parameters" not in body and body.get("name") == configured.name:
             body = {"name": configured.name, "parameters": configured.parameters}
         policy = validated(PolicyConfig, body)
-        return _per_replica(await self._replicas.broadcast("set_policy", policy.model_dump(exclude_none=True)))
+        return _per_replica(await self._fleet.broadcast("set_policy", policy.model_dump(exclude_none=True)))
 
     async def reset(self) -> Response:
         """End all holds and empty the prefix caches."""
-        return _per_replica(await self._replicas.broadcast("reset_caches"))
+        return _per_replica(await self._fleet.broadcast("reset_caches"))
 
     async def statistics(self) -> Response:
         """The scheduler's numbers of each replica, now."""
-        return _per_replica(await self._replicas.broadcast("snapshot"))
+        return _per_replica(await self._fleet.broadcast("snapshot"))
 
     async def drain(self, request: Request) -> Response:
         """Empty a replica, or end that: `{"replica": id, "drain": true}`. Its programs leave at their next pause."""
-        return await drain(self._placing, self._replicas, await self._reader.body(request))
+        return await drain(self._fleet, await self._reader.json(request))
 
     async def router(self) -> Response:
         """What this ingress's router knows and did: programs, who waits, the replicas as it sees them, its counters."""
-        return JSONResponse(self._placing.view())
+        return JSONResponse(self._fleet.view())
 
 
 def _per_replica(answers: list[Any]) -> Response:

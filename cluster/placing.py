@@ -69,7 +69,7 @@ class Placing:
 
     def view(self) -> dict[str, Any]:
         """For operators: this ingress's part."""
-        return {"ingress": self._name, **self.places.view(), "unreadable_snapshots": BOARD.junk}
+        return {**self.places.view(), "unreadable_snapshots": BOARD.junk}
 
     async def aclose(self) -> None:
         """Stop; programs stay where they are."""

@@ -6,9 +6,9 @@ from typing import Any
 
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
+from cluster.fleet import Fleet
 from cluster.metrics import ProgramMetrics
 from cluster.program_runner import ProgramRunner
-from cluster.replica_calls import ReplicaCalls
 from cluster.run_store import RunStore
 from cluster.tool_durations import SharedToolDurations
 from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
@@ -28,7 +28,7 @@ class ProgramService:
         owner: the name of this ingress process, unique and never used again.
     """
 
-    def __init__(self, replicas: ReplicaCalls, config: CaesuraConfig, clock: Clock, owner: str) -> None:
+    def __init__(self, replicas: Fleet, config: CaesuraConfig, clock: Clock, owner: str) -> None:
         store, programs = config.store, config.programs
         self._config = config
         self._store = RunStore(

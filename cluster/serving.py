@@ -130,7 +130,8 @@ class LocalCluster:
         with self._step("application"):
             self._run_application()
         deadline_s = self._clock.now_s() + self.config.replicas.start_timeout_s + START_SLACK_S
-        with self._step(f"{self.config.replicas.count} x model {self.config.model.id}"):
+        models = (f"{own.replicas.count} x model {model}" for model, own in self.config.served.items())
+        with self._step(", ".join(models)):
             self._await_running(deadline_s)
         with self._step("first answer"):
             self._await_ready(deadline_s)
@@ -176,8 +177,8 @@ class LocalCluster:
 
     def _cpus(self) -> int:
         """Logical CPUs: what the deployments reserve, whatever the machine has; replicas share it when it has less."""
-        replicas = self.config.replicas
-        reserved = replicas.count * replicas.cpus * (1 + replicas.tensor_parallel_size)
+        every = [own.replicas for own in self.config.served.values()]
+        reserved = sum(replicas.count * replicas.cpus * (1 + replicas.tensor_parallel_size) for replicas in every)
         return max(1, math.ceil(reserved + self.config.http.ingress_replicas))
 
     def _run_application(self) -> None:

@@ -47,7 +47,9 @@ def load_view(scheduler: "AgentScheduler") -> LoadView:
         waiting_late=scheduler.waiting.late + scheduler.skipped_waiting.late,
         lost_queue_s=scheduler.lost_queue.mean,
         prefill_tokens=sum(
-            missing for request in scheduler.running if (missing := request.num_tokens - request.num_computed_tokens) > 1
+            missing
+            for request in scheduler.running
+            if (missing := request.num_tokens - request.num_computed_tokens) > 1
         ),
     )
 

@@ -110,6 +110,10 @@ class FrontQueue:
         """The replica that others than ``waiter`` must leave alone."""
         return None if self._reserved is None or self._reserved is waiter else self._reserved.reserved
 
+    def wait_s(self, expected_per_s: float, now_s: float) -> float:
+        """Until all who wait are admitted. ``expected_per_s``: as in :meth:`refusal`."""
+        return len(self) / self._rate_per_s(expected_per_s, now_s) if self._waiters else 0.0
+
     def refusal(self, request: TurnRequest, work_s: float, expected_per_s: float, now_s: float) -> Refuse | None:
         """Why this turn may not wait, if so. ``expected_per_s``: admissions that are expected, before any are seen."""
         tenant = self._tenants.get(request.tenant)

@@ -116,6 +116,10 @@ class Front(Protocol):
         """The store says where the program lives: an answer of this front made known, or another ingress's."""
         ...
 
+    def start_s(self, now_s: float) -> float | None:
+        """Seconds within which a turn of a new program is expected to start; None: no replica is there."""
+        ...
+
     def home_of(self, key: str) -> Home | None:
         """Where the program lives, as far as is known here."""
         ...

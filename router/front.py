@@ -89,6 +89,14 @@ class ProgramFront:
             for turn_id, request in self._queue.drop(waiter).items():
                 self._ready.append((turn_id, self._stay(turn_id, request, record, Placed.JOINED, now_s)))
 
+    def start_s(self, now_s: float) -> float | None:
+        """What waits at the front, and on the replica that is free first."""
+        candidates = [one for one in self._ledger.candidates(self._time(now_s)) if not one.draining]
+        if not candidates:
+            return None
+        queue_s = self._queue.wait_s(self._expected_admissions_per_s(candidates), self._now_s)
+        return queue_s + min(one.start_s for one in candidates)
+
     def home_of(self, key: str) -> Home | None:
         """Where the program lives."""
         record = self._ledger.program(key)

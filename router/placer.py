@@ -208,6 +208,10 @@ class Placer:
 
     # --- what is shown ------------------------------------------------------------------------------------------------
 
+    def start_s(self) -> float | None:
+        """Seconds within which a turn of a new program is expected to start; None: no replica is there."""
+        return self._front.start_s(self._clock.now_s())
+
     @property
     def waiting(self) -> int:
         """Turns that wait to be admitted."""

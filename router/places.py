@@ -89,6 +89,10 @@ class Places(Protocol):
         """The program has ended."""
         ...
 
+    def start_s(self) -> float | None:
+        """Seconds within which a turn of a new program is expected to start; None: no replica is there."""
+        ...
+
     def view(self) -> dict[str, Any]:
         """For operators."""
         ...
@@ -120,6 +124,10 @@ class KeyedPlaces:
 
     def forget(self, key: str) -> None:
         """Nothing is kept."""
+
+    def start_s(self) -> float | None:
+        """Nothing is known of loads: as if there were none."""
+        return 0.0
 
     def view(self) -> dict[str, Any]:
         """For operators."""

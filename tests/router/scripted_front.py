@@ -48,6 +48,9 @@ class ScriptedFront:
     def settle(self, key: str, home: Home, now_s: float) -> None:
         self.homes[key] = home
 
+    def start_s(self, now_s: float) -> float | None:
+        return 0.0 if self.replicas else None
+
     def home_of(self, key: str) -> Home | None:
         return self.homes.get(key)
 

@@ -1,0 +1,113 @@
+"""Classes of models: what a request names, what its program is led to, and that all ingresses agree on it."""
+
+import asyncio
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import pytest
+
+from cluster.clock import MonotonicClock
+from cluster.config import CaesuraConfig
+from cluster.embedded_redis import EmbeddedRedis
+from cluster.errors import BadRequest
+from cluster.model_classes import ModelClasses
+from cluster.placement_store import PlacementStore
+from cluster.program import Hints, ProgramIdentity
+from router.model_choice import Chosen
+
+CONFIG = CaesuraConfig.model_validate(
+    {
+        "model": {"id": "org/small model"},
+        "models": {"big": {}},
+        "classes": {"coding": [{"model": "big", "tools": ["bash"], "max_start_s": 1.0}, {"model": "org/small model"}]},
+    }
+)
+SMALL, BIG = "org/small model", "big"
+CHAT_BASH = [{"type": "function", "function": {"name": "bash"}}]
+RESPONSES_BASH = [{"type": "function", "name": "bash"}]
+
+
+class Loads:
+    """How soon a turn starts on each model, as a test has it."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float | None] = {SMALL: 0.0, BIG: 0.0}
+
+    def start_s(self) -> Mapping[str, float | None]:
+        return self.seconds
+
+
+@pytest.fixture(scope="module")
+def redis() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as server:
+        yield server
+
+
+def classes(url: str, loads: Loads) -> ModelClasses:
+    store = PlacementStore(url, model="//classes", timeout_s=2.0, expiry_s=60.0, clock=MonotonicClock())
+    return ModelClasses(CONFIG, loads, store)
+
+
+def coding(tools: Any = None) -> dict[str, Any]:
+    return {"model": "auto:coding", "messages": [], **({"tools": tools} if tools is not None else {})}
+
+
+def program(name: str, **hints: Any) -> ProgramIdentity:
+    return ProgramIdentity(program_id=name, hints=Hints(**hints))
+
+
+@pytest.mark.parametrize("model", ["auto:", "auto:nothing", "coding", "", "auto:big"])
+def test_what_is_not_served_is_not_found(redis: EmbeddedRedis, model: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        classes(redis.url, Loads()).check(model)
+    assert (refused.value.status, refused.value.param) == (404, "model")
+
+
+async def test_a_model_that_is_named_is_meant(redis: EmbeddedRedis) -> None:
+    one = classes(redis.url, Loads())
+    assert await one.model_of({"model": BIG}, None) == BIG
+    assert await one.model_of({}, program("p")) == SMALL
+
+
+@pytest.mark.parametrize("tools", [CHAT_BASH, RESPONSES_BASH])
+async def test_rules_see_the_tools_that_are_offered(redis: EmbeddedRedis, tools: Any) -> None:
+    one = classes(redis.url, Loads())
+    assert await one.model_of(coding(tools), None) == BIG
+    assert await one.model_of(coding([]), None) == SMALL
+
+
+@pytest.mark.parametrize("tools", [5, "bash", [None, 5, {}, {"function": 5}, {"function": {"name": 5}}]])
+async def test_tools_that_make_no_sense_match_nothing(redis: EmbeddedRedis, tools: Any) -> None:
+    assert await classes(redis.url, Loads()).model_of(coding(tools), None) == SMALL
+
+
+async def test_rules_see_the_tool_whose_result_is_brought(redis: EmbeddedRedis) -> None:
+    one = classes(redis.url, Loads())
+    assert await one.model_of(coding(), program("brings", last_tool="bash")) == BIG
+
+
+async def test_a_program_stays_with_its_model_on_every_ingress(redis: EmbeddedRedis) -> None:
+    loads = Loads()
+    here, there = classes(redis.url, loads), classes(redis.url, loads)
+    assert await here.model_of(coding(CHAT_BASH), program("stays")) == BIG
+    loads.seconds = {SMALL: 0.0, BIG: 60.0}
+    assert await here.model_of(coding(), program("stays")) == BIG
+    assert await there.model_of(coding(), program("stays")) == BIG
+    assert await there.model_of(coding(CHAT_BASH), program("another")) == SMALL
+
+
+async def test_ingresses_that_choose_at_once_agree(redis: EmbeddedRedis) -> None:
+    busy, idle = Loads(), Loads()
+    busy.seconds = {SMALL: 0.0, BIG: 60.0}
+    ingresses = [classes(redis.url, busy), classes(redis.url, idle)]
+    for number in range(20):
+        turns = [one.model_of(coding(CHAT_BASH), program(f"race-{number}")) for one in ingresses for _ in range(3)]
+        assert len(set(await asyncio.gather(*turns))) == 1
+
+
+async def test_without_the_store_the_choice_is_made_here() -> None:
+    one = classes("redis://127.0.0.1:1", Loads())
+    assert await one.model_of(coding(CHAT_BASH), program("alone")) == BIG
+    assert one.counters[Chosen.RULE] == 1
+    assert await one.model_of(coding(), program("alone")) == BIG
+    assert one.counters[Chosen.RULE] == 1, "the choice is remembered"
