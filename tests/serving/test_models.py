@@ -25,7 +25,6 @@ classes:
     - {{model: coder, tools: ["bash", "edit_*"]}}
     - {{model: tiny}}
 store: {{url: "{url}"}}
-tools: {{defined: {{add: {{kind: python, entry: "cluster.demo.calculator:calculate"}}}}}}
 """
 TOOLS = [{"type": "function", "function": {"name": "edit_file", "parameters": {"type": "object", "properties": {}}}}]
 CHAT = "/v1/chat/completions"
