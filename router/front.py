@@ -220,7 +220,8 @@ class ProgramFront:
         more_tokens = best.gap.compute_tokens - here.gap.compute_tokens
         cost_s = max(0.0, more_tokens * best.candidate.facts.token_s)
         won_s = here.seconds - best.seconds
-        return best if won_s > settings.hysteresis * cost_s + settings.move_gain_s else None
+        margin_s = settings.move_gain_s + settings.move_margin * here.seconds
+        return best if won_s > settings.hysteresis * cost_s + margin_s else None
 
     def _move(
         self,

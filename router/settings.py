@@ -33,6 +33,8 @@ class FrontSettings(Section):
     """A program moves for load if that wins more than so many times what the move costs."""
     move_gain_s: float = Field(0.5, ge=0, allow_inf_nan=False)
     """And more than so many seconds."""
+    move_margin: Share = 0.3
+    """And more than this part of what it loses at home: what differs today will not for the whole of its life."""
     max_moves: int = Field(3, ge=0)
     """No program moves for load more often."""
 
@@ -42,7 +44,7 @@ class FrontSettings(Section):
     """Part of the host tier that counts as memory in this."""
     empty_share: Share = 0.25
     """A program larger than all that is admitted to a replica of whose bound no more than this part is taken."""
-    max_wait_s: float = Field(300.0, gt=0, allow_inf_nan=False)
+    max_wait_s: float = Field(600.0, gt=0, allow_inf_nan=False)
     """No program waits for admission longer; what would have to is refused."""
     max_waiting: int = Field(4096, ge=1)
     """Turns that wait in one ingress."""
