@@ -88,7 +88,9 @@ def leading_blocks(hashes: Sequence[BlockHash], cached: Callable[[BlockHash], bo
 
 def tokens_left(left: Left | None, cached: Callable[[BlockHash], bool]) -> int:
     """Leading tokens of the context that are still cached, to an eighth of it."""
-    if left is None:
+    if left is None or not left.marks or not cached(left.marks[0][1]):  # mostly it is all or nothing
         return 0
-    known = leading_blocks([block_hash for _, block_hash in left.marks], cached)
-    return left.marks[known - 1][0] if known else 0
+    tokens, last = left.marks[-1]
+    if cached(last):
+        return tokens
+    return left.marks[leading_blocks([block_hash for _, block_hash in left.marks], cached) - 1][0]
