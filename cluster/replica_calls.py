@@ -48,7 +48,7 @@ class ReplicaCalls:
         def call(placement: Placement) -> Calls[bytes | HttpError]:
             handle = self._streams.options(session_id=placement.session)
             made: Calls[bytes | HttpError] = handle.answer.remote(
-                method, body, headers, identity.key, identity.encode()
+                method, body, headers, identity.key, identity.encode(), placement.epoch
             )
             return made
 
@@ -71,7 +71,7 @@ class ReplicaCalls:
         def call(placement: Placement) -> Calls[tuple[TurnPiece | HttpError, ...]]:
             handle = self._streams.options(session_id=placement.session)
             made: Calls[tuple[TurnPiece | HttpError, ...]] = handle.turn.remote(
-                dict(body), headers, key, identity.encode(), continuation
+                dict(body), headers, key, identity.encode(), continuation, placement.epoch
             )
             return made
 
