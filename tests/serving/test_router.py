@@ -25,6 +25,7 @@ http: {{port: 0, ingress_replicas: 2}}
 replicas: {{count: 2, kv_cache_bytes: 33554432}}
 engine: {{max_model_len: 2048, max_num_seqs: 32}}
 store: {{url: "{url}", refresh_s: 0.2, timeout_s: 2.0}}
+router: {{parameters: {{max_moves: 0}}}}  # for load; that is tested where time is virtual
 """
 START_WITHIN_S = 240.0
 STOP_WITHIN_S = 60.0
