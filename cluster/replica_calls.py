@@ -118,7 +118,7 @@ class ReplicaCalls:
         Raises:
             ControlTimeout: they did not answer.
         """
-        session = await self._places.session_of(key)
+        session = await self._places.session_of(key, fresh=True)
         try:
             if session is not None:
                 async with asyncio.timeout(self._timeout_s):

@@ -28,6 +28,8 @@ SWEEPS = 4
 """How often within a home's expiry it is touched at least, if it is used."""
 SWEEP_S = 60.0
 """And so often, to learn whether the store has another."""
+WRITTEN_AT_ONCE = 64
+"""Homes, when the store is back."""
 PROBE_S = 1.0
 """A store that failed is asked so often whether it answers again; until then nobody else waits for it."""
 
@@ -127,6 +129,18 @@ class Placer:
         for key in await self._store.touch(homes) or ():
             if (known := self._programs.get(key)) is not None:
                 known.stored = None  # its next turn claims it again, or learns where it lives
+        if everything:
+            await self._write_all()
+
+    async def _write_all(self) -> None:
+        """Write the homes that the store does not have before other ingresses ask for them."""
+        unwritten = [key for key, known in self._programs.items() if known.stored is None]
+        for start in range(0, len(unwritten), WRITTEN_AT_ONCE):
+            if not self._store.healthy:
+                return
+            homes = {key: self._front.home_of(key) for key in unwritten[start : start + WRITTEN_AT_ONCE]}
+            claims = (self._write(key, Go(home, Placed.STAYED), None) for key, home in homes.items() if home)
+            await asyncio.gather(*claims)
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -190,10 +204,10 @@ class Placer:
             held = await self._store.move(key, latest, refused.replica)
         self._learn(key, held or Home(refused.replica, latest + 1), stored=held is not None)
 
-    async def session_of(self, key: str) -> str | None:
-        """The replica on which a program lives; None: on none."""
+    async def session_of(self, key: str, *, fresh: bool = False) -> str | None:
+        """The replica on which a program lives; None: on none. ``fresh``: as far as the store knows now."""
         home = self._front.home_of(key)
-        if home is None and self._store.healthy:
+        if (fresh or home is None) and self._store.healthy:
             await self._look_up(key)
             home = self._front.home_of(key)
         return None if home is None else home.replica
@@ -313,10 +327,14 @@ class Placer:
         known = self._use(request, begins=False)
         if known.stored == go.home or not self._store.healthy:
             return go.home
-        held: Home | None = await self._once("set " + request.key, lambda: self._written(request.key, go, known.stored))
+        held = await self._write(request.key, go, known.stored)
         if held is None:
             self.fallbacks[Fallback.STORE_GONE] += 1
         return held or go.home
+
+    async def _write(self, key: str, go: Go, before: Home | None) -> Home | None:
+        held: Home | None = await self._once("set " + key, lambda: self._written(key, go, before))
+        return held
 
     async def _written(self, key: str, go: Go, before: Home | None) -> Home | None:
         if before is not None and before.epoch < go.home.epoch:

@@ -81,8 +81,11 @@ class Places(Protocol):
         """The replica refused the placement, because it knows of a later ``epoch`` (None: it did not say which)."""
         ...
 
-    async def session_of(self, key: str) -> str | None:
-        """`session_id` for a call that concerns a program beside its turns; None: it lives nowhere."""
+    async def session_of(self, key: str, *, fresh: bool = False) -> str | None:
+        """`session_id` for a call that concerns a program beside its turns; None: it lives nowhere.
+
+        ``fresh``: the store is asked, too, whether the program has moved.
+        """
         ...
 
     def forget(self, key: str) -> None:
@@ -118,7 +121,7 @@ class KeyedPlaces:
     async def fenced(self, placement: Placement, epoch: int | None) -> None:
         """No epochs are sent."""
 
-    async def session_of(self, key: str) -> str | None:
+    async def session_of(self, key: str, *, fresh: bool = False) -> str | None:
         """The key."""
         return key
 

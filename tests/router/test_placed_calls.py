@@ -58,7 +58,7 @@ class Recorder:
     async def fenced(self, placement: Placement, epoch: int | None) -> None:
         self.fences.append((placement.session, epoch))
 
-    async def session_of(self, key: str) -> str | None:
+    async def session_of(self, key: str, *, fresh: bool = False) -> str | None:
         return key
 
     def forget(self, key: str) -> None:

@@ -200,6 +200,18 @@ async def test_a_replica_that_knows_better_sends_the_turn_to_the_store(ingress):
     assert b.placer.fallbacks == {Fallback.FENCED: 1}
 
 
+async def test_where_a_program_lives_is_asked_of_the_store_where_that_matters(ingress, server):
+    a, b = ingress(), ingress()
+    assert await b.placer.session_of(KEY) is None
+    await a.turn()
+    assert await b.placer.session_of(KEY) == "r0"
+    await a.turn(avoid=frozenset({"r0"}))
+    assert await b.placer.session_of(KEY) == "r0"
+    assert await b.placer.session_of(KEY, fresh=True) == "r1"
+    server.stop()
+    assert await b.placer.session_of(KEY, fresh=True) == "r1"
+
+
 @pytest.mark.parametrize("lost", ["the home", "the store"])
 async def test_a_replica_that_knows_better_than_the_store_gets_a_later_epoch(ingress, server, lost):
     a = ingress()
@@ -325,10 +337,10 @@ async def test_without_the_store_the_front_decides_alone_and_afterwards_the_home
     assert a.placer.fallbacks[Fallback.STORE_GONE] == 2
     server.start()
     await probed(a)
-    await a.turn()
-    assert await a.store.get(KEY) == (Home("r0", 1),)
+    b.front.choose = at("r2")
+    assert await b.turn() == Home("r0", 1), "it is written before its next turn"
+    assert await a.turn() == Home("r0", 1)
     assert a.front.asked[-1] == (KEY, True)
-    assert await b.turn() == Home("r0", 1)
 
 
 async def test_a_store_that_is_gone_is_waited_for_by_one_turn_only(ingress, server, monkeypatch):

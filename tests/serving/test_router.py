@@ -252,8 +252,7 @@ def test_programs_of_a_replica_that_is_killed_go_on_at_once_on_the_other(site: S
     with ThreadPoolExecutor(12) as pool:
         for one in [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(programs)]:
             one.result()
-    routers = site.routers()
-    assert counted(routers, "placements", "moved_from_lost") > 0
-    assert not any(dead in router["replicas"] for router in routers)
+    assert counted(site.routers(), "placements", "moved_from_lost") > 0
+    until(lambda: not any(dead in router["replicas"] for router in site.routers()), "both ingresses know")
     for program in programs:
         assert site.turns_at_home(program) > 0
