@@ -7,7 +7,7 @@ what was decided is written when the store answers again.
 
 import asyncio
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -18,7 +18,8 @@ from cluster.placement_store import PlacementStore
 from cluster.routing import Home, ReplicaSnapshot
 from router.decisions import Front, Go, Placed, Refuse, Refused, TurnRequest, Wait
 from router.farewells import Farewells, MovedAway
-from router.places import Fallback, Placement, refusal
+from router.places import Fallback, Placement, facts, refusal
+from router.single_flight import SingleFlight
 
 PUMP_S = 0.1
 """While somebody waits to be admitted, `Front` is asked so often at least."""
@@ -79,7 +80,7 @@ class Placer:
         self._turn_ids = count()
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._waiting: dict[str, asyncio.Future[Go | Refuse]] = {}
-        self._asking: dict[str, asyncio.Task[Any]] = {}
+        self._asking = SingleFlight()
         self._background: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._seen: dict[str, tuple[ReplicaSnapshot | None, float]] = {}
@@ -244,7 +245,7 @@ class Placer:
     def view(self) -> dict[str, Any]:
         """For operators."""
         replicas = {
-            replica: {"snapshot_age_s": age_s, **_facts(self._seen[replica][0])}
+            replica: {"snapshot_age_s": age_s, **facts(self._seen[replica][0])}
             for replica, age_s in self.ages_s().items()
         }
         return {
@@ -314,7 +315,7 @@ class Placer:
 
     async def _look_up(self, key: str) -> bool:
         """Learn from the store where the program lives, if it does; whether the store answers."""
-        return bool(await self._once("get " + key, lambda: self._found(key)))
+        return bool(await self._asking.do("get " + key, lambda: self._found(key)))
 
     async def _found(self, key: str) -> bool:
         answer = await self._store.get(key)
@@ -333,7 +334,7 @@ class Placer:
         return held or go.home
 
     async def _write(self, key: str, go: Go, before: Home | None) -> Home | None:
-        held: Home | None = await self._once("set " + key, lambda: self._written(key, go, before))
+        held: Home | None = await self._asking.do("set " + key, lambda: self._written(key, go, before))
         return held
 
     async def _written(self, key: str, go: Go, before: Home | None) -> Home | None:
@@ -353,14 +354,6 @@ class Placer:
         known = self._programs.setdefault(key, _Program(used_s=self._clock.now_s()))
         known.stored = home if stored else None
         self._front.settle(key, home, self._clock.now_s())
-
-    async def _once(self, name: str, work: Callable[[], Coroutine[Any, Any, Any]]) -> Any:
-        """What the work of that name gives; whoever asks meanwhile shares it, and no one of them can cancel it."""
-        task = self._asking.get(name)
-        if task is None:
-            self._asking[name] = task = asyncio.create_task(work())
-            task.add_done_callback(lambda _: self._asking.pop(name, None))
-        return await asyncio.shield(task)
 
     # --- remembering --------------------------------------------------------------------------------------------------
 
@@ -391,22 +384,7 @@ class Placer:
             if not future.done():
                 future.set_exception(Overloaded("this ingress ends; retry", retry_after_s=1))
         self._farewells.stop()
-        for task in (*self._background, *self._asking.values()):
+        self._asking.stop()
+        for task in self._background:
             task.cancel()
         await self._store.close()
-
-
-def _facts(snapshot: ReplicaSnapshot | None) -> dict[str, Any]:
-    if snapshot is None:
-        return {}
-    names = (
-        "draining",
-        "running",
-        "waiting",
-        "programs",
-        "working_set_tokens",
-        "kv_tokens",
-        "free_tokens",
-        "held_tokens",
-    )
-    return {name: getattr(snapshot, name) for name in (*names, "host_used_tokens", "waiting_tokens")}

@@ -5,7 +5,7 @@ from enum import StrEnum
 from typing import Any, Protocol
 
 from cluster.errors import Overloaded, TooManyRequests
-from cluster.routing import Home
+from cluster.routing import Home, ReplicaSnapshot
 from router.decisions import Refused, TurnRequest
 
 
@@ -141,3 +141,20 @@ def refusal(reason: Refused, retry_after_s: float) -> Overloaded:
     """What the client is told."""
     kind, message = _REFUSALS[reason]
     return kind(message, code=reason.value, retry_after_s=max(1, math.ceil(retry_after_s)))
+
+
+def facts(snapshot: ReplicaSnapshot | None) -> dict[str, Any]:
+    """What operators see of a replica."""
+    if snapshot is None:
+        return {}
+    names = (
+        "draining",
+        "running",
+        "waiting",
+        "programs",
+        "working_set_tokens",
+        "kv_tokens",
+        "free_tokens",
+        "held_tokens",
+    )
+    return {name: getattr(snapshot, name) for name in (*names, "host_used_tokens", "waiting_tokens")}
