@@ -22,6 +22,8 @@ class RouterConfig(_Section):
     """A registered router: `caesura` places programs; the others are Ray's own."""
     parameters: dict[str, Any] = Field(default_factory=dict)
     """The parameters of `caesura`'s placement, which `caesura config schema` lists; or keyword arguments of Ray's."""
+    quarantine_s: float = Field(600.0, gt=0)
+    """How long a request is refused under which two replicas died."""
 
     @field_validator("name")
     @classmethod

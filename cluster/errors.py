@@ -22,11 +22,13 @@
     │   └── RunOpen            only a closed run can be deleted
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
-        │   └── IdempotencyConflict  422  an idempotency key came again with another body
+        │   ├── IdempotencyConflict  422  an idempotency key came again with another body
+        │   └── Quarantined    422  replicas died under it
         ├── ProgramMoved       409  the replica has been told that the program lives elsewhere; the ingress goes there
         ├── Overloaded         503  with Retry-After
         │   └── TooManyRequests  429  more than the tenant's share
         └── UpstreamFailed     502  a replica failed while it answered
+            └── ReplicaLost    502  ... because it died: another one may answer
 
 Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ingress`,
 Redis's in `store` and `run_store`, vLLM's
@@ -200,6 +202,12 @@ class ProgramMoved(HttpError):
         self.epoch = epoch
 
 
+class Quarantined(BadRequest):
+    """A request under which replicas died, again and again: it is refused for a while."""
+
+    status = 422
+
+
 class Overloaded(HttpError):
     """More work than is accepted now; retry later."""
 
@@ -219,3 +227,15 @@ class UpstreamFailed(HttpError):
 
     status = 502
     type = "upstream_error"
+
+
+class ReplicaLost(UpstreamFailed):
+    """The replica died. Another one may answer, or go on with the answer.
+
+    Attributes:
+        at_work: the replica may have worked on the request; False: it was dead before.
+    """
+
+    def __init__(self, message: str, *, at_work: bool = True, retry_after_s: int | None = None) -> None:
+        super().__init__(message, retry_after_s=retry_after_s)
+        self.at_work = at_work

@@ -10,11 +10,12 @@ from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.errors import HttpError, ReplicaGone
 from cluster.model_classes import ModelClasses
-from cluster.placed_calls import Calls, PlacedAnswers
+from cluster.placed_calls import Calls
 from cluster.placement_store import PlacementStore
 from cluster.placing import Placing
 from cluster.program import ProgramIdentity
 from cluster.replica_calls import ReplicaCalls
+from cluster.stream_relay import Relay
 from cluster.turn import Continuation, TurnPiece
 
 CLASSES = "//classes"
@@ -39,7 +40,9 @@ class Fleet:
         self._default = config.model.id
         self._placings = {model: Placing(handle, served[model], clock, name) for model, handle in replicas.items()}
         self._calls = {
-            model: ReplicaCalls(handle, self._placings[model].places, config.control.timeout_s)
+            model: ReplicaCalls(
+                handle, self._placings[model].places, self._placings[model].quarantine, config.control.timeout_s
+            )
             for model, handle in replicas.items()
         }
         self._homes = PlacementStore(
@@ -81,8 +84,8 @@ class Fleet:
 
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
-    ) -> PlacedAnswers[bytes | HttpError]:
-        """A turn of a client: what it is sent, as bytes."""
+    ) -> Relay[bytes]:
+        """A turn of a client: what it is sent, as bytes; where a replica dies, another goes on."""
         return self._of(body).answers(method, body, headers, identity)
 
     def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:

@@ -146,7 +146,7 @@ class ProgramIngress:
         answers = self._fleet.answers(method, body, passed_headers(request.headers), identity)
         response = await self._answered(answers)
         if not isinstance(response, EventStream):
-            answers.over()
+            answers.cancel()
         return response
 
     async def tokenize(self, request: Request) -> Response:

@@ -1,19 +1,20 @@
-"""A turn's call of a replica, placed: it goes where its program lives, and elsewhere if that replica is gone."""
+"""A turn's call of a replica, placed: it goes where its program lives, and elsewhere if that replica is gone.
 
-from collections.abc import Callable, Mapping
+What becomes of a turn whose replica dies while it works on it: `cluster.stream_relay`.
+"""
+
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
 from uuid import uuid4
 
 from cluster.errors import HttpError, ProgramMoved, ReplicaGone
 from cluster.program import ProgramIdentity
-from cluster.ray_errors import is_loss
 from cluster.routing import prefix_blocks, prompt_of
+from cluster.stream import Progress
 from router.decisions import TurnRequest
 from router.places import Placement, Places
 
-MAX_LOSSES = 2
-"""Replicas that may end under a request before it counts as the request's fault."""
 MAX_HOPS = 16
 """How often a request is placed again because its replica is gone, or its program has moved."""
 BYTES_PER_TOKEN = 4
@@ -60,8 +61,8 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 class PlacedAnswers(Generic[Piece]):
     """The pieces of a turn's answer. Its place is given up at the end, by `over`, or by `cancel`.
 
-    Until the first piece is there, a replica that is gone or that knows of a move costs the client nothing: the turn is
-    placed again.
+    Until the first piece is there, a replica that the call did not reach or that knows of a move costs the client
+    nothing: the turn is placed again.
 
     Args:
         places: where turns go.
@@ -76,6 +77,11 @@ class PlacedAnswers(Generic[Piece]):
         self._placement: Placement | None = None
         self._answers: Calls[Piece] | None = None
         self._failed = False
+
+    @property
+    def replica(self) -> str | None:
+        """Where it went; None: nowhere so far."""
+        return None if self._placement is None else self._placement.session
 
     def __aiter__(self) -> Self:
         return self
@@ -98,22 +104,19 @@ class PlacedAnswers(Generic[Piece]):
             self._placement.end()
 
     async def _begin(self) -> Piece:
-        losses = 0
         for hop in range(MAX_HOPS + 1):
             self._placement = placement = await self._places.place(self._request)
             answers = self._answers = self._call(placement)
             try:
                 piece = await self._next(answers)
-            except Exception as error:
-                losses += is_loss(error) and not isinstance(error, ReplicaGone)
-                if not is_loss(error) or losses >= MAX_LOSSES or hop == MAX_HOPS:
+            except ReplicaGone:
+                if hop == MAX_HOPS:
                     raise
                 self._request = replace(self._request, avoid=self._request.avoid | {placement.session})
             else:
-                moved = _failure(piece)
-                if not isinstance(moved, ProgramMoved) or hop == MAX_HOPS:
+                if not isinstance(piece, ProgramMoved) or hop == MAX_HOPS:
                     return self._seen(piece)
-                await self._places.fenced(placement, moved.epoch)
+                await self._places.fenced(placement, piece.epoch)
             placement.end()
         raise AssertionError("the last hop returns or raises")
 
@@ -125,15 +128,47 @@ class PlacedAnswers(Generic[Piece]):
             raise
 
     def _seen(self, piece: Piece) -> Piece:
-        if _failure(piece) is not None:
+        if isinstance(piece, HttpError):
             self._failed = True
             self.over()
         return piece
 
 
-def _failure(piece: object) -> HttpError | None:
-    last = piece[-1] if isinstance(piece, tuple) and piece else piece
-    return last if isinstance(last, HttpError) else None
+class Attempts:
+    """Asks a replica for a turn's answer, and after its death another: `cluster.stream_relay.Attempt`.
+
+    Args:
+        places: where turns go.
+        request: the turn.
+        call: makes the call, given the place and how far another replica came with the answer.
+        check: called before each, raises what refuses the turn.
+    """
+
+    def __init__(
+        self,
+        places: Places,
+        request: TurnRequest,
+        call: Callable[[Placement, Progress | None], Calls[Any]],
+        check: Callable[[], Awaitable[None]],
+    ) -> None:
+        self._places = places
+        self._request = request
+        self._call = call
+        self._check = check
+        self._last: PlacedAnswers[Any] | None = None
+
+    async def __call__(self, so_far: Progress | None) -> PlacedAnswers[Any]:
+        """Ask one that has not failed this turn."""
+        await self._check()
+        if self._last is not None and self._last.replica is not None:
+            self._request = replace(self._request, avoid=self._request.avoid | {self._last.replica})
+        self._last = PlacedAnswers(self._places, self._request, lambda placement: self._call(placement, so_far))
+        return self._last
+
+    def over(self, *, context_tokens: int) -> None:
+        """The turn has come to its proper end."""
+        if self._last is not None:
+            self._last.over(context_tokens=context_tokens)
 
 
 def _text_bytes(value: object) -> int:

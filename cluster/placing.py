@@ -10,6 +10,7 @@ from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.metrics import RouterMetrics
 from cluster.placement_store import PlacementStore
+from cluster.quarantine import Quarantine
 from router.board import BOARD
 from router.front import ProgramFront
 from router.placer import Placer
@@ -36,6 +37,7 @@ class Placing:
         self._calls = replicas.options(stream=False)
         self._placer: Placer | None = None
         self.places: Places = KeyedPlaces(config.router.name)
+        self.quarantine = Quarantine(clock, config.router.quarantine_s)
         if (settings := config.placement) is not None:
             self.places = self._placer = self._ours(config, settings, clock)
         self._metrics = RouterMetrics(config.model.id)
@@ -47,6 +49,7 @@ class Placing:
         store = PlacementStore(
             config.store.url, model=config.model.id, timeout_s=config.store.timeout_s, expiry_s=idle_s, clock=clock
         )
+        self.quarantine = Quarantine(clock, config.router.quarantine_s, store)
         front = ProgramFront(settings, config.slo, config.model.id)
         return Placer(front, store, clock, moved_away=self._moved_away, idle_s=idle_s, max_programs=most)
 

@@ -3,7 +3,7 @@
 from http import HTTPStatus
 
 from fastapi.exceptions import RequestValidationError
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import NodeDiedError, ObjectLostError, RayActorError, RayError, RayTaskError, WorkerCrashedError
 from ray.serve.exceptions import BackPressureError, RayServeException
 from starlette.exceptions import HTTPException
 
@@ -15,11 +15,15 @@ from cluster.errors import (
     HttpError,
     Overloaded,
     ReplicaGone,
+    ReplicaLost,
     RunStoreUnavailable,
     RunUnknown,
     UpstreamFailed,
 )
 from cluster.http_errors import RETRY_AFTER_S
+
+DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)
+"""What Ray raises where the process that was to answer is gone."""
 
 
 def as_http_error(error: BaseException) -> HttpError:
@@ -39,9 +43,9 @@ def as_http_error(error: BaseException) -> HttpError:
         case ControlTimeout():
             return UpstreamFailed(str(cause), status=HTTPStatus.GATEWAY_TIMEOUT, retry_after_s=RETRY_AFTER_S)
         case EngineGone():
-            return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+            return ReplicaLost("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
         case ReplicaGone():
-            return UpstreamFailed("the replica is gone; it is being replaced", retry_after_s=RETRY_AFTER_S)
+            return ReplicaLost("the replica is gone; it is being replaced", at_work=False, retry_after_s=RETRY_AFTER_S)
         case RunStoreUnavailable():
             return Overloaded("the program log cannot be reached now; retry later", retry_after_s=RETRY_AFTER_S)
         case RunUnknown():
@@ -50,6 +54,8 @@ def as_http_error(error: BaseException) -> HttpError:
             return Overloaded("too many requests wait for a replica; retry later", retry_after_s=RETRY_AFTER_S)
         case TimeoutError():
             return BadRequest("the request took longer than allowed", status=HTTPStatus.REQUEST_TIMEOUT)
+    if isinstance(cause, DEATHS):
+        return ReplicaLost("the replica died; it is being replaced", retry_after_s=RETRY_AFTER_S)
     if isinstance(cause, RayServeException):
         return Overloaded("no replica can be reached now", retry_after_s=RETRY_AFTER_S)
     if isinstance(cause, RayError) and not isinstance(cause, RayTaskError):
@@ -59,7 +65,7 @@ def as_http_error(error: BaseException) -> HttpError:
 
 def is_loss(error: BaseException) -> bool:
     """Whether a call failed because its replica is gone, or cannot be reached: another may do the same work."""
-    return isinstance(error, ReplicaGone | RayActorError)
+    return isinstance(error, (ReplicaGone, ReplicaLost, *DEATHS))
 
 
 def _http_message(error: HTTPException) -> str:

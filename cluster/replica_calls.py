@@ -1,8 +1,7 @@
 """The replicas of a model as the rest of an ingress sees them: calls over a handle, each to its replica."""
 
 import asyncio
-import logging
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any
 from uuid import uuid4
 
@@ -10,13 +9,14 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.errors import ControlTimeout, HttpError
 from cluster.http_front import REQUEST_ID
-from cluster.placed_calls import Calls, PlacedAnswers, turn_request
+from cluster.placed_calls import Attempts, Calls, turn_request
 from cluster.program import ProgramIdentity
+from cluster.quarantine import Quarantine, digest_of
 from cluster.ray_errors import as_http_error, is_loss
+from cluster.stream import Progress
+from cluster.stream_relay import Relay, ends_stream
 from cluster.turn import Continuation, TurnDone, TurnPiece
 from router.places import Placement, Places
-
-logger = logging.getLogger("ray.serve")
 
 BROADCAST_SLACK_S = 5.0
 """A broadcast may take so much longer than one call."""
@@ -28,31 +28,46 @@ class ReplicaCalls:
     Args:
         replicas: a handle to `ProgramServer`.
         places: where programs live.
+        quarantine: turns that are refused.
         timeout_s: bounds a call of the side channel.
     """
 
-    def __init__(self, replicas: DeploymentHandle, places: Places, timeout_s: float) -> None:
+    def __init__(self, replicas: DeploymentHandle, places: Places, quarantine: Quarantine, timeout_s: float) -> None:
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
         self._places = places
+        self._quarantine = quarantine
         self._timeout_s = timeout_s
-        self._ending: set[asyncio.Task[None]] = set()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
-    ) -> PlacedAnswers[bytes | HttpError]:
-        """A turn of a client: what it is sent, as bytes."""
+    ) -> Relay[bytes]:
+        """A turn of a client: what it is sent, as bytes; where a replica dies, another goes on."""
 
-        def call(placement: Placement) -> Calls[bytes | HttpError]:
+        def call(placement: Placement, so_far: Progress | None) -> Calls[Any]:
             handle = self._streams.options(session_id=placement.session)
-            made: Calls[bytes | HttpError] = handle.answer.remote(
-                method, body, headers, identity.key, identity.encode(), placement.epoch
-            )
+            arguments = (method, body, headers, identity.key, identity.encode(), placement.epoch, so_far)
+            made: Calls[Any] = handle.answer.remote(*arguments)
             return made
 
-        return PlacedAnswers(self._places, turn_request(identity, body), call)
+        _, relay = self._relay(method, body, identity, call, ends_stream)
+        return relay
+
+    def _relay(
+        self,
+        method: str,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        call: Callable[[Placement, Progress | None], Calls[Any]],
+        ends: Callable[[Any], bool],
+    ) -> tuple[Attempts, Relay[Any]]:
+        digest = digest_of(method, identity.tenant, body)
+        quarantine = self._quarantine
+        request = turn_request(identity, body)
+        attempts = Attempts(self._places, request, call, lambda: quarantine.check(digest))
+        return attempts, Relay(attempts, ends=ends, error_map=as_http_error, blame=lambda: quarantine.add(digest))
 
     def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
         """What is no turn: any replica answers."""
@@ -64,36 +79,30 @@ class ReplicaCalls:
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """The pieces of a turn; the last one says why, if it failed. Closing the iterator stops the replica's work.
 
-        The last piece does not wait for the replica's own end of the call.
+        Where a replica dies, another goes on. The last piece does not wait for the replica's own end of the call.
         """
         headers = {REQUEST_ID: uuid4().hex}
 
-        def call(placement: Placement) -> Calls[tuple[TurnPiece | HttpError, ...]]:
+        def call(placement: Placement, so_far: Progress | None) -> Calls[Any]:
             handle = self._streams.options(session_id=placement.session)
-            made: Calls[tuple[TurnPiece | HttpError, ...]] = handle.turn.remote(
-                dict(body), headers, key, identity.encode(), continuation, placement.epoch
-            )
+            arguments = (dict(body), headers, key, identity.encode(), continuation, placement.epoch, so_far)
+            made: Calls[Any] = handle.turn.remote(*arguments)
             return made
 
-        answers = PlacedAnswers(self._places, turn_request(identity, body), call)
-        over = False
+        attempts, relay = self._relay("turn", body, identity, call, _ends_turn)
         try:
-            async for batch in answers:
-                over = isinstance(last := batch[-1], TurnDone | HttpError)
-                if isinstance(last, TurnDone):
-                    answers.over(context_tokens=last.prompt_tokens + last.output_tokens)
+            async for batch in relay:
+                if isinstance(batch, HttpError):
+                    yield batch
+                    break
+                if isinstance(last := batch[-1], TurnDone):
+                    attempts.over(context_tokens=last.prompt_tokens + last.output_tokens)
                 for piece in batch:
                     yield piece
-                if over:
-                    break
         except Exception as error:  # noqa: BLE001 - the boundary: Ray's exceptions end here
             yield as_http_error(error)
         finally:
-            if over:
-                self._ending.add(task := asyncio.create_task(_exhaust(answers)))
-                task.add_done_callback(self._ending.discard)
-            else:
-                answers.cancel()
+            relay.cancel()
 
     # --- the side channel ---------------------------------------------------------------------------------------------
 
@@ -161,10 +170,5 @@ class ReplicaCalls:
         return answers
 
 
-async def _exhaust(answers: Any) -> None:
-    """Let a call end by itself, whose last piece is here."""
-    try:
-        async for _ in answers:
-            pass
-    except Exception as error:  # noqa: BLE001 - nobody waits for it
-        logger.debug("a turn's call, after its last piece: %s", error)
+def _ends_turn(pieces: tuple[TurnPiece, ...]) -> bool:
+    return isinstance(pieces[-1], TurnDone)

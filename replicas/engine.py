@@ -1,7 +1,8 @@
 """The vLLM engine of a replica, as Ray Serve LLM 2.60 starts it.
 
 Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts.py holds each name):
-    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for
+    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for; vLLM's
+                             serving layer gets the engine through a ContinuedClient
     _prepare_engine_config   one process less on CPU; the configured KV cache size counts; the host tier's is chosen
     _start_async_llm_engine  on CPU EngineCore is a fork
 """
@@ -16,6 +17,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from replicas.engine_arguments import in_one_process
 from replicas.forking import forked_engine_core
 from replicas.host_tier import choose_size
+from replicas.resumption import ContinuedClient
 
 
 class LocalModel(CallbackBase):
@@ -37,6 +39,13 @@ class ReplicaEngine(VLLMEngine):
         """Load the model."""
         await super().start()
         self._oai_serving_tokenization = self._app_state.serving_tokenization
+        self.watch_streams()
+
+    def watch_streams(self) -> None:
+        """Put the client that knows of streams between the serving layer and the engine."""
+        self.streams = ContinuedClient(self._engine_client)
+        for serving in (self._oai_serving_chat, self._oai_serving_completion):
+            serving.engine_client = self.streams
 
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)

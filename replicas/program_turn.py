@@ -9,13 +9,13 @@ import json
 import logging
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from contextlib import aclosing
-from http import HTTPStatus
 from typing import Any
 
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 
 from cluster.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.stream import Progress, Told, joined
 from cluster.turn import (
     CallDelta,
     Continuation,
@@ -29,7 +29,8 @@ from cluster.turn import (
 )
 from replicas.chat_text import NOT_TEXT, ChatText
 from replicas.continuation import Again, Examined
-from replicas.requests import as_refusal, attach_program, naming_field, of_response, parse_request
+from replicas.requests import attach_program, naming_field, of_response, parse_request
+from replicas.resumption import Watch
 from replicas.streaming import gather
 
 logger = logging.getLogger("ray.serve")
@@ -60,7 +61,7 @@ class ProgramTurns:
     """The turns of a replica.
 
     Args:
-        chat: `ReplicaEngine.chat`.
+        engine: a started `ReplicaEngine`.
         text: of the engine's chat prompts.
         interval_s: pieces of one turn that are ready within this time travel together.
         count: called with how each turn's prompt was made.
@@ -68,12 +69,12 @@ class ProgramTurns:
 
     def __init__(
         self,
-        chat: Callable[..., AsyncGenerator[Any]],
+        engine: Any,
         text: ChatText,
         interval_s: float,
         count: Callable[[Rendering], None],
     ) -> None:
-        self._chat = chat
+        self._engine = engine
         self._text = text
         self._interval_s = interval_s
         self._count = count
@@ -101,8 +102,9 @@ class ProgramTurns:
         key: str | None,
         identity: str | None,
         continuation: Continuation | None,
-    ) -> AsyncGenerator[tuple[Piece, ...]]:
-        """One TurnBegan, TurnDeltas, one TurnDone; or an HttpError as the last piece. Closing it aborts the turn.
+        watch: Watch,
+    ) -> AsyncGenerator[Told[tuple[TurnPiece, ...]] | HttpError]:
+        """One TurnBegan, TurnDeltas, one TurnDone; or an HttpError at the end. Closing it aborts the turn.
 
         Pieces that are ready together come together, so that they travel as one message.
 
@@ -112,27 +114,30 @@ class ProgramTurns:
             key: of the program.
             identity: encoded ProgramIdentity.
             continuation: ids that stand for the first messages; None on the program's first turn.
+            watch: sees what the engine makes of it; knows how far it has come elsewhere.
+
+        Raises:
+            HttpError, Exception: ours and vLLM's, for a request that cannot be served.
         """
-        try:
-            _check_fixed(body)
-            request = parse_request("chat", {**body, **OURS})
-            attach_program(request, headers, key, identity)
-            rendering, known, added = await self._prompt(request, continuation)
-            if rendering is Rendering.CONTINUED:
-                request.kv_transfer_params = {"prompt_token_ids": known + added}
-            events = self._chat(request, RawRequestInfo(headers=headers))
-            reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)))
-            async with aclosing(gather(reading.pieces(events), self._interval_s)) as batches:
+        _check_fixed(body)
+        request = parse_request("chat", {**body, **OURS})
+        attach_program(request, headers, key, identity)
+        rendering, known, added = await self._prompt(request, continuation)
+        if rendering is Rendering.CONTINUED:
+            request.kv_transfer_params = {"prompt_token_ids": known + added}
+        reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)), watch)
+        with self._engine.streams.watching(request, watch):
+            told = reading.pieces(self._engine.chat(request, RawRequestInfo(headers=headers)))
+            async with aclosing(gather(told, self._interval_s)) as batches:
                 async for batch in batches:
-                    pieces = together(batch)
+                    pieces = together([piece for one in batch for piece in one.data])
                     if any(isinstance(piece, TurnBegan) for piece in pieces):
                         self._count(rendering)
-                    yield tuple(naming_field(one, body) if isinstance(one, HttpError) else one for one in pieces)
-        except Exception as error:  # the boundary: vLLM's exceptions do not leave the replica
-            refusal = as_refusal(error)
-            if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("a turn failed")
-            yield (naming_field(refusal, body),)
+                    progress = joined(one.progress for one in batch)
+                    refused = [naming_field(piece, body) for piece in pieces if isinstance(piece, HttpError)]
+                    yield Told(progress, tuple(piece for piece in pieces if not isinstance(piece, HttpError)))
+                    for refusal in refused:
+                        yield refusal
 
     async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[Rendering, list[int], list[int]]:
         """How the prompt is made, the ids that it goes on from, and those that come after them, if we make it."""
@@ -178,30 +183,41 @@ class Reading:
         rendering: how the prompt is made.
         added: the ids that continue it; of a prompt that vLLM makes, it tells the ids itself.
         reasoning: whether the caller wants to see it.
+        watch: of the stream; knows how many of its events have been told before.
     """
 
-    def __init__(self, rendering: Rendering, added: bytes, reasoning: bool) -> None:
+    def __init__(self, rendering: Rendering, added: bytes, reasoning: bool, watch: Watch) -> None:
         self._rendering = rendering
         self._added = added
         self._reasoning = reasoning
+        self._watch = watch
+        self._told = 0 if watch.so_far is None else watch.so_far.events
         self._begun = False
         self._ids = 0
         self._finish_reason: str | None = None
 
-    async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[Piece]:
-        """What the stream says; after a refusal, or the end, nothing."""
-        over = False
+    async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[Told[tuple[Piece, ...]]]:
+        """What the stream says, event by event; after a refusal, or the end, nothing.
+
+        Raises:
+            Exception: what ended the engine's outputs.
+        """
+        number = 0
         async with aclosing(events):
             async for event in events:
+                if self._watch.failure is not None:
+                    raise self._watch.failure
                 if isinstance(event, ErrorResponse):
-                    yield of_response(event)
+                    yield Told(Progress(), (of_response(event),))
                     return
-                for piece in self._of(event):
-                    yield piece
-                    over = isinstance(piece, TurnDone | HttpError)
+                number += 1
+                pieces = tuple(self._of(event))
+                over = bool(pieces) and isinstance(pieces[-1], TurnDone | HttpError)
+                if number > self._told or over:
+                    yield Told(self._watch.take(events=1), pieces)
                 if over:
                     return
-        yield UpstreamFailed("the engine ended the turn without a reason")
+        yield Told(Progress(), (UpstreamFailed("the engine ended the turn without a reason"),))
 
     def _of(self, event: str) -> Iterator[Piece]:
         data = event.removeprefix("data: ").strip()

@@ -21,7 +21,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
+from cluster.errors import BadRequest, HttpError, Overloaded, ReplicaLost
 from cluster.program import WIRE_KEY
 from cluster.validation import validated
 
@@ -86,7 +86,7 @@ def as_refusal(error: Exception) -> HttpError:
         case HttpError():
             return error
         case EngineDeadError():
-            return UpstreamFailed("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
+            return ReplicaLost("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
         case VLLMClientError():
             # str() of it quotes the whole value at fault, which may be the prompt.
             told = str(error.args[0]) if error.args else "the request is not valid"

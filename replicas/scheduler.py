@@ -10,7 +10,7 @@ Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
 (what it uses for the host tier beside these: `replicas.swapping`)
 and of ``KVCacheManager`` it wraps
     allocate_slots                          admissions are seen here; short of memory, holds are broken until it fits
-and sets its watermark_blocks, as the policy says.
+and sets its watermark_blocks, as the policy says. (Grammars of resumed turns: `replicas.resumed_grammar`.)
 Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn async scheduling off.
 
 Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold; a program has a hold
@@ -57,6 +57,7 @@ from replicas.hold_table import HoldOrigin, HoldTable
 from replicas.policy import Claimant, Forecast, Hold, PauseView, RankKey, Swap
 from replicas.program_table import ProgramTable
 from replicas.remains import MAX_REMAINS, Remains
+from replicas.resumed_grammar import advance_grammars
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.swapping import Swapping
 from replicas.turns import Turn
@@ -93,6 +94,7 @@ class AgentScheduler(AsyncScheduler):
         self.facts = views.replica_facts(self)
         self.load = views.load_view(self)
         self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
+        advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
 
     def use_policy(self, policy: PolicyConfig) -> None:

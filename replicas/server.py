@@ -8,7 +8,7 @@ Overrides of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contrac
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -21,11 +21,12 @@ from ray.serve.llm.deployment import LLMServer
 
 from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
-from cluster.errors import ControlTimeout, EngineGone, HttpError, ProgramMoved
+from cluster.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
 from cluster.metrics import Fallback, ReplicaMetrics
 from cluster.routing import ROUTING_STATS_KEY
 from cluster.statistics import DurationTable
 from cluster.store import StatisticsStore
+from cluster.stream import Progress, Told
 from cluster.turn import Continuation, TurnPiece
 from replicas.chat_text import ChatText
 from replicas.control import ControlChannel
@@ -39,10 +40,14 @@ from replicas.requests import (
     of_response,
     parse_request,
 )
+from replicas.resumption import Watch, events
 from replicas.router_side import RouterSide
 from replicas.streaming import coalesce
 
 logger = logging.getLogger("ray.serve")
+
+LAST_WORDS_S = 0.3
+"""Seconds from the engine's death to the replica's end, in which its streams are told."""
 
 ENGINE_GONE_STATUS = 1
 """Exit status of a replica whose engine is dead."""
@@ -81,9 +86,7 @@ class ProgramServer(LLMServer):
             clock=MonotonicClock(),
         )
         interval_s = self._config.replicas.stream_interval_ms / 1000
-        self._turns = ProgramTurns(
-            self.engine.chat, ChatText(self.engine.chat_renderer), interval_s, self._metrics.rendered
-        )
+        self._turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), interval_s, self._metrics.rendered)
         await self._turns.examine()
         await self._warm_up()
         self._loop_task = asyncio.create_task(self._exchange_for_ever())
@@ -122,8 +125,11 @@ class ProgramServer(LLMServer):
         key: str | None,
         identity: str | None,
         epoch: int | None = None,
-    ) -> AsyncGenerator[bytes | HttpError]:
-        """Serve one request of the ingress: what the client is sent, as bytes, or as the last piece why it is not.
+        so_far: Progress | None = None,
+    ) -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
+        """Serve one request of the ingress: what the client is sent, or as the last piece why it is not.
+
+        A stream's pieces tell how far it has come with them.
 
         Args:
             method: ``chat``, ``completions``, ``tokenize`` or ``detokenize``.
@@ -132,22 +138,22 @@ class ProgramServer(LLMServer):
             key: of the program; None without one.
             identity: encoded ProgramIdentity; None for what is not a turn.
             epoch: of the program's placement. A turn of one that is over is refused as ProgramMoved; None never is.
+            so_far: how far another replica came with this stream; None: it begins here.
         """
+        watch = Watch(so_far)
         try:
             self._of_router.receive(method, body, key, epoch)
             request = parse_request(method, body)
             attach_program(request, headers, key, identity)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
-            if getattr(request, "stream", False):
-                answers = coalesce(answers, self._config.replicas.stream_interval_ms / 1000)
-            async with aclosing(answers):
-                async for piece in _told(answers):
-                    yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
-        except Exception as error:  # the boundary: vLLM's exceptions do not leave the replica
-            refusal = as_refusal(error)
-            if refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
-                logger.exception("%s failed", method)
-            yield naming_field(refusal, body)
+            with self.engine.streams.watching(request, watch):
+                if getattr(request, "stream", False):
+                    answers = coalesce(events(answers, watch), self._config.replicas.stream_interval_ms / 1000)
+                async with aclosing(answers):
+                    async for piece in _told(answers):
+                        yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
+        except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
+            yield self._refused(error, method, body, watch)
 
     async def turn(
         self,
@@ -157,19 +163,31 @@ class ProgramServer(LLMServer):
         identity: str | None,
         continuation: Continuation | None,
         epoch: int | None = None,
-    ) -> AsyncGenerator[tuple[TurnPiece | HttpError, ...]]:
+        so_far: Progress | None = None,
+    ) -> AsyncGenerator[Told[tuple[TurnPiece, ...]] | HttpError]:
         """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`.
 
-        ``epoch``: as for :meth:`answer`.
+        ``epoch``, ``so_far``: as for :meth:`answer`.
         """
+        watch = Watch(so_far)
         try:
             self._of_router.receive("chat", body, key, epoch)
-        except ProgramMoved as moved:
-            yield (moved,)
-            return
-        async with aclosing(self._turns.run(body, headers, key, identity, continuation)) as batches:
-            async for batch in batches:
-                yield batch
+            async with aclosing(self._turns.run(body, headers, key, identity, continuation, watch)) as batches:
+                async for batch in batches:
+                    yield batch
+        except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
+            yield self._refused(error, "turn", body, watch)
+
+    def _refused(self, error: Exception, method: str, body: Mapping[str, Any], watch: Watch) -> HttpError:
+        """What an exception means to whoever called; the death of the engine is this replica's end, too."""
+        refusal = as_refusal(error)
+        if isinstance(refusal, ReplicaLost):
+            refusal.at_work = watch.asked
+            # Others have to be told as well.
+            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
+        elif refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
+            logger.exception("%s failed", method)
+        return naming_field(refusal, body)
 
     # --- called by the ingress, by name -------------------------------------------------------------------------------
 
@@ -258,13 +276,15 @@ class ProgramServer(LLMServer):
         os._exit(ENGINE_GONE_STATUS)
 
 
-async def _told(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | HttpError]:
+async def _told(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
     """Pieces of a stream, or the one answer, as the client is sent them; vLLM's refusals as ours."""
     first = True
     async for piece in answers:
         match piece:
-            case bytes():
-                yield (of_first_event(piece) if first else None) or piece
+            case Told():
+                yield (of_first_event(piece.data) if first else None) or piece
+            case HttpError():
+                yield piece
             case ErrorResponse():
                 yield of_response(piece)
             case _:

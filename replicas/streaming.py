@@ -5,6 +5,8 @@ from collections.abc import AsyncGenerator
 from contextlib import aclosing
 from typing import TypeVar
 
+from cluster.stream import Told, joined
+
 Other = TypeVar("Other")
 
 
@@ -48,18 +50,17 @@ async def gather(chunks: AsyncGenerator[Other], interval_s: float) -> AsyncGener
         await chunks.aclose()
 
 
-async def coalesce(chunks: AsyncGenerator[str | Other], interval_s: float) -> AsyncGenerator[bytes | Other]:
+async def coalesce(pieces: AsyncGenerator[Told[str] | Other], interval_s: float) -> AsyncGenerator[Told[bytes] | Other]:
     """Server-sent events joined to one piece per ``interval_s``, as bytes that a client can be sent; see `gather`.
 
-    Whatever is not a string (vLLM's refusal) is passed on as it is.
+    Whatever is not an event (vLLM's refusal) is passed on as it is, after those that came before it.
     """
-    async with aclosing(gather(chunks, interval_s)) as batches:
+    async with aclosing(gather(pieces, interval_s)) as batches:
         async for batch in batches:
-            for piece in _joined(batch):
-                yield piece
-
-
-def _joined(chunks: list[str | Other]) -> list[bytes | Other]:
-    text = [chunk for chunk in chunks if isinstance(chunk, str)]
-    others: list[bytes | Other] = [chunk for chunk in chunks if not isinstance(chunk, str)]
-    return others if not text else ["".join(text).encode(), *others]
+            events = [piece for piece in batch if isinstance(piece, Told)]
+            if events:
+                data = "".join(event.data for event in events).encode()
+                yield Told(joined(event.progress for event in events), data)
+            for piece in batch:
+                if not isinstance(piece, Told):
+                    yield piece

@@ -1,5 +1,6 @@
 """What a scheduler notes of a turn from its arrival to its end, and what it tells of it."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,7 @@ from cluster.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from replicas.forecasts import NOTHING_EXPECTED, NOTHING_KNOWN, Features
 from replicas.policy import Forecast
 from replicas.program_table import TurnStory
+from replicas.resumed_grammar import resumed_tokens
 from replicas.tool_calls import ToolNames
 
 if TYPE_CHECKING:
@@ -75,8 +77,15 @@ def tools_of(scheduler: "AgentScheduler", request: Request, turn: Turn) -> tuple
     """What a finished turn asks for: as its client said, else as its output says, else it waits for its user."""
     if turn.identity.hints.expected_tool is not None:
         return (turn.identity.hints.expected_tool,)
-    named = scheduler.tool_names(request.output_token_ids) if scheduler.tool_names else ()
+    named = scheduler.tool_names(_output_ids(request)) if scheduler.tool_names else ()
     return named or (USER_REPLY,)
+
+
+def _output_ids(request: Request) -> Sequence[int]:
+    """All that the turn generated, here and, if it was resumed, elsewhere."""
+    known = resumed_tokens(request)
+    ids: Sequence[int] = request.all_token_ids if known else request.output_token_ids
+    return ids[request.num_prompt_tokens - known :] if known else ids
 
 
 def ended(

@@ -17,12 +17,14 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from cluster.config import PolicyConfig
 from cluster.errors import HttpError
 from cluster.program import ProgramIdentity
+from cluster.stream import Told
 from cluster.turn import Continuation, Rendering, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids, unpack_ids
 from replicas.chat_text import ChatText
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
-from replicas.requests import parse_request
+from replicas.requests import as_refusal, parse_request
+from replicas.resumption import Watch
 from replicas.settings import SchedulerSettings
 from replicas.template_samples import TOOLS
 
@@ -41,7 +43,7 @@ class Replica:
         self.channel = ControlChannel(client, timeout_s=30.0)
         self._watch(client)
         self.text = ChatText(engine.chat_renderer)
-        self.turns = ProgramTurns(engine.chat, self.text, 0.05, self.renderings.append)
+        self.turns = ProgramTurns(engine, self.text, 0.05, self.renderings.append)
 
     def _watch(self, client: AsyncLLM) -> None:
         generate = client.generate
@@ -62,8 +64,14 @@ class Replica:
     ) -> list[TurnPiece | HttpError]:
         identity = ProgramIdentity(program_id=name).encode() if name else None
         headers = {"x-request-id": f"{name}-{len(self.prompts)}"}
-        batches = self.turns.run(body, headers, name, identity, continuation)
-        return [piece async for batch in batches for piece in batch]
+        batches = self.turns.run(body, headers, name, identity, continuation, Watch())
+        pieces: list[TurnPiece | HttpError] = []
+        try:
+            async for batch in batches:
+                pieces += [batch] if isinstance(batch, HttpError) else batch.data
+        except Exception as error:  # noqa: BLE001 - as ProgramServer has it
+            pieces.append(as_refusal(error))
+        return pieces
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
@@ -90,6 +98,8 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
     await init_app_state(client, state, Namespace(**(vars(front) | vars(arguments))), ("generate",))
     engine = ReplicaEngine.__new__(ReplicaEngine)
     engine._engine_client, engine._oai_serving_chat = client, state.openai_serving_chat
+    engine._oai_serving_completion = state.openai_serving_completion
+    engine.watch_streams()
     replica = Replica(client, engine)
     await replica.turns.examine()
     yield replica
@@ -189,8 +199,10 @@ async def test_turns_without_an_identity_and_without_parsers_fields(replica: Rep
 async def test_closing_a_turn_frees_the_engines_blocks(replica: Replica) -> None:
     await replica.channel.call("reset")
     body = body_of([{"role": "user", "content": "Tell me. " * 50}], ignore_eos=True, max_completion_tokens=2000)
-    pieces = replica.turns.run(body, {"x-request-id": "closed"}, None, None, None)
-    assert isinstance((await anext(pieces))[0], TurnBegan)
+    pieces = replica.turns.run(body, {"x-request-id": "closed"}, None, None, None, Watch())
+    first = await anext(pieces)
+    assert isinstance(first, Told)
+    assert isinstance(first.data[0], TurnBegan)
     assert (await snapshot(replica))["running"] == 1
     await pieces.aclose()
     for _ in range(200):

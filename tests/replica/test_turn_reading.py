@@ -10,6 +10,7 @@ from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, Er
 from cluster.errors import HttpError
 from cluster.turn import CallDelta, Rendering, TurnBegan, TurnDelta, TurnDone, pack_ids
 from replicas.program_turn import Piece, Reading, together
+from replicas.resumption import Watch
 
 FIRST = {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}], "prompt_token_ids": [1, 2, 3]}
 USAGE = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 2}}
@@ -25,7 +26,8 @@ async def read(*events: Any, rendering: Rendering = Rendering.FIRST, reasoning: 
         for event in events:
             yield f"data: {json.dumps(event)}\n\n" if isinstance(event, dict) else event
 
-    return [piece async for piece in Reading(rendering, pack_ids([9]), reasoning).pieces(stream())]
+    reading = Reading(rendering, pack_ids([9]), reasoning, Watch())
+    return [piece async for told in reading.pieces(stream()) for piece in told.data]
 
 
 async def test_a_whole_turn() -> None:

@@ -109,3 +109,22 @@ def test_a_whole_body_at_fault_has_no_path():
 def test_the_ingress_starts_without_vllm():
     code = "import cluster.ingress, sys; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("exception", "lost"),
+    [
+        (EngineGone("x"), True),
+        (bare(ray.exceptions.ActorDiedError), True),
+        (bare(ray.exceptions.ActorUnavailableError), True),
+        (bare(ray.exceptions.WorkerCrashedError), True),
+        (bare(ray.exceptions.NodeDiedError), True),
+        (bare(ray.exceptions.TaskCancelledError), False),
+        (ray.serve.exceptions.DeploymentUnavailableError("x"), False),
+        (BackPressureError(num_queued_requests=3, max_queued_requests=2), False),
+        (TimeoutError(), False),
+        (RuntimeError("a bug"), False),
+    ],
+)
+def test_only_a_replicas_death_is_a_loss_after_which_another_is_asked(exception, lost):
+    assert isinstance(as_http_error(exception), errors.ReplicaLost) is lost

@@ -1,7 +1,14 @@
-"""A replica that dies is told to its clients, and replaced. Last of the tests on the shared cluster: it wounds it."""
+"""A replica that dies is replaced, its streams go on elsewhere. Last of the tests on the shared cluster: it wounds it.
+
+The texts are greedy, so that a stream over two replicas can be compared with one that nothing happened to.
+"""
 
 import json
 import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from threading import Event
 from typing import Any
 
 import httpx
@@ -13,9 +20,30 @@ from cluster.serving import LocalCluster
 pytestmark = pytest.mark.cluster
 
 MODEL = "tiny"
-LONG = {"model": MODEL, "prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
 SHORT = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
-REPLACED_WITHIN_S = 120.0
+REPLACED_WITHIN_S = 180.0
+NAMED = {"type": "function", "function": {"name": "look"}}
+LOOK = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+Kill = Callable[[psutil.Process], None]
+
+
+def completion(prompt: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2500, "ignore_eos": True, "temperature": 0.0}
+    return "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}, **more}
+
+
+def chat(content: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0.0}
+    return "/v1/chat/completions", {**body, "max_tokens": 2500, "ignore_eos": True, "stream": True, **more}
+
+
+STREAMS = [
+    completion("Once"),
+    completion("Twice", return_token_ids=True, stop=["never there"]),
+    chat("Tell me."),
+    chat("Look.", tools=[LOOK], tool_choice="auto"),
+]
 
 
 def replicas(client: httpx.Client) -> list[dict[str, Any]]:
@@ -23,36 +51,85 @@ def replicas(client: httpx.Client) -> list[dict[str, Any]]:
     return answer.json()["replicas"] if answer.status_code == 200 else []
 
 
-def await_two_other_than(client: httpx.Client, dead: str) -> None:
+def at_work(client: httpx.Client, *killed: int) -> dict[str, Any]:
+    """The replica on which most runs, of those that live."""
+    deadline = time.monotonic() + REPLACED_WITHIN_S
+    while time.monotonic() < deadline:
+        busy = [one for one in replicas(client) if one["running"] and one["pid"] not in killed]
+        if busy:
+            return max(busy, key=lambda one: int(one["running"]))
+        time.sleep(0.05)
+    raise AssertionError("no replica is at work")
+
+
+def await_two_other_than(client: httpx.Client, *dead: str) -> None:
     deadline = time.monotonic() + REPLACED_WITHIN_S
     while time.monotonic() < deadline:
         living = {replica["replica"] for replica in replicas(client)}
-        if len(living) == 2 and dead not in living:
+        if len(living) == 2 and not living & set(dead):
             return
         time.sleep(1.0)
-    raise AssertionError(f"{dead} was not replaced within {REPLACED_WITHIN_S} s")
+    raise AssertionError(f"{dead} were not replaced within {REPLACED_WITHIN_S} s")
 
 
 def engines(cluster: LocalCluster) -> list[psutil.Process]:
     return [process for process in cluster.processes if process.name() == "VLLM::EngineCore"]
 
 
-def stream_while(client: httpx.Client, kill: Any) -> tuple[str, bytes]:
-    """Start a long stream, kill something of the replica that serves it; its id and all that the client got."""
-    with client.stream("POST", "/v1/completions", json=LONG) as stream:
-        pieces = stream.iter_bytes()
-        text = next(pieces)
-        (serving,) = [replica for replica in replicas(client) if replica["running"]]
-        kill(psutil.Process(serving["pid"]))
-        for piece in pieces:
-            text += piece
-    return serving["replica"], text
+class Stream:
+    """A stream in a thread of its own."""
+
+    def __init__(self, client: httpx.Client, threads: ThreadPoolExecutor, request: tuple[str, dict[str, Any]]) -> None:
+        self.begun = Event()
+        self._client, (self._path, self._body) = client, request
+        self._read = threads.submit(self._all)
+
+    def _all(self) -> list[dict[str, Any]]:
+        events, lines = [], []
+        with self._client.stream("POST", self._path, json=self._body) as stream:
+            for line in filter(None, stream.iter_lines()):
+                lines.append(line)
+                if line.startswith("data: {"):
+                    events.append(json.loads(line.removeprefix("data: ")))
+                    self.begun.set()
+        assert lines[-1] == "data: [DONE]"
+        return events
+
+    def events(self) -> list[dict[str, Any]]:
+        """All of it."""
+        return self._read.result(REPLACED_WITHIN_S)
+
+    def told(self) -> dict[str, Any]:
+        """What a client makes of it."""
+        told: dict[str, Any] = {"text": "", "ids": [], "calls": "", "ends": [], "heads": set(), "tokens": []}
+        for event in self.events():
+            assert "error" not in event, event
+            told["heads"].add((event["id"], event["created"]))
+            told["tokens"] += [event["usage"]["completion_tokens"]] if event.get("usage") else []
+            for choice in event["choices"]:
+                delta = choice.get("delta") or {}
+                told["text"] += choice.get("text") or delta.get("content") or ""
+                told["ids"] += choice.get("token_ids") or []
+                told["calls"] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
+                told["ends"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
+        assert len(told.pop("heads")) == 1, "one id and one time"
+        return told
 
 
-def error_at_the_end(text: bytes) -> dict[str, Any]:
-    *_, event, done, end = text.split(b"\n\n")
-    assert (done, end) == (b"data: [DONE]", b"")
-    return json.loads(event.removeprefix(b"data: "))["error"]
+@contextmanager
+def streams(client: httpx.Client, requests: list[tuple[str, dict[str, Any]]]) -> Iterator[list[Stream]]:
+    """All begun."""
+    with ThreadPoolExecutor(len(requests)) as threads:
+        made = [Stream(client, threads, request) for request in requests]
+        for stream in made:
+            assert stream.begun.wait(60.0)
+        yield made
+
+
+@pytest.fixture(scope="module")
+def undisturbed(client: httpx.Client) -> list[dict[str, Any]]:
+    with streams(client, STREAMS) as whole:
+        return [stream.told() for stream in whole]
 
 
 def kill_engine(replica: psutil.Process) -> None:
@@ -61,11 +138,65 @@ def kill_engine(replica: psutil.Process) -> None:
 
 
 @pytest.mark.parametrize("kill", [kill_engine, psutil.Process.kill], ids=["engine", "replica"])
-def test_a_death_in_a_stream_is_told_and_the_replica_replaced(client: httpx.Client, cluster: LocalCluster, kill: Any):
-    dead, text = stream_while(client, kill)
-    assert error_at_the_end(text)["message"]
+def test_streams_go_on_and_the_replica_is_replaced(
+    client: httpx.Client, cluster: LocalCluster, undisturbed: list[dict[str, Any]], kill: Kill
+) -> None:
+    run = {"model": MODEL, "input": "Go on.", "max_output_tokens": 900, "temperature": 0.0, "background": True}
+    alone = client.post("/v1/responses", json=run).json()
+    alone = ended(client, alone["id"])
+    whole = {"max_tokens": 2000, "stream": False, "stream_options": None}
+    with streams(client, STREAMS) as open_streams, ThreadPoolExecutor(1) as threads:
+        response = client.post("/v1/responses", json=run).json()
+        path, body = completion("Whole", **whole)
+        answer = threads.submit(client.post, path, json=body)
+        victim = at_work(client)
+        kill(psutil.Process(victim["pid"]))
+        assert [stream.told() for stream in open_streams] == undisturbed
+        assert answer.result(REPLACED_WITHIN_S).json()["usage"]["completion_tokens"] == 2000
+        assert texts(ended(client, response["id"])) == texts(alone)
     assert client.get("/health").status_code == 200
-    await_two_other_than(client, dead)
+    await_two_other_than(client, victim["replica"])
     assert client.get("/ready").status_code == 200
     assert [client.post("/v1/completions", json=SHORT).status_code for _ in range(4)] == [200] * 4
     assert len(engines(cluster)) == 2
+
+
+def ended(client: httpx.Client, response_id: str) -> dict[str, Any]:
+    deadline = time.monotonic() + REPLACED_WITHIN_S
+    while time.monotonic() < deadline:
+        told = client.get(f"/v1/responses/{response_id}").json()
+        if told["status"] not in ("queued", "in_progress"):
+            return dict(told)
+        time.sleep(0.1)
+    raise AssertionError(f"{response_id} did not end")
+
+
+def texts(response: dict[str, Any]) -> tuple[str, list[str]]:
+    """An attempt that was lost would leave an incomplete item of its own."""
+    contents = [part["text"] for item in response["output"] for part in item.get("content", ())]
+    return response["status"], contents
+
+
+def test_a_request_under_which_two_replicas_die_is_refused_and_others_are_not(client: httpx.Client) -> None:
+    path, poison = completion("Poison")
+    killed: list[dict[str, Any]] = []
+    with streams(client, [(path, poison)]) as [stream]:
+        for _ in range(2):
+            killed.append(at_work(client, *(one["pid"] for one in killed)))
+            kill_engine(psutil.Process(killed[-1]["pid"]))
+        error = stream.events()[-1]["error"]
+    assert error["code"] == "quarantined"
+    refused = client.post(path, json={**poison, "user": "somebody else", "stream": False})
+    assert (refused.status_code, refused.json()["error"]["code"]) == (422, "quarantined")
+    await_two_other_than(client, *(one["replica"] for one in killed))
+    assert client.post("/v1/completions", json=SHORT).status_code == 200
+    assert client.post(path, json=poison).status_code == 422
+
+
+def test_a_stream_that_no_other_replica_can_go_on_with_says_so(client: httpx.Client) -> None:
+    with streams(client, [completion("Chances", logprobs=1)]) as [stream]:
+        victim = at_work(client)
+        psutil.Process(victim["pid"]).kill()
+        error = stream.events()[-1]["error"]
+    assert "logprobs" in error["message"]
+    await_two_other_than(client, victim["replica"])

@@ -4,70 +4,81 @@ import asyncio
 
 import pytest
 
+from cluster.stream import Progress, Told
 from replicas.streaming import coalesce
 
 LONG_S = 3600.0
 
 
+def event(text):
+    return Told(Progress(events=1, token_ids=text.encode()), text)
+
+
+def data(piece):
+    assert piece.progress == Progress(events=len(piece.data), token_ids=piece.data)
+    return piece.data
+
+
 async def test_what_is_ready_together_travels_together_and_nothing_waits_at_the_end():
     async def chunks():
         for text in ("a", "b", "c"):
-            yield text
+            yield event(text)
 
-    assert b"".join([piece async for piece in coalesce(chunks(), LONG_S)]) == b"abc"
+    assert b"".join([data(piece) async for piece in coalesce(chunks(), LONG_S)]) == b"abc"
 
 
 async def test_the_first_piece_does_not_wait_for_the_interval():
     go = asyncio.Event()
 
     async def chunks():
-        yield "first"
+        yield event("1")
         await go.wait()
-        yield "second"
-        yield "third"
+        yield event("2")
+        yield event("3")
 
     pieces = coalesce(chunks(), LONG_S)
-    assert await anext(pieces) == b"first"
+    assert data(await anext(pieces)) == b"1"
     go.set()
-    assert [piece async for piece in pieces] == [b"secondthird"]
+    assert [data(piece) async for piece in pieces] == [b"23"]
 
 
 async def test_what_comes_while_the_taker_is_busy_is_not_lost():
     busy = asyncio.Event()
 
     async def chunks():
-        yield "a"
+        yield event("a")
         await busy.wait()
         for text in ("b", "c", "d"):
-            yield text
+            yield event(text)
 
     got = []
     async for piece in coalesce(chunks(), 0.0):
-        got.append(piece)
+        got.append(data(piece))
         busy.set()
         for _ in range(3):
             await asyncio.sleep(0)
     assert b"".join(got) == b"abcd"
 
 
-async def test_what_is_not_text_passes_as_it_is():
+async def test_what_is_no_event_passes_as_it_is_after_those_before_it():
     refusal = object()
 
     async def chunks():
+        yield event("a")
         yield refusal
 
-    assert [piece async for piece in coalesce(chunks(), LONG_S)] == [refusal]
+    assert [piece async for piece in coalesce(chunks(), LONG_S)] == [Told(Progress(1, b"a"), b"a"), refusal]
 
 
 async def test_an_exception_comes_after_what_was_before_it():
     async def chunks():
-        yield "a"
+        yield event("a")
         raise RuntimeError("broken")
 
     got = []
     with pytest.raises(RuntimeError, match="broken"):
         async for piece in coalesce(chunks(), 0.0):
-            got.append(piece)
+            got.append(data(piece))
     assert got == [b"a"]
 
 
@@ -76,7 +87,7 @@ async def test_closing_closes_the_source():
 
     async def chunks():
         try:
-            yield "a"
+            yield event("a")
             await asyncio.Event().wait()
         finally:
             closed.set()

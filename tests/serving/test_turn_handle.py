@@ -30,7 +30,7 @@ def turn(
     handle = home.options(stream=True)
     headers = {"x-request-id": f"handle-{len(body['messages'])}"}
     batches = handle.turn.remote(body, headers, identity.key, identity.encode(), continuation, epoch)
-    return [piece for batch in batches for piece in batch]
+    return [piece for batch in batches for piece in ([batch] if isinstance(batch, HttpError) else batch.data)]
 
 
 def test_two_turns_through_the_handle(home: Any) -> None:

@@ -1,0 +1,292 @@
+"""Streams that tell how far they have come, and streams that go on where another replica's broke off.
+
+Between vLLM's serving layer and its engine stands a client that writes down each output's ids, and for a resumed stream
+begins with outputs made of the ids that are known already. So the serving layer (tool parsers, reasoning parsers,
+usage) comes to the state in which the other replica's was; the events that it makes on the way have been sent before,
+and `events` leaves them out. The engine then gets prompt and known ids as its prompt. Its text is made here, as a
+character or a stop string may begin in what is known and end in what is new.
+
+Of vLLM 0.29 (tests/contracts/test_resumption.py holds what it does):
+    AsyncLLM.generate, RequestOutput, SamplingParams, IncrementalDetokenizer
+    GenerateBaseServing.engine_client   replaced by a ContinuedClient
+"""
+
+import re
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from contextlib import aclosing, contextmanager
+from types import SimpleNamespace
+from typing import Any, TypeVar
+from uuid import uuid4
+
+from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.v1.engine.detokenizer import IncrementalDetokenizer
+from vllm.v1.engine.exceptions import EngineDeadError
+
+from cluster.errors import HttpError, UpstreamFailed
+from cluster.stream import Begun, Ending, Progress, Told, prompt_digest
+from cluster.turn import pack_ids, unpack_ids
+from replicas.requests import of_first_event
+from replicas.resumed_grammar import RESUMED_KEY
+
+Other = TypeVar("Other")
+
+TICKET = "caesura_stream"
+"""The key of ``vllm_xargs`` under which a request brings its Watch's name to the engine's client."""
+
+WITH_IDS = ("token", "multimodal")
+"""Types of vLLM's engine inputs whose prompt is ids."""
+
+_CREATED = re.compile(r'"created":(\d+)')
+
+
+def obstacle(prompt: Mapping[str, Any], params: Any) -> str | None:
+    """Why a stream could not go on exactly from its ids alone; None if it could.
+
+    Of sampling parameters, those are in the way of which vLLM keeps a state, or that look at the output as apart from
+    the prompt. (A repetition penalty looks at both alike. Without a seed every continuation is as good a sample.)
+    """
+    reasons = {
+        "its prompt is not token ids": prompt.get("type") not in WITH_IDS,
+        "n > 1": params.n > 1,
+        "logprobs": params.logprobs is not None or params.logprob_token_ids is not None,
+        "prompt_logprobs": params.prompt_logprobs is not None,
+        "seed": params.seed is not None,
+        "presence_penalty": params.presence_penalty != 0,
+        "frequency_penalty": params.frequency_penalty != 0,
+        "bad_words": bool(params.bad_words),
+        "thinking_token_budget": params.thinking_token_budget is not None,
+        "repetition_detection": params.repetition_detection is not None,
+    }
+    return next((reason for reason, applies in reasons.items() if applies), None)
+
+
+class Watch:
+    """One request's outputs on their way from the engine.
+
+    Args:
+        so_far: how far the stream had come elsewhere; None: it begins here.
+    """
+
+    def __init__(self, so_far: Progress | None = None) -> None:
+        self.so_far = so_far
+        self.failure: Exception | None = None
+        """What ended the engine's outputs, although vLLM makes an event of it."""
+        self.asked = False
+        """Whether the engine has been given the request."""
+        self._obstacle: str | None = None
+        self._begun: Begun | None = None
+        self._ending: Ending | None = None
+        self._ids: list[int] = []
+        self._sizes: list[int] = []
+
+    def take(self, *, events: int = 0, created: str = "") -> Progress:
+        """What has come since the last time."""
+        taken = Progress(events, pack_ids(self._ids), pack_ids(self._sizes), self._begun, self._ending, created)
+        self._begun = self._ending = None
+        self._ids.clear()
+        self._sizes.clear()
+        return taken
+
+    def outputs(
+        self,
+        generate: Callable[..., AsyncGenerator[RequestOutput]],
+        tokenizer: Any,
+        prompt: Any,
+        params: Any,
+        name: str,
+    ) -> AsyncGenerator[RequestOutput]:
+        """The engine's outputs for a prompt, all of them, also those that were made elsewhere.
+
+        Args:
+            generate: AsyncLLM's, but for the three arguments that come here.
+            tokenizer: the engine's.
+            prompt: vLLM's engine input.
+            params: SamplingParams.
+            name: the request's id.
+        """
+        self._obstacle = "several prompts" if self.asked else obstacle(prompt, params)
+        self.asked = True
+        if self.so_far is None:
+            return self._watched(generate(prompt, params, name), prompt)
+        return self._resumed(generate, tokenizer, prompt, params, name, self.so_far)
+
+    async def _watched(self, outputs: AsyncGenerator[RequestOutput], prompt: Any) -> AsyncGenerator[RequestOutput]:
+        first = True
+        async with aclosing(self._failing(outputs)) as watched:
+            async for output in watched:
+                if first and self._obstacle is None:
+                    digest = prompt_digest(pack_ids(prompt["prompt_token_ids"]))
+                    self._begun = Begun(digest, output.num_cached_tokens, output.num_cache_creation_tokens)
+                elif first:
+                    self._begun = Begun(b"", None, obstacle=self._obstacle)
+                first = False
+                if self._obstacle is None:
+                    self._note(output.outputs[0].token_ids, _ending(output.outputs[0]))
+                yield output
+
+    async def _failing(self, outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
+        try:
+            async with aclosing(outputs):
+                async for output in outputs:
+                    yield output
+        except EngineDeadError as error:
+            self.failure = error
+            raise
+
+    async def _resumed(
+        self, generate: Callable[..., Any], tokenizer: Any, prompt: Any, params: Any, name: str, so_far: Progress
+    ) -> AsyncGenerator[RequestOutput]:
+        ids = list(prompt["prompt_token_ids"])
+        begun = so_far.begun
+        if begun is None or prompt_digest(pack_ids(ids)) != begun.prompt:
+            self.failure = UpstreamFailed("the stream cannot go on: its prompt is another one on this replica")
+            raise self.failure
+        text = _Text(tokenizer, params, ids, name)
+
+        def told(token_ids: Sequence[int], ending: Ending | None) -> RequestOutput:
+            made = text.output(token_ids, ending)
+            return RequestOutput(
+                name,
+                prompt.get("prompt"),
+                ids,
+                None,
+                [made],
+                made.finished(),
+                num_cached_tokens=begun.cached_tokens,
+                num_cache_creation_tokens=begun.stored_tokens,
+            )
+
+        known = unpack_ids(so_far.token_ids)
+        *spans, last = _spans(unpack_ids(so_far.sizes))
+        for begin, end in spans:
+            yield told(known[begin:end], None)
+        yield told(known[last[0] :], so_far.ending)
+        if so_far.ending is not None:
+            return
+        longer = {**prompt, "prompt_token_ids": ids + known}
+        async with aclosing(self._failing(generate(longer, _rest_of(params, len(known)), name))) as outputs:
+            async for output in outputs:
+                whole = told(output.outputs[0].token_ids, _ending(output.outputs[0]))
+                self._note(whole.outputs[0].token_ids, _ending(whole.outputs[0]))
+                yield whole
+                if whole.finished:
+                    return
+
+    def _note(self, token_ids: Sequence[int], ending: Ending | None) -> None:
+        self._ids.extend(token_ids)
+        self._sizes.append(len(token_ids))
+        self._ending = ending
+
+
+class ContinuedClient:
+    """vLLM's engine client as the serving layer sees it; everything but `generate` is the engine's own.
+
+    Args:
+        client: AsyncLLM.
+    """
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self._watches: dict[str, Watch] = {}
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._client, name)
+
+    @contextmanager
+    def watching(self, request: Any, watch: Watch) -> Iterator[None]:
+        """Let ``watch`` see what the engine makes of vLLM's ``request``, if it is one that generates."""
+        if not hasattr(request, "vllm_xargs"):
+            yield
+            return
+        ticket = uuid4().hex
+        request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: ticket}
+        self._watches[ticket] = watch
+        try:
+            yield
+        finally:
+            del self._watches[ticket]
+
+    def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
+        """As AsyncLLM's."""
+        extra = sampling_params.extra_args or {}
+        watch = self._watches.get(str(extra.get(TICKET)))
+        # A client may have put the words there; from here on they are ours.
+        sampling_params.extra_args = {key: extra[key] for key in extra if key not in (TICKET, RESUMED_KEY)} or None
+        if watch is None:
+            return self._client.generate(prompt, sampling_params, request_id, **options)
+
+        def generate(prompt: Any, params: Any, name: str) -> AsyncGenerator[RequestOutput]:
+            made: AsyncGenerator[RequestOutput] = self._client.generate(prompt, params, name, **options)
+            return made
+
+        return watch.outputs(generate, self._client.renderer.tokenizer, prompt, sampling_params, request_id)
+
+
+async def events(chunks: AsyncGenerator[str | Other], watch: Watch) -> AsyncGenerator[Told[str] | HttpError | Other]:
+    """vLLM's server-sent events, each with how far the stream has come; without those that have been sent before.
+
+    Raises:
+        Exception: what ended the engine's outputs.
+    """
+    so_far = watch.so_far or Progress()
+    number = 0
+    async with aclosing(chunks):
+        async for chunk in chunks:
+            if watch.failure is not None:
+                raise watch.failure
+            if not isinstance(chunk, str):
+                yield chunk
+                continue
+            if so_far.events and (refusal := of_first_event(chunk.encode())) is not None:
+                yield refusal
+                return
+            number += 1
+            if number <= so_far.events:
+                continue
+            if so_far.created:
+                chunk = _CREATED.sub(f'"created":{so_far.created}', chunk, count=1)
+            found = _CREATED.search(chunk) if number == 1 else None
+            yield Told(watch.take(events=1, created=found[1] if found else ""), chunk)
+
+
+class _Text:
+    """Makes text of ids as the engine's output processor does, one id after the other."""
+
+    def __init__(self, tokenizer: Any, params: Any, prompt_ids: list[int], name: str) -> None:
+        asked = SimpleNamespace(
+            sampling_params=params, prompt_token_ids=prompt_ids, prompt_embeds=None, request_id=name
+        )
+        self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, asked)
+
+    def output(self, ids: Sequence[int], ending: Ending | None) -> CompletionOutput:
+        """The next output; it ends where a stop string does."""
+        token = ending is not None and ending.finish_reason == "stop" and not isinstance(ending.stop_reason, str)
+        for count, number in enumerate(ids, start=1):
+            found = self._detokenizer.update([number], token and count == len(ids))
+            if found is not None:
+                ids, ending = ids[:count], Ending("stop", found)
+                break
+        text = self._detokenizer.get_next_output_text(ending is not None, True)
+        reasons = (None, None) if ending is None else (ending.finish_reason, ending.stop_reason)
+        return CompletionOutput(0, text, list(ids), None, None, finish_reason=reasons[0], stop_reason=reasons[1])
+
+
+def _rest_of(params: Any, known: int) -> Any:
+    """What the engine still has to do after ``known`` tokens. It makes no text: that is done here."""
+    rest = params.clone()
+    rest.detokenize, rest.stop = False, []
+    rest.max_tokens = None if params.max_tokens is None else params.max_tokens - known
+    rest.min_tokens = max(0, params.min_tokens - known)
+    rest.extra_args = {**(params.extra_args or {}), RESUMED_KEY: known}
+    return rest
+
+
+def _ending(output: CompletionOutput) -> Ending | None:
+    return None if output.finish_reason is None else Ending(output.finish_reason, output.stop_reason)
+
+
+def _spans(sizes: list[int]) -> Iterator[tuple[int, int]]:
+    begin = 0
+    for size in sizes:
+        yield begin, begin + size
+        begin += size

@@ -1,0 +1,287 @@
+"""Streams on the real CPU engine, broken off anywhere and gone on with: nothing is missing, nothing comes twice."""
+
+import json
+from argparse import Namespace
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from starlette.datastructures import State
+from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.entrypoints.launchers.cli_args import FrontendArgs
+from vllm.entrypoints.openai.api_server import init_app_state
+from vllm.v1.engine.async_llm import AsyncLLM
+
+from cluster.config import PolicyConfig
+from cluster.errors import HttpError, UpstreamFailed
+from cluster.program import ProgramIdentity
+from cluster.stream import Progress, Told, joined
+from cluster.turn import TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
+from replicas.chat_text import ChatText
+from replicas.engine import ReplicaEngine
+from replicas.program_turn import ProgramTurns
+from replicas.requests import attach_program, parse_request
+from replicas.resumption import Watch, events
+from replicas.settings import SchedulerSettings
+from replicas.template_samples import TOOLS
+
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
+
+NAMED = {"type": "function", "function": {"name": "weather"}}
+QUESTION = [{"role": "user", "content": "What is it like in Ulm?"}]
+BREAKS = 5
+"""Places at which each stream is broken off, at least."""
+HEADERS = {"x-request-id": "one"}
+SPLIT = "snow \N{SNOWMAN} and \U0001f30a, \u6f22\u5b57!"
+"""Characters of which the tokenizer makes several tokens each."""
+
+
+class Replica:
+    """The engine's part of a ProgramServer, without Ray Serve around it."""
+
+    def __init__(self, client: AsyncLLM, state: State) -> None:
+        self.client = client
+        self.engine = ReplicaEngine.__new__(ReplicaEngine)
+        self.engine._engine_client = client
+        self.engine._oai_serving_chat = state.openai_serving_chat
+        self.engine._oai_serving_completion = state.openai_serving_completion
+        self.engine.watch_streams()
+        self.turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), 0.0, lambda rendering: None)
+
+    async def stream(self, method: str, body: dict[str, Any], so_far: Progress | None = None) -> list[Told[str]]:
+        request, watch = parse_request(method, body), Watch(so_far)
+        attach_program(request, HEADERS, None, ProgramIdentity().encode())
+        headers = RawRequestInfo(headers=HEADERS)
+        with self.engine.streams.watching(request, watch):
+            made = [piece async for piece in events(getattr(self.engine, method)(request, headers), watch)]
+        for piece in made:
+            if isinstance(piece, HttpError):
+                raise piece
+            assert isinstance(piece, Told)
+        return made  # type: ignore[return-value]
+
+    async def turn(self, body: dict[str, Any], so_far: Progress | None = None) -> list[Told[Any]]:
+        batches = self.turns.run(body, HEADERS, None, None, None, Watch(so_far))
+        return [batch async for batch in batches]  # type: ignore[misc]
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
+async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIterator[Replica]:
+    settings = SchedulerSettings(policy=PolicyConfig(name="continuum"), tool_parser="hermes")
+    arguments = AsyncEngineArgs(
+        model=str(tiny_model),
+        served_model_name=["tiny"],
+        max_model_len=2048,
+        enforce_eager=True,
+        block_size=32,
+        num_gpu_blocks_override=129,
+        max_num_seqs=8,
+        distributed_executor_backend="uni",
+        scheduler_cls="replicas.scheduler.AgentScheduler",
+        additional_config=settings.additional_config(),
+    )
+    front = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", enable_prompt_tokens_details=True)
+    config = arguments.create_engine_config()
+    config.scheduler_config.async_scheduling = request.param
+    client = AsyncLLM.from_vllm_config(config)
+    state = State()
+    await init_app_state(client, state, Namespace(**(vars(front) | vars(arguments))), ("generate",))
+    yield Replica(client, state)
+    client.shutdown()
+
+
+def folded(pieces: list[Told[str]]) -> dict[str, Any]:
+    """What a client makes of a stream, however its tokens came together."""
+    told: dict[str, Any] = {"heads": set(), "text": "", "ids": [], "calls": {}, "ends": [], "usage": [], "roles": []}
+    for piece in pieces:
+        data = piece.data.removeprefix("data: ").strip()
+        if data == "[DONE]":
+            told["ends"].append(data)
+            continue
+        event = json.loads(data)
+        told["heads"].add((event["id"], event["object"], event["created"], event["model"]))
+        if event.get("usage") and not event["choices"]:
+            told["usage"].append(event["usage"])
+        for choice in event["choices"]:
+            delta = choice.get("delta") or {}
+            told["text"] += choice.get("text") or delta.get("content") or ""
+            told["ids"] += choice.get("token_ids") or []
+            told["roles"] += [delta["role"]] if delta.get("role") else []
+            if choice.get("finish_reason"):
+                told["ends"].append((choice["finish_reason"], choice.get("stop_reason")))
+            for call in delta.get("tool_calls") or ():
+                known = told["calls"].setdefault(call["index"], {"ids": 0, "name": "", "arguments": ""})
+                known["ids"] += call.get("id") is not None
+                known["name"] += call["function"].get("name") or ""
+                known["arguments"] += call["function"].get("arguments") or ""
+    return told
+
+
+def completion(**more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "prompt": "Once upon a time",
+        "temperature": 0.0,
+        "max_tokens": 24,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        **more,
+    }
+
+
+def chat(**more: Any) -> dict[str, Any]:
+    return {
+        "model": "tiny",
+        "messages": QUESTION,
+        "temperature": 0.0,
+        "max_completion_tokens": 40,
+        "stream": True,
+        "stream_options": {"include_usage": True, "continuous_usage_stats": True},
+        **more,
+    }
+
+
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
+
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "text": ("completions", completion(ignore_eos=True)),
+    "with its ids": ("completions", completion(ignore_eos=True, return_token_ids=True)),
+    "echo": ("completions", completion(ignore_eos=True, echo=True)),
+    "repetition penalty": ("completions", completion(ignore_eos=True, repetition_penalty=1.3)),
+    "split characters": ("completions", completion(structured_outputs={"choice": [SPLIT]}, max_tokens=100)),
+    "at least": ("completions", completion(min_tokens=20, logit_bias={"2": 5.0})),
+    "chat": ("chat", chat(ignore_eos=True)),
+    "chat with its ids": ("chat", chat(ignore_eos=True, return_token_ids=True)),
+    "named tool": ("chat", chat(tools=list(TOOLS), tool_choice=NAMED, max_completion_tokens=120)),
+    "any tool": ("chat", chat(tools=list(TOOLS), tool_choice="auto")),
+    "schema": (
+        "chat",
+        chat(response_format={"type": "json_schema", "json_schema": {"name": "place", "schema": SCHEMA}}),
+    ),
+    "cut": ("chat", chat(ignore_eos=True, max_completion_tokens=5)),
+}
+
+
+async def check_everywhere(replica: Replica, method: str, body: dict[str, Any]) -> dict[str, Any]:
+    """Break the stream off after its first event and in some more places; what came of the unbroken one."""
+    whole = await replica.stream(method, body)
+    expected = folded(whole)
+    assert joined(piece.progress for piece in whole).begun.obstacle is None  # type: ignore[union-attr]
+    for count in range(1, len(whole), max(1, len(whole) // BREAKS)):
+        before = whole[:count]
+        rest = await replica.stream(method, body, joined(piece.progress for piece in before))
+        got = folded([*before, *rest])
+        assert got == expected, f"broken off after {count} of {len(whole)} events"
+        assert (
+            joined(piece.progress for piece in (*before, *rest)).token_ids
+            == joined(piece.progress for piece in whole).token_ids
+        )
+    return expected
+
+
+@pytest.mark.parametrize("case", CASES)
+async def test_a_stream_goes_on_where_it_broke_off(replica: Replica, case: str) -> None:
+    expected = await check_everywhere(replica, *CASES[case])
+    assert len(expected["heads"]) == 1
+    assert len(expected["ends"]) == 2
+    if case == "split characters":
+        assert expected["text"] == SPLIT
+    if case == "named tool":
+        [call] = expected["calls"].values()
+        assert (call["ids"], call["name"]) == (1, "weather")
+        json.loads(call["arguments"])
+
+
+@pytest.mark.parametrize("included", [False, True])
+@pytest.mark.parametrize("method", ["completions", "chat"])
+async def test_a_stop_string_over_the_break_is_found(replica: Replica, method: str, included: bool) -> None:
+    body = (completion if method == "completions" else chat)(ignore_eos=True)
+    text = folded(await replica.stream(method, body))["text"]
+    stop = text[len(text) // 2 : len(text) // 2 + 6]
+    body |= {"stop": [stop, "never there"], "include_stop_str_in_output": included}
+    expected = await check_everywhere(replica, method, body)
+    assert ("stop", stop) in expected["ends"]
+    assert expected["text"].endswith(stop) is included
+
+
+async def test_what_is_known_may_be_ahead_of_what_was_sent(replica: Replica) -> None:
+    method, body = CASES["named tool"]
+    whole = await replica.stream(method, body)
+    known = replace(joined(piece.progress for piece in whole), events=7)
+    assert folded([*whole[:7], *await replica.stream(method, body, known)])["calls"][0]["ids"] == 1
+    assert folded([*whole[:7], *await replica.stream(method, body, known)]) == folded(whole)
+
+
+async def test_a_resumed_stream_can_be_resumed(replica: Replica) -> None:
+    method, body = CASES["chat"]
+    whole = await replica.stream(method, body)
+    first = whole[:9]
+    second = (await replica.stream(method, body, joined(piece.progress for piece in first)))[:11]
+    third = await replica.stream(method, body, joined(piece.progress for piece in (*first, *second)))
+    assert folded([*first, *second, *third]) == folded(whole)
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        ({"n": 2, "temperature": 0.5}, "n > 1"),
+        ({"logprobs": 1}, "logprobs"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+        ({"frequency_penalty": 0.5}, "frequency_penalty"),
+        ({"vllm_xargs": {"caesura_resumed": 3}}, None),
+        ({"prompt": ["One", "Two"]}, "several prompts"),
+    ],
+)
+async def test_what_cannot_be_resumed_says_why(replica: Replica, more: dict[str, Any], why: str | None) -> None:
+    pieces = await replica.stream("completions", completion(**more))
+    begun = joined(piece.progress for piece in pieces).begun
+    assert begun is not None
+    assert begun.obstacle == why
+
+
+async def test_another_prompt_is_refused(replica: Replica) -> None:
+    method, body = CASES["text"]
+    whole = await replica.stream(method, body)
+    with pytest.raises(UpstreamFailed, match="prompt"):
+        await replica.stream(method, body | {"prompt": "Twice"}, joined(piece.progress for piece in whole[:5]))
+
+
+async def test_tokens_that_do_not_fit_the_grammar_end_in_an_error(replica: Replica) -> None:
+    method, body = CASES["split characters"]
+    whole = await replica.stream(method, body)
+    known = joined(piece.progress for piece in whole[:4])
+    wrong = replace(known, token_ids=pack_ids([*unpack_ids(known.token_ids)[:-1], 7]))
+    with pytest.raises(HttpError, match="internal error"):
+        await replica.stream(method, body, wrong)
+    assert folded(await replica.stream(method, body)) == folded(whole), "the engine lives"
+
+
+async def test_a_turn_of_a_run_goes_on_where_it_broke_off(replica: Replica) -> None:
+    body = {"messages": QUESTION, "tools": list(TOOLS), "tool_choice": NAMED, "temperature": 0.0}
+    body["max_completion_tokens"] = 120
+    whole = await replica.turn(body)
+
+    def read(batches: list[Told[Any]]) -> tuple[Any, ...]:
+        began, *deltas, done = [piece for batch in batches for piece in batch.data]
+        assert isinstance(began, TurnBegan)
+        assert isinstance(done, TurnDone)
+        assert all(isinstance(delta, TurnDelta) for delta in deltas)
+        ids = b"".join(delta.token_ids for delta in deltas)
+        calls = [call for delta in deltas for call in delta.calls]
+        named = [call.name for call in calls if call.name]
+        return (
+            began,
+            ids,
+            named,
+            "".join(call.arguments for call in calls),
+            sum(call.id is not None for call in calls),
+            done,
+        )
+
+    for count in range(1, len(whole), max(1, len(whole) // BREAKS)):
+        rest = await replica.turn(body, joined(batch.progress for batch in whole[:count]))
+        assert read([*whole[:count], *rest]) == read(whole)

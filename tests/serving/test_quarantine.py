@@ -1,0 +1,78 @@
+"""Requests under which replicas died are refused for a while, whoever asks."""
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.errors import Quarantined
+from cluster.quarantine import REMEMBERED, Quarantine, digest_of
+
+BODY = {"model": "tiny", "prompt": "Once", "temperature": 0.0}
+
+
+class Shared:
+    """What several ingresses have in common."""
+
+    def __init__(self, answers: bool = True) -> None:
+        self.known: dict[str, float] = {}
+        self._answers = answers
+        self.healthy = True
+
+    async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
+        if self._answers:
+            self.known[digest] = ttl_s
+        return True if self._answers else None
+
+    async def is_quarantined(self, digest: str) -> bool | None:
+        return digest in self.known if self._answers else None
+
+
+def test_the_digest_is_of_what_is_asked() -> None:
+    digest = digest_of("completions", "a", BODY)
+    assert digest == digest_of("completions", "a", dict(reversed(BODY.items())) | {"user": "me", "stream": True})
+    assert digest != digest_of("chat", "a", BODY)
+    assert digest != digest_of("completions", "b", BODY)
+    assert digest != digest_of("completions", "a", BODY | {"prompt": "Twice"})
+
+
+@pytest.mark.parametrize("strange", ["\ud800", 2**70, [[1], {"x": None}], float("nan")])
+def test_any_body_has_a_digest(strange: object) -> None:
+    assert digest_of("chat", "\ud800", {"x": strange}) == digest_of("chat", "\ud800", {"x": strange})
+
+
+async def test_it_is_refused_until_the_time_is_over() -> None:
+    clock = ManualClock()
+    quarantine = Quarantine(clock, 600.0)
+    await quarantine.check("bad")
+    await quarantine.add("bad")
+    await quarantine.check("good")
+    clock.advance(599.0)
+    with pytest.raises(Quarantined) as refusal:
+        await quarantine.check("bad")
+    assert (refusal.value.status, refusal.value.code) == (422, "quarantined")
+    clock.advance(1.0)
+    await quarantine.check("bad")
+
+
+async def test_other_ingresses_refuse_it_too_while_the_store_answers() -> None:
+    shared = Shared()
+    first, second = (Quarantine(ManualClock(), 600.0, shared) for _ in range(2))
+    await first.add("bad")
+    assert shared.known == {"bad": 600.0}
+    with pytest.raises(Quarantined):
+        await second.check("bad")
+    shared.healthy = False
+    await second.check("bad")
+    alone = Quarantine(ManualClock(), 600.0, Shared(answers=False))
+    await alone.check("bad")
+    await alone.add("bad")
+    with pytest.raises(Quarantined):
+        await alone.check("bad")
+
+
+async def test_what_is_remembered_is_bounded() -> None:
+    quarantine = Quarantine(ManualClock(), 600.0)
+    for number in range(REMEMBERED + 1):
+        await quarantine.add(str(number))
+    await quarantine.check("0")
+    with pytest.raises(Quarantined):
+        await quarantine.check("1")
