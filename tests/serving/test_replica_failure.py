@@ -20,6 +20,8 @@ from cluster.serving import LocalCluster
 pytestmark = pytest.mark.cluster
 
 MODEL = "tiny"
+TOKENS = 1500
+"""Of a stream: enough to be in the middle of it when something is killed."""
 SHORT = {"model": MODEL, "prompt": "Once", "max_tokens": 1}
 REPLACED_WITHIN_S = 180.0
 NAMED = {"type": "function", "function": {"name": "look"}}
@@ -29,13 +31,13 @@ Kill = Callable[[psutil.Process], None]
 
 
 def completion(prompt: str, **more: Any) -> tuple[str, dict[str, Any]]:
-    body = {"model": MODEL, "prompt": prompt, "max_tokens": 2500, "ignore_eos": True, "temperature": 0.0}
+    body = {"model": MODEL, "prompt": prompt, "max_tokens": TOKENS, "ignore_eos": True, "temperature": 0.0}
     return "/v1/completions", {**body, "stream": True, "stream_options": {"include_usage": True}, **more}
 
 
 def chat(content: str, **more: Any) -> tuple[str, dict[str, Any]]:
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0.0}
-    return "/v1/chat/completions", {**body, "max_tokens": 2500, "ignore_eos": True, "stream": True, **more}
+    return "/v1/chat/completions", {**body, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **more}
 
 
 STREAMS = [
@@ -141,18 +143,18 @@ def kill_engine(replica: psutil.Process) -> None:
 def test_streams_go_on_and_the_replica_is_replaced(
     client: httpx.Client, cluster: LocalCluster, undisturbed: list[dict[str, Any]], kill: Kill
 ) -> None:
-    run = {"model": MODEL, "input": "Go on.", "max_output_tokens": 900, "temperature": 0.0, "background": True}
+    run = {"model": MODEL, "input": "Go on.", "max_output_tokens": 600, "temperature": 0.0, "background": True}
     alone = client.post("/v1/responses", json=run).json()
     alone = ended(client, alone["id"])
-    whole = {"max_tokens": 2000, "stream": False, "stream_options": None}
+    whole = {"stream": False, "stream_options": None}
     with streams(client, STREAMS) as open_streams, ThreadPoolExecutor(1) as threads:
         response = client.post("/v1/responses", json=run).json()
         path, body = completion("Whole", **whole)
-        answer = threads.submit(client.post, path, json=body)
+        answer = threads.submit(client.post, path, json=body, timeout=REPLACED_WITHIN_S)
         victim = at_work(client)
         kill(psutil.Process(victim["pid"]))
         assert [stream.told() for stream in open_streams] == undisturbed
-        assert answer.result(REPLACED_WITHIN_S).json()["usage"]["completion_tokens"] == 2000
+        assert answer.result(REPLACED_WITHIN_S).json()["usage"]["completion_tokens"] == TOKENS
         assert texts(ended(client, response["id"])) == texts(alone)
     assert client.get("/health").status_code == 200
     await_two_other_than(client, victim["replica"])
