@@ -79,9 +79,11 @@ class PlacedAnswers(Generic[Piece]):
         self._failed = False
 
     @property
-    def replica(self) -> str | None:
-        """Where it went; None: nowhere so far."""
-        return None if self._placement is None else self._placement.session
+    def elsewhere(self) -> TurnRequest:
+        """The turn, to be placed on another replica than those where it has been."""
+        if self._placement is None:
+            return self._request
+        return replace(self._request, avoid=self._request.avoid | {self._placement.session})
 
     def __aiter__(self) -> Self:
         return self
@@ -112,7 +114,7 @@ class PlacedAnswers(Generic[Piece]):
             except ReplicaGone:
                 if hop == MAX_HOPS:
                     raise
-                self._request = replace(self._request, avoid=self._request.avoid | {placement.session})
+                self._request = self.elsewhere
             else:
                 if not isinstance(piece, ProgramMoved) or hop == MAX_HOPS:
                     return self._seen(piece)
@@ -160,8 +162,8 @@ class Attempts:
     async def __call__(self, so_far: Progress | None) -> PlacedAnswers[Any]:
         """Ask one that has not failed this turn."""
         await self._check()
-        if self._last is not None and self._last.replica is not None:
-            self._request = replace(self._request, avoid=self._request.avoid | {self._last.replica})
+        if self._last is not None:
+            self._request = self._last.elsewhere
         self._last = PlacedAnswers(self._places, self._request, lambda placement: self._call(placement, so_far))
         return self._last
 

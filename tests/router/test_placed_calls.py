@@ -7,9 +7,10 @@ import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
 from cluster.errors import HttpError, Overloaded, ProgramMoved, ReplicaGone, UpstreamFailed
-from cluster.placed_calls import MAX_HOPS, MAX_LOSSES, PlacedAnswers, prompt_tokens, turn_request
+from cluster.placed_calls import MAX_HOPS, Attempts, PlacedAnswers, prompt_tokens, turn_request
 from cluster.program import Hints, ProgramIdentity
 from cluster.routing import Home, prefix_blocks
+from cluster.stream import Progress
 from router.decisions import TurnRequest
 from router.places import Placement
 
@@ -105,7 +106,7 @@ async def test_a_turn_that_was_never_begun_has_no_place():
     assert turn.places.placed == [] and turn.places.ends == []
 
 
-@pytest.mark.parametrize("error", [Overloaded("no"), (b"x", UpstreamFailed("died"))])
+@pytest.mark.parametrize("error", [Overloaded("no"), UpstreamFailed("died")])
 async def test_a_refusal_is_an_end_that_is_not_proper(error):
     turn = Turn([error])
     assert await anext(turn.answers) is error
@@ -113,7 +114,7 @@ async def test_a_refusal_is_an_end_that_is_not_proper(error):
 
 
 async def test_a_replica_that_is_gone_is_avoided():
-    turn = Turn([ReplicaGone("r0")], [ReplicaGone("r1")], [DIED], [b"a"])
+    turn = Turn(*([ReplicaGone(replica)] for replica in ("r0", "r1", "r2")), [b"a"])
     assert await turn.all() == [b"a"]
     assert [placement.request.avoid for placement in turn.places.placed] == [
         frozenset(),
@@ -125,17 +126,36 @@ async def test_a_replica_that_is_gone_is_avoided():
 
 
 @pytest.mark.parametrize("error", [DIED, UNREACHABLE])
-async def test_a_turn_that_replicas_die_of_is_tried_no_third_time(error):
-    turn = Turn(*([error] for _ in range(MAX_LOSSES + 1)))
+async def test_a_death_is_told_to_whoever_asked_and_the_next_attempt_avoids_that_replica(error):
+    places, calls = Recorder(), [Pieces([ReplicaGone("r0")]), Pieces([b"a", error]), Pieces([b"b"])]
+    told: list[Progress | None] = []
+
+    def call(placement: Placement, so_far: Progress | None) -> Pieces:
+        told.append(so_far)
+        return calls[len(told) - 1]
+
+    checks = []
+
+    async def check() -> None:
+        checks.append(1)
+
+    attempts = Attempts(places, turn_request(ProgramIdentity("p"), {"prompt": "x"}), call, check)
+    first = await attempts(None)
+    assert await anext(first) == b"a"
     with pytest.raises(type(error)):
-        await turn.all()
-    turn.answers.cancel()
-    assert len(turn.places.placed) == MAX_LOSSES
-    assert [session for session, _, _ in turn.places.ends] == ["r0", "r1"]
+        await anext(first)
+    first.cancel()
+    second = await attempts(Progress(1))
+    assert [piece async for piece in second] == [b"b"]
+    attempts.over(context_tokens=3)
+    assert told == [None, None, Progress(1)]
+    assert [placement.request.avoid for placement in places.placed] == [frozenset(), {"r0"}, {"r0", "r1"}]
+    assert places.ends == [("r0", False, None), ("r1", False, None), ("r2", True, None)]
+    assert len(checks) == 2
 
 
 async def test_a_program_that_has_moved_is_followed():
-    turn = Turn([ProgramMoved("left", epoch=5)], [(ProgramMoved("left"),)], [b"a"])
+    turn = Turn([ProgramMoved("left", epoch=5)], [ProgramMoved("left")], [b"a"])
     assert await turn.all() == [b"a"]
     assert turn.places.fences == [("r0", 5), ("r1", None)]
     assert [complete for _, complete, _ in turn.places.ends] == [False, False, True]
