@@ -75,22 +75,25 @@ class Candidate:
     sent_prefixes: Container[int] = field(default=NO_NAMES)
     """Those that were sent there."""
 
-    def shared_tokens(self, prefix: tuple[int, ...]) -> int:
-        """Tokens of a prompt's beginning that are likely cached here.
+    def shared_blocks(self, prefix: tuple[int, ...], guess: int = 0) -> int:
+        """Blocks of a prompt's beginning that are likely cached here.
 
-        Names are chained, and what is cached of a prompt is its beginning: so the longest is found by bisection.
+        Names are chained, and what is cached of a prompt is its beginning: so the longest is found by bisection, or at
+        once where it is as long as on another replica, ``guess``.
         """
         told, sent = self.prefixes, self.sent_prefixes
         if not prefix or (prefix[0] not in told and prefix[0] not in sent):
             return 0
-        there, missing = 0, len(prefix)
+        there, missing = 1, len(prefix) + 1
+        middle = min(guess, len(prefix)) if guess > 1 else (there + missing) // 2
         while missing - there > 1:
-            middle = (there + missing) // 2
-            if prefix[middle] in told or prefix[middle] in sent:
+            if prefix[middle - 1] in told or prefix[middle - 1] in sent:
                 there = middle
+                middle = middle + 1 if middle == guess else (there + missing) // 2
             else:
                 missing = middle
-        return (there + 1) * PREFIX_BLOCK_TOKENS
+                middle = (there + missing) // 2
+        return there
 
     def needs(self, expected: Expected) -> float:
         """KV of such a program in the working set here: all of it while it runs or its pause is short enough."""
@@ -115,10 +118,15 @@ class Gap(NamedTuple):
     compute_tokens: float
     fetch_tokens: float
     """In its host tier."""
+    shared_blocks: int = 0
+    """Of the prompt's beginning, found there; 0 where all that the program had there counts."""
 
 
-def gap(turn: Arrival, candidate: Candidate) -> Gap:
-    """What is missing. At home all that was there counts, elsewhere only what prompts have in common."""
+def gap(turn: Arrival, candidate: Candidate, guess: int = 0) -> Gap:
+    """What is missing. At home all that was there counts, elsewhere only what prompts have in common.
+
+    ``guess``: blocks that are found at another replica.
+    """
     prompt = turn.expected.prompt_tokens
     if turn.home == candidate.replica:
         known = min(turn.home_tokens, prompt)
@@ -132,7 +140,8 @@ def gap(turn: Arrival, candidate: Candidate) -> Gap:
             return Gap(prompt - known, 0.0)
         if turn.name in candidate.on_host:
             return Gap(prompt - known, known)
-    return Gap(max(0, prompt - candidate.shared_tokens(turn.prefix)), 0.0)
+    shared = candidate.shared_blocks(turn.prefix, guess)
+    return Gap(max(0, prompt - shared * PREFIX_BLOCK_TOKENS), 0.0, shared)
 
 
 @dataclass(frozen=True, slots=True)

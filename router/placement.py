@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from cluster.registry import FILTERS, SCORERS
 from router.candidate import Arrival, Candidate, Gap, gap
@@ -11,8 +12,7 @@ from router.scorers import Scorer
 from router.settings import FrontSettings
 
 
-@dataclass(frozen=True, slots=True)
-class Choice:
+class Choice(NamedTuple):
     """A replica for a turn."""
 
     candidate: Candidate
@@ -54,9 +54,9 @@ class Placement:
                 left = passed
         return left
 
-    def score(self, turn: Arrival, candidate: Candidate) -> Choice:
-        """What is lost there."""
-        missing = gap(turn, candidate)
+    def score(self, turn: Arrival, candidate: Candidate, guess: int = 0) -> Choice:
+        """What is lost there; ``guess``: see `gap`."""
+        missing = gap(turn, candidate, guess)
         seconds = 0.0
         for _, scorer, factor in self.scorers:
             seconds += factor * scorer.seconds(turn, candidate, missing)
@@ -69,7 +69,11 @@ class Placement:
 
     def best(self, turn: Arrival, candidates: Sequence[Candidate]) -> Choice | None:
         """The one that loses least; of equals that with the fewest programs, then whichever the key prefers."""
-        choices = [self.score(turn, one) for one in candidates]
+        choices: list[Choice] = []
+        guess = 0
+        for one in candidates:
+            choices.append(self.score(turn, one, guess))
+            guess = choices[-1].gap.shared_blocks or guess
         if not choices:
             return None
         least = min(choice.seconds for choice in choices)

@@ -169,8 +169,8 @@ def test_of_equals_the_one_with_fewer_programs() -> None:
     assert best is not None and best.candidate.replica == "r1"
 
 
-def test_a_prefix_is_found_by_its_longest_known_beginning() -> None:
-    candidate = replace(idle("r0"), prefixes=frozenset({1, 2}), sent_prefixes=frozenset({3}))
-    assert [candidate.shared_tokens(prefix) for prefix in ((), (9,), (1,), (1, 2, 3), (1, 2, 3, 9, 9))] == [
-        0, 0, 64, 192, 192,
-    ]  # fmt: skip
+@given(known=st.integers(0, 9), length=st.integers(0, 9), guess=st.integers(0, 12), split=st.integers(0, 9))
+def test_a_prefix_is_found_by_its_longest_known_beginning(known: int, length: int, guess: int, split: int) -> None:
+    told, sent = frozenset(range(min(split, known))), frozenset(range(min(split, known), known))
+    candidate = replace(idle("r0"), prefixes=told, sent_prefixes=sent)
+    assert candidate.shared_blocks(tuple(range(length)), guess) == min(known, length)
