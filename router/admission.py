@@ -82,6 +82,7 @@ class FrontQueue:
         self._tenants: dict[str, _Tenant] = {}
         self._waiters: dict[str, Waiter] = {}
         self._turns: dict[str, Waiter] = {}
+        self._children: dict[str, dict[int, Waiter]] = {}
         self._late_at: list[tuple[float, int, str]] = []
         self._give_up_at: list[tuple[float, int, str]] = []
         self._number = 0
@@ -118,11 +119,11 @@ class FrontQueue:
         """Why this turn may not wait, if so. ``expected_per_s``: admissions that are expected, before any are seen."""
         tenant = self._tenants.get(request.tenant)
         wait_s = self._expected_wait_s(request, work_s, expected_per_s, now_s)
-        shares = self._shares(request.tenant)
         mine = tenant.turns if tenant is not None else 0
-        if len(self._tenants) + (tenant is None) > 1 and mine + 1 > shares * self._settings.max_waiting:
+        most = self._most_turns(request.tenant, request.tenant)
+        if len(self._tenants) + (tenant is None) > 1 and mine + 1 > most:
             return _refuse(Refused.TENANT_SHARE, wait_s)
-        if self.turns >= self._settings.max_waiting and self._most_over_share() in (None, request.tenant):
+        if self.turns >= self._settings.max_waiting and self._most_over_share(request.tenant) in (None, request.tenant):
             return _refuse(Refused.QUEUE_FULL, wait_s)
         if request.key in self._waiters:
             return None
@@ -141,7 +142,7 @@ class FrontQueue:
         on_time_until_s: float,
     ) -> list[tuple[str, Refuse]]:
         """The turn waits; those that have to make room for it, refused."""
-        evicted = self._evict(now_s) if self.turns >= self._settings.max_waiting else []
+        evicted = self._evict(request.tenant, now_s) if self.turns >= self._settings.max_waiting else []
         waiter = self._waiters.get(request.key)
         if waiter is None:
             waiter = self._join(request, now_s, work_s, on_time_until_s)
@@ -202,6 +203,10 @@ class FrontQueue:
                     seen += 1
                     yield tenant.waiters[number]
 
+    def first_children(self) -> list[Waiter]:
+        """Of each program that programs have named as their parent, the child that has waited longest."""
+        return [next(iter(children.values())) for children in self._children.values()]
+
     def overdue(self) -> Iterator[Waiter]:
         """Those whose turn it is because they have waited longest."""
         return (tenant.oldest() for tenant in self._tenants.values() if tenant.owed >= 1)
@@ -243,9 +248,8 @@ class FrontQueue:
             self._measured_at_s = now_s
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            weight = self._settings.tenant_weights.get(request.tenant, 1.0)
             tenant = self._tenants[request.tenant] = _Tenant(
-                weight, max(self._virtual_s, self._tags.pop(request.tenant, 0.0))
+                self._weight(request.tenant), max(self._virtual_s, self._tags.pop(request.tenant, 0.0))
             )
         self._number += 1
         give_up_s = now_s + self._settings.max_wait_s
@@ -253,6 +257,8 @@ class FrontQueue:
             give_up_s = min(give_up_s, now_s + max(0.0, request.hints.deadline_s))
         waiter = Waiter(self._number, request, now_s, work_s, on_time_until_s, give_up_s)
         self._waiters[request.key] = waiter
+        if request.parent_key is not None:
+            self._children.setdefault(request.parent_key, {})[waiter.number] = waiter
         tenant.waiters[waiter.number] = waiter
         insort(tenant.on_time, waiter.rank)
         heappush(self._late_at, (on_time_until_s, waiter.number, request.key))
@@ -264,6 +270,10 @@ class FrontQueue:
         tenant = self._tenants[name]
         del self._waiters[waiter.request.key]
         del tenant.waiters[waiter.number]
+        if (parent := waiter.request.parent_key) is not None:
+            del self._children[parent][waiter.number]
+            if not self._children[parent]:
+                del self._children[parent]
         ranks = tenant.on_time if waiter.on_time else tenant.late
         del ranks[bisect_left(ranks, waiter.rank)]
         if self._reserved is waiter:
@@ -297,21 +307,23 @@ class FrontQueue:
                 insort(tenant.late, waiter.rank)
                 waiter.on_time = False
 
-    def _shares(self, name: str) -> float:
-        """The tenant's part of what all who wait may take, were it among them."""
-        weights = {one: tenant.weight for one, tenant in self._tenants.items()}
-        weights.setdefault(name, self._settings.tenant_weights.get(name, 1.0))
-        return weights[name] / sum(weights.values())
+    def _share(self, name: str, newcomer: str) -> float:
+        """The tenant's part of what all who wait may take, ``newcomer`` among them."""
+        return self._weight(name) / sum(self._weight(one) for one in self._tenants.keys() | {newcomer})
 
-    def _most_over_share(self) -> str | None:
-        """The tenant with most turns waiting for its weight, if it is beyond its share."""
-        if not self._tenants:
-            return None
-        name = max(self._tenants, key=lambda one: self._tenants[one].turns / self._tenants[one].weight)
-        return name if self._tenants[name].turns > self._shares(name) * self._settings.max_waiting else None
+    def _weight(self, name: str) -> float:
+        return self._settings.tenant_weights.get(name, 1.0)
 
-    def _evict(self, now_s: float) -> list[tuple[str, Refuse]]:
-        name = self._most_over_share()
+    def _most_turns(self, name: str, newcomer: str) -> float:
+        return self._share(name, newcomer) * self._settings.max_waiting
+
+    def _most_over_share(self, newcomer: str) -> str | None:
+        """The tenant with most turns waiting for its weight, if that is beyond its share once ``newcomer`` waits."""
+        over = [name for name in self._tenants if self._tenants[name].turns > self._most_turns(name, newcomer)]
+        return max(over, key=lambda one: self._tenants[one].turns / self._tenants[one].weight, default=None)
+
+    def _evict(self, newcomer: str, now_s: float) -> list[tuple[str, Refuse]]:
+        name = self._most_over_share(newcomer)
         if name is None:
             return []
         waiter = next(reversed(self._tenants[name].waiters.values()))
@@ -320,13 +332,13 @@ class FrontQueue:
 
     def _expected_wait_s(self, request: TurnRequest, work_s: float, expected_per_s: float, now_s: float) -> float:
         """Programs before it, its tenant's share of the admissions taken for those of its tenant."""
-        rate = self._rate_per_s(expected_per_s, now_s)
+        rate = self._rate_per_s(expected_per_s, now_s) * self._share(request.tenant, request.tenant)
         tenant = self._tenants.get(request.tenant)
         if tenant is None:
-            return 1 / (rate * self._shares(request.tenant))
+            return 1 / rate
         rank = (work_s, self._number + 1)
         before = bisect_left(tenant.on_time, rank) + bisect_left(tenant.late, rank)
-        return (before + 1) / (rate * self._shares(request.tenant))
+        return (before + 1) / rate
 
     def _rate_per_s(self, expected_per_s: float, now_s: float) -> float:
         self._measure(now_s)

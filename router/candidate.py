@@ -102,6 +102,13 @@ class Candidate:
         turn_s = expected.new_tokens * self.facts.token_s + expected.output_tokens * self.step_s
         return expected.context_tokens * (turn_s + self.refill_s) / (turn_s + expected.pause_s)
 
+    def work_s(self, expected: Expected) -> float:
+        """Seconds of this replica that such a program takes; weights, read for many at a time, are not counted."""
+        facts = self.facts
+        computed = expected.prompt_tokens + expected.later_turns * expected.new_tokens
+        decode_s = facts.token_s + facts.sequence_s + expected.context_tokens * facts.context_s
+        return computed * facts.token_s + expected.outputs * decode_s
+
     def has_room(self, expected: Expected, empty_share: float) -> bool:
         """May such a program be admitted? One larger than everything may where little else is."""
         needed = self.needs(expected)

@@ -14,7 +14,7 @@ from router.candidate import Arrival, Candidate, Gap, Sent, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
 from router.facts import Facts
 from router.ledger import Ledger
-from router.outlook import Expected, expect
+from router.outlook import NOTHING_EXPECTED, Expected, expect
 from router.placement import Choice, Placement
 from router.rendezvous import bounded, ranked
 from router.replica_book import ProgramRecord
@@ -63,6 +63,7 @@ class ProgramFront:
         """Turns whose wait is over."""
         now_s = self._time(now_s)
         self._ready += self._queue.expired(now_s)
+        self._admit_children(now_s)
         while self._queue and self._admit_one(now_s):
             pass
         ready, self._ready = self._ready, []
@@ -82,7 +83,7 @@ class ProgramFront:
                 self._ledger.carry(record)
             return
         waiter = self._queue.waiter(key)
-        expected = self._expect(waiter.request) if waiter is not None else expect_nothing()
+        expected = self._expect(waiter.request) if waiter is not None else NOTHING_EXPECTED
         record = self._ledger.settle(key, home, round(expected.context_tokens))
         record.joined, record.last_s = True, now_s
         if waiter is not None:
@@ -266,15 +267,14 @@ class ProgramFront:
             return self._enter(turn_id, request, choice, expected, Placed.NEW, now_s)
         return self._wait(turn_id, request, expected, eligible, now_s)
 
+    def _is_needed(self, request: TurnRequest) -> bool:
+        """By a program that lives, which else might wait for a child that waits for it: one child at a time."""
+        parent = self._ledger.program(request.parent_key) if request.parent_key is not None else None
+        return parent is not None and parent.children == 0
+
     def _goes_at_once(self, request: TurnRequest, arrival: Arrival, eligible: list[Candidate]) -> bool:
-        """Is it admitted already, or needed by a program that is? One child of each at a time, so that none waits for
-        a child that waits for it.
-        """
-        if request.parent_key is not None:
-            parent = self._ledger.program(request.parent_key)
-            if parent is not None and parent.children == 0:
-                return True
-        return any(arrival.name in one.residents for one in eligible)
+        """Is it admitted already, or needed by a program that is?"""
+        return self._is_needed(request) or any(arrival.name in one.residents for one in eligible)
 
     def _without_store(
         self, turn_id: str, request: TurnRequest, arrival: Arrival, eligible: list[Candidate], now_s: float
@@ -334,7 +334,7 @@ class ProgramFront:
         self, turn_id: str, request: TurnRequest, expected: Expected, eligible: list[Candidate], now_s: float
     ) -> Decision:
         like = eligible[0]
-        work_s = _work_s(expected, like)
+        work_s = like.work_s(expected)
         refusal = self._queue.refusal(request, work_s, self._expected_admissions_per_s(eligible), now_s)
         if refusal is not None:
             return refusal
@@ -354,6 +354,22 @@ class ProgramFront:
             rate += max(1.0, one.programs) / max(1e-3, turn_s * outlook.program_turns)
         return rate
 
+    def _admit_children(self, now_s: float) -> None:
+        """Those without which programs that live cannot go on."""
+        for waiter in self._queue.first_children():
+            if not self._is_needed(waiter.request):
+                continue
+            arrival = self._arrival(waiter.request, self._expect(waiter.request), None)
+            eligible = self._placement.eligible(arrival, self._ledger.candidates(now_s))
+            choice = self._placement.best(arrival, self._with_room(arrival, eligible, waiter) or eligible)
+            if choice is not None:
+                self._enter_waiting(waiter, choice, Placed.NEW, now_s)
+
+    def _enter_waiting(self, waiter: Waiter, choice: Choice, reason: Placed, now_s: float) -> None:
+        for turn_id, request in self._queue.take(waiter, now_s).items():
+            go = self._enter(turn_id, request, choice, self._expect(request), reason, now_s)
+            self._ready.append((turn_id, go))
+
     def _admit_one(self, now_s: float) -> bool:
         """Admit the first who fits; False if none does."""
         candidates = self._ledger.candidates(now_s)
@@ -367,10 +383,7 @@ class ProgramFront:
             if choice is None:
                 self._reserve(waiter, arrival, eligible)
                 continue
-            reason = Placed.NEW if fresh else Placed.HASHED
-            for turn_id, request in self._queue.take(waiter, now_s).items():
-                go = self._enter(turn_id, request, choice, self._expect(request), reason, now_s)
-                self._ready.append((turn_id, go))
+            self._enter_waiting(waiter, choice, Placed.NEW if fresh else Placed.HASHED, now_s)
             return True
         return False
 
@@ -382,16 +395,3 @@ class ProgramFront:
             return
         most = max(eligible, key=lambda one: (one.bound_tokens - one.occupied_tokens, one.replica), default=None)
         self._queue.reserve(waiter, None if most is None else most.replica)
-
-
-def expect_nothing() -> Expected:
-    """Of a program of which only the home is known."""
-    return Expected(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
-
-
-def _work_s(expected: Expected, candidate: Candidate) -> float:
-    """Seconds of a replica that the program takes, weights read for many at a time not counted."""
-    facts = candidate.facts
-    computed = expected.prompt_tokens + expected.later_turns * expected.new_tokens
-    decode_s = facts.token_s + facts.sequence_s + expected.context_tokens * facts.context_s
-    return computed * facts.token_s + expected.outputs * decode_s

@@ -59,6 +59,10 @@ class Expected:
         return self.output_tokens + self.later_outputs
 
 
+NOTHING_EXPECTED = Expected(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+"""Of a program of which only the home is known."""
+
+
 def expect(outlook: Outlook, hints: Hints, prompt_tokens: int, turns: int, final: bool) -> Expected:
     """What is ahead of a program whose turn has come.
 
