@@ -39,6 +39,7 @@ from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.goodput import Outcome, ProgramRecord, Slo
 from cluster.serving import LocalCluster
 from cluster.simulator.foresight import Foresight
+from cluster.simulator.routing import LeastPrograms
 from cluster.simulator.simulation import Simulation
 from cluster.tiny.model import tiny_model_directory
 from replicas.cost_model import CostModel
@@ -175,7 +176,7 @@ def _block(
     settings: BenchSettings,
 ) -> BlockResult:
     until_s = clock.now_s() + jobs[-1].arrival_s + settings.drain_s
-    records = Simulation(jobs, [replica], clock, Foresight()).run(until_s)
+    records = Simulation(jobs, [replica], clock, Foresight(), LeastPrograms(1)).run(until_s)
     early = [job.arrival_s < settings.warmup_s for job in jobs]
     warmup = tuple(record for record, is_early in zip(records, early, strict=True) if is_early)
     return BlockResult(

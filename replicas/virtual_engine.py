@@ -179,6 +179,11 @@ class VirtualEngine:
         """Blocks that nobody owns; ``shape.num_blocks - 1`` when all are free."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
+    def cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
+        """How many leading ones of these blocks are in the prefix cache; of the host tier nothing is said."""
+        find = self.scheduler.kv_cache_manager.block_pool.get_cached_block
+        return next((count for count, block in enumerate(hashes) if find(block, [0]) is None), len(hashes))
+
     def _finish(
         self, output: SchedulerOutput, samples: Sequence[bool], transferred: KVConnectorOutput | None
     ) -> list[EngineCoreOutput]:
@@ -208,20 +213,23 @@ def block_hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
 
     def hashes(request: Request) -> list[BlockHash]:
         known = request.block_hashes
-        begin = len(known) * block_size
-        tokens = request._all_token_ids
-        last = len(tokens) - block_size
-        if begin > last:
+        if (len(known) + 1) * block_size > request.num_tokens:  # so it is after most tokens
             return []
-        parent = int.from_bytes(known[-1], "big", signed=True) if known else 0
-        new: list[BlockHash] = []
-        while begin <= last:
-            parent = hash((parent, *tokens[begin : begin + block_size]))
-            new.append(BlockHash(parent.to_bytes(HASH_BYTES, "big", signed=True)))
-            begin += block_size
-        return new
+        return chained_hashes(request._all_token_ids, block_size, len(known), known[-1] if known else None)
 
     return hashes
+
+
+def chained_hashes(
+    tokens: Sequence[int], block_size: int, known: int = 0, last: BlockHash | None = None
+) -> list[BlockHash]:
+    """Hashes of the full blocks of ``tokens`` after the first ``known``, of which the last has the hash ``last``."""
+    parent = int.from_bytes(last, "big", signed=True) if last is not None else 0
+    new: list[BlockHash] = []
+    for begin in range(known * block_size, len(tokens) - block_size + 1, block_size):
+        parent = hash((parent, *tokens[begin : begin + block_size]))
+        new.append(BlockHash(parent.to_bytes(HASH_BYTES, "big", signed=True)))
+    return new
 
 
 def write_config_only_model(directory: Path, max_model_len: int) -> Path:

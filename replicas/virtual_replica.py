@@ -78,6 +78,8 @@ class VirtualReplica:
     schedule_s: list[float] = field(default_factory=list)
     """Real seconds of each ``schedule()``."""
     preemptions: int = 0
+    busy_s: float = 0.0
+    """Seconds of steps that computed something."""
     _turns: dict[str, VirtualTurn] = field(default_factory=dict)
     _in_flight: SchedulerOutput | None = None
     _waits_for_link: bool = False
@@ -107,6 +109,11 @@ class VirtualReplica:
         """A step is under way."""
         return self._in_flight is not None
 
+    def is_prefilled(self, request_id: str) -> bool:
+        """Whether the turn has its first token, or has ended."""
+        turn = self._turns.get(request_id)
+        return turn is None or turn.first_token_s is not None
+
     def submit(
         self, request_id: str, prompt: Sequence[int], output_tokens: int, identity: ProgramIdentity, known_tokens: int
     ) -> VirtualTurn:
@@ -134,7 +141,11 @@ class VirtualReplica:
             self._turns[new.req_id].admitted_s = now_s
         self.preemptions += len(output.preempted_req_ids or ())
         self.engine.begin(output)
-        return self._flush_s() + (self._idle_s() if not output.total_num_scheduled_tokens else self._cost_of(output))
+        if not output.total_num_scheduled_tokens:
+            return self._flush_s() + self._idle_s()
+        cost_s = self._cost_of(output)
+        self.busy_s += cost_s
+        return self._flush_s() + cost_s
 
     def _flush_s(self) -> float:
         return self.link.take_wait_s() if self.link is not None else 0.0

@@ -1,5 +1,6 @@
 """`caesura simulate`: replay agent programs on real schedulers under virtual time, and compare policies."""
 
+import math
 import os
 import shlex
 import sys
@@ -33,7 +34,13 @@ def simulate(
     noise: Annotated[float, typer.Option(help="p: error N(0, p x value) of each told value.")] = 0.0,
     arrivals: Annotated[str, typer.Option(help="poisson, or gamma:CV (burstier above CV 1).")] = "poisson",
     burst: Annotated[str | None, typer.Option(help="RATE:START_S:LENGTH_S: another rate for a while.")] = None,
-    replicas: Annotated[int, typer.Option(help="Replicas; a program stays where it was placed.")] = 1,
+    replicas: Annotated[int, typer.Option(help="Replicas.")] = 1,
+    router: Annotated[str, typer.Option(help="Places turns on replicas: a,b, or all.")] = "least_programs",
+    max_ongoing: Annotated[
+        int | None, typer.Option(help="Turns a replica takes at a time from others' routers.")
+    ] = None,
+    imbalanced: Annotated[float, typer.Option(help="Turns by which prefix_affinity lets replicas differ.")] = math.inf,
+    under_way: Annotated[int | None, typer.Option(help="Closed loop of so many programs, whatever the rate.")] = None,
     missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
     only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
     scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
@@ -51,6 +58,7 @@ def simulate(
 ) -> None:
     """Replay agent programs on real schedulers under virtual time: goodput, latencies and cache use, side by side."""
     from cluster.bench.workload import Shaping
+    from cluster.simulator.routers import router_names
     from cluster.simulator.settings import SimulationSettings, policy_names
 
     settings = SimulationSettings(
@@ -73,6 +81,10 @@ def simulate(
         arrivals=arrivals,
         burst=burst,
         replicas=replicas,
+        routers=router_names(router),
+        max_ongoing=max_ongoing,
+        imbalanced_threshold=imbalanced,
+        under_way=under_way,
         max_batched_tokens=max_batched_tokens,
         max_num_seqs=max_seqs,
         parameters=_parameters(set_ or []),

@@ -1,6 +1,7 @@
 """What a run replays: its programs and when they are meant to arrive, a burst included."""
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -58,6 +59,28 @@ def plan(
         times_s = sorted([*around, *(burst.start_s + time_s for time_s in extra)])
     programs = draw(pool, len(times_s), rng)
     return [
-        Job(program_id=f"{number:05d}", program=program, arrival_s=time_s, seed=(*stream, number))
+        _job(number, program, time_s, stream)
         for number, (program, time_s) in enumerate(zip(programs, times_s, strict=True))
     ]
+
+
+def closed_loop(
+    pool: Sequence[PlannedProgram], under_way: int, ramp_s: float, seed: int
+) -> tuple[list[Job], Iterator[Job]]:
+    """So many jobs whose arrivals are spread over ``ramp_s`` seconds, and without end those that follow them."""
+    stream = (seed, 0)
+
+    def jobs() -> Iterator[Job]:
+        rng = np.random.default_rng(stream)
+        for number in itertools.count():
+            if number % len(pool) == 0:
+                programs = draw(pool, len(pool), rng)
+            first_s = ramp_s * number / under_way if number < under_way else 0.0
+            yield _job(number, programs[number % len(pool)], first_s, stream)
+
+    every = jobs()
+    return list(itertools.islice(every, under_way)), every
+
+
+def _job(number: int, program: PlannedProgram, arrival_s: float, stream: tuple[int, int]) -> Job:
+    return Job(program_id=f"{number:05d}", program=program, arrival_s=arrival_s, seed=(*stream, number))

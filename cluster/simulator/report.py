@@ -33,12 +33,26 @@ ROWS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
     ("recomputed tokens/program", lambda r: r.summary.distributions["recomputed_tokens"].mean),
     ("reused tokens/program", lambda r: r.summary.distributions["reused_tokens"].mean),
     ("  of them from the host", lambda r: r.summary.distributions["fetched_tokens"].mean),
+    ("prompt tokens cached, %", lambda r: _percent(r.routing.hit_rate)),
+    ("  of an infinite cache's", lambda r: _percent(r.routing.hit_of_infinite)),
     ("wasted KV, GiB s", lambda r: r.wasted_gib_s),
     ("preemptions", lambda r: r.preemptions),
     ("schedule(), ms, mean", lambda r: r.schedule_ms.mean),
     ("  p99", lambda r: r.schedule_ms.p99),
     ("real s per minute", lambda r: wall_s_per_minute(r)),
 )
+
+ROUTING_ROWS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
+    ("JCT with tools, s, all", lambda r: r.jct_wall_all_s),
+    ("load, largest/mean", lambda r: r.routing.load_max_over_mean),
+    ("refused programs", lambda r: r.routing.refused),
+    ("moves", lambda r: r.routing.moves),
+    ("split programs", lambda r: r.routing.split),
+    ("turns that waited at the router", lambda r: r.routing.waited),
+    ("  how long, s, mean", lambda r: r.routing.wait_s),
+    ("  longest", lambda r: r.routing.longest_wait_s),
+)
+"""Where there are several replicas."""
 
 
 def wall_s_per_minute(result: RunResult) -> float:
@@ -53,10 +67,12 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
     hold plus, while a step recomputes, the KV of its batch in the proportion of recomputed to scheduled tokens,
     integrated over the measured window. ``schedule_ms`` and ``wall_s_per_minute`` are real time, all else is virtual.
     ``stored_tokens`` and ``loaded_tokens``: KV that went to the host tier and came back, over the whole run.
+    ``routing``: see `cluster.simulator.routed.RoutingSummary`.
     """
     run = result.run
     return {
         "policy": run.policy,
+        "router": run.router,
         "preset": settings.preset,
         "rate": run.rate_per_s,
         "seed": run.seed,
@@ -74,6 +90,11 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "parameters": dict(settings.parameters.get(run.policy, {})),
             "slo": asdict(settings.goodput_slo()),
             "jct_all_s": result.jct_all_s,
+            "jct_wall_all_s": result.jct_wall_all_s,
+            "tokens_per_s": result.tokens_per_s,
+            "under_way": settings.under_way,
+            "max_ongoing": settings.max_ongoing,
+            "routing": asdict(result.routing),
             "capacity_per_s": result.capacity_per_s,
             "bound_per_s": result.bound_per_s,
             "preemptions": result.preemptions,
@@ -97,7 +118,7 @@ def print_report(results: Sequence[RunResult], settings: SimulationSettings, con
     for rate in settings.rates_per_s:
         console.print(_table(results, settings, rate))
     if settings.burst is not None:
-        console.print(_recovery_table(results))
+        console.print(_recovery_table(results, settings))
     for line in _footnotes(results, settings):
         console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -108,23 +129,45 @@ def _table(results: Sequence[RunResult], settings: SimulationSettings, rate: flo
     trace = settings.trace.name if settings.trace else "built-in workload"
     bound = _number(_mean([result.bound_per_s for result in of_rate]))
     table = Table(
-        title=f"{rate:g} programs/s, {settings.arrivals}: {trace} on {settings.preset}{of_seeds}",
+        title=f"{_load(settings, rate)}: {trace} on {settings.preset}{_replicas(settings)}{of_seeds}",
         caption=f"{BOUND}: {bound} programs/s",
     )
     table.add_column("")
-    for policy in settings.policies:
-        table.add_column(policy, justify="right")
-    for label, row in ROWS:
-        cells = (_mean([row(r) for r in of_rate if r.run.policy == policy]) for policy in settings.policies)
+    columns = _columns(settings)
+    for label in columns.values():
+        table.add_column(label, justify="right")
+    for label, row in (*ROWS, *(ROUTING_ROWS if settings.replicas > 1 else ())):
+        cells = (_mean([row(r) for r in of_rate if (r.run.policy, r.run.router) == column]) for column in columns)
         table.add_row(label, *map(_number, cells))
     return table
 
 
-def _recovery_table(results: Sequence[RunResult]) -> Table:
+def _load(settings: SimulationSettings, rate: float) -> str:
+    if settings.under_way is not None:
+        return f"{settings.under_way} programs under way"
+    return f"{rate:g} programs/s, {settings.arrivals}"
+
+
+def _replicas(settings: SimulationSettings) -> str:
+    return f" x {settings.replicas}" if settings.replicas > 1 else ""
+
+
+def _columns(settings: SimulationSettings) -> dict[tuple[str, str], str]:
+    """What is compared, policy and router, and what it is called: by its router only where there are several."""
+    several = len(settings.routers) > 1
+    return {
+        (policy, router): f"{policy}\n{router}" if several else policy
+        for policy in settings.policies
+        for router in settings.routers
+    }
+
+
+def _recovery_table(results: Sequence[RunResult], settings: SimulationSettings) -> Table:
     table = Table(title="attainment in windows of 30 s, by intended arrival")
     table.add_column("from s", justify="right")
     for result in results:
-        table.add_column(f"{result.run.policy}\n{result.run.rate_per_s:g}/s #{result.run.seed}", justify="right")
+        label = _columns(settings)[result.run.policy, result.run.router]
+        table.add_column(f"{label}\n{result.run.rate_per_s:g}/s #{result.run.seed}", justify="right")
     recoveries = [result.recovery for result in results if result.recovery is not None]
     for windows in zip(*(recovery.windows for recovery in recoveries), strict=True):
         table.add_row(f"{windows[0].start_s:g}", *(_number(window.attainment) for window in windows))
@@ -156,6 +199,8 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings) -> li
             f"Caesura's for the others, none for {STOCK_NO_CACHE}. What a turn generates is kept there, too, which is "
             "not vLLM's default."
         )
+    if settings.replicas > 1:
+        lines.append("A program that was refused counts for the JCTs of all as if it were waiting until the run's end.")
     if told:
         lines.append(f"Told true lengths and durations{noise}: {', '.join(told)}.")
     if learn:
@@ -178,12 +223,10 @@ def write_plot(results: Sequence[RunResult], settings: SimulationSettings, folde
 
     figure, axes = pyplot.subplots(figsize=(7.0, 4.5))
     rates = sorted(settings.rates_per_s)
-    for policy in settings.policies:
-        by_rate = [
-            [r.summary.goodput.programs_per_s for r in results if r.run.policy == policy and r.run.rate_per_s == rate]
-            for rate in rates
-        ]
-        (line,) = axes.plot(rates, [_mean(values) for values in by_rate], marker="o", label=policy)
+    for column, label in _columns(settings).items():
+        of_column = [r for r in results if (r.run.policy, r.run.router) == column]
+        by_rate = [[r.summary.goodput.programs_per_s for r in of_column if r.run.rate_per_s == rate] for rate in rates]
+        (line,) = axes.plot(rates, [_mean(values) for values in by_rate], marker="o", label=label.replace("\n", ", "))
         for rate, values in zip(rates, by_rate, strict=True):
             axes.plot([rate] * len(values), values, ".", color=line.get_color(), alpha=0.5)
     bounds = [_mean([r.bound_per_s for r in results if r.run.rate_per_s == rate]) for rate in rates]
@@ -208,6 +251,10 @@ def _recovery_json(recovery: Recovery) -> dict[str, Any]:
 def _mean(values: Sequence[float | None]) -> float | None:
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
+
+
+def _percent(share: float | None) -> float | None:
+    return None if share is None else 100 * share
 
 
 def _number(value: float | None) -> str:

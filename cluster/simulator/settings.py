@@ -14,6 +14,7 @@ from cluster.errors import ConfigError
 from cluster.goodput import Slo
 from cluster.registry import POLICIES
 from cluster.simulator.load import Burst
+from cluster.simulator.routers import LEAST_PROGRAMS, check_router
 from replicas.cost_model import CostModel
 from replicas.presets import cost_model
 
@@ -67,6 +68,13 @@ class SimulationSettings:
     burst: str | None = None
     """``RATE:START_S:LENGTH_S``, see :class:`cluster.simulator.load.Burst`."""
     replicas: int = 1
+    routers: tuple[str, ...] = (LEAST_PROGRAMS,)
+    max_ongoing: int | None = None
+    """Turns that a replica takes at a time from a router that is not ours; None: any number."""
+    imbalanced_threshold: float = float("inf")
+    """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    under_way: int | None = None
+    """Closed loop: so many programs are under way at all times, whatever the rate; None: an open loop."""
     max_batched_tokens: int = 2048
     max_num_seqs: int = 256
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -85,6 +93,8 @@ class SimulationSettings:
             "--slo-ttft": self.slo_ttft_s,
             "--slo-norm-x": self.slo_norm_x,
             "--replicas": self.replicas,
+            "--max-ongoing": self.max_ongoing,
+            "--under-way": self.under_way,
             "--max-batched-tokens": self.max_batched_tokens,
             "--max-seqs": self.max_num_seqs,
             "--scale-lengths": self.shaping.scale_lengths,
@@ -103,7 +113,9 @@ class SimulationSettings:
             "--seed": min(self.seeds, default=-1),
         }.items():
             _require(value is None or 0 <= value < float("inf"), flag, value, "must be 0 or more, and finite")
-        for flag, values in {"--policies": self.policies, "--rates": self.rates_per_s, "--seed": self.seeds}.items():
+        _require(self.imbalanced_threshold >= 0, "--imbalanced", self.imbalanced_threshold, "must be 0 or more")
+        listed = {"--policies": self.policies, "--router": self.routers, "--rates": self.rates_per_s}
+        for flag, values in {**listed, "--seed": self.seeds}.items():
             said = ",".join(map(str, values))
             _require(len(set(values)) == len(values) > 0, flag, said, "is empty or repeats a value")
         if self.max_batched_tokens < self.max_num_seqs:
@@ -120,6 +132,10 @@ class SimulationSettings:
                 raise ConfigError(f"--set {name}: no policy of that name is simulated with parameters")
         for name in self.policies:
             self.policy_config(name)
+        for name in self.routers:
+            check_router(name)
+        if self.under_way is not None and (self.burst is not None or len(self.rates_per_s) > 1):
+            raise ConfigError("--under-way: programs come as others end; there are neither rates nor a burst")
 
     @property
     def warmup_s(self) -> float:

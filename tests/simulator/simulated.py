@@ -1,6 +1,6 @@
 """Programs, and virtual replicas whose steps take times that can be worked out by hand."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from cluster.bench.replay import Job
@@ -9,6 +9,7 @@ from cluster.clock import ManualClock
 from cluster.config import PolicyConfig, SloConfig
 from cluster.goodput import ProgramRecord
 from cluster.simulator.foresight import Foresight
+from cluster.simulator.routing import LeastPrograms, TurnRouter
 from cluster.simulator.settings import BASELINES, STOCK_NO_CACHE
 from cluster.simulator.simulation import Simulation
 from replicas.cost_model import CostModel
@@ -56,6 +57,7 @@ class Bench:
         replicas: int = 1,
         foresight: Foresight = LIVE,
         cost: CostModel = COST,
+        router: Callable[[Sequence[VirtualReplica]], TurnRouter] = lambda replicas: LeastPrograms(len(replicas)),
         **shape: int,
     ) -> Simulation:
         self.clock = ManualClock()
@@ -66,7 +68,7 @@ class Bench:
         slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)
         self.replicas = [VirtualReplica.build(config, cost, slo, made, self.model, self.clock) for _ in range(replicas)]
         jobs = [Job(f"p{n}", planned, at_s, (0, 0, n)) for n, (at_s, planned) in enumerate(programs)]
-        return Simulation(jobs, self.replicas, self.clock, foresight)
+        return Simulation(jobs, self.replicas, self.clock, foresight, router(self.replicas))
 
     def run(self, *programs: tuple[float, PlannedProgram], until_s: float = 1e6, **how: object) -> list[ProgramRecord]:
         return self.prepare(programs, **how).run(until_s)  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from cluster.goodput import Outcome, ProgramRecord, Slo, TurnRecord
 from cluster.simulator.bound import FluidBound
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.load import Burst, plan
-from cluster.simulator.placement import place
 from cluster.simulator.recovery import Recovery, Window
 from cluster.simulator.work import TurnWork, tokens_of, turns_of
 
@@ -114,10 +113,6 @@ def test_past_capacity_the_bound_serves_the_least_work_first() -> None:
     # Of 8 programs/s the two kinds of 2/s each at 0.1 s take 0.4 s; the rest of a second is 1.5 of those at 0.4 s.
     assert bound.goodput_per_s(8.0) == pytest.approx(4 + 1.5)
     assert bound.goodput_per_s(100.0) == pytest.approx(10.0)
-
-
-def test_a_program_goes_where_there_are_fewest() -> None:
-    assert [place([2, 1, 1]), place([0, 0]), place([5])] == [1, 0, 0]
 
 
 def test_the_bound_counts_neither_a_shared_prefix_nor_a_token_twice() -> None:

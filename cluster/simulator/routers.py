@@ -1,0 +1,61 @@
+"""The routers of the simulator, by name."""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.errors import ConfigError
+from cluster.simulator.kv_aware import KvAware
+from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity
+from cluster.simulator.routing import LeastPrograms, RoundRobin, TurnRouter
+from replicas.virtual_engine import chained_hashes
+from replicas.virtual_replica import VirtualReplica
+
+ALL = "all"
+LEAST_PROGRAMS = "least_programs"
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What a router is made for."""
+
+    replicas: Sequence[VirtualReplica]
+    seed: int
+    max_ongoing: int | None = None
+    """Turns that a peer's replica takes at a time; None: any number."""
+    imbalanced_threshold: float = float("inf")
+    """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+
+
+def _kv_aware(made: Replicas) -> TurnRouter:
+    engines = [replica.engine for replica in made.replicas]
+    block_size = engines[0].shape.block_size
+    return KvAware(
+        len(engines),
+        lambda prompt: chained_hashes(prompt, block_size),
+        lambda index, hashes: engines[index].cached_blocks(hashes),
+        lambda index, turn_id: made.replicas[index].is_prefilled(turn_id),
+        made.max_ongoing,
+    )
+
+
+ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
+    "kv_aware": _kv_aware,
+    "prefix_affinity": lambda made: PrefixAffinity(
+        len(made.replicas), made.seed, made.max_ongoing, made.imbalanced_threshold
+    ),
+    "consistent_hash": lambda made: ConsistentHash(len(made.replicas), made.max_ongoing),
+    "power_of_two": lambda made: PowerOfTwo(len(made.replicas), made.seed, made.max_ongoing),
+    "round_robin": lambda made: RoundRobin(len(made.replicas), made.max_ongoing),
+    LEAST_PROGRAMS: lambda made: LeastPrograms(len(made.replicas), made.max_ongoing),
+}
+
+
+def router_names(text: str) -> tuple[str, ...]:
+    """``all``, or names with commas between them."""
+    return tuple(ROUTERS) if text.strip() == ALL else tuple(n.strip() for n in text.split(",") if n.strip())
+
+
+def check_router(name: str) -> None:
+    """Raise ConfigError unless there is a router of this name."""
+    if name not in ROUTERS:
+        raise ConfigError(f"--router: unknown router {name!r}; choose {ALL} or some of: {', '.join(sorted(ROUTERS))}")
