@@ -51,6 +51,7 @@ def simulate(
     max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, at most.")] = 2048,
     max_seqs: Annotated[int, typer.Option(help="Turns that run at a time, at most.")] = 256,
     set_: Annotated[list[str] | None, typer.Option("--set", help="policy.parameter=value; repeatable.")] = None,
+    front: Annotated[list[str] | None, typer.Option(help="parameter=value of the router caesura; repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write one JSON line a run.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
@@ -58,6 +59,7 @@ def simulate(
 ) -> None:
     """Replay agent programs on real schedulers under virtual time: goodput, latencies and cache use, side by side."""
     from cluster.bench.workload import Shaping
+    from cluster.config_source import parse_assignment
     from cluster.simulator.routers import router_names
     from cluster.simulator.settings import SimulationSettings, policy_names
 
@@ -88,6 +90,7 @@ def simulate(
         max_batched_tokens=max_batched_tokens,
         max_num_seqs=max_seqs,
         parameters=_parameters(set_ or []),
+        front=dict(parse_assignment(text) for text in front or []),
         command=shlex.join(["caesura", *sys.argv[1:]]),
     )
     _run(settings, jobs, json, plots, quiet)

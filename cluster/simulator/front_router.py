@@ -8,15 +8,16 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from cluster.routing import MAX_PREFIXES, ReplicaSnapshot, pack_blocks, prefix_blocks
+from cluster.routing import ReplicaSnapshot, prefix_blocks
 from cluster.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway, Waits
+from replicas.prefix_memory import PrefixMemory
 from router.decisions import Front, Go, Refuse, TurnRequest, Wait
 
 TICK_S = 0.5
 """Snapshots are made at every second tick and told at the one after it."""
 
-Look = Callable[[int, int], ReplicaSnapshot]
-"""A replica's snapshot now, by its index and the snapshot's number; its prefixes are filled in here."""
+Look = Callable[[int, str, int], ReplicaSnapshot]
+"""A replica's snapshot now, by its index, its name and the snapshot's number; its prefixes are filled in here."""
 
 
 class FrontRouter:
@@ -37,24 +38,22 @@ class FrontRouter:
         self._indices = {name: index for index, name in enumerate(names)}
         self._look = look
         self._released = released
-        self._prefixes: list[dict[int, None]] = [{} for _ in names]
-        """Of each replica: blocks of the prompts that were sent there, those used last at the end."""
-        self._turns: dict[str, tuple[SimulatedTurn, tuple[int, ...]]] = {}
-        """That wait, with the blocks of their prompts."""
+        self._prefixes = [PrefixMemory() for _ in names]
+        self._turns: dict[str, SimulatedTurn] = {}
+        """That are not decided."""
         self._number = 0
         self._seen: dict[str, ReplicaSnapshot | None] | None = None
         front.observe(self._snapshots(), 0.0)
 
     def route(self, turn: SimulatedTurn, now_s: float) -> Answer:
         """See TurnRouter."""
-        blocks = prefix_blocks(turn.prompt)
-        self._turns[turn.turn_id] = turn, blocks
+        self._turns[turn.turn_id] = turn
         identity = turn.identity
         request = TurnRequest(
             key=turn.program,
             tenant=identity.tenant,
             prompt_tokens=len(turn.prompt),
-            prefix=blocks,
+            prefix=prefix_blocks(turn.prompt),
             last=identity.last_turn,
             hints=identity.hints,
         )
@@ -84,26 +83,18 @@ class FrontRouter:
         return {name: self._snapshot(index) for index, name in enumerate(self._names)}
 
     def _snapshot(self, index: int) -> ReplicaSnapshot:
-        snapshot = self._look(index, self._number)
-        return msgspec.structs.replace(snapshot, prefixes=pack_blocks(self._prefixes[index]))
+        snapshot = self._look(index, self._names[index], self._number)
+        return msgspec.structs.replace(snapshot, prefixes=self._prefixes[index].packed())
 
     def _decided(self, turn_id: str, decision: Go | Refuse, now_s: float) -> Sent | TurnedAway:
-        turn, blocks = self._turns.pop(turn_id)
+        turn = self._turns.pop(turn_id)
         if isinstance(decision, Refuse):
             self.front.ended(turn_id, now_s)
             return TurnedAway(decision.reason.value, decision.retry_after_s)
         replica = self._indices[decision.home.replica]
         self.front.settle(turn.program, decision.home, now_s)
-        self._note_prefix(replica, blocks)
+        self._prefixes[replica].serve(turn.program, turn.prompt)
         moved_from = None if decision.moved_from is None else self._indices[decision.moved_from]
         if moved_from is not None:
             self._released(turn.program, moved_from)
         return Sent(replica, decision.reason.value, moved_from)
-
-    def _note_prefix(self, replica: int, blocks: Sequence[int]) -> None:
-        known = self._prefixes[replica]
-        for block in blocks:
-            known.pop(block, None)
-            known[block] = None
-        for block in list(known)[: max(0, len(known) - MAX_PREFIXES)]:
-            del known[block]

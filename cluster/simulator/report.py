@@ -94,6 +94,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "tokens_per_s": result.tokens_per_s,
             "under_way": settings.under_way,
             "max_ongoing": settings.max_ongoing,
+            "front": dict(settings.front),
             "routing": asdict(result.routing),
             "capacity_per_s": result.capacity_per_s,
             "bound_per_s": result.bound_per_s,

@@ -1,16 +1,28 @@
 """The routers of the simulator, by name."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
+from pydantic import ValidationError
+
+from cluster.config import SloConfig
 from cluster.errors import ConfigError
+from cluster.routing import ReplicaSnapshot
+from cluster.simulator.front_router import FrontRouter
 from cluster.simulator.kv_aware import KvAware
-from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity
+from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, replica_name
 from cluster.simulator.routing import LeastPrograms, RoundRobin, TurnRouter
+from replicas.control import dispatch
+from replicas.routing_view import plain_snapshot, routing_snapshot
+from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import chained_hashes
 from replicas.virtual_replica import VirtualReplica
+from router.front import ProgramFront
+from router.settings import FrontSettings
 
 ALL = "all"
+OURS = "caesura"
 LEAST_PROGRAMS = "least_programs"
 
 
@@ -24,6 +36,40 @@ class Replicas:
     """Turns that a peer's replica takes at a time; None: any number."""
     imbalanced_threshold: float = float("inf")
     """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    slo: SloConfig = field(default_factory=SloConfig)
+    front: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of our front that differ from its defaults."""
+
+
+def _caesura(made: Replicas) -> TurnRouter:
+    names = [replica_name(index) for index in range(len(made.replicas))]
+
+    def look(index: int, name: str, number: int) -> ReplicaSnapshot:
+        replica = made.replicas[index]
+        scheduler = replica.engine.scheduler
+        if isinstance(scheduler, AgentScheduler):
+            return routing_snapshot(scheduler, name, "", number, draining=False)
+        return plain_snapshot(scheduler, replica.cost, name, "", number, draining=False)
+
+    def release(program: str, index: int) -> None:
+        scheduler = made.replicas[index].engine.scheduler
+        if isinstance(scheduler, AgentScheduler):
+            dispatch(scheduler, "release", {"key": program})
+
+    return FrontRouter(ProgramFront(front_settings(made.front), made.slo), names, look, release)
+
+
+def front_settings(parameters: Mapping[str, Any]) -> FrontSettings:
+    """Our front's, by what differs from the defaults.
+
+    Raises:
+        ConfigError: no such parameter, or not such a value.
+    """
+    try:
+        return FrontSettings.model_validate(parameters)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"--front {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _kv_aware(made: Replicas) -> TurnRouter:
@@ -39,6 +85,7 @@ def _kv_aware(made: Replicas) -> TurnRouter:
 
 
 ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
+    OURS: _caesura,
     "kv_aware": _kv_aware,
     "prefix_affinity": lambda made: PrefixAffinity(
         len(made.replicas), made.seed, made.max_ongoing, made.imbalanced_threshold

@@ -131,7 +131,9 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     peak_tokens = max(program.peak_tokens for program in pool)
     replicas = _replicas(settings, run, clock, peak_tokens)
     foresight = Foresight(settings.tells_the_future(run.policy), settings.noise)
-    made_for = Replicas(replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold)
+    made_for = Replicas(
+        replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
+    )
     router = ROUTERS[run.router](made_for)
     simulation = Simulation(jobs, replicas, clock, foresight, router, successors)
     marks: list[Mark] = []

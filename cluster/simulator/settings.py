@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from cluster.goodput import Slo
 from cluster.registry import POLICIES
 from cluster.simulator.load import Burst
-from cluster.simulator.routers import LEAST_PROGRAMS, check_router
+from cluster.simulator.routers import LEAST_PROGRAMS, check_router, front_settings
 from replicas.cost_model import CostModel
 from replicas.presets import cost_model
 
@@ -73,6 +73,8 @@ class SimulationSettings:
     """Turns that a replica takes at a time from a router that is not ours; None: any number."""
     imbalanced_threshold: float = float("inf")
     """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    front: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of our router that differ from its defaults."""
     under_way: int | None = None
     """Closed loop: so many programs are under way at all times, whatever the rate; None: an open loop."""
     max_batched_tokens: int = 2048
@@ -134,6 +136,7 @@ class SimulationSettings:
             self.policy_config(name)
         for name in self.routers:
             check_router(name)
+        front_settings(self.front)
         if self.under_way is not None and (self.burst is not None or len(self.rates_per_s) > 1):
             raise ConfigError("--under-way: programs come as others end; there are neither rates nor a burst")
 
