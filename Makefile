@@ -11,10 +11,10 @@ export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export HF_HUB_OFFLINE := 1
 
-.PHONY: help setup demo serve test check bench format clean
+.PHONY: help setup demo serve test check bench bench-router format clean
 
 help: ## list the targets
-	@grep -hE '^[a-z]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-8s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
 setup: $(STAMP) ## make .venv with the locked CPU packages (idempotent)
 
@@ -44,6 +44,9 @@ format: $(STAMP) ## format and fix what can be fixed
 
 bench: $(STAMP) ## the micro-benchmarks of benchmarks/README.md
 	@$(BIN)/python -m benchmarks
+
+bench-router: $(STAMP) ## routers side by side in the simulator, 16 replicas (about 20 minutes on two cores)
+	@$(BIN)/python -m benchmarks.router
 
 clean: ## remove what the targets made
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out

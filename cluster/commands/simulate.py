@@ -32,7 +32,9 @@ def simulate(
     slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
     oracle: Annotated[bool | None, typer.Option(help="Tell lengths and durations. Default: as the papers.")] = None,
     noise: Annotated[float, typer.Option(help="p: error N(0, p x value) of each told value.")] = 0.0,
-    arrivals: Annotated[str, typer.Option(help="poisson, or gamma:CV (burstier above CV 1).")] = "poisson",
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, gamma:CV (burstier above CV 1) or recorded:PATH.")
+    ] = "poisson",
     burst: Annotated[str | None, typer.Option(help="RATE:START_S:LENGTH_S: another rate for a while.")] = None,
     replicas: Annotated[int, typer.Option(help="Replicas.")] = 1,
     router: Annotated[str, typer.Option(help="Places turns on replicas: a,b, or all.")] = "least_programs",

@@ -2,7 +2,8 @@
 
 Ray's KVAwareRouter asks Dynamo's selection service, which learns of caches through sockets and forgets loads in real
 time: it cannot be driven under virtual time. This is its cost function with its defaults (Dynamo 1.6,
-``KvRouterConfig``: ``prefill_load_scale`` 1, credit for cached blocks 1, temperature 0, output blocks not counted): the least of
+``KvRouterConfig``: ``prefill_load_scale`` 1, credit for cached blocks 1, temperature 0, output blocks not counted):
+the least of
 
     prompt blocks that the replica's turns, this one included, still have to compute + blocks of its active turns
 

@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -52,7 +52,7 @@ def plan(
     rng = np.random.default_rng(stream)
     times_s = process.times_s(rng, duration_s=duration_s)
     if burst is not None:
-        extra = Arrivals(burst.rate_per_s, process.cv).times_s(
+        extra = replace(process, rate_per_s=burst.rate_per_s).times_s(
             np.random.default_rng((*stream, BURST_STREAM)), duration_s=burst.length_s
         )
         around = [time_s for time_s in times_s if not burst.start_s <= time_s < burst.end_s]

@@ -44,7 +44,8 @@ ROWS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
 
 ROUTING_ROWS: tuple[tuple[str, Callable[[RunResult], float | None]], ...] = (
     ("JCT with tools, s, all", lambda r: r.jct_wall_all_s),
-    ("load, largest/mean", lambda r: r.routing.load_max_over_mean),
+    ("turns on a replica, largest/mean", lambda r: r.routing.load_max_over_mean),
+    ("computing seconds, largest/mean", lambda r: r.routing.busy_max_over_mean),
     ("refused programs", lambda r: r.routing.refused),
     ("moves", lambda r: r.routing.moves),
     ("split programs", lambda r: r.routing.split),

@@ -65,7 +65,10 @@ class RoutingSummary:
     hit_of_infinite: float | None
     """The same tokens over those that an infinite cache on one replica would have had."""
     load_max_over_mean: float | None
-    """Seconds that replicas computed during the window: the largest over the mean."""
+    """Turns on a replica, waiting and running, in the mean over the window: the largest over the mean."""
+    busy_max_over_mean: float | None
+    """Seconds that replicas computed during the window: the largest over the mean. With one turn a replica computes all
+    the time, only more slowly with many: this says less than ``load_max_over_mean``."""
     refused: int
     """Programs."""
     moves: int
@@ -81,9 +84,14 @@ class RoutingSummary:
 
     @classmethod
     def of(
-        cls, programs: Sequence[ProgramRecord], routed: Routed, busy_s: Sequence[float], now_s: float
+        cls,
+        programs: Sequence[ProgramRecord],
+        routed: Routed,
+        turns: Sequence[float],
+        busy_s: Sequence[float],
+        now_s: float,
     ) -> "RoutingSummary":
-        """``busy_s``: of each replica, during the window; ``now_s``: when the run ended."""
+        """``turns`` and ``busy_s``: of each replica, in the window (see `turns_on`); ``now_s``: when the run ended."""
         prompt = cached = reusable = 0
         waits: list[float] = []
         for program in programs:
@@ -97,11 +105,11 @@ class RoutingSummary:
                     cached += turn.cached_tokens
                     reusable += way.reusable_tokens
         ways = [[routed[turn.program_id, turn.index] for turn in program.turns] for program in programs]
-        mean_busy_s = sum(busy_s) / len(busy_s)
         return cls(
             hit_rate=cached / prompt if prompt else None,
             hit_of_infinite=cached / reusable if reusable else None,
-            load_max_over_mean=max(busy_s) / mean_busy_s if mean_busy_s else None,
+            load_max_over_mean=_max_over_mean(turns),
+            busy_max_over_mean=_max_over_mean(busy_s),
             refused=sum(program.outcome is Outcome.REJECTED for program in programs),
             moves=sum(way.moved for turns in ways for way in turns),
             split=sum(map(_is_split, ways)),
@@ -110,6 +118,24 @@ class RoutingSummary:
             longest_wait_s=max(waits, default=None),
             decisions=dict(sorted(Counter(way.reason for turns in ways for way in turns).items())),
         )
+
+
+def turns_on(
+    programs: Sequence[ProgramRecord], routed: Routed, replicas: int, begin_s: float, end_s: float
+) -> list[float]:
+    """Turns on each replica, in the mean between the two moments."""
+    seconds = [0.0] * replicas
+    for program in programs:
+        for turn in program.turns:
+            way = routed[turn.program_id, turn.index]
+            if way.replica is not None and way.sent_s is not None:
+                last_s = end_s if turn.last_token_s is None else turn.last_token_s
+                seconds[way.replica] += max(0.0, min(last_s, end_s) - max(way.sent_s, begin_s))
+    return [spent_s / (end_s - begin_s) for spent_s in seconds]
+
+
+def _max_over_mean(values: Sequence[float]) -> float | None:
+    return max(values) * len(values) / sum(values) if any(values) else None
 
 
 def _is_split(turns: Sequence[RoutedTurn]) -> bool:

@@ -23,7 +23,7 @@ from cluster.simulator.foresight import Foresight
 from cluster.simulator.holding_bound import HoldingBound
 from cluster.simulator.load import closed_loop, plan
 from cluster.simulator.recovery import Recovery
-from cluster.simulator.routed import Routed, RoutingSummary
+from cluster.simulator.routed import Routed, RoutingSummary, turns_on
 from cluster.simulator.routers import ROUTERS, Replicas
 from cluster.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
 from cluster.simulator.simulation import Simulation
@@ -214,6 +214,7 @@ def _result(
     bound = FluidBound.of(pool, *limits) if settings.host_gib else HoldingBound(pool, *limits)
     start, end = marks
     busy_s = [after - before for before, after in zip(start.busy_s, end.busy_s, strict=True)]
+    turns = turns_on(records, ended.routed, len(replicas), settings.warmup_s, settings.arrivals_s)
     burst = settings.other_rate
     return RunResult(
         run=run,
@@ -221,7 +222,7 @@ def _result(
         jct_all_s=_mean([_spent_s(record, simulated_s) for record in measured]),
         jct_wall_all_s=_mean([_spent_wall_s(record, simulated_s) for record in measured]),
         tokens_per_s=_tokens_between(records, settings.warmup_s, settings.arrivals_s) / settings.window_s,
-        routing=RoutingSummary.of(measured, ended.routed, busy_s, simulated_s),
+        routing=RoutingSummary.of(measured, ended.routed, turns, busy_s, simulated_s),
         wasted_gib_s=(sum(end.wasted) - sum(start.wasted)) * cost.kv_bytes_per_token / GIB,
         schedule_ms=Distribution.of(s * MILLISECONDS for replica in replicas for s in replica.schedule_s),
         preemptions=sum(replica.preemptions for replica in replicas),

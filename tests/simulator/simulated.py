@@ -1,6 +1,6 @@
 """Programs, and virtual replicas whose steps take times that can be worked out by hand."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from cluster.bench.replay import Job
@@ -49,6 +49,8 @@ class Bench:
         self.model = model
         self.clock = ManualClock()
         self.replicas: list[VirtualReplica] = []
+        self.simulation: Simulation
+        self.router: TurnRouter
 
     def prepare(
         self,
@@ -68,7 +70,19 @@ class Bench:
         slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)
         self.replicas = [VirtualReplica.build(config, cost, slo, made, self.model, self.clock) for _ in range(replicas)]
         jobs = [Job(f"p{n}", planned, at_s, (0, 0, n)) for n, (at_s, planned) in enumerate(programs)]
-        return Simulation(jobs, self.replicas, self.clock, foresight, router(self.replicas))
+        return self.simulate(jobs, router, foresight=foresight)
+
+    def simulate(
+        self,
+        jobs: Sequence[Job],
+        router: Callable[[Sequence[VirtualReplica]], TurnRouter],
+        successors: Iterator[Job] | None = None,
+        foresight: Foresight = LIVE,
+    ) -> Simulation:
+        """On the replicas that were prepared."""
+        self.router = router(self.replicas)
+        self.simulation = Simulation(jobs, self.replicas, self.clock, foresight, self.router, successors)
+        return self.simulation
 
     def run(self, *programs: tuple[float, PlannedProgram], until_s: float = 1e6, **how: object) -> list[ProgramRecord]:
         return self.prepare(programs, **how).run(until_s)  # type: ignore[arg-type]

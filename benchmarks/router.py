@@ -1,0 +1,305 @@
+"""Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
+
+    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 5.0] [--minutes 1] [--scan]
+
+One row a router: ours and its peers on replicas that schedule by `caesura`, and the peers once more on vLLM's own
+scheduler, which is what people run today. `kv_aware` is Dynamo's published cost on exact knowledge of all caches,
+`least_programs` a control that sticks to its first choice; the others are Ray's algorithms.
+
+The load, ``RATE_PER_REPLICA``, is where the best peer's mean completion has doubled against ``LOW_RATE_PER_REPLICA``,
+as ``--scan`` finds it. Completion is without tools; programs that have not completed count with the time that they have
+taken so far, refused ones as if they were waiting until the run's end.
+
+The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, with our
+admission and without it. Throughput is generated tokens.
+
+Exit status 1 where one of ``SHOWS`` is missed.
+"""
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import DIRECTORY, save
+from cluster.simulator.routers import LEAST_PROGRAMS, OURS
+from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
+from cluster.simulator.settings import STOCK, SimulationSettings
+
+REPLICAS = 16
+RATE_PER_REPLICA = 5.5
+"""Programs per second."""
+LOW_RATE_PER_REPLICA = 1.0
+SCAN = (LOW_RATE_PER_REPLICA, 4.0, 4.5, 5.0, 5.5, 6.0)
+PEERS = ("kv_aware", "prefix_affinity", "consistent_hash", "power_of_two", "round_robin")
+MAX_ONGOING = {"consistent_hash": 96}
+"""Tuned: below it programs are torn from their home at usual loads, far above it nothing is ever shed."""
+CLIFF_REPLICAS = 4
+CLIFF = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+"""Of the programs that fit."""
+NO_ADMISSION = {"working_set": 10.0}
+"""The most that can be set: ten times what memory takes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """What is compared."""
+
+    router: str
+    policy: str
+    front: tuple[tuple[str, float], ...] = ()
+
+    @property
+    def is_peer(self) -> bool:
+        """To be beaten, and not only shown."""
+        return self.router in PEERS
+
+    @property
+    def name(self) -> str:
+        """For plots."""
+        return f"{self.router}, {'no admission, ' if self.front else ''}{self.policy}"
+
+    def settings(self, base: SimulationSettings, rate_per_s: float) -> SimulationSettings:
+        """For a run of its own."""
+        return replace(
+            base,
+            policies=(self.policy,),
+            routers=(self.router,),
+            rates_per_s=(rate_per_s,),
+            max_ongoing=MAX_ONGOING.get(self.router),
+            front=dict(self.front),
+        )
+
+
+OURSELVES = Subject(OURS, "caesura")
+COMPARED = (
+    OURSELVES,
+    *(Subject(router, "caesura") for router in (*PEERS, LEAST_PROGRAMS)),
+    *(Subject(router, STOCK) for router in PEERS),
+)
+CLIMBERS = (OURSELVES, Subject(OURS, "caesura", tuple(NO_ADMISSION.items())), Subject("consistent_hash", STOCK))
+
+
+def simulate_all(every: Sequence[SimulationSettings], jobs: int) -> list[RunResult]:
+    """One run each, in order, so many at a time."""
+    work = [(settings, runs_of(settings)[0]) for settings in every]
+    results: list[RunResult] = []
+    with get_context("spawn").Pool(jobs, _quiet) as pool:
+        for result in pool.imap(_simulate, work):
+            results.append(result)
+            run = result.run
+            print(f"  ... {len(results)} of {len(work)}: {run.router}, {run.policy}, {result.wall_s:.0f} s", flush=True)
+    return results
+
+
+def _quiet() -> None:
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _simulate(work: tuple[SimulationSettings, Any]) -> RunResult:
+    return simulate(*work)
+
+
+def row_of(subject: Subject, result: RunResult) -> dict[str, Any]:
+    """The interface's columns, and what explains them."""
+    routing = result.routing
+    return {
+        "router": subject.router,
+        "replicas": result.replicas,
+        "policy": subject.policy,
+        "goodput_programs": result.summary.goodput.programs_per_s,
+        "jct_mean_s": result.jct_all_s,
+        "hit_rate": routing.hit_of_infinite,
+        "load_max_over_mean": routing.load_max_over_mean,
+        "jct_with_tools_s": result.jct_wall_all_s,
+        "offered": result.summary.goodput.offered_programs,
+        "completed": result.summary.goodput.completed_programs,
+        "tokens_per_s": result.tokens_per_s,
+        "refused": routing.refused,
+        "moves": routing.moves,
+        "split": routing.split,
+        "waited": routing.waited,
+        "wait_s": routing.wait_s,
+        "decisions": dict(routing.decisions),
+        "bound_programs": result.bound_per_s,
+        "wall_s": round(result.wall_s, 1),
+    }
+
+
+SHOWN = ("router", "replicas", "policy", "goodput_programs", "jct_mean_s", "hit_rate", "load_max_over_mean")
+MORE = ("refused", "moves", "split", "waited")
+
+
+def print_rows(rows: Sequence[dict[str, Any]]) -> None:
+    columns = (*SHOWN, *MORE)
+    print("  " + "  ".join(f"{column:>{_width(column)}}" for column in columns))
+    for row in rows:
+        print("  " + "  ".join(f"{_cell(row[column]):>{_width(column)}}" for column in columns))
+
+
+def _width(column: str) -> int:
+    return max(len(column), 16 if column == "router" else 8)
+
+
+def _cell(value: Any) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
+
+
+def compare(base: SimulationSettings, rate: float, jobs: int) -> list[dict[str, Any]]:
+    """All routers at one load, programs per second and replica."""
+    every = [subject.settings(base, rate * base.replicas) for subject in COMPARED]
+    return [row_of(subject, result) for subject, result in zip(COMPARED, simulate_all(every, jobs), strict=True)]
+
+
+def scan(base: SimulationSettings, jobs: int) -> list[dict[str, Any]]:
+    """The best peers' completion over the load."""
+    subjects = [subject for subject in COMPARED if subject.is_peer and subject.policy != STOCK]
+    points = [(subject, rate) for rate in SCAN for subject in subjects]
+    every = [subject.settings(base, rate * base.replicas) for subject, rate in points]
+    return [
+        {"rate_per_replica": rate, **row_of(subject, result)}
+        for (subject, rate), result in zip(points, simulate_all(every, jobs), strict=True)
+    ]
+
+
+def doubled(rows: Sequence[dict[str, Any]]) -> float | None:
+    """The first load at which no peer's completion is below twice the best one's at the lowest load."""
+    best = {rate: min(row["jct_mean_s"] for row in rows if row["rate_per_replica"] == rate) for rate in SCAN}
+    return next((rate for rate in SCAN if best[rate] >= 2 * best[SCAN[0]]), None)
+
+
+def programs_that_fit(base: SimulationSettings) -> int:
+    """Memory of all replicas over a program's KV, each turn's at its end, in the mean over turns."""
+    lengths = [
+        context + turn.output_tokens
+        for program in load_workload(base, base.seeds[0]).programs
+        for context, turn in zip(program.contexts(), program.turns, strict=True)
+    ]
+    return round(base.replicas * base.cost_model().kv_capacity_tokens / (sum(lengths) / len(lengths)))
+
+
+def climb(base: SimulationSettings, jobs: int) -> list[dict[str, Any]]:
+    """Throughput over concurrency."""
+    fit = programs_that_fit(base)
+    points = [(subject, part) for subject in CLIMBERS for part in CLIFF]
+    every = [replace(subject.settings(base, 1.0), under_way=round(part * fit)) for subject, part in points]
+    return [
+        {"of_what_fits": part, "under_way": round(part * fit), "name": subject.name, **row_of(subject, result)}
+        for (subject, part), result in zip(points, simulate_all(every, jobs), strict=True)
+    ]
+
+
+def print_cliff(rows: Sequence[dict[str, Any]]) -> None:
+    print("  under way, of what fits: generated tokens/s (cached tokens, of an infinite cache's)")
+    for subject in CLIMBERS:
+        cells = [
+            f"{row['of_what_fits']:g}: {row['tokens_per_s']:,.0f} ({_cell(row['hit_rate'])})"
+            for row in rows
+            if row["name"] == subject.name
+        ]
+        print(f"  {subject.name:40} " + "   ".join(cells))
+
+
+def plot_cliff(rows: Sequence[dict[str, Any]], path: Path) -> Path:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    figure, (above, below) = pyplot.subplots(2, 1, sharex=True, figsize=(7.0, 6.5))
+    for subject in CLIMBERS:
+        own = [row for row in rows if row["name"] == subject.name]
+        x = [row["of_what_fits"] for row in own]
+        above.plot(x, [row["tokens_per_s"] for row in own], marker="o", label=subject.name)
+        below.plot(x, [row["hit_rate"] for row in own], marker="o", label=subject.name)
+    above.set(ylabel="generated tokens/s", ylim=(0, None))
+    below.set(ylabel="cached, of an infinite cache's", xlabel="programs under way, of what fits", ylim=(0, 1.05))
+    above.legend()
+    for axes in (above, below):
+        axes.grid(visible=True, alpha=0.3)
+    figure.tight_layout()
+    figure.savefig(path, dpi=130)
+    pyplot.close(figure)
+    return path
+
+
+def shows(rows: Sequence[dict[str, Any]], cliff: Sequence[dict[str, Any]]) -> list[tuple[str, float, bool]]:
+    """What is claimed, what it is, and whether it holds."""
+    [ours] = [row for row in rows if row["router"] == OURS]
+    peers = [row for row in rows if row["router"] in PEERS]
+    jct = ours["jct_mean_s"] / min(row["jct_mean_s"] for row in peers)
+    best = max(row["goodput_programs"] for row in peers)
+    goodput = ours["goodput_programs"] / best if best else float("inf")
+    own = {row["of_what_fits"]: row["tokens_per_s"] for row in cliff if row["name"] == OURSELVES.name}
+    past = own[max(CLIFF)] / max(own.values())
+    return [
+        ("mean completion <= 0.7 x the best peer's", jct, jct <= 0.7),
+        ("goodput >= 1.5 x the best peer's", goodput, goodput >= 1.5),
+        ("KV hit rate >= 0.95 of an infinite cache's", ours["hit_rate"], ours["hit_rate"] >= 0.95),
+        ("largest replica's load <= 1.25 x the mean", ours["load_max_over_mean"], ours["load_max_over_mean"] <= 1.25),
+        ("throughput at twice what fits >= 0.9 x its peak", past, past >= 0.9),
+        ("split programs: 0", float(ours["split"]), ours["split"] == 0),
+    ]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the tables; exit status 1 where a claim is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--replicas", type=int, default=REPLICAS)
+    parser.add_argument("--rate", type=float, default=RATE_PER_REPLICA, help="programs per second and replica")
+    parser.add_argument("--minutes", type=float, default=1.0, help="measured, of each run")
+    parser.add_argument("--warmup", type=float, default=0.75, help="minutes before them")
+    parser.add_argument("--drain-s", type=float, default=60.0)
+    parser.add_argument("--trace", type=Path, default=None, help="the built-in workload if not given")
+    parser.add_argument("--only-recorded", action="store_true")
+    parser.add_argument("--preset", default="opt-13b/h800")
+    parser.add_argument("--arrivals", default="poisson")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--scan", action="store_true", help="only find the load at which the best peer has doubled")
+    parser.add_argument("--json", type=Path, default=None)
+    parser.add_argument("--plot", type=Path, default=DIRECTORY / "router_cliff.png")
+    arguments = parser.parse_args(argv)
+    _quiet()
+
+    base = SimulationSettings(
+        policies=("caesura",),
+        rates_per_s=(1.0,),
+        preset=arguments.preset,
+        trace=arguments.trace,
+        only_recorded=arguments.only_recorded,
+        minutes=arguments.minutes,
+        warmup_minutes=arguments.warmup,
+        drain_s=arguments.drain_s,
+        seeds=(arguments.seed,),
+        arrivals=arguments.arrivals,
+        replicas=arguments.replicas,
+    )
+    if arguments.scan:
+        rows = scan(base, arguments.jobs)
+        for rate in SCAN:
+            print(f"{rate:g} programs per second and replica")
+            print_rows([row for row in rows if row["rate_per_replica"] == rate])
+        print(f"The best peer's completion has doubled at: {doubled(rows)}")
+        save("router_scan", rows, arguments.json)
+        return 0
+    rows = compare(base, arguments.rate, arguments.jobs)
+    print(f"{arguments.rate:g} programs per second and replica, {arguments.arrivals}")
+    print_rows(rows)
+    cliff = climb(replace(base, replicas=min(CLIFF_REPLICAS, arguments.replicas), drain_s=0.0), arguments.jobs)
+    print_cliff(cliff)
+    print(f"  plot: {plot_cliff(cliff, arguments.plot)}")
+    save("router", [*rows, *cliff], arguments.json)
+    claims = shows(rows, cliff)
+    for claim, value, holds in claims:
+        print(f"  {'met   ' if holds else 'MISSED'} {value:7.3f}  {claim}")
+    return 0 if all(holds for _, _, holds in claims) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,123 @@
+"""The simulated routers of others: each rule on a timeline of a few turns."""
+
+from collections.abc import Sequence
+
+import pytest
+
+from cluster.program import ProgramIdentity
+from cluster.simulator.kv_aware import KvAware
+from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, shared_prefix
+from cluster.simulator.routing import LeastPrograms, RoundRobin, Sent, SimulatedTurn, TurnRouter, Waits
+
+
+def turn(program: str, index: int = 0, prompt: Sequence[int] = (50,) * 40, last: bool = False) -> SimulatedTurn:
+    identity = ProgramIdentity(program_id=program, last_turn=last)
+    return SimulatedTurn(f"{program}.{index}", program, index, list(prompt), identity)
+
+
+def to(router: TurnRouter, *turns: SimulatedTurn) -> list[int | None]:
+    answers = [router.route(one, 0.0) for one in turns]
+    return [answer.replica if isinstance(answer, Sent) else None for answer in answers]
+
+
+def end(router: TurnRouter, one: SimulatedTurn, replica: int) -> None:
+    router.ended(one, replica, len(one.prompt), 1.0)
+
+
+def test_round_robin_goes_around_and_passes_over_who_is_full() -> None:
+    assert to(RoundRobin(3), *(turn("a", i) for i in range(4))) == [0, 1, 2, 0]
+    router = RoundRobin(2, max_ongoing=1)
+    first, second = turn("a"), turn("b")
+    assert to(router, first, second, turn("c")) == [0, 1, None]
+    end(router, second, 1)
+    assert router.waited(1.0) == [("c.0", Sent(1, "next"))]
+
+
+def test_least_programs_counts_programs_until_their_last_turn_has_ended() -> None:
+    router = LeastPrograms(2)
+    only, long = turn("a", last=True), turn("b")
+    assert to(router, only, long, turn("b", 1), turn("b", 2)) == [0, 1, 1, 1]
+    end(router, only, 0)
+    end(router, long, 1)
+    # b goes on, however idle its replica is.
+    assert to(router, turn("c"), turn("d")) == [0, 0] or to(router, turn("e")) == [1]
+    assert router.route(turn("b", 3), 2.0) == Sent(1, "stayed")
+
+
+def test_power_of_two_takes_the_shorter_queue_of_a_pair() -> None:
+    router = PowerOfTwo(2, seed=4)
+    placed = to(router, *(turn(str(i)) for i in range(10)))
+    # With two replicas the pair is always both.
+    assert [placed.count(0), placed.count(1)] == [5, 5]
+    many = PowerOfTwo(16, seed=4)
+    to(many, *(turn(str(i)) for i in range(1600)))
+    assert sum(many.ongoing) == 1600
+    assert max(many.ongoing) - min(many.ongoing) <= 5  # a single random choice leaves some 40
+    again = PowerOfTwo(16, seed=4)
+    assert to(again, *(turn(str(i)) for i in range(50))) == to(PowerOfTwo(16, 4), *(turn(str(i)) for i in range(50)))
+
+
+def test_consistent_hash_sticks_and_goes_on_along_the_ring_only_where_it_is_full() -> None:
+    free = ConsistentHash(4)
+    [home] = to(free, turn("a"))
+    assert to(free, *(turn("a", i) for i in range(1, 9))) == [home] * 8
+    assert len(set(to(free, *(turn(f"p{i}") for i in range(64))))) == 4
+
+    bound = ConsistentHash(4, max_ongoing=2)
+    sent = [bound.route(turn("a", i), 0.0) for i in range(7)]
+    places = [one.replica for one in sent if isinstance(one, Sent)]
+    assert [one.reason for one in sent if isinstance(one, Sent)] == ["primary"] * 2 + ["fallback"] * 4
+    assert places[:2] == [home] * 2
+    assert len(set(places)) == 3  # its own and two after it, never the fourth
+    assert sent[6] == Waits()
+    end(bound, turn("a"), places[3])
+    assert bound.waited(1.0) == [("a.6", Sent(places[3], "fallback"))]
+
+
+def test_prefix_affinity_matches_else_takes_the_smallest_unless_out_of_balance() -> None:
+    router = PrefixAffinity(3, seed=1, imbalanced_threshold=4)
+    one, other = list(range(32, 132)), list(range(132, 232))
+
+    def reason_of(program: str, prompt: list[int]) -> tuple[int, str]:
+        answer = router.route(turn(program, prompt=prompt), 0.0)
+        assert isinstance(answer, Sent)
+        return answer.replica, answer.reason
+
+    assert reason_of("a", one) == (0, "smallest")
+    assert reason_of("b", other) == (1, "smallest")
+    assert reason_of("c", [*other, 7]) == (1, "matched")
+    # 9 of 100 tokens are less than a tenth, 10 are not.
+    assert reason_of("d", [*one[:9], *[240] * 91]) == (2, "smallest")
+    assert reason_of("e", [*one[:10], *[241] * 90]) == (0, "matched")
+    for number in range(4):
+        assert reason_of(f"f{number}", other)[1] == "matched"
+    assert router.ongoing == [2, 6, 1]
+    assert reason_of("g", other)[1] == "imbalanced"
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 7, 8, 30])
+def test_a_shared_prefix_is_as_long_as_it_is(length: int) -> None:
+    assert shared_prefix("x" * length + "abc", "x" * length + "b") == length
+    assert shared_prefix("x" * length, "x" * 30) == length
+
+
+def test_kv_aware_weighs_what_is_cached_against_what_is_active() -> None:
+    cached = {0: 0, 1: 3}
+    prefilled: set[str] = set()
+    router = KvAware(
+        2,
+        lambda prompt: [bytes([i]) for i in range(len(prompt) // 16)],
+        lambda replica, hashes: min(cached[replica], len(hashes)),
+        lambda replica, turn_id: turn_id in prefilled,
+    )
+    four, two = [50] * 64, [50] * 32
+    assert to(router, turn("a", prompt=four)) == [1]
+    # Replica 1: one block to compute, four active; replica 0: two to compute.
+    assert to(router, turn("b", prompt=two)) == [0]
+    # 0: two to compute, two active, four more of this one: 8; 1: 1 + 4 + 1 = 6, or 5 once a has its first token.
+    prefilled.add("a.0")
+    assert to(router, turn("c", prompt=four)) == [1]
+    # 1: 1 + 8; 0: 2 + 2 + 2.
+    assert to(router, turn("d", prompt=two)) == [0]
+    end(router, turn("a", prompt=four), 1)
+    assert to(router, turn("e", prompt=two)) == [1]
