@@ -10,7 +10,7 @@ import logging
 from collections.abc import Awaitable, Callable
 from typing import Generic, Protocol, Self, TypeVar
 
-from cluster.errors import HttpError, Quarantined, ReplicaLost
+from cluster.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.http_errors import SSE_DONE, ErrorMap
 from cluster.stream import Progress, Told, joined
 
@@ -26,6 +26,12 @@ STILLBORN_ATTEMPTS = 20
 
 STILLBORN_WAIT_S = 0.1
 """Before another is asked, each time."""
+
+SPARE_ATTEMPTS = 180
+"""How often, after a death, it is asked whether another replica takes the request: until the dead one is replaced."""
+
+SPARE_WAIT_S = 1.0
+"""Before it is asked again."""
 
 _ending: set[asyncio.Task[None]] = set()
 """Calls whose last piece has come."""
@@ -88,6 +94,7 @@ class Relay(Generic[Data]):
         self._over = False
         self._deaths = 0
         self._stillborn = 0
+        self._refused = 0
 
     def __aiter__(self) -> Self:
         return self
@@ -105,6 +112,10 @@ class Relay(Generic[Data]):
                 if refusal is None:
                     continue
                 answer = refusal
+            elif isinstance(answer, Overloaded) and self._deaths:
+                if await self._spared():
+                    continue
+                answer = ReplicaLost("the replica died, and no other takes its work")
             if isinstance(answer, HttpError):
                 self._over = True
                 return answer
@@ -139,15 +150,13 @@ class Relay(Generic[Data]):
             return ReplicaLost("the replica ended before its answer was complete")
         except Exception as error:
             told = self._error_map(error)
-            if isinstance(told, ReplicaLost):
+            if isinstance(told, ReplicaLost) or (isinstance(told, Overloaded) and self._deaths):
                 return told
             raise
 
     async def _lost(self, loss: ReplicaLost) -> HttpError | None:
         """What the client is told; None: nothing, another replica is asked."""
-        if self._answers is not None:
-            self._answers.cancel()
-            self._answers = None
+        self._give_up()
         if not loss.at_work:
             self._stillborn += 1
             if self._stillborn >= STILLBORN_ATTEMPTS:
@@ -163,6 +172,20 @@ class Relay(Generic[Data]):
             return ReplicaLost(f"{loss.message}; no other can go on with a stream with {so_far.begun.obstacle}")
         logger.warning("%s; another goes on after %d events", loss.message, so_far.events)
         return None
+
+    async def _spared(self) -> bool:
+        """Wait, as no replica has room for what another had begun; False: it has waited long enough."""
+        self._give_up()
+        self._refused += 1
+        if self._refused >= SPARE_ATTEMPTS:
+            return False
+        await asyncio.sleep(SPARE_WAIT_S)
+        return True
+
+    def _give_up(self) -> None:
+        if self._answers is not None:
+            self._answers.cancel()
+            self._answers = None
 
 
 async def _exhaust(answers: Answers) -> None:

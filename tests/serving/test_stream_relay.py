@@ -8,7 +8,7 @@ import pytest
 
 from cluster.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.stream import Begun, Progress, Told, joined
-from cluster.stream_relay import STILLBORN_ATTEMPTS, Relay, ends_stream
+from cluster.stream_relay import SPARE_ATTEMPTS, STILLBORN_ATTEMPTS, Relay, ends_stream
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: c\n\n", b"data: [DONE]\n\n"]
 BEGUN = Begun(b"prompt", 0)
@@ -147,6 +147,17 @@ async def test_replicas_that_were_dead_before_are_not_blamed_on_it(monkeypatch: 
     assert await told(relay(Replicas(*dead * 5, (9, None)))) == EVENTS
     blamed = Blamed()
     [end] = await told(relay(Replicas(*dead * STILLBORN_ATTEMPTS), blamed))
+    assert isinstance(end, ReplicaLost)
+    assert blamed.count == 0
+
+
+async def test_what_was_begun_waits_for_a_replica_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.stream_relay.SPARE_WAIT_S", 0.0)
+    full = [(0, Overloaded("full"))]
+    replicas, blamed = Replicas((2, Death()), *full * 3, (9, None)), Blamed()
+    assert await told(relay(replicas, blamed)) == EVENTS
+    *events, end = await told(relay(Replicas((2, Death()), *full * SPARE_ATTEMPTS), blamed))
+    assert events == EVENTS[:2]
     assert isinstance(end, ReplicaLost)
     assert blamed.count == 0
 
