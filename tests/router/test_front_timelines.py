@@ -1,6 +1,7 @@
 """The front as timelines: given these replicas and turns, expect these homes."""
 
 from collections import Counter
+from typing import Any
 
 import pytest
 from front_views import request, snapshot
@@ -77,3 +78,28 @@ def test_a_resumed_program_leaves_an_overloaded_replica_unless_it_may_not(front:
         assert decision == Go(Home(other, 2), Placed.MOVED_FOR_LOAD, moved_from=home)
     else:
         assert decision == Go(Home(home, 1), Placed.STAYED)
+
+
+@pytest.mark.parametrize("fields", [{"draining": True}, {"running": 60, "programs": 80, "waiting_tokens": 300_000}])
+def test_while_a_turn_is_in_flight_no_other_goes_elsewhere_and_after_it_the_next_does(fields: dict[str, Any]) -> None:
+    front = ProgramFront()
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    home, _ = went(front.turn("t0", request("p"), 0.1))
+    other = {"r0": "r1", "r1": "r0"}[home]
+    front.observe({home: snapshot(home, 2, **fields), other: snapshot(other, 2)}, 1.0)
+    assert went(front.turn("t1", request("p"), 1.1)) == (home, Placed.STAYED)
+    front.ended("t0", 1.2)
+    assert went(front.turn("t2", request("p"), 1.3)) == (home, Placed.STAYED)
+    for turn in ("t1", "t2"):
+        front.ended(turn, 1.4)
+    assert went(front.turn("t3", request("p"), 1.5))[0] == other
+
+
+def test_a_replica_that_tells_nothing_counts_as_the_median_and_those_that_all_fall_silent_are_hashed() -> None:
+    front = ProgramFront(FrontSettings(stale_s=5.0))
+    busy = {"running": 30, "programs": 40, "waiting_tokens": 90_000}
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1", **busy), "r2": None}, 0.0)
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1", 2, **busy), "r2": None}, 6.0)
+    homes = {went(front.turn(f"t{i}", request(f"p{i}"), 6.0)) for i in range(6)}
+    assert homes == {("r0", Placed.NEW), ("r1", Placed.NEW), ("r2", Placed.NEW)}
+    assert went(front.turn("t", request("p"), 12.0))[1] is Placed.HASHED
