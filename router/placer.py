@@ -8,6 +8,7 @@ what was decided is written when the store answers again.
 import asyncio
 from collections import Counter, OrderedDict
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
@@ -23,6 +24,8 @@ from router.single_flight import SingleFlight
 
 PUMP_S = 0.1
 """While somebody waits to be admitted, `Front` is asked so often at least."""
+BEGIN_S = 5.0
+"""In a process that has just begun, a turn waits so long for the first news of replicas."""
 MAX_ROUNDS = 4
 """How often a turn is decided anew because the store has another home for it, before that home is taken."""
 SWEEPS = 4
@@ -84,6 +87,7 @@ class Placer:
         self._background: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._seen: dict[str, tuple[ReplicaSnapshot | None, float]] = {}
+        self._begun = asyncio.Event()
         self._swept_s = clock.now_s()
 
     # --- what others tell it ------------------------------------------------------------------------------------------
@@ -96,6 +100,8 @@ class Placer:
             last, at_s = before.get(replica, (None, now_s))
             news = snapshot is None or last is None or snapshot.number != last.number
             self._seen[replica] = (snapshot, now_s if news else at_s)
+        if snapshots:
+            self._begun.set()
         self._front.observe(snapshots, now_s)
         self._farewells.tell(snapshots)
         self._pump()
@@ -151,6 +157,9 @@ class Placer:
         Raises:
             Overloaded: it is refused; TooManyRequests where that is its tenant's doing.
         """
+        with suppress(TimeoutError):
+            async with asyncio.timeout(BEGIN_S):
+                await self._begun.wait()
         known = self._use(request)
         try:
             for last_round in (*(False,) * (MAX_ROUNDS - 1), True):

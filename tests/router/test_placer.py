@@ -138,6 +138,19 @@ async def test_lone_turns_need_no_store(ingress, server):
     assert a.store.healthy
 
 
+async def test_a_process_that_has_just_begun_waits_for_the_first_news_of_replicas(ingress):
+    a = ingress()
+    new = ingress()
+    new.placer = Placer(new.front, new.store, new.clock, moved_away=a._tell, idle_s=100.0, max_programs=9)
+    turn = asyncio.create_task(new.turn())
+    await asyncio.sleep(0)
+    new.see()
+    await asyncio.sleep(0)
+    assert not new.front.asked
+    new.see("r0")
+    assert await turn == Home("r0", 1)
+
+
 # --- moves ------------------------------------------------------------------------------------------------------------
 
 
