@@ -1,25 +1,19 @@
 """Programs on a cluster of two ingresses and two replicas: each lives in one place, whatever happens to the rest."""
 
-import os
-import signal
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import httpx
 import psutil
 import pytest
+from served import served
 
 from cluster.embedded_redis import EmbeddedRedis
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).parents[2]
 CONFIG = """
 http: {{port: 0, ingress_replicas: 2}}
 replicas: {{count: 2, kv_cache_bytes: 33554432}}
@@ -29,8 +23,6 @@ store: {{url: "{url}", refresh_s: 0.2, timeout_s: 2.0}}
 # ingress heard of it; the hash alone does not.
 router: {{parameters: {{max_moves: 0, hash_bound: 100}}}}
 """
-START_WITHIN_S = 240.0
-STOP_WITHIN_S = 60.0
 WITHIN_S = 60.0
 BLOCK = 32
 """Tokens of a block of KV."""
@@ -39,9 +31,8 @@ BLOCK = 32
 class Site:
     """The cluster, as a client and as an operator see it."""
 
-    def __init__(self, url: str, process: subprocess.Popen[str], redis: EmbeddedRedis) -> None:
+    def __init__(self, url: str, redis: EmbeddedRedis) -> None:
         self.redis = redis
-        self.process = process
         self.http = httpx.Client(base_url=url, timeout=120, limits=httpx.Limits(max_connections=64))
 
     def turn(self, program: str, prompt: list[int], **more: Any) -> dict[str, Any]:
@@ -116,47 +107,8 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     file = tmp_path_factory.mktemp("router") / "caesura.yaml"
     with EmbeddedRedis() as redis:
         file.write_text(CONFIG.format(url=redis.url))
-        command = [sys.executable, "-c", "from cluster.cli import main; main()", "serve", "--config", str(file)]
-        process = subprocess.Popen(
-            command,
-            cwd=ROOT,
-            env={**os.environ, "PYTHONPATH": str(ROOT)},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            start_new_session=True,
-        )
-        family: list[psutil.Process] = []
-        try:
-            made = Site(_url(process), process, redis)
-            family = psutil.Process(process.pid).children(recursive=True)
-            yield made
-        finally:
-            os.killpg(process.pid, signal.SIGINT)
-            try:
-                process.wait(STOP_WITHIN_S)
-            except subprocess.TimeoutExpired:
-                os.killpg(process.pid, signal.SIGKILL)
-            _, alive = psutil.wait_procs(family, timeout=10)
-            for one in alive:
-                one.kill()
-
-
-def _url(process: subprocess.Popen[str]) -> str:
-    told: list[str] = []
-    lines = process.stdout
-    assert lines is not None
-    timer = threading.Timer(START_WITHIN_S, process.kill)
-    timer.start()
-    try:
-        for line in lines:
-            told.append(line)
-            if "curl" in line:
-                url = next(word for word in line.split() if word.startswith("http://"))
-                return url.removesuffix("/v1/chat/completions")
-    finally:
-        timer.cancel()
-    raise AssertionError(f"it did not start:\n{''.join(told)}")
+        with served(file) as url:
+            yield Site(url, redis)
 
 
 def test_every_turn_of_a_program_reaches_its_home_through_both_ingresses(site: Site):
@@ -249,7 +201,7 @@ def test_orders_that_make_no_sense(site: Site, body: dict[str, Any], status: int
 
 def test_programs_of_a_replica_that_is_killed_go_on_at_once_on_the_other(site: Site):
     programs = [f"home-{n}" for n in range(24)]
-    dead, statistics = min(site.statistics().items())
+    dead, statistics = max(site.statistics().items(), key=lambda replica: replica[1]["programs"])
     psutil.Process(statistics["pid"]).kill()
     with ThreadPoolExecutor(12) as pool:
         for one in [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(programs)]:
