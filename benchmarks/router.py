@@ -237,10 +237,11 @@ def shows(rows: Sequence[dict[str, Any]], cliff: Sequence[dict[str, Any]]) -> li
     goodput = ours["goodput_programs"] / best if best else float("inf")
     own = {row["of_what_fits"]: row["tokens_per_s"] for row in cliff if row["name"] == OURSELVES.name}
     past = own[max(CLIFF)] / max(own.values())
+    hit_rate = ours["hit_rate"] or 0.0
     return [
         ("mean completion <= 0.7 x the best peer's", jct, jct <= 0.7),
         ("goodput >= 1.5 x the best peer's", goodput, goodput >= 1.5),
-        ("KV hit rate >= 0.95 of an infinite cache's", ours["hit_rate"], ours["hit_rate"] >= 0.95),
+        ("KV hit rate >= 0.95 of an infinite cache's", hit_rate, hit_rate >= 0.95),
         ("largest replica's load <= 1.25 x the mean", ours["load_max_over_mean"], ours["load_max_over_mean"] <= 1.25),
         ("throughput at twice what fits >= 0.9 x its peak", past, past >= 0.9),
         ("split programs: 0", float(ours["split"]), ours["split"] == 0),

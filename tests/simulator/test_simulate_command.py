@@ -122,6 +122,25 @@ def test_a_burst_is_reported_in_windows(
     assert "95% again" in capsys.readouterr().out
 
 
+def test_routers_side_by_side_each_with_what_came_of_its_decisions(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
+) -> None:
+    out = tmp_path / "out.jsonl"
+    what = small(small_trace, "--policies", "caesura", "--replicas", "2", "--router", "caesura,round_robin")
+    assert caesura(monkeypatch, *what, "--front", "max_moves=0", "--json", str(out)) == 0
+    ours, around = lines(out)
+    assert [(line["router"], line["policy"]) for line in (ours, around)] == [
+        ("caesura", "caesura"),
+        ("round_robin", "caesura"),
+    ]
+    routing = ours["simulation"]["routing"]
+    assert routing["decisions"] == {"new": ours["offered"], "stayed": ours["offered"]}
+    assert (routing["split"], routing["refused"], ours["simulation"]["front"]) == (0, 0, {"max_moves": 0})
+    assert around["simulation"]["routing"]["split"] > 0
+    shown = capsys.readouterr().out
+    assert "round_robin" in shown and "split programs" in shown
+
+
 def test_papers_policies_are_told_the_future_unless_a_flag_says_otherwise() -> None:
     names = ("vllm", "vllm-nocache", "continuum", "mars", "augserve")
 
@@ -159,6 +178,12 @@ def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPa
         (("--host-gib", "1e-6"), "--host-gib: 1e-06 is less than the KV of one block"),
         (("--preset", "opt-13b/toaster"), "unknown device 'toaster'"),
         (("--preset", "nowhere.json"), "nowhere.json: cannot be read"),
+        (("--router", "nobody"), "--router: unknown router 'nobody'; choose all or some of: caesura"),
+        (("--router", "caesura,caesura"), "--router: caesura,caesura is empty or repeats a value"),
+        (("--front", "max_moves=-1"), "--front max_moves: Input should be greater"),
+        (("--max-ongoing", "0"), "--max-ongoing: 0 must be more than 0"),
+        (("--under-way", "5", "--rates", "1,2"), "--under-way: programs come as others end"),
+        (("--arrivals", "recorded:nowhere"), "--arrivals: nowhere: cannot be read as a trace of requests"),
         (("--arrivals", "gamma:0"), "--arrivals: 'gamma:0'"),
         (("--burst", "9:1"), "--burst: '9:1' is not RATE:START_S:LENGTH_S"),
         (("--burst", "9:800:60"), "--burst: it ends at 860 s, after the last arrival"),
