@@ -91,8 +91,8 @@ async def measure(url: str, streams: int, tokens: int) -> dict[str, float]:
     return {"tokens_per_s": sum(received) / took_s, "ttft_s": statistics.median(first_s)}
 
 
-def compare(urls: dict[str, str], streams: int, rounds: int, tokens: int) -> list[dict[str, Any]]:
-    """The rounds of one number of streams; one row an application, ours with its ratio to plain."""
+def compare(urls: dict[str, str], streams: int, rounds: int, tokens: int, base: str = "plain") -> list[dict[str, Any]]:
+    """The rounds of one number of streams; one row an application, each with its ratio to ``base``."""
     found: dict[str, list[dict[str, float]]] = {name: [] for name in urls}
     for number in range(-1, rounds):  # the first one warms up
         for name in list(urls) if number % 2 else list(reversed(urls)):
@@ -103,10 +103,21 @@ def compare(urls: dict[str, str], streams: int, rounds: int, tokens: int) -> lis
     for name, results in found.items():
         medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
         rows.append({"application": name, "streams": streams, **medians})
-    plain = next(row for row in rows if row["application"] == "plain")
+    reference = next(row for row in rows if row["application"] == base)
     for row in rows:
-        row["ratio"] = row["tokens_per_s"] / plain["tokens_per_s"]
+        row["ratio"] = row["tokens_per_s"] / reference["tokens_per_s"]
     return rows
+
+
+def show(rows: list[dict[str, Any]]) -> None:
+    """The rows as a table."""
+    table = Table("application", "streams", "tokens/s", "TTFT p50 ms", "ratio")
+    for row in rows:
+        cells = (row["tokens_per_s"], row["ttft_s"] * 1e3)
+        table.add_row(
+            row["application"], str(row["streams"]), *(f"{cell:.0f}" for cell in cells), f"{row['ratio']:.2f}"
+        )
+    Console().print(table)
 
 
 def main() -> int:
@@ -122,13 +133,7 @@ def main() -> int:
         urls = {"caesura": cluster.url, "plain": cluster.url + PLAIN_PREFIX}
         for streams in arguments.streams:
             rows += compare(urls, streams, arguments.rounds, arguments.tokens)
-    table = Table("application", "streams", "tokens/s", "TTFT p50 ms", "ratio")
-    for row in rows:
-        cells = (row["tokens_per_s"], row["ttft_s"] * 1e3)
-        table.add_row(
-            row["application"], str(row["streams"]), *(f"{cell:.0f}" for cell in cells), f"{row['ratio']:.2f}"
-        )
-    Console().print(table)
+    show(rows)
     save("ingress_throughput", rows, arguments.out)
     ours = {row["streams"]: row["ratio"] for row in rows if row["application"] == "caesura"}
     missed = {streams: ratio for streams, ratio in ours.items() if ratio < TARGETS.get(streams, 0.0)}

@@ -6,11 +6,14 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
 from cluster.config import CaesuraConfig
+from cluster.direct import router_class
+from cluster.direct_note import ROUTER_DEPLOYMENT
 from cluster.errors import ConfigError
 from cluster.ingress import ingress_class
 from cluster.model_config import TINY
@@ -44,6 +47,8 @@ HEALTH_CHECK_PERIOD_S = 5.0
 ROUTING_STATS_PERIOD_S = 1.0
 ROUTING_STATS_TIMEOUT_S = 5.0
 INGRESS_CPUS = 0.1
+ROUTER_REQUESTS = 100_000
+"""Questions that the direct data plane's router works on at a time; those of requests that wait are among them."""
 INGRESS_SLACK = 256
 """Requests above ``http.max_concurrent_requests`` that still reach an ingress: probes, and those answered with 503."""
 
@@ -52,10 +57,13 @@ def build(config: CaesuraConfig) -> Application:
     """The application for ``serve.run``; Ray makes the configuration from the `args` of a Serve config file.
 
     Raises:
-        ConfigError: the store is `embedded`, which only `caesura serve` can provide; or the cost model cannot be had.
+        ConfigError: the store is `embedded`, which only `caesura serve` can provide; the cost model cannot be had; or
+            the environment is not that of the data plane.
     """
     if config.store.url == EMBEDDED:
         raise ConfigError("store.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
+    if config.http.data_plane == "direct":
+        return _direct(config)
     replicas = {
         model: build_llm_deployment(llm_config_of(own), deployment_cls=ProgramServer, bind_kwargs={"config": own})
         for model, own in config.served.items()
@@ -68,6 +76,29 @@ def build(config: CaesuraConfig) -> Application:
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )
     return ingress.bind(replicas, config)
+
+
+def _direct(config: CaesuraConfig) -> Application:
+    """The replicas as their own ingress behind HAProxy, and the router that HAProxy asks."""
+    if not RAY_SERVE_ENABLE_HA_PROXY:
+        raise ConfigError(
+            "http.data_plane: direct needs RAY_SERVE_ENABLE_HA_PROXY=1 in the environment of every process of the Ray "
+            "cluster, and of this one before it imports Ray"
+        )
+    if not RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY:
+        raise ConfigError("http.data_plane: direct needs RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY=1, as above")
+    replicas = build_llm_deployment(
+        llm_config_of(config),
+        deployment_cls=serve.ingress()(ProgramServer),
+        name_prefix="ProgramServer:",
+        bind_kwargs={"config": config},
+        override_serve_options={
+            # What waits here waits before its request has been read: the door's own bound must come first.
+            "max_ongoing_requests": config.http.max_concurrent_requests + INGRESS_SLACK,
+        },
+    )
+    router = serve.deployment(router_class(), name=ROUTER_DEPLOYMENT, max_ongoing_requests=ROUTER_REQUESTS)
+    return replicas._with_ingress_request_router(router.bind(replicas, config))
 
 
 def llm_config_of(config: CaesuraConfig) -> LLMConfig:

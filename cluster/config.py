@@ -5,7 +5,7 @@ serves the built-in tiny model on this machine.
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -100,6 +100,9 @@ class StoreConfig(_Section):
 class HttpConfig(_Section):
     """The HTTP surface."""
 
+    data_plane: Literal["ingress", "direct"] = "ingress"
+    """`direct`: the bytes of an answer go from the replica to the client through HAProxy alone, and through no process
+    of the cluster's. One model, /v1/chat/completions, /v1/completions, tokens and probes; needs HAProxy."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
@@ -200,6 +203,15 @@ class CaesuraConfig(_Section):
             if not rules or not rules[-1].unconditional:
                 raise ValueError(f"{name}: the last rule must name a model and no condition, so that one always holds")
         return classes
+
+    @field_validator("tools", "models", "classes")
+    @classmethod
+    def _in_this_data_plane(cls, section: Any, info: ValidationInfo) -> Any:
+        direct = "http" in info.data and info.data["http"].data_plane == "direct"
+        asked = section.defined or section.request_kinds if isinstance(section, ToolsConfig) else section
+        if direct and asked:
+            raise ValueError("`http.data_plane: direct` cannot serve this; leave it out or choose `ingress`")
+        return section
 
     @property
     def placement(self) -> Any:

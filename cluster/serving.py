@@ -13,6 +13,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,6 +22,7 @@ import psutil
 
 from cluster.clock import Clock, MonotonicClock
 from cluster.config import CaesuraConfig
+from cluster.direct_environment import direct_environment
 from cluster.errors import CaesuraError
 from cluster.http_front import IMPORT_PATH
 
@@ -138,7 +140,10 @@ class LocalCluster:
 
     def _enter_environment(self) -> None:
         before = dict(os.environ)
-        for name, value in ENVIRONMENT.items():
+        wanted = dict(ENVIRONMENT)
+        if self.config.http.data_plane == "direct":
+            wanted |= direct_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
+        for name, value in wanted.items():
             os.environ.setdefault(name, value)
         os.environ[MARK] = self._mark
         if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):

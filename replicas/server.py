@@ -3,16 +3,18 @@
 Overrides of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py holds the private names):
     __init__, start, check_health, record_routing_stats   our loop beside the engine
     _start_engine                                         no telemetry actor
+    __serve_build_asgi_app__                              the replica's own HTTP surface, in the direct data plane
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+from fastapi import FastAPI
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
@@ -21,8 +23,11 @@ from ray.serve.llm.deployment import LLMServer
 
 from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
+from cluster.direct_note import ROUTER_DEPLOYMENT
 from cluster.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
+from cluster.http_calls import Answers
 from cluster.metrics import Fallback, ReplicaMetrics
+from cluster.ray_errors import as_http_error
 from cluster.routing import ROUTING_STATS_KEY
 from cluster.statistics import DurationTable
 from cluster.store import StatisticsStore
@@ -31,6 +36,7 @@ from cluster.turn import Continuation, TurnPiece
 from replicas.chat_text import ChatText
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
+from replicas.http_app import http_app
 from replicas.program_turn import ProgramTurns
 from replicas.requests import (
     as_refusal,
@@ -43,11 +49,15 @@ from replicas.requests import (
 from replicas.resumption import Watch, events
 from replicas.router_side import RouterSide
 from replicas.streaming import coalesce
+from replicas.turn_reports import Ended, TurnReports
 
 logger = logging.getLogger("ray.serve")
 
 LAST_WORDS_S = 0.3
 """Seconds from the engine's death to the replica's end, in which its streams are told."""
+
+TELL_TIMEOUT_S = 5.0
+"""In the direct data plane: the router is told again later what it has not taken by then."""
 
 ENGINE_GONE_STATUS = 1
 """Exit status of a replica whose engine is dead."""
@@ -228,6 +238,20 @@ class ProgramServer(LLMServer):
         return {"replica": self.replica_id, "pid": os.getpid(), **own, **answer["snapshot"]}
 
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
+
+    async def __serve_build_asgi_app__(self) -> FastAPI:
+        """What this replica serves on a port of its own, in the direct data plane."""
+        router = serve.get_deployment_handle(ROUTER_DEPLOYMENT, serve.get_replica_context().app_name)
+        streams = router.options(stream=True)
+
+        async def tell(ended: Ended, there: Sequence[str] | None) -> None:
+            await router.broadcast("turns", self.replica_id, ended, there).results_async(timeout_s=TELL_TIMEOUT_S)
+
+        def relay(method: str, body: dict[str, Any], headers: dict[str, str], identity: str) -> Answers:
+            answers: Answers = streams.answers.remote(method, body, headers, identity)
+            return answers
+
+        return http_app(self._config, self.answer, relay, self.ready, TurnReports(tell), as_http_error)
 
     async def check_health(self) -> None:
         """Raises if the exchange loop has ended; ends the process if the engine is dead."""

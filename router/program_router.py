@@ -50,7 +50,7 @@ class ProgramRouter(RequestRouter):
         if pending_request is None:
             return [candidate_replicas]
         pending_request.routing_context.should_backoff = True  # else Ray asks again without a pause
-        if not (named := pending_request.metadata.session_id):
+        if not (named := _named_by(pending_request)):
             return [candidate_replicas]
         if (replica := self._named(named)) is not None:
             return [[replica]]
@@ -62,7 +62,7 @@ class ProgramRouter(RequestRouter):
     async def _choose_replica_for_request(
         self, pending_request: PendingRequest, *, is_retry: bool = False
     ) -> RunningReplica:
-        named = pending_request.metadata.session_id
+        named = _named_by(pending_request)
         if not named:
             return await super()._choose_replica_for_request(pending_request, is_retry=is_retry)
         line = self._lines.setdefault(named, _Line())
@@ -118,6 +118,14 @@ class ProgramRouter(RequestRouter):
     def _named(self, unique_id: str) -> RunningReplica | None:
         wanted = ReplicaID(unique_id=unique_id, deployment_id=self._deployment_id)
         return self._replicas.get(wanted)
+
+
+def _named_by(pending_request: PendingRequest) -> str:
+    """The replica that a call names; "" for none. In a request that Serve's own HTTP proxy brings (in the direct data
+    plane, one for which HAProxy did not know the replica), `session_id` is what a client said: no replica.
+    """
+    metadata = pending_request.metadata
+    return "" if metadata.is_http_request else metadata.session_id
 
 
 def _gone(named: str) -> ReplicaGone:

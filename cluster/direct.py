@@ -1,0 +1,148 @@
+"""The direct data plane: which replica gets a request that HAProxy holds. The request itself does not come by here.
+
+HAProxy, which Ray Serve runs, asks `POST /internal/route` of this deployment and then forwards the client's connection
+to the replica's own HTTP port (`replicas.http_app`), so that no byte of an answer passes through another process. In
+place of ray.llm's LLMRouter, Ray 2.60.0 (tests/contracts/test_direct_contracts.py holds the private names): that one
+knows a program only by `x-session-id`, this one by every dialect that a body can speak, and it places programs.
+
+What HAProxy tells: the request's body, and of its headers `x-session-id` and `x-request-id`; not the path. What it
+takes: a replica, and headers to add. Any other status than 200 becomes a 503 of its own, in plain text.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.responses import JSONResponse, Response
+
+from cluster.clock import MonotonicClock
+from cluster.config import CaesuraConfig
+from cluster.direct_note import NOTE, RefusalNote, RouterNote
+from cluster.direct_request import seen_turn
+from cluster.direct_turns import OpenTurns
+from cluster.errors import HttpError, Overloaded, ReplicaGone, UpstreamFailed
+from cluster.http_errors import RETRY_AFTER_S, error_response
+from cluster.http_front import ROUTE
+from cluster.placed_calls import MAX_HOPS, turn_request
+from cluster.placing import Placing
+from cluster.program import ProgramIdentity
+from cluster.ray_errors import as_http_error
+from cluster.replica_calls import ReplicaCalls
+from router.decisions import TurnRequest
+from router.places import Placement
+
+logger = logging.getLogger("ray.serve")
+
+SWEEP_S = 5.0
+"""How often turns are looked for of which nobody knows any more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """A replica's own HTTP port."""
+
+    host: str
+    port: int
+    replica: str
+    """Unique id."""
+    full_id: str
+    """As HAProxy knows it."""
+
+
+def router_class() -> type[Any]:
+    """The deployment class of the router."""
+    app = FastAPI(title="Caesura's router", docs_url=None, redoc_url=None, openapi_url=None)
+    route = app.post(ROUTE)(DirectRouter.route)
+    made: type[Any] = serve.ingress(app)(type("DirectRouter", (DirectRouter,), {"route": route}))
+    return made
+
+
+class DirectRouter:
+    """Answers HAProxy's question. One of it runs beside each HAProxy."""
+
+    async def __init__(self, server: DeploymentHandle, config: CaesuraConfig) -> None:  # type: ignore[misc]
+        clock, name = MonotonicClock(), f"direct-{uuid4().hex}"
+        self._server = server
+        self._placing = Placing(server, config, clock, name)
+        self._calls = ReplicaCalls(server, self._placing.places, config.control.timeout_s)
+        self._turns = OpenTurns(clock, name)
+        self._placing.open()
+        self._sweeper = asyncio.create_task(self._sweep_for_ever())
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve when this process is to end."""
+        self._sweeper.cancel()
+        await self._placing.aclose()
+
+    async def route(self, request: Request) -> Response:
+        """The replica for a request, and what the replica is told of it."""
+        identity, body = seen_turn(request.headers, await request.body())
+        try:
+            try:
+                placement, endpoint = await self._placed(turn_request(identity, body))
+            except Overloaded as error:
+                # HAProxy could only say 503. The refusal goes to the client by way of a replica, if there is one.
+                endpoint, note = await self._endpoint(""), RouterNote(refusal=RefusalNote.of(error))
+            else:
+                note = RouterNote(identity.key, placement.epoch, self._turns.opened(placement, endpoint.replica))
+        except Exception as error:  # noqa: BLE001 - the boundary: HAProxy makes a 503 of it
+            logger.warning("no replica for a request: %s", error)
+            return error_response(as_http_error(error))
+        return JSONResponse(
+            {
+                "host": endpoint.host,
+                "port": endpoint.port,
+                "replica_id": endpoint.full_id,
+                "request_headers": {NOTE: note.encode()},
+            }
+        )
+
+    async def _placed(self, request: TurnRequest) -> tuple[Placement, Endpoint]:
+        for _ in range(MAX_HOPS):
+            placement = await self._placing.places.place(request)
+            try:
+                return placement, await self._endpoint(placement.session)
+            except ReplicaGone:
+                placement.end()
+                request = replace(request, avoid=request.avoid | {placement.session})
+            except BaseException:
+                placement.end()
+                raise
+        raise UpstreamFailed("every replica that was chosen is gone", retry_after_s=RETRY_AFTER_S)
+
+    async def _endpoint(self, session: str) -> Endpoint:
+        # Nothing is reserved: the request does not come through Serve, so that its count of them means nothing.
+        async with self._server.options(session_id=session).choose_replica(_reserve=False) as selection:
+            chosen = selection._replica
+            if chosen.backend_http_endpoint is None:
+                raise UpstreamFailed("the replica does not listen yet", retry_after_s=RETRY_AFTER_S)
+            host, port = chosen.backend_http_endpoint
+            return Endpoint(host, port, selection.replica_id, chosen.replica_id.to_full_id_str())
+
+    # --- called by replicas, by name ----------------------------------------------------------------------------------
+
+    async def answers(
+        self, method: str, body: dict[str, Any], headers: dict[str, str], identity: str
+    ) -> AsyncIterator[bytes | HttpError]:
+        """A turn whose program HAProxy could not show, or that has moved since: served where it lives, by handle."""
+        answers = self._calls.answers(method, body, headers, ProgramIdentity.decode(identity))
+        try:
+            async for piece in answers:
+                yield piece
+        finally:
+            answers.cancel()
+
+    async def turns(self, replica: str, ended: Sequence[tuple[str, bool]], there: Iterable[str] | None) -> None:
+        """What a replica says of its turns; see `cluster.direct_turns.OpenTurns.told`."""
+        self._turns.told(replica, ended, there)
+
+    async def _sweep_for_ever(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            self._turns.sweep()

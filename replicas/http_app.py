@@ -1,0 +1,229 @@
+"""The direct data plane: a replica's own HTTP surface. The same bounds, identities, errors and bodies as the ingress's.
+
+What needs more than one replica, or the loop of turns and tools, is not here; it is refused with the name of the
+configuration's key that would bring it.
+"""
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from time import time
+from typing import Any, Self
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+
+from cluster.chat_programs import asks_for_loop
+from cluster.config import CaesuraConfig
+from cluster.direct_note import RouterNote
+from cluster.errors import BadRequest, HttpError, Overloaded, ProgramMoved
+from cluster.http_calls import Answers
+from cluster.http_errors import RETRY_AFTER_S, Boundary, ErrorMap, error_response
+from cluster.http_turns import (
+    TOKEN_PATHS,
+    TURN_PATHS,
+    TurnReader,
+    answered,
+    model_card,
+    no_model,
+    passed_headers,
+    version_of,
+    versions,
+)
+from replicas.turn_reports import SCOPE_KEY, ReportedTurns, TurnReports
+
+Answer = Callable[[str, dict[str, Any], dict[str, str], str | None, str | None], AsyncGenerator[bytes | HttpError]]
+"""`replicas.server.ProgramServer.answer`."""
+
+
+Relay = Callable[[str, dict[str, Any], dict[str, str], str], Answers]
+"""Has a turn (method, body, headers, encoded identity) served where its program lives. For a program that HAProxy could
+not show the router, since another header than `x-session-id` names it; and for one that has moved meanwhile."""
+
+LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values()})
+ELSEWHERE = ("/v1/responses", "/v1/programs", "/v1/tools", "/admin")
+"""What only the ingress serves, with all that is below."""
+
+METHODS = ["GET", "POST", "PUT", "DELETE"]
+READY_TIMEOUT_S = 5.0
+
+
+def http_app(
+    config: CaesuraConfig,
+    answer: Answer,
+    relay: Relay,
+    ready: Callable[[], Awaitable[Any]],
+    reports: TurnReports,
+    error_map: ErrorMap,
+) -> FastAPI:
+    """The application.
+
+    Args:
+        config: of the replica.
+        answer: serves a request here.
+        relay: has it served where its program lives.
+        ready: raises what keeps the model from answering.
+        reports: the router's turns.
+        error_map: what an exception means to a client; total.
+    """
+
+    async def tell(_: Request, error: Exception) -> Response:
+        return error_response(error_map(error))
+
+    app = FastAPI(
+        title="Caesura",
+        version=version_of("caesura"),
+        middleware=[
+            Middleware(ReportedTurns, reports=reports),
+            Middleware(
+                Boundary,
+                error_map=error_map,
+                max_header_bytes=config.http.max_header_bytes,
+                max_in_flight=config.http.max_concurrent_requests,
+                limited_paths=LIMITED_PATHS,
+            ),
+        ],
+        exception_handlers={HttpError: tell, HTTPException: tell, RequestValidationError: tell},
+    )
+    routes = ReplicaRoutes(config, answer, relay, ready, error_map)
+    app.post(TURN_PATHS["chat"])(routes.chat)
+    app.post(TURN_PATHS["completions"])(routes.completions)
+    app.post(TOKEN_PATHS["tokenize"])(routes.tokenize)
+    app.post(TOKEN_PATHS["detokenize"])(routes.detokenize)
+    app.get("/v1/models")(routes.models)
+    app.get("/v1/models/{model_id:path}")(routes.model)
+    app.get("/health")(routes.health)
+    app.get("/ready")(routes.ready)
+    app.get("/version")(routes.version)
+    for path in ELSEWHERE:
+        app.api_route(path, methods=METHODS, include_in_schema=False)(routes.elsewhere)
+        app.api_route(path + "/{rest:path}", methods=METHODS, include_in_schema=False)(routes.elsewhere)
+    return app
+
+
+class ReplicaRoutes:
+    """The handlers. A route's docstring is what /docs says of it."""
+
+    def __init__(
+        self,
+        config: CaesuraConfig,
+        answer: Answer,
+        relay: Relay,
+        ready: Callable[[], Awaitable[Any]],
+        error_map: ErrorMap,
+    ) -> None:
+        self._config = config
+        self._answer = answer
+        self._relay = relay
+        self._check_ready = ready
+        self._error_map = error_map
+        self._reader = TurnReader(config)
+        self._started = int(time())
+        self._ending: set[asyncio.Task[None]] = set()
+
+    async def chat(self, request: Request) -> Response:
+        """OpenAI's chat completions, streaming or not, with tools that the client runs."""
+        return await self._turn(request, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's completions; the prompt may be token ids, and `return_token_ids` gives those generated."""
+        return await self._turn(request, "completions")
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt, or of messages in the model's chat template."""
+        return await self._call(request, "tokenize", await self._reader.body(request), None, None)
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return await self._call(request, "detokenize", await self._reader.body(request), None, None)
+
+    async def models(self) -> Response:
+        """The model served."""
+        return JSONResponse({"object": "list", "data": [model_card(self._config.model.id, self._started)]})
+
+    async def model(self, model_id: str) -> Response:
+        """One model."""
+        if model_id != self._config.model.id:
+            raise no_model(model_id)
+        return JSONResponse(model_card(model_id, self._started))
+
+    async def health(self) -> Response:
+        """Alive: a replica's process answers. Its engine is not asked."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self) -> Response:
+        """The model answers: 200, else 503 with Retry-After."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._check_ready()
+        except Exception as error:  # a probe: whatever keeps the model from answering is its answer
+            told = self._error_map(error).message
+            raise Overloaded(f"the model does not answer: {told}", retry_after_s=RETRY_AFTER_S) from error
+        return JSONResponse({"status": "ready", "model": self._config.model.id})
+
+    async def version(self) -> Response:
+        """Versions of what serves."""
+        return versions()
+
+    async def elsewhere(self, request: Request) -> Response:
+        """What only the ingress serves."""
+        raise needs_ingress(request.url.path)
+
+    async def _turn(self, request: Request, method: str) -> Response:
+        note: RouterNote = request.scope[SCOPE_KEY]
+        if note.refusal is not None:
+            raise note.refusal.as_error()
+        body, identity = await self._reader.identified(request)
+        if method == "chat" and asks_for_loop(body):
+            raise needs_ingress("a tool that the server runs", param="tools")
+        if identity.key is None or identity.key == note.key:
+            try:
+                return await self._call(request, method, body, identity.key, identity.encode())
+            except ProgramMoved:
+                pass
+        answers = self._relay(method, body, passed_headers(request.headers), identity.encode())
+        return await answered(answers, self._config.http.request_timeout_s, self._error_map)
+
+    async def _call(
+        self, request: Request, method: str, body: dict[str, Any], key: str | None, identity: str | None
+    ) -> Response:
+        pieces = self._answer(method, body, passed_headers(request.headers), key, identity)
+        answers = LocalAnswers(pieces, self._ending)
+        return await answered(answers, self._config.http.request_timeout_s, self._error_map)
+
+
+class LocalAnswers:
+    """What this process answers, piece by piece, as `cluster.http_calls.Answers`.
+
+    Args:
+        pieces: of the answer.
+        ending: keeps the tasks that end such an answer, for the event loop itself keeps none.
+    """
+
+    def __init__(self, pieces: AsyncGenerator[bytes | HttpError], ending: set[asyncio.Task[None]]) -> None:
+        self._pieces = pieces
+        self._ending = ending
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes | HttpError:
+        return await anext(self._pieces)
+
+    def cancel(self) -> None:
+        """Stop the work on it; harmless after the end."""
+        task = asyncio.ensure_future(self._pieces.aclose())
+        self._ending.add(task)
+        task.add_done_callback(self._ending.discard)
+
+
+def needs_ingress(what: str, param: str | None = None) -> BadRequest:
+    """501: the other data plane has it."""
+    return BadRequest(
+        f"{what} is not served in the direct data plane; it needs `http.data_plane: ingress`",
+        status=501,
+        param=param,
+        code="needs_ingress",
+    )

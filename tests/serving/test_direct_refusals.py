@@ -1,0 +1,48 @@
+"""The direct data plane with memory for one program: who must wait waits before HAProxy; who is refused is told why."""
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from typing import Any
+
+import httpx
+import pytest
+from direct_cluster import direct_cluster
+
+pytestmark = pytest.mark.cluster
+
+CONFIG = {
+    "http": {"port": 0, "data_plane": "direct"},
+    "replicas": {"count": 1, "kv_cache_bytes": 4 << 20, "host_bytes": 0},
+    "engine": {"max_model_len": 4096, "max_num_seqs": 8},
+    "router": {"parameters": {"max_waiting": 1}},
+    "store": {"refresh_s": 0.2},
+}
+PATH = "/v1/completions"
+
+
+@pytest.fixture(scope="module")
+def http() -> Iterator[httpx.Client]:
+    with direct_cluster(CONFIG) as (url, _), httpx.Client(base_url=url, timeout=120, verify=False) as client:
+        yield client
+
+
+def turn(program: str, **more: Any) -> dict[str, Any]:
+    """One that takes most of the memory."""
+    prompt = [ord(program[0]), *(number % 400 for number in range(2600))]
+    return {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "program_id": program, **more}
+
+
+def test_one_waits_for_room_and_one_more_is_refused_in_json(http: httpx.Client):
+    with ThreadPoolExecutor(2) as pool:
+        with http.stream("POST", PATH, json=turn("lives", max_tokens=1400, stream=True)) as stream:
+            pieces = stream.iter_bytes()
+            assert next(pieces).startswith(b"data: ")
+            others = [pool.submit(http.post, PATH, json=turn(name)) for name in ("one", "two")]
+            refused = next(as_completed(others))
+        answer = refused.result()
+        (waits,) = set(others) - {refused}
+        assert answer.status_code == 503
+        assert int(answer.headers["retry-after"]) > 0
+        error = answer.json()["error"]
+        assert (error["type"], error["code"]) == ("overloaded_error", "queue_full")
+        assert waits.result().status_code == 200
