@@ -125,7 +125,7 @@ class DirectRouter:
             host, port = chosen.backend_http_endpoint
             return Endpoint(host, port, selection.replica_id, chosen.replica_id.to_full_id_str())
 
-    # --- called by replicas, by name ----------------------------------------------------------------------------------
+    # --- called by name, from outside ----------------------------------------------------------------------------------
 
     async def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: str
@@ -141,6 +141,10 @@ class DirectRouter:
     async def turns(self, replica: str, ended: Sequence[tuple[str, bool]], there: Iterable[str] | None) -> None:
         """What a replica says of its turns; see `cluster.direct_turns.OpenTurns.told`."""
         self._turns.told(replica, ended, there)
+
+    async def view(self) -> dict[str, Any]:
+        """For operators: what `GET /admin/router` tells in the other data plane, and the turns under way."""
+        return {**self._placing.view(), "open": len(self._turns)}
 
     async def _sweep_for_ever(self) -> None:
         while True:

@@ -34,7 +34,8 @@ from cluster.http_turns import (
 )
 from replicas.turn_reports import SCOPE_KEY, ReportedTurns, TurnReports
 
-Answer = Callable[[str, dict[str, Any], dict[str, str], str | None, str | None], AsyncGenerator[bytes | HttpError]]
+Pieces = AsyncGenerator[bytes | HttpError]
+Answer = Callable[[str, dict[str, Any], dict[str, str], str | None, str | None, int | None], Pieces]
 """`replicas.server.ProgramServer.answer`."""
 
 
@@ -133,11 +134,11 @@ class ReplicaRoutes:
 
     async def tokenize(self, request: Request) -> Response:
         """Token ids of a prompt, or of messages in the model's chat template."""
-        return await self._call(request, "tokenize", await self._reader.body(request), None, None)
+        return await self._call(request, "tokenize", await self._reader.body(request), None, None, None)
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids."""
-        return await self._call(request, "detokenize", await self._reader.body(request), None, None)
+        return await self._call(request, "detokenize", await self._reader.body(request), None, None, None)
 
     async def models(self) -> Response:
         """The model served."""
@@ -180,16 +181,22 @@ class ReplicaRoutes:
             raise needs_ingress("a tool that the server runs", param="tools")
         if identity.key is None or identity.key == note.key:
             try:
-                return await self._call(request, method, body, identity.key, identity.encode())
+                return await self._call(request, method, body, identity.key, identity.encode(), note.epoch)
             except ProgramMoved:
                 pass
         answers = self._relay(method, body, passed_headers(request.headers), identity.encode())
         return await answered(answers, self._config.http.request_timeout_s, self._error_map)
 
     async def _call(
-        self, request: Request, method: str, body: dict[str, Any], key: str | None, identity: str | None
+        self,
+        request: Request,
+        method: str,
+        body: dict[str, Any],
+        key: str | None,
+        identity: str | None,
+        epoch: int | None,
     ) -> Response:
-        pieces = self._answer(method, body, passed_headers(request.headers), key, identity)
+        pieces = self._answer(method, body, passed_headers(request.headers), key, identity, epoch)
         answers = LocalAnswers(pieces, self._ending)
         return await answered(answers, self._config.http.request_timeout_s, self._error_map)
 
@@ -202,7 +209,7 @@ class LocalAnswers:
         ending: keeps the tasks that end such an answer, for the event loop itself keeps none.
     """
 
-    def __init__(self, pieces: AsyncGenerator[bytes | HttpError], ending: set[asyncio.Task[None]]) -> None:
+    def __init__(self, pieces: Pieces, ending: set[asyncio.Task[None]]) -> None:
         self._pieces = pieces
         self._ending = ending
 

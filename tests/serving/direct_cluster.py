@@ -1,6 +1,6 @@
 """A cluster in the direct data plane, in a process of its own: Ray reads at its import which plane it is to be.
 
-The process prints the cluster's URL, then calls a method of all replicas for each line of its input, ``[method,
+The process prints the cluster's URL once its router knows the replicas, then calls a method of all replicas for each line of its input, ``[method,
 argument...]`` as JSON, and prints a line of JSON: what every replica answered. It ends with its input.
 """
 
@@ -8,15 +8,18 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from cluster.config import CaesuraConfig
+from cluster.direct_note import ROUTER_DEPLOYMENT
 from cluster.serving import LocalCluster
 
 STOP_WITHIN_S = 60.0
+HEARD_WITHIN_S = 30.0
 
 Ask = Callable[..., list[Any]]
 """Calls a method of every replica."""
@@ -50,11 +53,24 @@ def main() -> None:
     with LocalCluster(CaesuraConfig.model_validate_json(sys.argv[1])) as cluster:
         from ray import serve
 
+        await_snapshots(serve.get_deployment_handle(ROUTER_DEPLOYMENT, "caesura"))
         tell(cluster.url)
         replicas = serve.get_deployment_handle(f"ProgramServer:{cluster.config.model.id}", "caesura")
         for line in sys.stdin:
             method, *arguments = json.loads(line)
             tell(replicas.broadcast(method, *arguments).results(timeout_s=30))
+
+
+def await_snapshots(router: Any) -> None:
+    """Until the router has heard of every replica: what it does not know it does not bound."""
+    deadline = time.monotonic() + HEARD_WITHIN_S
+    while True:
+        (view,) = router.broadcast("view").results(timeout_s=30)
+        ages = [replica["snapshot_age_s"] for replica in view["replicas"].values()]
+        if ages and None not in ages:
+            return
+        assert time.monotonic() < deadline, view
+        time.sleep(0.1)
 
 
 def tell(what: Any) -> None:

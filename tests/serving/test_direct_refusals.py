@@ -12,8 +12,8 @@ pytestmark = pytest.mark.cluster
 
 CONFIG = {
     "http": {"port": 0, "data_plane": "direct"},
-    "replicas": {"count": 1, "kv_cache_bytes": 4 << 20, "host_bytes": 0},
-    "engine": {"max_model_len": 4096, "max_num_seqs": 8},
+    "replicas": {"count": 1, "kv_cache_bytes": 2 << 20, "host_bytes": 0},
+    "engine": {"max_model_len": 4000, "max_num_seqs": 8},
     "router": {"parameters": {"max_waiting": 1}},
     "store": {"refresh_s": 0.2},
 }
@@ -34,7 +34,7 @@ def turn(program: str, **more: Any) -> dict[str, Any]:
 
 def test_one_waits_for_room_and_one_more_is_refused_in_json(http: httpx.Client):
     with ThreadPoolExecutor(2) as pool:
-        with http.stream("POST", PATH, json=turn("lives", max_tokens=1400, stream=True)) as stream:
+        with http.stream("POST", PATH, json=turn("lives", max_tokens=1300, stream=True)) as stream:
             pieces = stream.iter_bytes()
             assert next(pieces).startswith(b"data: ")
             others = [pool.submit(http.post, PATH, json=turn(name)) for name in ("one", "two")]

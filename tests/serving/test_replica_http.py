@@ -24,15 +24,23 @@ class Replica:
 
     def __init__(self) -> None:
         self.asked: list[tuple[str, str | None]] = []
+        self.epochs: list[int | None] = []
         self.told: list[tuple[str, bool]] = []
         self.telling = asyncio.Event()
         self.telling_fails = 0
         self.here: list[bytes | HttpError] = [b'{"from": "here"}']
 
     async def answer(
-        self, method: str, body: dict[str, Any], headers: dict[str, str], key: str | None, identity: str | None
+        self,
+        method: str,
+        body: dict[str, Any],
+        headers: dict[str, str],
+        key: str | None,
+        identity: str | None,
+        epoch: int | None,
     ) -> AsyncGenerator[bytes | HttpError]:
         self.asked.append(("here", key))
+        self.epochs.append(epoch)
         for piece in self.here:
             yield piece
 
@@ -83,6 +91,7 @@ async def until(replica: Replica, condition: Callable[[], bool]) -> None:
 async def test_a_turn_that_the_router_placed_is_answered_here(http: httpx.AsyncClient, replica: Replica):
     answer = await http.post(PATH, json=TURN, headers=noted(RouterNote("default/p", 1, "t1")))
     assert answer.json() == {"from": "here"}
+    assert replica.epochs == [1]
     await until(replica, lambda: replica.told == [("t1", True)])
 
 
