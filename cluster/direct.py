@@ -70,7 +70,7 @@ class DirectRouter:
         clock, name = MonotonicClock(), f"direct-{uuid4().hex}"
         self._server = server
         self._placing = Placing(server, config, clock, name)
-        self._calls = ReplicaCalls(server, self._placing.places, config.control.timeout_s)
+        self._calls = ReplicaCalls(server, self._placing.places, self._placing.quarantine, config.control.timeout_s)
         self._turns = OpenTurns(clock, name)
         self._placing.open()
         self._sweeper = asyncio.create_task(self._sweep_for_ever())
@@ -125,7 +125,7 @@ class DirectRouter:
             host, port = chosen.backend_http_endpoint
             return Endpoint(host, port, selection.replica_id, chosen.replica_id.to_full_id_str())
 
-    # --- called by name, from outside ----------------------------------------------------------------------------------
+    # --- called by name, from outside ---------------------------------------------------------------------------------
 
     async def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: str

@@ -32,9 +32,10 @@ from cluster.http_turns import (
     version_of,
     versions,
 )
+from cluster.stream import Told
 from replicas.turn_reports import SCOPE_KEY, ReportedTurns, TurnReports
 
-Pieces = AsyncGenerator[bytes | HttpError]
+Pieces = AsyncGenerator[bytes | Told[bytes] | HttpError]
 Answer = Callable[[str, dict[str, Any], dict[str, str], str | None, str | None, int | None], Pieces]
 """`replicas.server.ProgramServer.answer`."""
 
@@ -217,7 +218,9 @@ class LocalAnswers:
         return self
 
     async def __anext__(self) -> bytes | HttpError:
-        return await anext(self._pieces)
+        # How far a stream has come is for whoever could go on with it; here, that ends with this process.
+        piece = await anext(self._pieces)
+        return piece.data if isinstance(piece, Told) else piece
 
     def cancel(self) -> None:
         """Stop the work on it; harmless after the end."""

@@ -1,7 +1,8 @@
 """A cluster in the direct data plane, in a process of its own: Ray reads at its import which plane it is to be.
 
-The process prints the cluster's URL once its router knows the replicas, then calls a method of all replicas for each line of its input, ``[method,
-argument...]`` as JSON, and prints a line of JSON: what every replica answered. It ends with its input.
+The process prints the cluster's URL once its router knows the replicas. Then it calls a method of all replicas for each
+line of its input, ``[method, argument...]`` as JSON, or asks the router for its view (``["router"]``), and prints the
+answers as a line of JSON. It ends with its input.
 """
 
 import json
@@ -22,7 +23,7 @@ STOP_WITHIN_S = 60.0
 HEARD_WITHIN_S = 30.0
 
 Ask = Callable[..., list[Any]]
-"""Calls a method of every replica."""
+"""Calls a method of every replica, or asks the router."""
 
 
 @contextmanager
@@ -53,12 +54,14 @@ def main() -> None:
     with LocalCluster(CaesuraConfig.model_validate_json(sys.argv[1])) as cluster:
         from ray import serve
 
-        await_snapshots(serve.get_deployment_handle(ROUTER_DEPLOYMENT, "caesura"))
+        router = serve.get_deployment_handle(ROUTER_DEPLOYMENT, "caesura")
+        await_snapshots(router)
         tell(cluster.url)
         replicas = serve.get_deployment_handle(f"ProgramServer:{cluster.config.model.id}", "caesura")
         for line in sys.stdin:
             method, *arguments = json.loads(line)
-            tell(replicas.broadcast(method, *arguments).results(timeout_s=30))
+            asked = router.broadcast("view") if method == "router" else replicas.broadcast(method, *arguments)
+            tell(asked.results(timeout_s=30))
 
 
 def await_snapshots(router: Any) -> None:

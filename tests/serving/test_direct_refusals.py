@@ -1,12 +1,13 @@
 """The direct data plane with memory for one program: who must wait waits before HAProxy; who is refused is told why."""
 
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import httpx
 import pytest
-from direct_cluster import direct_cluster
+from direct_cluster import Ask, direct_cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -20,10 +21,13 @@ CONFIG = {
 PATH = "/v1/completions"
 
 
+SEEN_WITHIN_S = 30.0
+
+
 @pytest.fixture(scope="module")
-def http() -> Iterator[httpx.Client]:
-    with direct_cluster(CONFIG) as (url, _), httpx.Client(base_url=url, timeout=120, verify=False) as client:
-        yield client
+def direct() -> Iterator[tuple[httpx.Client, Ask]]:
+    with direct_cluster(CONFIG) as (url, ask), httpx.Client(base_url=url, timeout=120, verify=False) as client:
+        yield client, ask
 
 
 def turn(program: str, **more: Any) -> dict[str, Any]:
@@ -32,11 +36,20 @@ def turn(program: str, **more: Any) -> dict[str, Any]:
     return {"prompt": prompt, "max_tokens": 8, "ignore_eos": True, "program_id": program, **more}
 
 
-def test_one_waits_for_room_and_one_more_is_refused_in_json(http: httpx.Client):
+def await_router(ask: Ask, says: Callable[[dict[str, Any]], bool]) -> None:
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not says(view := ask("router")[0]):
+        assert time.monotonic() < deadline, view
+        time.sleep(0.05)
+
+
+def test_one_waits_for_room_and_one_more_is_refused_in_json(direct: tuple[httpx.Client, Ask]):
+    http, ask = direct
     with ThreadPoolExecutor(2) as pool:
         with http.stream("POST", PATH, json=turn("lives", max_tokens=1300, stream=True)) as stream:
             pieces = stream.iter_bytes()
             assert next(pieces).startswith(b"data: ")
+            await_router(ask, lambda view: any(replica["running"] for replica in view["replicas"].values()))
             others = [pool.submit(http.post, PATH, json=turn(name)) for name in ("one", "two")]
             refused = next(as_completed(others))
         answer = refused.result()
@@ -46,3 +59,4 @@ def test_one_waits_for_room_and_one_more_is_refused_in_json(http: httpx.Client):
         error = answer.json()["error"]
         assert (error["type"], error["code"]) == ("overloaded_error", "queue_full")
         assert waits.result().status_code == 200
+    await_router(ask, lambda view: view["open"] == view["turns"] == view["waiting"] == 0)

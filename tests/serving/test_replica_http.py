@@ -12,6 +12,7 @@ from cluster.direct_note import NOTE, RefusalNote, RouterNote
 from cluster.errors import HttpError, Overloaded, ProgramMoved
 from cluster.http_errors import SSE_DONE
 from cluster.ray_errors import as_http_error
+from cluster.stream import Progress, Told
 from replicas.http_app import LocalAnswers, http_app
 from replicas.turn_reports import TurnReports
 
@@ -28,7 +29,7 @@ class Replica:
         self.told: list[tuple[str, bool]] = []
         self.telling = asyncio.Event()
         self.telling_fails = 0
-        self.here: list[bytes | HttpError] = [b'{"from": "here"}']
+        self.here: list[bytes | Told[bytes] | HttpError] = [b'{"from": "here"}']
 
     async def answer(
         self,
@@ -38,14 +39,14 @@ class Replica:
         key: str | None,
         identity: str | None,
         epoch: int | None,
-    ) -> AsyncGenerator[bytes | HttpError]:
+    ) -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
         self.asked.append(("here", key))
         self.epochs.append(epoch)
         for piece in self.here:
             yield piece
 
     def relay(self, method: str, body: dict[str, Any], headers: dict[str, str], identity: str) -> LocalAnswers:
-        async def elsewhere() -> AsyncGenerator[bytes | HttpError]:
+        async def elsewhere() -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
             self.asked.append(("elsewhere", None))
             yield b'{"from": "elsewhere"}'
 
@@ -139,7 +140,7 @@ async def test_a_turn_that_fails_is_over_too(http: httpx.AsyncClient, replica: R
 
 
 async def test_a_stream_that_breaks_says_so(http: httpx.AsyncClient, replica: Replica):
-    replica.here = [b"data: {}\n\n", Overloaded("full")]
+    replica.here = [Told(Progress(events=1), b"data: {}\n\n"), Overloaded("full")]
     placed = noted(RouterNote("default/p", 1, "t1"))
     text = (await http.post(PATH, json=TURN, headers=placed)).content
     assert text.startswith(b'data: {}\n\ndata: {"error"')
