@@ -98,7 +98,6 @@ SCORERS = Registry(
         "missing": "router.scorers:Missing",
         "pace": "router.scorers:Pace",
         "memory": "router.scorers:Memory",
-        "others": "router.scorers:Others",
     },
 )
 

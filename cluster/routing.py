@@ -84,17 +84,18 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     running: Count
     """Turns in the batch."""
     waiting: Count
-    """Turns that wait to be admitted."""
+    """Turns that wait to be admitted, without those put off."""
     running_tokens: Count
     """KV of the running turns."""
     waiting_tokens: Count
-    """Prompt tokens that waiting and running turns still need computed."""
+    """Prompt tokens that these waiting turns and the running ones still need computed."""
     output_tokens: Amount
-    """Tokens that running and waiting turns are still expected to generate."""
+    """Tokens that these are still expected to generate."""
     programs: Count
     """Programs that live here: with a turn in flight, or paused, each weighted by its chance to come back at all."""
     working_set_tokens: Amount
-    """Expected KV of the programs that run, wait, or come back within the refill time (`CostModel.refill_s`)."""
+    """Expected KV of the programs that run, wait without being put off, or come back within the refill time
+    (`CostModel.refill_s`)."""
     resume_tokens: tuple[tuple[Amount, Amount], ...]
     """Of the paused programs: (within so many seconds, tokens that those expected back by then will need computed)."""
     turn_output_tokens: Amount
@@ -105,6 +106,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Mean turns of a program."""
     pause_s: Amount
     """Mean pause."""
+    put_off: Count = 0
+    """Turns that wait behind all others, whoever comes: the replica's order does them when nothing else is there."""
     residents: bytes = b""
     """`pack_names` of all programs that live here; of very many, those that were active last."""
     on_device: bytes = b""

@@ -44,7 +44,8 @@ def routing_snapshot(
     in_flight = _InFlight(scheduler, scheduler.swapping.tokens_of)
     for request in _requests(scheduler):
         turn = scheduler.turns[request.request_id]
-        in_flight.add(request, turn.key, turn.forecast.output_tokens)
+        put_off = any(queue.puts_off(request.request_id) for queue in (scheduler.waiting, scheduler.skipped_waiting))
+        in_flight.add(request, turn.key, turn.forecast.output_tokens, put_off=put_off)
     used_tokens = load.facts.capacity_tokens - load.free_tokens
     distinct = _distinct_share(used_tokens, in_flight.running_tokens + load.held_tokens)
     paused = _Paused(scheduler, distinct)
@@ -64,7 +65,8 @@ def routing_snapshot(
         host_tokens=load.facts.host_tokens,
         host_used_tokens=scheduler.swapping.used_tokens,
         running=load.running,
-        waiting=load.waiting,
+        waiting=load.waiting - load.waiting_late,
+        put_off=load.waiting_late,
         running_tokens=in_flight.running_tokens,
         waiting_tokens=in_flight.missing_tokens(),
         output_tokens=in_flight.output_tokens,
@@ -171,8 +173,14 @@ class _InFlight:
         self.programs: dict[str, _Place] = {}
         """By key, those that have one."""
 
-    def add(self, request: Request, key: str | None, output_tokens: float) -> None:
-        """One turn, expected to generate so many tokens in all."""
+    def add(self, request: Request, key: str | None, output_tokens: float, *, put_off: bool = False) -> None:
+        """One turn, expected to generate so many tokens in all; ``put_off``: it takes only what the others leave."""
+        if put_off:
+            if key is None:
+                self._lone += 1
+            else:
+                self.programs.setdefault(key, _Place())
+            return
         tokens, there, host = request.num_tokens, request.num_computed_tokens, 0
         if request.request_id in self._running:
             self.running_tokens += there

@@ -148,6 +148,10 @@ class RankedQueue(RequestQueue):
         """How many wait with a rank from ``late_from`` on."""
         return len(self._late)
 
+    def puts_off(self, request_id: str) -> bool:
+        """Does this one wait with such a rank?"""
+        return request_id in self._late
+
     def __bool__(self) -> bool:
         return bool(self._entries)
 

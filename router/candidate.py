@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from cluster.routing import PREFIX_BLOCK_TOKENS
 from router.facts import Facts
-from router.outlook import Expected, Outlook
+from router.outlook import Expected
 
 NO_NAMES: frozenset[int] = frozenset()
 
@@ -55,12 +55,8 @@ class Candidate:
     step_s: float
     """An iteration as things are."""
     programs: float
-    life_turns: float
-    """In the batch, in the mean over the lives of the programs that live here."""
-    life_step_s: float
-    """An iteration of that batch."""
-    duty: float
-    """Part of its life in which a program has a turn in flight."""
+    full_step_s: float
+    """An iteration in which all of them take part."""
     refill_s: float
     """A program that pauses longer is not worth its memory."""
     occupied_tokens: float
@@ -168,7 +164,6 @@ def candidate_of(
     replica: str,
     facts: Facts,
     sent: Sent,
-    outlook: Outlook,
     *,
     bound_tokens: float,
     model: str | None = None,
@@ -191,10 +186,6 @@ def candidate_of(
 
     programs = max(0.0, facts.programs + sent.programs)
     occupied = max(0.0, facts.working_set_tokens + sent.kv_tokens)
-    turn_s = outlook.new_tokens * costs.token_s + outlook.output_tokens * step_s
-    duty = turn_s / (turn_s + outlook.pause_s) if turn_s > 0 else 0.0
-    life_turns = programs * duty
-    life_tokens = min(facts.kv_tokens, occupied * duty)
     return Candidate(
         replica=replica,
         model=model,
@@ -207,9 +198,7 @@ def candidate_of(
         residual_s=(facts.output_tokens + sent.output_tokens) / max(1.0, turns) * step_s,
         step_s=step_s,
         programs=programs,
-        life_turns=life_turns,
-        life_step_s=costs.decode_step_s(life_turns, life_tokens),
-        duty=duty,
+        full_step_s=costs.decode_step_s(programs, min(facts.kv_tokens, occupied)),
         refill_s=facts.kv_tokens * costs.token_s,
         occupied_tokens=occupied,
         bound_tokens=bound_tokens,

@@ -45,15 +45,15 @@ class Ledger:
 
     def candidates(self, now_s: float) -> list[Candidate]:
         """All replicas, in the order of their ids; stale ones as the median of the others, if any is not."""
-        books, outlook = self._books.values(), self.outlook
+        books = self._books.values()
         if all(book.is_fresh(now_s) for book in books):
-            return [book.candidate(book.facts, outlook, now_s) for book in books if book.facts is not None]
+            return [book.candidate(book.facts, now_s) for book in books if book.facts is not None]
         fresh = self._fresh(now_s)
         if not fresh:  # what they said last, and what was sent since
-            return [book.candidate(book.facts or NOTHING_KNOWN, outlook, now_s) for book in books]
+            return [book.candidate(book.facts or NOTHING_KNOWN, now_s) for book in books]
         neutral = self._median([facts for _, facts in fresh])
         known = dict(fresh)
-        return [book.candidate(known.get(book.replica, neutral), outlook, now_s) for book in books]
+        return [book.candidate(known.get(book.replica, neutral), now_s) for book in books]
 
     def any_fresh(self, now_s: float) -> bool:
         """Has any replica told something of late?"""

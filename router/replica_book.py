@@ -14,7 +14,6 @@ from cluster.routing import ReplicaSnapshot, program_name, unpack_blocks, unpack
 from router.candidate import NO_NAMES, Candidate, Sent, candidate_of
 from router.decisions import Home
 from router.facts import Facts
-from router.outlook import Outlook
 from router.settings import FrontSettings
 
 MOST_OTHERS = 8.0
@@ -100,7 +99,7 @@ class ReplicaBook:
         self._blocks: OrderedDict[int, None] = OrderedDict()
         self._settled = 0
         self._newcomers_tokens = self._growth_tokens = self._left_tokens = 0
-        self._cached: tuple[tuple[Facts, Outlook, bool], Candidate] | None = None
+        self._cached: tuple[tuple[Facts, bool], Candidate] | None = None
 
     def told(self, snapshot: ReplicaSnapshot, now_s: float) -> bool:
         """Take a snapshot; False if it is old news, or none that can be read."""
@@ -123,19 +122,18 @@ class ReplicaBook:
         """Has it told something of late?"""
         return self.facts is not None and now_s - self.seen_s <= self._settings.stale_s
 
-    def candidate(self, facts: Facts, outlook: Outlook, now_s: float) -> Candidate:
+    def candidate(self, facts: Facts, now_s: float) -> Candidate:
         """For scorers. ``facts``: its own, or what stands for them where they are stale."""
         suspect = now_s < self.suspect_until_s
         if self._cached is not None:
-            (of_facts, of_outlook, of_suspect), candidate = self._cached
-            if of_facts is facts and of_outlook is outlook and of_suspect == suspect:
+            (of_facts, of_suspect), candidate = self._cached
+            if of_facts is facts and of_suspect == suspect:
                 return candidate
         settings = self._settings
         candidate = candidate_of(
             self.replica,
             facts,
             self.sent(facts),
-            outlook,
             bound_tokens=settings.working_set * (facts.kv_tokens + settings.host_share * facts.host_tokens),
             model=self._model,
             draining=self.draining,
@@ -146,7 +144,7 @@ class ReplicaBook:
             prefixes=self._prefixes,
             sent_prefixes=self._blocks,
         )
-        self._cached = ((facts, outlook, suspect), candidate)
+        self._cached = ((facts, suspect), candidate)
         return candidate
 
     def sent(self, facts: Facts) -> Sent:

@@ -38,15 +38,18 @@ class Missing:
 
 
 class Pace:
-    """Its tokens, one an iteration: this turn's at today's pace, later ones' with the programs that live there."""
+    """Its tokens, one an iteration, of iterations in which all that live there take part.
+
+    So it never falls while programs come. Today's iterations would mislead: a replica whose memory is full runs few
+    turns, and looks fast for it.
+    """
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
         """Own decodes times the iteration's length."""
-        expected, own_s = turn.expected, _own_step_s(turn, candidate)
-        life_s = candidate.life_step_s
         if turn.home == candidate.replica:  # which is one of the programs that live there
-            life_s = max(0.0, life_s - candidate.duty * own_s)
-        return expected.output_tokens * (candidate.step_s + own_s) + expected.later_outputs * (life_s + own_s)
+            return turn.expected.outputs * candidate.full_step_s
+        own_s = candidate.facts.sequence_s + turn.expected.context_tokens * candidate.facts.context_s
+        return turn.expected.outputs * (candidate.full_step_s + own_s)
 
 
 class Memory:
@@ -64,20 +67,3 @@ class Memory:
         computed = max(0.0, over - facts.host_tokens) / wanted
         token_s = fetched * 2 * facts.swap_token_s + computed * facts.token_s
         return expected.later_turns * expected.context_tokens * token_s
-
-
-class Others:
-    """What it costs the others there: its prompt and its tokens lengthen the iterations of all beside it."""
-
-    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
-        """Of all of them together."""
-        others = candidate.life_turns
-        if turn.home == candidate.replica:
-            others = max(0.0, others - candidate.duty)
-        prompt_s = gap.compute_tokens * candidate.facts.token_s * candidate.turns
-        return prompt_s + turn.expected.outputs * _own_step_s(turn, candidate) * others
-
-
-def _own_step_s(turn: Arrival, candidate: Candidate) -> float:
-    """By how much the program lengthens an iteration that it is in."""
-    return candidate.facts.sequence_s + turn.expected.context_tokens * candidate.facts.context_s

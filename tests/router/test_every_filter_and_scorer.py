@@ -50,7 +50,6 @@ def candidates(draw: st.DrawFn, replica: str = "r0") -> Candidate:
         replica,
         facts,
         draw(SENT),
-        draw(OUTLOOKS),
         bound_tokens=facts.kv_tokens,
         model=draw(st.sampled_from([None, "m", "other"])),
         draining=draw(st.booleans()),
@@ -137,7 +136,7 @@ def test_never_a_replica_that_drains_serves_another_model_or_has_failed_the_turn
 def idle(replica: str, **fields: object) -> Candidate:
     costs = {name: getattr(COSTS, name) for name in COSTS.__struct_fields__}
     facts = Facts(**{**costs, "kv_tokens": 1e5, "free_tokens": 1e5, **fields})  # type: ignore[arg-type]
-    return candidate_of(replica, facts, Sent(), Outlook(), bound_tokens=1e5)
+    return candidate_of(replica, facts, Sent(), bound_tokens=1e5)
 
 
 TURN = Arrival("p", 1, "a", (), expect(Outlook(), request("p").hints, 1000, 0, final=False))
@@ -150,17 +149,20 @@ TURN = Arrival("p", 1, "a", (), expect(Outlook(), request("p").hints, 1000, 0, f
         ("start", {"waiting_tokens": 50_000.0, "resume_tokens": ((1.0, 1e4),)}),
         ("start", {"free_tokens": 0.0, "running_tokens": 9e4, "running": 9.0, "output_tokens": 900.0}),
         ("missing", {"token_s": 1e-3}),
-        ("pace", {"running": 50.0, "running_tokens": 9e4}),
         ("pace", {"programs": 50.0, "working_set_tokens": 9e4}),
         ("memory", {"working_set_tokens": 2e5}),
-        ("others", {"programs": 50.0}),
-        ("others", {"running": 50.0}),
     ],
 )
 def test_what_each_scorer_is_for_counts(name: str, worse: dict[str, object]) -> None:
     placement = Placement.of(FrontSettings(scorers={name: 1.0}))
     better, busy = idle("r1"), idle("r0", **worse)
     assert placement.score(TURN, busy).seconds > placement.score(TURN, better).seconds
+
+
+def test_a_full_replica_that_runs_few_turns_is_not_taken_for_a_fast_one() -> None:
+    placement = Placement.of(FrontSettings(scorers={"pace": 1.0}))
+    few, many = idle("r0", programs=50.0, running=2.0), idle("r1", programs=10.0, running=8.0)
+    assert placement.score(TURN, few).seconds > placement.score(TURN, many).seconds
 
 
 def test_of_equals_the_one_with_fewer_programs() -> None:
