@@ -41,7 +41,7 @@ MAX_ONGOING = {"consistent_hash": 96}
 CLIFF_REPLICAS = 4
 CLIFF = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
 """Of the programs that fit."""
-NO_ADMISSION = {"working_set": 10.0}
+NO_ADMISSION = {"working_set": 10.0, "guarded_working_set": 10.0}
 """The most that can be set: ten times what memory takes."""
 
 

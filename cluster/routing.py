@@ -108,6 +108,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Mean pause."""
     put_off: Count = 0
     """Turns that wait behind all others, whoever comes: the replica's order does them when nothing else is there."""
+    guards_memory: bool = False
+    """Its policy keeps the memory from thrashing, however many programs come."""
     residents: bytes = b""
     """`pack_names` of all programs that live here; of very many, those that were active last."""
     on_device: bytes = b""

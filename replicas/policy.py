@@ -280,5 +280,10 @@ class Policy:
     late_rank: RankKey | None = None
     """Turns of this rank and of later ones are ``LoadView.waiting_late`` while they wait; None: no turn is."""
 
+    @property
+    def guards_memory(self) -> bool:
+        """Its admissions keep the memory from thrashing, however many programs come."""
+        return self.admission is not None
+
 
 PolicyFactory = Callable[[], Policy]

@@ -67,6 +67,7 @@ def routing_snapshot(
         running=load.running,
         waiting=load.waiting - load.waiting_late,
         put_off=load.waiting_late,
+        guards_memory=scheduler.guards_memory,
         running_tokens=in_flight.running_tokens,
         waiting_tokens=in_flight.missing_tokens(),
         output_tokens=in_flight.output_tokens,

@@ -100,6 +100,7 @@ class AgentScheduler(AsyncScheduler):
     def use_policy(self, policy: PolicyConfig) -> None:
         """Decide by another policy from now on. Holds end: they are promises of the policy that made them."""
         self.policy_config, self._policies = policy, build_policy(policy)
+        self.guards_memory = self._policies.guards_memory
         reserve_share = max(self._policies.reserve_share, self.scheduler_config.watermark)
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
         for key in [held.key for held in self.holds]:

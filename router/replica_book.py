@@ -92,6 +92,7 @@ class ReplicaBook:
         self.draining = False
         self._settings = settings
         self._model: str | None = None
+        self._guards_memory = False
         self._residents, self._on_device, self._on_host, self._prefixes = NO_NAMES, NO_NAMES, NO_NAMES, NO_NAMES
         self._turns: dict[str, _Turn] = {}
         self._newcomers: dict[str, tuple[int, ProgramRecord]] = {}
@@ -114,6 +115,7 @@ class ReplicaBook:
         self._prefixes = prefixes
         self.facts, self.number, self.seen_s = Facts.of(snapshot), snapshot.number, now_s
         self.draining, self._model = snapshot.draining, snapshot.model or None
+        self._guards_memory = snapshot.guards_memory
         self._settle()
         self._cached = None
         return True
@@ -130,11 +132,12 @@ class ReplicaBook:
             if of_facts is facts and of_suspect == suspect:
                 return candidate
         settings = self._settings
+        share = settings.guarded_working_set if self._guards_memory else settings.working_set
         candidate = candidate_of(
             self.replica,
             facts,
             self.sent(facts),
-            bound_tokens=settings.working_set * (facts.kv_tokens + settings.host_share * facts.host_tokens),
+            bound_tokens=share * (facts.kv_tokens + settings.host_share * facts.host_tokens),
             model=self._model,
             draining=self.draining,
             suspect=suspect,

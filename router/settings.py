@@ -38,8 +38,11 @@ class FrontSettings(Section):
     max_moves: int = Field(3, ge=0)
     """No program moves for load more often."""
 
-    working_set: float = Field(1.5, gt=0, le=10)
+    working_set: float = Field(0.9, gt=0, le=10)
     """Programs are admitted to a replica until their expected KV is so many times what its memory takes."""
+    guarded_working_set: float = Field(3.0, gt=0, le=10)
+    """The same of a replica whose own policy keeps its memory from thrashing, as `caesura` does: there a program that
+    waits at the front waits for less."""
     host_share: Share = 0.5
     """Part of the host tier that counts as memory in this."""
     empty_share: Share = 0.25

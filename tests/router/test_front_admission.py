@@ -19,8 +19,11 @@ HALF = 50_000
 class Site:
     """A replica that takes two programs of HALF, and a front; programs end when told to."""
 
-    def __init__(self, slo: SloConfig | None = None, replicas: int = 1, **settings: Any) -> None:
+    def __init__(
+        self, slo: SloConfig | None = None, replicas: int = 1, *, guards_memory: bool = False, **settings: Any
+    ) -> None:
         self.front = ProgramFront(FrontSettings(working_set=1.0, **settings), slo)
+        self.guards_memory = guards_memory
         self.replicas, self.number, self.now_s = replicas, 0, 0.0
         self.living: dict[str, str] = {}
         self.refused: dict[str, Refuse] = {}
@@ -30,7 +33,9 @@ class Site:
     def look(self) -> None:
         """A snapshot that knows no program but by the front's own counting."""
         self.number += 1
-        shown = {f"r{i}": snapshot(f"r{i}", self.number) for i in range(self.replicas)}
+        shown = {
+            f"r{i}": snapshot(f"r{i}", self.number, guards_memory=self.guards_memory) for i in range(self.replicas)
+        }
         if self.number == 1:
             self.front.observe(shown, self.now_s)
 
@@ -67,6 +72,12 @@ class Site:
             self.end(next(iter(self.living)))
             self.admit()
         return self.order
+
+
+def test_a_replica_that_guards_its_memory_takes_more() -> None:
+    site = Site(guards_memory=True, guarded_working_set=2.0)
+    assert all(isinstance(site.come(key), Go) for key in "abcd")
+    assert isinstance(site.come("e"), Wait)
 
 
 def test_the_least_work_goes_first_among_those_of_a_tenant() -> None:
