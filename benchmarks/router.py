@@ -1,14 +1,18 @@
 """Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
 
-    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 5.0] [--minutes 1] [--scan]
+    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.1] [--minutes 6] [--scan]
 
 One row a router: ours and its peers on replicas that schedule by `caesura`, and the peers once more on vLLM's own
 scheduler, which is what people run today. `kv_aware` is Dynamo's published cost on exact knowledge of all caches,
 `least_programs` a control that sticks to its first choice; the others are Ray's algorithms.
 
-The load, ``RATE_PER_REPLICA``, is where the best peer's mean completion has doubled against ``LOW_RATE_PER_REPLICA``,
-as ``--scan`` finds it. Completion is without tools; programs that have not completed count with the time that they have
-taken so far, refused ones as if they were waiting until the run's end.
+Programs are recorded coding agents: sessions with minutes between some turns for the placement (kvtester_cc), ones with
+short tools for the cliff (iso_bench_trae), of up to 65,536 tokens, on Llama-3.1-8B and H100s. Where the recordings
+(``../shared/data``) are absent, both are the built-in workload on OPT-13B and H800s, which is another matter.
+
+The load is where the best peer's mean completion has doubled against that at a low one; ``--scan`` finds it.
+Completion is without tools; programs that have not completed count with the time that they have taken so far, refused
+ones as if they were waiting until the run's end.
 
 The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, with our
 admission and without it. Throughput is generated tokens.
@@ -26,23 +30,48 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import DIRECTORY, save
+from cluster.bench.workload import Shaping
 from cluster.simulator.routers import LEAST_PROGRAMS, OURS
 from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
 from cluster.simulator.settings import STOCK, SimulationSettings
 
 REPLICAS = 16
-RATE_PER_REPLICA = 5.5
-"""Programs per second."""
-LOW_RATE_PER_REPLICA = 1.0
-SCAN = (LOW_RATE_PER_REPLICA, 4.0, 4.5, 5.0, 5.5, 6.0)
 PEERS = ("kv_aware", "prefix_affinity", "consistent_hash", "power_of_two", "round_robin")
 MAX_ONGOING = {"consistent_hash": 96}
 """Tuned: below it programs are torn from their home at usual loads, far above it nothing is ever shed."""
 CLIFF_REPLICAS = 4
-CLIFF = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0)
+CLIFF = (0.5, 0.75, 1.0, 1.5, 2.0)
 """Of the programs that fit."""
 NO_ADMISSION = {"working_set": 10.0, "guarded_working_set": 10.0}
 """The most that can be set: ten times what memory takes."""
+
+
+RECORDINGS = Path(__file__).parents[1] / "../shared/data/programs"
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """What is replayed, and at which loads, in programs per second and replica."""
+
+    trace: Path | None
+    cliff_trace: Path | None
+    preset: str
+    max_context: int | None
+    rate: float
+    """Where the best peer's completion has doubled, as ``--scan`` found it."""
+    scan: tuple[float, ...]
+    """The first one is the low load."""
+
+
+RECORDED = Scene(
+    RECORDINGS / "kvtester_cc.jsonl.gz",
+    RECORDINGS / "iso_bench_trae.jsonl.gz",
+    "llama-3.1-8b/h100",
+    65_536,
+    rate=0.1,
+    scan=(0.02, 0.07, 0.1, 0.13),
+)
+BUILT_IN = Scene(None, None, "opt-13b/h800", None, rate=2.0, scan=(0.5, 1.5, 2.0, 2.5))
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +110,12 @@ COMPARED = (
     *(Subject(router, "caesura") for router in (*PEERS, LEAST_PROGRAMS)),
     *(Subject(router, STOCK) for router in PEERS),
 )
-CLIMBERS = (OURSELVES, Subject(OURS, "caesura", tuple(NO_ADMISSION.items())), Subject("consistent_hash", STOCK))
+CLIMBERS = (
+    OURSELVES,
+    Subject(OURS, "caesura", tuple(NO_ADMISSION.items())),
+    Subject(OURS, STOCK),
+    Subject("consistent_hash", STOCK),
+)
 
 
 def simulate_all(every: Sequence[SimulationSettings], jobs: int) -> list[RunResult]:
@@ -156,10 +190,10 @@ def compare(base: SimulationSettings, rate: float, jobs: int) -> list[dict[str, 
     return [row_of(subject, result) for subject, result in zip(COMPARED, simulate_all(every, jobs), strict=True)]
 
 
-def scan(base: SimulationSettings, jobs: int) -> list[dict[str, Any]]:
+def scan(base: SimulationSettings, rates: Sequence[float], jobs: int) -> list[dict[str, Any]]:
     """The best peers' completion over the load."""
     subjects = [subject for subject in COMPARED if subject.is_peer and subject.policy != STOCK]
-    points = [(subject, rate) for rate in SCAN for subject in subjects]
+    points = [(subject, rate) for rate in rates for subject in subjects]
     every = [subject.settings(base, rate * base.replicas) for subject, rate in points]
     return [
         {"rate_per_replica": rate, **row_of(subject, result)}
@@ -167,10 +201,10 @@ def scan(base: SimulationSettings, jobs: int) -> list[dict[str, Any]]:
     ]
 
 
-def doubled(rows: Sequence[dict[str, Any]]) -> float | None:
+def doubled(rows: Sequence[dict[str, Any]], rates: Sequence[float]) -> float | None:
     """The first load at which no peer's completion is below twice the best one's at the lowest load."""
-    best = {rate: min(row["jct_mean_s"] for row in rows if row["rate_per_replica"] == rate) for rate in SCAN}
-    return next((rate for rate in SCAN if best[rate] >= 2 * best[SCAN[0]]), None)
+    best = {rate: min(row["jct_mean_s"] for row in rows if row["rate_per_replica"] == rate) for rate in rates}
+    return next((rate for rate in rates if best[rate] >= 2 * best[rates[0]]), None)
 
 
 def programs_that_fit(base: SimulationSettings) -> int:
@@ -252,13 +286,11 @@ def main(argv: list[str] | None = None) -> int:
     """Print the tables; exit status 1 where a claim is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=REPLICAS)
-    parser.add_argument("--rate", type=float, default=RATE_PER_REPLICA, help="programs per second and replica")
-    parser.add_argument("--minutes", type=float, default=1.0, help="measured, of each run")
-    parser.add_argument("--warmup", type=float, default=0.75, help="minutes before them")
-    parser.add_argument("--drain-s", type=float, default=60.0)
-    parser.add_argument("--trace", type=Path, default=None, help="the built-in workload if not given")
-    parser.add_argument("--only-recorded", action="store_true")
-    parser.add_argument("--preset", default="opt-13b/h800")
+    parser.add_argument("--rate", type=float, default=None, help="programs per second and replica")
+    parser.add_argument("--minutes", type=float, default=6.0, help="measured, of each run")
+    parser.add_argument("--warmup", type=float, default=4.0, help="minutes before them")
+    parser.add_argument("--drain-s", type=float, default=150.0)
+    parser.add_argument("--built-in", action="store_true", help="replay the built-in workload")
     parser.add_argument("--arrivals", default="poisson")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
@@ -268,12 +300,14 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     _quiet()
 
+    scene = BUILT_IN if arguments.built_in or not RECORDINGS.is_dir() else RECORDED
     base = SimulationSettings(
         policies=("caesura",),
         rates_per_s=(1.0,),
-        preset=arguments.preset,
-        trace=arguments.trace,
-        only_recorded=arguments.only_recorded,
+        preset=scene.preset,
+        trace=scene.trace,
+        only_recorded=scene.trace is not None,
+        shaping=Shaping(max_context=scene.max_context),
         minutes=arguments.minutes,
         warmup_minutes=arguments.warmup,
         drain_s=arguments.drain_s,
@@ -282,17 +316,19 @@ def main(argv: list[str] | None = None) -> int:
         replicas=arguments.replicas,
     )
     if arguments.scan:
-        rows = scan(base, arguments.jobs)
-        for rate in SCAN:
+        rows = scan(base, scene.scan, arguments.jobs)
+        for rate in scene.scan:
             print(f"{rate:g} programs per second and replica")
             print_rows([row for row in rows if row["rate_per_replica"] == rate])
-        print(f"The best peer's completion has doubled at: {doubled(rows)}")
+        print(f"The best peer's completion has doubled at: {doubled(rows, scene.scan)}")
         save("router_scan", rows, arguments.json)
         return 0
-    rows = compare(base, arguments.rate, arguments.jobs)
-    print(f"{arguments.rate:g} programs per second and replica, {arguments.arrivals}")
+    rate = arguments.rate or scene.rate
+    rows = compare(base, rate, arguments.jobs)
+    print(f"{rate:g} programs per second and replica, {arguments.arrivals}")
     print_rows(rows)
-    cliff = climb(replace(base, replicas=min(CLIFF_REPLICAS, arguments.replicas), drain_s=0.0), arguments.jobs)
+    few = min(CLIFF_REPLICAS, arguments.replicas)
+    cliff = climb(replace(base, trace=scene.cliff_trace, replicas=few, drain_s=0.0), arguments.jobs)
     print_cliff(cliff)
     print(f"  plot: {plot_cliff(cliff, arguments.plot)}")
     save("router", [*rows, *cliff], arguments.json)
