@@ -257,7 +257,8 @@ async def test_tokens_that_do_not_fit_the_grammar_end_in_an_error(replica: Repli
     wrong = replace(known, token_ids=pack_ids([*unpack_ids(known.token_ids)[:-1], 7]))
     with pytest.raises(HttpError, match="internal error"):
         await replica.stream(method, body, wrong)
-    assert folded(await replica.stream(method, body)) == folded(whole), "the engine lives"
+    again = await replica.stream(method, body)
+    assert folded(again)["text"] == folded(whole)["text"], "the engine lives"
 
 
 async def test_a_turn_of_a_run_goes_on_where_it_broke_off(replica: Replica) -> None:
