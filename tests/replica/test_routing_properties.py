@@ -90,10 +90,11 @@ def check(life: Life) -> None:
     in_flight = [*scheduler.running, *waiting]
     assert told.held_tokens == scheduler.holds.num_tokens + scheduler.swapping.fetching_tokens
     assert told.free_tokens == life.replica.engine.free_blocks() * 16 <= told.kv_tokens
-    assert (told.running, told.waiting) == (len(scheduler.running), len(waiting))
+    assert (told.running, told.waiting + told.put_off) == (len(scheduler.running), len(waiting))
+    assert told.put_off == scheduler.waiting.late + scheduler.skipped_waiting.late
     assert told.host_used_tokens <= told.host_tokens
     assert told.running_tokens == sum(request.num_computed_tokens for request in scheduler.running)
-    assert len(waiting) <= told.waiting_tokens + len(scheduler.running)
+    assert told.waiting <= told.waiting_tokens + len(scheduler.running)
     assert told.running_tokens + told.waiting_tokens <= sum(request.num_tokens for request in in_flight)
     residents, on_device, on_host = map(unpack_names, (told.residents, told.on_device, told.on_host))
     assert residents == {program_name(key) for key in programs}
