@@ -15,7 +15,7 @@ CONFIG = {
     "http": {"port": 0, "data_plane": "direct"},
     "replicas": {"count": 1, "kv_cache_bytes": 2 << 20, "host_bytes": 0},
     "engine": {"max_model_len": 4000, "max_num_seqs": 8},
-    "router": {"parameters": {"max_waiting": 1}},
+    "router": {"parameters": {"guarded_working_set": 0.9, "max_waiting": 1}},
     "store": {"refresh_s": 0.2},
 }
 PATH = "/v1/completions"

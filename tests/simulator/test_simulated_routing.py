@@ -86,7 +86,8 @@ def test_our_front_is_the_real_one_and_its_books_are_closed_in_the_end(bench: Be
 def test_programs_that_do_not_fit_wait_at_the_front_and_their_first_token_is_late_for_it(bench: Bench) -> None:
     # A replica of 4,096 tokens; each program has 2,000 for the time of its tool, and nine tenths are admitted.
     big = program(turn(1990, 10, "ls", 3.0), turn(9, 3))
-    records = bench.run(*((0.0, big) for _ in range(3)), policy="caesura", replicas=1, router=router(OURS))
+    strict = router(OURS, guarded_working_set=0.9)
+    records = bench.run(*((0.0, big) for _ in range(3)), policy="caesura", replicas=1, router=strict)
     found = summary(bench, records, 4.0)
     assert found.waited > 0
     assert [record.outcome for record in records] == [Outcome.OK] * 3
@@ -100,7 +101,7 @@ def test_programs_that_do_not_fit_wait_at_the_front_and_their_first_token_is_lat
 
 def test_a_program_that_waits_too_long_is_refused_and_recorded_so(bench: Bench) -> None:
     big = program(turn(1990, 100, "ls", 30.0), turn(9, 3))
-    small_patience = router(OURS, max_wait_s=0.5)
+    small_patience = router(OURS, guarded_working_set=0.9, max_wait_s=0.5)
     records = bench.run(*((0.0, big) for _ in range(4)), policy="caesura", replicas=1, router=small_patience)
     refused = [record for record in records if record.outcome is Outcome.REJECTED]
     assert 0 < len(refused) < 4
