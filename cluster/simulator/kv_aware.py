@@ -67,6 +67,7 @@ class KvAware(RequestRouter):
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
         """Its blocks are active from now on."""
+        super().sent(turn, replica)
         self._active_blocks[replica] += self._blocks[turn.turn_id]
 
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:

@@ -102,6 +102,7 @@ class PrefixAffinity(PowerOfTwo):
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
         """The tree learns the prompt, never the answer."""
+        super().sent(turn, replica)
         self._inserted += 1
         self._tree.insert(self._texts.pop(turn.turn_id), replica_name(replica), float(self._inserted))
 

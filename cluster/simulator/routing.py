@@ -5,6 +5,7 @@ up itself. Peers that cannot place a turn now are asked again whenever a turn ha
 nothing.
 """
 
+from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -76,7 +77,7 @@ class TurnRouter(Protocol):
         ...
 
 
-class RequestRouter:
+class RequestRouter(ABC):
     """A router of requests, as Ray's are: it counts those under way on each replica, which takes a bounded number.
 
     Args:
@@ -92,12 +93,13 @@ class RequestRouter:
         self._max_ongoing = max_ongoing
         self._waiting: deque[SimulatedTurn] = deque()
 
+    @abstractmethod
     def choose(self, turn: SimulatedTurn) -> Sent | None:
         """The replica for this turn, one that is not full; None: none is to be had."""
-        raise NotImplementedError
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
         """The turn is on its way there."""
+        self.ongoing[replica] += 1
 
     def full(self, replica: int) -> bool:
         """It takes no turn now."""
@@ -132,13 +134,12 @@ class RequestRouter:
         """See TurnRouter."""
         self.ongoing[replica] -= 1
 
-    def tick(self, now_s: float) -> None:
+    def tick(self, now_s: float) -> None:  # noqa: B027 - tick_s is None: never called
         """See TurnRouter."""
 
     def _try(self, turn: SimulatedTurn) -> Sent | None:
         sent = self.choose(turn)
         if sent is not None:
-            self.ongoing[sent.replica] += 1
             self.sent(turn, sent.replica)
         return sent
 
@@ -178,6 +179,7 @@ class LeastPrograms(RequestRouter):
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
         """It lives there from its first turn on."""
+        super().sent(turn, replica)
         if self._homes.setdefault(turn.program, replica) == replica and turn.index == 0:
             self._programs[replica] += 1
 

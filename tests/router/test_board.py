@@ -3,7 +3,7 @@
 import asyncio
 import threading
 
-from router_snapshots import snapshot
+from front_views import snapshot
 
 from router.board import Board
 

@@ -4,9 +4,9 @@ import asyncio
 from typing import Any
 
 import pytest
+from front_views import snapshot
 from ray.serve._private.common import DeploymentHandleSource, DeploymentID, ReplicaID, RequestMetadata
 from ray.serve._private.request_router.common import PendingRequest
-from router_snapshots import snapshot
 
 from cluster.errors import ReplicaGone
 from router.board import BOARD
