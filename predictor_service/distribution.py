@@ -1,0 +1,124 @@
+"""A forecast is a distribution: shares of bins, each spread evenly over its bin.
+
+Lengths are tokens, durations seconds. Length bins are those of the papers (AugServe: 50 of 10 tokens) and go on in
+equal ratios; duration bins have equal ratios from a millisecond on.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+Floats = NDArray[np.float64]
+
+TEN_TOKEN_BINS = 50
+MOST_TOKENS = 131_072
+SHORTEST_S, MOST_S = 1e-3, 1e5
+BINS_PER_DECADE = 20
+
+_FEW = np.arange(TEN_TOKEN_BINS + 1) * 10.0
+LENGTH_EDGES: Floats = np.concatenate([_FEW, np.geomspace(_FEW[-1], MOST_TOKENS, 41)[1:]])
+"""Tokens; a length n is in the bin from the edge below n up to n: the bins are (0, 10], (10, 20] ..."""
+DURATION_EDGES: Floats = np.concatenate(
+    [[0.0], np.geomspace(SHORTEST_S, MOST_S, round(BINS_PER_DECADE * np.log10(MOST_S / SHORTEST_S)) + 1)]
+)
+"""Seconds."""
+
+
+def bin_of(edges: Floats, values: Floats) -> NDArray[np.int64]:
+    """The bins of values, the last one for those beyond it; values below the first edge are in the first."""
+    return np.clip(np.searchsorted(edges, values, side="left") - 1, 0, len(edges) - 2)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Distribution:
+    """Of a value of at least 0."""
+
+    edges: Floats
+    """Ascending, shape [bins + 1]; shared between distributions and never written."""
+    shares: Floats
+    """Of the bins, shape [bins]; not negative, together 1."""
+
+    @classmethod
+    def of_counts(cls, edges: Floats, counts: Floats) -> "Distribution":
+        """In proportion to ``counts``.
+
+        Raises:
+            ValueError: there are none, or some are negative or not finite.
+        """
+        total = float(counts.sum())
+        if not (np.isfinite(total) and total > 0 and counts.min() >= 0):
+            raise ValueError(f"counts of a distribution are finite, not negative and not all 0, not {counts}")
+        return cls(edges, counts / total)
+
+    @property
+    def mean(self) -> float:
+        """The expected value."""
+        return float(self.shares @ (self.edges[:-1] + self.edges[1:])) / 2
+
+    def share_up_to(self, value: float) -> float:
+        """P(X <= value)."""
+        cumulated = np.concatenate([[0.0], np.cumsum(self.shares)])
+        return min(1.0, float(np.interp(value, self.edges, cumulated)))
+
+    def quantile(self, q: float) -> float:
+        """The value that a share ``q`` does not exceed.
+
+        Raises:
+            ValueError: ``q`` is not in [0, 1].
+        """
+        if not 0 <= q <= 1:
+            raise ValueError(f"a quantile's rank is between 0 and 1, not {q}")
+        cumulated = np.concatenate([[0.0], np.cumsum(self.shares)])
+        target = q * cumulated[-1]
+        index = min(int(np.searchsorted(cumulated, target, side="left")), len(self.shares))
+        if index == 0:
+            index = int(np.argmax(self.shares > 0)) + 1
+            return float(self.edges[index - 1])
+        share = self.shares[index - 1]
+        part = (target - cumulated[index - 1]) / share if share > 0 else 1.0
+        return float(self.edges[index - 1] + part * (self.edges[index] - self.edges[index - 1]))
+
+    def survival(self, value: float) -> float:
+        """P(X > value)."""
+        return max(0.0, 1.0 - self.share_up_to(value))
+
+    def hazard(self, value: float, window: float) -> float:
+        """P(X <= value + window | X > value) / window; 0 where nothing lies beyond.
+
+        Raises:
+            ValueError: ``window`` is not positive.
+        """
+        if not window > 0:
+            raise ValueError(f"a window must be positive, not {window}")
+        beyond = self.survival(value)
+        return (beyond - self.survival(value + window)) / beyond / window if beyond > 0 else 0.0
+
+    def beyond(self, value: float) -> "Distribution":
+        """Given that X > value, still measured from 0. Where nothing lies beyond: as much again as has passed."""
+        if value <= self.edges[0]:
+            return self
+        low, high = self.edges[:-1], self.edges[1:]
+        kept = self.shares * np.clip((high - value) / (high - low), 0.0, 1.0)
+        if kept.sum() <= 1e-12:
+            kept = ((high > value) & (low < 2 * value)).astype(float)
+            if not kept.any():
+                kept[-1] = 1.0
+        # Within the bin of ``value`` the rest is above it: an edge is put there.
+        index = int(np.searchsorted(self.edges, value, side="right"))
+        if index >= len(self.edges):
+            return Distribution(np.array([value, 2 * value]), np.array([1.0]))
+        edges = np.concatenate([[value], self.edges[index:]])
+        return Distribution(edges, kept[index - 1 :] / kept[index - 1 :].sum())
+
+    def crps(self, value: float) -> float:
+        """Continuous ranked probability score against what happened: the integral of (F(x) - 1[x >= value])², exactly.
+
+        In units of the value; least is best; of a point it is the absolute error.
+        """
+        edges = np.unique(np.concatenate([self.edges, [value]]))
+        cumulated = np.interp(edges, self.edges, np.concatenate([[0.0], np.cumsum(self.shares)]))
+        middle = (edges[:-1] + edges[1:]) / 2
+        step = (middle >= value).astype(float)
+        a, b = cumulated[:-1] - step, cumulated[1:] - step
+        return float(((a * a + a * b + b * b) / 3 * np.diff(edges)).sum())
