@@ -9,6 +9,8 @@ HISTORY = 8
 """Earlier turns that are told of, the most recent one first."""
 MAX_TEXT = 4096
 """Characters of text: of longer ones the last."""
+MAX_ARGUMENTS = 4096
+"""Characters of a call's arguments: of longer ones the first."""
 
 
 @dataclass(frozen=True, slots=True)

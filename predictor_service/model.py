@@ -40,8 +40,10 @@ class TurnOutcome:
 class PauseOutcome:
     """What became of a pause."""
 
-    duration_s: float
+    duration_s: float | None = None
+    """None: not recorded."""
     returned_tokens: int | None = None
+    """Prompt tokens that the next turn had beyond this one's prompt and output; None: not known."""
 
 
 class LengthModel(Protocol):

@@ -2,8 +2,8 @@
 
 A line has ``program_id`` and ``turns``; each turn ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
 ``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional: ``category``,
-``shared_prefix {group, tokens}``, and per turn ``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the word of the
-command that the tool ran). Other keys are ignored. Unless turn i+1 has ``reset``,
+``source``, ``split_group``, ``shared_prefix {group, tokens}``, and per turn ``kept_output_tokens``, ``reset`` and
+``tool_cmd`` (the word of the command that the tool ran). Other keys are ignored. Unless turn i+1 has ``reset``,
 ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
 """
 
@@ -11,7 +11,7 @@ import gzip
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -23,6 +23,7 @@ MAX_TOKENS = 1 << 24
 """A recorded length beyond this is a mistake in the trace."""
 MAX_PAUSE_S = 7 * 24 * 3600.0
 
+Row = TypeVar("Row", bound=BaseModel)
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
 
 
@@ -30,7 +31,9 @@ class _Strict(BaseModel):
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
 
-class _Turn(_Strict):
+class RecordedTurn(_Strict):
+    """One turn of a line, as it stands there."""
+
     new_prompt_tokens: _Tokens
     context_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     output_tokens: _Tokens
@@ -49,6 +52,7 @@ class _Turn(_Strict):
 
     @property
     def kept(self) -> int:
+        """Of the output, tokens that stay in the next turn's context."""
         return self.output_tokens if self.kept_output_tokens is None else self.kept_output_tokens
 
 
@@ -57,11 +61,15 @@ class _Prefix(_Strict):
     tokens: _Tokens | None
 
 
-class _Program(_Strict):
+class RecordedProgram(_Strict):
+    """One line, as it stands there."""
+
     program_id: Annotated[str, Field(min_length=1)]
+    source: str | None = None
+    split_group: str | None = None
     category: str | None = None
     shared_prefix: _Prefix | None = None
-    turns: Annotated[tuple[_Turn, ...], Field(min_length=1, strict=False)]
+    turns: Annotated[tuple[RecordedTurn, ...], Field(min_length=1, strict=False)]
 
 
 def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_recorded: bool = False) -> Workload:
@@ -75,18 +83,13 @@ def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_re
         TraceError: unreadable, empty, or a line that cannot be used; names the file, the line and the key.
     """
     programs: list[PlannedProgram] = []
-    seen: dict[str, int] = {}
     empty_outputs = left_out = 0
-    for number, line in _lines(path):
-        where = f"{path}:{number}"
-        recorded = _parsed(line, where)
-        if recorded.program_id in seen:
-            raise TraceError(f"{where}: program_id: {recorded.program_id!r} is on line {seen[recorded.program_id]} too")
-        seen[recorded.program_id] = number
+    for where, recorded in recorded_programs(path):
         if only_recorded and _first_missing(recorded) is not None:
             left_out += 1
             continue
-        _check(recorded, where, missing_tool_s)
+        _check_durations(recorded, where, missing_tool_s)
+        check_lengths(recorded, where)
         empty_outputs += sum(turn.output_tokens < MIN_OUTPUT_TOKENS for turn in recorded.turns)
         programs.append(_planned(recorded, missing_tool_s))
     if not programs:
@@ -99,7 +102,28 @@ def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_re
     return Workload(name=path.name.removesuffix(".gz").removesuffix(".jsonl"), programs=tuple(programs), notes=notes)
 
 
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
+def recorded_programs(path: Path) -> Iterator[tuple[str, RecordedProgram]]:
+    """The programs of ``path``, each with where it stands (``file:line``); their lengths may not add up.
+
+    Raises:
+        TraceError: unreadable, a line that is no program, or one that is there twice.
+    """
+    seen: dict[str, int] = {}
+    for number, line in lines_of(path):
+        where = f"{path}:{number}"
+        recorded = parsed(line, where, RecordedProgram)
+        if recorded.program_id in seen:
+            raise TraceError(f"{where}: program_id: {recorded.program_id!r} is on line {seen[recorded.program_id]} too")
+        seen[recorded.program_id] = number
+        yield where, recorded
+
+
+def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
+    """The lines of a file, gzipped (.gz) or not, that are not blank, with their numbers from 1.
+
+    Raises:
+        TraceError: it cannot be read; names the line.
+    """
     number = 0
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -110,28 +134,41 @@ def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
         raise TraceError(f"{path}:{number + 1}: cannot be read: {error}") from error
 
 
-def _parsed(line: bytes, where: str) -> _Program:
+def parsed(line: bytes, where: str, schema: type[Row]) -> Row:
+    """A line of JSON as ``schema``.
+
+    Raises:
+        TraceError: it is none; names the line and the key.
+    """
     try:
-        return _Program.model_validate_json(line)
+        return schema.model_validate_json(line)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         key = ".".join(str(part) for part in first["loc"]) or "the line"
         raise TraceError(f"{where}: {key}: {first['msg']}") from error
 
 
-def _first_missing(program: _Program) -> int | None:
+def _first_missing(program: RecordedProgram) -> int | None:
     """The first turn whose tool, if it is replayed, has no duration."""
     turns = enumerate(program.turns[:-1])
     return next((i for i, turn in turns if turn.tool is not None and turn.tool_duration_s is None), None)
 
 
-def _check(program: _Program, where: str, missing_tool_s: float | None) -> None:
+def _check_durations(program: RecordedProgram, where: str, missing_tool_s: float | None) -> None:
     missing = _first_missing(program)
     if missing is not None and missing_tool_s is None:
         raise TraceError(
             f"{where}: turns.{missing}.tool_duration_s: not recorded (null); choose what it shall be with "
             "--missing-tool-s SECONDS, or leave such programs out with --only-recorded"
         )
+
+
+def check_lengths(program: RecordedProgram, where: str) -> None:
+    """Each turn's context is what the turn before left and what is new.
+
+    Raises:
+        TraceError: it is not; names the line and the key.
+    """
     for index, turn in enumerate(program.turns):
         key = f"{where}: turns.{index}"
         if turn.kept > turn.output_tokens:
@@ -146,7 +183,7 @@ def _check(program: _Program, where: str, missing_tool_s: float | None) -> None:
                 )
 
 
-def _planned(program: _Program, missing_tool_s: float | None) -> PlannedProgram:
+def _planned(program: RecordedProgram, missing_tool_s: float | None) -> PlannedProgram:
     planned: list[PlannedTurn] = []
     kept_context = 0
     for index, turn in enumerate(program.turns):

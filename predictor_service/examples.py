@@ -1,0 +1,190 @@
+"""Recorded programs as what models are asked and what became of it: the input of training and evaluation.
+
+Programs are lines of trace files (`cluster.bench.trace`), their texts lines of others, joined by program and turn.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from cluster.bench.trace import RecordedProgram, RecordedTurn, check_lengths, lines_of, parsed, recorded_programs
+from cluster.errors import TraceError
+from predictor_service.context import HISTORY, MAX_ARGUMENTS, MAX_TEXT, PauseContext, TurnContext
+from predictor_service.model import NO_TOOL, PauseOutcome, TurnOutcome
+
+
+@dataclass(frozen=True, slots=True)
+class TurnExample:
+    """One turn, what came of it and what came after."""
+
+    context: TurnContext
+    outcome: TurnOutcome
+    remaining: tuple[int, int]
+    """After the turn: tokens that later turns need computed, of prompts and outputs; later turns."""
+    pause: PauseContext | None = None
+    """None: the turn called nothing, or was the last."""
+    pause_outcome: PauseOutcome | None = None
+    """None: there was no pause, or nothing of it was recorded."""
+
+
+@dataclass(frozen=True, slots=True)
+class ProgramExample:
+    """One program."""
+
+    program_id: str
+    source: str
+    split_group: str
+    """Programs of one group are of the same task: they are trained on or tested on together."""
+    turns: tuple[TurnExample, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TurnText:
+    """What is kept of a turn's texts, see `TurnContext.text` and `PauseContext.arguments`."""
+
+    prompt: str = ""
+    arguments: str = ""
+
+
+class _TextRow(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
+
+    program_id: Annotated[str, Field(min_length=1)]
+    turn: Annotated[int, Field(ge=0)]
+    prompt_text: str
+    output_text: str
+
+
+Texts = Mapping[tuple[str, int], TurnText]
+"""By program and turn."""
+
+
+def read_programs(traces: Sequence[Path], texts: Sequence[Path] = ()) -> list[ProgramExample]:
+    """All programs of ``traces`` in the files' order, with what ``texts`` have of their turns.
+
+    Raises:
+        TraceError: a file cannot be read, a line cannot be used, a program is there twice, or a file of texts has
+            none of these programs; names the file, the line and the key.
+    """
+    rows: dict[str, tuple[Path, str, RecordedProgram]] = {}
+    for path in traces:
+        for where, row in recorded_programs(path):
+            if row.program_id in rows:
+                raise TraceError(f"{where}: program_id: {row.program_id!r} is in {rows[row.program_id][1]} too")
+            check_lengths(row, where)
+            rows[row.program_id] = (path, where, row)
+    if not rows:
+        raise TraceError(f"{', '.join(map(str, traces)) or 'no files'}: no programs in it")
+    known = {(name, turn) for name, (_, _, row) in rows.items() for turn in range(len(row.turns))}
+    turn_texts: dict[tuple[str, int], TurnText] = {}
+    for path in texts:
+        before = len(turn_texts)
+        turn_texts.update(row for row in _texts(path) if row[0] in known)
+        if len(turn_texts) == before:
+            raise TraceError(f"{path}:1: program_id: none of the traces' programs has a text here")
+    return [program_example(row, row.source or _stem(path), turn_texts) for path, _, row in rows.values()]
+
+
+def program_example(row: RecordedProgram, source: str, texts: Texts) -> ProgramExample:
+    """One program, whose lengths add up."""
+    new = [_new_tokens(row, index) for index in range(len(row.turns))]
+    contexts = _contexts(row, source, texts, new)
+    work = [_computed_tokens(row, index) for index in range(len(row.turns))]
+    turns = []
+    for index, (turn, context) in enumerate(zip(row.turns, contexts, strict=True)):
+        last = index == len(row.turns) - 1
+        arguments = texts.get((row.program_id, index), TurnText()).arguments
+        tool = turn.tool_class or NO_TOOL
+        pause = None if last or tool == NO_TOOL else PauseContext(context, tool, turn.output_tokens, arguments)
+        turns.append(
+            TurnExample(
+                context=context,
+                outcome=TurnOutcome(turn.output_tokens, tool, arguments, last),
+                remaining=(sum(work[index + 1 :]), len(row.turns) - 1 - index),
+                pause=pause,
+                pause_outcome=None if pause is None else _pause_outcome(turn, _returned(row, index, new)),
+            )
+        )
+    return ProgramExample(row.program_id, source, row.split_group or row.program_id, tuple(turns))
+
+
+def arguments_of(output: str) -> str:
+    """The text of a reply's tool calls: from the first recorded call on, else its last fenced block, else nothing."""
+    if call := _CALL.search(output):
+        return output[call.end() :][:MAX_ARGUMENTS]
+    blocks = _BLOCK.findall(output)
+    return str(blocks[-1])[:MAX_ARGUMENTS] if blocks else ""
+
+
+_CALL = re.compile(r"\[tool_call [^\]\n]*\] ?")
+_BLOCK = re.compile(r"```[a-z]*\n(.*?)(?:```|\Z)", re.DOTALL)
+
+
+def _texts(path: Path) -> Iterator[tuple[tuple[str, int], TurnText]]:
+    for number, line in lines_of(path):
+        row = parsed(line, f"{path}:{number}", _TextRow)
+        yield (row.program_id, row.turn), TurnText(row.prompt_text[-MAX_TEXT:], arguments_of(row.output_text))
+
+
+def _contexts(row: RecordedProgram, source: str, texts: Texts, new: Sequence[int]) -> list[TurnContext]:
+    contexts = []
+    for index, turn in enumerate(row.turns):
+        before = range(index - 1, max(-1, index - 1 - HISTORY), -1)
+        contexts.append(
+            TurnContext(
+                source=source,
+                position=index,
+                prompt_tokens=turn.context_tokens,
+                new_tokens=new[index],
+                outputs=tuple(row.turns[i].output_tokens for i in before),
+                tools=tuple(row.turns[i].tool_class or NO_TOOL for i in before),
+                durations_s=tuple(row.turns[i].tool_duration_s for i in before),
+                returned=tuple(_returned(row, i, new) or 0 for i in before),
+                text=texts.get((row.program_id, index), TurnText()).prompt,
+            )
+        )
+    return contexts
+
+
+def _new_tokens(row: RecordedProgram, index: int) -> int:
+    """Of the prompt, what the turn before had not; of a turn that starts another context, all but the shared prefix."""
+    turn = row.turns[index]
+    if index == 0:
+        return turn.context_tokens
+    if turn.reset is not None:
+        prefix = row.shared_prefix.tokens or 0 if row.shared_prefix else 0
+        return max(0, turn.context_tokens - prefix)
+    before = row.turns[index - 1]
+    return max(0, turn.context_tokens - before.context_tokens - before.kept)
+
+
+def _computed_tokens(row: RecordedProgram, index: int) -> int:
+    """Tokens that a turn needs computed on a server that keeps everything.
+
+    What is kept of an output of which something is not sent again moves to another place in the context, and is new.
+    """
+    turn = row.turns[index]
+    moved = 0
+    if index and turn.reset is None and (before := row.turns[index - 1]).kept < before.output_tokens:
+        moved = before.kept
+    return _new_tokens(row, index) + moved + turn.output_tokens
+
+
+def _returned(row: RecordedProgram, index: int, new: Sequence[int]) -> int | None:
+    """What the turn's call brought to the next prompt; None: not known."""
+    starts_another = row.turns[index + 1].reset is not None
+    return row.turns[index].tool_return_tokens if starts_another else new[index + 1]
+
+
+def _pause_outcome(turn: RecordedTurn, returned: int | None) -> PauseOutcome | None:
+    if turn.tool_duration_s is None and returned is None:
+        return None
+    return PauseOutcome(turn.tool_duration_s, returned)
+
+
+def _stem(path: Path) -> str:
+    return path.name.removesuffix(".gz").removesuffix(".jsonl")
