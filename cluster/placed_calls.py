@@ -47,6 +47,7 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any]) -> TurnRequ
         last=identity.last_turn,
         parent_key=None if parent is None else f"{identity.tenant}/{parent}",
         hints=identity.hints,
+        forecast=identity.forecast,
     )
 
 

@@ -42,6 +42,51 @@ class Hints:
 
 
 @dataclass(frozen=True, slots=True)
+class ToolForecast:
+    """A tool that a turn may call."""
+
+    tool: str
+    """A key of tool statistics."""
+    share: float
+    """Its probability."""
+    pause_s: float
+    """Expected seconds, if it is this one."""
+    returned_tokens: float
+    """Expected prompt tokens that it brings, if it is this one."""
+
+
+@dataclass(frozen=True, slots=True)
+class Forecasted:
+    """What a predictor expects of a turn: for what its client does not say. Means, unless the name says otherwise."""
+
+    output_tokens: float
+    output_p90_tokens: float
+    pause_s: float
+    """Of the tools that it may call; calling none counts as no pause."""
+    pause_p50_s: float
+    """If it calls one."""
+    returned_tokens: float
+    later_tokens: float
+    """Tokens, of prompts and outputs, that the program's later turns will need computed."""
+    later_turns: float
+    tools: tuple[ToolForecast, ...] = ()
+    """The most probable first, not all of them."""
+
+    def tool(self, key: str | None) -> ToolForecast | None:
+        """What is expected if the turn calls this tool; None: nothing is known of that."""
+        return next((one for one in self.tools if one.tool == key), None)
+
+    @classmethod
+    def decode(cls, fields: dict[str, Any]) -> "Forecasted":
+        """From what `dataclasses.asdict` and JSON make of one.
+
+        Raises:
+            TypeError: ``fields`` are not those.
+        """
+        return cls(**{**fields, "tools": tuple(ToolForecast(**one) for one in fields.get("tools", ()))})
+
+
+@dataclass(frozen=True, slots=True)
 class ProgramIdentity:
     """Whose turn a request is. ``program_id`` None: nobody said; a program of one turn."""
 
@@ -50,6 +95,8 @@ class ProgramIdentity:
     tenant: str = DEFAULT_TENANT
     last_turn: bool = False
     hints: Hints = field(default_factory=Hints)
+    forecast: Forecasted | None = None
+    """Comes after the hints: what the client says counts. Of the cluster's own making, never a client's."""
 
     @property
     def key(self) -> str | None:
@@ -69,7 +116,9 @@ class ProgramIdentity:
         """
         try:
             fields = json.loads(text)
-            return cls(**{**fields, "hints": Hints(**fields.get("hints", {}))})
+            hints = Hints(**fields.get("hints", {}))
+            forecast = Forecasted.decode(fields["forecast"]) if "forecast" in fields else None
+            return cls(**{**fields, "hints": hints, "forecast": forecast})
         except (TypeError, AttributeError) as error:
             raise ValueError(f"not an encoded program identity: {text[:200]!r}") from error
 

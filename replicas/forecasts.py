@@ -1,4 +1,4 @@
-"""What is expected of a turn: the client's hints, or else what turns of the same kind and position did before.
+"""What is expected of a turn: the client's hints, the predictor's forecast, or else what turns of its kind did before.
 
 The kind of a turn is the tool whose result it brings; of a first turn, the size class of its prompt. Means are learnt
 online at three levels (all turns, kind, kind and position), each drawn to its parent while it has seen little.
@@ -7,7 +7,7 @@ online at three levels (all turns, kind, kind and position), each drawn to its p
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.program import Hints
+from cluster.program import Forecasted, Hints, ToolForecast
 from cluster.statistics import DurationTable
 from replicas.policy import Forecast
 
@@ -74,18 +74,46 @@ class Forecaster:
         self._later_turns = _Means(default=2.0)
         self._open: dict[str, list[tuple[Features, int]]] = {}
 
-    def of(self, features: Features, hints: Hints, durations: DurationTable, last: bool) -> Forecast:
-        """The forecast of a turn, hints first."""
-        output = _said(hints.expected_output_tokens, lambda: self._output.of(features))
+    def of(
+        self,
+        features: Features,
+        hints: Hints,
+        durations: DurationTable,
+        last: bool,
+        foreseen: Forecasted | None = None,
+    ) -> Forecast:
+        """The forecast of a turn: hints first, then what the predictor foresaw, then what was learnt here."""
+        said = hints.expected_output_tokens
+        output = _said(said, None if foreseen is None else foreseen.output_tokens, lambda: self._output.of(features))
         if last:
             return Forecast(output, 0.0, 0.0, 0.0, 0.0)
+        # A tool that is named, by the client or by the turn's own output, corrects what was foreseen without it.
+        of_tool: Forecasted | ToolForecast | None = foreseen
+        if foreseen is not None and hints.expected_tool is not None:
+            of_tool = foreseen.tool(hints.expected_tool)
         tool = hints.expected_tool or features.kind
         return Forecast(
             output_tokens=output,
-            pause_s=_said(hints.expected_pause_s, lambda: expected_pause_s(tool, durations)),
-            returned_tokens=_said(hints.expected_returned_tokens, lambda: self._returned.of(features)),
-            later_tokens=_said(hints.expected_later_tokens, lambda: self._later_tokens.of(features)),
-            later_turns=_said(hints.expected_later_turns, lambda: self._later_turns.of(features)),
+            pause_s=_said(
+                hints.expected_pause_s,
+                None if of_tool is None else of_tool.pause_s,
+                lambda: expected_pause_s(tool, durations),
+            ),
+            returned_tokens=_said(
+                hints.expected_returned_tokens,
+                None if of_tool is None else of_tool.returned_tokens,
+                lambda: self._returned.of(features),
+            ),
+            later_tokens=_said(
+                hints.expected_later_tokens,
+                None if foreseen is None else foreseen.later_tokens,
+                lambda: self._later_tokens.of(features),
+            ),
+            later_turns=_said(
+                hints.expected_later_turns,
+                None if foreseen is None else foreseen.later_turns,
+                lambda: self._later_turns.of(features),
+            ),
             pause_told=hints.expected_pause_s is not None,
         )
 
@@ -114,5 +142,7 @@ def expected_pause_s(tool: str, durations: DurationTable) -> float:
     return next((statistics.mean_s for statistics in durations.levels(tool)), 1.0)
 
 
-def _said(hint: float | None, otherwise: Callable[[], float]) -> float:
-    return float(hint) if hint is not None else otherwise()
+def _said(hint: float | None, foreseen: float | None, otherwise: Callable[[], float]) -> float:
+    if hint is not None:
+        return float(hint)
+    return foreseen if foreseen is not None else otherwise()

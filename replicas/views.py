@@ -61,9 +61,10 @@ def features_of(turn: "Turn", program: ProgramState, prompt_tokens: int) -> Feat
 
 
 def forecast_of(scheduler: "AgentScheduler", turn: "Turn") -> Forecast:
-    """Hints first, then what was learnt."""
-    last = turn.key is None or turn.identity.last_turn
-    return scheduler.forecaster.of(turn.features, turn.identity.hints, scheduler.durations, last)
+    """Hints first, then the predictor's, then what was learnt here."""
+    identity = turn.identity
+    last = turn.key is None or identity.last_turn
+    return scheduler.forecaster.of(turn.features, identity.hints, scheduler.durations, last, identity.forecast)
 
 
 def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
@@ -98,7 +99,9 @@ def pause_view(scheduler: "AgentScheduler", program: ProgramState, turn: "Turn",
     return PauseView(
         program=program,
         hints=hints,
-        forecast=scheduler.forecaster.of(turn.features, asked, scheduler.durations, last=False),
+        forecast=scheduler.forecaster.of(
+            turn.features, asked, scheduler.durations, last=False, foreseen=turn.identity.forecast
+        ),
         load=load_view(scheduler),
         tools=program.tools,
         context_tokens=context_tokens,

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
-from cluster.program import Hints
+from cluster.program import Forecasted, Hints
 from cluster.routing import Home as Home
 from cluster.routing import ReplicaSnapshot
 
@@ -34,6 +34,8 @@ class TurnRequest:
     avoid: frozenset[str] = frozenset()
     """Replicas that have failed this turn."""
     hints: Hints = field(default_factory=Hints)
+    forecast: Forecasted | None = None
+    """For what the hints do not say."""
 
 
 class Placed(StrEnum):

@@ -150,7 +150,9 @@ class ProgramFront:
 
     def _expect(self, request: TurnRequest, turns: int = 0) -> Expected:
         final = request.last or request.lone
-        return expect(self._ledger.outlook, request.hints, request.prompt_tokens, turns, final)
+        return expect(
+            self._ledger.outlook, request.hints, request.prompt_tokens, turns, final, foreseen=request.forecast
+        )
 
     def _arrival(self, request: TurnRequest, expected: Expected, record: ProgramRecord | None) -> Arrival:
         if record is None:

@@ -1,9 +1,9 @@
-"""What is expected of programs: the client's hints, else the means that the replicas tell of."""
+"""What is expected of programs: the client's hints, the predictor's forecast, else the means that the replicas tell."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from cluster.program import Hints
+from cluster.program import Forecasted, Hints
 from router.facts import Facts
 
 RESIDUAL_SHARE = 0.5
@@ -63,26 +63,43 @@ NOTHING_EXPECTED = Expected(0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
 """Of a program of which only the home is known."""
 
 
-def expect(outlook: Outlook, hints: Hints, prompt_tokens: int, turns: int, final: bool) -> Expected:
+def expect(
+    outlook: Outlook,
+    hints: Hints,
+    prompt_tokens: int,
+    turns: int,
+    final: bool,
+    *,
+    foreseen: Forecasted | None = None,
+) -> Expected:
     """What is ahead of a program whose turn has come.
 
     Args:
-        outlook: for what the hints do not say.
+        outlook: for what neither the hints nor the forecast say.
         hints: of this turn.
         prompt_tokens: of this turn.
         turns: that the program has had before.
         final: no turn comes after this one.
+        foreseen: the predictor's, for what the hints do not say.
     """
     prompt = min(max(0, prompt_tokens), int(MOST_TOKENS))
-    output = _told(hints.expected_output_tokens, outlook.output_tokens, MOST_TOKENS)
+    usual_output = outlook.output_tokens if foreseen is None else foreseen.output_tokens
+    output = _told(hints.expected_output_tokens, usual_output, MOST_TOKENS)
     if final:
         return Expected(prompt, output, 0.0, 0.0, prompt + output / 2, 0.0, 0.0)
+    said_turns, said_tokens = hints.expected_later_turns, hints.expected_later_tokens
+    ahead: tuple[float | None, float | None] = (said_turns, said_tokens)
+    if foreseen is not None and said_turns is None and said_tokens is None:
+        # What is ahead is one thing: a client's number of turns does not go with somebody else's tokens.
+        ahead = (foreseen.later_turns, foreseen.later_tokens)
     usual = max(outlook.program_turns - 1 - turns, RESIDUAL_SHARE * (outlook.program_turns - 1))
-    later = _told(hints.expected_later_turns, usual, MOST_TURNS)
-    new = _told(hints.expected_returned_tokens, outlook.new_tokens, MOST_TOKENS)
-    tokens = _told(hints.expected_later_tokens, later * (output + new), MOST_TOKENS)
-    if hints.expected_later_turns is None and hints.expected_later_tokens is not None:
+    later = _told(ahead[0], usual, MOST_TURNS)
+    usual_new = outlook.new_tokens if foreseen is None else foreseen.returned_tokens
+    new = _told(hints.expected_returned_tokens, usual_new, MOST_TOKENS)
+    tokens = _told(ahead[1], later * (output + new), MOST_TOKENS)
+    if ahead[0] is None and ahead[1] is not None:
         later = tokens / max(1.0, output + new)
+    usual_pause_s = TYPICAL_PAUSE * outlook.pause_s if foreseen is None else foreseen.pause_p50_s
     return Expected(
         prompt_tokens=prompt,
         output_tokens=output,
@@ -90,7 +107,7 @@ def expect(outlook: Outlook, hints: Hints, prompt_tokens: int, turns: int, final
         later_outputs=min(tokens, later * output),
         context_tokens=prompt + (output + tokens) / 2,
         new_tokens=max(0.0, tokens - later * output) / later if later else 0.0,
-        pause_s=_told(hints.expected_pause_s, TYPICAL_PAUSE * outlook.pause_s, 1e6),
+        pause_s=_told(hints.expected_pause_s, usual_pause_s, 1e6),
     )
 
 

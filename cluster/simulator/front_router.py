@@ -56,6 +56,7 @@ class FrontRouter:
             prefix=prefix_blocks(turn.prompt),
             last=identity.last_turn,
             hints=identity.hints,
+            forecast=identity.forecast,
         )
         decision = self.front.turn(turn.turn_id, request, now_s)
         return Waits() if isinstance(decision, Wait) else self._decided(turn.turn_id, decision, now_s)

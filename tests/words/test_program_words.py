@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.program import MAX_ID_LENGTH, Hints, ProgramIdentity, tool_key
+from cluster.program import MAX_ID_LENGTH, Forecasted, Hints, ProgramIdentity, ToolForecast, tool_key
 
 IDS = st.none() | st.text(min_size=1, max_size=MAX_ID_LENGTH)
 SECONDS = st.none() | st.floats(min_value=0, allow_nan=False, allow_infinity=False)
@@ -20,6 +20,9 @@ HINTS = st.builds(
     expected_pause_s=SECONDS,
     retention_s=SECONDS,
 )
+NUMBERS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+TOOLS = st.lists(st.builds(ToolForecast, st.text(), NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple)
+FORECASTS = st.builds(Forecasted, *[NUMBERS] * 7, tools=TOOLS)
 IDENTITIES = st.builds(
     ProgramIdentity,
     program_id=IDS,
@@ -27,6 +30,7 @@ IDENTITIES = st.builds(
     tenant=st.text(min_size=1, max_size=MAX_ID_LENGTH),
     last_turn=st.booleans(),
     hints=HINTS,
+    forecast=st.none() | FORECASTS,
 )
 
 
@@ -40,7 +44,21 @@ def test_the_encoding_says_only_what_was_said() -> None:
     assert "hints" in json.loads(ProgramIdentity(hints=Hints(priority=0)).encode())
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", "null", "7", '{"hints": 3}', '{"who": 1}', '{"hints": {"colour": 1}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        "7",
+        '{"hints": 3}',
+        '{"who": 1}',
+        '{"hints": {"colour": 1}}',
+        '{"forecast": 3}',
+        '{"forecast": {}}',
+    ],
+)
 def test_anything_else_is_refused(text: str) -> None:
     with pytest.raises(ValueError):
         ProgramIdentity.decode(text)
