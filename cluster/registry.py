@@ -113,3 +113,6 @@ TOOL_KINDS = Registry(
         "mcp": "tools_runtime.kinds.mcp:McpKind",
     },
 )
+
+PREDICTORS = Registry("predictor", {"statistics": "predictor_service.statistics_model:StatisticsModel"})
+"""Models of forecasts: each has `fit(programs)`, `save(directory)`, `load(directory)` and what it answers."""

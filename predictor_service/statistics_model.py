@@ -1,0 +1,305 @@
+"""The model `statistics`: what happened in turns like this one, counted at levels, each drawn to the one above it.
+
+It learns from each turn at once, while it serves. Nothing of a text is read: what a turn is like is told by its source,
+its position, the tools and lengths before it.
+"""
+
+import math
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Self
+
+import msgspec
+import numpy as np
+
+from cluster.errors import ConfigError
+from cluster.program import USER_REPLY, without_class
+from cluster.statistics import LONGEST_S, MAX_TOOL_NAME_BYTES
+from predictor_service.context import PauseContext, TurnContext
+from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, Distribution, Floats
+from predictor_service.examples import ProgramExample
+from predictor_service.level_counts import HistogramRow, Key, LevelHistograms, LevelNames, NameRow
+from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
+
+FILE = "statistics.msgpack"
+VERSION = 1
+LARGEST_BYTES = 256 << 20
+MOST_TOKENS_SEEN = 1 << 31
+"""Of one length: more is nonsense."""
+
+TURN_EDGES: Floats = np.concatenate([np.arange(65) - 0.5, np.geomspace(64, 4096, 33)[1:]])
+"""Turns that are left: one bin each, then bins of equal ratios."""
+_TURN_CENTRES = (TURN_EDGES[:-1] + TURN_EDGES[1:]) / 2
+
+_DRAWN_LENGTH = (1.0, 4.0, 4.0, 8.0)
+_DRAWN_PAUSE = (1.0, 3.0)
+_DRAWN_REMAINING = (1.0, 4.0, 8.0)
+_LAST_PER_DECADE = 3
+"""Classes of the duration that the same call took last."""
+_SMALL_SHARE = 0.02
+"""Of tools that are offered and were never called, together."""
+
+
+class _Store(msgspec.Struct, array_like=True):
+    """The bytes' format: after a CRC-32 of it, in msgpack."""
+
+    version: int
+    histograms: dict[str, list[HistogramRow]]
+    names: list[NameRow]
+
+
+class StatisticsModel:
+    """See the module. A LengthModel, ToolModel, DurationModel and Learner; one thread at a time."""
+
+    def __init__(self) -> None:
+        self._lengths = LevelHistograms(LENGTH_EDGES, _DRAWN_LENGTH)
+        self._tools = LevelNames()
+        self._durations = LevelHistograms(DURATION_EDGES, _DRAWN_PAUSE)
+        self._returned = LevelHistograms(LENGTH_EDGES, _DRAWN_PAUSE)
+        self._left_tokens = LevelHistograms(LENGTH_EDGES, _DRAWN_REMAINING)
+        self._left_turns = LevelHistograms(TURN_EDGES, _DRAWN_REMAINING)
+
+    @property
+    def _histograms(self) -> dict[str, LevelHistograms]:
+        return {
+            "lengths": self._lengths,
+            "durations": self._durations,
+            "returned": self._returned,
+            "left_tokens": self._left_tokens,
+            "left_turns": self._left_turns,
+        }
+
+    # --- answers ---
+
+    def lengths(self, turns: Sequence[TurnContext]) -> list[Distribution]:
+        """See `LengthModel`."""
+        return [Distribution(LENGTH_EDGES, self._lengths.shares(_length_path(turn))) for turn in turns]
+
+    def remaining(self, turns: Sequence[TurnContext]) -> list[Remaining]:
+        """See `LengthModel`."""
+        answers = []
+        for turn in turns:
+            path = _remaining_path(turn)
+            expected = float(self._left_turns.shares(path) @ _TURN_CENTRES)
+            answers.append(Remaining(Distribution(LENGTH_EDGES, self._left_tokens.shares(path)), max(0.0, expected)))
+        return answers
+
+    def tools(self, turns: Sequence[TurnContext]) -> list[Mapping[str, float]]:
+        """See `ToolModel`; where tools are offered, only those, NO_TOOL and waiting for the user are expected."""
+        return [_offered(self._tools.shares(_tool_path(turn)), turn.offered) for turn in turns]
+
+    def durations(self, pauses: Sequence[PauseContext]) -> list[Distribution]:
+        """See `DurationModel`."""
+        return [Distribution(DURATION_EDGES, self._durations.shares(_duration_path(pause))) for pause in pauses]
+
+    def returned(self, pauses: Sequence[PauseContext]) -> list[Distribution]:
+        """See `DurationModel`."""
+        return [Distribution(LENGTH_EDGES, self._returned.shares(_returned_path(pause))) for pause in pauses]
+
+    # --- learning ---
+
+    def turn_ended(self, turn: TurnContext, outcome: TurnOutcome) -> None:
+        """See `Learner`."""
+        _check_tokens(outcome.output_tokens)
+        self._lengths.add(_length_path(turn), outcome.output_tokens)
+        self._tools.add(_tool_path(turn), _name(outcome.tool))
+
+    def pause_ended(self, pause: PauseContext, outcome: PauseOutcome) -> None:
+        """See `Learner`."""
+        if outcome.duration_s is not None and not 0 <= outcome.duration_s <= LONGEST_S:
+            raise ValueError(f"not a duration: {outcome.duration_s} s")
+        if outcome.returned_tokens is not None:
+            _check_tokens(outcome.returned_tokens)
+            self._returned.add(_returned_path(pause), outcome.returned_tokens)
+        if outcome.duration_s is not None:
+            self._durations.add(_duration_path(pause), outcome.duration_s)
+
+    def program_ended(self, turns: Sequence[TurnContext], remaining: Sequence[tuple[int, int]]) -> None:
+        """See `Learner`."""
+        if len(turns) != len(remaining):
+            raise ValueError(f"{len(remaining)} remainders of {len(turns)} turns")
+        for tokens, later in remaining:
+            _check_tokens(tokens)
+            _check_tokens(later)
+        for turn, (tokens, later) in zip(turns, remaining, strict=True):
+            path = _remaining_path(turn)
+            self._left_tokens.add(path, tokens)
+            self._left_turns.add(path, later)
+
+    def learn(self, program: ProgramExample) -> None:
+        """All of a recorded program, turn by turn."""
+        for turn in program.turns:
+            self.turn_ended(turn.context, turn.outcome)
+            if turn.pause is not None and turn.pause_outcome is not None:
+                self.pause_ended(turn.pause, turn.pause_outcome)
+        self.program_ended([turn.context for turn in program.turns], [turn.remaining for turn in program.turns])
+
+    @classmethod
+    def fit(cls, programs: Iterable[ProgramExample]) -> Self:
+        """A model that has seen ``programs``."""
+        model = cls()
+        for program in programs:
+            model.learn(program)
+        return model
+
+    # --- sharing and keeping ---
+
+    def to_bytes(self) -> bytes:
+        """What this one has seen itself, without what others told."""
+        rows = {name: table.rows() for name, table in self._histograms.items()}
+        content = msgspec.msgpack.encode(_Store(VERSION, rows, self._tools.rows()))
+        return zlib.crc32(content).to_bytes(4) + content
+
+    @classmethod
+    def from_bytes(cls, data: bytes) -> Self:
+        """The inverse of ``to_bytes``.
+
+        Raises:
+            ValueError: these are no such bytes, they were damaged, or are of another version.
+        """
+        model = cls()
+        model.merge(data)
+        return model
+
+    def merge(self, data: bytes) -> None:
+        """Add another's ``to_bytes`` to one's own.
+
+        Raises:
+            ValueError: see ``from_bytes``; something may have been added.
+        """
+        store = _decoded(data)
+        for name, table in self._histograms.items():
+            table.put(store.histograms.get(name, []))
+        self._tools.put(store.names)
+
+    def replace_others(self, others: Iterable[bytes]) -> None:
+        """From now on these ``to_bytes`` are what other writers have seen; read beside one's own, never written.
+
+        Raises:
+            ValueError: see ``from_bytes``.
+        """
+        stores = [_decoded(data) for data in others]
+        for name, table in self._histograms.items():
+            table.replace_others(store.histograms.get(name, []) for store in stores)
+        self._tools.replace_others(store.names for store in stores)
+
+    def save(self, directory: Path) -> None:
+        """Write into ``directory``, which is made where there is none."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / FILE).write_bytes(self.to_bytes())
+
+    @classmethod
+    def load(cls, directory: Path) -> Self:
+        """The inverse of ``save``.
+
+        Raises:
+            ConfigError: there is no such file, or it cannot be used; names it.
+        """
+        path = directory / FILE
+        try:
+            return cls.from_bytes(path.read_bytes())
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}") from error
+
+
+def _decoded(data: bytes) -> _Store:
+    if len(data) > LARGEST_BYTES:
+        raise ValueError(f"statistics have at most {LARGEST_BYTES} bytes, not {len(data)}")
+    if len(data) < 4 or zlib.crc32(data[4:]) != int.from_bytes(data[:4]):
+        raise ValueError("damaged, or no statistics")
+    try:
+        store = msgspec.msgpack.decode(data[4:], type=_Store)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not statistics: {error}") from error
+    if store.version != VERSION:
+        raise ValueError(f"version {store.version} of statistics, not {VERSION}")
+    return store
+
+
+# --- levels: from the general to the particular ---
+
+
+def _length_path(turn: TurnContext) -> list[Key]:
+    source, last = _name(turn.source), _last_tool(turn)
+    return [
+        (),
+        (source,),
+        (source, without_class(last)),
+        (source, without_class(last), last),
+        (source, without_class(last), last, _position_class(turn.position)),
+    ]
+
+
+def _remaining_path(turn: TurnContext) -> list[Key]:
+    source, position = _name(turn.source), _position_class(turn.position)
+    return [(), (source,), (source, position), (source, position, _last_tool(turn))]
+
+
+def _tool_path(turn: TurnContext) -> list[Key]:
+    source, last = _name(turn.source), _last_tool(turn)
+    before = _name(turn.tools[1]) if len(turn.tools) > 1 else "start"
+    return [
+        (),
+        (source,),
+        (source, last),
+        (source, last, before),
+        (source, last, before, _position_class(turn.position)),
+    ]
+
+
+def _duration_path(pause: PauseContext) -> list[Key]:
+    tool, source = _name(pause.tool), _name(pause.turn.source)
+    path: list[Key] = [(), (without_class(tool),), (without_class(tool), tool), (without_class(tool), tool, source)]
+    before = zip(pause.turn.tools, pause.turn.durations_s, strict=False)
+    last_s = next((seconds for name, seconds in before if name == pause.tool and seconds is not None), None)
+    if last_s is not None:
+        path.append((*path[-1], _duration_class(last_s)))
+    return path
+
+
+def _returned_path(pause: PauseContext) -> list[Key]:
+    return _duration_path(pause)[:4]
+
+
+def _last_tool(turn: TurnContext) -> str:
+    return "start" if not turn.tools else _name(turn.tools[0])
+
+
+def _position_class(position: int) -> str:
+    """Positions one by one at first, later in octaves' thirds."""
+    return str(position) if position < 8 else f"~{int(3 * math.log2(position))}"
+
+
+def _duration_class(seconds: float) -> str:
+    return str(round(_LAST_PER_DECADE * math.log10(min(max(seconds, 1e-3), LONGEST_S)))) if seconds == seconds else ""
+
+
+def _name(text: str) -> str:
+    """A name that is too long to be kept counts as one with all such."""
+    return (
+        text
+        if len(text) <= MAX_TOOL_NAME_BYTES // 4 or len(text.encode("utf-8", "surrogatepass")) <= MAX_TOOL_NAME_BYTES
+        else "..."
+    )
+
+
+def _offered(shares: dict[str, float], offered: Sequence[str]) -> dict[str, float]:
+    if offered:
+        names = frozenset(offered)
+        shares = {
+            tool: share
+            for tool, share in shares.items()
+            if tool in (NO_TOOL, USER_REPLY) or names.issuperset(without_class(tool).split("+"))
+        }
+        new = names - {without_class(tool) for tool in shares}
+        total = sum(shares.values())
+        part = total * _SMALL_SHARE / len(new) if new and total else 1.0 / max(1, len(new))
+        shares |= dict.fromkeys(new, part)
+    total = sum(shares.values())
+    return {tool: share / total for tool, share in shares.items()} if total else {NO_TOOL: 1.0}
+
+
+def _check_tokens(tokens: float) -> None:
+    if not 0 <= tokens <= MOST_TOKENS_SEEN:
+        raise ValueError(f"not a length: {tokens} tokens")
