@@ -4,12 +4,13 @@ import sys
 
 import typer
 
-from cluster.commands import bench, config, demo, model, profile, programs, serve, simulate, tools
+from cluster.commands import bench, config, demo, model, predictor, profile, programs, serve, simulate, tools
 from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
 app.add_typer(model.app, name="model")
+app.add_typer(predictor.app, name="predictor")
 app.add_typer(programs.app, name="programs")
 app.command()(bench.bench)
 app.command()(serve.serve)

@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from cluster.bench.trace import RecordedProgram, RecordedTurn, check_lengths, lines_of, parsed, recorded_programs
 from cluster.errors import TraceError
 from predictor_service.context import HISTORY, MAX_ARGUMENTS, MAX_TEXT, PauseContext, TurnContext
-from predictor_service.model import NO_TOOL, PauseOutcome, TurnOutcome
+from predictor_service.model import NO_TOOL, Learner, PauseOutcome, TurnOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,6 +110,25 @@ def program_example(row: RecordedProgram, source: str, texts: Texts) -> ProgramE
             )
         )
     return ProgramExample(row.program_id, source, row.split_group or row.program_id, tuple(turns))
+
+
+def teach(learner: Learner, program: ProgramExample) -> None:
+    """All of a program, in its order."""
+    for turn in program.turns:
+        teach_turn(learner, turn)
+    teach_end(learner, program)
+
+
+def teach_turn(learner: Learner, turn: TurnExample) -> None:
+    """A turn, and the pause after it."""
+    learner.turn_ended(turn.context, turn.outcome)
+    if turn.pause is not None and turn.pause_outcome is not None:
+        learner.pause_ended(turn.pause, turn.pause_outcome)
+
+
+def teach_end(learner: Learner, program: ProgramExample) -> None:
+    """What was left after each of its turns."""
+    learner.program_ended([turn.context for turn in program.turns], [turn.remaining for turn in program.turns])
 
 
 def arguments_of(output: str) -> str:

@@ -18,7 +18,7 @@ from cluster.program import USER_REPLY, without_class
 from cluster.statistics import LONGEST_S, MAX_TOOL_NAME_BYTES
 from predictor_service.context import PauseContext, TurnContext
 from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, Distribution, Floats
-from predictor_service.examples import ProgramExample
+from predictor_service.examples import ProgramExample, teach
 from predictor_service.level_counts import HistogramRow, Key, LevelHistograms, LevelNames, NameRow
 from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
 
@@ -127,20 +127,12 @@ class StatisticsModel:
             self._left_tokens.add(path, tokens)
             self._left_turns.add(path, later)
 
-    def learn(self, program: ProgramExample) -> None:
-        """All of a recorded program, turn by turn."""
-        for turn in program.turns:
-            self.turn_ended(turn.context, turn.outcome)
-            if turn.pause is not None and turn.pause_outcome is not None:
-                self.pause_ended(turn.pause, turn.pause_outcome)
-        self.program_ended([turn.context for turn in program.turns], [turn.remaining for turn in program.turns])
-
     @classmethod
     def fit(cls, programs: Iterable[ProgramExample]) -> Self:
         """A model that has seen ``programs``."""
         model = cls()
         for program in programs:
-            model.learn(program)
+            teach(model, program)
         return model
 
     # --- sharing and keeping ---
