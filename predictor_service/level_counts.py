@@ -1,13 +1,16 @@
 """Counts at levels from the general to the particular, each level drawn to the one above it.
 
 A level that has seen n values forecasts (counts + κ · parent) / (n + κ): one that has seen little says what its parent
-says. The levels that were not added to for longest are forgotten, and where a level has seen much its old counts fade.
+says. Of the levels that were not added to for longest those that have seen least are forgotten, and where a level has
+seen much its old counts fade.
 """
 
 import math
 from bisect import bisect_left
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,13 +19,15 @@ from cluster.statistics import decode_tool, encode_tool
 from predictor_service.distribution import Floats
 
 Key = tuple[str, ...]
-"""A level's name; ``()`` stands above all. A path is some of them, the general first."""
+"""A level's name; ``()`` stands above all."""
 HistogramRow = tuple[list[bytes], bytes, bytes]
 """A level as it is stored: its name, the numbers of its bins (uint16) and their counts (float32), little-endian."""
 NameRow = tuple[list[bytes], dict[bytes, float]]
 """The same of names: each with its count."""
 
-MOST_LEVELS = 4096
+MOST_LEVELS = 8192
+OLDEST = 16
+"""Levels not added to for longest, of which the one that has seen least is forgotten when there are too many."""
 MOST_SEEN = 4096.0
 """A level that has seen more halves its counts: what changes is learnt anew."""
 MOST_NAMES = 128
@@ -31,28 +36,66 @@ MOST_PARTS = 8
 """Of a level's name."""
 
 
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where something is counted and looked up."""
+
+    trunk: Sequence[Key]
+    """The general first."""
+    views: Sequence["View"] = ()
+    """Of other things that are known, beside one another."""
+
+    @property
+    def keys(self) -> tuple[Key, ...]:
+        """All of them."""
+        return (*self.trunk, *(view.key for view in self.views))
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """A level beside the trunk's later ones."""
+
+    key: Key
+    depth: int
+    """Of the trunk's level that it is drawn to, and that it is compared with: what it adds to that is what it tells."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shrinkage:
+    """How much a level leans on what is above it, in values seen."""
+
+    trunk: Sequence[float]
+    """κ of its levels, the general first; the last one is that of all later levels, too."""
+    view: float = 8.0
+    """κ of a view."""
+    weight: float = 0.7
+    """Of what a view adds to the trunk; views tell in part the same, so that 1 would be too sure."""
+    general: float = 0.05
+    """Share that the trunk's second level has in every answer: tasks differ more than one task's turns tell."""
+
+
 class LevelHistograms:
     """Numbers in bins.
 
     Args:
         edges: ascending, shape [bins + 1].
-        drawn: κ of a path's levels, the general first; the last one is that of all later levels, too.
+        shrinkage: of all its levels.
         most_levels: kept at a time.
     """
 
-    def __init__(self, edges: Floats, drawn: Sequence[float], most_levels: int = MOST_LEVELS) -> None:
+    def __init__(self, edges: Floats, shrinkage: Shrinkage, most_levels: int = MOST_LEVELS) -> None:
         self._edges: list[float] = edges.tolist()
         self._bins = len(edges) - 1
-        self._drawn = tuple(drawn)
+        self._shrinkage = shrinkage
         self._most = most_levels
         self._own: OrderedDict[Key, Floats] = OrderedDict()
         self._others: Mapping[Key, Floats] = {}
         self._nothing = np.full(self._bins, 1.0 / self._bins)
 
-    def add(self, path: Sequence[Key], value: float) -> None:
-        """A number was seen at every level of ``path``."""
+    def add(self, place: Place, value: float) -> None:
+        """A number was seen at every level of ``place``."""
         number = min(max(bisect_left(self._edges, value) - 1, 0), self._bins - 1)
-        for key in path:
+        for key in place.keys:
             counts = self._own.get(key)
             if counts is None:
                 counts = self._own[key] = np.zeros(self._bins)
@@ -63,14 +106,37 @@ class LevelHistograms:
                 counts *= 0.5
         self._forget()
 
-    def shares(self, path: Sequence[Key]) -> Floats:
-        """Of the bins, together 1."""
+    def shares(self, place: Place) -> Floats:
+        """Of the bins, together 1.
+
+        Views are pooled as if what each adds to its parent, the ratio of their shares, were evidence of its own.
+        """
         shares = self._nothing
-        for depth, key in enumerate(path):
-            counts = self._counts(key)
-            if counts is not None:
-                drawn = self._drawn[min(depth, len(self._drawn) - 1)]
-                shares = (counts + drawn * shares) / (counts.sum() + drawn)
+        kappas = self._shrinkage.trunk
+        trunk = []
+        for depth, key in enumerate(place.trunk):
+            shares = self._drawn(key, shares, kappas[min(depth, len(kappas) - 1)])
+            trunk.append(shares)
+        general = trunk[min(1, len(trunk) - 1)]
+        told = None
+        for view in place.views:
+            parent = trunk[view.depth]
+            seen = self._drawn(view.key, parent, self._shrinkage.view)
+            if seen is not parent:
+                ratio = seen / parent
+                told = ratio if told is None else told * ratio
+        if told is not None:
+            shares = shares * told**self._shrinkage.weight
+            shares /= shares.sum()
+        answer: Floats = shares + self._shrinkage.general * (general - shares)
+        return answer
+
+    def _drawn(self, key: Key, parent: Floats, kappa: float) -> Floats:
+        """What a level says; ``parent`` itself where it has seen nothing."""
+        counts = self._counts(key)
+        if counts is None:
+            return parent
+        shares: Floats = (counts + kappa * parent) / (counts.sum() + kappa)
         return shares
 
     def rows(self) -> list[HistogramRow]:
@@ -122,7 +188,7 @@ class LevelHistograms:
 
     def _forget(self) -> None:
         while len(self._own) > self._most:
-            self._own.popitem(last=False)
+            del self._own[min(islice(self._own, OLDEST), key=lambda key: self._own[key].sum())]
 
 
 class LevelNames:
@@ -138,7 +204,7 @@ class LevelNames:
         self._others: Mapping[Key, Mapping[str, float]] = {}
 
     def add(self, path: Sequence[Key], name: str) -> None:
-        """A name was seen at every level of ``path``."""
+        """A name was seen at every level of ``path``, the general first."""
         for key in path:
             seen = self._own.setdefault(key, {})
             self._own.move_to_end(key)
@@ -199,7 +265,7 @@ class LevelNames:
 
     def _forget(self) -> None:
         while len(self._own) > self._most:
-            self._own.popitem(last=False)
+            del self._own[min(islice(self._own, OLDEST), key=lambda key: sum(self._own[key].values()))]
 
 
 def encode_key(key: Key) -> list[bytes]:

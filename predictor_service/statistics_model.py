@@ -17,9 +17,18 @@ from cluster.errors import ConfigError
 from cluster.program import USER_REPLY, without_class
 from cluster.statistics import LONGEST_S, MAX_TOOL_NAME_BYTES
 from predictor_service.context import PauseContext, TurnContext
-from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, Distribution, Floats
+from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, SHORTEST_S, Distribution, Floats
 from predictor_service.examples import ProgramExample, teach
-from predictor_service.level_counts import HistogramRow, Key, LevelHistograms, LevelNames, NameRow
+from predictor_service.level_counts import (
+    HistogramRow,
+    Key,
+    LevelHistograms,
+    LevelNames,
+    NameRow,
+    Place,
+    Shrinkage,
+    View,
+)
 from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
 
 FILE = "statistics.msgpack"
@@ -32,11 +41,13 @@ TURN_EDGES: Floats = np.concatenate([np.arange(65) - 0.5, np.geomspace(64, 4096,
 """Turns that are left: one bin each, then bins of equal ratios."""
 _TURN_CENTRES = (TURN_EDGES[:-1] + TURN_EDGES[1:]) / 2
 
-_DRAWN_LENGTH = (1.0, 4.0, 4.0, 8.0)
-_DRAWN_PAUSE = (1.0, 3.0)
-_DRAWN_REMAINING = (1.0, 4.0, 8.0)
-_LAST_PER_DECADE = 3
-"""Classes of the duration that the same call took last."""
+_LENGTH = Shrinkage(trunk=(1.0, 4.0, 4.0, 8.0), weight=0.65, general=0.03)
+_PAUSE = Shrinkage(trunk=(1.0, 3.0), general=0.14)
+_REMAINING = Shrinkage(trunk=(1.0, 4.0, 8.0))
+_PER_DECADE = 3
+"""Classes of durations."""
+_CALLS = 3
+"""The same calls before, whose durations are averaged."""
 _SMALL_SHARE = 0.02
 """Of tools that are offered and were never called, together."""
 
@@ -53,12 +64,12 @@ class StatisticsModel:
     """See the module. A LengthModel, ToolModel, DurationModel and Learner; one thread at a time."""
 
     def __init__(self) -> None:
-        self._lengths = LevelHistograms(LENGTH_EDGES, _DRAWN_LENGTH)
+        self._lengths = LevelHistograms(LENGTH_EDGES, _LENGTH)
         self._tools = LevelNames()
-        self._durations = LevelHistograms(DURATION_EDGES, _DRAWN_PAUSE)
-        self._returned = LevelHistograms(LENGTH_EDGES, _DRAWN_PAUSE)
-        self._left_tokens = LevelHistograms(LENGTH_EDGES, _DRAWN_REMAINING)
-        self._left_turns = LevelHistograms(TURN_EDGES, _DRAWN_REMAINING)
+        self._durations = LevelHistograms(DURATION_EDGES, _PAUSE)
+        self._returned = LevelHistograms(LENGTH_EDGES, _PAUSE)
+        self._left_tokens = LevelHistograms(LENGTH_EDGES, _REMAINING)
+        self._left_turns = LevelHistograms(TURN_EDGES, _REMAINING)
 
     @property
     def _histograms(self) -> dict[str, LevelHistograms]:
@@ -74,15 +85,15 @@ class StatisticsModel:
 
     def lengths(self, turns: Sequence[TurnContext]) -> list[Distribution]:
         """See `LengthModel`."""
-        return [Distribution(LENGTH_EDGES, self._lengths.shares(_length_path(turn))) for turn in turns]
+        return [Distribution(LENGTH_EDGES, self._lengths.shares(_length_place(turn))) for turn in turns]
 
     def remaining(self, turns: Sequence[TurnContext]) -> list[Remaining]:
         """See `LengthModel`."""
         answers = []
         for turn in turns:
-            path = _remaining_path(turn)
-            expected = float(self._left_turns.shares(path) @ _TURN_CENTRES)
-            answers.append(Remaining(Distribution(LENGTH_EDGES, self._left_tokens.shares(path)), max(0.0, expected)))
+            place = _remaining_place(turn)
+            expected = float(self._left_turns.shares(place) @ _TURN_CENTRES)
+            answers.append(Remaining(Distribution(LENGTH_EDGES, self._left_tokens.shares(place)), max(0.0, expected)))
         return answers
 
     def tools(self, turns: Sequence[TurnContext]) -> list[Mapping[str, float]]:
@@ -91,18 +102,18 @@ class StatisticsModel:
 
     def durations(self, pauses: Sequence[PauseContext]) -> list[Distribution]:
         """See `DurationModel`."""
-        return [Distribution(DURATION_EDGES, self._durations.shares(_duration_path(pause))) for pause in pauses]
+        return [Distribution(DURATION_EDGES, self._durations.shares(_duration_place(pause))) for pause in pauses]
 
     def returned(self, pauses: Sequence[PauseContext]) -> list[Distribution]:
         """See `DurationModel`."""
-        return [Distribution(LENGTH_EDGES, self._returned.shares(_returned_path(pause))) for pause in pauses]
+        return [Distribution(LENGTH_EDGES, self._returned.shares(_returned_place(pause))) for pause in pauses]
 
     # --- learning ---
 
     def turn_ended(self, turn: TurnContext, outcome: TurnOutcome) -> None:
         """See `Learner`."""
         _check_tokens(outcome.output_tokens)
-        self._lengths.add(_length_path(turn), outcome.output_tokens)
+        self._lengths.add(_length_place(turn), outcome.output_tokens)
         self._tools.add(_tool_path(turn), _name(outcome.tool))
 
     def pause_ended(self, pause: PauseContext, outcome: PauseOutcome) -> None:
@@ -111,9 +122,9 @@ class StatisticsModel:
             raise ValueError(f"not a duration: {outcome.duration_s} s")
         if outcome.returned_tokens is not None:
             _check_tokens(outcome.returned_tokens)
-            self._returned.add(_returned_path(pause), outcome.returned_tokens)
+            self._returned.add(_returned_place(pause), outcome.returned_tokens)
         if outcome.duration_s is not None:
-            self._durations.add(_duration_path(pause), outcome.duration_s)
+            self._durations.add(_duration_place(pause), outcome.duration_s)
 
     def program_ended(self, turns: Sequence[TurnContext], remaining: Sequence[tuple[int, int]]) -> None:
         """See `Learner`."""
@@ -123,9 +134,9 @@ class StatisticsModel:
             _check_tokens(tokens)
             _check_tokens(later)
         for turn, (tokens, later) in zip(turns, remaining, strict=True):
-            path = _remaining_path(turn)
-            self._left_tokens.add(path, tokens)
-            self._left_turns.add(path, later)
+            place = _remaining_place(turn)
+            self._left_tokens.add(place, tokens)
+            self._left_turns.add(place, later)
 
     @classmethod
     def fit(cls, programs: Iterable[ProgramExample]) -> Self:
@@ -212,46 +223,75 @@ def _decoded(data: bytes) -> _Store:
 # --- levels: from the general to the particular ---
 
 
-def _length_path(turn: TurnContext) -> list[Key]:
+def _length_place(turn: TurnContext) -> Place:
     source, last = _name(turn.source), _last_tool(turn)
-    return [
-        (),
-        (source,),
-        (source, without_class(last)),
-        (source, without_class(last), last),
-        (source, without_class(last), last, _position_class(turn.position)),
-    ]
+    tool = without_class(last)
+    trunk: list[Key] = [(), (source,), (source, tool), (source, tool, last)]
+    return Place(
+        trunk,
+        [
+            View((*trunk[-1], "brought", _size_class(turn.new_tokens, 1.0)), 3),
+            View((*trunk[-1], "before", _tool_before(turn)), 3),
+            View((*trunk[-1], "usual", _size_class(_typical(turn.outputs), 1.5)), 3),
+            View((source, "last", _size_class(turn.outputs[0] if turn.outputs else 0, 1.5)), 1),
+        ],
+    )
 
 
-def _remaining_path(turn: TurnContext) -> list[Key]:
-    source, position = _name(turn.source), _position_class(turn.position)
-    return [(), (source,), (source, position), (source, position, _last_tool(turn))]
+def _remaining_place(turn: TurnContext) -> Place:
+    """All turns of one program tell of the same end: what is special to it must not name a level."""
+    source = _name(turn.source)
+    trunk: list[Key] = [(), (source,), (source, _position_class(turn.position))]
+    return Place(trunk, [View((source, "last", _last_tool(turn), _tool_before(turn)), 1)])
 
 
 def _tool_path(turn: TurnContext) -> list[Key]:
     source, last = _name(turn.source), _last_tool(turn)
-    before = _name(turn.tools[1]) if len(turn.tools) > 1 else "start"
-    return [
-        (),
-        (source,),
-        (source, last),
-        (source, last, before),
-        (source, last, before, _position_class(turn.position)),
+    return [(), (source,), (source, last), (source, last, _tool_before(turn))]
+
+
+def _duration_place(pause: PauseContext) -> Place:
+    trunk = _call_trunk(pause)
+    before = [
+        (_name(called), seconds)
+        for called, seconds in zip(pause.turn.tools, pause.turn.durations_s, strict=False)
+        if seconds is not None and 0 <= seconds <= LONGEST_S
     ]
+    views = [View((*trunk[-1], "length", _size_class(pause.output_tokens, 1.0)), 3)]
+    if same := [seconds for called, seconds in before if called == _name(pause.tool)]:
+        views.append(View((*trunk[-1], "same", _duration_class(same[:_CALLS])), 3))
+    tool = without_class(_name(pause.tool))
+    if alike := [seconds for called, seconds in before if without_class(called) == tool]:
+        views.append(View((*trunk[-1], "alike", _duration_class(alike[:1])), 3))
+    return Place(trunk, views)
 
 
-def _duration_path(pause: PauseContext) -> list[Key]:
-    tool, source = _name(pause.tool), _name(pause.turn.source)
-    path: list[Key] = [(), (without_class(tool),), (without_class(tool), tool), (without_class(tool), tool, source)]
-    before = zip(pause.turn.tools, pause.turn.durations_s, strict=False)
-    last_s = next((seconds for name, seconds in before if name == pause.tool and seconds is not None), None)
-    if last_s is not None:
-        path.append((*path[-1], _duration_class(last_s)))
-    return path
+def _returned_place(pause: PauseContext) -> Place:
+    trunk = _call_trunk(pause)
+    views = [View((*trunk[-1], "length", _size_class(pause.output_tokens, 1.0)), 3)]
+    before = zip(pause.turn.tools, pause.turn.returned, strict=False)
+    if same := [tokens for called, tokens in before if called == pause.tool]:
+        views.append(View((*trunk[-1], "same", _size_class(same[0], 1.0)), 3))
+    return Place(trunk, views)
 
 
-def _returned_path(pause: PauseContext) -> list[Key]:
-    return _duration_path(pause)[:4]
+def _call_trunk(pause: PauseContext) -> list[Key]:
+    called = _name(pause.tool)
+    tool = without_class(called)
+    return [(), (tool,), (tool, called), (tool, called, _name(pause.turn.source))]
+
+
+def _tool_before(turn: TurnContext) -> str:
+    return _name(turn.tools[1]) if len(turn.tools) > 1 else "start"
+
+
+def _typical(lengths: Sequence[int]) -> float:
+    """Their geometric mean, of a first turn 0."""
+    return math.expm1(sum(math.log1p(max(0, length)) for length in lengths) / len(lengths)) if lengths else 0.0
+
+
+def _size_class(size: float, per_octave: float) -> str:
+    return str(int(per_octave * math.log2(1 + max(0.0, size))))
 
 
 def _last_tool(turn: TurnContext) -> str:
@@ -263,8 +303,8 @@ def _position_class(position: int) -> str:
     return str(position) if position < 8 else f"~{int(3 * math.log2(position))}"
 
 
-def _duration_class(seconds: float) -> str:
-    return str(round(_LAST_PER_DECADE * math.log10(min(max(seconds, 1e-3), LONGEST_S)))) if seconds == seconds else ""
+def _duration_class(seconds: Sequence[float]) -> str:
+    return str(round(_PER_DECADE * sum(math.log10(max(each, SHORTEST_S)) for each in seconds) / len(seconds)))
 
 
 def _name(text: str) -> str:
