@@ -7,6 +7,7 @@ request generates exactly its ``max_tokens`` (``ignore_eos``). Tests and benchma
 
 import json
 import mmap
+from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -180,9 +181,12 @@ class VirtualEngine:
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading ones of these blocks are in the prefix cache; of the host tier nothing is said."""
+        """How many leading ones of these blocks are in the prefix cache; of the host tier nothing is said.
+
+        By bisection: of a chain the end is evicted first.
+        """
         find = self.scheduler.kv_cache_manager.block_pool.get_cached_block
-        return next((count for count, block in enumerate(hashes) if find(block, [0]) is None), len(hashes))
+        return bisect_left(hashes, True, key=lambda block: find(block, [0]) is None)
 
     def _finish(
         self, output: SchedulerOutput, samples: Sequence[bool], transferred: KVConnectorOutput | None
