@@ -79,18 +79,21 @@ class LevelHistograms:
 
     Args:
         edges: ascending, shape [bins + 1].
+        typical: the mean that is expected where nothing was seen.
         shrinkage: of all its levels.
         most_levels: kept at a time.
     """
 
-    def __init__(self, edges: Floats, shrinkage: Shrinkage, most_levels: int = MOST_LEVELS) -> None:
+    def __init__(self, edges: Floats, typical: float, shrinkage: Shrinkage, most_levels: int = MOST_LEVELS) -> None:
         self._edges: list[float] = edges.tolist()
         self._bins = len(edges) - 1
         self._shrinkage = shrinkage
         self._most = most_levels
         self._own: OrderedDict[Key, Floats] = OrderedDict()
         self._others: Mapping[Key, Floats] = {}
-        self._nothing = np.full(self._bins, 1.0 / self._bins)
+        # Lomax's distribution of shape 2: the tail is long, and yet there is a mean.
+        below = 1 - (1 + np.maximum(edges, 0.0) / typical) ** -2.0
+        self._nothing: Floats = np.diff(below) / (below[-1] - below[0])
 
     def add(self, place: Place, value: float) -> None:
         """A number was seen at every level of ``place``."""

@@ -64,12 +64,12 @@ class StatisticsModel:
     """See the module. A LengthModel, ToolModel, DurationModel and Learner; one thread at a time."""
 
     def __init__(self) -> None:
-        self._lengths = LevelHistograms(LENGTH_EDGES, _LENGTH)
+        self._lengths = LevelHistograms(LENGTH_EDGES, 200.0, _LENGTH)
         self._tools = LevelNames()
-        self._durations = LevelHistograms(DURATION_EDGES, _PAUSE)
-        self._returned = LevelHistograms(LENGTH_EDGES, _PAUSE)
-        self._left_tokens = LevelHistograms(LENGTH_EDGES, _REMAINING)
-        self._left_turns = LevelHistograms(TURN_EDGES, _REMAINING)
+        self._durations = LevelHistograms(DURATION_EDGES, 2.0, _PAUSE)
+        self._returned = LevelHistograms(LENGTH_EDGES, 200.0, _PAUSE)
+        self._left_tokens = LevelHistograms(LENGTH_EDGES, 2000.0, _REMAINING)
+        self._left_turns = LevelHistograms(TURN_EDGES, 5.0, _REMAINING)
 
     @property
     def _histograms(self) -> dict[str, LevelHistograms]:
