@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from replicas.tool_calls import MAX_NAME_LENGTH, MAX_NAMES, MAX_TOKENS, ToolNames, tool_names
+from cluster.tool_naming import MAX_NAME_LENGTH, MAX_NAMES, tool_names
+from replicas.tool_calls import MAX_TOKENS, ToolNames
 
 FORMATS = {
     "hermes": ('I look.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>', ("f",)),

@@ -1,0 +1,240 @@
+"""What a door to the replicas has seen of programs: from it come the contexts of their turns, and what models learn.
+
+What became of a turn is complete when the program's next turn comes, or the program ends: only then is it known what
+the turn called, how long that took and what it brought. Pure: every method is given the time, in seconds.
+"""
+
+from collections import OrderedDict, deque
+from dataclasses import dataclass, field, replace
+
+from cluster.program import KEY_MARK, USER_REPLY, without_class
+from predictor_service.context import HISTORY, PauseContext, TurnContext
+from predictor_service.live_context import ShownRequest
+from predictor_service.model import NO_TOOL, PauseOutcome, TurnOutcome
+from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
+
+MAX_TURNS = 256
+"""Turns of one program of which is told what came after them."""
+CHARS_PER_TOKEN = 4.0
+"""Until exact counts are known."""
+LEAST_CHARS, MOST_CHARS = 0.5, 16.0
+"""Of a token, in the mean over a prompt."""
+RECENT = 32
+"""Prompts that the mean is mostly of."""
+
+
+@dataclass(frozen=True, slots=True)
+class Arrived:
+    """A turn that has come."""
+
+    key: str
+    """The program, unique in the cluster."""
+    shown: ShownRequest
+    source: str
+    """See `TurnContext`."""
+    prompt_tokens: int
+    """Estimated."""
+    last: bool = False
+    """The client says that its program ends with it."""
+    last_tool: str | None = None
+    """Whose result it brings, if the client says so; a key of tool statistics."""
+    expected_tool: str | None = None
+    """What it is going to call, if the client says so."""
+
+
+@dataclass(slots=True)
+class _Ended:
+    """A turn of which is not known yet what it called."""
+
+    context: TurnContext
+    arrived: Arrived
+    output_tokens: int
+    at_s: float
+
+
+@dataclass(slots=True)
+class _Program:
+    turns: int = 0
+    """That have come."""
+    open: int = 0
+    outputs: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    """The most recent first, as the three that follow."""
+    tools: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    durations_s: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    returned: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    work: list[tuple[TurnContext, int]] = field(default_factory=list)
+    """Of each turn: its context without text, and the tokens that were computed for it."""
+    pending: _Ended | None = None
+    seen_s: float = 0.0
+
+
+class LiveHistory:
+    """The programs of one process.
+
+    Args:
+        max_programs: above it, the one that was seen least recently is as if it had ended.
+        idle_s: a program without a turn for so long has ended.
+    """
+
+    def __init__(self, max_programs: int, idle_s: float) -> None:
+        self._max_programs = max_programs
+        self._idle_s = idle_s
+        self._programs: OrderedDict[str, _Program] = OrderedDict()
+        self._chars_per_token = CHARS_PER_TOKEN
+        self._prompts = 0
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def arrived(self, turn: Arrived, now_s: float) -> tuple[TurnContext, list[Observation]]:
+        """The context of a turn that has come; and what is known now of the one before it."""
+        program = self._programs.setdefault(turn.key, _Program())
+        self._programs.move_to_end(turn.key)
+        program.seen_s = now_s
+        news = self._returned(program, turn, now_s)
+        context = self._context(program, turn)
+        program.turns += 1
+        program.open += 1
+        while len(self._programs) > self._max_programs:
+            news += self._over(next(iter(self._programs)))
+        return context, news
+
+    def lone(self, turn: Arrived) -> TurnContext:
+        """The context of a turn of no program."""
+        return self._context(_Program(), turn)
+
+    def ended(
+        self,
+        turn: Arrived,
+        context: TurnContext,
+        now_s: float,
+        *,
+        output_tokens: int | None,
+        prompt_tokens: int | None = None,
+    ) -> list[Observation]:
+        """A turn is over.
+
+        Args:
+            turn: as it was told to `arrived`.
+            context: that `arrived` answered.
+            now_s: when.
+            output_tokens: that it generated; None: it did not come to its proper end, or nobody knows.
+            prompt_tokens: exactly, where that is known.
+        """
+        if prompt_tokens is not None:
+            self._count(turn, prompt_tokens)
+        program = self._programs.get(turn.key)
+        if program is None:
+            return []
+        program.open = max(0, program.open - 1)
+        program.seen_s = now_s
+        if output_tokens is not None:
+            if len(program.work) < MAX_TURNS:
+                program.work.append((replace(context, text=""), context.new_tokens + output_tokens))
+            program.outputs.appendleft(output_tokens)
+            program.tools.appendleft(NO_TOOL)
+            program.durations_s.appendleft(None)
+            program.returned.appendleft(0)
+            program.pending = _Ended(context, turn, output_tokens, now_s)
+        return self._over(turn.key) if turn.last and not program.open else []
+
+    def program_ended(self, key: str) -> list[Observation]:
+        """Somebody says so."""
+        return self._over(key)
+
+    def sweep(self, now_s: float) -> list[Observation]:
+        """Programs that were idle for too long have ended."""
+        news: list[Observation] = []
+        for key, program in list(self._programs.items()):
+            if now_s - program.seen_s < self._idle_s:
+                break
+            if not program.open:
+                news += self._over(key)
+        return news
+
+    def _context(self, program: _Program, turn: Arrived) -> TurnContext:
+        request = turn.shown
+        shown = request.turns
+        # What was seen is exact, and what the messages show an estimate; earlier turns were perhaps seen elsewhere.
+        seen = len(program.outputs)
+        estimated = shown[seen:HISTORY]
+        new_tokens = self._tokens(request.new_chars)
+        if not request.structured and program.pending is not None:
+            before = program.pending
+            new_tokens = max(0, turn.prompt_tokens - before.context.prompt_tokens - before.output_tokens)
+        return TurnContext(
+            source=turn.source,
+            position=max(program.turns, request.position),
+            prompt_tokens=turn.prompt_tokens,
+            new_tokens=min(new_tokens or turn.prompt_tokens, turn.prompt_tokens),
+            outputs=(*program.outputs, *(self._tokens(one.output_chars) for one in estimated)),
+            tools=(*program.tools, *(one.tool for one in estimated)),
+            durations_s=(*program.durations_s, *(None for _ in estimated)),
+            returned=(*program.returned, *(self._tokens(one.returned_chars) for one in estimated)),
+            text=request.text,
+            offered=_offered(turn),
+        )
+
+    def _returned(self, program: _Program, turn: Arrived, now_s: float) -> list[Observation]:
+        """What the turn before called has returned."""
+        before, program.pending = program.pending, None
+        if before is None or turn.shown.position > before.context.position + 1:
+            return []  # nothing to say, or turns in between were seen elsewhere
+        tool, arguments = _called(before, turn)
+        if tool is None:
+            return []
+        outcome = TurnOutcome(before.output_tokens, tool, arguments)
+        news: list[Observation] = [TurnSeen(before.context, outcome)]
+        duration_s = max(0.0, now_s - before.at_s)
+        if turn.shown.structured:
+            returned = self._tokens(turn.shown.new_chars)
+        else:
+            returned = max(0, turn.prompt_tokens - before.context.prompt_tokens - before.output_tokens)
+        program.tools[0], program.durations_s[0], program.returned[0] = tool, duration_s, returned
+        pause = PauseContext(before.context, tool, before.output_tokens, arguments)
+        news.append(PauseSeen(pause, PauseOutcome(duration_s, returned)))
+        return news
+
+    def _over(self, key: str) -> list[Observation]:
+        program = self._programs.pop(key, None)
+        if program is None:
+            return []
+        news: list[Observation] = []
+        if (last := program.pending) is not None:
+            news.append(TurnSeen(last.context, TurnOutcome(last.output_tokens, NO_TOOL, last=True)))
+        if program.work and all(context.position == at for at, (context, _) in enumerate(program.work)):
+            tokens, turns = 0, 0
+            remaining: list[tuple[int, int]] = []
+            for _, computed in reversed(program.work):
+                remaining.append((tokens, turns))
+                tokens, turns = tokens + computed, turns + 1
+            news.append(ProgramSeen(tuple(context for context, _ in program.work), tuple(reversed(remaining))))
+        return news
+
+    def _tokens(self, chars: int) -> int:
+        return round(chars / self._chars_per_token)
+
+    def _count(self, turn: Arrived, prompt_tokens: int) -> None:
+        """Learn how long a token is, from a prompt all of which was shown."""
+        if turn.shown.structured and turn.shown.position == 0 and turn.shown.new_chars and prompt_tokens > 0:
+            chars = min(max(turn.shown.new_chars / prompt_tokens, LEAST_CHARS), MOST_CHARS)
+            self._prompts = min(self._prompts + 1, RECENT)
+            self._chars_per_token += (chars - self._chars_per_token) / (1 + self._prompts)
+
+
+def _offered(turn: Arrived) -> tuple[str, ...]:
+    """A tool that the client names is the only one."""
+    if turn.expected_tool is None:
+        return turn.shown.offered
+    return tuple(without_class(turn.expected_tool).split(KEY_MARK))
+
+
+def _called(before: _Ended, turn: Arrived) -> tuple[str | None, str]:
+    """What the turn before called, with which arguments; None: that cannot be seen."""
+    shown = turn.shown.turns[0] if turn.shown.turns else None
+    arguments = shown.arguments if shown is not None else ""
+    said = turn.last_tool or before.arrived.expected_tool
+    if said is not None:
+        return said, arguments
+    # It goes on without having called anything: it waited for its user, as the replicas see it.
+    return (None, "") if shown is None else (shown.tool or USER_REPLY, arguments)

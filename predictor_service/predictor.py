@@ -1,0 +1,254 @@
+"""A trained model, statistics that learn while they serve, and the correction of the first by the second's news.
+
+Plain: no Ray, no clock, no I/O. `shared.py` shares what is learnt, `service.py` and `client.py` serve it.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from heapq import nlargest
+from math import isfinite
+from typing import Protocol
+
+import msgspec
+import numpy as np
+
+from cluster.program import Forecasted, ToolForecast
+from predictor_service.context import PauseContext, TurnContext
+from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, Distribution, Floats
+from predictor_service.drift import Drift, Told
+from predictor_service.model import NO_TOOL, DurationModel, Learner, LengthModel, Remaining, ToolModel
+from predictor_service.observation import Observation, PauseSeen, TurnSeen, learn, sensible
+from predictor_service.statistics_model import StatisticsModel
+
+TOLD_TOOLS = 3
+"""Tools of a turn that are told of, the most probable ones."""
+LEAST_SHARE = 0.02
+"""A tool that is less probable is not."""
+MOST = 1e9
+"""No number of a forecast is larger."""
+VERSION = 1
+LENGTH_UNIT, DURATION_UNIT_S = 1.0, 0.01
+
+
+class Statistics(LengthModel, ToolModel, DurationModel, Learner, Protocol):
+    """What learns while it serves: `StatisticsModel`."""
+
+    def to_bytes(self) -> bytes:
+        """What this one has seen itself."""
+        ...
+
+    def merge(self, data: bytes) -> None:
+        """Add another's ``to_bytes`` to one's own.
+
+        Raises:
+            ValueError: these are no such bytes.
+        """
+        ...
+
+    def replace_others(self, others: Iterable[bytes]) -> None:
+        """From now on these ``to_bytes`` are what other writers have seen.
+
+        Raises:
+            ValueError: see ``merge``.
+        """
+        ...
+
+
+class _State(msgspec.Struct, array_like=True):
+    """The bytes' format, in msgpack."""
+
+    version: int
+    statistics: bytes
+    lengths: list[Told]
+    durations: list[Told]
+
+
+class Predictor:
+    """Forecasts turns, and learns from them.
+
+    Args:
+        statistics: learns while it serves; answers what the trained models do not.
+        lengths: a trained model; None: the statistics.
+        durations: the same for pauses.
+    """
+
+    def __init__(
+        self, statistics: Statistics, lengths: LengthModel | None = None, durations: DurationModel | None = None
+    ) -> None:
+        self.statistics = statistics
+        self.nonsense = 0
+        """Observations that made none."""
+        self.broken = 0
+        """Answers of trained models that were none."""
+        self.length_drift, self.duration_drift = Drift(LENGTH_UNIT), Drift(DURATION_UNIT_S)
+        self._lengths = lengths
+        self._durations = durations
+
+    def forecast(self, turns: Sequence[TurnContext]) -> list[Forecasted]:
+        """One for each turn, in their order."""
+        lengths = self._corrected_lengths(turns)
+        remaining = self._remaining(turns)
+        shares = self.statistics.tools(turns)
+        likely = [_likely(each) for each in shares]
+        pauses = [
+            PauseContext(turn, tool, round(length.mean))
+            for turn, length, tools in zip(turns, lengths, likely, strict=True)
+            for tool, _ in tools
+        ]
+        durations = iter(self._corrected_durations(pauses) if pauses else ())
+        returned = iter(self._returned(pauses) if pauses else ())
+        made = []
+        for length, ahead, tools, share in zip(lengths, remaining, likely, shares, strict=True):
+            of_tools = [(tool, p, next(durations), next(returned)) for tool, p in tools]
+            made.append(_forecasted(length, ahead, of_tools, 1.0 - share.get(NO_TOOL, 0.0)))
+        return made
+
+    def learn(self, observations: Sequence[Observation]) -> None:
+        """What makes no sense is counted, and changes nothing."""
+        good = [one for one in observations if sensible(one)]
+        self.nonsense += len(observations) - len(good)
+        self._learn_drift(good)
+        for one in good:
+            self.nonsense += not learn(self.statistics, one)
+
+    # --- sharing and keeping ---
+
+    def to_bytes(self) -> bytes:
+        """What this one has learnt itself: statistics and drift."""
+        state = _State(VERSION, self.statistics.to_bytes(), self.length_drift.told(), self.duration_drift.told())
+        return bytes(msgspec.msgpack.encode(state))
+
+    def replace_others(self, others: Iterable[bytes]) -> None:
+        """From now on these ``to_bytes`` are what other writers have learnt.
+
+        Their drift counts for keys of which nothing was seen here.
+
+        Raises:
+            ValueError: they are no such bytes.
+        """
+        states = [_state(data) for data in others]
+        self.statistics.replace_others(state.statistics for state in states)
+        for state in states:
+            self.length_drift.fill(state.lengths)
+            self.duration_drift.fill(state.durations)
+
+    def _learn_drift(self, observations: Sequence[Observation]) -> None:
+        if self._lengths is not None:
+            turns = [one for one in observations if isinstance(one, TurnSeen)]
+            for seen, length in zip(turns, self._lengths.lengths([one.turn for one in turns]), strict=True):
+                self.length_drift.observe(_source(seen.turn), length, seen.outcome.output_tokens)
+        if self._durations is not None:
+            pauses = [one for one in observations if isinstance(one, PauseSeen)]
+            for pause, duration in zip(pauses, self._durations.durations([one.pause for one in pauses]), strict=True):
+                if pause.outcome.duration_s is not None:
+                    self.duration_drift.observe(_called(pause.pause), duration, pause.outcome.duration_s)
+
+    def _corrected_lengths(self, turns: Sequence[TurnContext]) -> Sequence[Distribution]:
+        if self._lengths is None:
+            return self.statistics.lengths(turns)
+        made = self._lengths.lengths(turns)
+        if not all(_is_one(one, LENGTH_EDGES) for one in made):
+            self.broken += 1
+            return self.statistics.lengths(turns)
+        return [self.length_drift.corrected(_source(turn), length) for turn, length in zip(turns, made, strict=True)]
+
+    def _remaining(self, turns: Sequence[TurnContext]) -> Sequence[Remaining]:
+        if self._lengths is not None:
+            made = self._lengths.remaining(turns)
+            if all(_is_one(one.tokens, LENGTH_EDGES) and isfinite(one.turns) for one in made):
+                return made
+            self.broken += 1
+        return self.statistics.remaining(turns)
+
+    def _corrected_durations(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
+        if self._durations is None:
+            return self.statistics.durations(pauses)
+        made = self._durations.durations(pauses)
+        if not all(_is_one(one, DURATION_EDGES) for one in made):
+            self.broken += 1
+            return self.statistics.durations(pauses)
+        return [
+            self.duration_drift.corrected(_called(pause), duration)
+            for pause, duration in zip(pauses, made, strict=True)
+        ]
+
+    def _returned(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
+        if self._durations is not None:
+            made = self._durations.returned(pauses)
+            if all(_is_one(one, LENGTH_EDGES) for one in made):
+                return made
+            self.broken += 1
+        return self.statistics.returned(pauses)
+
+
+def readable(data: bytes) -> bool:
+    """Are these a predictor's ``to_bytes``?"""
+    try:
+        Predictor(StatisticsModel()).replace_others([data])
+    except ValueError:
+        return False
+    return True
+
+
+def _state(data: bytes) -> _State:
+    try:
+        state = msgspec.msgpack.decode(data, type=_State)
+    except msgspec.MsgspecError as error:
+        raise ValueError(f"not the state of a predictor: {error}") from error
+    if state.version != VERSION:
+        raise ValueError(f"version {state.version} of a predictor's state, not {VERSION}")
+    return state
+
+
+def _likely(shares: Mapping[str, float]) -> list[tuple[str, float]]:
+    """The tools that are worth telling of, the most probable first."""
+    called = [(tool, share) for tool, share in shares.items() if tool != NO_TOOL and share >= LEAST_SHARE]
+    return nlargest(TOLD_TOOLS, called, key=lambda one: one[1])
+
+
+def _forecasted(
+    length: Distribution,
+    ahead: Remaining,
+    tools: Sequence[tuple[str, float, Distribution, Distribution]],
+    calls: float,
+) -> Forecasted:
+    """``tools``: each with its probability, how long it takes and what it brings; ``calls``: that there is any."""
+    told = tuple(
+        ToolForecast(tool, _number(share), _number(duration.mean), _number(returned.mean))
+        for tool, share, duration, returned in tools
+    )
+    covered = sum(one.share for one in told)
+    pause_s = returned_tokens = pause_p50_s = 0.0
+    if covered > 0:
+        # The tools that are not told of are taken to be like those that are.
+        pause_s = calls * sum(one.share * one.pause_s for one in told) / covered
+        returned_tokens = calls * sum(one.share * one.returned_tokens for one in told) / covered
+        mixed = sum((share * duration.shares for _, share, duration, _ in tools), np.zeros(len(DURATION_EDGES) - 1))
+        pause_p50_s = Distribution.of_counts(DURATION_EDGES, mixed).quantile(0.5)
+    return Forecasted(
+        output_tokens=_number(length.mean),
+        output_p90_tokens=_number(length.quantile(0.9)),
+        pause_s=_number(pause_s),
+        pause_p50_s=_number(pause_p50_s),
+        returned_tokens=_number(returned_tokens),
+        later_tokens=_number(ahead.tokens.mean),
+        later_turns=_number(ahead.turns),
+        tools=told,
+    )
+
+
+def _number(value: float) -> float:
+    """Short as JSON, and something that a policy can reckon with."""
+    return float(f"{min(max(float(value), 0.0), MOST):.4g}")
+
+
+def _is_one(distribution: Distribution, edges: Floats) -> bool:
+    """Can it be reckoned with? A trained model's answer is not trusted to be."""
+    return len(distribution.shares) == len(edges) - 1 and isfinite(distribution.mean)
+
+
+def _source(turn: TurnContext) -> tuple[str, ...]:
+    return (turn.source,)
+
+
+def _called(pause: PauseContext) -> tuple[str, ...]:
+    return pause.turn.source, pause.tool
