@@ -19,6 +19,7 @@ from cluster.ingress import ingress_class
 from cluster.model_config import TINY
 from cluster.registry import OUR_ROUTER, ROUTERS
 from cluster.tiny.model import tiny_model_directory
+from predictor_service.service import predictor_application
 from replicas.engine import LocalModel
 from replicas.engine_arguments import CPU_ENVIRONMENT
 from replicas.host_tier import kv_transfer_config
@@ -75,7 +76,8 @@ def build(config: CaesuraConfig) -> Application:
         max_ongoing_requests=config.http.max_concurrent_requests + INGRESS_SLACK,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )
-    return ingress.bind(replicas, config)
+    predictor = predictor_application(config) if config.predictor.mode == "service" else None
+    return ingress.bind(replicas, config, predictor)
 
 
 def _direct(config: CaesuraConfig) -> Application:

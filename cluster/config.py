@@ -11,6 +11,7 @@ from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config_section import Section as _Section
 from cluster.model_config import ClassRule, EngineArgument, FurtherModel, ModelConfig, ModelId, ReplicaConfig
+from cluster.predictor_config import PredictorConfig
 from cluster.registry import OUR_ROUTER, POLICIES, ROUTER_PARAMETERS, ROUTERS
 from cluster.tool_config import ToolsConfig
 
@@ -175,6 +176,7 @@ class CaesuraConfig(_Section):
     control: ControlConfig = Field(default_factory=ControlConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     programs: ProgramsConfig = Field(default_factory=ProgramsConfig)
+    predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     models: dict[ModelId, FurtherModel] = Field(default_factory=dict)
     """More models, by the names that clients send, each on replicas of its own."""
     classes: dict[str, tuple[ClassRule, ...]] = Field(default_factory=dict)
@@ -204,11 +206,17 @@ class CaesuraConfig(_Section):
                 raise ValueError(f"{name}: the last rule must name a model and no condition, so that one always holds")
         return classes
 
-    @field_validator("tools", "models", "classes")
+    @field_validator("tools", "models", "classes", "predictor")
     @classmethod
     def _in_this_data_plane(cls, section: Any, info: ValidationInfo) -> Any:
         direct = "http" in info.data and info.data["http"].data_plane == "direct"
-        asked = section.defined or section.request_kinds if isinstance(section, ToolsConfig) else section
+        match section:
+            case ToolsConfig():
+                asked: Any = section.defined or section.request_kinds
+            case PredictorConfig():
+                asked = section.mode != "none"
+            case _:
+                asked = section
         if direct and asked:
             raise ValueError("`http.data_plane: direct` cannot serve this; leave it out or choose `ingress`")
         return section

@@ -27,6 +27,7 @@ from cluster.direct_note import NOTE, RefusalNote, RouterNote
 from cluster.direct_request import seen_turn
 from cluster.direct_turns import OpenTurns
 from cluster.errors import HttpError, Overloaded, ReplicaGone, UpstreamFailed
+from cluster.forecasting import NoForecasts
 from cluster.http_errors import RETRY_AFTER_S, error_response
 from cluster.http_front import ROUTE
 from cluster.placed_calls import MAX_HOPS, turn_request
@@ -70,7 +71,8 @@ class DirectRouter:
         clock, name = MonotonicClock(), f"direct-{uuid4().hex}"
         self._server = server
         self._placing = Placing(server, config, clock, name)
-        self._calls = ReplicaCalls(server, self._placing.places, self._placing.quarantine, config.control.timeout_s)
+        places, quarantine = self._placing.places, self._placing.quarantine
+        self._calls = ReplicaCalls(server, places, quarantine, config.control.timeout_s, NoForecasts())
         self._turns = OpenTurns(clock, name)
         self._placing.open()
         self._sweeper = asyncio.create_task(self._sweep_for_ever())

@@ -9,13 +9,13 @@ from ray.serve.handle import DeploymentHandle
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.errors import HttpError, ReplicaGone
+from cluster.forecasting import Forecasts, NoForecasts, WatchedAnswers
 from cluster.model_classes import ModelClasses
 from cluster.placed_calls import Calls
 from cluster.placement_store import PlacementStore
 from cluster.placing import Placing
 from cluster.program import ProgramIdentity
 from cluster.replica_calls import ReplicaCalls
-from cluster.stream_relay import Relay
 from cluster.turn import Continuation, TurnPiece
 
 CLASSES = "//classes"
@@ -30,18 +30,29 @@ class Fleet:
         config: the whole configuration.
         clock: all of the routers' time.
         name: of this ingress process.
+        forecasts: what is expected of turns.
     """
 
     def __init__(
-        self, replicas: Mapping[str, DeploymentHandle], config: CaesuraConfig, clock: Clock, name: str
+        self,
+        replicas: Mapping[str, DeploymentHandle],
+        config: CaesuraConfig,
+        clock: Clock,
+        name: str,
+        forecasts: Forecasts | NoForecasts,
     ) -> None:
         served = config.served
         self._name = name
         self._default = config.model.id
+        self._forecasts = forecasts
         self._placings = {model: Placing(handle, served[model], clock, name) for model, handle in replicas.items()}
         self._calls = {
             model: ReplicaCalls(
-                handle, self._placings[model].places, self._placings[model].quarantine, config.control.timeout_s
+                handle,
+                self._placings[model].places,
+                self._placings[model].quarantine,
+                config.control.timeout_s,
+                forecasts,
             )
             for model, handle in replicas.items()
         }
@@ -63,9 +74,11 @@ class Fleet:
         """Begin to look at the replicas."""
         for placing in self._placings.values():
             placing.open()
+        self._forecasts.open()
 
     async def aclose(self) -> None:
         """Stop; programs stay where they are."""
+        await self._forecasts.aclose()
         for placing in self._placings.values():
             await placing.aclose()
         await self._homes.close()
@@ -84,7 +97,7 @@ class Fleet:
 
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
-    ) -> Relay[bytes]:
+    ) -> WatchedAnswers:
         """A turn of a client: what it is sent, as bytes; where a replica dies, another goes on."""
         return self._of(body).answers(method, body, headers, identity)
 
@@ -109,6 +122,8 @@ class Fleet:
         Raises:
             Exception: what Ray or a replica raised.
         """
+        if operation == "end":
+            self._forecasts.program_ended(key)
         for calls in self._calls.values():
             await calls.tell(key, operation, payload)
 

@@ -24,6 +24,7 @@ from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import HttpError, Overloaded, UpstreamFailed
 from cluster.fleet import Fleet
+from cluster.forecasting_parts import forecasts
 from cluster.http_admin import drain
 from cluster.http_calls import Answers, EventStream
 from cluster.http_chat import ChatPrograms
@@ -99,6 +100,7 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
             "statistics": lambda app: app.get("/admin/statistics"),
             "drain": lambda app: app.post("/admin/drain"),
             "router": lambda app: app.get("/admin/router"),
+            "predictor": lambda app: app.get("/admin/predictor"),
         }
     # Routes belong to a class of their own, since Ray binds them to the class that it is given.
     handlers = {name: route(app)(getattr(ProgramIngress, name)) for name, route in endpoints.items()}
@@ -109,11 +111,14 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
 class ProgramIngress:
     """The handlers. A route's docstring is what /docs says of it."""
 
-    async def __init__(self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig) -> None:  # type: ignore[misc]
+    async def __init__(  # type: ignore[misc]
+        self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig, predictor: DeploymentHandle | None = None
+    ) -> None:
         self._config = config
         self._started = int(time())
         clock, name = MonotonicClock(), f"ingress-{uuid4().hex}"
-        self._fleet = Fleet(replicas, config, clock, name)
+        self._forecasts = forecasts(config, clock, name, predictor)
+        self._fleet = Fleet(replicas, config, clock, name, self._forecasts)
         self._service = ProgramService(self._fleet, config, clock, name)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         self._responses = ResponseRoutes(*parts)
@@ -275,6 +280,10 @@ class ProgramIngress:
     async def router(self) -> Response:
         """What this ingress's router knows and did: programs, who waits, the replicas as it sees them, its counters."""
         return JSONResponse(self._fleet.view())
+
+    async def predictor(self) -> Response:
+        """Who forecasts this ingress's turns, how far off that was, and what has been learnt."""
+        return JSONResponse(self._forecasts.view())
 
 
 def _per_replica(answers: list[Any]) -> Response:

@@ -56,6 +56,12 @@ TOOL_CALLS = "tool_calls"
 TOOL_SECONDS = "tool_seconds"
 TOOL_QUEUE_SECONDS = "tool_queue_seconds"
 
+FORECASTS = "forecasts"
+FORECAST_SECONDS = "forecast_seconds"
+FORECASTS_COMPARED = "forecasts_compared"
+FORECAST_ERROR = "forecast_absolute_error"
+
+FORECAST_BOUNDARIES_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.1)
 TOOL_BOUNDARIES_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
@@ -218,3 +224,40 @@ class RouterMetrics:
                 if (grown := total - self._counted.get((counter, kind), 0)) > 0:
                     counter.inc(grown, {label: str(kind)})
                 self._counted[counter, kind] = total
+
+
+class ForecastMetrics:
+    """The metrics of one ingress's forecasts."""
+
+    def __init__(self) -> None:
+        self._seconds = metrics.Histogram(
+            PREFIX + FORECAST_SECONDS,
+            description="Seconds that a turn waited for its forecast",
+            boundaries=list(FORECAST_BOUNDARIES_S),
+        )
+        self._forecasts, self._compared, self._errors = (
+            metrics.Counter(PREFIX + name, description=text, tag_keys=(label,))
+            for name, text, label in (
+                (FORECASTS, "Forecasts, by who made them and why not the service", "answered"),
+                (FORECASTS_COMPARED, "Forecasts that could be compared with what came, by of what", "of"),
+                (FORECAST_ERROR, "Sum of the absolute errors of those, tokens or seconds", "of"),
+            )
+        )
+        self._counted: dict[tuple[metrics.Counter, str], float] = {}
+
+    def asked(self, seconds: float) -> None:
+        """A turn has its forecast, or none."""
+        self._seconds.observe(seconds)
+
+    def record(self, answered: Mapping[Any, int], errors: Mapping[str, Sequence[float]]) -> None:
+        """Add to the counters what came since the last time. ``errors``: how many, and their sum."""
+        for kind, total in answered.items():
+            self._add(self._forecasts, "answered", str(kind), total)
+        for what, (count, total_error) in errors.items():
+            self._add(self._compared, "of", what, count)
+            self._add(self._errors, "of", what, total_error)
+
+    def _add(self, counter: metrics.Counter, label: str, value: str, total: float) -> None:
+        if (grown := total - self._counted.get((counter, value), 0.0)) > 0:
+            counter.inc(grown, {label: value})
+        self._counted[counter, value] = total

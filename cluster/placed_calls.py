@@ -3,6 +3,7 @@
 What becomes of a turn whose replica dies while it works on it: `cluster.stream_relay`.
 """
 
+import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -142,7 +143,7 @@ class Attempts:
 
     Args:
         places: where turns go.
-        request: the turn.
+        request: makes known the turn, once what is expected of it is; asked before the first replica is.
         call: makes the call, given the place and how far another replica came with the answer.
         check: called before each, raises what refuses the turn.
     """
@@ -150,22 +151,24 @@ class Attempts:
     def __init__(
         self,
         places: Places,
-        request: TurnRequest,
+        request: Callable[[], Awaitable[TurnRequest]],
         call: Callable[[Placement, Progress | None], Calls[Any]],
         check: Callable[[], Awaitable[None]],
     ) -> None:
         self._places = places
-        self._request = request
+        self._ask = request
         self._call = call
         self._check = check
         self._last: PlacedAnswers[Any] | None = None
 
     async def __call__(self, so_far: Progress | None) -> PlacedAnswers[Any]:
         """Ask one that has not failed this turn."""
-        await self._check()
-        if self._last is not None:
-            self._request = self._last.elsewhere
-        self._last = PlacedAnswers(self._places, self._request, lambda placement: self._call(placement, so_far))
+        if self._last is None:
+            request, _ = await asyncio.gather(self._ask(), self._check())
+        else:
+            await self._check()
+            request = self._last.elsewhere
+        self._last = PlacedAnswers(self._places, request, lambda placement: self._call(placement, so_far))
         return self._last
 
     def over(self, *, context_tokens: int) -> None:

@@ -8,6 +8,7 @@ from uuid import uuid4
 from ray.serve.handle import DeploymentHandle
 
 from cluster.errors import ControlTimeout, HttpError
+from cluster.forecasting import Forecasts, ForeseenTurn, NoForecasts, WatchedAnswers
 from cluster.http_front import REQUEST_ID
 from cluster.placed_calls import Attempts, Calls, turn_request
 from cluster.program import ProgramIdentity
@@ -16,6 +17,7 @@ from cluster.ray_errors import as_http_error, is_loss
 from cluster.stream import Progress
 from cluster.stream_relay import Relay, ends_stream
 from cluster.turn import Continuation, TurnDone, TurnPiece
+from router.decisions import TurnRequest
 from router.places import Placement, Places
 
 BROADCAST_SLACK_S = 5.0
@@ -30,43 +32,65 @@ class ReplicaCalls:
         places: where programs live.
         quarantine: turns that are refused.
         timeout_s: bounds a call of the side channel.
+        forecasts: what is expected of turns.
     """
 
-    def __init__(self, replicas: DeploymentHandle, places: Places, quarantine: Quarantine, timeout_s: float) -> None:
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        places: Places,
+        quarantine: Quarantine,
+        timeout_s: float,
+        forecasts: Forecasts | NoForecasts,
+    ) -> None:
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
         self._places = places
         self._quarantine = quarantine
         self._timeout_s = timeout_s
+        self._forecasts = forecasts
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
-    ) -> Relay[bytes]:
+    ) -> WatchedAnswers:
         """A turn of a client: what it is sent, as bytes; where a replica dies, another goes on."""
+        turn = self._forecasts.turn(identity, body)
 
-        def call(placement: Placement, so_far: Progress | None) -> Calls[Any]:
+        def call(whose: ProgramIdentity, placement: Placement, so_far: Progress | None) -> Calls[Any]:
             handle = self._streams.options(session_id=placement.session)
-            arguments = (method, body, headers, identity.key, identity.encode(), placement.epoch, so_far)
+            arguments = (method, body, headers, whose.key, whose.encode(), placement.epoch, so_far)
             made: Calls[Any] = handle.answer.remote(*arguments)
             return made
 
-        _, relay = self._relay(method, body, identity, call, ends_stream)
-        return relay
+        _, relay = self._relay(method, body, identity, turn, call, ends_stream)
+        return WatchedAnswers(relay, turn)
 
     def _relay(
         self,
         method: str,
         body: Mapping[str, Any],
         identity: ProgramIdentity,
-        call: Callable[[Placement, Progress | None], Calls[Any]],
+        turn: ForeseenTurn,
+        call: Callable[[ProgramIdentity, Placement, Progress | None], Calls[Any]],
         ends: Callable[[Any], bool],
     ) -> tuple[Attempts, Relay[Any]]:
         digest = digest_of(method, identity.tenant, body)
         quarantine = self._quarantine
-        request = turn_request(identity, body)
-        attempts = Attempts(self._places, request, call, lambda: quarantine.check(digest))
+        whose = identity
+
+        async def request() -> TurnRequest:
+            nonlocal whose
+            whose = await turn.identity()
+            return turn_request(whose, body)
+
+        attempts = Attempts(
+            self._places,
+            request,
+            lambda placement, so_far: call(whose, placement, so_far),
+            lambda: quarantine.check(digest),
+        )
         return attempts, Relay(attempts, ends=ends, error_map=as_http_error, blame=lambda: quarantine.add(digest))
 
     def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
@@ -82,14 +106,15 @@ class ReplicaCalls:
         Where a replica dies, another goes on. The last piece does not wait for the replica's own end of the call.
         """
         headers = {REQUEST_ID: uuid4().hex}
+        turn = self._forecasts.turn(identity, body)
 
-        def call(placement: Placement, so_far: Progress | None) -> Calls[Any]:
+        def call(whose: ProgramIdentity, placement: Placement, so_far: Progress | None) -> Calls[Any]:
             handle = self._streams.options(session_id=placement.session)
-            arguments = (dict(body), headers, key, identity.encode(), continuation, placement.epoch, so_far)
+            arguments = (dict(body), headers, key, whose.encode(), continuation, placement.epoch, so_far)
             made: Calls[Any] = handle.turn.remote(*arguments)
             return made
 
-        attempts, relay = self._relay("turn", body, identity, call, _ends_turn)
+        attempts, relay = self._relay("turn", body, identity, turn, call, _ends_turn)
         try:
             async for batch in relay:
                 if isinstance(batch, HttpError):
@@ -97,12 +122,14 @@ class ReplicaCalls:
                     break
                 if isinstance(last := batch[-1], TurnDone):
                     attempts.over(context_tokens=last.prompt_tokens + last.output_tokens)
+                    turn.over(output_tokens=last.output_tokens, prompt_tokens=last.prompt_tokens)
                 for piece in batch:
                     yield piece
         except Exception as error:  # noqa: BLE001 - the boundary: Ray's exceptions end here
             yield as_http_error(error)
         finally:
             relay.cancel()
+            turn.over(output_tokens=None)
 
     # --- the side channel ---------------------------------------------------------------------------------------------
 

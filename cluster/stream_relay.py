@@ -13,6 +13,7 @@ from typing import Generic, Protocol, Self, TypeVar
 from cluster.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.http_errors import SSE_DONE, ErrorMap
 from cluster.stream import Progress, Told, joined
+from cluster.turn import ID_BYTES
 
 logger = logging.getLogger("ray.serve")
 
@@ -129,6 +130,11 @@ class Relay(Generic[Data]):
             self._over = True
             return answer  # type: ignore[return-value]
         raise StopAsyncIteration
+
+    @property
+    def output_tokens(self) -> int:
+        """Of a stream, that have been told."""
+        return sum(len(step.token_ids) for step in self._told) // ID_BYTES
 
     def cancel(self) -> None:
         """Stop the replica's work on it. A call whose last piece is here is left to end by itself."""

@@ -8,6 +8,9 @@ from enum import StrEnum
 
 _WIDTH = "I"  # four bytes everywhere that CPython runs; checked below
 
+ID_BYTES = 4
+"""Of a packed id."""
+
 
 def pack_ids(ids: Iterable[int]) -> bytes:
     """Token ids, each as four bytes, little end first."""

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from contextvars import Context
 from enum import StrEnum
 from itertools import islice
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.clock import Clock
 from cluster.program import Forecasted
@@ -149,6 +149,17 @@ class ForecastClient:
             self._queue.popleft()
             self.forgotten += 1
 
+    def view(self) -> dict[str, Any]:
+        """For operators."""
+        return {
+            "service": self._service is not None,
+            "in_flight": self.in_flight,
+            "queued": len(self._queue),
+            "forgotten": self.forgotten,
+            "statistics_s": self._local_s,
+            "local": self._local.view(),
+        }
+
     def open(self) -> None:
         """Begin to deliver and to share."""
         self._regular = [asyncio.create_task(self._local.exchange_for_ever())]
@@ -201,7 +212,7 @@ class ForecastClient:
             return self._failed(Answered.DEADLINE)
         match question.exception():
             case None:
-                answer = question.result()
+                answer: object = question.result()
                 if isinstance(answer, Forecasted):
                     self._failures = 0
                     return answer

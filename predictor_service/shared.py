@@ -2,14 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
+from cluster.clock import Clock
 from cluster.learnt_store import LearntStore
+from cluster.program import Forecasted
 from predictor_service.context import TurnContext
 from predictor_service.observation import Observation
-from predictor_service.predictor import Forecasted, Predictor, readable
+from predictor_service.predictor import Predictor, readable
 
 logger = logging.getLogger(__name__)
+
+
+MOST_SHARE = 50
+"""An exchange is followed by so many times as long without one."""
 
 
 class SharedPredictor:
@@ -18,17 +25,20 @@ class SharedPredictor:
     Args:
         predictor: forecasts and learns.
         store: where what is learnt is shared.
-        period_s: between two exchanges.
+        period_s: between two exchanges; longer where they take long.
+        clock: measures them.
     """
 
-    def __init__(self, predictor: Predictor, store: LearntStore, period_s: float) -> None:
+    def __init__(self, predictor: Predictor, store: LearntStore, period_s: float, clock: Clock) -> None:
         self.predictor = predictor
         self.unreadable = 0
         """Parts of others that could not be read."""
         self._store = store
         self._period_s = period_s
+        self._clock = clock
         self._learnt = 0
         self._written: tuple[int, bytes] | None = None
+        self._seen: dict[str, bytes] = {}
         self._taken: dict[str, bytes] = {}
         self._refused: dict[str, bytes] = {}
 
@@ -46,17 +56,36 @@ class SharedPredictor:
         parts = await self._store.exchange(self._own())
         if parts is None:
             return False
-        readable_parts = {writer: part for writer, part in parts.items() if self._readable(writer, part)}
-        if readable_parts != self._taken:
-            self.predictor.replace_others(readable_parts.values())
-            self._taken = readable_parts
+        if parts != self._seen:
+            # Beside the event loop: others' statistics take up to half a second to read. They are swapped in at once.
+            self._taken = await asyncio.to_thread(self._take, parts)
+            self._seen = dict(parts)
         return True
+
+    def _take(self, parts: Mapping[str, bytes]) -> dict[str, bytes]:
+        taken = {writer: part for writer, part in parts.items() if self._readable(writer, part)}
+        self.predictor.replace_others(taken.values())
+        return taken
 
     async def exchange_for_ever(self) -> None:
         """Until it is cancelled; an exchange that fails is only late."""
         while True:
+            began_s = self._clock.now_s()
             await self.exchange()
-            await asyncio.sleep(self._period_s)
+            took_s = self._clock.now_s() - began_s
+            await asyncio.sleep(max(self._period_s, MOST_SHARE * took_s))
+
+    def view(self) -> dict[str, Any]:
+        """For operators."""
+        return {
+            "learnt": self._learnt,
+            "writers": len(self._taken),
+            "unreadable": self.unreadable,
+            "nonsense": self.predictor.nonsense,
+            "broken_answers": self.predictor.broken,
+            "length_drift": self.predictor.length_drift.ratios(),
+            "duration_drift": self.predictor.duration_drift.ratios(),
+        }
 
     async def aclose(self) -> None:
         """Write what was learnt last, and let go of the store."""
