@@ -165,8 +165,8 @@ class LiveHistory:
         return TurnContext(
             source=turn.source,
             position=max(program.turns, request.position),
-            prompt_tokens=turn.prompt_tokens,
-            new_tokens=min(new_tokens or turn.prompt_tokens, turn.prompt_tokens),
+            prompt_tokens=max(turn.prompt_tokens, new_tokens),
+            new_tokens=new_tokens or turn.prompt_tokens,
             outputs=(*program.outputs, *(self._tokens(one.output_chars) for one in estimated)),
             tools=(*program.tools, *(one.tool for one in estimated)),
             durations_s=(*program.durations_s, *(None for _ in estimated)),

@@ -48,7 +48,7 @@ def client(redis: EmbeddedRedis, tmp_path_factory: pytest.TempPathFactory) -> It
 def turn(client: httpx.Client, program: str, number: int, *, last: bool = False, **more: Any) -> httpx.Response:
     """A program's turn whose earlier ones each called `look`."""
     body = {"messages": [USER, *[CALL, RESULT] * number], "max_tokens": 4, "tools": TOOLS, "tool_choice": "none"}
-    headers = {"x-session-id": program} | ({"x-last-turn": "true"} if last else {})
+    headers = {"x-session-id": program} | ({"x-dynamo-session-final": "true"} if last else {})
     return client.post(CHAT, json=body | more, headers=headers)
 
 

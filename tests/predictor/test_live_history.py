@@ -1,0 +1,141 @@
+"""Timelines of programs as a door sees them: given these turns, expect these contexts and this to be learnt."""
+
+from typing import Any
+
+import pytest
+
+from cluster.program import USER_REPLY
+from predictor_service.context import TurnContext
+from predictor_service.live_context import shown
+from predictor_service.live_history import Arrived, LiveHistory
+from predictor_service.model import NO_TOOL
+from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
+
+USER = {"role": "user", "content": "u" * 40}
+SAID = {"role": "assistant", "content": "a" * 8}
+RESULT = {"role": "tool", "content": "r" * 80}
+
+
+def call(name: str) -> dict[str, Any]:
+    function = {"name": name, "arguments": "{}"}
+    return {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": function}]}
+
+
+def arrives(messages: list[dict[str, Any]], *, key: str = "t/p", **more: Any) -> Arrived:
+    chars = sum(len(one["content"]) for one in messages)
+    return Arrived(key, shown({"messages": messages}), "t", chars // 4, **more)
+
+
+class Door:
+    """A history, and what has come of it."""
+
+    def __init__(self, **bounds: Any) -> None:
+        self.history = LiveHistory(**({"max_programs": 100, "idle_s": 1000.0} | bounds))
+        self.seen: list[Observation] = []
+
+    def turn(self, arrived: Arrived, at_s: float, until_s: float, output: int | None) -> TurnContext:
+        context, news = self.history.arrived(arrived, at_s)
+        self.seen += news
+        self.seen += self.history.ended(arrived, context, until_s, output_tokens=output)
+        return context
+
+    def of(self, kind: type) -> list[Any]:
+        return [one for one in self.seen if isinstance(one, kind)]
+
+
+def test_what_a_turn_called_is_learnt_when_the_next_one_comes() -> None:
+    door = Door()
+    first = door.turn(arrives([USER]), 10.0, 11.0, output=7)
+    assert door.seen == []
+    second = door.turn(arrives([USER, call("look"), RESULT]), 14.5, 15.0, output=5)
+    turn, pause = door.of(TurnSeen)[0], door.of(PauseSeen)[0]
+    assert (turn.turn, turn.outcome.output_tokens, turn.outcome.tool, turn.outcome.last) == (first, 7, "look", False)
+    assert (pause.pause.tool, pause.outcome.duration_s, pause.outcome.returned_tokens) == ("look", 3.5, 20)
+    assert (second.position, second.outputs, second.tools) == (1, (7,), ("look",))
+    assert (second.durations_s, second.returned, second.new_tokens) == ((3.5,), (20,), 20)
+
+
+def test_the_client_s_word_on_the_tool_comes_first() -> None:
+    door = Door()
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, call("bash"), RESULT], last_tool="bash:make"), 2.0, 3.0, output=7)
+    assert door.of(PauseSeen)[0].pause.tool == "bash:make"
+
+
+def test_a_turn_that_called_nothing_and_was_not_the_last_waited_for_its_user() -> None:
+    door = Door()
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, SAID, USER]), 61.0, 62.0, output=7)
+    assert door.of(TurnSeen)[0].outcome.tool == USER_REPLY
+    assert door.of(PauseSeen)[0].outcome.duration_s == 60.0
+
+
+def test_at_a_program_s_end_what_was_ahead_of_each_turn_is_learnt() -> None:
+    door = Door()
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, call("look"), RESULT], last=True), 2.0, 3.0, output=5)
+    assert door.of(TurnSeen)[-1].outcome.last
+    assert door.of(TurnSeen)[-1].outcome.tool == NO_TOOL
+    ended = door.of(ProgramSeen)[0]
+    assert list(ended.remaining) == [(20 + 5, 1), (0, 0)]
+    assert [one.position for one in ended.turns] == [0, 1]
+    assert all(one.text == "" for one in ended.turns)
+    assert len(door.history) == 0
+
+
+def test_a_program_ends_when_somebody_says_so_or_when_it_is_idle_or_when_there_is_no_room() -> None:
+    door = Door(max_programs=2, idle_s=100.0)
+    for number, key in enumerate(("t/a", "t/b", "t/c")):
+        door.turn(arrives([USER], key=key), number, number + 0.5, output=1)
+    assert len(door.of(ProgramSeen)) == 1
+    assert len(door.history.program_ended("t/b")) == 2
+    assert door.history.sweep(50.0) == []
+    assert len(door.history.sweep(200.0)) == 2
+    assert len(door.history) == 0
+
+
+def test_a_failed_turn_teaches_nothing() -> None:
+    door = Door()
+    door.turn(arrives([USER]), 0.0, 1.0, output=None)
+    door.turn(arrives([USER], last=True), 2.0, 3.0, output=9)
+    assert [one.outcome.output_tokens for one in door.of(TurnSeen)] == [9]
+
+
+def test_turns_that_were_seen_elsewhere_are_estimated_and_not_learnt_from() -> None:
+    door = Door()
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    rest = [call("look"), RESULT] * 3
+    context = door.turn(arrives([USER, *rest], last=True), 9.0, 10.0, output=5)
+    assert context.position == 3
+    assert context.tools[1:] == ("look", "look")
+    assert door.of(PauseSeen) == []
+    assert door.of(ProgramSeen) == []
+
+
+def test_how_long_a_token_is_is_learnt_from_exact_counts() -> None:
+    history = LiveHistory(10, 100.0)
+    for number in range(200):
+        turn = arrives([USER], key=f"t/{number}")
+        context, _ = history.arrived(turn, 0.0)
+        history.ended(turn, context, 1.0, output_tokens=1, prompt_tokens=20)
+    context, _ = history.arrived(arrives([USER, SAID, RESULT], key="t/x"), 0.0)
+    assert context.new_tokens == pytest.approx(40, abs=1)
+    assert context.outputs == (4,)
+
+
+def test_turns_of_one_program_at_the_same_time_do_no_harm() -> None:
+    history = LiveHistory(10, 100.0)
+    one, two = arrives([USER]), arrives([USER])
+    first, _ = history.arrived(one, 0.0)
+    second, _ = history.arrived(two, 0.0)
+    history.ended(one, first, 1.0, output_tokens=3)
+    history.ended(two, second, 1.5, output_tokens=4)
+    context, news = history.arrived(arrives([USER, call("look"), RESULT]), 2.0)
+    assert context.outputs == (4, 3)
+    assert [one.outcome.output_tokens for one in news if isinstance(one, TurnSeen)] == [4]
+
+
+def test_a_turn_of_no_program_has_a_context_and_is_not_remembered() -> None:
+    history = LiveHistory(10, 100.0)
+    assert history.lone(arrives([USER], key="")).prompt_tokens == 10
+    assert len(history) == 0
