@@ -139,7 +139,13 @@ async def test_a_death_is_told_to_whoever_asked_and_the_next_attempt_avoids_that
     async def check() -> None:
         checks.append(1)
 
-    attempts = Attempts(places, turn_request(ProgramIdentity("p"), {"prompt": "x"}), call, check)
+    asked = []
+
+    async def request() -> TurnRequest:
+        asked.append(1)
+        return turn_request(ProgramIdentity("p"), {"prompt": "x"})
+
+    attempts = Attempts(places, request, call, check)
     first = await attempts(None)
     assert await anext(first) == b"a"
     with pytest.raises(type(error)):
@@ -151,7 +157,7 @@ async def test_a_death_is_told_to_whoever_asked_and_the_next_attempt_avoids_that
     assert told == [None, None, Progress(1)]
     assert [placement.request.avoid for placement in places.placed] == [frozenset(), {"r0"}, {"r0", "r1"}]
     assert places.ends == [("r0", False, None), ("r1", False, None), ("r2", True, None)]
-    assert len(checks) == 2
+    assert (len(checks), len(asked)) == (2, 1)
 
 
 async def test_a_program_that_has_moved_is_followed():
