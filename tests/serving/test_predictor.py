@@ -83,3 +83,75 @@ def _title(process: psutil.Process) -> str:
         return " ".join(process.cmdline())
     except psutil.Error:
         return ""
+
+
+def test_turns_are_forecast_by_the_service_and_learnt_from(client: httpx.Client) -> None:
+    for number in range(4):
+        run(client, f"plain-{number}")
+        run(client, f"stream-{number}", stream=True)
+    eventually(lambda: told(client)["compared"]["output_tokens"] >= 24)
+    view = told(client)
+    assert view["answered"]["service"] > 0
+    assert view["compared"]["pause_s"] >= 16
+    assert view["unread"] == 0
+    # Whether a turn's answer is whole or a stream, what it generated is known: four tokens, each time.
+    eventually(lambda: told(client)["local"]["writers"] == 1)
+    for number in range(3):
+        run(client, f"again-{number}")
+    before = told(client)
+    run(client, "close", turns=6)
+    after = told(client)
+    compared = after["compared"]["output_tokens"] - before["compared"]["output_tokens"]
+    errors = [
+        view["mean_absolute_error"]["output_tokens"] * view["compared"]["output_tokens"] for view in (before, after)
+    ]
+    assert compared == 6
+    assert (errors[1] - errors[0]) / compared < 30
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": []},
+        {"messages": [{"role": "user", "content": ""}]},
+        {"messages": [{"role": "assistant", "tool_calls": [{"function": None}]}, {"role": "user", "content": "x"}]},
+        {"messages": [{"role": "user", "content": "\ud800"}]},
+        {"messages": [{"role": "user", "content": "x" * 900_000}]},
+        {"messages": [USER], "tools": [{"function": {"name": "\ud800" * 300}}, None, 3]},
+        {"messages": "no"},
+        {"messages": [[USER]]},
+    ],
+)
+def test_whatever_a_client_sends_a_forecast_is_never_what_fails(client: httpx.Client, body: dict[str, Any]) -> None:
+    answer = client.post(CHAT, json={"max_tokens": 2, **body}, headers={"x-session-id": "odd"})
+    assert answer.status_code in (200, 400, 422), answer.text
+    assert told(client)["unread"] == 0
+    assert turn(client, "sane", 0).status_code == 200
+
+
+def test_a_run_in_which_the_service_is_killed_serves_every_program_and_loses_nothing(
+    client: httpx.Client, redis: EmbeddedRedis
+) -> None:
+    run(client, "before")
+    eventually(lambda: told(client)["queued"] == 0 and told(client)["local"]["writers"] >= 1)
+    service = service_process()
+    before = told(client)["answered"]
+    for number in range(12):
+        if number == 6:
+            service.kill()
+        run(client, f"through-{number}")
+    after = told(client)["answered"]
+    assert sum(after.values()) - sum(before.values()) == 36
+    assert sum(n for kind, n in after.items() if kind != "service") > sum(
+        n for kind, n in before.items() if kind != "service"
+    )
+    assert "nobody" not in after
+    served_before = after.get("service", 0)
+
+    def served_again() -> bool:
+        run(client, f"later-{time.monotonic()}", turns=1)
+        return bool(told(client)["answered"]["service"] > served_before)
+
+    eventually(served_again, within_s=120.0)
+    # The part of the service that was killed is still read.
+    eventually(lambda: told(client)["local"]["writers"] >= 2)

@@ -95,8 +95,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: classes, control, cost_model, engine, http, model, models, policy, programs, "
-        "replicas, router, slo, store, tools (got {}, line 1)",
+        "colours: unknown key; there are: classes, control, cost_model, engine, http, model, models, policy, "
+        "predictor, programs, replicas, router, slo, store, tools (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
