@@ -101,6 +101,7 @@ class Forecasts:
         self._metrics = ForecastMetrics()
         self._errors = {"output_tokens": [0, 0.0], "pause_s": [0, 0.0]}
         """Forecasts that were compared with what came, and the sum of their absolute errors."""
+        self._waited_s = 0.0
         self._foreseen: OrderedDict[str, Forecasted] = OrderedDict()
         """By program, what was expected of its last turn."""
         self._regular: asyncio.Task[None] | None = None
@@ -139,6 +140,7 @@ class Forecasts:
             "answered": {kind.value: n for kind, n in self._client.counters.items()},
             "mean_absolute_error": {name: total / n if n else None for name, (n, total) in self._errors.items()},
             "compared": {name: n for name, (n, _) in self._errors.items()},
+            "waited_s": self._waited_s,
             "unread": self.unread,
             "programs": len(self.history),
             **self._client.view(),
@@ -150,7 +152,9 @@ class Forecasts:
         """Ask the client."""
         began_s = self._clock.now_s()
         forecast = await self._client.forecast(context)
-        self._metrics.asked(self._clock.now_s() - began_s)
+        waited_s = self._clock.now_s() - began_s
+        self._waited_s += waited_s
+        self._metrics.asked(waited_s)
         return forecast
 
     def arrived(self, turn: Arrived, *, lone: bool) -> TurnContext:

@@ -1,5 +1,6 @@
 """Forecasts in a real cluster: asked of the service, learnt from, and done without when the service is killed."""
 
+import json
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -123,7 +124,8 @@ def test_turns_are_forecast_by_the_service_and_learnt_from(client: httpx.Client)
     ],
 )
 def test_whatever_a_client_sends_a_forecast_is_never_what_fails(client: httpx.Client, body: dict[str, Any]) -> None:
-    answer = client.post(CHAT, json={"max_tokens": 2, **body}, headers={"x-session-id": "odd"})
+    headers = {"x-session-id": "odd", "content-type": "application/json"}
+    answer = client.post(CHAT, content=json.dumps({"max_tokens": 2, **body}), headers=headers)
     assert answer.status_code in (200, 400, 422), answer.text
     assert told(client)["unread"] == 0
     assert turn(client, "sane", 0).status_code == 200
