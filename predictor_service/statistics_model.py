@@ -28,6 +28,7 @@ from predictor_service.level_counts import (
     Place,
     Shrinkage,
     View,
+    unseen_shares,
 )
 from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
 
