@@ -28,7 +28,6 @@ from predictor_service.level_counts import (
     Place,
     Shrinkage,
     View,
-    unseen_shares,
 )
 from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
 

@@ -231,13 +231,3 @@ def test_a_forecast_covers_what_it_says() -> None:
         assert forecast.edges is DURATION_EDGES
         inside += forecast.quantile(0.05) <= seconds <= forecast.quantile(0.95)
     assert 0.86 < inside / 800 < 0.94
-
-
-def test_before_anything_was_seen_a_turn_is_not_thought_to_be_endless() -> None:
-    model, turn = StatisticsModel(), TurnContext()
-    (length,), (ahead,) = model.lengths([turn]), model.remaining([turn])
-    (pause,) = model.durations([PauseContext(turn, "bash")])
-    assert 32 < length.mean < 512
-    assert 128 < ahead.tokens.mean < 4096
-    assert 0.5 < ahead.turns < 8
-    assert 0.1 < pause.mean < 20.0
