@@ -114,5 +114,12 @@ TOOL_KINDS = Registry(
     },
 )
 
-PREDICTORS = Registry("predictor", {"statistics": "predictor_service.statistics_model:StatisticsModel"})
+PREDICTORS = Registry(
+    "predictor",
+    {
+        "statistics": "predictor_service.statistics_model:StatisticsModel",
+        "encoder": "predictor_service.encoder:EncoderModel",
+        "tabular": "predictor_service.tabular:TabularModel",
+    },
+)
 """Models of forecasts: each has `fit(programs)`, `save(directory)`, `load(directory)` and what it answers."""

@@ -3,7 +3,7 @@
 import shlex
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -27,6 +27,7 @@ def evaluate(
     text: Text = None,
     split_seed: SplitSeed = 0,
     models: Annotated[str, typer.Option(help="a,b, or all: every registered model.")] = "all",
+    bundle: Annotated[Path | None, typer.Option(help="A model learnt before; it is not fitted again.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write one JSON line a model and source.")] = None,
 ) -> None:
     """Fit models on some groups of programs, and say how good they are on the others, beside baselines."""
@@ -35,12 +36,62 @@ def evaluate(
     from predictor_service.evaluate import evaluated
     from predictor_service.evaluation_report import PAPERS, json_lines, tables
     from predictor_service.examples import read_programs
+    from predictor_service.model_files import load_model
+    from predictor_service.train import check_unseen
 
     writable(json, None)
+    ready: dict[str, Any] = {}
+    if bundle is not None:
+        stored = load_model(bundle)
+        check_unseen(stored, split_seed)
+        ready[stored.name] = stored.model
     programs = read_programs(traces, text or ())
     names = tuple(PREDICTORS) if models == "all" else tuple(models.split(","))
-    found = evaluated(programs, split_seed, names, done=lambda name: typer.echo(f"{name}: done", err=True))
+    names += tuple(name for name in ready if name not in names)
+    found = evaluated(programs, split_seed, names, ready, lambda name: typer.echo(f"{name}: done", err=True))
     typer.echo(f"{tables(found)}\n\n{PAPERS}")
     if json is not None:
         command = shlex.join(["caesura", *sys.argv[1:]])
         json.write_text(json_lines(found, {"command": command, "split_seed": split_seed}), encoding="utf-8")
+
+
+@app.command(cls=FileListsCommand)
+def train(
+    traces: Traces,
+    text: Text = None,
+    split_seed: SplitSeed = 0,
+    everything: Annotated[
+        bool, typer.Option("--all", help="Learn from all groups; nothing is left to test on.")
+    ] = False,
+    model: Annotated[str, typer.Option(help="A registered model.")] = "tabular",
+    bundle: Annotated[Path | None, typer.Option(help="Directory to write the model into.")] = None,
+    json: Annotated[Path | None, typer.Option(help="Write where it comes from and what it is worth.")] = None,
+) -> None:
+    """Learn a model from some groups of programs, and keep it with what it is worth on the others."""
+    import json as writer
+    from dataclasses import asdict
+
+    from cluster.commands.bench import writable
+    from predictor_service.examples import read_programs
+    from predictor_service.model_files import save_model
+    from predictor_service.train import trained
+
+    writable(json, None)
+    stored = trained(model, read_programs(traces, text or ()), None if everything else split_seed)
+    origin = stored.origin
+    typer.echo(f"{model}: learnt from {origin.programs} programs of {', '.join(origin.sources)}")
+    for source, found in origin.metrics.items():
+        typer.echo(f"{source}: " + ", ".join(_worth(question, of) for question, of in found.items() if of))
+    if bundle is not None:
+        save_model(bundle, stored)
+        typer.echo(f"wrote {bundle}")
+    if json is not None:
+        command = shlex.join(["caesura", *sys.argv[1:]])
+        json.write_text(writer.dumps({"command": command, "model": model, **asdict(origin)}) + "\n", encoding="utf-8")
+
+
+def _worth(question: str, scores: dict[str, Any]) -> str:
+    told = {"mae": "MAE", "crps": "CRPS", "coverage": "in 90%", "tokens": "rank", "accuracy": "right"}
+    return f"{question} " + " ".join(
+        f"{word} {scores[key]:.4g}" for key, word in told.items() if scores.get(key) is not None
+    )

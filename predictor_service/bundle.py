@@ -1,0 +1,209 @@
+"""A learnt model as a directory: `model.safetensors`, other parts, and `bundle.json`, which says what they are.
+
+`bundle.json` is written last and has every other file's SHA-256, so that half a bundle, or one with a changed byte, is
+refused by name. Nothing in it is ever run.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from safetensors import SafetensorError
+from safetensors.numpy import load as load_tensors
+from safetensors.numpy import save as save_tensors
+
+from cluster.errors import ConfigError
+from predictor_service.examples import ProgramExample
+
+FORMAT = 1
+"""Raised with every change of what files mean."""
+NOTE, WEIGHTS = "bundle.json", "model.safetensors"
+MAX_FILE_BYTES = 2 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Origin:
+    """What a model was learnt from."""
+
+    data_sha256: str | None = None
+    """See `data_hash`; None: not known."""
+    programs: int = 0
+    sources: tuple[str, ...] = ()
+    split_seed: int | None = None
+    """Of the split whose train side it was; None: all of the data."""
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    """What it was worth on the other side, for people to read."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """What is in the directory."""
+
+    model: str
+    """Its name in the registry."""
+    features_version: int
+    origin: Origin
+    tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
+    parts: Mapping[str, bytes] = field(default_factory=dict)
+    """Other files, by name."""
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    """The model's own."""
+
+    def part(self, name: str) -> bytes:
+        """Another file's content.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if name not in self.parts:
+            raise ValueError(f"{name}: is not in the bundle")
+        return self.parts[name]
+
+    @contextmanager
+    def refused(self, directory: Path) -> Iterator[None]:
+        """Makes ConfigErrors of the ValueErrors of who reads the content; their messages begin with the field."""
+        try:
+            yield
+        except ValueError as error:
+            raise ConfigError(f"{directory}: {error}") from error
+
+
+class _Origin(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    data_sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")] | None
+    programs: Annotated[int, Field(ge=0)]
+    sources: tuple[str, ...] = Field(strict=False)
+    split_seed: int | None
+    metrics: dict[str, Any]
+
+
+class _Note(BaseModel):
+    model_config = ConfigDict(strict=True, frozen=True, extra="forbid")
+
+    format: int
+    model: str
+    features_version: int
+    origin: _Origin
+    settings: dict[str, Any]
+    files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], str]
+    """SHA-256 by name."""
+
+
+def data_hash(programs: Iterable[ProgramExample]) -> str:
+    """SHA-256 over all that is learnt from these programs, whatever their order."""
+    digests = sorted(hashlib.sha256(repr(program).encode("utf-8", "backslashreplace")).digest() for program in programs)
+    return hashlib.sha256(b"".join(digests)).hexdigest()
+
+
+def write_bundle(directory: Path, bundle: Bundle) -> None:
+    """Write or replace the bundle in ``directory``, which is made where it is not there.
+
+    Raises:
+        ConfigError: it cannot be written.
+    """
+    files = {WEIGHTS: save_tensors({name: np.ascontiguousarray(a) for name, a in bundle.tensors.items()})}
+    files |= bundle.parts
+    note = {
+        "format": FORMAT,
+        "model": bundle.model,
+        "features_version": bundle.features_version,
+        "origin": {
+            "data_sha256": bundle.origin.data_sha256,
+            "programs": bundle.origin.programs,
+            "sources": list(bundle.origin.sources),
+            "split_seed": bundle.origin.split_seed,
+            "metrics": dict(bundle.origin.metrics),
+        },
+        "settings": dict(bundle.settings),
+        "files": {name: hashlib.sha256(content).hexdigest() for name, content in files.items()},
+    }
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            _replace(directory / name, content)
+        _replace(directory / NOTE, json.dumps(note, indent=2, ensure_ascii=True).encode())
+    except OSError as error:
+        raise ConfigError(f"{directory}: the bundle cannot be written: {error}") from error
+
+
+def read_bundle(directory: Path, model: str | None = None, features_version: int | None = None) -> Bundle:
+    """The bundle of a directory.
+
+    Args:
+        directory: where it is.
+        model: the only one that will do.
+        features_version: likewise.
+
+    Raises:
+        ConfigError: there is none, a file is missing or is not the one that was written, or it is of another format,
+            model or version of features; names file and field.
+    """
+    note = _read_note(directory / NOTE)
+    for field_name, found, wanted in (
+        ("model", note.model, model),
+        ("features_version", note.features_version, features_version),
+    ):
+        if wanted is not None and found != wanted:
+            raise ConfigError(
+                f"{directory / NOTE}: {field_name}: is {found!r}; this version reads {wanted!r}: train again"
+            )
+    if WEIGHTS not in note.files:
+        raise ConfigError(f"{directory / NOTE}: files: {WEIGHTS} is not among them")
+    files = {name: _read_file(directory / name, digest) for name, digest in note.files.items()}
+    try:
+        tensors = load_tensors(files.pop(WEIGHTS))
+    except (SafetensorError, ValueError, KeyError) as error:
+        raise ConfigError(f"{directory / WEIGHTS}: is no safetensors file: {error}") from error
+    origin = Origin(**note.origin.model_dump())
+    return Bundle(note.model, note.features_version, origin, tensors, files, note.settings)
+
+
+def _read_note(path: Path) -> _Note:
+    content = _content(path)
+    try:
+        version = json.loads(content).get("format")
+    except (ValueError, AttributeError, RecursionError) as error:
+        raise ConfigError(f"{path}: is no bundle's description: {error}") from error
+    # Before all else: another format may have other fields.
+    if version != FORMAT:
+        age = "newer" if isinstance(version, int) and version > FORMAT else "older or unknown"
+        raise ConfigError(f"{path}: format: is {version!r}, {age}; this version reads {FORMAT}: train again")
+    try:
+        return _Note.model_validate_json(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        raise ConfigError(f"{path}: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+
+
+def _read_file(path: Path, digest: str) -> bytes:
+    content = _content(path)
+    found = hashlib.sha256(content).hexdigest()
+    if found != digest:
+        raise ConfigError(
+            f"{path}: sha256: is {found[:12]}..., not {digest[:12]}... as {NOTE} says: the file is damaged"
+        )
+    return content
+
+
+def _content(path: Path) -> bytes:
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: size: is over {MAX_FILE_BYTES} bytes")
+        return path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from error
+
+
+def _replace(path: Path, content: bytes) -> None:
+    """At once: who reads sees the old file or the new one."""
+    new = path.with_name(path.name + ".new")
+    new.write_bytes(content)
+    new.replace(path)
