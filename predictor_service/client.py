@@ -28,8 +28,6 @@ FAILURES = 5
 """In a row, after which the service is left in peace."""
 REST_S = 1.0
 """For so long; then one question is asked again, for which nobody waits."""
-TICK_S = 1e-3
-"""By which an event loop may wake late: epoll counts in milliseconds."""
 FLUSH_S = 0.25
 """Between two deliveries of what was seen."""
 DELIVERY_S = 2.0
@@ -188,7 +186,8 @@ class ForecastClient:
                 self._probe(self._begin(self._service, turn))
             return Answered.RESTING
         question = self._begin(self._service, turn)
-        wait_s = max(0.0, self._deadline_s - TICK_S - self._local_s)
+        # What is left is for its own answer. The loop may wake a millisecond late: epoll counts in those.
+        wait_s = max(0.0, self._deadline_s - self._local_s)
         try:
             await asyncio.wait((question,), timeout=wait_s)
         finally:

@@ -1,11 +1,11 @@
 """Predictors as the configuration wants them."""
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
-from cluster.errors import ConfigError
 from cluster.learnt_store import LearntStore
 from predictor_service.client import ForecastClient, ForecastService
 from predictor_service.predictor import Predictor
@@ -16,8 +16,45 @@ SPACE = "//predictor"
 """What is learnt is shared under this name; no model's id: what a model's programs are like is told by their source."""
 
 
-def shared_predictor(config: CaesuraConfig, clock: Clock, writer: str, trained: Any = None) -> SharedPredictor:
-    """Statistics that are shared under ``writer``'s name, and if there is one a trained model.
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """What was learnt before a cluster began. Nothing, by default."""
+
+    model: Any = None
+    """A LengthModel, and a DurationModel if it has `durations`; None: there are statistics only."""
+    statistics: bytes | None = None
+    """`StatisticsModel.to_bytes`."""
+
+    @classmethod
+    def of(cls, bundle: str | None) -> "Trained":
+        """What a bundle has.
+
+        Raises:
+            ConfigError: it cannot be used; names the file.
+        """
+        if bundle is None:
+            return cls()
+        # Reading bundles takes libraries that an ingress without one has no use for.
+        from predictor_service.model_files import load_model
+
+        model = load_model(Path(bundle)).model
+        if isinstance(model, StatisticsModel):
+            return cls(None, model.to_bytes())
+        own = getattr(model, "statistics", None)
+        return cls(model, own.to_bytes() if isinstance(own, StatisticsModel) else None)
+
+    def predictor(self) -> Predictor:
+        """One that goes on learning from there."""
+        statistics = StatisticsModel()
+        model = self.model
+        if hasattr(model, "with_prior"):  # it corrects statistics: those that learn while they serve
+            model = model.with_prior(statistics)
+        durations = model if hasattr(model, "durations") else None
+        return Predictor(statistics, model, durations, self.statistics)
+
+
+def shared_predictor(config: CaesuraConfig, clock: Clock, writer: str, trained: Trained) -> SharedPredictor:
+    """One that is shared under ``writer``'s name.
 
     Raises:
         ConfigError: the store's URL cannot be used.
@@ -30,9 +67,7 @@ def shared_predictor(config: CaesuraConfig, clock: Clock, writer: str, trained: 
         expiry_s=config.store.expiry_s,
         clock=clock,
     )
-    durations = trained if hasattr(trained, "durations") else None
-    predictor = Predictor(StatisticsModel(), trained, durations)
-    return SharedPredictor(predictor, store, config.predictor.share_s, clock)
+    return SharedPredictor(trained.predictor(), store, config.predictor.share_s, clock)
 
 
 def forecast_client(
@@ -41,20 +76,11 @@ def forecast_client(
     """An ingress's client; None: nothing is forecast.
 
     Raises:
-        ConfigError: the store's URL cannot be used.
+        ConfigError: the store's URL or the bundle cannot be used.
     """
     if config.predictor.mode == "none":
         return None
-    local = shared_predictor(config, clock, writer)
+    # In time it answers only from statistics: those of the bundle, if this machine has it.
+    statistics = Trained(None, Trained.of(config.predictor.bundle).statistics)
+    local = shared_predictor(config, clock, writer, statistics)
     return ForecastClient(local, service, deadline_s=config.predictor.deadline_s, clock=clock)
-
-
-def trained_model(bundle: str | None) -> Any:
-    """The model of a bundle; None: there is none.
-
-    Raises:
-        ConfigError: it cannot be used.
-    """
-    if bundle is None:
-        return None
-    raise ConfigError(f"predictor.bundle: {Path(bundle)}: cannot be read yet")

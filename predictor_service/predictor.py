@@ -6,7 +6,7 @@ Plain: no Ray, no clock, no I/O. `shared.py` shares what is learnt, `service.py`
 from collections.abc import Iterable, Mapping, Sequence
 from heapq import nlargest
 from math import isfinite
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import msgspec
 import numpy as np
@@ -53,6 +53,26 @@ class Statistics(LengthModel, ToolModel, DurationModel, Learner, Protocol):
         ...
 
 
+@runtime_checkable
+class JointLengthModel(Protocol):
+    """A LengthModel that answers both questions at the price of one."""
+
+    def lengths_and_remaining(self, turns: Sequence[TurnContext]) -> tuple[Sequence[Distribution], Sequence[Remaining]]:
+        """See `LengthModel`."""
+        ...
+
+
+@runtime_checkable
+class JointDurationModel(Protocol):
+    """A DurationModel that answers both questions at the price of one."""
+
+    def durations_and_returned(
+        self, pauses: Sequence[PauseContext]
+    ) -> tuple[Sequence[Distribution], Sequence[Distribution]]:
+        """See `DurationModel`."""
+        ...
+
+
 class _State(msgspec.Struct, array_like=True):
     """The bytes' format, in msgpack."""
 
@@ -69,12 +89,22 @@ class Predictor:
         statistics: learns while it serves; answers what the trained models do not.
         lengths: a trained model; None: the statistics.
         durations: the same for pauses.
+        base: `Statistics.to_bytes` of what was seen before, that the statistics begin with; as another writer's.
+
+    Raises:
+        ValueError: ``base`` is no such bytes.
     """
 
     def __init__(
-        self, statistics: Statistics, lengths: LengthModel | None = None, durations: DurationModel | None = None
+        self,
+        statistics: Statistics,
+        lengths: LengthModel | None = None,
+        durations: DurationModel | None = None,
+        base: bytes | None = None,
     ) -> None:
         self.statistics = statistics
+        self._base = () if base is None else (base,)
+        statistics.replace_others(self._base)
         self.nonsense = 0
         """Observations that made none."""
         self.broken = 0
@@ -85,8 +115,7 @@ class Predictor:
 
     def forecast(self, turns: Sequence[TurnContext]) -> list[Forecasted]:
         """One for each turn, in their order."""
-        lengths = self._corrected_lengths(turns)
-        remaining = self._remaining(turns)
+        lengths, remaining = self._of_turns(turns)
         shares = self.statistics.tools(turns)
         likely = [_likely(each) for each in shares]
         pauses = [
@@ -94,8 +123,7 @@ class Predictor:
             for turn, length, tools in zip(turns, lengths, likely, strict=True)
             for tool, _ in tools
         ]
-        durations = iter(self._corrected_durations(pauses) if pauses else ())
-        returned = iter(self._returned(pauses) if pauses else ())
+        durations, returned = map(iter, self._of_pauses(pauses))
         made = []
         for length, ahead, tools, share in zip(lengths, remaining, likely, shares, strict=True):
             of_tools = [(tool, p, next(durations), next(returned)) for tool, p in tools]
@@ -126,7 +154,7 @@ class Predictor:
             ValueError: they are no such bytes.
         """
         states = [_state(data) for data in others]
-        self.statistics.replace_others(state.statistics for state in states)
+        self.statistics.replace_others([*self._base, *(state.statistics for state in states)])
         for state in states:
             self.length_drift.fill(state.lengths)
             self.duration_drift.fill(state.durations)
@@ -142,42 +170,45 @@ class Predictor:
                 if pause.outcome.duration_s is not None:
                     self.duration_drift.observe(_called(pause.pause), duration, pause.outcome.duration_s)
 
-    def _corrected_lengths(self, turns: Sequence[TurnContext]) -> Sequence[Distribution]:
-        if self._lengths is None:
-            return self.statistics.lengths(turns)
-        made = self._lengths.lengths(turns)
-        if not all(_is_one(one, LENGTH_EDGES) for one in made):
+    def _of_turns(self, turns: Sequence[TurnContext]) -> tuple[Sequence[Distribution], Sequence[Remaining]]:
+        statistics, model = self.statistics, self._lengths
+        if model is None:
+            return statistics.lengths(turns), statistics.remaining(turns)
+        if isinstance(model, JointLengthModel):
+            lengths, remaining = model.lengths_and_remaining(turns)
+        else:
+            lengths, remaining = model.lengths(turns), model.remaining(turns)
+        if not all(_is_one(one, LENGTH_EDGES) for one in lengths):
             self.broken += 1
-            return self.statistics.lengths(turns)
-        return [self.length_drift.corrected(_source(turn), length) for turn, length in zip(turns, made, strict=True)]
+            lengths = statistics.lengths(turns)
+        else:
+            drift = self.length_drift
+            lengths = [drift.corrected(_source(turn), one) for turn, one in zip(turns, lengths, strict=True)]
+        if not all(_is_one(one.tokens, LENGTH_EDGES) and isfinite(one.turns) for one in remaining):
+            self.broken += 1
+            remaining = statistics.remaining(turns)
+        return lengths, remaining
 
-    def _remaining(self, turns: Sequence[TurnContext]) -> Sequence[Remaining]:
-        if self._lengths is not None:
-            made = self._lengths.remaining(turns)
-            if all(_is_one(one.tokens, LENGTH_EDGES) and isfinite(one.turns) for one in made):
-                return made
+    def _of_pauses(self, pauses: Sequence[PauseContext]) -> tuple[Sequence[Distribution], Sequence[Distribution]]:
+        statistics, model = self.statistics, self._durations
+        if not pauses:
+            return (), ()
+        if model is None:
+            return statistics.durations(pauses), statistics.returned(pauses)
+        if isinstance(model, JointDurationModel):
+            durations, returned = model.durations_and_returned(pauses)
+        else:
+            durations, returned = model.durations(pauses), model.returned(pauses)
+        if not all(_is_one(one, DURATION_EDGES) for one in durations):
             self.broken += 1
-        return self.statistics.remaining(turns)
-
-    def _corrected_durations(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
-        if self._durations is None:
-            return self.statistics.durations(pauses)
-        made = self._durations.durations(pauses)
-        if not all(_is_one(one, DURATION_EDGES) for one in made):
+            durations = statistics.durations(pauses)
+        else:
+            drift = self.duration_drift
+            durations = [drift.corrected(_called(pause), one) for pause, one in zip(pauses, durations, strict=True)]
+        if not all(_is_one(one, LENGTH_EDGES) for one in returned):
             self.broken += 1
-            return self.statistics.durations(pauses)
-        return [
-            self.duration_drift.corrected(_called(pause), duration)
-            for pause, duration in zip(pauses, made, strict=True)
-        ]
-
-    def _returned(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
-        if self._durations is not None:
-            made = self._durations.returned(pauses)
-            if all(_is_one(one, LENGTH_EDGES) for one in made):
-                return made
-            self.broken += 1
-        return self.statistics.returned(pauses)
+            returned = statistics.returned(pauses)
+        return durations, returned
 
 
 def readable(data: bytes) -> bool:

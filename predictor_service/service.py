@@ -20,12 +20,12 @@ from cluster.config import CaesuraConfig
 from cluster.program import Forecasted
 from predictor_service.client import ServiceOverloaded, ServiceUnreachable
 from predictor_service.context import TurnContext
-from predictor_service.making import shared_predictor, trained_model
+from predictor_service.making import Trained, shared_predictor
 from predictor_service.observation import Observation
 
 DEPLOYMENT = "Predictor"
-MOST_TOGETHER = 32
-"""Questions that are answered together."""
+MOST_TOGETHER = 8
+"""Questions that are answered together: more would keep the first of them waiting."""
 MOST_AT_WORK = 256
 """Questions that a replica has taken; more wait at the ingresses."""
 HEALTH_CHECK_PERIOD_S = 5.0
@@ -35,7 +35,7 @@ class PredictorServer:
     """One replica of the service."""
 
     async def __init__(self, config: CaesuraConfig) -> None:  # type: ignore[misc]
-        trained = trained_model(config.predictor.bundle)
+        trained = Trained.of(config.predictor.bundle)
         self._shared = shared_predictor(config, MonotonicClock(), f"predictor-{uuid4().hex}", trained)
         # What others have learnt is there before the first question; without the store it comes later.
         await self._shared.exchange()
