@@ -1,0 +1,84 @@
+"""Predictors that share what they learn, through a real Redis."""
+
+from collections.abc import AsyncIterator, Callable, Iterator
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.embedded_redis import EmbeddedRedis
+from cluster.learnt_store import LearntStore
+from predictor_service.context import TurnContext
+from predictor_service.model import TurnOutcome
+from predictor_service.observation import TurnSeen
+from predictor_service.predictor import Predictor
+from predictor_service.shared import SharedPredictor
+from predictor_service.statistics_model import StatisticsModel
+
+TURN = TurnContext(source="t")
+LONG, SHORT = TurnSeen(TURN, TurnOutcome(1000, "look")), TurnSeen(TURN, TurnOutcome(10, "look"))
+Make = Callable[[str], SharedPredictor]
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as embedded:
+        yield embedded
+
+
+@pytest.fixture
+async def make(server: EmbeddedRedis, request: pytest.FixtureRequest) -> AsyncIterator[Make]:
+    made = []
+
+    def writer(name: str) -> SharedPredictor:
+        clock = ManualClock()
+        space = request.node.name
+        store = LearntStore(server.url, space=space, writer=name, timeout_s=10.0, expiry_s=60.0, clock=clock)
+        made.append(SharedPredictor(Predictor(StatisticsModel()), store, 1.0, clock))
+        return made[-1]
+
+    yield writer
+    for one in made:
+        await one.aclose()
+
+
+def expected(shared: SharedPredictor) -> float:
+    return shared.forecast([TURN])[0].output_tokens
+
+
+async def test_a_restart_loses_nothing_that_was_written(make: Make) -> None:
+    first = make("first")
+    first.learn([LONG] * 50)
+    assert await first.exchange()
+    successor = make("second")
+    assert expected(successor) < 500
+    assert await successor.exchange()
+    assert expected(successor) == expected(first)
+
+
+async def test_what_two_have_learnt_both_know_and_neither_counts_twice(make: Make) -> None:
+    one, other = make("one"), make("other")
+    one.learn([LONG] * 40)
+    other.learn([SHORT] * 40)
+    for _ in range(3):
+        await one.exchange()
+        await other.exchange()
+    assert expected(one) == expected(other)
+    assert 300 < expected(one) < 700
+
+
+async def test_what_a_writer_cannot_be_read_of_is_left_out_and_the_rest_is_taken(make: Make) -> None:
+    good, bad, reader = make("good"), make("bad"), make("reader")
+    good.learn([LONG] * 50)
+    await good.exchange()
+    await bad._store.exchange(b"nonsense")
+    for _ in range(3):
+        assert await reader.exchange()
+    assert reader.unreadable == 1
+    assert expected(reader) == expected(good)
+
+
+async def test_who_has_learnt_nothing_writes_nothing(make: Make) -> None:
+    silent, reader = make("silent"), make("reader")
+    await silent.exchange()
+    await reader.exchange()
+    assert reader.view()["writers"] == 0

@@ -1,0 +1,194 @@
+"""What an ingress learns of turns from the answers that pass by; no cluster."""
+
+import json
+from collections.abc import AsyncIterator, Iterator
+from typing import Any
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.embedded_redis import EmbeddedRedis
+from cluster.errors import HttpError
+from cluster.forecasting import Forecasts, WatchedAnswers
+from cluster.http_errors import SSE_DONE
+from cluster.learnt_store import LearntStore
+from cluster.program import Hints, ProgramIdentity
+from cluster.stream import Progress, Told
+from cluster.stream_relay import Relay, ends_stream
+from cluster.turn import pack_ids
+from predictor_service.client import ForecastClient
+from predictor_service.predictor import Predictor
+from predictor_service.shared import SharedPredictor
+from predictor_service.statistics_model import StatisticsModel
+
+USER = {"role": "user", "content": "Look."}
+CALL = {"role": "assistant", "tool_calls": [{"function": {"name": "look", "arguments": "{}"}}]}
+RESULT = {"role": "tool", "content": "nothing"}
+FIRST, SECOND = {"messages": [USER]}, {"messages": [USER, CALL, RESULT]}
+
+
+class Pieces:
+    """A replica's answer, as it is written down."""
+
+    def __init__(self, *pieces: object) -> None:
+        self._pieces = iter(pieces)
+
+    def __aiter__(self) -> "Pieces":
+        return self
+
+    async def __anext__(self) -> object:
+        try:
+            return next(self._pieces)
+        except StopIteration:
+            raise StopAsyncIteration from None
+
+    def cancel(self) -> None:
+        pass
+
+
+def answer(tokens: int) -> Pieces:
+    usage = {"prompt_tokens": 9, "total_tokens": 9 + tokens, "completion_tokens": tokens}
+    text = '"usage": {"completion_tokens": 77}'
+    return Pieces(json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode())
+
+
+def stream(tokens: int) -> Pieces:
+    events = [Told(Progress(1, pack_ids([7])), b"data: {}\n\n") for _ in range(tokens)]
+    return Pieces(*events, Told(Progress(1), SSE_DONE))
+
+
+class Door:
+    def __init__(self, server: EmbeddedRedis) -> None:
+        self.clock = ManualClock()
+        self.predictor = Predictor(StatisticsModel())
+        store = LearntStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
+        client = ForecastClient(
+            SharedPredictor(self.predictor, store, 1.0, self.clock), None, deadline_s=0.005, clock=self.clock
+        )
+        self.client = client
+        self.forecasts = Forecasts(client, self.clock, 100.0, "tiny")
+
+    async def turn(
+        self, identity: ProgramIdentity, body: dict[str, Any], pieces: Pieces, read: int | None = None
+    ) -> Any:
+        turn = self.forecasts.turn(identity, body)
+        told = await turn.identity()
+
+        async def attempt(so_far: Progress | None) -> Pieces:
+            return pieces
+
+        async def blame() -> None:
+            raise AssertionError("nobody is to blame")
+
+        relay: Relay[bytes] = Relay(attempt, ends=ends_stream, error_map=_raise, blame=blame)
+        answers = WatchedAnswers(relay, turn)
+        taken = 0
+        async for _ in answers:
+            taken += 1
+            if taken == read:
+                break
+        answers.cancel()
+        return told
+
+    @property
+    def compared(self) -> dict[str, int]:
+        compared: dict[str, int] = self.forecasts.view()["compared"]
+        return compared
+
+    @property
+    def error(self) -> float:
+        return float(self.forecasts.view()["mean_absolute_error"]["output_tokens"])
+
+
+def _raise(error: BaseException) -> HttpError:
+    raise error
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[EmbeddedRedis]:
+    with EmbeddedRedis() as embedded:
+        yield embedded
+
+
+@pytest.fixture
+async def door(server: EmbeddedRedis) -> AsyncIterator[Door]:
+    made = Door(server)
+    yield made
+    await made.forecasts.aclose()
+
+
+PROGRAM, LAST = ProgramIdentity("p"), ProgramIdentity("p", last_turn=True)
+
+
+@pytest.mark.parametrize("made", [answer, stream])
+async def test_what_a_turn_generated_is_known_however_it_is_answered(door: Door, made: Any) -> None:
+    told = await door.turn(PROGRAM, FIRST, made(40))
+    assert told.forecast is not None
+    assert door.compared == {"output_tokens": 1, "pause_s": 0}
+    assert door.error == pytest.approx(abs(told.forecast.output_tokens - 40))
+    door.clock.advance(2.5)
+    await door.turn(LAST, SECOND, made(10))
+    assert door.compared == {"output_tokens": 2, "pause_s": 1}
+    assert len(door.forecasts.history) == 0
+
+
+async def test_programs_are_learnt_from(door: Door) -> None:
+    for number in range(30):
+        await door.turn(ProgramIdentity(f"p{number}"), FIRST, stream(200))
+        door.clock.advance(5.0)
+        await door.turn(ProgramIdentity(f"p{number}", last_turn=True), SECOND, stream(10))
+    forecast = (await door.turn(ProgramIdentity("new"), FIRST, stream(1))).forecast
+    assert forecast.output_tokens == pytest.approx(200, rel=0.2)
+    assert forecast.tool("look").pause_s == pytest.approx(5.0, rel=0.2)
+    assert forecast.later_turns == pytest.approx(1.0, abs=0.4)
+
+
+async def test_a_client_s_hints_are_passed_on_beside_the_forecast(door: Door) -> None:
+    told = await door.turn(ProgramIdentity("p", hints=Hints(expected_output_tokens=3)), FIRST, stream(1))
+    assert told.hints.expected_output_tokens == 3
+    assert told.forecast is not None
+
+
+@pytest.mark.parametrize("pieces", [Pieces(HttpError("no", status=400)), Pieces(b'{"choices": []}')])
+async def test_of_a_turn_that_failed_nothing_is_learnt(door: Door, pieces: Pieces) -> None:
+    before = door.predictor.to_bytes()
+    await door.turn(PROGRAM, FIRST, pieces)
+    await door.turn(LAST, SECOND, Pieces(HttpError("no", status=500)))
+    assert door.compared == {"output_tokens": 0, "pause_s": 0}
+    assert door.predictor.to_bytes() == before
+
+
+async def test_of_a_stream_that_its_client_left_nothing_is_learnt(door: Door) -> None:
+    await door.turn(LAST, FIRST, stream(100), read=5)
+    assert door.compared["output_tokens"] == 0
+
+
+async def test_several_answers_to_one_turn_are_no_length(door: Door) -> None:
+    await door.turn(LAST, {**FIRST, "n": 4}, answer(40))
+    assert door.compared["output_tokens"] == 0
+
+
+async def test_a_turn_of_no_program_is_forecast(door: Door) -> None:
+    told = await door.turn(ProgramIdentity(), FIRST, answer(40))
+    assert told.forecast is not None
+    assert len(door.forecasts.history) == 0
+
+
+async def test_models_are_told_apart(door: Door) -> None:
+    for number in range(30):
+        await door.turn(ProgramIdentity(f"a{number}", last_turn=True), {**FIRST, "model": "tiny"}, answer(400))
+        await door.turn(ProgramIdentity(f"b{number}", last_turn=True), {**FIRST, "model": "coder"}, answer(10))
+    tiny = (await door.turn(ProgramIdentity("c", last_turn=True), {**FIRST, "model": "tiny"}, answer(1))).forecast
+    coder = (await door.turn(ProgramIdentity("d", last_turn=True), {**FIRST, "model": "coder"}, answer(1))).forecast
+    assert coder.output_tokens < 100 < 300 < tiny.output_tokens
+
+
+async def test_a_bug_of_ours_costs_a_forecast_and_no_turn(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*_: Any, **__: Any) -> Any:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(door.forecasts.history, "ended", broken)
+    assert (await door.turn(PROGRAM, FIRST, answer(40))).forecast is not None
+    monkeypatch.setattr(door.forecasts.history, "arrived", broken)
+    assert (await door.turn(PROGRAM, FIRST, answer(40))).forecast is None
+    assert door.forecasts.unread == 2
