@@ -8,6 +8,8 @@ from typing import Annotated, Any
 import typer
 
 from cluster.commands.file_lists import FileListsCommand
+from cluster.errors import ConfigError, RunStoreUnavailable
+from cluster.program import DEFAULT_TENANT
 
 app = typer.Typer(no_args_is_help=True, help="Models that forecast turns and pauses.")
 
@@ -95,3 +97,42 @@ def _worth(question: str, scores: dict[str, Any]) -> str:
     return f"{question} " + " ".join(
         f"{word} {scores[key]:.4g}" for key, word in told.items() if scores.get(key) is not None
     )
+
+
+@app.command()
+def export(
+    store: Annotated[str, typer.Option(help="Redis of the cluster: redis://, rediss:// or unix://.")],
+    out: Annotated[Path, typer.Option(help="Directory for programs.jsonl and text.jsonl.")],
+    tenant: Annotated[str, typer.Option(help="Whose programs.")] = DEFAULT_TENANT,
+    source: Annotated[str, typer.Option(help="What to call their source.")] = "cluster",
+    timeout_s: Annotated[float, typer.Option(min=0.01, help="Of each call to the store.")] = 5.0,
+) -> None:
+    """Write the server-side programs that a cluster has run as a trace, for train, evaluate, bench and simulate."""
+    import asyncio
+
+    out.mkdir(parents=True, exist_ok=True)
+    try:
+        count = asyncio.run(_export(store, out, tenant, source, timeout_s))
+    except RunStoreUnavailable as error:
+        raise ConfigError(f"--store {store}: {error}") from error
+    typer.echo(f"wrote {count} runs into {out}")
+
+
+async def _export(url: str, out: Path, tenant: str, source: str, timeout_s: float) -> int:
+    import json
+    import uuid
+
+    from cluster.run_export import exported
+    from cluster.run_store import RunStore
+
+    store = RunStore(url, owner=f"export-{uuid.uuid4().hex}", timeout_s=timeout_s, lease_s=60.0, retention_s=60.0)
+    count = 0
+    try:
+        with (out / "programs.jsonl").open("w") as programs, (out / "text.jsonl").open("w") as texts:
+            async for trace in exported(store, tenant, source):
+                programs.write(json.dumps(trace.program) + "\n")
+                texts.writelines(json.dumps(text) + "\n" for text in trace.texts)
+                count += 1
+    finally:
+        await store.close()
+    return count
