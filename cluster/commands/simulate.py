@@ -31,6 +31,7 @@ def simulate(
     slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,
     slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
     oracle: Annotated[bool | None, typer.Option(help="Tell lengths and durations. Default: as the papers.")] = None,
+    forecasts: Annotated[str | None, typer.Option(help="Predictor that says what is not told: statistics, ...")] = None,
     noise: Annotated[float, typer.Option(help="p: error N(0, p x value) of each told value.")] = 0.0,
     arrivals: Annotated[
         str, typer.Option(help="poisson, gamma:CV (burstier above CV 1) or recorded:PATH.")
@@ -82,6 +83,7 @@ def simulate(
         slo_norm_x=slo_norm_x,
         noise=noise,
         oracle=oracle,
+        forecasts=forecasts,
         arrivals=arrivals,
         burst=burst,
         replicas=replicas,

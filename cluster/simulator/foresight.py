@@ -1,11 +1,12 @@
 """What a simulated program's client says of its turns: the tool that a turn calls and, as an oracle, the future."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from cluster.bench.workload import PlannedProgram
 from cluster.program import Hints, ProgramIdentity
+from cluster.simulator.forecasts import Forecasts
 from cluster.simulator.work import TurnWork, tokens_of, turns_of
 
 NOISE_STREAM = 0x6E6F6973
@@ -20,6 +21,8 @@ class Foresight:
     """Lengths and durations are told; else only the tool's name, as live clients do."""
     noise: float = 0.0
     """p: each told value m becomes max(0, m + N(0, p·m)), the error that the papers inject."""
+    forecasts: Forecasts = field(default_factory=dict)
+    """What a predictor says beside the hints."""
 
     def identities(self, name: str, program: PlannedProgram, seed: tuple[int, ...]) -> list[ProgramIdentity]:
         """One for each turn; the same for the same ``seed``, whatever the policy."""
@@ -34,7 +37,9 @@ class Foresight:
             )
             if self.oracle:
                 hints = self._told(hints, turn.pause_s, works[index:], rng)
-            identities.append(ProgramIdentity(program_id=name, last_turn=index == last, hints=hints))
+            said = self.forecasts.get(program.program_id)
+            forecast = None if said is None else said[index]
+            identities.append(ProgramIdentity(program_id=name, last_turn=index == last, hints=hints, forecast=forecast))
         return identities
 
     def _told(self, hints: Hints, pause_s: float, works: list[TurnWork], rng: np.random.Generator) -> Hints:

@@ -86,6 +86,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
         "simulation": {
             "oracle": settings.tells_the_future(run.policy),
             "noise": settings.noise,
+            "forecasts": settings.forecasts,
             "arrivals": settings.arrivals,
             "replicas": result.replicas,
             "parameters": dict(settings.parameters.get(run.policy, {})),
@@ -206,7 +207,8 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings) -> li
     if told:
         lines.append(f"Told true lengths and durations{noise}: {', '.join(told)}.")
     if learn:
-        lines.append(f"Know the tool's name and what they have learnt in the run: {', '.join(learn)}.")
+        by = f", and forecasts of {settings.forecasts} fitted on other groups" if settings.forecasts else ""
+        lines.append(f"Know the tool's name and what they have learnt in the run{by}: {', '.join(learn)}.")
     capacity = _mean([result.capacity_per_s for result in results])
     restore = "restored from the host for nothing" if settings.host_gib else "held in memory or computed again"
     lines.append(

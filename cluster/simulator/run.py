@@ -19,6 +19,7 @@ from cluster.clock import ManualClock
 from cluster.errors import ConfigError
 from cluster.goodput import Outcome, ProgramRecord
 from cluster.simulator.bound import FluidBound
+from cluster.simulator.forecasts import Forecasts, forecasts_of
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.holding_bound import HoldingBound
 from cluster.simulator.load import closed_loop, plan
@@ -115,6 +116,12 @@ def load_workload(settings: SimulationSettings, seed: int) -> Workload:
     return shaped
 
 
+def _forecasts(settings: SimulationSettings) -> Forecasts:
+    if settings.forecasts is None or settings.trace is None:
+        return {}
+    return forecasts_of(settings.trace, settings.forecasts)
+
+
 def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     """Simulate one run; the same result every time, but for what is measured in real time.
 
@@ -130,7 +137,7 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     clock = ManualClock()
     peak_tokens = max(program.peak_tokens for program in pool)
     replicas = _replicas(settings, run, clock, peak_tokens)
-    foresight = Foresight(settings.tells_the_future(run.policy), settings.noise)
+    foresight = Foresight(settings.tells_the_future(run.policy), settings.noise, _forecasts(settings))
     made_for = Replicas(
         replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
     )

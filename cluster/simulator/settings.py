@@ -12,7 +12,7 @@ from cluster.bench.workload import Shaping
 from cluster.config import PolicyConfig, SloConfig
 from cluster.errors import ConfigError
 from cluster.goodput import Slo
-from cluster.registry import POLICIES
+from cluster.registry import POLICIES, PREDICTORS
 from cluster.simulator.load import Burst
 from cluster.simulator.routers import LEAST_PROGRAMS, check_router, front_settings
 from replicas.cost_model import CostModel
@@ -64,6 +64,8 @@ class SimulationSettings:
     noise: float = 0.0
     oracle: bool | None = None
     """Tell the policies lengths and durations; None: those of ``INFORMED``."""
+    forecasts: str | None = None
+    """A registered predictor, which says what is not told; None: replicas learn means as they go."""
     arrivals: str = "poisson"
     burst: str | None = None
     """``RATE:START_S:LENGTH_S``, see :class:`cluster.simulator.load.Burst`."""
@@ -122,6 +124,8 @@ class SimulationSettings:
             _require(len(set(values)) == len(values) > 0, flag, said, "is empty or repeats a value")
         if self.max_batched_tokens < self.max_num_seqs:
             raise ConfigError(f"--max-batched-tokens: {self.max_batched_tokens} is less than --max-seqs")
+        if self.forecasts is not None:
+            self._check_forecasts(self.forecasts)
         Arrivals.parse(self.arrivals, 1.0)
         programs = max(self.rates_per_s) * self.arrivals_s
         _require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
@@ -139,6 +143,13 @@ class SimulationSettings:
         front_settings(self.front)
         if self.under_way is not None and (self.burst is not None or len(self.rates_per_s) > 1):
             raise ConfigError("--under-way: programs come as others end; there are neither rates nor a burst")
+
+    def _check_forecasts(self, name: str) -> None:
+        if name not in PREDICTORS:
+            raise ConfigError(f"--forecasts: no predictor {name!r}; choose one of: {', '.join(PREDICTORS)}")
+        shaping = self.shaping
+        if self.trace is None or (shaping.scale_lengths, shaping.scale_tools, shaping.max_turns) != (1.0, 1.0, None):
+            raise ConfigError("--forecasts: of a --trace as it was recorded, neither scaled nor cut")
 
     @property
     def warmup_s(self) -> float:
