@@ -6,15 +6,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from predictor_service.distribution import Floats, bin_of
 from predictor_service.features import Vectors
 from predictor_service.network import Head, Networks, log_prior, standardised
 
-NEIGHBOURS = (0.02, 0.2, 0.56, 0.2, 0.02)
-"""A target's weight on its own bin and on those beside: a forecast a bin off is not wholly wrong."""
 LEAST_COUNT = 0.02
 """Of a bin that was never hit."""
 STEPS, LEAST_BATCH = 32, 32
@@ -122,12 +119,11 @@ class _HeadTensors:
         self.scale = torch.from_numpy(target.scale.astype(np.float32))
         self.widths = torch.from_numpy(np.diff(target.edges).astype(np.float32))
         self.prior = None if target.prior is None else torch.from_numpy(log_prior(target.prior).astype(np.float32))
-        self.soft = torch.from_numpy(_softened(self.bins))
         self.reached = torch.triu(torch.ones(self.bins, self.bins))
 
     def marginal(self) -> Tensor:
         """Logarithms of the bins' shares among the values that are known, shape [bins]."""
-        counts = torch.bincount(self.bin[self.known > 0], minlength=self.bins).float() @ self.soft
+        counts = torch.bincount(self.bin[self.known > 0], minlength=self.bins).float()
         return torch.log((counts + LEAST_COUNT) / (counts + LEAST_COUNT).sum())
 
     def loss(self, logits: Tensor, trust: Tensor, index: Tensor, crps_weight: float) -> Tensor:
@@ -135,19 +131,10 @@ class _HeadTensors:
             logits = logits + trust * self.prior[index]
         known, bins = self.known[index], self.bin[index]
         log_shares = torch.log_softmax(logits, dim=1)
-        surprise = -(self.soft[bins] * log_shares).sum(dim=1)
+        surprise = -log_shares.gather(1, bins.unsqueeze(1)).squeeze(1)
         cumulated = log_shares.exp().cumsum(dim=1)
         score = ((cumulated - self.reached[bins]) ** 2 * self.widths).sum(dim=1) / self.scale[index]
         return ((surprise + crps_weight * score) * known).sum() / known.sum().clamp(min=1.0)
-
-
-def _softened(bins: int) -> NDArray[np.float32]:
-    """Targets by the bin that was hit, shape [bins, bins]; at the ends the weights outside go to the last bin there."""
-    targets = np.zeros((bins, bins), dtype=np.float32)
-    half = len(NEIGHBOURS) // 2
-    for offset, weight in zip(range(-half, half + 1), NEIGHBOURS, strict=True):
-        np.add.at(targets, (np.arange(bins), np.clip(np.arange(bins) + offset, 0, bins - 1)), weight)
-    return targets
 
 
 class _Member(nn.Module):

@@ -31,8 +31,9 @@ LENGTH_BINS, DURATION_BINS, TURN_COUNT_BINS = (
 )
 TURN_HEADS = (Head("lengths", LENGTH_BINS), Head("remaining", LENGTH_BINS), Head("turns", TURN_COUNT_BINS))
 PAUSE_HEADS = (Head("durations", DURATION_BINS), Head("returned", LENGTH_BINS))
-PRIORS_SHARE = 0.03
-"""Of an answer: what the networks never saw stays possible if statistics that go on learning have seen it."""
+PRIORS_SHARE = 0.3
+"""Of an answer, as it is: two that err apart are better together, and statistics that go on learning are followed where
+the networks would not believe what they never saw."""
 _PRIOR_FEATURES = 3
 """For each prior: its mean, its median and its upper decile."""
 _TURN_INPUTS = TURN_FEATURES + 2 * _PRIOR_FEATURES + 1
