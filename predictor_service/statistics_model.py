@@ -242,6 +242,9 @@ def _remaining_place(turn: TurnContext) -> Place:
     """All turns of one program tell of the same end: what is special to it must not name a level."""
     source = _name(turn.source)
     trunk: list[Key] = [(), (source,), (source, _position_class(turn.position))]
+    if not turn.tools:
+        # Only one turn of a program is its first: what kind of job it is, the prompt's size tells.
+        return Place(trunk, [View((*trunk[-1], "prompt", _size_class(turn.prompt_tokens, 1.0)), 2)])
     return Place(trunk, [View((source, "last", _last_tool(turn), _tool_before(turn)), 1)])
 
 

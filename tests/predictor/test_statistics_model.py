@@ -95,6 +95,17 @@ def test_what_remains_is_told_by_the_position() -> None:
     assert first.tokens.mean > 3 * last.tokens.mean
 
 
+def test_first_turns_are_told_apart_by_their_prompts() -> None:
+    model = StatisticsModel()
+    small, large = (TurnContext(source="made", prompt_tokens=tokens) for tokens in (20, 2000))
+    for _ in range(30):
+        model.program_ended([small], [(100, 1)])
+        model.program_ended([large], [(5000, 9)])
+    after_small, after_large = model.remaining([small, large])
+    assert after_large.tokens.mean > 3 * after_small.tokens.mean
+    assert after_large.turns > 2 * after_small.turns
+
+
 @pytest.mark.parametrize(
     "outcome", [PauseOutcome(math.nan), PauseOutcome(-1.0), PauseOutcome(math.inf), PauseOutcome(1.0, -1)]
 )
