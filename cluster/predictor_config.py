@@ -14,7 +14,8 @@ class PredictorConfig(Section):
     """`statistics`: each ingress counts what it sees and forecasts by itself; `service`: processes of their own, with a
     trained model if there is a bundle; `none`: each replica goes by its own means."""
     bundle: str | None = Field(None, min_length=1)
-    """Directory that `caesura predictor train` wrote; null: statistics only."""
+    """Directory that `caesura predictor train` wrote, where every process of the cluster finds it; null: only what is
+    learnt while serving. `statistics` takes from it the statistics alone."""
     deadline_s: float = Field(0.005, gt=0, le=1)
     """An ingress waits no longer than this for the service; then it goes by statistics."""
     replicas: int = Field(1, ge=1, le=64)
@@ -26,6 +27,6 @@ class PredictorConfig(Section):
 
     @model_validator(mode="after")
     def _bundle_is_served(self) -> Self:
-        if self.bundle is not None and self.mode != "service":
-            raise ValueError("a bundle needs `mode: service`: an ingress does not wait for a trained model of its own")
+        if self.bundle is not None and self.mode == "none":
+            raise ValueError("a bundle is of no use with `mode: none`; choose `statistics` or `service`")
         return self

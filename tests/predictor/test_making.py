@@ -1,0 +1,69 @@
+"""Predictors as the configuration wants them: from a bundle, and learning on from there."""
+
+from pathlib import Path
+
+import pytest
+from pydantic import ValidationError
+
+from cluster.clock import ManualClock
+from cluster.config import CaesuraConfig
+from cluster.errors import ConfigError
+from predictor_service.bundle import Origin
+from predictor_service.context import TurnContext
+from predictor_service.making import Trained, forecast_client
+from predictor_service.model import TurnOutcome
+from predictor_service.model_files import StoredModel, save_model
+from predictor_service.observation import TurnSeen
+from predictor_service.statistics_model import StatisticsModel
+
+TURN = TurnContext(source="t")
+
+
+@pytest.fixture
+def bundle(tmp_path: Path) -> str:
+    model = StatisticsModel()
+    for _ in range(100):
+        model.turn_ended(TURN, TurnOutcome(1000, "look"))
+    save_model(tmp_path / "bundle", StoredModel("statistics", model, Origin("0" * 64, 1, ("t",))))
+    return str(tmp_path / "bundle")
+
+
+def config(**section: object) -> CaesuraConfig:
+    return CaesuraConfig.model_validate({"predictor": section, "store": {"url": "redis://127.0.0.1:1"}})
+
+
+def test_a_predictor_begins_with_what_the_bundle_knows_and_learns_on(bundle: str) -> None:
+    predictor = Trained.of(bundle).predictor()
+    before = predictor.forecast([TURN])[0].output_tokens
+    assert before == pytest.approx(1000, rel=0.15)
+    predictor.learn([TurnSeen(TURN, TurnOutcome(10, "look"))] * 300)
+    assert predictor.forecast([TURN])[0].output_tokens < 500
+    fresh = Trained.of(bundle).predictor()
+    fresh.replace_others([predictor.to_bytes()])
+    assert fresh.forecast([TURN]) == predictor.forecast([TURN])  # the bundle's own is counted once
+
+
+def test_without_a_bundle_it_begins_with_nothing() -> None:
+    assert Trained.of(None).predictor().forecast([TURN])[0].output_tokens < 500
+
+
+def test_a_damaged_bundle_is_refused_by_name(bundle: str) -> None:
+    (file,) = [one for one in Path(bundle).iterdir() if one.suffix == ".msgpack"]
+    file.write_bytes(file.read_bytes()[:-1])
+    with pytest.raises(ConfigError, match=file.name):
+        Trained.of(bundle)
+
+
+async def test_an_ingress_s_own_statistics_begin_with_the_bundle_s(bundle: str) -> None:
+    client = forecast_client(config(mode="statistics", bundle=bundle), ManualClock(), "w", None)
+    assert client is not None
+    forecast = await client.forecast(TURN)
+    assert forecast is not None
+    assert forecast.output_tokens == pytest.approx(1000, rel=0.15)
+    await client.aclose()
+    assert forecast_client(config(mode="none"), ManualClock(), "w", None) is None
+
+
+def test_a_bundle_that_nobody_would_use_is_refused() -> None:
+    with pytest.raises(ValidationError, match="bundle"):
+        config(mode="none", bundle="somewhere")
