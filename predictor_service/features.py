@@ -66,8 +66,12 @@ def turn_features(turns: Sequence[TurnContext]) -> Vectors:
 def pause_features(pauses: Sequence[PauseContext]) -> Vectors:
     """Shape [pauses, PAUSE_FEATURES]."""
     out = np.zeros((len(pauses), PAUSE_FEATURES), dtype=np.float32)
-    for row, pause in zip(out, pauses, strict=True):
-        _write_turn(row[:TURN_FEATURES], pause.turn)
+    for number, pause in enumerate(pauses):
+        row = out[number]
+        if number and pauses[number - 1].turn is pause.turn:  # several tools that one turn may call
+            row[:TURN_FEATURES] = out[number - 1, :TURN_FEATURES]
+        else:
+            _write_turn(row[:TURN_FEATURES], pause.turn)
         _write_pause(row[TURN_FEATURES:], pause)
     return out
 
