@@ -51,6 +51,7 @@ _PAUSE_NUMBERS = 6 + len(_CUES)
 TURN_FEATURES = _TURN_NUMBERS + SOURCE_BUCKETS + LAST_TOOLS * (TOOL_BUCKETS + KEY_BUCKETS) + TURN_WORD_BUCKETS
 """Length of a turn's vector."""
 _PAUSE_ONLY = _PAUSE_NUMBERS + TOOL_BUCKETS + 2 * KEY_BUCKETS + ARGUMENT_WORD_BUCKETS
+_KEPT_TURNS = 256
 PAUSE_FEATURES = TURN_FEATURES + _PAUSE_ONLY
 """Length of a pause's vector: its turn's and its own."""
 
@@ -59,21 +60,25 @@ def turn_features(turns: Sequence[TurnContext]) -> Vectors:
     """Shape [turns, TURN_FEATURES]."""
     out = np.zeros((len(turns), TURN_FEATURES), dtype=np.float32)
     for row, turn in zip(out, turns, strict=True):
-        _write_turn(row, turn)
+        row[:] = _turn_row(turn)
     return out
 
 
 def pause_features(pauses: Sequence[PauseContext]) -> Vectors:
     """Shape [pauses, PAUSE_FEATURES]."""
     out = np.zeros((len(pauses), PAUSE_FEATURES), dtype=np.float32)
-    for number, pause in enumerate(pauses):
-        row = out[number]
-        if number and pauses[number - 1].turn is pause.turn:  # several tools that one turn may call
-            row[:TURN_FEATURES] = out[number - 1, :TURN_FEATURES]
-        else:
-            _write_turn(row[:TURN_FEATURES], pause.turn)
+    for row, pause in zip(out, pauses, strict=True):
+        row[:TURN_FEATURES] = _turn_row(pause.turn)
         _write_pause(row[TURN_FEATURES:], pause)
     return out
+
+
+@lru_cache(maxsize=_KEPT_TURNS)
+def _turn_row(turn: TurnContext) -> Vectors:
+    """To be read only. A turn is asked about again with each tool that it may call, and when its pause begins."""
+    row = np.zeros(TURN_FEATURES, dtype=np.float32)
+    _write_turn(row, turn)
+    return row
 
 
 def _write_turn(row: Vectors, turn: TurnContext) -> None:
