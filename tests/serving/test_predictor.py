@@ -110,6 +110,15 @@ def test_turns_are_forecast_by_the_service_and_learnt_from(client: httpx.Client)
     assert (errors[1] - errors[0]) / compared < 30
 
 
+def test_turns_of_programs_that_the_cluster_runs_are_forecast_and_learnt_from(client: httpx.Client) -> None:
+    before = told(client)
+    answer = client.post("/v1/responses", json={"model": "tiny", "input": "Look around.", "max_output_tokens": 5})
+    assert answer.status_code == 200, answer.text
+    after = told(client)
+    assert after["compared"]["output_tokens"] == before["compared"]["output_tokens"] + 1
+    assert sum(after["answered"].values()) == sum(before["answered"].values()) + 1
+
+
 @pytest.mark.parametrize(
     "body",
     [
