@@ -214,7 +214,7 @@ class CaesuraConfig(_Section):
             case ToolsConfig():
                 asked: Any = section.defined or section.request_kinds
             case PredictorConfig():
-                asked = section.mode != "none"
+                asked = section.mode == "service"
             case _:
                 asked = section
         if direct and asked:

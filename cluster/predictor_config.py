@@ -10,9 +10,10 @@ from cluster.config_section import Section
 class PredictorConfig(Section):
     """What forecasts turns and pauses, for what clients do not say."""
 
-    mode: Literal["none", "statistics", "service"] = "none"
-    """`statistics`: each ingress counts what it sees and forecasts by itself; `service`: processes of their own, with a
-    trained model if there is a bundle; `none`: each replica goes by its own means."""
+    mode: Literal["none", "statistics", "service"] = "statistics"
+    """`statistics`: each ingress counts what it sees and forecasts by itself (half a millisecond a turn); `service`:
+    processes of their own, with a trained model if there is a bundle; `none`: each replica goes by its own means, as
+    always with `http.data_plane: direct`."""
     bundle: str | None = Field(None, min_length=1)
     """Directory that `caesura predictor train` wrote, where every process of the cluster finds it; null: only what is
     learnt while serving. `statistics` takes from it the statistics alone."""
