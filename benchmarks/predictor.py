@@ -209,6 +209,23 @@ class Flood:
             await asyncio.gather(*asked, return_exceptions=True)
 
 
+class Killer:
+    """SIGKILL to whatever process of the service there is, again and again."""
+
+    async def run(self, handle: Any) -> None:
+        """Until it is killed itself."""
+        import psutil
+
+        while True:
+            for process in psutil.process_iter():
+                try:
+                    if "ServeReplica:predictor:" in " ".join(process.cmdline()):
+                        process.kill()
+                except psutil.Error:
+                    continue
+            await asyncio.sleep(0.5)
+
+
 async def measure_client(config: CaesuraConfig, handle: Any, case: str, asks: int) -> dict[str, Any]:
     """The client's wait."""
     import ray
@@ -224,35 +241,18 @@ async def measure_client(config: CaesuraConfig, handle: Any, case: str, asks: in
     if case in ("alive", "overloaded"):
         await ask(made, 100)
     made.counters.clear()
-    killer = asyncio.create_task(_kill_again_and_again()) if case == "dead" else None
-    if killer is not None:
-        await asyncio.sleep(1.0)
-    flood = [ray.remote(num_cpus=0)(Flood).remote() for _ in range(FLOODS)] if case == "overloaded" else []
-    for one in flood:
+    trouble = [ray.remote(num_cpus=0)(Flood).remote() for _ in range(FLOODS)] if case == "overloaded" else []
+    if case == "dead":
+        trouble = [ray.remote(num_cpus=0)(Killer).remote()]
+    for one in trouble:
         one.run.remote(handle)
-    if flood:
+    if trouble:
         await asyncio.sleep(3.0)
     seconds = await ask(made, asks)
-    for one in flood:
+    for one in trouble:
         ray.kill(one)
-    if killer is not None:
-        killer.cancel()
     await made.aclose()
     return client_row(case, seconds, made.counters, config.predictor.deadline_s)
-
-
-async def _kill_again_and_again() -> None:
-    """SIGKILL to whatever process of the service there is."""
-    import psutil
-
-    while True:
-        for process in psutil.process_iter():
-            try:
-                if "ServeReplica:predictor:" in " ".join(process.cmdline()):
-                    process.kill()
-            except psutil.Error:
-                continue
-        await asyncio.sleep(0.5)
 
 
 def client_row(case: str, seconds: Sequence[float], answered: Counter[Answered], deadline_s: float) -> dict[str, Any]:
