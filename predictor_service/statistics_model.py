@@ -17,7 +17,7 @@ from cluster.errors import ConfigError
 from cluster.program import USER_REPLY, without_class
 from cluster.statistics import LONGEST_S, MAX_TOOL_NAME_BYTES
 from predictor_service.context import PauseContext, TurnContext
-from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, SHORTEST_S, Distribution, Floats
+from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, MOST_S, SHORTEST_S, Distribution, Floats
 from predictor_service.examples import ProgramExample, teach
 from predictor_service.level_counts import (
     HistogramRow,
@@ -290,11 +290,15 @@ def _tool_before(turn: TurnContext) -> str:
 
 def _typical(lengths: Sequence[int]) -> float:
     """Their geometric mean, of a first turn 0."""
-    return math.expm1(sum(math.log1p(max(0, length)) for length in lengths) / len(lengths)) if lengths else 0.0
+    return (
+        math.expm1(sum(math.log1p(min(max(0, length), MOST_TOKENS_SEEN)) for length in lengths) / len(lengths))
+        if lengths
+        else 0.0
+    )
 
 
 def _size_class(size: float, per_octave: float) -> str:
-    return str(int(per_octave * math.log2(1 + max(0.0, size))))
+    return str(int(per_octave * math.log2(1 + min(max(0, size), MOST_TOKENS_SEEN))))
 
 
 def _last_tool(turn: TurnContext) -> str:
@@ -303,11 +307,12 @@ def _last_tool(turn: TurnContext) -> str:
 
 def _position_class(position: int) -> str:
     """Positions one by one at first, later in octaves' thirds."""
-    return str(position) if position < 8 else f"~{int(3 * math.log2(position))}"
+    return f"~{int(3 * math.log2(min(position, MOST_TOKENS_SEEN)))}" if position >= 8 else str(position)
 
 
 def _duration_class(seconds: Sequence[float]) -> str:
-    return str(round(_PER_DECADE * sum(math.log10(max(each, SHORTEST_S)) for each in seconds) / len(seconds)))
+    logarithms = [math.log10(min(max(each, SHORTEST_S), MOST_S)) for each in seconds]
+    return str(round(_PER_DECADE * sum(logarithms) / len(logarithms)))
 
 
 def _name(text: str) -> str:

@@ -106,6 +106,20 @@ def test_first_turns_are_told_apart_by_their_prompts() -> None:
     assert after_large.turns > 2 * after_small.turns
 
 
+@pytest.mark.parametrize("number", [10**400, -(10**400), math.inf, math.nan, -1])
+def test_a_turn_of_nonsensical_numbers_is_answered_like_any_other(number: int) -> None:
+    model = StatisticsModel()
+    turns(model, TURN, 40, "bash:ls", 5)
+    pauses(model, PAUSE, 1.0, 5, 3)
+    odd = TurnContext("made", number, number, number, (number,), ("bash:ls",), (math.inf,), (number,))
+    pause = PauseContext(odd, "bash:ls", number)
+    assert model.lengths([odd])[0].shares.sum() == pytest.approx(1)
+    assert model.remaining([odd])[0].tokens.shares.sum() == pytest.approx(1)
+    assert sum(model.tools([odd])[0].values()) == pytest.approx(1)
+    assert model.durations([pause])[0].shares.sum() == pytest.approx(1)
+    assert model.returned([pause])[0].shares.sum() == pytest.approx(1)
+
+
 @pytest.mark.parametrize(
     "outcome", [PauseOutcome(math.nan), PauseOutcome(-1.0), PauseOutcome(math.inf), PauseOutcome(1.0, -1)]
 )
