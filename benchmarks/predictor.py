@@ -33,9 +33,10 @@ from predictor_service.making import Trained, forecast_client
 from predictor_service.model import PauseOutcome, TurnOutcome
 from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
 from predictor_service.predictor import Predictor
+from predictor_service.service import MOST_TOGETHER
 
 TOOLS = ("bash:grep", "bash:ls", "bash:cat", "edit_file", "bash:pytest", "search", "bash:git", "read_file")
-BATCH = 8
+BATCH = MOST_TOGETHER
 FLOODS, FLOOD = 2, 64
 """Processes that ask for so much at a time."""
 SLACK_S = 1e-3

@@ -4,8 +4,7 @@
 
 One row a router: ours and its peers on replicas that schedule by `caesura`, some peers once more on vLLM's own
 scheduler, which is what people run today, and both kinds with a host tier (`+host`). `kv_aware` is Dynamo's published
-cost on exact knowledge of all caches, `least_programs` a control that sticks to its first choice; the others are Ray's
-algorithms. Claims are against the best peer of all without a tier, whichever scheduler it has.
+cost on exact knowledge of all caches; the others are Ray's algorithms. Claims are against the best peer of all without a tier, whichever scheduler it has.
 
 Programs are recorded coding agents: sessions with minutes between some turns for the placement (kvtester_cc), ones with
 short tools for the cliff (iso_bench_trae), of up to 65,536 tokens, on Llama-3.1-8B and H100s. Where the recordings
@@ -33,19 +32,19 @@ from typing import Any
 
 from benchmarks.results import DIRECTORY, save
 from cluster.bench.workload import Shaping
-from cluster.simulator.routers import LEAST_PROGRAMS, OURS
+from cluster.simulator.routers import OURS
 from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
 from cluster.simulator.settings import STOCK, SimulationSettings
 
 REPLICAS = 16
-PEERS = ("kv_aware", "prefix_affinity", "consistent_hash", "power_of_two", "round_robin")
-STOCK_PEERS = ("kv_aware", "consistent_hash", "power_of_two")
+PEERS = ("consistent_hash", "kv_aware", "prefix_affinity", "power_of_two")
+STOCK_PEERS = ("consistent_hash", "kv_aware")
 HOST_GIB = 100.0
 """Of each replica, where there is a host tier."""
 MAX_ONGOING = {"consistent_hash": 96}
 """Tuned: below it programs are torn from their home at usual loads, far above it nothing is ever shed."""
 CLIFF_REPLICAS = 4
-CLIFF = (0.5, 0.75, 1.0, 1.5, 2.0)
+CLIFF = (0.5, 1.0, 1.5, 2.0)
 """Of the programs that fit."""
 NO_ADMISSION = {"working_set": 10.0, "guarded_working_set": 10.0}
 """The most that can be set: ten times what memory takes."""
@@ -119,16 +118,14 @@ class Subject:
 OURSELVES = Subject(OURS, "caesura")
 COMPARED = (
     OURSELVES,
-    *(Subject(router, "caesura") for router in (*PEERS, LEAST_PROGRAMS)),
+    *(Subject(router, "caesura") for router in PEERS),
     *(Subject(router, STOCK) for router in STOCK_PEERS),
     Subject(OURS, "caesura", host_gib=HOST_GIB),
-    Subject("consistent_hash", "caesura", host_gib=HOST_GIB),
     Subject("consistent_hash", STOCK, host_gib=HOST_GIB),
 )
 CLIMBERS = (
     OURSELVES,
     Subject(OURS, "caesura", tuple(NO_ADMISSION.items())),
-    Subject(OURS, STOCK),
     Subject("consistent_hash", STOCK),
 )
 

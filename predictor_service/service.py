@@ -24,7 +24,7 @@ from predictor_service.making import Trained, shared_predictor
 from predictor_service.observation import Observation
 
 DEPLOYMENT = "Predictor"
-MOST_TOGETHER = 8
+MOST_TOGETHER = 4
 """Questions that are answered together: more would keep the first of them waiting."""
 MOST_AT_WORK = 256
 """Questions that a replica has taken; more wait at the ingresses."""
