@@ -3,8 +3,9 @@
     python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.1] [--minutes 6] [--only placement|cliff] [--scan]
 
 One row a router: ours and its peers on replicas that schedule by `caesura`, some peers once more on vLLM's own
-scheduler, which is what people run today, and both kinds with a host tier (`+host`). `kv_aware` is Dynamo's published
-cost on exact knowledge of all caches; the others are Ray's algorithms. Claims are against the best peer of all without a tier, whichever scheduler it has.
+scheduler, which is what people run today, and one of each with a host tier (`+host`). `kv_aware` is Dynamo's published
+cost on exact knowledge of all caches; the others are Ray's algorithms. Claims are against the best peer of all without
+a tier, whichever scheduler it has.
 
 Programs are recorded coding agents: sessions with minutes between some turns for the placement (kvtester_cc), ones with
 short tools for the cliff (iso_bench_trae), of up to 65,536 tokens, on Llama-3.1-8B and H100s. Where the recordings
