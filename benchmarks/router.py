@@ -16,8 +16,8 @@ finds it.
 Completion is without tools; programs that have not completed count with the time that they have taken so far, refused
 ones as if they were waiting until the run's end.
 
-The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, with our
-admission and without it. Throughput is generated tokens.
+The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, on replicas
+that guard their memory and on vLLM's own, there with our admission and without it. Throughput is generated tokens.
 
 Exit status 1 where one of ``SHOWS`` is missed.
 """
@@ -126,7 +126,8 @@ COMPARED = (
 )
 CLIMBERS = (
     OURSELVES,
-    Subject(OURS, "caesura", tuple(NO_ADMISSION.items())),
+    Subject(OURS, STOCK),
+    Subject(OURS, STOCK, tuple(NO_ADMISSION.items())),
     Subject("consistent_hash", STOCK),
 )
 
@@ -346,7 +347,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{rate:g} programs per second and replica")
             print_rows([row for row in rows if row["rate_per_replica"] == rate])
         print(f"The best peer's completion has doubled at: {doubled(rows, scene.scan)}")
-        save("router_scan", rows, arguments.json)
+        save("router", rows, arguments.json or DIRECTORY / "router_scan.json")
         return 0
     claims: list[Claim] = []
     if arguments.only in (None, "placement"):
@@ -377,7 +378,8 @@ def past_the_cliff(base: SimulationSettings, scene: Scene, arguments: argparse.N
     cliff = climb(replace(base, trace=scene.cliff_trace, replicas=few, drain_s=0.0), arguments.jobs)
     print_cliff(cliff)
     print(f"  plot: {plot_cliff(cliff, arguments.plot)}")
-    save("router_cliff", cliff, None if arguments.json is None else arguments.json.with_suffix(".cliff.json"))
+    path = DIRECTORY / "router_cliff.json" if arguments.json is None else arguments.json.with_suffix(".cliff.json")
+    save("router", cliff, path)
     return cliff_shows(cliff)
 
 

@@ -220,10 +220,11 @@ class ProgramFront:
         best = self._placement.best(arrival, self._with_room(arrival, others, None))
         if best is None:
             return None
-        more_tokens = best.gap.compute_tokens - here.gap.compute_tokens
-        cost_s = max(0.0, more_tokens * best.candidate.facts.token_s)
+        cost_s = max(0.0, best.gap.compute_tokens - here.gap.compute_tokens) * best.candidate.facts.token_s
         won_s = here.seconds - best.seconds
-        margin_s = settings.move_gain_s + settings.move_margin * here.seconds
+        # Who finds nothing at home any more is as free to go as a new program.
+        missing = here.gap.compute_tokens / max(1, arrival.expected.prompt_tokens)
+        margin_s = settings.move_gain_s + settings.move_margin * (1 - min(1.0, missing)) * here.seconds
         return best if won_s > settings.hysteresis * cost_s + margin_s else None
 
     def _move(

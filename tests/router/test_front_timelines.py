@@ -103,3 +103,17 @@ def test_a_replica_that_tells_nothing_counts_as_the_median_and_those_that_all_fa
     homes = {went(front.turn(f"t{i}", request(f"p{i}"), 6.0)) for i in range(6)}
     assert homes == {("r0", Placed.NEW), ("r1", Placed.NEW), ("r2", Placed.NEW)}
     assert went(front.turn("t", request("p"), 12.0))[1] is Placed.HASHED
+
+
+@pytest.mark.parametrize(("there", "moves"), [(["p"], False), ([], True)])
+def test_a_program_that_finds_nothing_at_home_leaves_it_for_less(there: list[str], moves: bool) -> None:
+    front = ProgramFront()
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    home, _ = went(front.turn("t0", request("p", 2000), 0.1))
+    other = {"r0": "r1", "r1": "r0"}[home]
+    front.ended("t0", 0.5, context_tokens=2100)
+    fuller = {"running": 30, "programs": 40, "working_set_tokens": 80_000.0, "residents": ["p"], "on_device": there}
+    emptier = {"running": 20, "programs": 25, "working_set_tokens": 40_000.0}
+    front.observe({home: snapshot(home, 2, **fuller), other: snapshot(other, 2, **emptier)}, 1.0)
+    turn = request("p", 2300, expected_output_tokens=600, expected_later_turns=4, expected_later_tokens=3000)
+    assert went(front.turn("t1", turn, 1.1))[0] == (other if moves else home)
