@@ -1,6 +1,6 @@
 """The client: every question is answered in time and without an error, whatever the service does.
 
-The service is a fake here; tests/serving/test_predictor.py has a real one. Its own statistics are real ones.
+The service is a fake here; tests/serving/test_predictor_service.py has a real one. Its own statistics are real ones.
 """
 
 import asyncio
