@@ -45,7 +45,7 @@ format: $(STAMP) ## format and fix what can be fixed
 bench: $(STAMP) ## the micro-benchmarks of benchmarks/README.md
 	@$(BIN)/python -m benchmarks
 
-bench-router: $(STAMP) ## routers side by side in the simulator, 16 replicas (long: over half an hour on two cores)
+bench-router: $(STAMP) ## routers side by side in the simulator, 16 replicas (long: about an hour of one core)
 	@$(BIN)/python -m benchmarks.router
 
 clean: ## remove what the targets made

@@ -16,8 +16,8 @@ finds it.
 Completion is without tools; programs that have not completed count with the time that they have taken so far, refused
 ones as if they were waiting until the run's end.
 
-The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, on replicas
-that guard their memory and on vLLM's own, there with our admission and without it. Throughput is generated tokens.
+The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, with our
+admission and without it. Throughput is generated tokens.
 
 Exit status 1 where one of ``SHOWS`` is missed.
 """
@@ -126,8 +126,7 @@ COMPARED = (
 )
 CLIMBERS = (
     OURSELVES,
-    Subject(OURS, STOCK),
-    Subject(OURS, STOCK, tuple(NO_ADMISSION.items())),
+    Subject(OURS, "caesura", tuple(NO_ADMISSION.items())),
     Subject("consistent_hash", STOCK),
 )
 
