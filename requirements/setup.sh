@@ -14,6 +14,8 @@ python=$(command -v "${PYTHON:-python3.11}" || command -v python3 || true)
 free_kib=$(df -Pk . | awk 'NR==2 {print $4}')
 [ "$free_kib" -gt 6000000 ] || missing "6 GB of free disk are needed here; there are $((free_kib / 1000)) MB"
 
+# See cpu.lock at urllib3-future.
+export URLLIB3_NO_OVERRIDE=1
 start=$SECONDS
 [ -x "$venv/bin/pip" ] || "$python" -m venv "$venv"
 pip() { "$venv/bin/python" -m pip --disable-pip-version-check --quiet "$@" 2> >(grep -v '^WARNING: Location' >&2); }
