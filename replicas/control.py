@@ -24,6 +24,7 @@ from cluster.lifecycle_events import (
 )
 from cluster.statistics import DurationTable
 from replicas.hold_table import HoldOrigin
+from replicas.kv_use import cached_blocks, kv_token_bytes
 from replicas.routing_view import routing_snapshot
 
 if TYPE_CHECKING:
@@ -92,12 +93,24 @@ def dispatch(scheduler: "AgentScheduler", operation: str, payload: Mapping[str, 
         return {"refused": f"{operation}: {error}"}
 
 
-def _exchange(scheduler: "AgentScheduler", durations: bytes | None = None) -> dict[str, Any]:
-    """Take what other replicas saw of tools, give what this one saw; also ends what has expired while nothing runs."""
+def _exchange(
+    scheduler: "AgentScheduler", durations: bytes | None = None, observed: int | None = None, noted: int | None = None
+) -> dict[str, Any]:
+    """Take what other replicas saw of tools, give what this one saw; also ends what has expired while nothing runs.
+
+    ``observed``: how many observations the replica has, see `replicas.tally.Tally.observations`; ``noted``: how many
+    notes of traced turns. None: it wants none.
+    """
+    notes = scheduler.traced.notes.since(scheduler.traced.notes.number if noted is None else noted)
     if durations is not None:
         scheduler.durations.replace_others(DurationTable.from_bytes(durations).own())
     scheduler.expire(scheduler.clock.now_s())
-    return {"durations": scheduler.durations.to_bytes(), "snapshot": snapshot(scheduler)}
+    return {
+        "durations": scheduler.durations.to_bytes(),
+        "snapshot": snapshot(scheduler),
+        "observations": scheduler.tally.observations(observed),
+        "traced": {"number": notes.number, "notes": list(notes.items)},
+    }
 
 
 def _routing(scheduler: "AgentScheduler", replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
@@ -115,14 +128,17 @@ def _moved(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
 
 
 def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
-    """The replica in numbers: memory in blocks and tokens, queues, programs, counters since start."""
+    """The replica in numbers: memory in blocks, tokens and bytes, queues, programs, totals since start."""
+    now_s, cache = scheduler.clock.now_s(), scheduler.swapping.cache
     pool = scheduler.kv_cache_manager.block_pool
+    waiting = (turn for turn in scheduler.turns.values() if turn.admitted_s is None)
     parser_failures = scheduler.tool_names.parser_failures if scheduler.tool_names else 0
     return {
         "policy": scheduler.policy_config.name,
         "block_size": scheduler.block_size,
         "total_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
+        "cached_blocks": cached_blocks(pool.blocks),
         "held_blocks": scheduler.holds.num_blocks,
         "held_tokens": scheduler.holds.num_tokens,
         "held_programs": len(scheduler.holds),
@@ -131,8 +147,16 @@ def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
         "fetching_programs": len(scheduler.swapping),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting) + len(scheduler.skipped_waiting),
+        "waiting_late": scheduler.waiting.late + scheduler.skipped_waiting.late,
+        "oldest_waiting_s": max((now_s - turn.arrived_s for turn in waiting), default=0.0),
+        "step_budget_tokens": int(scheduler.max_num_scheduled_tokens),
+        "step_pace": scheduler.pace.scale,
         "programs": len(scheduler.programs),
         "concluded_programs": scheduler.programs.concluded,
+        "token_bytes": kv_token_bytes(scheduler),
+        "stored_tokens": cache.stored_chunks * cache.tokens_per_chunk if cache else 0,
+        "fetched_tokens": cache.fetched_chunks * cache.tokens_per_chunk if cache else 0,
+        **scheduler.tally.numbers(),
         "counters": {**scheduler.counters, "tool_parser_failures": parser_failures},
     }
 

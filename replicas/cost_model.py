@@ -11,7 +11,7 @@ seconds, lengths tokens.
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import ceil
 from pathlib import Path
 from typing import Annotated, Any, ClassVar
@@ -126,6 +126,18 @@ class CostModel:
         The break-even time of a hold: memory that is held so long could have been filled with other work.
         """
         return self.kv_capacity_tokens * self.token_s
+
+    def slowed(self, factor: float) -> "CostModel":
+        """The same replica, its computation ``factor`` times as slow; the host link and the way to it are as before."""
+        return replace(
+            self,
+            overhead_s=factor * self.overhead_s,
+            sequence_s=factor * self.sequence_s,
+            weights_s=factor * self.weights_s,
+            token_s=factor * self.token_s,
+            context_s=factor * self.context_s,
+            pair_s=factor * self.pair_s,
+        )
 
     def save(self, path: Path, evidence: Mapping[str, Any] | None = None) -> None:
         """Write as JSON.

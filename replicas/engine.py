@@ -18,6 +18,7 @@ from replicas.engine_arguments import in_one_process
 from replicas.forking import forked_engine_core
 from replicas.host_tier import choose_size
 from replicas.resumption import ContinuedClient
+from replicas.suspect import died_by_itself, suspect_shared
 
 
 class LocalModel(CallbackBase):
@@ -37,7 +38,8 @@ class ReplicaEngine(VLLMEngine):
 
     async def start(self) -> None:
         """Load the model."""
-        await super().start()
+        with suspect_shared() as self._suspect:
+            await super().start()
         self._oai_serving_tokenization = self._app_state.serving_tokenization
         self.watch_streams()
 
@@ -57,6 +59,10 @@ class ReplicaEngine(VLLMEngine):
         on_cpu = config.device_config.device_type == "cpu"
         with forked_engine_core(ray._raylet.setproctitle) if on_cpu else nullcontext():
             return super()._start_async_llm_engine(engine_args, config, placement_group)
+
+    def broken_by(self, name: str | None) -> bool:
+        """Whether the engine, which is dead, died of the request that it was given by this name."""
+        return name is not None and self._suspect.is_turn(name) and died_by_itself(self._engine_client)
 
     @property
     def client(self) -> Any:

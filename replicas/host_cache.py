@@ -276,6 +276,10 @@ class HostCache(CPUOffloadingManager):
         self.quota_chunks = max(1, int(num_chunks * program_share)) if num_chunks else 0
         self.refused_chunks = 0
         """Chunks that were not stored: the program's share or the tier was full."""
+        self.stored_chunks = 0
+        """Chunks that have been copied to the host."""
+        self.fetched_chunks = 0
+        """Chunks that have been copied back."""
         self._programs: dict[str, str] = {}
         self._closed: set[str] = set()
 
@@ -364,6 +368,16 @@ class HostCache(CPUOffloadingManager):
             self.refused_chunks += len(missing) - room
         self.chunks.storing = account
         return super().prepare_store(present + missing[:room], req_context)
+
+    def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
+        """They are on the host now."""
+        self.stored_chunks += len(keys) if success else 0
+        super().complete_store(keys, req_context, success)
+
+    def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
+        """They are on the device now."""
+        self.fetched_chunks += len(keys)
+        super().complete_load(keys, req_context)
 
     def reset_cache(self) -> None:
         """Empty the tier."""

@@ -21,9 +21,8 @@ from cluster.direct_note import RouterNote
 from cluster.errors import BadRequest, HttpError, Overloaded, ProgramMoved
 from cluster.http_calls import Answers
 from cluster.http_errors import RETRY_AFTER_S, Boundary, ErrorMap, error_response
+from cluster.http_paths import TOKEN_PATHS, TURN_PATHS
 from cluster.http_turns import (
-    TOKEN_PATHS,
-    TURN_PATHS,
     TurnReader,
     answered,
     model_card,
@@ -32,7 +31,12 @@ from cluster.http_turns import (
     version_of,
     versions,
 )
+from cluster.observing.measured_answers import CountedAnswers, MeasuredAnswers
+from cluster.observing.trace_context import part_of_its_program
+from cluster.observing.turns import TurnBook
+from cluster.program import ProgramIdentity
 from cluster.stream import Told
+from cluster.turn import ID_BYTES
 from replicas.turn_reports import SCOPE_KEY, ReportedTurns, TurnReports
 
 Pieces = AsyncGenerator[bytes | Told[bytes] | HttpError]
@@ -50,6 +54,7 @@ ELSEWHERE = ("/v1/responses", "/v1/programs", "/v1/tools", "/admin")
 
 METHODS = ["GET", "POST", "PUT", "DELETE"]
 READY_TIMEOUT_S = 5.0
+EVENT = b"data: {"
 
 
 def http_app(
@@ -59,6 +64,7 @@ def http_app(
     ready: Callable[[], Awaitable[Any]],
     reports: TurnReports,
     error_map: ErrorMap,
+    book: TurnBook,
 ) -> FastAPI:
     """The application.
 
@@ -69,6 +75,7 @@ def http_app(
         ready: raises what keeps the model from answering.
         reports: the router's turns.
         error_map: what an exception means to a client; total.
+        book: of the turns that clients bring here.
     """
 
     async def tell(_: Request, error: Exception) -> Response:
@@ -85,11 +92,12 @@ def http_app(
                 max_header_bytes=config.http.max_header_bytes,
                 max_in_flight=config.http.max_concurrent_requests,
                 limited_paths=LIMITED_PATHS,
+                on_overload=book.refused,
             ),
         ],
         exception_handlers={HttpError: tell, HTTPException: tell, RequestValidationError: tell},
     )
-    routes = ReplicaRoutes(config, answer, relay, ready, error_map)
+    routes = ReplicaRoutes(config, answer, relay, ready, error_map, book)
     app.post(TURN_PATHS["chat"])(routes.chat)
     app.post(TURN_PATHS["completions"])(routes.completions)
     app.post(TOKEN_PATHS["tokenize"])(routes.tokenize)
@@ -115,12 +123,14 @@ class ReplicaRoutes:
         relay: Relay,
         ready: Callable[[], Awaitable[Any]],
         error_map: ErrorMap,
+        book: TurnBook,
     ) -> None:
         self._config = config
         self._answer = answer
         self._relay = relay
         self._check_ready = ready
         self._error_map = error_map
+        self._book = book
         self._reader = TurnReader(config)
         self._started = int(time())
         self._ending: set[asyncio.Task[None]] = set()
@@ -176,17 +186,22 @@ class ReplicaRoutes:
     async def _turn(self, request: Request, method: str) -> Response:
         note: RouterNote = request.scope[SCOPE_KEY]
         if note.refusal is not None:
+            self._book.refused(request.headers)
             raise note.refusal.as_error()
+        arrived_s = self._book.arrival_s(request.headers)
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             raise needs_ingress("a tool that the server runs", param="tools")
+        identity = part_of_its_program(identity, self._config.tracing)
+        headers = passed_headers(request.headers)
         if identity.key is None or identity.key == note.key:
+            pieces = self._answer(method, body, headers, identity.key, identity.encode(), note.epoch)
             try:
-                return await self._call(request, method, body, identity.key, identity.encode(), note.epoch)
+                return await self._measured(LocalAnswers(pieces, self._ending), identity, arrived_s)
             except ProgramMoved:
                 pass
-        answers = self._relay(method, body, passed_headers(request.headers), identity.encode())
-        return await answered(answers, self._config.http.request_timeout_s, self._error_map)
+        relayed = RelayedAnswers(self._relay(method, body, headers, identity.encode()))
+        return await self._measured(relayed, identity, arrived_s)
 
     async def _call(
         self,
@@ -201,6 +216,11 @@ class ReplicaRoutes:
         answers = LocalAnswers(pieces, self._ending)
         return await answered(answers, self._config.http.request_timeout_s, self._error_map)
 
+    async def _measured(self, answers: CountedAnswers, identity: ProgramIdentity, arrived_s: float) -> Response:
+        turn = self._book.begin(self._config.model.id, identity, arrived_s)
+        measured = MeasuredAnswers(answers, turn, self._error_map)
+        return await answered(measured, self._config.http.request_timeout_s, self._error_map)
+
 
 class LocalAnswers:
     """What this process answers, piece by piece, as `cluster.http_calls.Answers`.
@@ -213,6 +233,8 @@ class LocalAnswers:
     def __init__(self, pieces: Pieces, ending: set[asyncio.Task[None]]) -> None:
         self._pieces = pieces
         self._ending = ending
+        self.output_tokens = 0
+        """Of a stream, that have come."""
 
     def __aiter__(self) -> Self:
         return self
@@ -220,13 +242,38 @@ class LocalAnswers:
     async def __anext__(self) -> bytes | HttpError:
         # How far a stream has come is for whoever could go on with it; here, that ends with this process.
         piece = await anext(self._pieces)
-        return piece.data if isinstance(piece, Told) else piece
+        if not isinstance(piece, Told):
+            return piece
+        self.output_tokens += len(piece.progress.token_ids) // ID_BYTES
+        return piece.data
 
     def cancel(self) -> None:
         """Stop the work on it; harmless after the end."""
         task = asyncio.ensure_future(self._pieces.aclose())
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
+
+
+class RelayedAnswers:
+    """What another replica answers, by way of the router, which passes on no more than the client is sent."""
+
+    def __init__(self, answers: Answers) -> None:
+        self._answers = answers
+        self.output_tokens = 0
+        """Of a stream, as many as events have come: about one a token."""
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes | HttpError:
+        piece = await anext(self._answers)
+        if not isinstance(piece, HttpError):
+            self.output_tokens += piece.count(EVENT)
+        return piece
+
+    def cancel(self) -> None:
+        """Stop the work on it; harmless after the end."""
+        self._answers.cancel()
 
 
 def needs_ingress(what: str, param: str | None = None) -> BadRequest:

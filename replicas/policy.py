@@ -6,7 +6,7 @@ seconds on the scheduler's clock, lengths tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum
+from enum import Enum, StrEnum
 from functools import cached_property
 from typing import Protocol
 
@@ -21,9 +21,10 @@ RankKey = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What does not change while a replica lives."""
+    """What does not change while a replica lives, but for its pace."""
 
     cost: CostModel
+    """Learns: see `replicas.step_pace`."""
     slo: SloConfig
     capacity_tokens: int
     """Tokens whose KV fits the replica's memory."""
@@ -181,26 +182,55 @@ class Claimant(Enum):
     """A waiting turn, while nothing runs: nobody else will ever free memory."""
 
 
+class Why(StrEnum):
+    """Why a policy decides as it does: a label of metrics, so that there are few and all are here."""
+
+    POLICY = "policy"
+    """It always does."""
+    RETENTION = "retention"
+    """The client asked for it."""
+    TTL = "ttl"
+    DEFAULT_TTL = "default ttl"
+    LONG_PAUSE = "long pause"
+    SHORT_TOOL = "short tool"
+    LONG_TOOL = "long tool"
+    NO_PIN_PAYS = "no pin pays"
+    BACK = "back"
+    """Its next turn waits."""
+    FREE = "free"
+    """Nobody else wants the memory."""
+    PAYS = "pays"
+    DOES_NOT_PAY = "does not pay"
+    LEAST_WASTE = "least waste"
+    OTHER = "other"
+    """What a policy from elsewhere says and is not here."""
+
+    @classmethod
+    def of(cls, reason: str) -> "Why":
+        """The member of that name, or OTHER."""
+        return cls(reason) if reason in cls._value2member_map_ else cls.OTHER
+
+
 @dataclass(frozen=True, slots=True)
 class Hold:
     """Keep the blocks allocated until ``until_s``, unless they are broken or used before."""
 
     until_s: float
-    reason: str = "policy"
+    reason: Why = Why.POLICY
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
     """Give the blocks back, the host tier has a copy; it is fetched when the tool has finished."""
 
-    reason: str = "policy"
+    reason: Why = Why.POLICY
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
     """Give the blocks back: the prefix cache may still have them when the program comes back."""
 
-    reason: str = "policy"
+    reason: Why = Why.POLICY
 
 
 PauseDecision = Hold | Swap | Release

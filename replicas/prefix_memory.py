@@ -25,8 +25,11 @@ class PrefixMemory:
         self._once: OrderedDict[int, None] = OrderedDict()
         self._keys: OrderedDict[str, None] = OrderedDict()
 
-    def serve(self, key: str | None, prompt: Sequence[int] | bytes) -> None:
-        """A turn of a program (None: of none) is served here. Of a program's later turns nothing is learnt."""
+    def serve(self, key: str | None, prompt: Sequence[int] | bytes, salt: str = "") -> None:
+        """A turn of a program (None: of none) is served here. Of a program's later turns nothing is learnt.
+
+        ``prompt`` and ``salt``: as for `prefix_blocks`.
+        """
         if key is not None:
             known = key in self._keys
             self._keys[key] = None
@@ -36,7 +39,7 @@ class PrefixMemory:
             if len(self._keys) > MAX_KEYS:
                 self._keys.popitem(last=False)
         # Last block first: then the end of a prompt is dropped before its beginning, without which it says nothing.
-        for block in reversed(prefix_blocks(prompt)):
+        for block in reversed(prefix_blocks(prompt, salt)):
             if block in self._once or block in self._shared:
                 self._once.pop(block, None)
                 self._touch(self._shared, block)

@@ -71,8 +71,8 @@ class Watch:
         self.so_far = so_far
         self.failure: Exception | None = None
         """What ended the engine's outputs, although vLLM makes an event of it."""
-        self.asked = False
-        """Whether the engine has been given the request."""
+        self.name: str | None = None
+        """By which the engine has been given the request; None: it has not."""
         self._obstacle: str | None = None
         self._begun: Begun | None = None
         self._ending: Ending | None = None
@@ -104,8 +104,8 @@ class Watch:
             params: SamplingParams.
             name: the request's id.
         """
-        self._obstacle = "several prompts" if self.asked else obstacle(prompt, params)
-        self.asked = True
+        self._obstacle = "several prompts" if self.name else obstacle(prompt, params)
+        self.name = name
         if self.so_far is None:
             return self._watched(generate(prompt, params, name), prompt)
         return self._resumed(generate, tokenizer, prompt, params, name, self.so_far)

@@ -7,8 +7,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from cluster.errors import ControlError, ControlTimeout, ProgramMoved
-from cluster.metrics import Fallback
-from cluster.routing import ReplicaSnapshot, prompt_of
+from cluster.observing.replica import Fallback
+from cluster.routing import ReplicaSnapshot, prompt_of, salt_of
 from replicas.control import ControlChannel
 from replicas.fence import Fence
 from replicas.prefix_memory import PrefixMemory
@@ -51,7 +51,7 @@ class RouterSide:
         if key is not None and epoch is not None and (later := self._fence.refuses(key, epoch)) is not None:
             raise ProgramMoved(f"program {key!r} has left this home; epoch {epoch} is over", epoch=later)
         if method in GENERATES:
-            self._prefixes.serve(key, prompt_of(body))
+            self._prefixes.serve(key, prompt_of(body), salt_of(body))
 
     async def moved_away(self, key: str, epoch: int) -> dict[str, Any]:
         """The program lives elsewhere with this epoch: turns of older ones are refused, its KV is given up.

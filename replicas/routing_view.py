@@ -58,7 +58,8 @@ def routing_snapshot(
         model=model,
         number=number,
         draining=draining,
-        costs=step_costs(load.facts.cost),
+        # As given: by the pace that each has learnt, small differences would send every program to one replica.
+        costs=step_costs(scheduler.settings.cost),
         kv_tokens=load.facts.capacity_tokens,
         free_tokens=load.free_tokens,
         held_tokens=load.held_tokens,

@@ -3,11 +3,11 @@
 Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     __init__, shutdown                      own state
     add_request, _free_blocks               a turn arrives; a turn has ended: hold or free its blocks
-    schedule                                holds, ranks and budget before, nothing after
+    schedule, update_from_output            holds, ranks and budget before; how long the step takes
     _update_request_with_output             when a turn's first token came
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     reset_prefix_cache                      held blocks would make it fail
-(what it uses for the host tier beside these: `replicas.swapping`)
+(what it uses for the host tier beside these: `replicas.swapping`; to count: `replicas.tally`)
 and of ``KVCacheManager`` it wraps
     allocate_slots                          admissions are seen here; short of memory, holds are broken until it fits
 and sets its watermark_blocks, as the policy says. (Grammars of resumed turns: `replicas.resumed_grammar`.)
@@ -54,14 +54,19 @@ from cluster.statistics import DurationTable
 from replicas import turns, views
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HoldOrigin, HoldTable
-from replicas.policy import Claimant, Forecast, Hold, PauseView, RankKey, Swap
+from replicas.policy import Forecast, Hold, PauseView, RankKey, Swap
 from replicas.program_table import ProgramTable
 from replicas.remains import MAX_REMAINS, Remains
 from replicas.resumed_grammar import advance_grammars
+from replicas.room import claimant_of, leaves_room, yielding
 from replicas.settings import SchedulerSettings, build_policy
+from replicas.step_pace import StepPace
+from replicas.suspect import Unproven
 from replicas.swapping import Swapping
+from replicas.tally import Decision, Tally
+from replicas.traced import Traced
 from replicas.turns import Turn
-from replicas.waiting_queue import RankedQueue
+from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """How often programs are looked over for those that will not come back."""
@@ -85,14 +90,17 @@ class AgentScheduler(AsyncScheduler):
         self.turns: dict[str, Turn] = {}
         self.tool_names = turns.tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
         self._next_sweep_s = 0.0
-        self.lost_queue = turns.RecentMean()
-        self.on_time = turns.RecentMean()
+        self.lost_queue, self.on_time = turns.RecentMean(), turns.RecentMean()
         self.forecaster = Forecaster()
         self.pause_forecasts: dict[str, Forecast] = {}
         self.remains = Remains(self.hash_block_size, MAX_REMAINS)
         self.swapping = Swapping(self)
         self.facts = views.replica_facts(self)
+        self.pace = StepPace(self)
         self.load = views.load_view(self)
+        self.tally = Tally(self)
+        self.traced = Traced()
+        self.unproven = Unproven(self.requests)
         self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
         advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
@@ -141,12 +149,20 @@ class AgentScheduler(AsyncScheduler):
             self.skipped_waiting.refresh(refresh_steps)
         budget = self._policies.budget.tokens(self.load)
         self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
-        return super().schedule(throttle_prefills)
+        output: SchedulerOutput = super().schedule(throttle_prefills)
+        self.pace.began(output)
+        self.tally.step_began(output)
+        self.unproven.began(output)
+        return output
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        """A step has ended: policies reckon with the pace that the replica really has."""
+        self.tally.step_ended(scheduler_output, self.pace.ended(scheduler_output))
+        return super().update_from_output(scheduler_output, model_runner_output)
 
     def _review_holds(self) -> None:
         """Ask again what becomes of the programs that are held and whose pause lasts: a share of them in each step."""
-        review_steps = self._policies.pause.review_steps
-        if review_steps is None:
+        if (review_steps := self._policies.pause.review_steps) is None:
             return
         for held in self.holds.due(review_steps):
             if held.origin is not HoldOrigin.POLICY:  # what somebody asked for lasts as long as they asked
@@ -175,6 +191,7 @@ class AgentScheduler(AsyncScheduler):
             self.swapping.freed(request)
         else:
             self.swapping.ends(request)
+            self.tally.ended(request, turn)
             if turn.key is not None:
                 self._end_turn(request, turn, turn.key)
         if request.request_id in self.requests:  # no hold has taken its blocks
@@ -192,7 +209,9 @@ class AgentScheduler(AsyncScheduler):
                     decision = self._decide(request, turn, key)
         else:
             self.apply(key, TurnAborted(now_s))
-        self.programs.tell(key, turns.story_of(request, turn, now_s, tools, decision))
+        story = turns.story_of(request, turn, now_s, tools, decision)
+        self.programs.tell(key, story)
+        self.traced.turn_ended(turn, story, now_s)
 
     def _decide(self, request: Request, turn: Turn, key: str) -> str:
         """Ask the pause policy and do as it says; what was decided, in words."""
@@ -204,12 +223,14 @@ class AgentScheduler(AsyncScheduler):
         self.remains.keep(key, request.block_hashes, context_tokens, pause.forecast)
         decision = self._policies.pause.decide(pause)
         if isinstance(decision, Hold):
+            self.traced.hold_began(key, turn)
             return self._hold(request, key, pause, decision)
         if isinstance(decision, Swap) and self._swaps_out(key, request):
             self.apply(key, Swapped(now_s, decision.reason))
+            self.tally.paused(Decision.SWAP, decision.reason)
             return f"swapped ({decision.reason})"
         self.apply(key, Released(now_s, decision.reason))
-        self.counters["releases"] += 1
+        self.tally.paused(Decision.RELEASE, decision.reason)
         return f"released ({decision.reason})"
 
     def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> str:
@@ -219,9 +240,10 @@ class AgentScheduler(AsyncScheduler):
         blocks = self.kv_cache_manager.pop_blocks_for_free(request)
         del self.requests[request.request_id]
         self.pause_forecasts[key] = pause.forecast
+        self.tally.holds_change()
         self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin)
         self.apply(key, Held(now_s, until_s, decision.reason))
-        self.counters["holds"] += 1
+        self.tally.paused(Decision.HOLD, decision.reason)
         return f"held {until_s - now_s:.3f}s ({decision.reason})"
 
     def _swaps_out(self, key: str, request: Request | None = None) -> bool:
@@ -242,7 +264,7 @@ class AgentScheduler(AsyncScheduler):
         running = RequestStatus.RUNNING
 
         def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
-            if request.status is not running and not self._leaves_room(request):
+            if request.status is not running and not leaves_room(self, self._policies.admission, request):
                 return None
             blocks = allocate_slots(request, num_new_tokens, **kwargs)
             if blocks is not None and request.status is running:
@@ -251,23 +273,16 @@ class AgentScheduler(AsyncScheduler):
                 blocks = allocate_slots(request, num_new_tokens, **kwargs)
             if blocks is not None and request.status is not running:
                 local, remote = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_external_computed_tokens", 0)
-                self._admit(request, local + remote)
+                self._admit(request, local, remote)
             return blocks
 
         return allocate
 
-    def _leaves_room(self, request: Request) -> bool:
-        admission = self._policies.admission
-        if admission is None or not self.running:
-            return True
-        share = admission.room_share(views.turn_view(self, request))
-        taken = views.load_view(self).running_tokens + request.num_tokens
-        return share <= 0 or taken <= (1 - share) * self.facts.capacity_tokens
-
-    def _admit(self, request: Request, cached_tokens: int) -> None:
+    def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns[request.request_id]
         if turn.admitted_s is None:
-            turn.admitted_s, turn.cached_tokens = self.clock.now_s(), cached_tokens
+            turn.admitted_s, turn.cached_tokens = self.clock.now_s(), local_tokens + remote_tokens
+            self.tally.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
                 program = self.programs[turn.key]
                 if program.turns > 1 and program.phase is not Phase.RESUMING:
@@ -278,19 +293,11 @@ class AgentScheduler(AsyncScheduler):
         """Give the blocks of one hold back, if one yields to ``request``; its own program's goes last."""
         if not len(self.holds):
             return False
-        if request.status is RequestStatus.RUNNING:
-            claimant = Claimant.RUNNING
-        else:
-            claimant = Claimant.WAITING if self.running else Claimant.STARVED
-        own = self.turns[request.request_id].key
-        pause = self._policies.pause
-        held = ((views.hold_view(self, held), held.key) for held in self.holds)
-        ranked = ((key == own, pause.victim_key(view), key) for view, key in held if pause.yields(view, claimant))
-        victim = min(ranked, default=None)
-        if victim is None:
+        claimant = claimant_of(self, request)
+        key = yielding(self, self._policies.pause, claimant, self.turns[request.request_id].key)
+        if key is None:
             return False
-        self.counters[f"broken_{claimant.value}"] += 1
-        self.apply(victim[2], HoldEnded(self.clock.now_s(), f"broken for a {claimant.value} turn"))
+        self.apply(key, HoldEnded(self.clock.now_s(), f"broken for a {claimant.value} turn"))
         return True
 
     def expire(self, now_s: float) -> None:
@@ -298,7 +305,6 @@ class AgentScheduler(AsyncScheduler):
         for key in self.holds.expired(now_s):
             program = self.programs.get(key)
             if program is not None and program.phase is Phase.HELD:
-                self.counters["expired"] += 1
                 self.apply(key, HoldEnded(now_s, "expired"))
         if now_s >= self._next_sweep_s:
             self._next_sweep_s = now_s + SWEEP_PERIOD_S
@@ -335,9 +341,9 @@ class AgentScheduler(AsyncScheduler):
         for action in actions:
             match action:
                 case FreeHold(reason):
+                    self.tally.hold_ends(key, reason)
                     self.holds.release(key)
                     self.pause_forecasts.pop(key, None)
-                    self.counters[f"hold_{reason if reason in ('used', 'swapped') else 'lost'}"] += 1
                     self._rerank_turns(key, reason)
                 case Fetch():
                     self.swapping.fetch(key)
@@ -364,7 +370,9 @@ class AgentScheduler(AsyncScheduler):
     # --- views --------------------------------------------------------------------------------------------------------
 
     def _rank(self, request: Request) -> RankKey:
-        return self._policies.order.key(views.turn_view(self, request))
+        if request.num_computed_tokens:
+            return LOADED
+        return self._policies.order.key(views.turn_view(self, request)) or EQUAL
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""

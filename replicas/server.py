@@ -26,7 +26,14 @@ from cluster.config import CaesuraConfig
 from cluster.direct_note import ROUTER_DEPLOYMENT
 from cluster.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
 from cluster.http_calls import Answers
-from cluster.metrics import Fallback, ReplicaMetrics
+from cluster.http_front import REQUEST_ID
+from cluster.observing.book_parts import turn_book
+from cluster.observing.logs import bind
+from cluster.observing.logs import configure as configure_logs
+from cluster.observing.meter import Meter
+from cluster.observing.replayed import replay
+from cluster.observing.replica import Fallback, ReplicaMetrics, ReplicaState
+from cluster.observing.tracing import traces
 from cluster.ray_errors import as_http_error
 from cluster.routing import ROUTING_STATS_KEY
 from cluster.statistics import DurationTable
@@ -70,8 +77,10 @@ class ProgramServer(LLMServer):
     """
 
     async def __init__(self, llm_config: LLMConfig, *, config: CaesuraConfig) -> None:  # type: ignore[misc]
+        configure_logs(config.logs, "replica")
         self._config = config
         self._others: bytes | None = None
+        self._observed = self._noted = 0
         self._router_side: RouterSide | None = None
         self._loop_task: asyncio.Task[NoReturn] | None = None
         await super().__init__(llm_config, engine_cls=ReplicaEngine)
@@ -82,9 +91,9 @@ class ProgramServer(LLMServer):
         Raises:
             TimeoutError: the engine did not start within ``replicas.start_timeout_s``.
         """
-        await asyncio.wait_for(super().start(), self._config.replicas.start_timeout_s)
         model, store = self._config.model, self._config.store
-        self._metrics = ReplicaMetrics(model.id)
+        self._metrics = ReplicaMetrics(Meter({"model": model.id}, enabled=self._config.metrics.enabled))
+        await asyncio.wait_for(super().start(), self._config.replicas.start_timeout_s)
         self._channel = ControlChannel(self.engine.client, self._config.control.timeout_s)
         self._router_side = RouterSide(self._channel, self.replica_id, model.id, self._metrics.fell_back)
         self._store = StatisticsStore(
@@ -99,6 +108,8 @@ class ProgramServer(LLMServer):
         self._turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), interval_s, self._metrics.rendered)
         await self._turns.examine()
         await self._warm_up()
+        self._metrics.started()
+        self._traces = traces(self._config, "replica")
         self._loop_task = asyncio.create_task(self._exchange_for_ever())
 
     async def _start_engine(self) -> None:
@@ -151,6 +162,7 @@ class ProgramServer(LLMServer):
             so_far: how far another replica came with this stream; None: it begins here.
         """
         watch = Watch(so_far)
+        bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive(method, body, key, epoch)
             request = parse_request(method, body)
@@ -180,6 +192,7 @@ class ProgramServer(LLMServer):
         ``epoch``, ``so_far``: as for :meth:`answer`.
         """
         watch = Watch(so_far)
+        bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive("chat", body, key, epoch)
             async with aclosing(self._turns.run(body, headers, key, identity, continuation, watch)) as batches:
@@ -192,9 +205,9 @@ class ProgramServer(LLMServer):
         """What an exception means to whoever called; the death of the engine is this replica's end, too."""
         refusal = as_refusal(error)
         if isinstance(refusal, ReplicaLost):
-            refusal.at_work = watch.asked
-            # Others have to be told as well.
-            asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
+            refusal.at_work = watch.name is not None
+            refusal.culprit = self.engine.broken_by(watch.name)
+            self._end_soon()
         elif refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             logger.exception("%s failed", method)
         return naming_field(refusal, body)
@@ -251,10 +264,12 @@ class ProgramServer(LLMServer):
             answers: Answers = streams.answers.remote(method, body, headers, identity)
             return answers
 
-        return http_app(self._config, self.answer, relay, self.ready, TurnReports(tell), as_http_error)
+        reports, book = TurnReports(tell), turn_book(self._config, MonotonicClock(), doors=self._config.replicas.count)
+        book.open()
+        return http_app(self._config, self.answer, relay, self.ready, reports, as_http_error, book)
 
     async def check_health(self) -> None:
-        """Raises if the exchange loop has ended; ends the process if the engine is dead."""
+        """Raises if the exchange loop has ended; ends the process soon if the engine is dead."""
         if self._loop_task is not None and self._loop_task.done():
             await self._loop_task
         self._end_if_engine_gone()
@@ -275,16 +290,22 @@ class ProgramServer(LLMServer):
 
     async def _exchange(self) -> None:
         try:
-            answer = await self._channel.call("exchange", durations=self._others)
+            taken = {"observed": self._observed, "noted": self._noted}
+            answer = await self._channel.call("exchange", durations=self._others, **taken)
         except EngineGone:
-            self._end()
+            self._end_soon()
+            return
         except ControlTimeout:
             self._metrics.fell_back(Fallback.CONTROL_TIMEOUT)
             logger.warning("the scheduler did not answer within %s s", self._config.control.timeout_s)
             return
+        self._observed, self._noted = answer["observations"]["number"], answer["traced"]["number"]
+        replay(self._traces, answer["traced"]["notes"], self._config.model.id, MonotonicClock())
         self._metrics.record(answer["snapshot"])
+        self._metrics.observe(answer["observations"])
+        self._metrics.record_state(ReplicaState.DRAINING if self._of_router.draining else ReplicaState.UP)
         others = await self._store.exchange(DurationTable.from_bytes(answer["durations"]).own())
-        self._metrics.record_store(self._store.failures)
+        self._metrics.record_store(self._store.failures, up=others is not None)
         if others is None:
             self._metrics.fell_back(Fallback.STORE_UNREACHABLE)
         else:
@@ -292,7 +313,11 @@ class ProgramServer(LLMServer):
 
     def _end_if_engine_gone(self) -> None:
         if self.engine is not None and self.engine.client is not None and self.engine.client.errored:
-            self._end()
+            self._end_soon()
+
+    def _end_soon(self) -> None:
+        """Every request in flight has to be told before."""
+        asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
 
     def _end(self) -> NoReturn:
         logger.critical("the engine is dead; this replica ends so that Ray replaces it")

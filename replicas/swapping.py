@@ -186,7 +186,7 @@ class Swapping:
 
     def _expect(self, key: str, context_tokens: int, forecast: Forecast) -> None:
         """Worth nothing is a program of which no later turn is expected."""
-        cost, tokens = self._scheduler.settings.cost, max(1, context_tokens)
+        cost, tokens = self._scheduler.facts.cost, max(1, context_tokens)
         saved_s = max(0.0, cost.prefill_s(tokens) - cost.swap_s(tokens)) / tokens if forecast.later_turns > 0 else 0.0
         self._forecasts[key] = (saved_s, max(0.0, forecast.pause_s))
 
@@ -321,6 +321,7 @@ class Swapping:
         now_s = scheduler.clock.now_s()
         until_s = now_s + min(FETCHED_HOLD_S, scheduler.settings.control.hold_limit_s)
         scheduler.pause_forecasts[fetch.key] = self._contexts[fetch.key].forecast
+        scheduler.tally.holds_change()
         scheduler.holds.hold(fetch.key, blocks, tokens, now_s, until_s, HoldOrigin.FETCHED)
         scheduler.counters["fetched"] += 1
         scheduler.apply(fetch.key, Fetched(now_s, until_s))

@@ -23,8 +23,10 @@ from cluster.errors import IntegrityError
 from cluster.program import ProgramIdentity
 from replicas.cost_model import CostModel
 from replicas.host_tier import kv_transfer_config
+from replicas.kv_waste import Waste, computed_again
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
+from replicas.step_pace import work_of
 from replicas.virtual_engine import Shape, VirtualEngine
 from replicas.virtual_link import VirtualLink
 
@@ -48,21 +50,17 @@ class VirtualTurn:
     fetched_tokens: int | None = None
     """Of these, those that came from the host tier."""
 
+    def computes(self, tokens: int) -> int:
+        """A step of so many tokens was scheduled; how many of them were computed at some time before."""
+        length: int = self.request.num_computed_tokens  # vLLM counts the step's own already
+        again = computed_again(length, tokens, self.known_tokens)
+        self.known_tokens = max(self.known_tokens, length)
+        return again
+
     @property
     def generated(self) -> list[int]:
         """The tokens generated so far."""
         return list(self.request.output_token_ids)
-
-
-@dataclass(slots=True)
-class Waste:
-    """KV that did nothing, integrated over virtual time. Unit: one token's KV for one second."""
-
-    held: float = 0.0
-    """Of paused programs, and of turns that wait, on hold."""
-    recomputed: float = 0.0
-    """KV of each step's batch, in the proportion of recomputed to scheduled tokens: the two terms of InferCept's eq. 1,
-    the program's own KV and that of the others that run beside it while it is computed again."""
 
 
 @dataclass(slots=True)
@@ -86,7 +84,6 @@ class VirtualReplica:
     """The step under way computes nothing: it ends with the next transfer, or when a turn arrives."""
     interrupted: bool = False
     """A turn has arrived while the step under way waits for the link: it is to end now."""
-    _held_since_s: float = 0.0
 
     @classmethod
     def build(
@@ -203,32 +200,15 @@ class VirtualReplica:
 
     def _settle(self) -> None:
         """What is held changes only within a call of the scheduler: integrate up to now before each."""
-        now_s = self.clock.now_s()
         scheduler = self.engine.scheduler
         if isinstance(scheduler, AgentScheduler):
-            self.waste.held += scheduler.holds.num_tokens * (now_s - self._held_since_s)
-        self._held_since_s = now_s
+            self.waste.settle(self.clock.now_s(), scheduler.holds.num_tokens)
 
     def _cost_of(self, output: SchedulerOutput) -> float:
         """Seconds of the step, by its tokens, sequences and pairs of tokens; notes what it computes again."""
-        scheduled = output.num_scheduled_tokens
-        turns = self._turns
-        context = recomputed = 0
-        pairs = 0.0
-        for request_id, tokens in scheduled.items():
-            turn = turns[request_id]
-            length = turn.request.num_computed_tokens  # vLLM counts the step's own already
-            context += length
-            pairs += length if tokens == 1 else tokens * (2 * length - tokens + 1) / 2
-            known = turn.known_tokens
-            if length > known:
-                turn.known_tokens = length
-                if length - tokens < known:
-                    recomputed += known - (length - tokens)
-            else:
-                recomputed += tokens
-        total = output.total_num_scheduled_tokens
-        seconds = self.cost.step_s(total, context, len(scheduled), pairs)
+        total, context, sequences, pairs = work_of(output, self.engine.scheduler.requests)
+        seconds = self.cost.step_s(total, context, sequences, pairs)
+        recomputed = sum(self._turns[key].computes(tokens) for key, tokens in output.num_scheduled_tokens.items())
         if recomputed:
-            self.waste.recomputed += recomputed / total * seconds * context
+            self.waste.recompute(recomputed, total, context, seconds)
         return seconds

@@ -10,6 +10,12 @@ from vllm.v1.request import Request
 from replicas.policy import RankKey
 from replicas.rota import Rota
 
+LOADED: RankKey = ()
+"""Before every rank that a policy may give: that of a turn that owns memory while it waits, as its context was, or is
+being, loaded from the host. Behind a turn for which too little is left it would wait for ever: nobody but itself can
+give that memory back."""
+EQUAL: RankKey = (0.0,)
+"""In place of a policy's empty rank."""
 RANKS_A_STEP = 32
 """Ranks that one step takes again, at most."""
 SLACK = 16

@@ -18,7 +18,7 @@ from replicas.policy import BudgetPolicy, KvPlace, LoadView, OrderPolicy, Policy
 class AugserveParameters(BaseModel):
     """Parameters of the policy `augserve`; the three flags are the paper's ablations (section 5.4)."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     two_stage: bool = True
     """Order by the scheduling value; false is first come, first served by the program, as InferCept."""

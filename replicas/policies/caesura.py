@@ -13,7 +13,7 @@ from replicas.policy import LoadView, Policy
 class CaesuraParameters(BaseModel):
     """Parameters of the policy `caesura`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     hopeless_share: float = Field(0.01, ge=0, le=1)
     """Part of the replica's time, in expectation, that goes to turns that cannot be good any more, before all others.

@@ -21,13 +21,14 @@ from replicas.policy import (
     RankKey,
     Release,
     TurnView,
+    Why,
 )
 
 
 class ContinuumParameters(BaseModel):
     """Parameters of the policy `continuum`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     delta: float = Field(0.1, gt=0, lt=1)
     """The bound on a tool's duration holds with probability 1 - delta (empirical Bernstein)."""
@@ -101,11 +102,11 @@ class TimeToLive(Pins):
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for as long as the client asks (``retention_s``), else for the time to live if it is short enough."""
         if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + pause.hints.retention_s, reason="retention")
+            return Hold(pause.now_s + pause.hints.retention_s, reason=Why.RETENTION)
         ttl_s = self.ttl_s(pause)
         if ttl_s > self.parameters.max_ttl_s:
-            return Release("long pause")
-        return Hold(pause.now_s + ttl_s, reason="ttl")
+            return Release(Why.LONG_PAUSE)
+        return Hold(pause.now_s + ttl_s, reason=Why.TTL)
 
     def ttl_s(self, pause: PauseView) -> float:
         """Seconds."""
@@ -130,5 +131,5 @@ class SimplifiedTimeToLive(Pins):
         """Hold for ``fixed_ttl_s`` where the mean is below ``threshold_s``; a tool never seen counts by all tools."""
         statistics = next(pause.durations.levels(tool_key(pause.tools)), None)
         if statistics is None or statistics.mean_s < self.parameters.threshold_s:
-            return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason="short tool")
-        return Release("long tool")
+            return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason=Why.SHORT_TOOL)
+        return Release(Why.LONG_TOOL)

@@ -12,7 +12,7 @@ from cluster.durations import Durations
 from cluster.program import tool_key
 from replicas.policies.continuum import Pins, ProgramArrivalOrder
 from replicas.policies.vllm import FullBudget
-from replicas.policy import Hold, LoadView, PauseDecision, PauseView, Policy, Release
+from replicas.policy import Hold, LoadView, PauseDecision, PauseView, Policy, Release, Why
 
 QUANTILES = 32
 """Observed durations are tried at so many ranks."""
@@ -21,7 +21,7 @@ QUANTILES = 32
 class ContinuumCostParameters(BaseModel):
     """Parameters of the policy `continuum2`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     min_observations: int = Field(5, ge=1)
     """K: a tool's own durations count from so many observations on; before, all tools' together."""
@@ -46,13 +46,13 @@ class CostBenefit(Pins):
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for as long as the client asks (``retention_s``), else for tau*; release where no pin pays."""
         if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + pause.hints.retention_s, reason="retention")
+            return Hold(pause.now_s + pause.hints.retention_s, reason=Why.RETENTION)
         statistics = self._statistics(pause)
         if statistics is None:
-            return Hold(pause.now_s + self.parameters.default_ttl_s, reason="default ttl")
+            return Hold(pause.now_s + self.parameters.default_ttl_s, reason=Why.DEFAULT_TTL)
         gain_s = pause.load.lost_queue_s * self.parameters.eta + reload_s(pause.load, pause.context_tokens)
         ttl_s = best_ttl_s(statistics, gain_s)
-        return Hold(pause.now_s + ttl_s, reason="ttl") if ttl_s > 0 else Release("no pin pays")
+        return Hold(pause.now_s + ttl_s, reason=Why.TTL) if ttl_s > 0 else Release(Why.NO_PIN_PAYS)
 
     def _statistics(self, pause: PauseView) -> Durations | None:
         """The tool's own once it was seen K times, else all tools', else None."""

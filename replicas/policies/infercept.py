@@ -17,7 +17,7 @@ from replicas.policy import BudgetPolicy, KvPlace, LoadView, Policy, RankKey, Tu
 class InferceptParameters(BaseModel):
     """Parameters of the policy `infercept`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     estimate: Literal["dynamic", "forecast"] = "dynamic"
     """T_pause: `dynamic` is the time since the call started, renewed at each review (section 4.4); `forecast` is the

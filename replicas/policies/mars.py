@@ -17,7 +17,7 @@ from replicas.policy import LoadView, Policy, RankKey, TurnView
 class LampsParameters(BaseModel):
     """Parameters of the policy `lamps`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     starvation_steps: int = Field(100, ge=1)
     """Steps of waiting after which a turn goes to the head."""

@@ -15,7 +15,7 @@ from replicas.policy import Policy, RankKey, TurnView
 class PlasParameters(BaseModel):
     """Parameters of the policy `plas`."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     quantum_tokens: int = Field(1024, ge=1)
     """Service, in tokens computed, that a program may receive in the first level; each level lasts twice as long."""

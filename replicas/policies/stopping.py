@@ -14,7 +14,7 @@ from cluster.durations import Durations
 from cluster.program import tool_key
 from cluster.statistics import DurationTable
 from replicas.policies.triage import paces
-from replicas.policy import Claimant, Hold, HoldView, LoadView, PauseDecision, PauseView, RankKey, Release, Swap
+from replicas.policy import Claimant, Hold, HoldView, LoadView, PauseDecision, PauseView, RankKey, Release, Swap, Why
 
 LONGEST_S = 3600.0
 """A hold that costs nothing ends after this time; the replica's own limit is usually less."""
@@ -99,12 +99,12 @@ class Stopping:
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for as long as the client asks (``retention_s``), else while it pays."""
         if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + max(0.0, pause.hints.retention_s), reason="retention")
+            return Hold(pause.now_s + max(0.0, pause.hints.retention_s), reason=Why.RETENTION)
         return self._choose(pause, 0.0)
 
     def review(self, hold: HoldView) -> PauseDecision:
         """With the load of now, and what the tool has taken already."""
-        return Hold(hold.until_s, reason="back") if hold.owner_waits else self._choose(hold, elapsed_s(hold))
+        return Hold(hold.until_s, reason=Why.BACK) if hold.owner_waits else self._choose(hold, elapsed_s(hold))
 
     def victim_key(self, hold: HoldView) -> RankKey:
         """(0 hopeless or 1 alive, 0 paused or 1 back, value for each token and second)."""
@@ -127,12 +127,12 @@ class Stopping:
     def _choose(self, view: PauseView | HoldView, elapsed: float) -> PauseDecision:
         scarce = pressure(view.load)
         if scarce <= 0:
-            return Hold(view.load.now_s + LONGEST_S, reason="free")
+            return Hold(view.load.now_s + LONGEST_S, reason=Why.FREE)
         survival = Tool.of(view, self.min_observations).survival(elapsed)
         stop_s = best_stop_s(survival, self._break_even_s(view, scarce))
         if stop_s is not None:
-            return Hold(view.load.now_s + min(stop_s, LONGEST_S), reason="pays")
-        return Swap("does not pay") if _swaps(view) else Release("does not pay")
+            return Hold(view.load.now_s + min(stop_s, LONGEST_S), reason=Why.PAYS)
+        return Swap(Why.DOES_NOT_PAY) if _swaps(view) else Release(Why.DOES_NOT_PAY)
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
         """Seconds after which a hold has cost what it can save."""

@@ -13,6 +13,7 @@ from replicas.policy import (
     RankKey,
     Release,
     TurnView,
+    Why,
 )
 
 
@@ -33,7 +34,7 @@ class NoHold:
 
     def decide(self, pause: PauseView) -> PauseDecision:
         """Release."""
-        return Release("policy")
+        return Release(Why.POLICY)
 
     def review(self, hold: HoldView) -> PauseDecision:
         """A hold that somebody asked for lasts as long as they asked."""
@@ -59,7 +60,7 @@ class FullBudget:
 class VllmParameters(BaseModel):
     """The policy `vllm` has no parameters."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True)
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def build(self) -> Policy:
         """The policy."""

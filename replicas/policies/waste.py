@@ -22,6 +22,7 @@ from replicas.policy import (
     RankKey,
     Release,
     Swap,
+    Why,
 )
 
 
@@ -176,7 +177,7 @@ class LeastWaste:
 
     def review(self, hold: HoldView) -> PauseDecision:
         """The least waste as it looks now; a program that is back keeps what it has."""
-        return Hold(hold.until_s, reason="back") if hold.owner_waits else self._choose(Paused.of(hold))
+        return Hold(hold.until_s, reason=Why.BACK) if hold.owner_waits else self._choose(Paused.of(hold))
 
     def victim_key(self, hold: HoldView) -> RankKey:
         """Programs that are not back yet first, by how much more holding wastes than giving back, the most first."""
@@ -195,11 +196,11 @@ class LeastWaste:
         wastes = self.judge(paused)
         match wastes.least:
             case Handling.PRESERVE:
-                return Hold(paused.since_s + wastes.giving_back / max(1, paused.context_tokens), reason="least waste")
+                return Hold(paused.since_s + wastes.giving_back / max(1, paused.context_tokens), reason=Why.LEAST_WASTE)
             case Handling.SWAP:
-                return Swap("least waste")
+                return Swap(Why.LEAST_WASTE)
             case Handling.DISCARD:
-                return Release("least waste")
+                return Release(Why.LEAST_WASTE)
 
 
 @dataclass(frozen=True, slots=True)

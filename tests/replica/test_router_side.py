@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ProgramMoved
-from cluster.metrics import Fallback
+from cluster.observing.replica import Fallback
 from cluster.program import ProgramIdentity
 from cluster.routing import ReplicaSnapshot, prefix_blocks, program_name, prompt_of, unpack_blocks, unpack_names
 from replicas.control import ControlChannel, dispatch

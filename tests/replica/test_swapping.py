@@ -31,6 +31,7 @@ from replicas.policy import (
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.swapping import FETCHED_HOLD_S
+from replicas.tally import HoldEnd
 from replicas.views import load_view, turn_view
 from replicas.virtual_engine import Shape, VirtualEngine
 from replicas.virtual_link import VirtualLink
@@ -204,7 +205,7 @@ def test_a_turn_that_comes_while_its_context_is_fetched_waits_and_uses_it(tiered
     assert {request: 115 - 96} in scheduled
     t.drain()
     assert (t.cached("a"), t.scheduler.counters["fetched"] - before) == ([0, 96], 1)
-    assert t.scheduler.counters["hold_used"] == 1
+    assert t.scheduler.tally.holds_ended[HoldEnd.USED] == 1
 
 
 def test_a_fetch_is_seen_by_nobody(tiered: Make) -> None:
@@ -315,7 +316,7 @@ def test_a_hold_is_swapped_at_a_review(tiered: Make) -> None:
         t.step()
     t.drain()
     t.step()
-    assert (t.phase("a"), t.all_free, t.scheduler.counters["hold_swapped"]) == (Phase.SWAPPED, True, 1)
+    assert (t.phase("a"), t.all_free, t.scheduler.tally.holds_ended[HoldEnd.SWAPPED]) == (Phase.SWAPPED, True, 1)
     t.overwrite()
     t.control("tool_finished", "a")
     t.drain()

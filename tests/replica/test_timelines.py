@@ -15,6 +15,7 @@ from cluster.program import Hints, ProgramIdentity
 from replicas.control import snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.settings import build_policy
+from replicas.tally import HoldEnd
 from replicas.tool_calls import ToolNames
 from replicas.virtual_engine import VirtualEngine
 
@@ -94,7 +95,7 @@ def test_a_held_program_resumes_with_all_but_its_last_partial_block(programs: Ma
     assert story is not None
     assert [turn["cached_tokens"] for turn in story["turns"]] == [0, 6 * BLOCK]
     assert story["turns"][0]["decision"] == "held 2.000s (ttl)"
-    assert p.scheduler.counters["hold_used"] == 1
+    assert p.scheduler.tally.holds_ended[HoldEnd.USED] == 1
 
 
 def test_a_hold_survives_memory_pressure_that_evicts_the_prefix_cache(programs: Make) -> None:
@@ -121,7 +122,7 @@ def test_the_first_ttl_is_the_default_and_expiry_gives_the_blocks_back(programs:
     p.clock.advance(0.1)
     p.step()
     assert (p.phase("a"), p.engine.free_blocks()) == (Phase.RELEASED, free)
-    assert p.scheduler.counters["expired"] == 1
+    assert p.scheduler.tally.holds_ended[HoldEnd.EXPIRED] == 1
 
 
 def test_the_ttl_is_the_tools_bound_scaled_by_turns(programs: Make) -> None:
@@ -149,7 +150,7 @@ def test_a_pause_expected_to_outlast_the_longest_ttl_is_not_pinned_for(programs:
     assert story is not None
     assert (p.phase("a"), story["turns"][0]["decision"]) == (Phase.RELEASED, "released (long pause)")
     p.turn("b", 100, tool="ls")
-    assert (p.scheduler.counters["releases"], p.scheduler.counters["holds"]) == (2, 0)
+    assert p.scheduler.tally.numbers()["pauses"] == {"hold": {}, "swap": {}, "release": {"long pause": 2}}
 
 
 def test_the_snapshot_counts_what_the_tool_parser_could_not_read(programs: Make) -> None:
@@ -200,7 +201,7 @@ def test_when_nothing_runs_the_latest_programs_give_way_until_the_head_fits(prog
     head = p.arrive("d", new_tokens=500, last=True)
     assert list(p.step()) == [head]
     assert p.held() == {"a"}  # c went first, then b; a, that came first, kept its memory
-    assert p.scheduler.counters["broken_starved"] == 2
+    assert p.scheduler.tally.holds_ended[HoldEnd.BROKEN_STARVED] == 2
 
 
 def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: Make) -> None:
@@ -208,7 +209,7 @@ def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: 
     p.turn("a", new_tokens=480)
     p.arrive("b", new_tokens=500, output=40, last=True)
     p.engine.run()
-    assert p.scheduler.counters["broken_running"] == 1
+    assert p.scheduler.tally.holds_ended[HoldEnd.BROKEN_RUNNING] == 1
     story = p.scheduler.programs.story("default/b")
     assert story is not None
     assert story["turns"][0]["preemptions"] == 0
@@ -232,7 +233,7 @@ def test_a_turn_that_breaks_its_own_hold_is_admitted_though_another_ranks_first_
     p.contexts["a"] = [7] * (15 * BLOCK - 5)  # nothing of what is held
     b, a = p.arrive("b", new_tokens=5), p.arrive("a", new_tokens=0)
     assert p.step() == {a: 15 * BLOCK - 5}
-    assert p.scheduler.counters["broken_starved"] == 1
+    assert p.scheduler.tally.holds_ended[HoldEnd.BROKEN_STARVED] == 1
     assert list(p.step()) == [b]
 
 

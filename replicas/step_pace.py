@@ -1,0 +1,88 @@
+"""How long steps really take, against what the cost model says of them.
+
+A preset is of the plain device, a measured model of the day on which it was measured; a shared or a slower machine is
+neither. What policies decide by seconds (who can still be in time, what a hold is worth, how large a step may be) is
+wrong by the same factor as the step time, so one factor is learnt, and the model's times of computation are multiplied
+by it. It is left alone while it is about right: near-equal models would only make decisions hard to repeat.
+"""
+
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+if TYPE_CHECKING:
+    from replicas.scheduler import AgentScheduler
+
+SAMPLED = 8
+"""One step in so many is compared: the work of a step is a sum over its requests."""
+REMEMBERED = 16
+"""Compared steps that the factor is mostly of."""
+ENOUGH = 8
+"""Compared steps before the first change."""
+TOLERANCE = 1.25
+"""The model stays as it is while steps take between 1 / TOLERANCE and TOLERANCE times what it says."""
+OUTLIER = 8.0
+"""No step counts as more than so many times what was expected: a compilation, a machine that was suspended."""
+
+Work = tuple[int, int, int, float]
+"""Of a step, as `CostModel.step_s` takes it: scheduled tokens, context tokens, sequences, pairs."""
+
+
+def work_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Work:
+    """What a step that has just been scheduled computes; ``requests`` are the scheduler's."""
+    context = 0
+    pairs = 0.0
+    for request_id, tokens in output.num_scheduled_tokens.items():
+        length = requests[request_id].num_computed_tokens  # vLLM counts the step's own already
+        context += length
+        pairs += length if tokens == 1 else tokens * (2 * length - tokens + 1) / 2
+    return output.total_num_scheduled_tokens, context, len(output.num_scheduled_tokens), pairs
+
+
+class StepPace:
+    """Compares a scheduler's steps with its cost model, and sets right what its policies are told of it."""
+
+    def __init__(self, scheduler: "AgentScheduler") -> None:
+        self._scheduler = scheduler
+        self._given = scheduler.facts.cost
+        self.scale = 1.0
+        """Computation takes so many times as long as the given model says."""
+        self._begun: deque[tuple[float, float | None]] = deque()
+        self._steps = self._compared = 0
+        self._expected_s = self._took_s = self._ended_s = 0.0
+
+    def began(self, output: SchedulerOutput) -> None:
+        """A step was scheduled; an asynchronous engine may still compute the one before it."""
+        if not output.total_num_scheduled_tokens:
+            return
+        expected_s = None
+        if not self._steps % SAMPLED:
+            expected_s = self._given.step_s(*work_of(output, self._scheduler.requests))
+        self._steps += 1
+        self._begun.append((self._scheduler.clock.now_s(), expected_s))
+
+    def ended(self, output: SchedulerOutput) -> float:
+        """The tokens of the oldest step under way have come; how long it took, 0 for a step without tokens."""
+        if not output.total_num_scheduled_tokens or not self._begun:
+            return 0.0
+        now_s = self._scheduler.clock.now_s()
+        scheduled_s, expected_s = self._begun.popleft()
+        took_s, self._ended_s = now_s - max(scheduled_s, self._ended_s), now_s
+        if expected_s:
+            self._compare(took_s, expected_s)
+        return took_s
+
+    def _compare(self, took_s: float, expected_s: float) -> None:
+        kept = 1 - 1 / REMEMBERED
+        self._expected_s = kept * self._expected_s + expected_s
+        self._took_s = kept * self._took_s + min(took_s, OUTLIER * self.scale * expected_s)
+        self._compared += 1
+        scale = self._took_s / self._expected_s
+        if self._compared < ENOUGH or scale <= 0 or self.scale / TOLERANCE <= scale <= self.scale * TOLERANCE:
+            return
+        self.scale = scale
+        self._scheduler.facts = replace(self._scheduler.facts, cost=self._given.slowed(scale))

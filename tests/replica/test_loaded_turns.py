@@ -1,0 +1,106 @@
+"""Turns whose context was loaded from the host own memory while they still wait: they must not be waited behind.
+
+A replica has 63 usable blocks of 16 tokens. Under `LongestFirst` who comes later may go first.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+
+from cluster.clock import ManualClock
+from cluster.config import PolicyConfig
+from cluster.program import ProgramIdentity
+from replicas.host_tier import kv_transfer_config
+from replicas.policy import RankKey, TurnView
+from replicas.scheduler import AgentScheduler
+from replicas.settings import SchedulerSettings
+from replicas.virtual_engine import Shape, VirtualEngine, write_config_only_model
+from replicas.virtual_link import VirtualLink
+
+BLOCK, BLOCKS = 16, 64
+LOAD_S = 1.0
+
+
+@dataclass(frozen=True)
+class LongestFirst:
+    """An order in which who came first may be overtaken."""
+
+    refresh_steps: int | None = 1
+
+    def key(self, turn: TurnView) -> RankKey:
+        return (-turn.tokens,)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config_only_model(tmp_path_factory.mktemp("config-only-model"), 32768)
+
+
+@pytest.fixture(params=[False, True], ids=["sync", "async"])
+def is_async(request: pytest.FixtureRequest) -> bool:
+    return bool(request.param)
+
+
+@pytest.fixture(params=[None, LongestFirst()], ids=["by arrival", "longest first"])
+def engine(request: pytest.FixtureRequest, is_async: bool, model: Path) -> Iterator[VirtualEngine]:
+    clock = ManualClock()
+    made = VirtualEngine(
+        AgentScheduler,
+        model,
+        Shape(num_blocks=BLOCKS, host_blocks=400),
+        SchedulerSettings(policy=PolicyConfig(name="vllm")),
+        is_async,
+        VirtualLink(clock, lambda tokens: LOAD_S, BLOCK),
+        kv_transfer_config,
+    )
+    scheduler = made.scheduler
+    assert isinstance(scheduler, AgentScheduler)
+    scheduler.clock = clock
+    if request.param is not None:
+        scheduler._policies = replace(scheduler._policies, order=request.param)
+    yield made
+    scheduler.check_integrity()
+
+
+def submit(engine: VirtualEngine, program: str, number: int, blocks: int, output: int = 1) -> str:
+    tokens = [1000 + ord(program)] * (blocks * BLOCK)
+    return engine.submit(f"{program}{number}", tokens, output, ProgramIdentity(program_id=program)).request_id
+
+
+def steps(engine: VirtualEngine, count: int) -> list[str]:
+    """The requests that so many steps scheduled, in order, each once."""
+    seen: dict[str, None] = {}
+    for _ in range(count):
+        if engine.scheduler.has_requests():
+            engine.scheduler.clock.advance(LOAD_S)  # type: ignore[attr-defined]
+            seen |= dict.fromkeys(engine.step().num_scheduled_tokens)
+    return list(seen)
+
+
+def swapped_out(engine: VirtualEngine, program: str, blocks: int) -> None:
+    """The host has so much of the program, and the device nothing."""
+    submit(engine, program, 1, blocks)
+    steps(engine, 20)
+    submit(engine, "!", ord(program), 62)
+    steps(engine, 20)
+
+
+def test_a_turn_that_comes_during_a_load_does_not_stop_everything(engine: VirtualEngine) -> None:
+    swapped_out(engine, "a", 40)
+    resumed = submit(engine, "a", 2, 42)
+    engine.step()  # its 40 blocks are allocated, and being loaded
+    assert engine.free_blocks() <= 23
+    longer = submit(engine, "b", 1, 50)  # ranks before it, and finds too little memory
+    assert steps(engine, 40) == [resumed, longer]
+
+
+def test_one_of_several_loaded_turns_goes_on(engine: VirtualEngine) -> None:
+    for program in "ac":
+        swapped_out(engine, program, 25)
+    waiting = {submit(engine, program, 2, 30) for program in "ac"}
+    engine.step()
+    waiting.add(submit(engine, "b", 1, 60))
+    assert set(steps(engine, 80)) == waiting
+    assert not engine.scheduler.has_unfinished_requests()
