@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Collection
+from collections.abc import Awaitable, Callable, Container
 
 from cluster.clock import Clock
 
@@ -29,12 +29,12 @@ class Farewells:
         self._untold: dict[tuple[str, str], tuple[int, float]] = {}
         self._telling: set[asyncio.Task[None]] = set()
 
-    def say(self, replica: str, key: str, epoch: int, reached: Collection[str]) -> None:
+    def say(self, replica: str, key: str, epoch: int, reached: Container[str]) -> None:
         """The program has left the replica; ``reached`` are those that can be told now."""
         self._untold[replica, key] = (epoch, self._clock.now_s())
         self.tell(reached)
 
-    def tell(self, reached: Collection[str]) -> None:
+    def tell(self, reached: Container[str]) -> None:
         """Tell these replicas what they have not been told."""
         now_s = self._clock.now_s()
         for (replica, key), (epoch, since_s) in list(self._untold.items()):

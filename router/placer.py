@@ -6,7 +6,7 @@ what was decided is written when the store answers again.
 """
 
 import asyncio
-from collections import Counter, OrderedDict
+from collections import Counter, OrderedDict, deque
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from cluster.routing import Home, ReplicaSnapshot
 from router.decisions import Front, Go, Placed, Refuse, Refused, TurnRequest, Wait
 from router.farewells import Farewells, MovedAway
 from router.places import Fallback, Placement, facts, refusal
+from router.sightings import Sightings
 from router.single_flight import SingleFlight
 
 PUMP_S = 0.1
@@ -34,6 +35,8 @@ SWEEP_S = 60.0
 """And so often, to learn whether the store has another."""
 WRITTEN_AT_ONCE = 64
 """Homes, when the store is back."""
+MAX_WAITS = 16_384
+"""Waits that are kept for who asks; of more, the oldest are lost."""
 PROBE_S = 1.0
 """A store that failed is asked so often whether it answers again; until then nobody else waits for it."""
 
@@ -84,9 +87,10 @@ class Placer:
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._waiting: dict[str, asyncio.Future[Go | Refuse]] = {}
         self._asking = SingleFlight()
+        self._waits_s: deque[float] = deque(maxlen=MAX_WAITS)
         self._background: set[asyncio.Task[Any]] = set()
         self._timer: asyncio.TimerHandle | None = None
-        self._seen: dict[str, tuple[ReplicaSnapshot | None, float]] = {}
+        self.sightings = Sightings(clock)
         self._begun = asyncio.Event()
         self._swept_s = clock.now_s()
 
@@ -94,15 +98,10 @@ class Placer:
 
     def observe(self, snapshots: Mapping[str, ReplicaSnapshot | None]) -> None:
         """The replicas that can be reached, and what they say of themselves."""
-        now_s = self._clock.now_s()
-        before, self._seen = self._seen, {}
-        for replica, snapshot in snapshots.items():
-            last, at_s = before.get(replica, (None, now_s))
-            news = snapshot is None or last is None or snapshot.number != last.number
-            self._seen[replica] = (snapshot, now_s if news else at_s)
+        self.sightings.observe(snapshots)
         if snapshots:
             self._begun.set()
-        self._front.observe(snapshots, now_s)
+        self._front.observe(snapshots, self._clock.now_s())
         self._farewells.tell(snapshots)
         self._pump()
 
@@ -171,8 +170,8 @@ class Placer:
                     home = go.home if request.lone else await self._settle(request, go)
                     same = home.replica == go.home.replica
                     if last_round or same or self._is_there(home, request):
-                        self.placements[go.reason if same else Placed.JOINED] += 1
-                        placement = Placement(self, request, home.replica, home, turn_id)
+                        self.placements[reason := go.reason if same else Placed.JOINED] += 1
+                        placement = Placement(self, request, home.replica, home, turn_id, reason.value)
                         return placement
                 finally:
                     if placement is None:
@@ -246,16 +245,15 @@ class Placer:
         """Programs that this ingress has moved."""
         return sum(count for reason, count in self.placements.items() if reason.value.startswith("moved"))
 
-    def ages_s(self) -> dict[str, float | None]:
-        """For each replica, the age of its newest snapshot; None: it has told nothing of use."""
-        now_s = self._clock.now_s()
-        return {replica: None if said is None else now_s - at_s for replica, (said, at_s) in self._seen.items()}
+    def take_waits_s(self) -> list[float]:
+        """How long each turn waited that was admitted since the last time."""
+        return [self._waits_s.popleft() for _ in range(len(self._waits_s))]
 
     def view(self) -> dict[str, Any]:
         """For operators."""
         replicas = {
-            replica: {"snapshot_age_s": age_s, **facts(self._seen[replica][0])}
-            for replica, age_s in self.ages_s().items()
+            replica: {"snapshot_age_s": age_s, **facts(self.sightings[replica])}
+            for replica, age_s in self.sightings.ages_s().items()
         }
         return {
             "router": "caesura",
@@ -285,7 +283,8 @@ class Placer:
         return shared
 
     async def _decide(self, turn_id: str, request: TurnRequest, shared: bool) -> Go:
-        decision = self._front.turn(turn_id, request, self._clock.now_s(), shared=shared)
+        asked_s = self._clock.now_s()
+        decision = self._front.turn(turn_id, request, asked_s, shared=shared)
         if isinstance(decision, Wait):
             decision = await self._admitted(turn_id)
         match decision:
@@ -293,6 +292,7 @@ class Placer:
                 self.refusals[reason] += 1
                 raise refusal(reason, retry_after_s)
             case Go():
+                self._waits_s.append(self._clock.now_s() - asked_s)
                 return decision
 
     async def _admitted(self, turn_id: str) -> Go | Refuse:
@@ -318,7 +318,7 @@ class Placer:
         self._pump()
 
     def _is_there(self, home: Home, request: TurnRequest) -> bool:
-        return home.replica in self._seen and home.replica not in request.avoid
+        return home.replica in self.sightings and home.replica not in request.avoid
 
     # --- agreeing -----------------------------------------------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class Placer:
         self._learn(key, held, stored=True)
         left = go.moved_from
         if held == go.home and left is not None and left != held.replica:
-            self._farewells.say(left, key, held.epoch, self._seen)
+            self._farewells.say(left, key, held.epoch, self.sightings)
         return held
 
     def _learn(self, key: str, home: Home, *, stored: bool) -> None:

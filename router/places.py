@@ -29,13 +29,23 @@ _REFUSALS: dict[Refused, tuple[type[Overloaded], str]] = {
 class Placement:
     """A turn's place, until `end`. As a context manager it ends by itself."""
 
-    def __init__(self, placer: "Places", request: TurnRequest, session: str, home: Home | None, turn_id: str) -> None:
+    def __init__(
+        self,
+        placer: "Places",
+        request: TurnRequest,
+        session: str,
+        home: Home | None,
+        turn_id: str,
+        reason: str | None = None,
+    ) -> None:
         self.request = request
         self.session = session
         """`session_id` of the handle's call."""
         self.home = home
         """None: the router is not ours, and nothing is known."""
         self.turn_id = turn_id
+        self.reason = reason
+        """Why it goes there; None: the router is not ours."""
         self._placer = placer
         self._ended = False
 

@@ -152,7 +152,8 @@ class ReplicaBook:
 
     def sent(self, facts: Facts) -> Sent:
         """What counts beside ``facts``."""
-        others = min(MOST_OTHERS, max(1.0, facts.programs / self._settled)) if self._settled > 0 else 1.0
+        # Less than once where the replica thinks that most of them have ended, though nobody said so.
+        others = min(MOST_OTHERS, facts.programs / self._settled) if self._settled > 0 else 1.0
         return Sent(
             turns=len(self._turns),
             prompt_tokens=sum(turn.prompt_tokens for turn in self._turns.values()),

@@ -239,3 +239,27 @@ def test_a_program_that_a_replica_already_has_is_admitted(resident: bool) -> Non
     front.observe({"r0": snapshot("r0", **full)}, 0.0)
     decision = front.turn("t", request("p"), 0.1)
     assert isinstance(decision, Go if resident else Wait)
+
+
+def test_programs_that_were_thought_longer_and_never_came_back_make_room_though_nobody_said_so() -> None:
+    front = ProgramFront(FrontSettings(working_set=1.0))
+    front.observe({"r": snapshot("r", 1, kv_tokens=20_000)}, 0.0)
+    keys = []
+    for number in range(50):
+        key = f"p{number}"
+        if not isinstance(front.turn(key, request(key), number / 100), Go):
+            break
+        front.ended(key, number / 100, context_tokens=10)
+        keys.append(key)
+    else:
+        raise AssertionError("nobody ever waits")
+    there = {"programs": len(keys), "working_set_tokens": 10.0 * len(keys), "residents": [f"a/{k}" for k in keys]}
+    for number in (2, 3, 4):
+        front.observe({"r": snapshot("r", number, kv_tokens=20_000, **there)}, 60.0 + number)
+    assert not front.admitted(64.0)
+    # Their replica gives them up: hardly one of them still counts.
+    for number in (5, 6, 7):
+        front.observe({"r": snapshot("r", number, kv_tokens=20_000)}, 120.0 + number)
+    ((admitted, decision),) = front.admitted(128.0)
+    assert isinstance(decision, Go) and admitted not in keys
+    front.check_integrity()

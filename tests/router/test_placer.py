@@ -247,6 +247,7 @@ async def test_a_turn_waits_until_it_is_admitted(ingress):
     turn = asyncio.create_task(a.turn())
     await until(lambda: a.placer.waiting)
     (turn_id,) = a.front.in_flight
+    a.clock.advance(2.0)
     a.front.outcomes = [
         ("a turn that is gone", Go(Home("r0", 1), Placed.NEW)),
         (turn_id, Go(Home("r2", 1), Placed.NEW)),
@@ -255,6 +256,7 @@ async def test_a_turn_waits_until_it_is_admitted(ingress):
     assert await turn == Home("r2", 1)
     assert await a.store.get(KEY) == (Home("r2", 1),)
     assert a.placer.waiting == 0
+    assert [a.placer.take_waits_s(), a.placer.take_waits_s()] == [[2.0], []]
 
 
 async def test_an_end_and_a_timer_admit_too(ingress):
