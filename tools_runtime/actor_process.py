@@ -13,7 +13,9 @@ from typing import Any
 import ray
 
 from cluster.errors import ToolRefused
-from cluster.metrics import ToolMetrics
+from cluster.observing.logs import bind, configure_from_environment
+from cluster.observing.meter import Meter
+from cluster.observing.tools import ToolMetrics
 from cluster.tool_config import ToolsConfig
 from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from tools_runtime.attendance import Attendance
@@ -35,8 +37,9 @@ class ToolActor:
     """
 
     def __init__(self, config: str) -> None:
+        configure_from_environment("tools")
         self._config = ToolsConfig.model_validate_json(config)
-        self._metrics = ToolMetrics()
+        self._metrics = ToolMetrics(Meter())
         self._host: ToolHost | None = None
         self._door: asyncio.Server | None = None
         self._attempts: dict[str, asyncio.Task[ToolResult]] = {}
@@ -78,6 +81,7 @@ class ToolActor:
             resumed: see `ToolExecutor.run`.
             attempt: names this sending of the call, for `abandon`.
         """
+        bind(program=call.program, call=call.id, tool=call.name)
         self._attendance.begin()
         task = self._attempts[attempt] = asyncio.create_task(self._run(call, definitions, resumed))
         try:

@@ -314,7 +314,7 @@ class ToolExecutor:
             if config.argument_class is not None:
                 run.statistics_name = statistics_name(call.name, arguments.get(config.argument_class))
             run.accepted.set_result(None)
-            invocation = Invocation(call.name, arguments, config.output_cap_bytes, call.idempotency_key)
+            invocation = Invocation.of(call, arguments, config.output_cap_bytes)
             async with run.entry.slots.one():
                 run.started_s = self._clock.now_s()
                 output = await self._attempt(run, invocation)

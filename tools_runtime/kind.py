@@ -4,6 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from cluster.tools import ToolCall
 from tools_runtime.schemas import ArgumentCheck
 
 
@@ -32,6 +33,13 @@ class Invocation:
     """A kind stops reading an answer soon after this."""
     idempotency_key: str | None = None
     """For tools that can pass it on."""
+    traceparent: str | None = None
+    """As W3C's header says it; for tools that can pass it on."""
+
+    @classmethod
+    def of(cls, call: ToolCall, arguments: Mapping[str, Any], output_cap_bytes: int) -> "Invocation":
+        """The start of a call whose arguments were checked."""
+        return cls(call.name, arguments, output_cap_bytes, call.idempotency_key, call.traceparent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,7 @@ def cluster() -> Iterator[None]:
     here = str(Path(__file__).parent)
     environment = {"env_vars": {"PYTHONPATH": os.pathsep.join((here, str(Path.cwd())))}}
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init(num_cpus=2, namespace="tests", runtime_env=environment, **quiet)
+    ray.init("local", num_cpus=2, namespace="tests", runtime_env=environment, **quiet)
     yield
     ray.shutdown()
 

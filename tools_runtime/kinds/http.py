@@ -95,6 +95,8 @@ class HttpKind:
         request = self._request(invocation.arguments)
         if invocation.idempotency_key is not None:
             request.headers.setdefault("Idempotency-Key", quote(invocation.idempotency_key, safe=""))
+        if invocation.traceparent is not None:
+            request.headers.setdefault("traceparent", invocation.traceparent)
         return await self._fetch(request, invocation.output_cap_bytes)
 
     async def aclose(self) -> None:
