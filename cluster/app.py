@@ -44,6 +44,10 @@ ENGINE = {"enable_prompt_tokens_details": True}
 
 EMBEDDED = "embedded"
 
+SHUTDOWN_SLACK_S = 30.0
+"""Seconds above ``http.request_timeout_s``, the longest turn, for which a process that is replaced goes on with what it
+has begun. Ray's own 20 s would cut it off."""
+
 HEALTH_CHECK_PERIOD_S = 5.0
 ROUTING_STATS_PERIOD_S = 1.0
 ROUTING_STATS_TIMEOUT_S = 5.0
@@ -74,6 +78,7 @@ def build(config: CaesuraConfig) -> Application:
         name="Ingress",
         num_replicas=config.http.ingress_replicas,
         max_ongoing_requests=config.http.max_concurrent_requests + INGRESS_SLACK,
+        graceful_shutdown_timeout_s=config.http.request_timeout_s + SHUTDOWN_SLACK_S,
         ray_actor_options={"num_cpus": INGRESS_CPUS},
     )
     predictor = predictor_application(config) if config.predictor.mode == "service" else None
@@ -117,6 +122,7 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
             "max_ongoing_requests": replicas.max_ongoing_requests,
             "max_queued_requests": replicas.max_queued_requests,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
+            "graceful_shutdown_timeout_s": config.http.request_timeout_s + SHUTDOWN_SLACK_S,
             "ray_actor_options": {"num_cpus": replicas.cpus},
             "request_router_config": RequestRouterConfig(
                 request_router_class=ROUTERS.load(config.router.name),

@@ -10,9 +10,21 @@ from typing import Any, Literal
 from pydantic import Field, ValidationInfo, field_validator
 
 from cluster.config_section import Section as _Section
-from cluster.model_config import ClassRule, EngineArgument, FurtherModel, ModelConfig, ModelId, ReplicaConfig
+from cluster.keys import TenantName
+from cluster.model_config import (
+    CLASS_PREFIX,
+    ClassRule,
+    EngineArgument,
+    FurtherModel,
+    ModelConfig,
+    ModelId,
+    ReplicaConfig,
+)
+from cluster.observing_config import LogsConfig, TracingConfig
 from cluster.predictor_config import PredictorConfig
 from cluster.registry import OUR_ROUTER, POLICIES, ROUTER_PARAMETERS, ROUTERS
+from cluster.slo_config import SloConfig as SloConfig
+from cluster.tenant_config import KeysConfig, TenantConfig
 from cluster.tool_config import ToolsConfig
 
 
@@ -24,7 +36,7 @@ class RouterConfig(_Section):
     parameters: dict[str, Any] = Field(default_factory=dict)
     """The parameters of `caesura`'s placement, which `caesura config schema` lists; or keyword arguments of Ray's."""
     quarantine_s: float = Field(600.0, gt=0)
-    """How long a request is refused under which two replicas died."""
+    """How long a request is refused of which a replica died, or under which two did."""
 
     @field_validator("name")
     @classmethod
@@ -70,24 +82,12 @@ class PolicyConfig(_Section):
         return parameters
 
 
-class SloConfig(_Section):
-    """When a turn counts as good. null: that bound does not apply."""
-
-    ttft_s: float | None = Field(1.0, gt=0)
-    """Seconds from the intended arrival to the first token."""
-    tpot_s: float | None = Field(None, gt=0)
-    """Mean seconds between tokens after the first."""
-    e2e_s: float | None = Field(None, gt=0)
-    """Seconds from the intended arrival to the last token."""
-    normalized_latency_s: float | None = Field(None, gt=0)
-    """Seconds from arrival to the last token divided by the tokens generated."""
-
-
 class StoreConfig(_Section):
     """Where tool statistics are shared."""
 
     url: str = Field("embedded", pattern=r"^(embedded|rediss?://.+|unix://.+)$")
-    """`embedded` starts a real Redis beside the cluster; else the URL of yours."""
+    """`embedded` starts a real Redis beside the cluster; else the URL of yours. `?password_file=PATH` at its end: the
+    password is what this file says, on each machine."""
     path: str | None = None
     """Where the embedded Redis keeps its data; null forgets at the end."""
     timeout_s: float = Field(0.5, gt=0, le=60)
@@ -110,6 +110,9 @@ class HttpConfig(_Section):
     """Port to listen on; 0 takes a free one."""
     ingress_replicas: int = Field(1, ge=1, le=64)
     """Processes that take HTTP requests."""
+    trust_request_start: bool = False
+    """Count a turn's latency from the time that the header `X-Request-Start: t=<unix seconds>` tells, so that what it
+    waited in front of Caesura is in it. For where a proxy of yours sets the header: who sends it decides on SLOs."""
     max_concurrent_requests: int = Field(1024, ge=1)
     """Requests in flight in one ingress before 503 is answered."""
     max_body_bytes: int = Field(8 << 20, ge=1024)
@@ -135,6 +138,15 @@ class ControlConfig(_Section):
     """Programs that a replica remembers."""
     idle_program_s: float = Field(3600.0, gt=0)
     """A program without a turn for this long counts as ended."""
+    starvation_s: float = Field(60.0, gt=0)
+    """A turn that waits longer for its admission counts as starved: in the metrics, nothing else depends on it."""
+
+
+class MetricsConfig(_Section):
+    """What is counted, and exported for Prometheus."""
+
+    enabled: bool = True
+    """Count and export at all."""
 
 
 class ProgramsConfig(_Section):
@@ -151,7 +163,8 @@ class ProgramsConfig(_Section):
     max_tool_calls: int = Field(256, ge=0)
     """Tool calls of a run."""
     max_wall_s: float = Field(3600.0, gt=0)
-    """A run that takes longer ends incomplete."""
+    """A run that takes longer ends incomplete. Where its ingress died, the time until another one goes on counts as one
+    lease at most."""
     max_output_tokens: int = Field(262_144, ge=1)
     """Tokens that all turns of a run generate together."""
     turn_attempts: int = Field(2, ge=1, le=10)
@@ -168,12 +181,16 @@ class CaesuraConfig(_Section):
     router: RouterConfig = Field(default_factory=RouterConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     slo: SloConfig = Field(default_factory=SloConfig)
+    """Of all models and tenants; `models` and `tenants` may say otherwise, bound by bound."""
     cost_model: str | None = Field(None, min_length=1)
     """What a replica's steps cost, for the policies: a preset such as opt-13b/h800, or the path of a .json file that
     `caesura profile` wrote; null takes the preset that fits the model and what it runs on, if there is one."""
     store: StoreConfig = Field(default_factory=StoreConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     control: ControlConfig = Field(default_factory=ControlConfig)
+    metrics: MetricsConfig = Field(default_factory=MetricsConfig)
+    tracing: TracingConfig = Field(default_factory=TracingConfig)
+    logs: LogsConfig = Field(default_factory=LogsConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     programs: ProgramsConfig = Field(default_factory=ProgramsConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
@@ -181,6 +198,10 @@ class CaesuraConfig(_Section):
     """More models, by the names that clients send, each on replicas of its own."""
     classes: dict[str, tuple[ClassRule, ...]] = Field(default_factory=dict)
     """Names that clients send as `model: auto:NAME`; the first rule that holds says which model a program goes to."""
+    keys: KeysConfig = Field(default_factory=KeysConfig)
+    tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
+    """What is different for some tenants, by the names that keys give them. Who is not here has no limits; metrics name
+    these, and all others together are `other`."""
 
     @field_validator("models")
     @classmethod
@@ -206,7 +227,22 @@ class CaesuraConfig(_Section):
                 raise ValueError(f"{name}: the last rule must name a model and no condition, so that one always holds")
         return classes
 
-    @field_validator("tools", "models", "classes", "predictor")
+    @field_validator("tenants")
+    @classmethod
+    def _name_what_there_is(cls, tenants: dict[str, TenantConfig], info: ValidationInfo) -> dict[str, TenantConfig]:
+        if {"model", "models", "classes", "tools"} - info.data.keys():  # these are what is wrong
+            return tenants
+        served = {info.data["model"].id, *info.data["models"], *(CLASS_PREFIX + one for one in info.data["classes"])}
+        for name, tenant in tenants.items():
+            for key, named, there in (
+                ("models", tenant.models, served),
+                ("tools", tenant.tools, info.data["tools"].defined.keys()),
+            ):
+                if unknown := [one for one in named or () if one not in there]:
+                    raise ValueError(f"{name}.{key}: there is no {unknown[0]!r}; there are: {', '.join(sorted(there))}")
+        return tenants
+
+    @field_validator("tools", "models", "classes", "predictor", "keys")
     @classmethod
     def _in_this_data_plane(cls, section: Any, info: ValidationInfo) -> Any:
         direct = "http" in info.data and info.data["http"].data_plane == "direct"
@@ -215,6 +251,8 @@ class CaesuraConfig(_Section):
                 asked: Any = section.defined or section.request_kinds
             case PredictorConfig():
                 asked = section.mode == "service"
+            case KeysConfig():
+                asked = section.file
             case _:
                 asked = section
         if direct and asked:
@@ -226,7 +264,11 @@ class CaesuraConfig(_Section):
         """The parameters of our router, `router.settings.FrontSettings`; None where the router is Ray's own."""
         if self.router.name not in ROUTER_PARAMETERS:
             return None
-        shared = {"idle_program_s": self.control.idle_program_s, "max_programs": self.control.max_programs}
+        shared = {
+            "idle_program_s": self.control.idle_program_s,
+            "max_programs": self.control.max_programs,
+            "tenant_weights": {name: tenant.weight for name, tenant in self.tenants.items()},
+        }
         return ROUTER_PARAMETERS.load(self.router.name).model_validate({**shared, **self.router.parameters})
 
     @property
@@ -238,6 +280,7 @@ class CaesuraConfig(_Section):
             engine=self.engine,
             replicas=self.replicas,
             cost_model=self.cost_model,
+            slo=self.slo,
         )
         every = {self.model.id: first, **self.models}
         return {one: self._led_by(one, every) for one in every}
@@ -250,9 +293,18 @@ class CaesuraConfig(_Section):
                 "engine": own.engine,
                 "replicas": own.replicas,
                 "cost_model": own.cost_model,
-                "models": {other: model for other, model in every.items() if other != model_id},
+                "slo": own.slo.over(self.slo),
+                "models": {
+                    other: model.model_copy(update={"slo": model.slo.over(self.slo)})
+                    for other, model in every.items()
+                    if other != model_id
+                },
             }
         )
+
+    def slo_of(self, tenant: str) -> SloConfig:
+        """The first model's bounds, for a tenant. (`served` has each model once as the first.)"""
+        return self.slo if tenant not in self.tenants else self.tenants[tenant].slo.over(self.slo)
 
     @property
     def num_replicas(self) -> int:

@@ -5,6 +5,7 @@ or the flag that said it; several are told at once, one a line.
 """
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -32,6 +33,12 @@ MAX_SHOWN = 80
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 KeyPath = tuple[str, ...]
+
+SECRET_SECTIONS = frozenset({"headers", "environment"})
+"""What a tool sends and what a command sees: tokens, it may be."""
+
+HIDDEN = "***"
+_USER = re.compile(r"://[^/\s'\"]*@")
 
 TOOLS: KeyPath = ("tools", "defined")
 
@@ -92,7 +99,8 @@ def load_config(
     for dotted, value in (overrides or {}).items():
         layers.override(f"--set {dotted}", tuple(dotted.split(".")), value)
     # A section whose keys are all commented out is null in YAML; it means the defaults.
-    said = {key: value for key, value in layers.values.items() if value is not None}
+    sections = CaesuraConfig.model_fields.keys()
+    said = {key: value for key, value in layers.values.items() if value is not None or key not in sections}
     try:
         config = CaesuraConfig.model_validate(said)
     except ValidationError as error:
@@ -218,10 +226,10 @@ def _complaints(error: ValidationError, layers: _Layers, prefix: KeyPath = ()) -
         if isinstance(cause, ValidationError):
             yield from _complaints(cause, layers, path)
         elif detail["type"] == "extra_forbidden":
-            yield layers.complaint(path, _unknown_key(path, layers.values), _shown(detail["input"]))
+            yield layers.complaint(path, _unknown_key(path, layers.values), _shown(detail["input"], path))
         else:
             own = detail["loc"][-1:] != ("[key]",) and detail["type"] != "missing"
-            yield layers.complaint(path, _message(detail, cause), _shown(detail["input"]) if own else "")
+            yield layers.complaint(path, _message(detail, cause), _shown(detail["input"], path) if own else "")
 
 
 def _without_kind(path: KeyPath) -> KeyPath:
@@ -322,6 +330,13 @@ def _resolved(source: str, key: KeyPath, layers: _Layers, path: Path | None) -> 
     return (base / Path(source).expanduser()).resolve()
 
 
-def _shown(value: Any) -> str:
-    text = repr(value)
+def _shown(value: Any, path: KeyPath = ()) -> str:
+    """A wrong value as a complaint repeats it; what may be a password or a token in it is not."""
+    text = HIDDEN if SECRET_SECTIONS.intersection(path) else _USER.sub(f"://{HIDDEN}@", repr(_without_secrets(value)))
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
+
+
+def _without_secrets(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: HIDDEN if key in SECRET_SECTIONS else _without_secrets(part) for key, part in value.items()}
+    return [_without_secrets(part) for part in value] if isinstance(value, list) else value

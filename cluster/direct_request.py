@@ -48,8 +48,9 @@ def _fields_before_the_cut(text: str) -> dict[str, Any]:
             value, at = decoder.raw_decode(text, value_at)
         except (JSONDecodeError, RecursionError):
             break
-        if at == len(text):
-            break  # a number may go on behind the cut
+        end = _behind_space(text, at)
+        if text[end : end + 1] not in (",", "}"):
+            break  # a number may go on behind the cut, which may also be in the middle of its exponent
         found[key] = value
         at = _after(text, at, ",")
     return found

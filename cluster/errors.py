@@ -22,6 +22,8 @@
     │   └── RunOpen            only a closed run can be deleted
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
+        │   ├── Unauthorized   401  no key, or one that opens nothing
+        │   ├── Forbidden      403  the key does not open this
         │   ├── IdempotencyConflict  422  an idempotency key came again with another body
         │   └── Quarantined    422  replicas died under it
         ├── ProgramMoved       409  the replica has been told that the program lives elsewhere; the ingress goes there
@@ -181,6 +183,23 @@ class BadRequest(HttpError):
     type = "invalid_request_error"
 
 
+class Unauthorized(BadRequest):
+    """No API key, or one that opens nothing."""
+
+    status = 401
+    type = "authentication_error"
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, code="invalid_api_key")
+
+
+class Forbidden(BadRequest):
+    """The caller's API key does not open this."""
+
+    status = 403
+    type = "permission_error"
+
+
 class IdempotencyConflict(BadRequest):
     """An idempotency key came again with another body."""
 
@@ -203,7 +222,7 @@ class ProgramMoved(HttpError):
 
 
 class Quarantined(BadRequest):
-    """A request under which replicas died, again and again: it is refused for a while."""
+    """A request of which a replica died, or under which several did: it is refused for a while."""
 
     status = 422
 
@@ -234,8 +253,10 @@ class ReplicaLost(UpstreamFailed):
 
     Attributes:
         at_work: the replica may have worked on the request; False: it was dead before.
+        culprit: it died of this request; False: nobody knows of what.
     """
 
     def __init__(self, message: str, *, at_work: bool = True, retry_after_s: int | None = None) -> None:
         super().__init__(message, retry_after_s=retry_after_s)
         self.at_work = at_work
+        self.culprit = False

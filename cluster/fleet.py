@@ -11,11 +11,13 @@ from cluster.config import CaesuraConfig
 from cluster.errors import HttpError, ReplicaGone
 from cluster.forecasting import Forecasts, NoForecasts, WatchedAnswers
 from cluster.model_classes import ModelClasses
+from cluster.observing.tracing import NoTraces, Traces
 from cluster.placed_calls import Calls
 from cluster.placement_store import PlacementStore
 from cluster.placing import Placing
 from cluster.program import ProgramIdentity
 from cluster.replica_calls import ReplicaCalls
+from cluster.tenants import kept_apart
 from cluster.turn import Continuation, TurnPiece
 
 CLASSES = "//classes"
@@ -31,6 +33,7 @@ class Fleet:
         clock: all of the routers' time.
         name: of this ingress process.
         forecasts: what is expected of turns.
+        traces: are told of turns and of the ends of programs.
     """
 
     def __init__(
@@ -40,11 +43,13 @@ class Fleet:
         clock: Clock,
         name: str,
         forecasts: Forecasts | NoForecasts,
+        traces: Traces | NoTraces,
     ) -> None:
         served = config.served
         self._name = name
         self._default = config.model.id
         self._forecasts = forecasts
+        self._traces = traces
         self._placings = {model: Placing(handle, served[model], clock, name) for model, handle in replicas.items()}
         self._calls = {
             model: ReplicaCalls(
@@ -53,6 +58,7 @@ class Fleet:
                 self._placings[model].quarantine,
                 config.control.timeout_s,
                 forecasts,
+                traces,
             )
             for model, handle in replicas.items()
         }
@@ -99,7 +105,7 @@ class Fleet:
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
     ) -> WatchedAnswers:
         """A turn of a client: what it is sent, as bytes; where a replica dies, another goes on."""
-        return self._of(body).answers(method, body, headers, identity)
+        return self._of(body).answers(method, kept_apart(body, identity.tenant), headers, identity)
 
     def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
         """What is no turn: any replica answers."""
@@ -109,7 +115,7 @@ class Fleet:
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """The pieces of a turn of a program that runs on the server; see `ReplicaCalls.turn`."""
-        return self._of(body).turn(key, body, identity, continuation)
+        return self._of(body).turn(key, kept_apart(body, identity.tenant), identity, continuation)
 
     def _of(self, body: Mapping[str, Any]) -> ReplicaCalls:
         return self._calls[body.get("model") or self._default]
@@ -124,6 +130,7 @@ class Fleet:
         """
         if operation == "end":
             self._forecasts.program_ended(key)
+            self._traces.program_ended(key)
         for calls in self._calls.values():
             await calls.tell(key, operation, payload)
 

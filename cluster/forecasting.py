@@ -5,15 +5,15 @@ A turn never waits longer than the client's deadline, and is served without a fo
 
 import asyncio
 import logging
-import re
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Protocol, Self
 
+from cluster.answer_usage import usage_of
 from cluster.clock import Clock
 from cluster.errors import HttpError
-from cluster.metrics import ForecastMetrics
+from cluster.observing.forecasts import ForecastMetrics
 from cluster.placed_calls import prompt_tokens
 from cluster.program import Forecasted, ProgramIdentity
 from cluster.stream_relay import Relay, ends_stream
@@ -29,9 +29,6 @@ MAX_PROGRAMS = 20_000
 """Whose turns an ingress remembers."""
 SWEEP_S = 1.0
 """Between two looks for programs that have ended; gauges go stale in Ray unless they are set about so often, too."""
-USAGE_BYTES = 4096
-"""Of the end of an answer, in which its usage is looked for."""
-_USAGE = re.compile(rb'"(prompt|completion)_tokens":\s*(\d{1,9})')
 
 
 class ForeseenTurn(Protocol):
@@ -89,18 +86,26 @@ class Forecasts:
         clock: measures pauses.
         idle_program_s: a program without a turn for so long has ended.
         default_model: whose programs are told apart by their tenants alone.
+        metrics: what is recorded of them.
     """
 
-    def __init__(self, client: ForecastClient, clock: Clock, idle_program_s: float, default_model: str) -> None:
+    def __init__(
+        self,
+        client: ForecastClient,
+        clock: Clock,
+        idle_program_s: float,
+        default_model: str,
+        metrics: ForecastMetrics,
+    ) -> None:
         self.history = LiveHistory(MAX_PROGRAMS, idle_program_s)
         self.unread = 0
         """Turns from which nothing could be learnt: a bug of ours."""
         self._client = client
         self._clock = clock
         self._default_model = default_model
-        self._metrics = ForecastMetrics()
-        self._errors = {"output_tokens": [0, 0.0], "pause_s": [0, 0.0]}
-        """Forecasts that were compared with what came, and the sum of their absolute errors."""
+        self._metrics = metrics
+        self._errors = {"output_tokens": [0, 0.0, 0.0], "pause_s": [0, 0.0, 0.0]}
+        """Forecasts that were compared with what came, the sum of their absolute errors, and of what came."""
         self._waited_s = 0.0
         self._foreseen: OrderedDict[str, Forecasted] = OrderedDict()
         """By program, what was expected of its last turn."""
@@ -138,8 +143,8 @@ class Forecasts:
         """For operators: who answered, and how far off the forecasts were."""
         return {
             "answered": {kind.value: n for kind, n in self._client.counters.items()},
-            "mean_absolute_error": {name: total / n if n else None for name, (n, total) in self._errors.items()},
-            "compared": {name: n for name, (n, _) in self._errors.items()},
+            "mean_absolute_error": {name: total / n if n else None for name, (n, total, _) in self._errors.items()},
+            "compared": {name: n for name, (n, _, _) in self._errors.items()},
             "waited_s": self._waited_s,
             "unread": self.unread,
             "programs": len(self.history),
@@ -202,6 +207,7 @@ class Forecasts:
         counted = self._errors[what]
         counted[0] += 1
         counted[1] += abs(forecast - actual)
+        counted[2] += actual
 
     async def _sweep_for_ever(self) -> None:
         while True:
@@ -284,6 +290,11 @@ class WatchedAnswers:
                 self._tell()
         return piece
 
+    @property
+    def output_tokens(self) -> int:
+        """Of a stream, that have come."""
+        return self._relay.output_tokens
+
     def cancel(self) -> None:
         """The answer is over, or nobody wants it any more."""
         self._relay.cancel()
@@ -291,7 +302,7 @@ class WatchedAnswers:
 
     def _tell(self) -> None:
         if self._last.startswith(b"{"):
-            used = {name: int(number) for name, number in _USAGE.findall(self._last[-USAGE_BYTES:])}
-            self._turn.over(output_tokens=used.get(b"completion"), prompt_tokens=used.get(b"prompt"))
+            used = usage_of(self._last)
+            self._turn.over(output_tokens=used.completion, prompt_tokens=used.prompt)
         else:
             self._turn.over(output_tokens=self._relay.output_tokens)

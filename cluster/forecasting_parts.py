@@ -5,6 +5,8 @@ from ray.serve.handle import DeploymentHandle
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.forecasting import Forecasts, NoForecasts
+from cluster.observing.forecasts import ForecastMetrics
+from cluster.observing.meter import Meter
 from predictor_service.making import forecast_client
 from predictor_service.service import ServiceHandle
 
@@ -26,4 +28,5 @@ def forecasts(
     client = forecast_client(config, clock, name, None if predictor is None else ServiceHandle(predictor))
     if client is None:
         return NoForecasts()
-    return Forecasts(client, clock, config.control.idle_program_s, config.model.id)
+    metrics = ForecastMetrics(Meter(enabled=config.metrics.enabled), config.predictor.mode)
+    return Forecasts(client, clock, config.control.idle_program_s, config.model.id, metrics)

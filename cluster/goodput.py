@@ -23,7 +23,7 @@ class Outcome(Enum):
     """Refused at the door: the server said that it is overloaded."""
     TIMED_OUT = "timed_out"
     UNFINISHED = "unfinished"
-    """Still under way when the measurement ended."""
+    """Still under way when the measurement ended, or when its client went away."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +149,58 @@ class ProgramRecord:
         return None if parts is None else sum(parts)
 
 
+class Bound(Enum):
+    """What an Slo bounds."""
+
+    TTFT = "ttft"
+    TPOT = "tpot"
+    E2E = "e2e"
+    NORMALIZED = "normalized"
+
+
+class Verdict(Enum):
+    """What became of a program. Each has exactly one."""
+
+    GOOD = "good"
+    """Every turn is OK and within its bounds, and the program within the normalised one."""
+    LATE = "late"
+    """Every turn is OK, but some bound is not met."""
+    FAILED = "failed"
+    """A turn failed, was refused or timed out."""
+    ABANDONED = "abandoned"
+    """A turn was not waited for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tally:
+    """A program's turns summed up, in any order: all that its verdict needs."""
+
+    turns: int = 0
+    late: int = 0
+    """OK, but not within the bounds for turns."""
+    failed: int = 0
+    unfinished: int = 0
+    output_tokens: int = 0
+    e2e_s: float = 0.0
+    """Of the turns that are OK."""
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """The turns of both."""
+        return Tally(
+            self.turns + other.turns,
+            self.late + other.late,
+            self.failed + other.failed,
+            self.unfinished + other.unfinished,
+            self.output_tokens + other.output_tokens,
+            self.e2e_s + other.e2e_s,
+        )
+
+    @property
+    def normalized_latency_s(self) -> float | None:
+        """Time without tools divided by all tokens; None without any."""
+        return None if self.output_tokens < 1 else self.e2e_s / self.output_tokens
+
+
 @dataclass(frozen=True, slots=True)
 class Slo:
     """The bounds that make a turn good, in seconds; None: that bound does not apply (see ``config.SloConfig``)."""
@@ -160,7 +212,35 @@ class Slo:
 
     def turn_is_good(self, turn: TurnRecord) -> bool:
         """The turn is OK and meets every bound that is given (goodput of requests, as in vLLM's own benchmark)."""
-        return self._paces_well(turn) and _within(turn.normalized_latency_s, self.normalized_latency_s)
+        return turn.outcome is Outcome.OK and not self.missed(turn)
+
+    def missed(self, turn: TurnRecord) -> tuple[Bound, ...]:
+        """The bounds that a turn, which is OK, does not meet."""
+        met = {
+            Bound.TTFT: _within(turn.ttft_s, self.ttft_s),
+            Bound.TPOT: turn.output_tokens < 2 or _within(turn.tpot_s, self.tpot_s),
+            Bound.E2E: _within(turn.e2e_s, self.e2e_s),
+            Bound.NORMALIZED: _within(turn.normalized_latency_s, self.normalized_latency_s),
+        }
+        return tuple(bound for bound, is_met in met.items() if not is_met)
+
+    def tally(self, turn: TurnRecord) -> Tally:
+        """One turn, as a part of its program."""
+        if turn.outcome is not Outcome.OK:
+            unfinished = turn.outcome is Outcome.UNFINISHED
+            return Tally(1, 0, int(not unfinished), int(unfinished), turn.output_tokens)
+        # The normalised latency bounds the program as a whole.
+        late = any(bound is not Bound.NORMALIZED for bound in self.missed(turn))
+        return Tally(1, int(late), 0, 0, turn.output_tokens, turn.e2e_s or 0.0)
+
+    def verdict(self, program: Tally) -> Verdict:
+        """Of a program that has ended."""
+        if program.failed:
+            return Verdict.FAILED
+        if program.unfinished:
+            return Verdict.ABANDONED
+        in_time = not program.late and _within(program.normalized_latency_s, self.normalized_latency_s)
+        return Verdict.GOOD if in_time else Verdict.LATE
 
     def program_is_good(self, program: ProgramRecord) -> bool:
         """All planned turns are OK and meet the bounds for turns; the program meets the normalised one.
@@ -169,19 +249,9 @@ class Slo:
         by all its tokens. A program whose every turn meets that bound meets it too, not the other way round: a turn of
         four tokens after a long tool result may be slow per token in a program that is fast.
         """
-        return (
-            program.outcome is Outcome.OK
-            and all(self._paces_well(turn) for turn in program.turns)
-            and _within(program.normalized_latency_s, self.normalized_latency_s)
-        )
-
-    def _paces_well(self, turn: TurnRecord) -> bool:
-        return (
-            turn.outcome is Outcome.OK
-            and _within(turn.ttft_s, self.ttft_s)
-            and (turn.output_tokens < 2 or _within(turn.tpot_s, self.tpot_s))
-            and _within(turn.e2e_s, self.e2e_s)
-        )
+        if program.outcome is not Outcome.OK:
+            return False
+        return self.verdict(sum(map(self.tally, program.turns), Tally())) is Verdict.GOOD
 
 
 @dataclass(frozen=True, slots=True)

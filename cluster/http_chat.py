@@ -41,13 +41,15 @@ class ChatPrograms:
         self._error_map = error_map
         self._abandon = Abandon(runner)
 
-    async def create(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
-        """Run the program, and answer whole or as a stream.
+    async def create(
+        self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
+    ) -> Response:
+        """Run the program, and answer whole or as a stream. ``arrived_s``: when it came, by the runner's clock.
 
         Raises:
             HttpError: it cannot be done, or it failed.
         """
-        registered = {one.name: described(one) for one in await self._offers(None)}
+        registered = {one.name: described(one) for one in await self._offers(identity.tenant, None)}
         spec = chat_spec(
             body,
             run_id=f"{ID_PREFIX}{uuid4().hex}",
@@ -58,7 +60,7 @@ class ChatPrograms:
             registered=registered,
         )
         idempotency = read_idempotency(http, "chat", body)
-        started = await self._runner.start(spec, idempotency=idempotency)
+        started = await self._runner.start(spec, idempotency=idempotency, arrived_s=arrived_s)
         run_id, stays = started.run_id, idempotency is not None
         if body.get("stream"):
             options = body.get("stream_options")

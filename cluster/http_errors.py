@@ -8,6 +8,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -40,6 +41,8 @@ def error_body(error: HttpError) -> dict[str, Any]:
 def error_response(error: HttpError) -> Response:
     """The error as a JSON response with its status and, where a retry makes sense, `Retry-After`."""
     headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)
 
 
@@ -57,6 +60,7 @@ class Boundary:
         max_header_bytes: sum of the names and values of the headers; more get 431.
         max_in_flight: requests under ``limited_paths`` at a time; more get 503 with `Retry-After`.
         limited_paths: the paths that make work for a replica. Probes and the admin routes answer under overload too.
+        on_overload: told the headers of each request that is refused because too many are in flight.
     """
 
     def __init__(
@@ -67,12 +71,14 @@ class Boundary:
         max_header_bytes: int,
         max_in_flight: int,
         limited_paths: frozenset[str],
+        on_overload: Callable[[Headers], None] = lambda headers: None,
     ) -> None:
         self._app = app
         self._error_map = error_map
         self._max_header_bytes = max_header_bytes
         self._max_in_flight = max_in_flight
         self._limited_paths = limited_paths
+        self._on_overload = on_overload
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -91,6 +97,8 @@ class Boundary:
         try:
             self._check(scope, limited)
         except HttpError as error:
+            if isinstance(error, Overloaded):
+                self._on_overload(Headers(scope=scope))
             await error_response(error)(scope, receive, send)
             return
         self._in_flight += limited

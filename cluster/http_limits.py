@@ -1,5 +1,6 @@
 """A request's body: read within bounds, parsed strictly, before anything else looks at it."""
 
+import asyncio
 import json
 import re
 from collections.abc import Mapping
@@ -11,6 +12,9 @@ from cluster.errors import BadRequest
 
 JSON_TYPES = ("application/json", "text/json")
 
+BODY_WITHIN_S = 60.0
+"""From its headers on: who sends a body slowly holds a place among `http.max_concurrent_requests`."""
+
 NO_BODY_STATUS = 499
 """The client went away before its request was complete (nobody reads the answer; it is for our own log)."""
 
@@ -21,7 +25,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int
     """The whole body of an ASGI request.
 
     Raises:
-        BadRequest: 413 as soon as it is known to be longer than ``max_bytes``, 415 if it does not claim to be JSON.
+        BadRequest: 413 as soon as it is known to be longer than ``max_bytes``, 415 if it does not claim to be JSON, 408
+            if it has not come within BODY_WITHIN_S.
     """
     kind = headers.get("content-type", JSON_TYPES[0]).partition(";")[0].strip().lower()
     if kind not in JSON_TYPES and not kind.endswith("+json"):
@@ -29,6 +34,14 @@ async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int
     declared = headers.get("content-length", "")
     if declared.isdecimal() and int(declared) > max_bytes:
         raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            return await _all_of(receive, max_bytes)
+    except TimeoutError:
+        raise BadRequest(f"the body did not come within {BODY_WITHIN_S:g} s", status=408) from None
+
+
+async def _all_of(receive: Receive, max_bytes: int) -> bytes:
     chunks: list[bytes] = []
     size = 0
     while True:

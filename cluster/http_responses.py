@@ -55,13 +55,16 @@ class ResponseRoutes:
         self._error_map = error_map
         self._abandon = Abandon(runner)
 
-    async def create(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
+    async def create(
+        self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
+    ) -> Response:
         """Begin a response, and answer as the request wants it: whole, as a stream, or at once.
 
         Args:
             http: the request, its body read.
             body: that body, without the fields that say whose program it is.
             identity: whose it is.
+            arrived_s: when it came, by the runner's clock.
 
         Raises:
             HttpError: it cannot be done, or failed before anything was generated.
@@ -70,7 +73,7 @@ class ResponseRoutes:
         idempotency = read_idempotency(http, "responses", body)
         wanted = await self._wanted(request, identity)
         secrets = wanted.brought.secrets or None
-        started = await self._runner.start(wanted.spec, idempotency=idempotency, secret=secrets)
+        started = await self._runner.start(wanted.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s)
         run_id = started.run_id
         stays = wanted.spec.background or idempotency is not None
         if request.stream:
@@ -152,7 +155,7 @@ class ResponseRoutes:
             isinstance(tool, FunctionTool) and tool.server_side for tool in request.tools or ()
         ):
             try:
-                offered = await self._offers(servers.whole() or None)
+                offered = await self._offers(identity.tenant, servers.whole() or None)
             except ToolRefused as error:
                 raise BadRequest(f"tools: {error}", param="tools") from error
         theirs = {label: [listed(one) for one in offered if one.owner == label] for label in servers.definitions}

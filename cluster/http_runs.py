@@ -60,7 +60,7 @@ class ToolOffered(Protocol):
         ...
 
 
-Offers = Callable[[Mapping[str, Any] | None], Awaitable[Sequence[ToolOffered]]]
+Offers = Callable[[str, Mapping[str, Any] | None], Awaitable[Sequence[ToolOffered]]]
 """The tools that are known now, with those that a request brings. Raises ToolRefused where these cannot be used."""
 
 

@@ -28,14 +28,15 @@ class ToolRoutes:
         self._offers = offers
         self._durations = durations
 
-    async def list(self) -> Response:
-        """The registered tools, each with its durations by class of call; and those of all calls, in `overall`.
+    async def list(self, tenant: str) -> Response:
+        """The registered tools that a tenant may use, each with its durations by class of call; and those of all calls,
+        in `overall`.
 
         Raises:
             Overloaded: nobody can say now which there are.
         """
         try:
-            offered = await self._offers(None)
+            offered = await self._offers(tenant, None)
         except ToolRefused as error:
             raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
         known = self._durations()

@@ -7,6 +7,7 @@ import asyncio
 import logging
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
 
@@ -18,14 +19,16 @@ from cluster.errors import BadRequest, HttpError
 from cluster.http_calls import Answers, EventStream, first_answer
 from cluster.http_errors import ErrorMap
 from cluster.http_front import REQUEST_ID, clean_request_id
+from cluster.http_keys import caller_of
 from cluster.http_limits import parse_object, read_body
 from cluster.identity import identify
-from cluster.program import DEFAULT_TENANT, ProgramIdentity
+from cluster.observing.logs import bind
+from cluster.observing.trace_context import TRACEPARENT
+from cluster.program import ProgramIdentity
+from cluster.tenants import Tenants
 
 logger = logging.getLogger("ray.serve")
 
-TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
-TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 
 JSON_BEGIN = b"{"
 """How the first piece of an answer that is not a stream begins; events begin with a field's name."""
@@ -84,6 +87,7 @@ class TurnReader:
     def __init__(self, config: CaesuraConfig, models: Models | None = None) -> None:
         self._config = config
         self._served = config.served
+        self._tenants = Tenants(config)
         self._models = models or OneModel(config.model.id)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
 
@@ -104,7 +108,7 @@ class TurnReader:
             BadRequest: it is out of bounds, or names a model that is not served.
         """
         body = await self.json(request)
-        self._models.check(_named(body))
+        self._check_model(_named(body), caller_of(request).tenant)
         return body | {"model": await self._models.model_of(body, None)}
 
     async def identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
@@ -114,14 +118,25 @@ class TurnReader:
             BadRequest: as `body`; or an id, a hint or a field that cannot be used.
         """
         body = await self.json(request)
-        self._models.check(_named(body))
-        identified = identify(request.headers, body, DEFAULT_TENANT)
+        tenant = caller_of(request).tenant
+        self._check_model(_named(body), tenant)
+        identified = identify(request.headers, body, tenant)
+        bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
-        model = await self._models.model_of(identified.body, identified.identity)
+        identity = identified.identity
+        if self._config.tracing.otlp_endpoint is not None:
+            identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
+        model = await self._models.model_of(identified.body, identity)
         if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        return identified.body | {"model": model}, identified.identity
+        return identified.body | {"model": model}, identity
+
+    def _check_model(self, named: str | None, tenant: str) -> None:
+        self._models.check(named)
+        model = self._config.model.id if named is None else named
+        if not self._tenants.may_name(tenant, model):
+            raise no_model(model)
 
     def _log_conflict(self, identity: ProgramIdentity, conflicts: Iterable[str]) -> None:
         key = identity.key or ""

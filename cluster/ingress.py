@@ -7,6 +7,7 @@ nothing of vLLM, and starts in a third of the time.
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
 from time import time
 from typing import Any, Literal
 from uuid import uuid4
@@ -29,12 +30,12 @@ from cluster.http_admin import drain
 from cluster.http_calls import Answers, EventStream
 from cluster.http_chat import ChatPrograms
 from cluster.http_errors import RETRY_AFTER_S, Boundary, error_response
+from cluster.http_keys import KeyDoor, caller_of
+from cluster.http_paths import LIMITED_PATHS, RESPONSES, TOKEN_PATHS, TURN_PATHS
 from cluster.http_programs import ProgramRoutes
 from cluster.http_responses import ResponseRoutes
 from cluster.http_tools import ToolRoutes
 from cluster.http_turns import (
-    TOKEN_PATHS,
-    TURN_PATHS,
     TurnReader,
     answered,
     model_card,
@@ -43,13 +44,17 @@ from cluster.http_turns import (
     version_of,
     versions,
 )
-from cluster.program import DEFAULT_TENANT
+from cluster.key_file import key_file
+from cluster.observing.book_parts import turn_book
+from cluster.observing.logs import configure as configure_logs
+from cluster.observing.measured_answers import MeasuredAnswers
+from cluster.observing.scrape import ClusterScrape
+from cluster.observing.tracing import traces
+from cluster.observing.turns import DOOR, refused_at_the_door
 from cluster.program_service import ProgramService
 from cluster.ray_errors import as_http_error
+from cluster.tenants import Tenants
 from cluster.validation import validated
-
-RESPONSES = "/v1/responses"
-LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values(), RESPONSES})
 
 READY_TIMEOUT_S = 5.0
 
@@ -68,7 +73,9 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
                 max_header_bytes=config.http.max_header_bytes,
                 max_in_flight=config.http.max_concurrent_requests,
                 limited_paths=LIMITED_PATHS,
-            )
+                on_overload=refused_at_the_door,
+            ),
+            Middleware(KeyDoor, config=config, limited_paths=LIMITED_PATHS, on_refusal=refused_at_the_door),
         ],
         exception_handlers={HttpError: _tell, HTTPException: _tell, RequestValidationError: _tell},
     )
@@ -88,6 +95,7 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
         "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
         "tools": lambda app: app.get("/v1/tools"),
+        "metrics": lambda app: app.get("/metrics"),
         "health": lambda app: app.get("/health"),
         "ready": lambda app: app.get("/ready"),
         "version": lambda app: app.get("/version"),
@@ -114,18 +122,29 @@ class ProgramIngress:
     async def __init__(  # type: ignore[misc]
         self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig, predictor: DeploymentHandle | None = None
     ) -> None:
+        configure_logs(config.logs, "ingress")
         self._config = config
         self._started = int(time())
         clock, name = MonotonicClock(), f"ingress-{uuid4().hex}"
         self._forecasts = forecasts(config, clock, name, predictor)
-        self._fleet = Fleet(replicas, config, clock, name, self._forecasts)
-        self._service = ProgramService(self._fleet, config, clock, name)
+        self._traces = traces(config, "ingress")
+        self._fleet = Fleet(replicas, config, clock, name, self._forecasts, self._traces)
+        self._turns = turn_book(config, clock, doors=config.http.ingress_replicas)
+        self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         self._responses = ResponseRoutes(*parts)
         self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._fleet.story)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
+        self._tenants = Tenants(config)
         self._reader = TurnReader(config, self._fleet.classes)
+        self._scrape = ClusterScrape(clock)
+        DOOR.attend(self._turns)
+        self._turns.open()
+        self._keys = None if config.keys.file is None else key_file(Path(config.keys.file))
+        if self._keys is not None:
+            self._keys.open()
+            self._keys.watch(config.keys.reload_s)
         self._fleet.open()
         await self._service.open()
 
@@ -133,6 +152,11 @@ class ProgramIngress:
         """Called by Ray Serve when this process is to end."""
         await self._service.aclose()
         await self._fleet.aclose()
+        await self._turns.aclose()
+        if self._keys is not None:
+            await self._keys.aclose()
+        await self._scrape.aclose()
+        await asyncio.to_thread(self._traces.close)
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -145,10 +169,15 @@ class ProgramIngress:
         return await self._turn(request, "completions")
 
     async def _turn(self, request: Request, method: str) -> Response:
+        arrived_s = self._turns.arrival_s(request.headers)
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
-            return await self._chat_programs.create(request, body, identity)
-        answers = self._fleet.answers(method, body, passed_headers(request.headers), identity)
+            return await self._chat_programs.create(request, body, identity, arrived_s)
+        answers = MeasuredAnswers(
+            self._fleet.answers(method, body, passed_headers(request.headers), identity),
+            self._turns.begin(body["model"], identity, arrived_s),
+            as_http_error,
+        )
         response = await self._answered(answers)
         if not isinstance(response, EventStream):
             answers.cancel()
@@ -175,57 +204,73 @@ class ProgramIngress:
         """OpenAI's responses: a whole program in one request, its tools run by the cluster where they are registered
         (`server_side: true`) or on an MCP server that the request brings.
         """
+        arrived_s = self._turns.arrival_s(request.headers)
         body, identity = await self._reader.identified(request)
-        return await self._responses.create(request, body, identity)
+        return await self._responses.create(request, body, identity, arrived_s)
 
-    async def response(self, response_id: str, stream: bool = False, starting_after: int | None = None) -> Response:
+    async def response(
+        self, request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
         """A response as it stands, or its events after a number."""
-        return await self._responses.show(DEFAULT_TENANT, response_id, stream=stream, starting_after=starting_after)
+        tenant = caller_of(request).tenant
+        return await self._responses.show(tenant, response_id, stream=stream, starting_after=starting_after)
 
-    async def cancel_response(self, response_id: str) -> Response:
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
         """End a response."""
-        return await self._responses.cancel(DEFAULT_TENANT, response_id)
+        return await self._responses.cancel(caller_of(request).tenant, response_id)
 
-    async def delete_response(self, response_id: str) -> Response:
+    async def delete_response(self, request: Request, response_id: str) -> Response:
         """Forget a response that has ended."""
-        return await self._responses.delete(DEFAULT_TENANT, response_id)
+        return await self._responses.delete(caller_of(request).tenant, response_id)
 
     async def input_items(
-        self, response_id: str, order: Literal["asc", "desc"] = "desc", limit: int = 20, after: str | None = None
+        self,
+        request: Request,
+        response_id: str,
+        order: Literal["asc", "desc"] = "desc",
+        limit: int = 20,
+        after: str | None = None,
     ) -> Response:
         """The items of a response's input."""
-        return await self._responses.input_items(DEFAULT_TENANT, response_id, order=order, limit=limit, after=after)
+        tenant = caller_of(request).tenant
+        return await self._responses.input_items(tenant, response_id, order=order, limit=limit, after=after)
 
     # --- models and programs ------------------------------------------------------------------------------------------
 
-    async def models(self) -> Response:
-        """The models served."""
-        cards = [model_card(model, self._started) for model in self._config.served]
-        return JSONResponse({"object": "list", "data": cards})
+    async def models(self, request: Request) -> Response:
+        """The models served that the caller may use."""
+        tenant = caller_of(request).tenant
+        allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
+        return JSONResponse({"object": "list", "data": [model_card(model, self._started) for model in allowed]})
 
-    async def model(self, model_id: str) -> Response:
+    async def model(self, request: Request, model_id: str) -> Response:
         """One model."""
-        if model_id not in self._config.served:
+        if model_id not in self._config.served or not self._tenants.may_name(caller_of(request).tenant, model_id):
             raise no_model(model_id)
         return JSONResponse(model_card(model_id, self._started))
 
-    async def programs(self, limit: int = 100) -> Response:
+    async def programs(self, request: Request, limit: int = 100) -> Response:
         """The programs that ran on the server, those begun last first."""
-        return await self._programs.list(DEFAULT_TENANT, limit)
+        return await self._programs.list(caller_of(request).tenant, limit)
 
-    async def program(self, program_id: str, include: str = "") -> Response:
+    async def program(self, request: Request, program_id: str, include: str = "") -> Response:
         """What became of a program: its phase, turns, pauses and decisions, from the replica that has it, and its runs
         on the server; `include=token_ids` adds the exact ids of every turn.
         """
-        return await self._programs.show(DEFAULT_TENANT, program_id, token_ids="token_ids" in include.split(","))
+        tenant = caller_of(request).tenant
+        return await self._programs.show(tenant, program_id, token_ids="token_ids" in include.split(","))
 
-    async def cancel_program(self, program_id: str) -> Response:
+    async def cancel_program(self, request: Request, program_id: str) -> Response:
         """End all of a program's runs on the server."""
-        return await self._programs.cancel(DEFAULT_TENANT, program_id)
+        return await self._programs.cancel(caller_of(request).tenant, program_id)
 
-    async def tools(self) -> Response:
-        """The tools that are registered, and how long each runs and waits."""
-        return await self._tools.list()
+    async def tools(self, request: Request) -> Response:
+        """The tools that are registered and the caller may use, and how long each runs and waits."""
+        return await self._tools.list(caller_of(request).tenant)
+
+    async def metrics(self) -> Response:
+        """Caesura's and vLLM's metrics of the whole cluster, in Prometheus' text format."""
+        return await self._scrape.response()
 
     # --- probes -------------------------------------------------------------------------------------------------------
 

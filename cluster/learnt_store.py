@@ -4,7 +4,6 @@ So no update is lost and nothing is locked. A part outlives its writer, so that 
 written yet. Without Redis everything goes on with what was read last.
 """
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any, cast
 from urllib.parse import quote
@@ -12,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from cluster.clock import Clock
+from cluster.patience import answered_within
 from cluster.store import CALL_ERRORS, StoreFailure, StoreHealth, connect
 
 MAX_WRITERS = 64
@@ -109,7 +109,7 @@ class LearntStore:
         """The own part as Redis has it; None: unknown."""
         self._parts: dict[bytes, tuple[bytes, bytes]] = {}
         """By writer: version and part."""
-        self._redis = connect(url, timeout_s)
+        self._redis = connect(url)
 
     async def exchange(self, own: bytes | None) -> Mapping[str, bytes] | None:
         """Write this writer's part and read the others', one call at a time.
@@ -126,7 +126,7 @@ class LearntStore:
             own = None
         what = "none" if own is None else ("keep" if own == self._written else "put")
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with answered_within(self._timeout_s):
                 there, left_out, names, news = await self._call(what, own)
                 if not there:
                     _, left_out, names, news = await self._call("put", own)

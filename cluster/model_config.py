@@ -5,6 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field
 
 from cluster.config_section import Section as _Section
+from cluster.slo_config import SloConfig
 
 TINY = "tiny"
 """The model source that stands for the built-in model of `caesura model tiny`."""
@@ -95,6 +96,8 @@ class FurtherModel(ModelWeights):
     replicas: ReplicaConfig = Field(default_factory=ReplicaConfig)
     cost_model: str | None = Field(None, min_length=1)
     """As the key of the same name of the first model."""
+    slo: SloConfig = Field(default_factory=SloConfig)
+    """Bounds that count for this model; those that are not said are the default's (`slo`)."""
 
 
 class ClassRule(_Section):

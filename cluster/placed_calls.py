@@ -11,7 +11,7 @@ from uuid import uuid4
 
 from cluster.errors import HttpError, ProgramMoved, ReplicaGone
 from cluster.program import ProgramIdentity
-from cluster.routing import prefix_blocks, prompt_of
+from cluster.routing import prefix_blocks, prompt_of, salt_of
 from cluster.stream import Progress
 from router.decisions import TurnRequest
 from router.places import Placement, Places
@@ -43,7 +43,7 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any]) -> TurnRequ
         key=key if key is not None else f"{identity.tenant}//{uuid4().hex}",  # two slashes: no program's key
         tenant=identity.tenant,
         prompt_tokens=prompt_tokens(body),
-        prefix=prefix_blocks(prompt_of(body)),
+        prefix=prefix_blocks(prompt_of(body), salt_of(body)),
         lone=key is None,
         last=identity.last_turn,
         parent_key=None if parent is None else f"{identity.tenant}/{parent}",

@@ -4,7 +4,6 @@ A home is a replica and an epoch, which grows with each move (fencing). Each wri
 two ingresses that race exactly one wins, and both learn who. Nothing here raises: without Redis the answer is None.
 """
 
-import asyncio
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 from urllib.parse import quote
@@ -12,6 +11,7 @@ from urllib.parse import quote
 import msgspec
 
 from cluster.clock import Clock
+from cluster.patience import answered_within
 from cluster.routing import Home
 from cluster.store import CALL_ERRORS, StoreFailure, StoreHealth, connect
 
@@ -125,7 +125,7 @@ class PlacementStore:
         self._expiry_ms = max(1, int(expiry_s * 1000))
         # The braces put all keys of a model on one node of a Redis cluster.
         self._space = f"caesura:v1:{{{quote(model, safe='')}}}"
-        self._redis = connect(url, timeout_s, connections=MAX_CONNECTIONS)
+        self._redis = connect(url, connections=MAX_CONNECTIONS)
 
     @property
     def healthy(self) -> bool:
@@ -180,7 +180,7 @@ class PlacementStore:
     async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
         """Remember for ``ttl_s`` that the request with this digest has ended replicas."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with answered_within(self._timeout_s):
                 await self._redis.set(self._mark(digest), b"1", px=max(1, int(ttl_s * 1000)))
         except CALL_ERRORS as error:
             self._health.fail(error)
@@ -191,7 +191,7 @@ class PlacementStore:
     async def is_quarantined(self, digest: str) -> bool | None:
         """Whether it is remembered."""
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with answered_within(self._timeout_s):
                 found = bool(await self._redis.exists(self._mark(digest)))
         except CALL_ERRORS as error:
             self._health.fail(error)
@@ -215,7 +215,7 @@ class PlacementStore:
         self, script: str, keys: Sequence[str], arguments: Sequence[Any], kind: type[_Answer]
     ) -> _Answer | None:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with answered_within(self._timeout_s):
                 answer = await cast(Any, self._redis.register_script(script))(list(keys), list(arguments))
             converted = msgspec.convert(answer, kind)
         except CALL_ERRORS as error:

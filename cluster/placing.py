@@ -8,13 +8,15 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
-from cluster.metrics import RouterMetrics
+from cluster.observing.meter import Meter
+from cluster.observing.router import RouterMetrics
 from cluster.placement_store import PlacementStore
 from cluster.quarantine import Quarantine
 from router.board import BOARD
+from router.decisions import Placed, Refused
 from router.front import ProgramFront
 from router.placer import Placer
-from router.places import KeyedPlaces, Places
+from router.places import Fallback, KeyedPlaces, Places
 from router.settings import FrontSettings
 
 METRICS_PERIOD_S = 1.0
@@ -36,17 +38,18 @@ class Placing:
         self._deployment = replicas.deployment_name
         self._calls = replicas.options(stream=False)
         self._placer: Placer | None = None
+        self._store: PlacementStore | None = None
         self.places: Places = KeyedPlaces(config.router.name)
         self.quarantine = Quarantine(clock, config.router.quarantine_s)
         if (settings := config.placement) is not None:
             self.places = self._placer = self._ours(config, settings, clock)
-        self._metrics = RouterMetrics(config.model.id)
+        self._metrics = RouterMetrics(Meter({"model": config.model.id}, enabled=config.metrics.enabled))
         self._regular: list[asyncio.Task[None]] = []
         self._unsubscribe: Callable[[], None] | None = None
 
     def _ours(self, config: CaesuraConfig, settings: FrontSettings, clock: Clock) -> Placer:
         idle_s, most = settings.idle_program_s, settings.max_programs
-        store = PlacementStore(
+        self._store = store = PlacementStore(
             config.store.url, model=config.model.id, timeout_s=config.store.timeout_s, expiry_s=idle_s, clock=clock
         )
         self.quarantine = Quarantine(clock, config.router.quarantine_s, store)
@@ -87,9 +90,14 @@ class Placing:
         while True:
             self._metrics.record(
                 waiting=placer.waiting,
-                ages_s=[age_s for age_s in placer.ages_s().values() if age_s is not None],
-                placements=placer.placements,
-                refusals=placer.refusals,
-                fallbacks=placer.fallbacks,
+                waits_s=placer.take_waits_s(),
+                ages_s=[age_s for age_s in placer.sightings.ages_s().values() if age_s is not None],
+                states=placer.sightings.states(),
+                moves=placer.moves,
+                placements={reason: placer.placements[reason] for reason in Placed},
+                refusals={reason: placer.refusals[reason] for reason in Refused},
+                fallbacks={kind: placer.fallbacks[kind] for kind in Fallback},
             )
+            if self._store is not None:
+                self._metrics.record_store(self._store.failures, up=self._store.healthy)
             await asyncio.sleep(METRICS_PERIOD_S)

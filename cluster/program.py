@@ -97,6 +97,8 @@ class ProgramIdentity:
     hints: Hints = field(default_factory=Hints)
     forecast: Forecasted | None = None
     """Comes after the hints: what the client says counts. Of the cluster's own making, never a client's."""
+    traceparent: str | None = None
+    """What its spans are part of, as W3C's header says it; None: it is not traced, or is its program's."""
 
     @property
     def key(self) -> str | None:

@@ -24,14 +24,17 @@ from cluster.errors import (
     RunLeaseLost,
     RunStoreUnavailable,
     RunUnknown,
+    TooManyRequests,
 )
 from cluster.http_errors import RETRY_AFTER_S
-from cluster.run import begin, fold
+from cluster.run import begin, fold, worked_s
 from cluster.run_events import Accepted, Call, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.run_journal import Journal
 from cluster.run_log import AlreadyThere, Idempotency, NewRun, RunHead
 from cluster.run_store import RunStore
 from cluster.run_task import Replicas, RunTask, Tools
+from cluster.run_watch import RunWatch, Turns, Untold
+from cluster.tenants import Tenants
 from cluster.tool_config import ToolsConfig, owner_of
 from cluster.tools import ToolResult, statistics_name
 
@@ -73,6 +76,7 @@ class ProgramRunner:
         config: limits and leases.
         clock: for durations.
         observe: told of each tool's result.
+        turns: told what becomes of turns and programs.
     """
 
     def __init__(
@@ -85,6 +89,7 @@ class ProgramRunner:
         config: CaesuraConfig,
         clock: Clock,
         observe: Callable[[ToolResult], object],
+        turns: Turns | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
         """Runs that were started, taken over, and ended by status, since the start."""
@@ -95,7 +100,9 @@ class ProgramRunner:
         self._config = config
         self._clock = clock
         self._observe = observe
+        self._turns = turns or Untold()
         self._known_as = naming(config.tools)
+        self._tenants = Tenants(config)
         self._tasks: dict[str, RunTask] = {}
         """Runs at work, and those that ended a moment ago."""
         self._working: dict[str, asyncio.Task[None]] = {}
@@ -125,7 +132,12 @@ class ProgramRunner:
     # --- called for clients -------------------------------------------------------------------------------------------
 
     async def start(
-        self, spec: RunSpec, *, idempotency: Idempotency | None = None, secret: Mapping[str, Any] | None = None
+        self,
+        spec: RunSpec,
+        *,
+        idempotency: Idempotency | None = None,
+        secret: Mapping[str, Any] | None = None,
+        arrived_s: float | None = None,
     ) -> Started:
         """Accept a run and begin to work on it.
 
@@ -133,13 +145,20 @@ class ProgramRunner:
             spec: what is asked for.
             idempotency: the same key and body a second time is the same run.
             secret: per definition of ``spec``, fields that the log must not hold; kept until the run has ended.
+            arrived_s: when it was asked for, by the clock; None: now.
 
         Raises:
-            Overloaded: too many runs are open here, or the store cannot be reached: nothing was accepted.
+            Overloaded: too many runs are open here, of all or of the tenant (TooManyRequests), or the store cannot be
+                reached: nothing was accepted.
             IdempotencyConflict: the key was used with another body.
         """
         if self.open_runs >= self._config.programs.max_open:
+            self._refused(spec, arrived_s)
             raise Overloaded(f"{self.open_runs} programs are in flight; retry later", retry_after_s=RETRY_AFTER_S)
+        most = self._tenants.max_programs(spec.tenant)
+        if most is not None and sum(self._tasks[one].state.spec.tenant == spec.tenant for one in self._working) >= most:
+            self._refused(spec, arrived_s)
+            raise TooManyRequests(f"{most} programs of this tenant are open; retry later", retry_after_s=RETRY_AFTER_S)
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}
         secret_bytes = json.dumps(secret).encode() if secret else None
@@ -148,13 +167,14 @@ class ProgramRunner:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
             self._renounce(spec.id)
+            self._refused(spec, arrived_s)
             raise Overloaded("programs cannot be accepted now; retry later", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(created, AlreadyThere):
             if not created.same_body:
                 raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
             return Started(created.run_id, new=False)
         self.counters["started"] += 1
-        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s)
+        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s)
         return Started(spec.id, new=True)
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
@@ -164,7 +184,7 @@ class ProgramRunner:
             Overloaded: the store cannot be reached.
         """
         task = self._tasks.get(run_id)
-        if task is not None:
+        if task is not None and not task.journal.lost:
             return list(task.journal.safe) if task.state.spec.tenant == tenant else None
         try:
             found = await self._read(run_id)
@@ -227,6 +247,7 @@ class ProgramRunner:
         news: Sequence[RunEvent],
         secret: Mapping[str, Any],
         left_s: float,
+        arrived_s: float | None = None,
     ) -> None:
         state = fold([*known, *news])
         assert state is not None
@@ -243,6 +264,7 @@ class ProgramRunner:
             definitions=definitions,
             known_as=self._known_as,
             observe=self._observe,
+            watch=RunWatch(self._turns, state.spec, arrived_s, self._clock),
         )
         self._tasks[run.id] = task
         self._working[run.id] = asyncio.create_task(self._until_ended(run.id, task))
@@ -263,6 +285,9 @@ class ProgramRunner:
             asyncio.get_running_loop().call_later(KEPT_S, self._forget, run_id, task)
         if task.state.ended is not None and not task.state.spec.store:
             await self._forget_stored(run_id)
+
+    def _refused(self, spec: RunSpec, arrived_s: float | None) -> None:
+        RunWatch(self._turns, spec, arrived_s, self._clock).refused()
 
     def _forget(self, run_id: str, task: RunTask) -> None:
         if self._tasks.get(run_id) is task:
@@ -320,9 +345,9 @@ class ProgramRunner:
         logger.warning("run %s goes on here: its runner is gone", run_id)
         labels = {"model": spec.model, "api": spec.api}
         run = NewRun(run_id, spec.tenant, spec.program, labels, None, secret)
-        # The wall clock is all that two processes share; however it jumped, no more than the whole time is left.
-        left_s = min(spec.limits.wall_s, max(0.0, spec.created_s + spec.limits.wall_s - time()))
-        taken = TakenOver(self._name)
+        after_s = worked_s(events) + self._config.programs.lease_s
+        left_s = max(0.0, spec.limits.wall_s - after_s)
+        taken = TakenOver(self._name, after_s)
         self._begin(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
 
     async def _give_up(self, run_id: str) -> None:

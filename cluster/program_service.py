@@ -7,9 +7,14 @@ from typing import Any
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.fleet import Fleet
-from cluster.metrics import ProgramMetrics
+from cluster.observing.meter import Meter
+from cluster.observing.programs import ProgramMetrics
+from cluster.observing.traced_tools import traced
+from cluster.observing.tracing import NoTraces, Traces
+from cluster.observing.turns import TurnBook
 from cluster.program_runner import ProgramRunner
 from cluster.run_store import RunStore
+from cluster.tenants import Tenants
 from cluster.tool_durations import SharedToolDurations
 from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from tools_runtime.actor import ToolActors
@@ -26,9 +31,19 @@ class ProgramService:
         config: the whole configuration.
         clock: for all durations.
         owner: the name of this ingress process, unique and never used again.
+        turns: told what becomes of turns and programs.
+        traces: are told of tool calls.
     """
 
-    def __init__(self, replicas: Fleet, config: CaesuraConfig, clock: Clock, owner: str) -> None:
+    def __init__(
+        self,
+        replicas: Fleet,
+        config: CaesuraConfig,
+        clock: Clock,
+        owner: str,
+        turns: TurnBook,
+        traces: Traces | NoTraces,
+    ) -> None:
         store, programs = config.store, config.programs
         self._config = config
         self._store = RunStore(
@@ -44,12 +59,14 @@ class ProgramService:
             name=owner,
             store=self._store,
             replicas=replicas,
-            tools=self.tools or NoTools(),
+            tools=traced(self.tools or NoTools(), traces),
             config=config,
             clock=clock,
             observe=self.durations.observe,
+            turns=turns,
         )
-        self._metrics = ProgramMetrics(config.model.id)
+        self._metrics = ProgramMetrics(Meter({"model": config.model.id}, enabled=config.metrics.enabled))
+        self._tenants = Tenants(config)
         self._regular: list[asyncio.Task[None]] = []
 
     async def open(self) -> None:
@@ -66,13 +83,13 @@ class ProgramService:
         ]
         self.runner.attend()
 
-    async def offers(self, definitions: Mapping[str, Any] | None = None) -> Sequence[ToolOffer]:
-        """The tools that are known now, those that a request brings included.
+    async def offers(self, tenant: str, definitions: Mapping[str, Any] | None = None) -> Sequence[ToolOffer]:
+        """The tools that a tenant may use now, those that its request brings included.
 
         Raises:
             ToolRefused: what the request brings cannot be used.
         """
-        return () if self.tools is None else await self.tools.offers(definitions)
+        return () if self.tools is None else self._tenants.tools(tenant, await self.tools.offers(definitions))
 
     async def aclose(self) -> None:
         """Hand the runs over."""

@@ -10,6 +10,7 @@ from ray.serve.handle import DeploymentHandle
 from cluster.errors import ControlTimeout, HttpError
 from cluster.forecasting import Forecasts, ForeseenTurn, NoForecasts, WatchedAnswers
 from cluster.http_front import REQUEST_ID
+from cluster.observing.tracing import NoTraces, Traces, WatchedTurn, with_trace
 from cluster.placed_calls import Attempts, Calls, turn_request
 from cluster.program import ProgramIdentity
 from cluster.quarantine import Quarantine, digest_of
@@ -33,6 +34,7 @@ class ReplicaCalls:
         quarantine: turns that are refused.
         timeout_s: bounds a call of the side channel.
         forecasts: what is expected of turns.
+        traces: are told of turns.
     """
 
     def __init__(
@@ -42,6 +44,7 @@ class ReplicaCalls:
         quarantine: Quarantine,
         timeout_s: float,
         forecasts: Forecasts | NoForecasts,
+        traces: Traces | NoTraces | None = None,
     ) -> None:
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
@@ -49,6 +52,7 @@ class ReplicaCalls:
         self._quarantine = quarantine
         self._timeout_s = timeout_s
         self._forecasts = forecasts
+        self._traces = traces or NoTraces()
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -56,16 +60,21 @@ class ReplicaCalls:
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
     ) -> WatchedAnswers:
         """A turn of a client: what it is sent, as bytes; where a replica dies, another goes on."""
-        turn = self._forecasts.turn(identity, body)
+        turn = self._turn(method, identity, body)
 
         def call(whose: ProgramIdentity, placement: Placement, so_far: Progress | None) -> Calls[Any]:
+            turn.placed(placement.session, placement.reason)
             handle = self._streams.options(session_id=placement.session)
-            arguments = (method, body, headers, whose.key, whose.encode(), placement.epoch, so_far)
+            arguments = (method, body, with_trace(headers, whose), whose.key, whose.encode(), placement.epoch, so_far)
             made: Calls[Any] = handle.answer.remote(*arguments)
             return made
 
         _, relay = self._relay(method, body, identity, turn, call, ends_stream)
         return WatchedAnswers(relay, turn)
+
+    def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any]) -> WatchedTurn:
+        expected = self._forecasts.turn(identity, body)
+        return self._traces.turn(expected, method, str(body.get("model")), identity)
 
     def _relay(
         self,
@@ -106,11 +115,20 @@ class ReplicaCalls:
         Where a replica dies, another goes on. The last piece does not wait for the replica's own end of the call.
         """
         headers = {REQUEST_ID: uuid4().hex}
-        turn = self._forecasts.turn(identity, body)
+        turn = self._turn("turn", identity, body)
 
         def call(whose: ProgramIdentity, placement: Placement, so_far: Progress | None) -> Calls[Any]:
+            turn.placed(placement.session, placement.reason)
             handle = self._streams.options(session_id=placement.session)
-            arguments = (dict(body), headers, key, whose.encode(), continuation, placement.epoch, so_far)
+            arguments = (
+                dict(body),
+                with_trace(headers, whose),
+                key,
+                whose.encode(),
+                continuation,
+                placement.epoch,
+                so_far,
+            )
             made: Calls[Any] = handle.turn.remote(*arguments)
             return made
 

@@ -178,18 +178,25 @@ def unpack_blocks(packed: bytes) -> frozenset[int]:
     return frozenset(_unpacked(_BLOCK_WIDTH, packed))
 
 
-def prefix_blocks(prompt: Sequence[int] | bytes) -> tuple[int, ...]:
+def prefix_blocks(prompt: Sequence[int] | bytes, salt: str = "") -> tuple[int, ...]:
     """Names of a prompt's leading whole blocks; equal names mean equal beginnings up to there (they are chained).
 
     Args:
         prompt: token ids, or the text as bytes.
+        salt: prompts of different salts share nothing.
     """
     if isinstance(prompt, bytes):
         data, width = prompt[: MAX_PREFIX_BLOCKS * PREFIX_BLOCK_BYTES], PREFIX_BLOCK_BYTES
     else:
         data = array("q", prompt[: MAX_PREFIX_BLOCKS * PREFIX_BLOCK_TOKENS]).tobytes()
         width = PREFIX_BLOCK_TOKENS * 8
-    return tuple(_chained(data, width))
+    return tuple(_chained(data, width, blake2b(salt.encode("utf-8", "surrogatepass")).digest() if salt else b""))
+
+
+def salt_of(body: Mapping[str, Any]) -> str:
+    """What keeps a request's prefix from being another's, for `prefix_blocks`: vLLM's `cache_salt`."""
+    salt = body.get("cache_salt")
+    return salt if isinstance(salt, str) else ""
 
 
 def prompt_of(body: Mapping[str, Any]) -> Sequence[int] | bytes:
@@ -219,8 +226,7 @@ def prompt_of(body: Mapping[str, Any]) -> Sequence[int] | bytes:
 _JSON = msgspec.json.Encoder(order="sorted")
 
 
-def _chained(data: bytes, width: int) -> Iterator[int]:
-    name = b""
+def _chained(data: bytes, width: int, name: bytes) -> Iterator[int]:
     for start in range(0, len(data) - width + 1, width):
         name = blake2b(data[start : start + width], digest_size=8, key=name).digest()
         yield int.from_bytes(name, "little")

@@ -147,6 +147,25 @@ def step(state: RunState, event: RunEvent) -> RunState:
             raise IllegalTransition(f"run {state.spec.id} is accepted twice")
 
 
+def worked_s(events: Iterable[RunEvent]) -> float:
+    """Seconds from a run's acceptance on that its log tells of: no less than its last runner began before it was gone.
+
+    No wall clock is in it: that of whoever goes on with the run may be another, or have jumped.
+    """
+    began_s = asked_s = told_s = 0.0
+    for event in events:
+        match event:
+            case TakenOver():
+                began_s = asked_s = told_s = max(told_s, event.after_s)
+            case TurnResult():
+                asked_s = told_s = max(told_s, began_s + event.ended_s)
+            case ToolAnswer():
+                told_s = max(told_s, asked_s + event.queue_s + event.run_s)
+            case _:
+                pass
+    return told_s
+
+
 def _turn_done(state: RunState, event: TurnResult) -> RunState:
     before = state.token_ids if event.continued else b""
     message: dict[str, Any] = {"role": "assistant", "content": event.content}

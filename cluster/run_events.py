@@ -214,6 +214,8 @@ class TakenOver(_Event, frozen=True):
     """Another runner goes on with the run: the one before it is gone."""
 
     runner: str
+    after_s: float = 0.0
+    """Seconds since the run was accepted, as far as runners have worked on it."""
 
 
 class Ended(_Event, frozen=True):

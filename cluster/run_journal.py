@@ -52,6 +52,11 @@ class Journal:
         return self._events[: self._durable]
 
     @property
+    def lost(self) -> bool:
+        """The run is somebody else's, and has gone on there."""
+        return self._lost
+
+    @property
     def closed(self) -> bool:
         """Nothing more will be written: the end is safe, or the run is somebody else's."""
         return self._lost or (self._durable == len(self._events) and self._ended)

@@ -97,7 +97,8 @@ class Renewal:
     """What became of the leases of a process; those of all other runs hold for another period."""
 
     lost: frozenset[str]
-    """Another owner has them, or they are closed: stop working on them."""
+    """Another owner has them, or had them and closed them: stop working on them. One that this owner has closed is in
+    none of these: whoever works on it is about to be told so."""
     unknown: frozenset[str]
     """The store has lost its data: create them again, with all items."""
     cancelled: frozenset[str]

@@ -222,9 +222,9 @@ for i = 3, #ARGV do
     unknown[#unknown + 1] = id
   else
     local there = get(id, 'owner', 'closed', 'cancel')
-    if there[1] ~= owner or there[2] then
+    if there[1] ~= owner then
       lost[#lost + 1] = id
-    else
+    elseif not there[2] then
       redis.call('ZADD', open, ends, id)
       if there[3] then cancelled[#cancelled + 1] = id end
     end

@@ -5,7 +5,6 @@ number never gets another content. A run is worked on by one owner at a time, th
 the lease has ended, and from then on the former owner's writes are refused. Redis's clock decides, nobody else's.
 """
 
-import asyncio
 from collections.abc import AsyncIterator, Collection, Mapping, Sequence
 from typing import Any, TypeVar, cast
 from urllib.parse import quote, unquote_to_bytes
@@ -14,6 +13,7 @@ import msgspec
 
 from cluster.clock import Clock, MonotonicClock
 from cluster.errors import RunLeaseLost, RunLogGap, RunOpen, RunStoreUnavailable, RunUnknown
+from cluster.patience import answered_within
 from cluster.run_followers import News, RunFollowers
 from cluster.run_log import AlreadyThere, Created, NewRun, Renewal, RunHead, RunLog
 from cluster.run_scripts import (
@@ -88,8 +88,8 @@ class RunStore:
         self._lease_s = lease_s
         self._lease_us = max(1, int(lease_s * 1e6))
         self._retention_ms = max(1, int(retention_s * 1e3))
-        self._redis = connect(url, timeout_s, connections=MAX_CONNECTIONS)
-        self._following = connect(url, FOLLOW_S + timeout_s, connections=1)
+        self._redis = connect(url, connections=MAX_CONNECTIONS)
+        self._following = connect(url, connections=1)
         self._followers = RunFollowers(self._news, self._ring_bell)
         self._bell, self._bell_seen = f"{SPACE}bell:{_quoted(owner)}", b"0-0"
 
@@ -302,7 +302,7 @@ class RunStore:
         self, script: str, arguments: Sequence[Any], kind: type[_Answer], *, key: str = SPACE + "open"
     ) -> _Answer:
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with answered_within(self._timeout_s):
                 answer = await cast(Any, self._redis.register_script(script))([key], arguments)
             converted = msgspec.convert(answer, kind)
         except CALL_ERRORS as error:
@@ -314,7 +314,7 @@ class RunStore:
         logs = {f"{SPACE}log:{_quoted(run_id)}".encode(): run_id for run_id in wanted}
         places: dict[Any, Any] = {key: f"0-{wanted[run_id]}" for key, run_id in logs.items()}
         try:
-            async with asyncio.timeout(FOLLOW_S + self._timeout_s):
+            async with answered_within(FOLLOW_S + self._timeout_s):
                 answer = await self._following.xread(
                     places | {self._bell: self._bell_seen}, count=FOLLOW_ITEMS, block=int(FOLLOW_S * 1000)
                 )
@@ -333,7 +333,7 @@ class RunStore:
 
     async def _ring_bell(self) -> None:
         try:
-            async with asyncio.timeout(self._timeout_s), self._redis.pipeline() as pipeline:
+            async with answered_within(self._timeout_s), self._redis.pipeline() as pipeline:
                 pipeline.xadd(self._bell, {"": ""}, maxlen=1, approximate=False)
                 pipeline.expire(self._bell, BELL_S)
                 await pipeline.execute()

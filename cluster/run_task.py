@@ -8,11 +8,11 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import aclosing
-from time import time
 from typing import Any, Protocol
 
 from cluster.clock import Clock
 from cluster.errors import HttpError, Overloaded, RunLeaseLost
+from cluster.observing.logs import bind
 from cluster.program import ProgramIdentity
 from cluster.run import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, next_step, step
 from cluster.run_events import (
@@ -28,6 +28,7 @@ from cluster.run_events import (
 )
 from cluster.run_journal import Journal
 from cluster.run_turn import TurnText, turn_body, turn_identity
+from cluster.run_watch import RunWatch
 from cluster.tools import Outcome, ToolCall, ToolResult
 from cluster.turn import Continuation, TurnPiece
 
@@ -88,6 +89,7 @@ class RunTask:
         definitions: the tools that the request brought, with their secrets.
         known_as: the name under which a call's duration is learnt.
         observe: told of each tool's result.
+        watch: told of its turns.
     """
 
     def __init__(
@@ -102,6 +104,7 @@ class RunTask:
         definitions: Mapping[str, Any],
         known_as: Callable[[Call], str],
         observe: Callable[[ToolResult], object],
+        watch: RunWatch,
     ) -> None:
         self.state = state
         self.journal = journal
@@ -111,9 +114,11 @@ class RunTask:
         self._definitions = definitions
         self._known_as = known_as
         self._observe = observe
+        self._watched = watch
         self._began_s = clock.now_s()
         self._deadline_s = self._began_s + left_s
         self._key = f"{state.spec.tenant}/{state.spec.program}"
+        self._traceparent = ProgramIdentity.decode(state.spec.identity).traceparent
         self._late: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._tale: asyncio.Task[None] | None = None
         """What the replica is being told; each waits for the one before."""
@@ -125,6 +130,7 @@ class RunTask:
         Raises:
             RunLeaseLost: it is somebody else's.
         """
+        bind(program=self._key, run=self.state.spec.id)
         self._work = asyncio.create_task(self._until_done())
         try:
             done, _ = await asyncio.wait((self._work,), timeout=self._left_s)
@@ -140,7 +146,10 @@ class RunTask:
             await self.journal.flush()
             if self.state.spec.last:
                 self._tell("end")
+            elif self.state.ended is not None and self.state.ended.status == "cancelled":
+                self._tell("release")  # most likely nobody comes back for what is held for its next turn
         finally:
+            self._watched.ended(self.state.ended)
             await self._stop_work()
             await self._stop_late()
 
@@ -151,6 +160,7 @@ class RunTask:
 
     def abandon(self) -> None:
         """Stop: the run is somebody else's. Nothing more is written, and no end is recorded."""
+        self._watched.ended(None)
         self.journal.abandon()
         self.cancel()
 
@@ -183,12 +193,16 @@ class RunTask:
 
     def _end(self, finish: Finish) -> None:
         if self.state.ended is None:
-            self._record(Ended(finish.status, finish.reason, finish.fault, time()))
+            # Counted from its beginning: the wall clock may have been set back since.
+            spec = self.state.spec
+            took_s = spec.limits.wall_s - (self._deadline_s - self._clock.now_s())
+            self._record(Ended(finish.status, finish.reason, finish.fault, spec.created_s + took_s))
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     async def _turn(self, todo: AskTurn) -> None:
         self._record(TurnIntent(todo.turn, todo.attempt))
+        self._watched.turn()
         await self.journal.flush()
         while True:
             try:
@@ -205,6 +219,7 @@ class RunTask:
                 return
 
     async def _ask(self, todo: AskTurn) -> None:
+        bind(turn=todo.turn)
         state, began_s = self.state, self._clock.now_s()
         prior = Continuation(state.token_ids, state.covered) if state.token_ids else None
         turn = TurnText(todo.turn)
@@ -217,7 +232,9 @@ class RunTask:
                     raise piece
                 if (news := turn.take(piece)) is not None:
                     self._record(news)
+                self._watched.received(turn.tokens)
         self._record(turn.result(began_s - self._began_s, self._clock.now_s() - self._began_s))
+        self._watched.answered()
 
     # --- tools --------------------------------------------------------------------------------------------------------
 
@@ -264,7 +281,15 @@ class RunTask:
     def _tool_call(self, call: Call) -> ToolCall:
         """As the tool runtime knows it; the same whoever's turn it is to run it."""
         own = f"{self.state.spec.id}/{call.turn}.{call.index}"
-        return ToolCall(own, call.name, call.arguments, program=self._key, idempotency_key=own, deadline_s=self._left_s)
+        return ToolCall(
+            own,
+            call.name,
+            call.arguments,
+            program=self._key,
+            idempotency_key=own,
+            deadline_s=self._left_s,
+            traceparent=self._traceparent,
+        )
 
     async def _stop_work(self) -> None:
         if self._work is not None and not self._work.done():

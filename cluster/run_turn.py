@@ -8,7 +8,7 @@ from cluster.errors import HttpError
 from cluster.program import ProgramIdentity
 from cluster.run import AskTurn, RunState
 from cluster.run_events import Call, CallPiece, Generated, TurnResult
-from cluster.turn import Rendering, TurnBegan, TurnDelta, TurnDone, TurnPiece
+from cluster.turn import ID_BYTES, Rendering, TurnBegan, TurnDelta, TurnDone, TurnPiece
 
 
 def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
@@ -69,6 +69,11 @@ class TurnText:
         if not (piece.content or piece.reasoning or pieces):
             return None
         return Generated(self._number, piece.content, piece.reasoning, pieces)
+
+    @property
+    def tokens(self) -> int:
+        """That have come."""
+        return len(self._ids) // ID_BYTES
 
     def result(self, began_s: float, ended_s: float) -> TurnResult:
         """The whole turn.

@@ -6,12 +6,14 @@ Nothing of Ray is imported before `LocalCluster.start` has set the environment t
 import logging
 import math
 import os
+import signal
 import socket
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import TracebackType
@@ -25,6 +27,8 @@ from cluster.config import CaesuraConfig
 from cluster.direct_environment import direct_environment
 from cluster.errors import CaesuraError
 from cluster.http_front import IMPORT_PATH
+from cluster.http_rush import VARIABLE as IN_FLIGHT_VARIABLE
+from cluster.observing.logs import FORMAT_VARIABLE
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -33,6 +37,7 @@ ENVIRONMENT = {
     "RAY_prestart_worker_first_driver": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.serve_clock.never_back",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -47,6 +52,8 @@ BYTECODE = Path.home() / ".cache" / "caesura" / "bytecode"
 NAMESPACE = "caesura"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 << 20
+RAY_STARTS, RAY_GAVE_UP = 3, "timed out during startup"
+"""Ray gives up a node that is not there after half a minute, as on a busy machine, and leaves its processes."""
 """Requests and answers travel inline; the object store is hardly used."""
 
 START_SLACK_S = 60.0
@@ -102,6 +109,13 @@ class LocalCluster:
         return f"http://{self.config.http.host}:{self.config.http.port}"
 
     @property
+    def metrics_addresses(self) -> list[str]:
+        """`host:port` of each node's metrics, as Prometheus wants them; the cluster has to run."""
+        import ray
+
+        return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
+
+    @property
     def processes(self) -> list[psutil.Process]:
         """The processes of this cluster that live now, without the caller's."""
         return _marked(self._mark)
@@ -140,12 +154,14 @@ class LocalCluster:
 
     def _enter_environment(self) -> None:
         before = dict(os.environ)
-        wanted = dict(ENVIRONMENT)
+        wanted, http = dict(ENVIRONMENT), self.config.http
         if self.config.http.data_plane == "direct":
             wanted |= direct_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
         for name, value in wanted.items():
             os.environ.setdefault(name, value)
         os.environ[MARK] = self._mark
+        os.environ[FORMAT_VARIABLE] = self.config.logs.format
+        os.environ[IN_FLIGHT_VARIABLE] = str(http.max_concurrent_requests * http.ingress_replicas)
         if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
             # Compiling torch and vLLM from source in each of a dozen processes would take half the start.
             os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
@@ -166,19 +182,39 @@ class LocalCluster:
     def _start_ray(self) -> None:
         import ray
 
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
         if self._attached:
             ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
         else:
-            ray.init(
-                num_cpus=self._cpus(),
-                namespace=NAMESPACE,
-                include_dashboard=False,
-                object_store_memory=OBJECT_STORE_BYTES,
-                log_to_driver=False,
-                logging_level="ERROR",
-                _node_ip_address=LOOPBACK,
-            )
+            others = self.processes
+            for left in reversed(range(RAY_STARTS)):
+                try:
+                    self._start_own_ray()
+                    break
+                except Exception as error:
+                    if not left or RAY_GAVE_UP not in str(error):
+                        raise
+                _kill([process for process in self.processes if process not in others])
         self._stack.callback(ray.shutdown)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if callable(handler):  # whoever has one keeps it; Ray's ends the process where it is
+                    signal.signal(number, handler)
+
+    def _start_own_ray(self) -> None:
+        import ray
+
+        # "local": another Ray of this machine is no concern of ours.
+        ray.init(
+            "local",
+            num_cpus=self._cpus(),
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=LOOPBACK,
+        )
 
     def _cpus(self) -> int:
         """Logical CPUs: what the deployments reserve, whatever the machine has; replicas share it when it has less."""
@@ -198,7 +234,11 @@ class LocalCluster:
         serve.start(
             proxy_location="HeadOnly",
             http_options={"host": http.host, "port": http.port},
-            logging_config={"log_level": "WARNING", "enable_access_log": False},
+            logging_config={
+                "log_level": "WARNING",
+                "enable_access_log": False,
+                "encoding": "JSON" if self.config.logs.format == "json" else "TEXT",
+            },
         )
         target = serve.RunTarget(target=build(self.config), name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
@@ -250,9 +290,14 @@ class LocalCluster:
 
     def _end_stragglers(self) -> None:
         _, alive = psutil.wait_procs(self.processes, timeout=STOP_TIMEOUT_S)
-        for process in alive:
+        _kill(alive)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
             process.kill()
-        psutil.wait_procs(alive, timeout=STOP_TIMEOUT_S)
+    psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
 
 
 def _keeps_failing(state: Any) -> bool:

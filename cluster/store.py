@@ -4,15 +4,15 @@ Each writer owns one hash, its *part*, with the durations that it observed itsel
 no update is lost and nothing is locked. Without Redis everything goes on with what was read last.
 """
 
-import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
 from enum import StrEnum
 from functools import reduce
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, cast
-from urllib.parse import quote
+from urllib.parse import parse_qsl, quote, urlencode, urlsplit
 
 import msgspec
 import redis
@@ -22,6 +22,7 @@ from redis.backoff import NoBackoff
 
 from cluster.clock import Clock
 from cluster.errors import ConfigError
+from cluster.patience import answered_within
 from cluster.statistics import MAX_STATISTICS_BYTES, MAX_TOOLS, DurationStatistics, decode_tool, encode_tool
 
 logger = logging.getLogger(__name__)
@@ -169,7 +170,7 @@ class StatisticsStore:
         self._parts: dict[tuple[bytes, bytes], DurationStatistics] = {}
         self._merged: dict[str, tuple[list[DurationStatistics], DurationStatistics]] = {}
         """Per tool: the parts, and all of them merged."""
-        self._redis = connect(url, timeout_s)
+        self._redis = connect(url)
 
     @property
     def healthy(self) -> bool:
@@ -188,7 +189,7 @@ class StatisticsStore:
         """
         fields = {encode_tool(name): part.to_bytes() for name, part in own.items()}
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with answered_within(self._timeout_s):
                 there, left_out, parts = await self._call(fields, whole=self._written is None)
                 if not there:
                     _, left_out, parts = await self._call(fields, whole=True)
@@ -246,23 +247,25 @@ class StatisticsStore:
             self.failures[StoreFailure.CORRUPT] += left_out
 
 
-def connect(url: str, timeout_s: float, *, connections: int | None = None) -> redis.asyncio.Redis:
-    """A client that never retries and waits no longer than ``timeout_s`` for a connection or an answer.
+def connect(url: str, *, connections: int | None = None) -> redis.asyncio.Redis:
+    """A client that never retries, and waits for ever: whoever calls has the limit, by `cluster.patience`.
 
     Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``.
-        timeout_s: does not bound the wait for a free connection.
+        url: ``redis://``, ``rediss://`` or ``unix://``; with ``?password_file=PATH`` the file says the password.
         connections: most that it opens; whoever finds none free waits. None: no bound.
 
     Raises:
         ConfigError: the URL cannot be used.
     """
     settings: dict[str, Any] = {
-        "socket_timeout": timeout_s,
-        "socket_connect_timeout": timeout_s,
+        "socket_timeout": None,
+        "socket_connect_timeout": None,
         "retry": Retry(NoBackoff(), 0),
         "protocol": 2,
     }
+    url, password = _with_password(url)
+    if password is not None:
+        settings["password"] = password
     try:
         pool: Any
         if connections is None:
@@ -275,6 +278,20 @@ def connect(url: str, timeout_s: float, *, connections: int | None = None) -> re
     except (ValueError, TypeError) as error:
         raise ConfigError(f"store.url: {error}") from error
     return redis.asyncio.Redis.from_pool(pool)
+
+
+def _with_password(url: str) -> tuple[str, str | None]:
+    """The URL without ``password_file``, and what that file says: a secret need not stand in a configuration."""
+    parts = urlsplit(url)
+    query = dict(parse_qsl(parts.query))
+    path = query.pop("password_file", None)
+    if path is None:
+        return url, None
+    try:
+        password = Path(path).read_text().rstrip("\r\n")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"store.url: password_file: cannot be read: {error}") from error
+    return parts._replace(query=urlencode(query)).geturl(), password
 
 
 CALL_ERRORS = (redis.RedisError, OSError, UnicodeError, msgspec.ValidationError)

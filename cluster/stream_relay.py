@@ -1,8 +1,8 @@
 """One request's answer, from as many replicas as it takes: where one dies, another goes on.
 
 What has been told is kept as ids (`cluster.stream.Progress`), eight bytes a token; the other replica is given them, and
-says what comes after. A request of which nothing has been told is made again from its beginning. After two deaths it
-is the request that is suspected (`Blame`), and not made a third time.
+says what comes after. A request of which nothing has been told is made again from its beginning. After two deaths, or
+one of which the replica says that the request broke its engine, it is suspected (`Blame`), and not made again.
 """
 
 import asyncio
@@ -92,6 +92,8 @@ class Relay(Generic[Data]):
         self._blame = blame
         self._answers: Answers | None = None
         self._told: list[Progress] = []
+        self._told_bytes = 0
+        """Of their ids."""
         self._over = False
         self._deaths = 0
         self._stillborn = 0
@@ -122,6 +124,7 @@ class Relay(Generic[Data]):
                 return answer
             if isinstance(answer, Told):
                 self._told.append(answer.progress)
+                self._told_bytes += len(answer.progress.token_ids)
                 data: Data = answer.data
                 if not data:
                     continue
@@ -134,7 +137,7 @@ class Relay(Generic[Data]):
     @property
     def output_tokens(self) -> int:
         """Of a stream, that have been told."""
-        return sum(len(step.token_ids) for step in self._told) // ID_BYTES
+        return self._told_bytes // ID_BYTES
 
     def cancel(self) -> None:
         """Stop the replica's work on it. A call whose last piece is here is left to end by itself."""
@@ -171,9 +174,10 @@ class Relay(Generic[Data]):
             return None
         self._deaths += 1
         so_far = joined(self._told)
-        if self._deaths >= ATTEMPTS:
+        if loss.culprit or self._deaths >= ATTEMPTS:
             await self._blame()
-            return Quarantined(f"{ATTEMPTS} replicas died under this request; it is refused now", code="quarantined")
+            died = "a replica died of" if loss.culprit else f"{ATTEMPTS} replicas died under"
+            return Quarantined(f"{died} this request; it is refused now", code="quarantined")
         if self._told and so_far.begun is not None and so_far.begun.obstacle is not None:
             return ReplicaLost(f"{loss.message}; no other can go on with a stream with {so_far.begun.obstacle}")
         logger.warning("%s; another goes on after %d events", loss.message, so_far.events)

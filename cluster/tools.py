@@ -44,6 +44,8 @@ class ToolCall:
     """A repeated call of the same program and tool with the same key gets the first one's result."""
     deadline_s: float | None = None
     """Seconds from now within which an answer is wanted, if that is sooner than the tool's own deadline."""
+    traceparent: str | None = None
+    """What it is part of, as W3C's header says it; None: it is not traced, or is its program's."""
 
     @property
     def key(self) -> tuple[str, str]:

@@ -2,6 +2,7 @@
 
 import os
 from pathlib import Path
+from typing import Any
 
 # Before vLLM, Ray or a tokenizer is imported: they read their environment once.
 os.environ |= {
@@ -16,6 +17,8 @@ os.environ |= {
     # The engine runs in the test's process, and takes 1 GiB for its KV cache unless a test says otherwise.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # Ray's processes are as important as the tests that wait for them, and as those of another worker.
+    "RAY_worker_niceness": "0",
 }
 
 import pytest
@@ -26,6 +29,36 @@ from cluster.tiny.model import write_tiny_model
 # How long an example takes says nothing on a machine that does other things too.
 settings.register_profile("caesura", deadline=None)
 settings.load_profile("caesura")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--long", action="store_true", help="tests/faults: for as long, and as many, as is promised")
+    parser.addoption("--promises", metavar="FILE", help="tests/faults: write the table of promises there, too")
+
+
+SHARED = ("serving", "faults", "outsiders")
+"""Rooms whose tests share a cluster; those that take longest first."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Several workers begin with what takes longest."""
+    items.sort(key=lambda item: SHARED.index(room) if (room := item.path.parent.name) in SHARED else len(SHARED))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Of several workers one has the tests of a cluster, or of a file: they share what they start.
+
+    Not xdist's own groups: they do not work with pytest 9.2.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByCluster(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return file.parent.name if file.parent.name in SHARED else str(file)
+
+    return ByCluster(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -4,12 +4,14 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
+from time import time
 from typing import Any
 
 import aiohttp
 
 from cluster.clock import Clock
 from cluster.goodput import Outcome, TurnRecord
+from cluster.keys import client_headers
 
 IDLE_CONNECTION_S = 2.0
 """Idle connections are closed before the server does it (uvicorn: 5 s), for a POST on a dying one is lost."""
@@ -67,7 +69,8 @@ class Turn:
 def open_session() -> aiohttp.ClientSession:
     """A session without a limit of connections and without a timeout of its own: an open loop waits for nobody."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
-    return aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None))
+    timeout = aiohttp.ClientTimeout(total=None)
+    return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=client_headers())
 
 
 class TurnClient:
@@ -99,8 +102,13 @@ class TurnClient:
 
     async def _exchange(self, turn: Turn) -> None:
         body = json.dumps(_body(turn, self._model), separators=(",", ":")).encode()
-        headers = {"content-type": "application/json", "x-session-id": turn.program_id}
         turn.sent_s = self._clock.now_s()
+        headers = {
+            "content-type": "application/json",
+            "x-session-id": turn.program_id,
+            # So that a server which trusts it counts from when the turn was due, as this client does.
+            "x-request-start": f"t={time() - (turn.sent_s - turn.intended_start_s):.6f}",
+        }
         async with self._session.post(self._url, data=body, headers=headers) as response:
             if response.status != 200:
                 text = (await response.content.read(4 * ERROR_LENGTH)).decode(errors="replace")

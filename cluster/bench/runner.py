@@ -7,9 +7,10 @@ from uuid import uuid4
 import numpy as np
 
 from cluster.bench.client import TurnClient, open_session
+from cluster.bench.memory_watch import watched
 from cluster.bench.replay import Job, replay
 from cluster.bench.result import BenchResult, BlockResult
-from cluster.bench.server import Server
+from cluster.bench.server import Server, with_waits
 from cluster.bench.settings import BenchSettings
 from cluster.bench.workload import PlannedProgram, draw
 from cluster.clock import Clock, MonotonicClock
@@ -80,10 +81,14 @@ async def run_bench(settings: BenchSettings, progress: BenchProgress, clock: Clo
                     await server.reset()
                 jobs = [replace(job, program_id=f"{run_id}-{policy}-{block}-{job.program_id}") for job in planned]
                 progress.block(policy, block, len(jobs))
-                records = await replay(jobs, client, clock, settings.drain_s, progress.ended)
-                records = await server.with_stories(records)
-                results.append(_split(policy, block, records, jobs, settings.warmup_s))
-    return BenchResult(settings=settings, model=model, workload=workload, blocks=tuple(results))
+                async with watched(server, clock, on=settings.record) as memory:
+                    records = await replay(jobs, client, clock, settings.drain_s, progress.ended)
+                stories = await server.stories(records)
+                records = [with_waits(record, stories.get(record.program_id)) for record in records]
+                found = _split(policy, block, records, jobs, settings.warmup_s)
+                results.append(replace(found, stories=stories, memory=tuple(memory)))
+        versions = await server.versions()
+    return BenchResult(settings, model, workload, tuple(results), versions)
 
 
 def _split(policy: str, block: int, records: list[ProgramRecord], jobs: list[Job], warmup_s: float) -> BlockResult:
@@ -93,4 +98,5 @@ def _split(policy: str, block: int, records: list[ProgramRecord], jobs: list[Job
         block=block,
         warmup=tuple(record for record, job in pairs if job.arrival_s < warmup_s),
         measured=tuple(record for record, job in pairs if job.arrival_s >= warmup_s),
+        start_s=pairs[0][0].arrival_s - pairs[0][1].arrival_s if pairs else 0.0,
     )

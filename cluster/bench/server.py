@@ -1,15 +1,16 @@
 """The routes of a server that a benchmark needs beside the turns: models, policy switch, reset, program stories."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 from urllib.parse import quote
 
 import aiohttp
 
+from cluster.bench.story import Story
 from cluster.errors import ConfigError
-from cluster.goodput import ProgramRecord, TurnRecord
+from cluster.goodput import ProgramRecord
 
 ADMIN_TIMEOUT_S = 60.0
 """A policy switch or a reset reaches every replica within this time."""
@@ -52,21 +53,37 @@ class Server:
         """
         await self._call("POST", "/admin/reset", "--policies")
 
-    async def with_stories(self, programs: Sequence[ProgramRecord]) -> list[ProgramRecord]:
-        """The records, with what the server knows of each resumed turn's waiting; unchanged where it knows nothing."""
+    async def stories(self, programs: Sequence[ProgramRecord]) -> dict[str, Story]:
+        """What the server knows of each program, by its id; programs of which it knows nothing are left out."""
         gate = asyncio.Semaphore(STORIES_AT_ONCE)
 
-        async def told(program: ProgramRecord) -> ProgramRecord:
+        async def told(program: ProgramRecord) -> Any:
             async with gate:
-                return _merged(program, await self._story(program.program_id))
+                return await self._story(program.program_id)
 
-        return list(await asyncio.gather(*(told(program) for program in programs)))
+        answers = await asyncio.gather(*(told(program) for program in programs))
+        pairs = zip(programs, answers, strict=True)
+        return {program.program_id: Story.of(answer) for program, answer in pairs if answer is not None}
+
+    async def statistics(self) -> list[Mapping[str, Any]]:
+        """The numbers of each replica, now; empty where the server does not tell them."""
+        told = await self._told("/admin/statistics", {})
+        replicas = told.get("replicas") if isinstance(told, dict) else None
+        return replicas if isinstance(replicas, list) else []
+
+    async def versions(self) -> dict[str, str]:
+        """Of what serves; empty where it does not say so."""
+        told = await self._told("/version", {})
+        return {str(name): str(value) for name, value in told.items()} if isinstance(told, dict) else {}
 
     async def _story(self, program_id: str) -> Any:
-        url = f"{self._url}/v1/programs/{quote(program_id, safe='')}"
+        return await self._told(f"/v1/programs/{quote(program_id, safe='')}", {"x-session-id": program_id})
+
+    async def _told(self, path: str, headers: Mapping[str, str]) -> Any:
+        """The decoded answer; None where there is none."""
         timeout = aiohttp.ClientTimeout(total=STORY_TIMEOUT_S)
         try:
-            async with self._session.get(url, headers={"x-session-id": program_id}, timeout=timeout) as response:
+            async with self._session.get(self._url + path, headers=headers, timeout=timeout) as response:
                 return await response.json(content_type=None) if response.status == 200 else None
         except (aiohttp.ClientError, TimeoutError, ValueError):
             return None
@@ -83,14 +100,12 @@ class Server:
             raise ConfigError(f"{flag}: {method} {self._url}{path}: {error or type(error).__name__}") from error
 
 
-def _merged(program: ProgramRecord, story: Any) -> ProgramRecord:
-    turns = story.get("turns") if isinstance(story, dict) else None
-    if not isinstance(turns, list):
+def with_waits(program: ProgramRecord, story: Story | None) -> ProgramRecord:
+    """The record, with what the server knows of each turn's waiting; unchanged where it knows nothing."""
+    if story is None:
         return program
-    waits = [turn.get("queue_s") if isinstance(turn, dict) else None for turn in turns]
-    merged = tuple(_waited(turn, waits[i] if i < len(waits) else None) for i, turn in enumerate(program.turns))
-    return replace(program, turns=merged)
-
-
-def _waited(turn: TurnRecord, queue_s: Any) -> TurnRecord:
-    return replace(turn, queue_s=float(queue_s)) if isinstance(queue_s, int | float) else turn
+    waits_s = story.waits_s + (None,) * len(program.turns)
+    turns = (
+        t if wait_s is None else replace(t, queue_s=wait_s) for t, wait_s in zip(program.turns, waits_s, strict=False)
+    )
+    return replace(program, turns=tuple(turns))

@@ -52,6 +52,8 @@ class BenchSettings:
     """Seconds after a block's last arrival for the programs under way to end."""
     command: str = ""
     """What made this run, for its results."""
+    record: bool = False
+    """Look at the server's memory during the run."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.

@@ -5,6 +5,8 @@ from typing import Annotated, Any
 
 import typer
 
+from cluster.keys import client_headers
+
 Url = Annotated[str, typer.Option(help="The server.")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
@@ -22,7 +24,8 @@ def asked(method: str, url: str, path: str, parameters: Mapping[str, Any] | None
     import httpx
 
     try:
-        answer = httpx.request(method, url.rstrip("/") + path, params=parameters, timeout=TIMEOUT_S)
+        headers = client_headers()
+        answer = httpx.request(method, url.rstrip("/") + path, params=parameters, headers=headers, timeout=TIMEOUT_S)
         told: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         typer.echo(f"{url}: {error}", err=True)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.errors import ConfigError
+from cluster.commands.outputs import Outputs
 
 if TYPE_CHECKING:
     from cluster.bench.settings import BenchSettings
@@ -41,6 +41,7 @@ def bench(
     turn_timeout_s: Annotated[float, typer.Option(help="A turn that takes longer has failed.")] = 600.0,
     drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 120.0,
     json: Annotated[Path | None, typer.Option(help="Write one JSON line a policy.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write all programs and memory, for caesura report.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     quiet: Annotated[bool, typer.Option(help="No progress bar, no table.")] = False,
 ) -> None:
@@ -70,17 +71,19 @@ def bench(
         turn_timeout_s=turn_timeout_s,
         drain_s=drain_s,
         command=shlex.join(["caesura", *sys.argv[1:]]),
+        record=record is not None,
     )
-    _run(settings, json, plots, quiet)
+    _run(settings, Outputs(json, record, plots), quiet)
 
 
-def _run(settings: "BenchSettings", json_lines: Path | None, plots: Path | None, quiet: bool) -> None:
+def _run(settings: "BenchSettings", outputs: Outputs, quiet: bool) -> None:
     from rich.console import Console
 
+    from cluster.bench.record import bench_lines, write
     from cluster.bench.report import ProgressBar, print_report, write_json_lines
     from cluster.bench.runner import Silent, run_bench
 
-    writable(json_lines, plots)
+    outputs.check()
     console = Console(quiet=quiet)
     if quiet:
         result = asyncio.run(run_bench(settings, Silent()))
@@ -88,23 +91,12 @@ def _run(settings: "BenchSettings", json_lines: Path | None, plots: Path | None,
         with ProgressBar(console, settings.blocks) as progress:
             result = asyncio.run(run_bench(settings, progress))
     print_report(result, console)
-    if json_lines is not None:
-        write_json_lines(result, json_lines)
-    if plots is not None:
+    if outputs.json_lines is not None:
+        write_json_lines(result, outputs.json_lines)
+    if outputs.record is not None:
+        write(bench_lines(result), outputs.record)
+    if outputs.plots is not None:
         from cluster.bench.plots import write_plots
 
-        for path in write_plots(result, plots):
+        for path in write_plots(result, outputs.plots):
             console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
-
-
-def writable(json_lines: Path | None, plots: Path | None) -> None:
-    """Fail before a run of minutes, not after it."""
-    flag = "--json"
-    try:
-        if json_lines is not None:
-            json_lines.touch()
-        flag = "--plots"
-        if plots is not None:
-            plots.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"{flag}: {error}") from error

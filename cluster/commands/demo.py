@@ -38,13 +38,14 @@ EXPLANATION = (
 
 
 def demo(
-    out: Annotated[Path, typer.Option(help="Folder for the JSON lines and plots.")] = Path("out/demo"),
+    out: Annotated[Path, typer.Option(help="Folder for the JSON lines, plots and the report.")] = Path("out/demo"),
     seed: Annotated[int, typer.Option(help="Same seed, same programs and arrivals.")] = 0,
 ) -> None:
     """Start two replicas here, compare the policies on agent programs, let the cluster run whole programs, stop."""
     from rich.console import Console
 
     from cluster.bench.plots import write_plots
+    from cluster.bench.record import bench_lines, write
     from cluster.bench.report import ProgressBar, print_report, write_json_lines
     from cluster.bench.runner import run_bench
     from cluster.bench.settings import BenchSettings
@@ -53,6 +54,8 @@ def demo(
     from cluster.demo.server_side import print_server_side, run_programs
     from cluster.demo.tools import notes_server, sandboxed
     from cluster.goodput import Slo
+    from cluster.report.page import render
+    from cluster.report.reading import read
     from cluster.serving import LocalCluster, StartFailed
 
     console = Console(highlight=False)
@@ -70,6 +73,7 @@ def demo(
                 seed=seed,
                 slo=Slo(SLO_TTFT_S),
                 command="make demo",
+                record=True,
             )
             console.print(
                 f"\nReplaying agent programs of six kinds at {RATE_PER_S} a second, {BLOCKS} blocks a policy:"
@@ -85,7 +89,10 @@ def demo(
         console.print(f"caesura demo: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     write_json_lines(result, out / "results.jsonl")
-    for path in write_plots(result, out):
+    record, page = out / "record.jsonl", out / "report.html"
+    write(bench_lines(result), record)
+    page.write_text(render(read([record])), encoding="utf-8")
+    for path in (*write_plots(result, out), page):
         console.print(f"Wrote {path}", markup=False, soft_wrap=True)
     console.print()
     for line in EXPLANATION:

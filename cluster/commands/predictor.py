@@ -33,7 +33,7 @@ def evaluate(
     json: Annotated[Path | None, typer.Option(help="Write one JSON line a model and source.")] = None,
 ) -> None:
     """Fit models on some groups of programs, and say how good they are on the others, beside baselines."""
-    from cluster.commands.bench import writable
+    from cluster.commands.outputs import Outputs
     from cluster.registry import PREDICTORS
     from predictor_service.evaluate import evaluated
     from predictor_service.evaluation_report import PAPERS, json_lines, tables
@@ -41,7 +41,7 @@ def evaluate(
     from predictor_service.model_files import load_model
     from predictor_service.train import check_unseen
 
-    writable(json, None)
+    Outputs(json).check()
     ready: dict[str, Any] = {}
     if bundle is not None:
         stored = load_model(bundle)
@@ -73,12 +73,12 @@ def train(
     import json as writer
     from dataclasses import asdict
 
-    from cluster.commands.bench import writable
+    from cluster.commands.outputs import Outputs
     from predictor_service.examples import read_programs
     from predictor_service.model_files import save_model
     from predictor_service.train import trained
 
-    writable(json, None)
+    Outputs(json).check()
     stored = trained(model, read_programs(traces, text or ()), None if everything else split_seed)
     origin = stored.origin
     typer.echo(f"{model}: learnt from {origin.programs} programs of {', '.join(origin.sources)}")

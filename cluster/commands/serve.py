@@ -26,7 +26,6 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
     begun_s = clock.now_s()
     try:
         with LocalCluster(read_config(config, assignments), step=timed_steps(console)) as cluster:
-            _on_signals(stopped)  # Ray has put its own handlers in place
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
             while not stopped.wait(timeout=1.0):

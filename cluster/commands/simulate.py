@@ -5,11 +5,13 @@ import os
 import shlex
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
+from cluster.commands.outputs import Outputs
 from cluster.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -57,6 +59,7 @@ def simulate(
     front: Annotated[list[str] | None, typer.Option(help="parameter=value of the router caesura; repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 1,
     json: Annotated[Path | None, typer.Option(help="Write one JSON line a run.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write all programs and memory, for caesura report.")] = None,
     plots: Annotated[Path | None, typer.Option(help="Write PNG plots into this folder.")] = None,
     quiet: Annotated[bool, typer.Option(help="No progress, no table.")] = False,
 ) -> None:
@@ -96,20 +99,20 @@ def simulate(
         parameters=_parameters(set_ or []),
         front=dict(parse_assignment(text) for text in front or []),
         command=shlex.join(["caesura", *sys.argv[1:]]),
+        record=record is not None,
     )
-    _run(settings, jobs, json, plots, quiet)
+    _run(settings, jobs, Outputs(json, record, plots), quiet)
 
 
-def _run(settings: "SimulationSettings", jobs: int, json_lines: Path | None, plots: Path | None, quiet: bool) -> None:
+def _run(settings: "SimulationSettings", jobs: int, outputs: Outputs, quiet: bool) -> None:
     from rich.console import Console
 
-    from cluster.commands.bench import writable
-
-    writable(json_lines, plots)
+    outputs.check()
     # Both are read once, when vLLM is imported: here, and in the processes that --jobs starts.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    from cluster.simulator.report import json_line, print_report, write_plot
+    from cluster.bench.record import write
+    from cluster.simulator.report import json_line, print_report, record_lines, write_plot
     from cluster.simulator.run import load_workload, runs_of, simulate_all
 
     console = Console(quiet=quiet)
@@ -124,12 +127,16 @@ def _run(settings: "SimulationSettings", jobs: int, json_lines: Path | None, plo
         for result in simulate_all(settings, jobs):
             results.append(result)
             status.update(f"{len(results)} of {total} runs")
-            if json_lines is not None:
-                with json_lines.open("w" if len(results) == 1 else "a") as file:
+            if outputs.json_lines is not None:
+                with outputs.json_lines.open("w" if len(results) == 1 else "a") as file:
                     file.write(json_line(result, settings))
+            if outputs.record is not None:
+                write(record_lines(len(results), result, settings), outputs.record, more=len(results) > 1)
+                results[-1] = replace(result, recorded=None)
     print_report(results, settings, console)
-    if plots is not None:
-        console.print(f"Wrote {write_plot(results, settings, plots)}", markup=False, highlight=False, soft_wrap=True)
+    if outputs.plots is not None:
+        path = write_plot(results, settings, outputs.plots)
+        console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
 
 
 def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:

@@ -74,7 +74,7 @@ def response(base: Response, state: RunState, begun: bool, output: Sequence[Resp
     if ended is not None:
         changes |= {"status": ended.status, "usage": usage(state)}
         if ended.status == "completed":
-            changes["completed_at"] = ended.at_s
+            changes["completed_at"] = max(ended.at_s, base.created_at)
         if ended.status == "incomplete":
             changes["incomplete_details"] = incomplete_details(ended.reason)
         if ended.fault is not None:

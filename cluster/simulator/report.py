@@ -1,7 +1,7 @@
 """Shows simulated runs: JSON lines, a table a rate with the policies side by side, and a plot of goodput over rate."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ import matplotlib
 from rich.console import Console
 from rich.table import Table
 
+from cluster.bench.record import Line, RunLine, lines_of, versions
 from cluster.bench.summary import measures
 from cluster.simulator.recovery import RECOVERED, Recovery
 from cluster.simulator.run import RunResult
-from cluster.simulator.settings import BASELINES, SECONDS_PER_MINUTE, STOCK_NO_CACHE, SimulationSettings
+from cluster.simulator.settings import BASELINES, BLOCK_SIZE, SECONDS_PER_MINUTE, STOCK_NO_CACHE, SimulationSettings
 
 UNKNOWN = "-"
 BOUND = "fluid bound"
@@ -114,6 +115,27 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
 def json_line(result: RunResult, settings: SimulationSettings) -> str:
     """As :func:`as_json`, with its newline."""
     return json.dumps(as_json(result, settings)) + "\n"
+
+
+def record_lines(number: int, result: RunResult, settings: SimulationSettings) -> Iterator[Line]:
+    """Of a run that was recorded; ``number`` is its own in the file."""
+    assert result.recorded is not None, "the run was not recorded"
+    run, slo = result.run, settings.goodput_slo()
+    line = RunLine(
+        run=number,
+        policy=run.policy,
+        router=run.router if result.replicas > 1 else "",
+        preset=settings.preset,
+        rate=run.rate_per_s,
+        seed=run.seed,
+        window_s=(settings.warmup_s, settings.arrivals_s),
+        slo=asdict(slo),
+        summary=measures(result.summary) | {"wasted_gib_s": result.wasted_gib_s, "bound_per_s": result.bound_per_s},
+        versions=versions(),
+        command=settings.command,
+        capacity_tokens=settings.blocks * BLOCK_SIZE * result.replicas,
+    )
+    return lines_of(line, result.recorded, slo)
 
 
 def print_report(results: Sequence[RunResult], settings: SimulationSettings, console: Console) -> None:

@@ -4,13 +4,14 @@ import gc
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from multiprocessing import get_context
 from pathlib import Path
 
 from cluster.bench.arrivals import Arrivals
 from cluster.bench.infercept import builtin_workload
+from cluster.bench.record import Recorded
 from cluster.bench.settings import BUILTIN_PROGRAMS
 from cluster.bench.summary import Distribution, Summary, summarize
 from cluster.bench.trace import programs_from_trace
@@ -23,6 +24,7 @@ from cluster.simulator.forecasts import Forecasts, forecasts_of
 from cluster.simulator.foresight import Foresight
 from cluster.simulator.holding_bound import HoldingBound
 from cluster.simulator.load import closed_loop, plan
+from cluster.simulator.recording import SAMPLES, MemoryWatch, stories_of
 from cluster.simulator.recovery import Recovery
 from cluster.simulator.routed import Routed, RoutingSummary, turns_on
 from cluster.simulator.routers import ROUTERS, Replicas
@@ -81,6 +83,8 @@ class RunResult:
     """Goodput that the fluid bound allows at this rate."""
     recovery: Recovery | None
     """Where there is a burst."""
+    recorded: Recorded | None = None
+    """Where the run is recorded."""
 
 
 def runs_of(settings: SimulationSettings) -> list[Run]:
@@ -142,7 +146,8 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
         replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
     )
     router = ROUTERS[run.router](made_for)
-    simulation = Simulation(jobs, replicas, clock, foresight, router, successors)
+    watch = MemoryWatch(replicas, clock, (settings.arrivals_s + settings.drain_s) / SAMPLES)
+    simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watch if settings.record else None)
     marks: list[Mark] = []
     for mark_s in (settings.warmup_s, settings.arrivals_s):
         simulation.timeline.at(mark_s, lambda: marks.append(_mark(replicas)))
@@ -153,7 +158,10 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     finally:
         gc.unfreeze()
     ended = Ended(records, simulation.routed, clock.now_s(), time.perf_counter() - began)
-    return _result(settings, run, ended, replicas, marks)
+    result = _result(settings, run, ended, replicas, marks)
+    if not settings.record:
+        return result
+    return replace(result, recorded=Recorded(records, stories_of(replicas, records), watch.seen, start_s=0.0))
 
 
 def simulate_all(settings: SimulationSettings, jobs: int) -> Iterator[RunResult]:

@@ -84,6 +84,8 @@ class SimulationSettings:
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Of a policy: parameters that differ from its defaults."""
     command: str = ""
+    record: bool = False
+    """Keep what a record of the run has beside its summary."""
 
     def __post_init__(self) -> None:
         """Refuse what cannot be run.

@@ -1,6 +1,6 @@
 """Programs on virtual replicas: arrivals, turns, the router and tool pauses, on one virtual clock."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -72,6 +72,7 @@ class Simulation:
         router: asked for each turn.
         successors: jobs whose arrivals do not count: each comes when a program has ended, or when one that was refused
             may come again. None: what has ended is not followed by another.
+        watch: called after all that happens at a time; it changes nothing.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Simulation:
         foresight: Foresight,
         router: TurnRouter,
         successors: Iterator[Job] | None = None,
+        watch: Callable[[], None] | None = None,
     ) -> None:
         self.timeline = Timeline(clock, self._begin_steps)
         self.routed: dict[tuple[str, int], RoutedTurn] = {}
@@ -92,6 +94,7 @@ class Simulation:
         self._foresight = foresight
         self._router = router
         self._successors = successors
+        self._watch = watch
         self._infinite = InfiniteCache(replicas[0].engine.shape.block_size)
         self._steps = [0] * len(replicas)
         """Begun on each replica."""
@@ -185,6 +188,8 @@ class Simulation:
             self._ready.clear()
             for index in ready:
                 self._begin_step(index)
+        if self._watch is not None:
+            self._watch()
 
     def _begin_step(self, index: int) -> None:
         replica = self._replicas[index]

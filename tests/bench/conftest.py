@@ -40,6 +40,8 @@ class ClusterDouble:
         app.router.add_put("/admin/policy", self.policy)
         app.router.add_post("/admin/reset", self.reset)
         app.router.add_get("/v1/programs/{program}", self.story)
+        app.router.add_get("/admin/statistics", self.statistics)
+        app.router.add_get("/version", self.version)
         return app
 
     async def models(self, _: web.Request) -> web.Response:
@@ -55,6 +57,13 @@ class ClusterDouble:
     async def reset(self, _: web.Request) -> web.Response:
         self.admin.append("reset")
         return web.json_response({})
+
+    async def statistics(self, _: web.Request) -> web.Response:
+        blocks = {"block_size": 16, "total_blocks": 100, "free_blocks": 60, "cached_blocks": 25, "held_blocks": 30}
+        return web.json_response({"replicas": [{**blocks, "host_used_tokens": 7}] * 2})
+
+    async def version(self, _: web.Request) -> web.Response:
+        return web.json_response({"caesura": "9.9"})
 
     async def story(self, request: web.Request) -> web.Response:
         program = request.match_info["program"]

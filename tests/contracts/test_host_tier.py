@@ -6,6 +6,7 @@ What is not tested here, for want of a machine: vLLM's own CUDA worker, and tens
 import asyncio
 import inspect
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,16 +30,20 @@ from cluster.config import PolicyConfig
 from cluster.program import WIRE_KEY, Hints, ProgramIdentity
 from replicas.control import ControlChannel
 from replicas.host_tier import kv_transfer_config
+from replicas.presets import DEFAULT, preset
 from replicas.settings import SchedulerSettings
 
 TIER_BYTES = 8 << 20
 """Four times the KV cache of these engines: 16,384 tokens."""
 
+COST = replace(preset(DEFAULT), swap_token_s=1e-12, swap_overhead_s=0.0)
+"""InferCept swaps what an iteration hides. However fast these engines' iterations turn out, they hide this link's."""
+
 engine_test = pytest.mark.asyncio(loop_scope="module")
 
 
 def engine_of(model: Path, asynchronous: bool) -> AsyncLLM:
-    settings = SchedulerSettings(policy=PolicyConfig(name="infercept"), tool_parser="hermes")
+    settings = SchedulerSettings(policy=PolicyConfig(name="infercept"), cost=COST, tool_parser="hermes")
     arguments = AsyncEngineArgs(
         model=str(model),
         max_model_len=4096,

@@ -2,16 +2,18 @@
 
 import inspect
 from importlib.metadata import version
+from types import ModuleType
 
 import ray
 import vllm.config
 from ray import serve
+from ray._common.utils import Timer
 from ray.llm._internal.common.callbacks.base import CallbackBase, CallbackCtx
 from ray.llm._internal.serve.core.configs import openai_api_models
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
-from ray.serve._private import constants, http_util
+from ray.serve._private import constants, deployment_state, http_util, proxy_state
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.llm import LLMConfig
 from ray.serve.schema import ApplicationStatus, DeploymentStatus
@@ -111,6 +113,14 @@ def test_the_proxy_loads_our_guard_and_echoes_the_request_id():
     http_util.validate_http_proxy_callback_return(middlewares())
     assert IMPORT_PATH.rpartition(".")[2] == middlewares.__name__
     assert 'headers.append("X-Request-ID"' in inspect.getsource(http_util.RequestIdMiddleware)
+
+
+def test_the_controller_loads_our_clock_and_waits_by_it():
+    assert "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH" in inspect.getsource(constants)
+    assert isinstance(deployment_state.time, ModuleType)
+    assert inspect.getsource(deployment_state).count("time.time() - self._last_health_check_time") >= 4
+    assert list(inspect.signature(Timer.time).parameters) == ["self"]
+    assert "timer: TimerBase = Timer()" in inspect.getsource(proxy_state)
 
 
 def test_serve_tells_how_a_start_goes():

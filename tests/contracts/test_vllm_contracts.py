@@ -10,6 +10,7 @@ import pytest
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
+from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
 from replicas.forking import METHOD
 
@@ -22,16 +23,24 @@ def test_the_pinned_version() -> None:
     ("owner", "name", "parameters"),
     [
         (AsyncScheduler, "schedule", ["self", "throttle_prefills"]),
+        (AsyncScheduler, "update_from_output", ["self", "scheduler_output", "model_runner_output"]),
         (AsyncScheduler, "add_request", ["self", "request"]),
         (AsyncScheduler, "_free_blocks", ["self", "request"]),
         (AsyncScheduler, "_select_waiting_queue_for_scheduling", ["self"]),
         (AsyncScheduler, "reset_prefix_cache", ["self", "reset_running_requests", "reset_connector"]),
         (AsyncScheduler, "shutdown", ["self"]),
+        (AsyncScheduler, "_preempt_request", ["self", "request", "timestamp", "drop_stale_output"]),
+        (CPUOffloadingManager, "complete_store", ["self", "keys", "req_context", "success"]),
+        (CPUOffloadingManager, "complete_load", ["self", "keys", "req_context"]),
         (KVCacheManager, "pop_blocks_for_free", ["self", "request"]),
     ],
 )
 def test_the_overridden_names_have_the_signatures_we_wrote_for(owner: type, name: str, parameters: list[str]) -> None:
     assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
+
+
+def test_a_preemption_goes_through_the_wrapped_method() -> None:
+    assert "self._preempt_request(" in inspect.getsource(AsyncScheduler.schedule)
 
 
 def test_allocate_slots_says_by_keyword_what_the_prefix_cache_had() -> None:

@@ -38,10 +38,10 @@ class Known:
     own_name: str | None = None
 
 
-def known(*tools: Known, seen: list[Any] | None = None) -> Callable[[Mapping[str, Any] | None], Any]:
+def known(*tools: Known, seen: list[Any] | None = None) -> Callable[[str, Mapping[str, Any] | None], Any]:
     """A tool runtime that knows these tools; servers are listed only for requests that bring them."""
 
-    async def offers(definitions: Mapping[str, Any] | None) -> Sequence[Known]:
+    async def offers(tenant: str, definitions: Mapping[str, Any] | None) -> Sequence[Known]:
         if seen is not None:
             seen.append(definitions)
         if definitions and "down" in definitions:

@@ -9,6 +9,7 @@ from time import time
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 from runners import LEASE_S, Runners
 from scripted_runs import ScriptedReplicas, ScriptedTools, says
 
@@ -140,6 +141,32 @@ async def test_a_runner_that_dies_in_a_turn_is_followed_by_another(runners: Runn
     assert second.counters["taken_over"] == 1
 
 
+async def test_a_run_that_another_ended_is_read_to_its_end_by_who_lost_it(runners: Runners) -> None:
+    first = runners(ScriptedReplicas([[asyncio.Event()]]))
+    await first.start(spec("lost"))
+    await until(lambda: len(first._tasks["lost"].journal.safe) == 2)
+    second = runners(ScriptedReplicas([says("whole")]))
+    second.attend()
+    events = await ended(second, "lost")
+    first.attend()
+    await until(lambda: not first.open_runs)
+    assert list(await first.load("lost", "t") or []) == events
+
+
+@pytest.mark.parametrize("jumped_s", [-3600.0, 3600.0])
+async def test_a_clock_that_jumps_ends_no_run(runners: Runners, jumped_s: float) -> None:
+    """It jumps while the first runner works: the second one sees another time than that of the acceptance."""
+    first = runners(ScriptedReplicas([[asyncio.Event()]]))
+    asked = replace(spec(f"jump{jumped_s:.0f}"), created_s=time() - jumped_s)
+    await first.start(asked)
+    await until(lambda: len(first._tasks[asked.id].journal.safe) == 2)
+    second = runners(ScriptedReplicas([says("whole")]))
+    second.attend()
+    end = outcome(await ended(second, asked.id))
+    assert end.status == "completed"
+    assert asked.created_s < end.at_s < asked.created_s + asked.limits.wall_s
+
+
 async def test_a_call_that_may_have_been_sent_is_never_sent_anew(runners: Runners) -> None:
     """The first runner dies while its tool works; the tool may not run twice; the model is told so."""
     never = asyncio.Event()
@@ -192,7 +219,8 @@ async def test_cancelling_stops_the_turn_and_the_tools(runners: Runners) -> None
     assert outcome(await ended(runner, "r8")).status == "cancelled"
     assert replicas.closed == 1
     tools = ScriptedTools({"wait": lambda call: asyncio.Event().wait()})
-    runner = runners(ScriptedReplicas([says("", ("wait", "{}"))]), tools)
+    replicas = ScriptedReplicas([says("", ("wait", "{}"))])
+    runner = runners(replicas, tools)
     await runner.start(spec("r9"))
     await until(lambda: tools.ran)
     other = runners(ScriptedReplicas([]))
@@ -200,6 +228,7 @@ async def test_cancelling_stops_the_turn_and_the_tools(runners: Runners) -> None
     assert await other.cancel("r9")  # another ingress than the one that works on it
     assert outcome(await ended(runner, "r9")).status == "cancelled"
     assert tools.cancelled == ["r9/1.0"]
+    await until(lambda: ("release", {}) in replicas.told)
     assert not await other.cancel("r9")
 
 

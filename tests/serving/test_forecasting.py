@@ -12,6 +12,8 @@ from cluster.errors import HttpError
 from cluster.forecasting import Forecasts, WatchedAnswers
 from cluster.http_errors import SSE_DONE
 from cluster.learnt_store import LearntStore
+from cluster.observing.forecasts import ForecastMetrics
+from cluster.observing.meter import Meter
 from cluster.program import Hints, ProgramIdentity
 from cluster.stream import Progress, Told
 from cluster.stream_relay import Relay, ends_stream
@@ -66,7 +68,7 @@ class Door:
             SharedPredictor(self.predictor, store, 1.0, self.clock), None, deadline_s=0.005, clock=self.clock
         )
         self.client = client
-        self.forecasts = Forecasts(client, self.clock, 100.0, "tiny")
+        self.forecasts = Forecasts(client, self.clock, 100.0, "tiny", ForecastMetrics(Meter(), "statistics"))
 
     async def turn(
         self, identity: ProgramIdentity, body: dict[str, Any], pieces: Pieces, read: int | None = None

@@ -1,9 +1,11 @@
 """A body is read within bounds and parsed strictly."""
 
+import asyncio
 import json
 
 import pytest
 
+from cluster import http_limits
 from cluster.errors import BadRequest
 from cluster.http_limits import parse_object, read_body
 
@@ -36,6 +38,16 @@ async def test_a_declared_length_that_is_too_long_is_refused_unread():
         await read_body(receive, {"content-length": "101"}, 100)
     assert caught.value.status == 413
     assert len(receive.left) == 1
+
+
+async def test_a_body_that_does_not_come_is_408(monkeypatch):
+    async def never():
+        await asyncio.Event().wait()
+
+    monkeypatch.setattr(http_limits, "BODY_WITHIN_S", 0.01)
+    with pytest.raises(BadRequest, match="within") as caught:
+        await read_body(never, {}, 100)
+    assert caught.value.status == 408
 
 
 @pytest.mark.parametrize("kind", ["text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])

@@ -7,10 +7,12 @@ from typing import Any
 import httpx
 import pytest
 
+from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
 from cluster.direct_note import NOTE, RefusalNote, RouterNote
 from cluster.errors import HttpError, Overloaded, ProgramMoved
 from cluster.http_errors import SSE_DONE
+from cluster.observing.turns import TurnBook
 from cluster.ray_errors import as_http_error
 from cluster.stream import Progress, Told
 from replicas.http_app import LocalAnswers, http_app
@@ -71,7 +73,15 @@ def replica() -> Replica:
 @pytest.fixture
 async def http(replica: Replica) -> AsyncIterator[httpx.AsyncClient]:
     reports = TurnReports(replica.tell)
-    app = http_app(CaesuraConfig(), replica.answer, replica.relay, replica.ready, reports, as_http_error)
+    app = http_app(
+        CaesuraConfig(),
+        replica.answer,
+        replica.relay,
+        replica.ready,
+        reports,
+        as_http_error,
+        TurnBook(CaesuraConfig(), MonotonicClock()),
+    )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica") as client:
         yield client
     await reports.aclose()

@@ -76,6 +76,13 @@ def test_ctrl_c_during_the_start_leaves_nothing(serving: subprocess.Popen[str]):
     assert alive == []
 
 
+def test_a_container_that_is_stopped_during_its_start_ends_in_order(serving: subprocess.Popen[str]):
+    output_until(serving, "application")  # from here on Ray has had handlers of its own
+    serving.send_signal(signal.SIGTERM)
+    assert serving.wait(STOP_WITHIN_S) == 0
+    assert serving.stdout is not None and "stopped" in serving.stdout.read()
+
+
 def test_an_unknown_key_is_refused_at_once(tmp_path: Path):
     file = tmp_path / "caesura.yaml"
     file.write_text("model: {sorce: tiny}\n")

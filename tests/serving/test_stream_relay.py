@@ -119,6 +119,16 @@ async def test_the_second_death_is_blamed_on_the_request() -> None:
     assert (end.status, end.code, blamed.count) == (422, "quarantined", 1)
 
 
+async def test_the_first_death_is_blamed_on_the_request_where_the_replica_says_so() -> None:
+    death = ReplicaLost("the engine died")
+    death.culprit = True
+    replicas, blamed = Replicas((1, death)), Blamed()
+    *events, end = await told(relay(replicas, blamed))
+    assert (events, len(replicas.asked)) == (EVENTS[:1], 1)
+    assert isinstance(end, Quarantined)
+    assert (end.status, end.code, blamed.count) == (422, "quarantined", 1)
+
+
 async def test_a_death_after_the_end_is_no_loss() -> None:
     replicas = Replicas((4, Death()))
     whole = relay(replicas)

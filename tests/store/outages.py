@@ -24,6 +24,11 @@ async def eventually(call: Callable[[], Awaitable[Answer | None]]) -> Answer:
     return answer
 
 
+def commands_in(sent: bytes) -> int:
+    """How many there are in what was sent at once: a client's first two, who it is and of which version, or one."""
+    return max(1, sent.count(b"SETINFO"))
+
+
 def kill(server: EmbeddedRedis) -> None:
     os.kill(server.pid, signal.SIGKILL)
     while server.pid is not None:

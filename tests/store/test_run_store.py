@@ -156,6 +156,16 @@ async def test_what_an_ingress_works_on_leaves_room_for_what_it_claims(ingress):
     assert await a.claim(10) == ["y"]
 
 
+async def test_a_run_is_not_lost_by_being_closed(ingress):
+    """Its owner may renew it before it has heard that the end was written."""
+    a, b = ingress("a"), ingress("b")
+    await a.create(RUN, items(0, 1))
+    await a.append("run", 1, items(1, 2), final=True)
+    assert await a.renew(["run"]) == renewal()
+    assert await b.claim(1) == []
+    assert await b.renew(["run"]) == renewal(lost="run")
+
+
 async def test_what_is_released_can_be_claimed_at_once(ingress):
     a, b = ingress("a"), ingress("b")
     for run_id in ("x", "y", "z"):

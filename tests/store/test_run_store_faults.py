@@ -4,7 +4,7 @@ import asyncio
 import logging
 
 import pytest
-from outages import FAR_MORE, SHORT_S, eventually, frozen, kill
+from outages import FAR_MORE, SHORT_S, commands_in, eventually, frozen, kill
 
 from cluster.errors import RunLeaseLost, RunStoreUnavailable, RunUnknown
 from cluster.run_log import AlreadyThere, Created, Idempotency, NewRun
@@ -287,8 +287,8 @@ async def test_scripts_that_redis_forgot_are_sent_again(ingress, direct):
 )
 async def test_whatever_answers_there_is_survived(answer):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(1 << 20):
-            writer.write(answer)
+        while sent := await reader.read(1 << 20):
+            writer.write(answer * commands_in(sent))
         writer.close()
 
     async with await asyncio.start_server(serve, "127.0.0.1", 0) as stranger:

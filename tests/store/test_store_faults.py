@@ -11,7 +11,7 @@ import msgspec
 import psutil
 import pytest
 import redis
-from outages import FAR_MORE, SHORT_S, eventually, frozen, kill
+from outages import FAR_MORE, SHORT_S, commands_in, eventually, frozen, kill
 
 from cluster.clock import ManualClock
 from cluster.statistics import OVERALL
@@ -148,10 +148,10 @@ async def test_a_redis_that_will_not_write_is_counted_until_it_does(peer, direct
 )
 async def test_whatever_answers_there_is_survived(answer, failure):
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        while await reader.read(1 << 20):
+        while sent := await reader.read(1 << 20):
             if answer is None:
                 continue
-            writer.write(answer)
+            writer.write(answer * commands_in(sent))
             if not answer or answer.startswith(b"HTTP"):
                 break
         writer.close()

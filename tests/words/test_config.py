@@ -95,8 +95,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: classes, control, cost_model, engine, http, model, models, policy, "
-        "predictor, programs, replicas, router, slo, store, tools (got {}, line 1)",
+        "colours: unknown key; there are: classes, control, cost_model, engine, http, keys, logs, metrics, model, "
+        "models, policy, predictor, programs, replicas, router, slo, store, tenants, tools, tracing (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
@@ -369,3 +369,18 @@ def test_what_other_libraries_do_to_the_shared_loader_does_not_matter(tmp_path, 
     path.write_text("a: 2024-13-45\n")
     with pytest.raises(ConfigError, match="month must be"):
         load_config(path, {}, {})
+
+
+def test_a_complaint_repeats_no_secret(file: Path) -> None:
+    tool = {"kind": "http", "headers": {"Authorization": "s3cret"}}
+    wrong = {
+        "store.url": "reddis://user:s3cret@host/0",
+        "tracing.otlp_endpoint": "ftp://s3cret@host/",
+        "tools.defined.a": tool,
+        "tools.defined.b": {**tool, "url": "http://u:s3cret@host/"},
+        "tools.defined.c": {**tool, "url": "http://host/", "headers": {"A": ["s3cret"]}},
+        "tools.defined.d": {"kind": "command", "argv": ["x"], "environment": {"not a name": "s3cret"}},
+    }
+    said = "\n".join(complaints(file, "", None, wrong))
+    assert "s3cret" not in said and "***" in said
+    assert all(key in said for key in wrong)

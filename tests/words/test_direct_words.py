@@ -34,8 +34,9 @@ def test_no_bytes_are_an_error(raw: bytes):
     assert isinstance(visible_fields(raw), dict)
 
 
-def test_a_number_behind_which_the_body_is_cut_is_not_seen():
-    assert visible_fields(b'{"a": 1, "session_id": 12') == {"a": 1}
+@pytest.mark.parametrize("cut", [b"12", b"12.", b"12.5e", b"12.5e+", b"12.5e+3"])
+def test_a_number_in_which_the_body_is_cut_is_not_seen(cut: bytes):
+    assert visible_fields(b'{"a": 1, "session_id": ' + cut) == {"a": 1}
 
 
 def test_a_deep_body_is_no_error():

@@ -3,9 +3,21 @@
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.errors import IllegalTransition
-from cluster.run import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, conversation, fold, next_step
+from cluster.run import (
+    AskTurn,
+    AwaitLate,
+    CallTools,
+    Finish,
+    Refuse,
+    RunState,
+    conversation,
+    fold,
+    next_step,
+    worked_s,
+)
 from cluster.run_events import (
     Accepted,
     Call,
@@ -210,6 +222,16 @@ def test_forced_choices_apply_to_the_first_turns() -> None:
     assert next_step(after(spec)) == AskTurn(1, 1, first)
     log = [spec, TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1)]
     assert next_step(after(*log)) == AskTurn(2, 1, "auto")
+
+
+def test_a_log_tells_how_long_was_worked_on_it() -> None:
+    turn = TurnIntent(1)
+    calls = [replace(ok(1), queue_s=0.5, run_s=2.0), replace(ok(1, 1), run_s=1.0)]
+    first = [accepted(), turn, replace(result(1, call(1), call(1, 1)), began_s=1.0, ended_s=3.0), *calls]
+    assert [worked_s(first[:count]) for count in (1, 2, 3, 4, 5)] == [0.0, 0.0, 3.0, 5.5, 5.5]
+    later = [TakenOver("b", after_s=7.0), replace(result(2), began_s=0.5, ended_s=4.0)]
+    assert worked_s([*first, *later]) == 11.0
+    assert worked_s([*first, TakenOver("b")]) == 5.5, "of a log that does not say so"
 
 
 def test_a_log_that_is_none() -> None:

@@ -1,0 +1,112 @@
+"""`caesura top` and `caesura status` as a terminal shows them."""
+
+from io import StringIO
+
+import pytest
+from rich.console import Console, RenderableType
+from scripted_looks import look, replica, without
+
+from cluster.live_view.frame import frame, memory_bar
+from cluster.live_view.now import MemoryUse, now_of
+from cluster.live_view.state import State, is_well, parts_of, table
+
+URL = "http://127.0.0.1:8000"
+PAUSES_LATER = {"hold": {"pays": 16, "free": 2}, "swap": {"pays": 1}, "release": {"does not pay": 4}}
+
+
+def shown(what: RenderableType, width: int = 140) -> str:
+    console = Console(width=width, record=True, file=StringIO(), highlight=False)
+    console.print(what)
+    return console.export_text()
+
+
+def test_a_frame_shows_what_happened_between_two_looks() -> None:
+    looks = [look(0.0, good=10.0), look(4.0, replica(pauses=PAUSES_LATER), replica("replica-b"), good=18.0)]
+    text = shown(frame(URL, looks))
+    assert "caesura 0.1.0  http://127.0.0.1:8000  ready  tiny  policy caesura" in text
+    # 8 good of 16 that ended, 24 offered and 40 good requests of 48, in 4 s.
+    assert "2 programs/s (50% of those that ended; 6 offered)" in text
+    assert "10 of 12 requests/s   over 4 s" in text
+    # 6 holds and a swap in 4 s; of the second replica there is no look before.
+    assert "decisions  1.75/s at pauses, 4/s placements   waiting at the front 2, moves 1, refused 3" in text
+    first, second = (line.split() for line in text.splitlines() if line.startswith("replica-"))
+    assert first[2:] == ["3", "1", "9", "1.5", "0.25", "0", "25%", "1.25"]
+    assert second[2:] == ["3", "1", "9", "-", "-", "-", "25%", "1.25"]
+    assert first[1] == "█" * 14 + "▓" * 6 + "▒" * 9 + "░" * 3
+    assert "prog-1" in text and "in_progress" in text
+
+
+def test_a_frame_fits_a_narrow_terminal() -> None:
+    text = shown(frame(URL, [look(0.0), look(1.0)]), width=80)
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_what_is_not_told_is_said() -> None:
+    closed = without(look(good=None), statistics="HTTP 404", router="HTTP 404", ready="no model answers")
+    text = shown(frame(URL, [closed]))
+    assert "not ready" in text
+    assert "replicas are not told: HTTP 404" in text
+    assert "not told: /metrics has none of Caesura's counters" in text
+
+
+def test_a_replica_that_was_started_again_does_not_undo_decisions() -> None:
+    (now,) = now_of([look(0.0), look(4.0, replica(pauses={"hold": {"pays": 1}}))]).replicas
+    assert set(now.decisions_per_s.values()) == {0.0}
+
+
+def test_junk_among_numbers_is_nothing() -> None:
+    odd = replica(pauses=3, running="x", step_pace=None, cached_blocks=None, total_blocks="?")
+    text = shown(frame(URL, [look(0.0, odd), look(1.0, odd, router={"models": {"tiny": {"placements": 1}}})]))
+    assert "replica-a" in text
+
+
+@pytest.mark.parametrize(
+    ("use", "bar"),
+    [
+        (MemoryUse(5, 3, 1, 1), "█████▓▓▓▒░"),
+        (MemoryUse(10, 0, 0, 0), "██████████"),
+        (MemoryUse(0, 0, 0, 10), "░░░░░░░░░░"),
+        # What there is at all can be seen, at the cost of the largest part.
+        (MemoryUse(1, 1, 1, 997), "█▓▒░░░░░░░"),
+        (MemoryUse(0, 0, 0, 0), "-"),
+    ],
+)
+def test_memory_is_a_bar(use: MemoryUse, bar: str) -> None:
+    assert memory_bar(use, cells=10).plain == bar
+
+
+def test_all_is_well() -> None:
+    parts = parts_of(look())
+    assert is_well(parts)
+    assert {part.name: part.state for part in parts} == dict.fromkeys(
+        ("ingress", "replicas", "policy", "store", "predictor", "versions"), State.OK
+    )
+    text = shown(table(parts))
+    assert "serves tiny" in text and "1 answer" in text and "statistics, local 7" in text and "ray 2.60.0" in text
+
+
+@pytest.mark.parametrize(
+    ("seen", "name", "detail"),
+    [
+        (without(look(), ready="no model answers: gone"), "ingress", "no model answers: gone"),
+        (without(look(), statistics="1 of 2 replicas failed"), "replicas", "1 of 2 replicas failed"),
+        (look(0.0, replica(draining=True)), "replicas", "1 answer, 1 of them draining"),
+        (look(0.0, replica(), replica("b", policy="vllm")), "policy", "caesura and vllm"),
+        (
+            look(router={"models": {"m": {"store": {"healthy": False, "failures": {"timeout": 4}}}}}),
+            "store",
+            "down, 4 failed exchanges since the start",
+        ),
+    ],
+)
+def test_trouble_is_named(seen: object, name: str, detail: str) -> None:
+    parts = parts_of(seen)  # type: ignore[arg-type]
+    assert not is_well(parts)
+    assert [(part.name, part.detail) for part in parts if part.state is State.TROUBLE] == [(name, detail)]
+
+
+def test_a_closed_administration_is_no_trouble() -> None:
+    closed = without(look(), statistics="HTTP 404", router="HTTP 404", predictor="HTTP 404")
+    parts = parts_of(closed)
+    assert is_well(parts)
+    assert [part.name for part in parts if part.state is State.UNKNOWN] == ["replicas", "policy", "store", "predictor"]

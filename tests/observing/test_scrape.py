@@ -1,0 +1,132 @@
+"""`/metrics` from real HTTP servers that stand where nodes export."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import pytest
+from aiohttp import web
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.clock import ManualClock
+from cluster.observing.exposition import merged
+from cluster.observing.scrape import ClusterScrape
+
+SCOPE = 'otel_scope_name="ray._private.telemetry",otel_scope_schema_url="",otel_scope_version=""'
+
+
+def page(node: str, count: int) -> bytes:
+    labels = f'Component="core_worker",NodeAddress="{node}",Version="2.60.0"'
+    return f"""# HELP ray_caesura_requests_total Turns that ended, by outcome
+# TYPE ray_caesura_requests_total counter
+ray_caesura_requests_total{{{labels},model="m",{SCOPE},outcome="ok"}} {count}.0
+# HELP ray_caesura_ttft_seconds Seconds
+# TYPE ray_caesura_ttft_seconds histogram
+ray_caesura_ttft_seconds_bucket{{{labels},le="0.1",model="m",{SCOPE}}} 1.0
+ray_caesura_ttft_seconds_bucket{{{labels},le="+Inf",model="m",{SCOPE}}} {count}.0
+ray_caesura_ttft_seconds_count{{{labels},model="m",{SCOPE}}} {count}.0
+ray_caesura_ttft_seconds_sum{{{labels},model="m",{SCOPE}}} 0.5
+# HELP ray_vllm_num_requests_running Running
+# TYPE ray_vllm_num_requests_running gauge
+ray_vllm_num_requests_running{{{labels},engine="0",{SCOPE}}} 3.0
+# HELP ray_serve_something_total Not ours
+# TYPE ray_serve_something_total counter
+ray_serve_something_total{{{labels}}} 9.0
+""".encode()
+
+
+def families(text: bytes) -> dict[str, list[tuple[str, dict[str, str], float]]]:
+    """As Prometheus reads it."""
+    found: dict[str, list[tuple[str, dict[str, str], float]]] = {}
+    for family in text_string_to_metric_families(text.decode()):
+        assert family.name not in found, "a family twice"
+        found[family.name] = [(sample.name, sample.labels, sample.value) for sample in family.samples]
+    return found
+
+
+def test_two_nodes_become_one_exposition() -> None:
+    text = merged([page("a", 2), page("b", 5)])
+    found = families(text)
+    assert set(found) == {"caesura_requests", "caesura_ttft_seconds", "vllm:num_requests_running"}
+    assert [(labels["NodeAddress"], value) for _, labels, value in found["caesura_requests"]] == [("a", 2), ("b", 5)]
+    assert len(found["caesura_ttft_seconds"]) == 8
+    assert text.count(b"# TYPE") == text.count(b"# HELP") == 3
+    assert b"otel_scope" not in text
+    assert b"ray_" not in text
+
+
+def test_a_family_that_only_the_second_node_has_is_described() -> None:
+    text = merged([b"", page("b", 1)])
+    assert text.count(b"# TYPE") == 3
+
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@pytest.fixture
+async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
+    """Start a server that answers so; its address."""
+    runners: list[web.AppRunner] = []
+
+    async def started(handler: Handler) -> str:
+        app = web.Application()
+        app.router.add_get("/metrics", handler)
+        runner = web.AppRunner(app)
+        runners.append(runner)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        return f"127.0.0.1:{runner.addresses[0][1]}"
+
+    yield started
+    for runner in runners:
+        await runner.cleanup()
+
+
+async def test_nodes_that_are_gone_slow_or_broken_are_left_out_and_counted(
+    serve: Callable[[Handler], Awaitable[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.observing.scrape.NODE_TIMEOUT_S", 0.3)
+    never = asyncio.Event()
+
+    async def fine(_: web.Request) -> web.Response:
+        return web.Response(body=page("a", 4))
+
+    async def broken(_: web.Request) -> web.Response:
+        return web.Response(status=500)
+
+    async def slow(_: web.Request) -> web.Response:
+        await never.wait()
+        raise AssertionError
+
+    nodes = [await serve(fine), await serve(broken), await serve(slow), "127.0.0.1:1"]
+
+    async def listed() -> list[str]:
+        return nodes
+
+    scrape = ClusterScrape(ManualClock(), listed)
+    response = await scrape.response()
+    never.set()
+    await scrape.aclose()
+    found = families(bytes(response.body))
+    assert [value for _, _, value in found["caesura_requests"]] == [4]
+    failures = {labels["kind"]: value for _, labels, value in found["caesura_scrape_failures"]}
+    assert failures == {"timeout": 1, "unreachable": 1, "refused": 1}
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+
+
+async def test_a_new_node_is_seen_soon(serve: Callable[[Handler], Awaitable[str]]) -> None:
+    async def fine(_: web.Request) -> web.Response:
+        return web.Response(body=page("a", 4))
+
+    nodes: list[str] = []
+
+    async def listed() -> list[str]:
+        return list(nodes)
+
+    clock = ManualClock()
+    scrape = ClusterScrape(clock, listed)
+    assert "caesura_requests" not in families(bytes((await scrape.response()).body))
+    nodes.append(await serve(fine))
+    clock.advance(10)
+    assert "caesura_requests" in families(bytes((await scrape.response()).body))
+    await scrape.aclose()

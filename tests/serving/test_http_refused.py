@@ -1,0 +1,130 @@
+"""A tenant at its bound is refused in the proxy, as the ingress refused it, and by nobody else."""
+
+import asyncio
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from starlette.types import Receive, Scope, Send
+
+from cluster.clock import ManualClock
+from cluster.errors import TooManyRequests
+from cluster.http_errors import error_response
+from cluster.http_front import middlewares
+from cluster.http_refused import KNOWN_FOR_S, RefusedAgain
+from cluster.http_rush import RushBound
+from cluster.tenant_limits import AT_ONCE
+
+WORK = "/v1/completions"
+MOST = 2
+
+
+class Ingress:
+    """One that serves MOST requests at a time of each key, when its gate is open, and refuses the others."""
+
+    def __init__(self) -> None:
+        self.gate = asyncio.Event()
+        self.inside: dict[str, int] = {}
+        self.asked = 0
+        self.code: str | None = AT_ONCE
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self.asked += 1
+        key = dict(scope["headers"]).get(b"authorization", b"").decode()
+        if self.inside.get(key, 0) >= MOST:
+            error = TooManyRequests("enough", code=self.code, retry_after_s=1)
+            await error_response(error)(scope, receive, send)
+            return
+        self.inside[key] = self.inside.get(key, 0) + 1
+        await self.gate.wait()
+        self.inside[key] -= 1
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"ok", "more_body": False})
+
+
+class Front:
+    """Clients, the middleware, and the ingress behind it."""
+
+    def __init__(self) -> None:
+        self.clock, self.ingress, self.repeated = ManualClock(), Ingress(), 0
+        self.client = httpx.AsyncClient(
+            transport=httpx.ASGITransport(RefusedAgain(self.ingress, self.clock, self._count)), base_url="http://test"
+        )
+
+    def _count(self) -> None:
+        self.repeated += 1
+
+    async def post(self, key: str = "a", path: str = WORK) -> httpx.Response:
+        return await self.client.post(path, headers={"Authorization": key} if key else {})
+
+    async def fill(self, key: str = "a") -> list[asyncio.Task[httpx.Response]]:
+        """As many requests as are served; they wait for the gate."""
+        tasks = [asyncio.create_task(self.post(key)) for _ in range(MOST)]
+        while self.ingress.inside.get(key, 0) < MOST:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        return tasks
+
+
+@pytest.fixture
+def front() -> Iterator[Front]:
+    yield Front()
+
+
+async def test_the_ingress_refuses_once_and_the_proxy_from_then_on(front: Front) -> None:
+    waiting = await front.fill()
+    refused = [await front.post() for _ in range(5)]
+    assert [one.status_code for one in refused] == [429] * 5
+    assert len({(one.text, one.headers["retry-after"]) for one in refused}) == 1
+    assert (front.ingress.asked, front.repeated) == (MOST + 1, 4)
+    front.ingress.gate.set()
+    assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * MOST
+    assert (await front.post()).status_code == 200
+
+
+async def test_who_has_room_again_is_let_through_at_once(front: Front) -> None:
+    await front.fill()
+    assert (await front.post()).status_code == 429
+    front.ingress.gate.set()
+    while front.ingress.inside["a"]:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    front.ingress.gate.clear()
+    again = asyncio.create_task(front.post())
+    while not front.ingress.inside["a"]:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    front.ingress.gate.set()
+    assert (await again).status_code == 200
+    assert front.repeated == 0
+
+
+async def test_the_ingress_is_asked_again_after_a_while(front: Front) -> None:
+    await front.fill()
+    for _ in range(3):
+        assert (await front.post()).status_code == 429
+    assert front.ingress.asked == MOST + 1
+    front.clock.advance(KNOWN_FOR_S)
+    for _ in range(3):
+        assert (await front.post()).status_code == 429
+    assert front.ingress.asked == MOST + 2
+
+
+@pytest.mark.parametrize(("key", "path"), [("b", WORK), ("", WORK), ("a", "/v1/programs/p/tool_finished")])
+async def test_others_and_other_things_pass(front: Front, key: str, path: str) -> None:
+    await front.fill()
+    assert (await front.post()).status_code == 429
+    before = front.ingress.asked
+    front.ingress.gate.set()
+    await front.post(key, path)
+    assert (front.ingress.asked, front.repeated) == (before + 1, 0)
+
+
+async def test_a_refusal_for_another_reason_is_not_repeated(front: Front) -> None:
+    front.ingress.code = None
+    await front.fill()
+    for _ in range(3):
+        assert (await front.post()).status_code == 429
+    assert (front.ingress.asked, front.repeated) == (MOST + 3, 0)
+
+
+def test_those_whose_refusal_waits_do_not_fill_the_bound_of_all() -> None:
+    order = [one.cls for one in middlewares()]
+    assert order.index(RefusedAgain) < order.index(RushBound)  # type: ignore[arg-type]

@@ -1,0 +1,53 @@
+"""How a cluster starts on a machine that is too busy for Ray."""
+
+import subprocess
+from typing import Any
+
+import psutil
+import pytest
+import ray
+
+from cluster import serving
+from cluster.config import CaesuraConfig
+from cluster.serving import LocalCluster, StartFailed
+
+GAVE_UP = Exception("The current node timed out during startup. This could happen because ...")
+
+
+class Rays:
+    """In place of `ray.init`: the first ones give up, and leave a process."""
+
+    def __init__(self, *failures: Exception) -> None:
+        self.failures = list(failures)
+        self.left: list[psutil.Process] = []
+        self.living_at_start: list[int] = []
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        self.living_at_start.append(sum(one.is_running() and one.status() != "zombie" for one in self.left))
+        self.left.append(psutil.Process(subprocess.Popen(["sleep", "60"]).pid))
+        while not self.left[-1].environ():
+            pass  # it becomes what it is to be
+        if self.failures:
+            raise self.failures.pop(0)
+        raise StartFailed("far enough")
+
+
+@pytest.mark.parametrize(
+    ("failures", "starts", "told"),
+    [
+        ([GAVE_UP, GAVE_UP], 3, StartFailed),
+        ([GAVE_UP, GAVE_UP, GAVE_UP], 3, Exception),
+        ([ValueError("bad")], 1, ValueError),
+    ],
+)
+def test_ray_is_started_again_without_what_it_left(
+    monkeypatch: pytest.MonkeyPatch, failures: list[Exception], starts: int, told: type[Exception]
+) -> None:
+    rays = Rays(*failures)
+    monkeypatch.setattr(ray, "init", rays)
+    monkeypatch.setattr(serving, "STOP_TIMEOUT_S", 1.0)
+    config = CaesuraConfig.model_validate({"http": {"port": 0}, "store": {"url": "redis://127.0.0.1:1"}})
+    with pytest.raises(told):
+        LocalCluster(config).start()
+    assert rays.living_at_start == [0] * starts
+    assert not any(one.is_running() and one.status() != "zombie" for one in rays.left)
