@@ -1,0 +1,91 @@
+"""A Ray head as KubeRay starts one, in processes of its own, on ports that nobody else has."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import psutil
+
+from cluster.direct_environment import free_ports
+from cluster.serving import BYTECODE, ENVIRONMENT
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+MARK = "CAESURA_TEST_RAY"
+START_WITHIN_S = 300.0
+STOP_WITHIN_S = 20.0
+POLL_S = 0.5
+
+
+@contextmanager
+def ray_head(token: str, num_cpus: int, log: Path) -> Iterator[tuple[str, dict[str, str]]]:
+    """The dashboard's URL, and the environment that Ray's commands need; afterwards nothing of it is left.
+
+    `ray stop` would stop every Ray of this machine: these processes are known by a variable in their environment.
+    """
+    port, dashboard, agent_http, agent_grpc, metrics = free_ports(5)
+    mark = uuid.uuid4().hex
+    environment = {
+        **os.environ,
+        **ENVIRONMENT,
+        MARK: mark,
+        "PYTHONPATH": str(ROOT),
+        "PATH": f"{BIN}:{os.environ['PATH']}",
+        "RAY_AUTH_MODE": "token",
+        "RAY_AUTH_TOKEN": token,
+        "OMP_NUM_THREADS": "1",
+        # The dashboard is a dozen processes that import Ray at the same time; Ray gives them a minute.
+        "RAY_DASHBOARD_STARTUP_TIMEOUT_S": str(int(START_WITHIN_S)),
+        "RAY_DASHBOARD_SUBPROCESS_MODULE_WAIT_READY_TIMEOUT": str(int(START_WITHIN_S)),
+    }
+    if environment.pop("PYTHONDONTWRITEBYTECODE", None):
+        environment.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
+    command = ["ray", "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--num-cpus={num_cpus}"]
+    command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
+    command += [f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"]
+    command += [f"--metrics-export-port={metrics}", f"--object-store-memory={128 << 20}"]
+    with log.open("w") as told:
+        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
+    url = f"http://127.0.0.1:{dashboard}"
+    try:
+        _await(url, token, process, log)
+        yield url, {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+        _, alive = psutil.wait_procs(_marked(mark), timeout=STOP_WITHIN_S)
+        for one in alive:
+            one.kill()
+
+
+def _await(url: str, token: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    end_s = time.monotonic() + START_WITHIN_S
+    while True:
+        try:
+            if httpx.get(f"{url}/api/version", headers={"Authorization": f"Bearer {token}"}, timeout=5).is_success:
+                return
+        except httpx.TransportError:
+            pass
+        assert process.poll() is None and time.monotonic() < end_s, log.read_text()
+        time.sleep(POLL_S)
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue  # it ended, or it is somebody else's
+    return found
