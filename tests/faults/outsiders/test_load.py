@@ -1,0 +1,244 @@
+"""Load: long and steady, in a burst, with slow clients, with a noisy tenant, with clients that try again and again."""
+
+import asyncio
+import random
+import re
+import socket
+import time
+from collections import Counter
+from collections.abc import Awaitable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+from promises import percentile
+from stand import until
+from under_load import Ended, Outcome, ask
+
+from outsiders.guarded import Guarded, bearer
+from outsiders.offered import at_once, body, client_of, closed, done, opened, shouting
+
+pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(3600)]
+
+CLIENTS = 8
+"""As many as fill the engine's steps without a queue."""
+STEADY_S, LONG_STEADY_S = 12.0, 1800.0
+BLOCK_S, LONG_BLOCK_S = 2.0, 60.0
+SAMPLES = 60
+SLOW = 12
+RETRIES = 3
+SETTLED_WITHIN_S = 10.0
+FD_SLACK = 8
+"""Connections that are kept open, and files of a log that is rotated."""
+
+
+@pytest.fixture(scope="module")
+def capacity(guarded: Guarded) -> float:
+    """Answers a second with enough clients."""
+
+    async def measured() -> float:
+        async with client_of(guarded, "acme") as client:
+            await closed(client, CLIENTS, 1.0)
+            seconds = 3.0
+            return len(done(await closed(client, CLIENTS, seconds))) / seconds
+
+    return asyncio.run(measured())
+
+
+def engine(guarded: Guarded) -> dict[str, Any]:
+    (told,) = httpx.get(f"{guarded.url}/admin/statistics", headers=bearer("ops"), timeout=30).json()["replicas"]
+    return dict(told)
+
+
+def resources(guarded: Guarded) -> dict[int, tuple[str, int, int]]:
+    """By process: its name, resident bytes, open files. A Ray actor's title has the method in it that runs just now."""
+    found = {}
+    for process in guarded.family:
+        try:
+            found[process.pid] = (process.name(), process.memory_info().rss, process.num_fds())
+        except psutil.Error:
+            continue
+    return found
+
+
+async def left_in_the_engine(guarded: Guarded) -> tuple[int, int]:
+    """Turns, and blocks that are not free, once nothing is held and the last copies to the host have ended."""
+    deadline_s = time.monotonic() + SETTLED_WITHIN_S
+    while True:
+        reset = await asyncio.to_thread(httpx.post, f"{guarded.url}/admin/reset", headers=bearer("ops"), timeout=30)
+        assert reset.status_code == 200, reset.text
+        now = await asyncio.to_thread(engine, guarded)
+        left = now["running"] + now["waiting"], now["total_blocks"] - now["free_blocks"]
+        if left == (0, 0) or time.monotonic() > deadline_s:
+            return left
+        await asyncio.sleep(0.2)
+
+
+def slope_per_hour(samples: list[tuple[float, int]]) -> float:
+    """Least squares, as a part of the mean."""
+    mean_t = sum(at for at, _ in samples) / len(samples)
+    mean = sum(size for _, size in samples) / len(samples)
+    above = sum((at - mean_t) * (size - mean) for at, size in samples)
+    return above / sum((at - mean_t) ** 2 for at, _ in samples) / mean * 3600
+
+
+async def test_steady_load(guarded: Guarded, capacity: float, is_long: bool, promised: Any) -> None:
+    seconds = LONG_STEADY_S if is_long else STEADY_S
+    samples: dict[int, list[tuple[float, int]]] = {}
+
+    async def watch() -> None:
+        while True:
+            for pid, (_, rss, _) in (await asyncio.to_thread(resources, guarded)).items():
+                samples.setdefault(pid, []).append((time.monotonic(), rss))
+            await asyncio.sleep(seconds / SAMPLES)
+
+    async with client_of(guarded, "acme") as client:
+        await opened(client, 0.8 * capacity, seconds / 6)
+        before = resources(guarded)
+        watcher = asyncio.create_task(watch())
+        ended = await opened(client, 0.8 * capacity, seconds)
+        watcher.cancel()
+    after = resources(guarded)
+    fault = f"80% of capacity ({0.8 * capacity:.0f}/s) for {seconds / 60:.1f} min"
+    promised(fault, f"lost, of {len(ended)}", sum(one.outcome is Outcome.LOST for one in ended), exactly=0)
+    promised(fault, "5xx but 503", sum((one.status or 0) >= 500 and one.status != 503 for one in ended), exactly=0)
+    kinds = [Counter(name for name, _, _ in some.values()) for some in (before, after)]
+    promised(fault, "actors and processes leaked", (kinds[1] - kinds[0]).total(), at_most=0 if is_long else 2)
+    grown = [files - before[pid][2] for pid, (_, _, files) in after.items() if pid in before]
+    promised(fault, "files leaked by a process", max(grown), at_most=FD_SLACK)
+    turns, blocks = await left_in_the_engine(guarded)
+    promised(fault, "turns left in the engine", turns, exactly=0)
+    promised(fault, "blocks leaked", blocks, exactly=0)
+    if is_long:
+        for pid, some in samples.items():
+            if len(some) > SAMPLES // 2 and pid in after:
+                slope = 100 * slope_per_hour(some[len(some) // 4 :])
+                promised(fault, f"memory of {after[pid][0]} ({pid})", slope, unit="%/h", at_most=1)
+
+
+def rejected(guarded: Guarded) -> float:
+    """Turns that were refused, as the cluster counts them."""
+    with guarded.client("ops") as client:
+        page = client.get("/metrics").raise_for_status().text
+    counted = re.findall(r'^caesura_requests_total\{[^}]*outcome="rejected"[^}]*\} (\S+)$', page, re.M)
+    return sum(map(float, counted))
+
+
+def test_a_burst(guarded: Guarded, capacity: float, is_long: bool, promised: Any) -> None:
+    ended: list[Ended] = []
+    took_s, counted = 0.0, rejected(guarded)
+    for _ in range(20 if is_long else 3):
+        began_s = time.monotonic()
+        ended += at_once(guarded, "acme", int(10 * capacity))
+        took_s += time.monotonic() - began_s
+    served = done(ended)
+    shed = [one for one in ended if one.outcome is Outcome.REFUSED]
+    fault = f"a burst: 10 times what is answered in a second ({capacity:.0f}), at once"
+    assert shed and served
+    told = [one for one in shed if one.status in (429, 503) and one.retry_after is not None]
+    promised(fault, f"lost or 5xx but 503, of {len(ended)}", len(ended) - len(served) - len(shed), exactly=0)
+    promised(fault, f"shed without 429/503 and Retry-After, of {len(shed)}", len(shed) - len(told), exactly=0)
+    promised(fault, "p99 of a refusal", percentile((one.latency_s for one in shed), 0.99) * 1e3, unit="ms", at_most=100)
+    promised(fault, "goodput over its peak", len(served) / took_s / capacity, unit="x", at_least=0.9)
+    until(lambda: rejected(guarded) >= counted + len(shed), "not every refusal is counted")
+
+
+@contextmanager
+def slow_clients(guarded: Guarded) -> Iterator[None]:
+    """Streams that nobody reads, and headers that come a few bytes at a time and never end."""
+    links = []
+    key = bearer("acme")["Authorization"].encode()
+    asked = b'{"model": "tiny", "prompt": "x", "max_tokens": 400, "ignore_eos": true, "stream": true}'
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nAuthorization: " + key
+    for number in range(2 * SLOW):
+        link = socket.create_connection(("127.0.0.1", guarded.port), 10)
+        link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        whole = head + b"\r\nContent-Length: %d\r\n\r\n" % len(asked) + asked
+        link.sendall(whole if number < SLOW // 4 else head[: 20 + number])
+        links.append(link)
+    try:
+        yield
+    finally:
+        for link in links:
+            link.close()
+
+
+async def alternating(
+    guarded: Guarded, capacity: float, seconds: float, beside: Any, rounds: int = 3
+) -> tuple[list[float], list[float]]:
+    """A victim's latencies alone and beside something, in blocks by turns, so that the machine's moods are in both."""
+    alone: list[float] = []
+    together: list[float] = []
+    async with client_of(guarded, "other") as victim:
+        for number in range(rounds):
+            alone += done(await opened(victim, 0.2 * capacity, seconds / rounds, seed=number))
+            async with beside():
+                together += done(await opened(victim, 0.2 * capacity, seconds / rounds, seed=number))
+    return alone, together
+
+
+async def test_slow_readers_and_slow_headers(guarded: Guarded, capacity: float, is_long: bool, promised: Any) -> None:
+    class Beside:
+        async def __aenter__(self) -> None:
+            self._slow = slow_clients(guarded)
+            self._slow.__enter__()
+            # The few streams are generated at once, into buffers; what is to do no harm is that nobody takes them.
+            await asyncio.sleep(1.0)
+
+        async def __aexit__(self, *_: object) -> None:
+            self._slow.__exit__(None, None, None)
+
+    alone, together = await alternating(guarded, capacity, (LONG_BLOCK_S if is_long else BLOCK_S) * 2, Beside)
+    over = percentile(together, 0.99) / percentile(alone, 0.99)
+    promised("slow readers and slow headers", "others' p99 over that alone", over, unit="x", at_most=1.1)
+
+
+async def test_a_noisy_tenant(guarded: Guarded, capacity: float, is_long: bool, promised: Any) -> None:
+    refused = 0
+
+    class Beside:
+        async def __aenter__(self) -> None:
+            self._noise = shouting(guarded, "noisy", 3 * CLIENTS)
+            self._refusals = await asyncio.to_thread(self._noise.__enter__)
+
+        async def __aexit__(self, *_: object) -> None:
+            nonlocal refused
+            refused += self._refusals.value
+            await asyncio.to_thread(self._noise.__exit__, None, None, None)
+
+    alone, together = await alternating(guarded, capacity, (LONG_BLOCK_S if is_long else BLOCK_S) * 2, Beside)
+    over = percentile(together, 0.99) / percentile(alone, 0.99)
+    promised(f"a noisy tenant, refused {refused} times", "another's p99 over that alone", over, unit="x", at_most=1.5)
+
+
+async def test_a_retry_storm(guarded: Guarded, capacity: float, is_long: bool, promised: Any) -> None:
+    """Three times the capacity, and who is refused comes again as told: the engine's work is no more for it."""
+    rng, attempts, seconds = random.Random(5), 0, LONG_BLOCK_S if is_long else BLOCK_S
+
+    async def stubborn(client: httpx.AsyncClient, path: str, asked: Any) -> Ended:
+        nonlocal attempts
+        for number in range(RETRIES + 1):
+            attempts += 1
+            ended = await ask(client, path, asked)
+            if ended.retry_after is None or number == RETRIES:
+                return ended
+            await asyncio.sleep(float(ended.retry_after) * rng.uniform(1.0, 1.5))
+        raise AssertionError
+
+    async with client_of(guarded, "acme") as client:
+        calm, _ = await work(guarded, closed(client, CLIENTS, 1.0))
+        storm, ended = await work(guarded, opened(client, 3 * capacity, seconds, send=stubborn))
+        assert (await ask(client, "/v1/completions", body(rng))).outcome is Outcome.DONE
+    lost = len(ended) - len(done(ended)) - sum(one.outcome is Outcome.REFUSED for one in ended)
+    fault = f"a retry storm at 3 times the capacity, {attempts / len(ended):.1f} attempts each"
+    promised(fault, f"lost or 5xx but 503, of {attempts} attempts", lost, exactly=0)
+    promised(fault, "the engine's work for an answer over that in calm", storm / calm, unit="x", at_most=1.2)
+
+
+async def work(guarded: Guarded, load: Awaitable[list[Ended]]) -> tuple[float, list[Ended]]:
+    """Tokens that the engine computes for each request that is answered, and how all ended."""
+    before = engine(guarded)["scheduled_tokens"]
+    ended = await load
+    return float(engine(guarded)["scheduled_tokens"] - before) / len(done(ended)), ended

@@ -1,0 +1,89 @@
+"""What was promised for a fault, and what was measured: the rows of the table that `make faults` prints."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+Promised = Callable[..., None]
+"""What the fixture `promised` gives."""
+
+
+class Limit(StrEnum):
+    """How a measured value relates to the promised one."""
+
+    EXACTLY = "="
+    AT_MOST = "<="
+    AT_LEAST = ">="
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One promise and how it went."""
+
+    fault: str
+    what: str
+    limit: Limit
+    promised: float
+    measured: float
+    unit: str
+    test: str
+    """Node id of the test that measured it."""
+
+    @property
+    def kept(self) -> bool:
+        """Whether the promise was."""
+        match self.limit:
+            case Limit.EXACTLY:
+                return self.measured == self.promised
+            case Limit.AT_MOST:
+                return self.measured <= self.promised
+            case Limit.AT_LEAST:
+                return self.measured >= self.promised
+
+
+@dataclass(slots=True)
+class Promises:
+    """The rows of one run of the tests."""
+
+    is_long: bool
+    """Times are promises, too. The short form is a test among others on a busy machine, which only reports them."""
+    rows: list[Row] = field(default_factory=list)
+
+    def measured(self, row: Row) -> None:
+        """Note it.
+
+        Raises:
+            AssertionError: the promise was broken; of times and ratios of times only in the long form.
+        """
+        self.rows.append(row)
+        is_time = row.unit in ("s", "ms", "x")
+        assert row.kept or (is_time and not self.is_long), told(row)
+
+
+def told(row: Row) -> str:
+    """A row in words."""
+    return f"{row.fault}: {row.what} {row.limit} {row.promised:g} {row.unit}, measured {row.measured:.4g}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    """Markdown; the last column names the test."""
+    lines = ["| fault | promise | measured | kept | test |", "| --- | --- | --- | --- | --- |", *map(_line, rows)]
+    return "\n".join(lines)
+
+
+def _line(row: Row) -> str:
+    promise = f"{row.what} {row.limit} {row.promised:g} {row.unit}".rstrip()
+    kept = "yes" if row.kept else "NO"
+    return f"| {row.fault} | {promise} | {row.measured:.4g} {row.unit} | {kept} | {row.test} |"
+
+
+def percentile(values: Iterable[float], share: float) -> float:
+    """The smallest value that ``share`` of all do not exceed.
+
+    Raises:
+        ValueError: there are none.
+    """
+    ordered = sorted(values)
+    if not ordered:
+        raise ValueError("no values")
+    return ordered[min(len(ordered) - 1, int(share * len(ordered)))]

@@ -1,0 +1,94 @@
+"""Fault: slow, hanging and flooding tools, beside programs whose tools are well."""
+
+import asyncio
+import json
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import httpx
+import pytest
+from promises import Promised, percentile
+from serving.tool_site import FLOOD_CAP_BYTES
+from stand import Stand
+from under_load import Outcome, ask, clients, completion, run, stream
+
+from tools_runtime.text import cut_marker
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+
+FAULT = "slow, hanging, flooding tool"
+TROUBLED = ["hang", "flood", "hang", "flood"]
+"""Of each program, the tool that it calls, one call after the other."""
+WELL = ["nap", "book", "nap", "book"]
+"""Tools that take as long, and do no harm."""
+VICTIMS = 2
+"""Clients that ask one thing after the other beside them."""
+BLOCK_S, LONG_BLOCK_S = 3.0, 20.0
+DEADLINE_S = 2.0
+"""Of `hang`."""
+
+
+async def call_times(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[float]:
+    """Seconds from the model's call of each tool to its answer, as a client reads them."""
+    asked_s, took_s = 0.0, []
+    async with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
+        assert answer.status_code == 200
+        async for line in answer.aiter_lines():
+            event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"type": ""}
+            if event["type"] == "response.output_item.done":
+                match event["item"]["type"]:
+                    case "function_call":
+                        asked_s = time.monotonic()
+                    case "function_call_output":
+                        took_s.append(time.monotonic() - asked_s)
+    return took_s
+
+
+async def test_a_tool_that_hangs_ends_at_its_deadline(whole: Stand, is_long: bool, promised: Promised) -> None:
+    many = 16 if is_long else 3
+    async with clients(whole.url) as client:
+        told = await asyncio.gather(*(call_times(client, run("hang", input=f"{n}")) for n in range(many)))
+        flooded = await ask(client, "/v1/responses", run("flood"))
+    off_ms = max(abs(took_s - DEADLINE_S) for [took_s] in told) * 1000
+    promised(FAULT, "a call's end, off its deadline", off_ms, unit="ms", at_most=100)
+    (output,) = (
+        item["output"] for item in json.loads(flooded.text)["output"] if item["type"] == "function_call_output"
+    )
+    room = FLOOD_CAP_BYTES + len(cut_marker(FLOOD_CAP_BYTES))
+    promised(FAULT, "bytes of a flood that reach the model", len(output.encode()), at_most=room)
+
+
+async def latencies(client: httpx.AsyncClient, stop: asyncio.Event, beside: list[str]) -> list[float]:
+    """Of clients that ask, while programs call these tools."""
+
+    async def troubled(tool: str) -> None:
+        while not stop.is_set():
+            assert (await ask(client, "/v1/responses", run(tool, max_output_tokens=60))).outcome is Outcome.DONE
+
+    async def victim(number: int) -> list[float]:
+        took_s = []
+        while not stop.is_set():
+            ended = await stream(client, completion(f"Victim {number}:", 24))
+            assert ended.outcome is Outcome.DONE
+            took_s.append(ended.latency_s)
+        return took_s
+
+    going = [asyncio.create_task(troubled(tool)) for tool in beside]
+    told = await asyncio.gather(*(victim(number) for number in range(VICTIMS)))
+    await asyncio.gather(*going)
+    return [one for each in told for one in each]
+
+
+async def test_programs_beside_them_hardly_notice(whole: Stand, is_long: bool, promised: Promised) -> None:
+    """The blocks take turns, so that what else the machine does is in both."""
+    block_s, rounds = (LONG_BLOCK_S, 6) if is_long else (BLOCK_S, 2)
+    well, ill = [], []
+    async with clients(whole.url) as client:
+        for _ in range(rounds):
+            for tools, into in ((WELL, well), (TROUBLED, ill)):
+                stop = asyncio.Event()
+                asyncio.get_running_loop().call_later(block_s, stop.set)
+                into += await latencies(client, stop, tools)
+    ratio = percentile(ill, 0.99) / percentile(well, 0.99)
+    promised(FAULT, "p99 of other programs, of that beside tools that are well", ratio, unit="x", at_most=1.1)
