@@ -12,6 +12,7 @@ BENCHMARKS = (
     "turn_gap",
     "router_decisions",
     "predictor",
+    "metrics_cost",
 )
 
 

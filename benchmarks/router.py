@@ -1,6 +1,7 @@
 """Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
 
     python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.1] [--minutes 6] [--only placement|cliff] [--scan]
+        [--routers consistent_hash,kv_aware] [--untiered] [--trace FILE]
 
 One row a router: ours and its peers on replicas that schedule by `caesura`, some peers once more on vLLM's own
 scheduler, which is what people run today, and one of each with a host tier (`+host`). `kv_aware` is Dynamo's published
@@ -26,109 +27,32 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import DIRECTORY, save
+from benchmarks.router_subjects import (
+    BUILT_IN,
+    CLIMBERS,
+    COMPARED,
+    OURSELVES,
+    PEERS,
+    RECORDED,
+    RECORDINGS,
+    Scene,
+    Subject,
+)
 from cluster.bench.workload import Shaping
 from cluster.simulator.routers import OURS
 from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
 from cluster.simulator.settings import STOCK, SimulationSettings
 
 REPLICAS = 16
-PEERS = ("consistent_hash", "kv_aware", "prefix_affinity", "power_of_two")
-STOCK_PEERS = ("consistent_hash", "kv_aware")
-HOST_GIB = 100.0
-"""Of each replica, where there is a host tier."""
-MAX_ONGOING = {"consistent_hash": 96}
-"""Tuned: below it programs are torn from their home at usual loads, far above it nothing is ever shed."""
 CLIFF_REPLICAS = 4
 CLIFF = (0.5, 1.0, 1.5, 2.0)
 """Of the programs that fit."""
-NO_ADMISSION = {"working_set": 10.0, "guarded_working_set": 10.0}
-"""The most that can be set: ten times what memory takes."""
-
-
-RECORDINGS = Path(__file__).parents[1] / "../shared/data/programs"
-
-
-@dataclass(frozen=True, slots=True)
-class Scene:
-    """What is replayed, and at which loads, in programs per second and replica."""
-
-    trace: Path | None
-    cliff_trace: Path | None
-    preset: str
-    max_context: int | None
-    rate: float
-    """Where the best peer's completion has doubled, as ``--scan`` found it."""
-    scan: tuple[float, ...]
-    """The first one is the low load."""
-
-
-RECORDED = Scene(
-    RECORDINGS / "kvtester_cc.jsonl.gz",
-    RECORDINGS / "iso_bench_trae.jsonl.gz",
-    "llama-3.1-8b/h100",
-    65_536,
-    rate=0.1,
-    scan=(0.02, 0.07, 0.1, 0.13),
-)
-BUILT_IN = Scene(None, None, "opt-13b/h800", None, rate=2.0, scan=(0.5, 1.5, 2.0, 2.5))
-
-
-@dataclass(frozen=True, slots=True)
-class Subject:
-    """What is compared."""
-
-    router: str
-    policy: str
-    front: tuple[tuple[str, float], ...] = ()
-    host_gib: float = 0.0
-
-    @property
-    def is_peer(self) -> bool:
-        """To be beaten, and not only shown."""
-        return self.router in PEERS and not self.host_gib
-
-    @property
-    def shown_policy(self) -> str:
-        """With its memory."""
-        return f"{self.policy}+host" if self.host_gib else self.policy
-
-    @property
-    def name(self) -> str:
-        """For plots."""
-        return f"{self.router}, {'no admission, ' if self.front else ''}{self.policy}"
-
-    def settings(self, base: SimulationSettings, rate_per_s: float) -> SimulationSettings:
-        """For a run of its own."""
-        return replace(
-            base,
-            policies=(self.policy,),
-            routers=(self.router,),
-            rates_per_s=(rate_per_s,),
-            max_ongoing=MAX_ONGOING.get(self.router),
-            front=dict(self.front),
-            host_gib=self.host_gib,
-        )
-
-
-OURSELVES = Subject(OURS, "caesura")
-COMPARED = (
-    OURSELVES,
-    *(Subject(router, "caesura") for router in PEERS),
-    *(Subject(router, STOCK) for router in STOCK_PEERS),
-    Subject(OURS, "caesura", host_gib=HOST_GIB),
-    Subject("consistent_hash", STOCK, host_gib=HOST_GIB),
-)
-CLIMBERS = (
-    OURSELVES,
-    Subject(OURS, "caesura", tuple(NO_ADMISSION.items())),
-    Subject("consistent_hash", STOCK),
-)
 
 
 def simulate_all(every: Sequence[SimulationSettings], jobs: int) -> list[RunResult]:
@@ -197,15 +121,17 @@ def _cell(value: Any) -> str:
     return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
 
 
-def compare(base: SimulationSettings, rate: float, jobs: int) -> list[dict[str, Any]]:
-    """All routers at one load, programs per second and replica."""
-    every = [subject.settings(base, rate * base.replicas) for subject in COMPARED]
-    return [row_of(subject, result) for subject, result in zip(COMPARED, simulate_all(every, jobs), strict=True)]
+def compare(subjects: Sequence[Subject], base: SimulationSettings, rate: float, jobs: int) -> list[dict[str, Any]]:
+    """Routers at one load, programs per second and replica."""
+    every = [subject.settings(base, rate * base.replicas) for subject in subjects]
+    return [row_of(subject, result) for subject, result in zip(subjects, simulate_all(every, jobs), strict=True)]
 
 
-def scan(base: SimulationSettings, rates: Sequence[float], jobs: int) -> list[dict[str, Any]]:
+def scan(
+    compared: Sequence[Subject], base: SimulationSettings, rates: Sequence[float], jobs: int
+) -> list[dict[str, Any]]:
     """The peers' completion over the load."""
-    subjects = [subject for subject in COMPARED if subject.is_peer and subject.policy != STOCK]
+    subjects = [subject for subject in compared if subject.is_peer and subject.policy != STOCK]
     points = [(subject, rate) for rate in rates for subject in subjects]
     every = [subject.settings(base, rate * base.replicas) for subject, rate in points]
     return [
@@ -279,15 +205,17 @@ Claim = tuple[str, float, bool]
 """What is claimed, what it is, and whether it holds."""
 
 
-def placement_shows(rows: Sequence[dict[str, Any]], low: Sequence[dict[str, Any]]) -> list[Claim]:
+def placement_shows(
+    compared: Sequence[Subject], rows: Sequence[dict[str, Any]], low: Sequence[dict[str, Any]]
+) -> list[Claim]:
     """Of the comparison at one load, and the peers at a low one."""
-    [ours] = [row for row, subject in zip(rows, COMPARED, strict=True) if subject is OURSELVES]
-    peers = [row for row, subject in zip(rows, COMPARED, strict=True) if subject.is_peer]
+    [ours] = [row for row, subject in zip(rows, compared, strict=True) if subject is OURSELVES]
+    peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
     fastest = min(row["jct_mean_s"] for row in peers)
     risen = fastest / min(row["jct_mean_s"] for row in low)
     jct = ours["jct_mean_s"] / fastest
     best = max(row["goodput_programs"] for row in peers)
-    goodput = ours["goodput_programs"] / best if best else float("inf")
+    goodput = ours["goodput_programs"] / best if best else 0.0
     hit_rate = ours["hit_rate"] or 0.0
     return [
         ("the best peer's completion has doubled against that at a low load", risen, risen >= 2),
@@ -319,6 +247,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", choices=("placement", "cliff"), default=None)
+    parser.add_argument("--routers", default=None, help="only these of the routers, by comma; ours is always there")
+    parser.add_argument("--untiered", action="store_true", help="without the rows that have a host tier")
+    parser.add_argument("--trace", type=Path, default=None, help="for the placement, in place of the recording")
     parser.add_argument("--scan", action="store_true", help="only find the load at which the best peer has doubled")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=DIRECTORY / "router_cliff.png")
@@ -326,12 +257,15 @@ def main(argv: list[str] | None = None) -> int:
     _quiet()
 
     scene = BUILT_IN if arguments.built_in or not RECORDINGS.is_dir() else RECORDED
+    compared = _compared(arguments.routers, parser)
+    if arguments.untiered:
+        compared = tuple(subject for subject in compared if not subject.host_gib)
     base = SimulationSettings(
         policies=("caesura",),
         rates_per_s=(1.0,),
         preset=scene.preset,
-        trace=scene.trace,
-        only_recorded=scene.trace is not None,
+        trace=arguments.trace or scene.trace,
+        only_recorded=(arguments.trace or scene.trace) is not None,
         shaping=Shaping(max_context=scene.max_context),
         minutes=arguments.minutes,
         warmup_minutes=arguments.warmup,
@@ -341,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
         replicas=arguments.replicas,
     )
     if arguments.scan:
-        rows = scan(base, scene.scan, arguments.jobs)
+        rows = scan(compared, base, scene.scan, arguments.jobs)
         for rate in scene.scan:
             print(f"{rate:g} programs per second and replica")
             print_rows([row for row in rows if row["rate_per_replica"] == rate])
@@ -350,7 +284,7 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     claims: list[Claim] = []
     if arguments.only in (None, "placement"):
-        claims += placement(base, scene, arguments)
+        claims += placement(compared, base, scene, arguments)
     if arguments.only in (None, "cliff"):
         claims += past_the_cliff(base, scene, arguments)
     for claim, value, holds in claims:
@@ -358,17 +292,30 @@ def main(argv: list[str] | None = None) -> int:
     return 0 if all(holds for _, _, holds in claims) else 1
 
 
-def placement(base: SimulationSettings, scene: Scene, arguments: argparse.Namespace) -> list[Claim]:
+def _compared(routers: str | None, parser: argparse.ArgumentParser) -> tuple[Subject, ...]:
+    if routers is None:
+        return COMPARED
+    chosen = set(routers.split(",")) | {OURS}
+    if unknown := chosen - {OURS, *PEERS}:
+        parser.error(f"--routers: no {', '.join(sorted(unknown))}; there are {', '.join((OURS, *PEERS))}")
+    if not chosen & set(PEERS):
+        parser.error("--routers: name a peer to compare with")
+    return tuple(subject for subject in COMPARED if subject.router in chosen)
+
+
+def placement(
+    compared: Sequence[Subject], base: SimulationSettings, scene: Scene, arguments: argparse.Namespace
+) -> list[Claim]:
     """Every router at one load."""
     rate = arguments.rate or scene.rate
-    low = scan(base, scene.scan[:1], arguments.jobs)
+    low = scan(compared, base, scene.scan[:1], arguments.jobs)
     print(f"{scene.scan[0]:g} programs per second and replica, {arguments.arrivals}")
     print_rows(low)
-    rows = compare(base, rate, arguments.jobs)
+    rows = compare(compared, base, rate, arguments.jobs)
     print(f"{rate:g} programs per second and replica, {arguments.arrivals}")
     print_rows(rows)
     save("router", [*low, *rows], arguments.json)
-    return placement_shows(rows, low)
+    return placement_shows(compared, rows, low)
 
 
 def past_the_cliff(base: SimulationSettings, scene: Scene, arguments: argparse.Namespace) -> list[Claim]:
