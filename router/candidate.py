@@ -61,6 +61,8 @@ class Candidate:
     """A program that pauses longer is not worth its memory."""
     occupied_tokens: float
     """Expected KV of the programs that live here."""
+    late_tokens: float
+    """Of that, growth of programs that hardly come back soon, or at all."""
     bound_tokens: float
     """Of that, as much as is admitted."""
     residents: frozenset[int] = NO_NAMES
@@ -111,7 +113,7 @@ class Candidate:
         if self.occupied_tokens + needed <= self.bound_tokens:
             return True
         return needed > (1 - empty_share) * self.bound_tokens and (
-            self.occupied_tokens <= empty_share * self.bound_tokens
+            self.occupied_tokens - self.late_tokens <= empty_share * self.bound_tokens
         )
 
 
@@ -158,6 +160,8 @@ class Sent:
     """That came, less those that left."""
     kv_tokens: float = 0.0
     """Expected of those, and growth expected of the programs that live there, less what left."""
+    late_tokens: float = 0.0
+    """Of that growth, what exceeds the part of their contexts that the replica expects back soon."""
 
 
 def candidate_of(
@@ -201,6 +205,7 @@ def candidate_of(
         full_step_s=costs.decode_step_s(programs, min(facts.kv_tokens, occupied)),
         refill_s=facts.kv_tokens * costs.token_s,
         occupied_tokens=occupied,
+        late_tokens=sent.late_tokens,
         bound_tokens=bound_tokens,
         residents=residents,
         on_device=on_device,

@@ -263,3 +263,19 @@ def test_programs_that_were_thought_longer_and_never_came_back_make_room_though_
     ((admitted, decision),) = front.admitted(128.0)
     assert isinstance(decision, Go) and admitted not in keys
     front.check_integrity()
+
+
+@pytest.mark.parametrize(("soon_back", "waits"), [(1.0, True), (0.5, True), (0.01, False)])
+def test_one_as_large_as_the_memory_waits_for_those_only_that_come_back(soon_back: float, waits: bool) -> None:
+    front = ProgramFront(FrontSettings(working_set=1.0))
+    front.observe({"r": snapshot("r", 1, kv_tokens=20_000)}, 0.0)
+    large = {"expected_later_turns": 10, "expected_later_tokens": 34_000, "expected_output_tokens": 100}
+    assert isinstance(front.turn("t0", request("p0", **large), 0.1), Go)
+    front.ended("t0", 1.0, context_tokens=1000)
+    assert front.turn("t1", request("p1", **large), 1.1) == Wait()
+    # Its replica still knows it, and tells how much of its context is expected back soon.
+    there = {"programs": 1, "working_set_tokens": 1000.0 * soon_back, "residents": ["a/p0"]}
+    for number in (2, 3, 4):
+        front.observe({"r": snapshot("r", number, kv_tokens=20_000, **there)}, 60.0 + number)
+    assert [turn for turn, _ in front.admitted(64.0)] == ([] if waits else ["t1"])
+    front.check_integrity()
