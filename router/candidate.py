@@ -62,7 +62,7 @@ class Candidate:
     occupied_tokens: float
     """Expected KV of the programs that live here."""
     late_tokens: float
-    """Of that, growth of programs that hardly come back soon, or at all."""
+    """Of that, growth of programs that hardly come back soon, or at all: nobody waits for it."""
     bound_tokens: float
     """Of that, as much as is admitted."""
     residents: frozenset[int] = NO_NAMES
@@ -110,11 +110,10 @@ class Candidate:
     def has_room(self, expected: Expected, empty_share: float) -> bool:
         """May such a program be admitted? One larger than everything may where little else is."""
         needed = self.needs(expected)
-        if self.occupied_tokens + needed <= self.bound_tokens:
+        taken = self.occupied_tokens - self.late_tokens
+        if taken + needed <= self.bound_tokens:
             return True
-        return needed > (1 - empty_share) * self.bound_tokens and (
-            self.occupied_tokens - self.late_tokens <= empty_share * self.bound_tokens
-        )
+        return needed > (1 - empty_share) * self.bound_tokens and taken <= empty_share * self.bound_tokens
 
 
 class Gap(NamedTuple):
@@ -161,7 +160,7 @@ class Sent:
     kv_tokens: float = 0.0
     """Expected of those, and growth expected of the programs that live there, less what left."""
     late_tokens: float = 0.0
-    """Of that growth, what exceeds the part of their contexts that the replica expects back soon."""
+    """Of that growth, what is not expected soon."""
 
 
 def candidate_of(

@@ -35,8 +35,6 @@ class ProgramRecord:
     """KV that it had when its last turn ended."""
     counted_tokens: int = 0
     """What its replica's book counts for it."""
-    settled_tokens: int = 0
-    """What its replica's book has for its context."""
     name: int = 0
     turns: int = 0
     moves: int = 0
@@ -100,7 +98,7 @@ class ReplicaBook:
         self._newcomers: dict[str, tuple[int, ProgramRecord]] = {}
         self._left: dict[str, _Left] = {}
         self._blocks: OrderedDict[int, None] = OrderedDict()
-        self._settled = self._settled_tokens = 0
+        self._settled = 0
         self._newcomers_tokens = self._growth_tokens = self._left_tokens = 0
         self._cached: tuple[tuple[Facts, bool], Candidate] | None = None
 
@@ -156,14 +154,15 @@ class ReplicaBook:
         """What counts beside ``facts``."""
         # Less than once where the replica thinks that most of them have ended, though nobody said so.
         others = min(MOST_OTHERS, facts.programs / self._settled) if self._settled > 0 else 1.0
-        back = min(others, facts.working_set_tokens / self._settled_tokens) if self._settled_tokens > 0 else others
+        # It is unsure only of those that pause for long: they come back soon less likely than they come back at all.
+        late = others * max(0.0, 1.0 - others)
         return Sent(
             turns=len(self._turns),
             prompt_tokens=sum(turn.prompt_tokens for turn in self._turns.values()),
             output_tokens=sum(turn.output_tokens for turn in self._turns.values()),
             programs=len(self._newcomers) - len(self._left),
             kv_tokens=self._newcomers_tokens + others * self._growth_tokens - self._left_tokens,
-            late_tokens=(others - back) * self._growth_tokens,
+            late_tokens=late * self._growth_tokens,
         )
 
     def begin(self, turn_id: str, prompt_tokens: int, output_tokens: int, prefix: tuple[int, ...]) -> None:
@@ -185,7 +184,7 @@ class ReplicaBook:
     def arrive(self, record: ProgramRecord) -> None:
         """A program lives here from now on."""
         record.book = self
-        record.counted_tokens, record.settled_tokens = record.needed_tokens, 0
+        record.counted_tokens = record.needed_tokens
         record.ended_number = None
         self._newcomers[record.key] = (self.number, record)
         self._newcomers_tokens += record.counted_tokens
@@ -199,24 +198,22 @@ class ReplicaBook:
             self._newcomers_tokens -= record.counted_tokens
         else:
             self._settled -= 1
-            self._settled_tokens -= record.settled_tokens
             self._growth_tokens -= record.counted_tokens
             self._left[record.key] = _Left(self.number, record.name, record.context_tokens)
             self._left_tokens += record.context_tokens
-        record.counted_tokens = record.settled_tokens = 0
+        record.counted_tokens = 0
         self._cached = None
 
     def recount(self, record: ProgramRecord) -> None:
         """The program's numbers have changed."""
-        before = record.counted_tokens, record.settled_tokens
+        before = record.counted_tokens
         if record.key in self._newcomers:
-            self._newcomers_tokens += record.needed_tokens - record.counted_tokens
             record.counted_tokens = record.needed_tokens
+            self._newcomers_tokens += record.counted_tokens - before
         else:
-            self._growth_tokens -= record.counted_tokens
-            self._settled_tokens -= record.settled_tokens
-            self._count_settled(record)
-        if before != (record.counted_tokens, record.settled_tokens):
+            record.counted_tokens = max(0, record.needed_tokens - record.context_tokens)
+            self._growth_tokens += record.counted_tokens - before
+        if record.counted_tokens != before:
             self._cached = None
 
     def check_integrity(self, records: list[ProgramRecord], turns: list[str]) -> None:
@@ -232,7 +229,6 @@ class ReplicaBook:
             "newcomers' tokens": (self._newcomers_tokens, sum(one.counted_tokens for one in newcomers)),
             "settled": (self._settled, len(settled)),
             "growth": (self._growth_tokens, sum(one.counted_tokens for one in settled)),
-            "settled tokens": (self._settled_tokens, sum(one.settled_tokens for one in settled)),
             "left": (self._left_tokens, sum(one.tokens for one in self._left.values())),
             "turns": (len(self._turns), len([turn for turn in turns if turn in self._turns])),
         }
@@ -247,8 +243,9 @@ class ReplicaBook:
             if number <= settled_at or record.name in self._residents:
                 del self._newcomers[key]
                 self._newcomers_tokens -= record.counted_tokens
+                record.counted_tokens = max(0, record.needed_tokens - record.context_tokens)
+                self._growth_tokens += record.counted_tokens
                 self._settled += 1
-                self._count_settled(record)
         for key, left in list(self._left.items()):
             if left.number <= settled_at or left.name not in self._residents:
                 self._left_tokens -= left.tokens
@@ -256,9 +253,3 @@ class ReplicaBook:
         for turn_id, turn in list(self._turns.items()):
             if turn.number <= settled_at:
                 del self._turns[turn_id]
-
-    def _count_settled(self, record: ProgramRecord) -> None:
-        record.counted_tokens = max(0, record.needed_tokens - record.context_tokens)
-        record.settled_tokens = record.context_tokens
-        self._growth_tokens += record.counted_tokens
-        self._settled_tokens += record.settled_tokens

@@ -265,17 +265,21 @@ def test_programs_that_were_thought_longer_and_never_came_back_make_room_though_
     front.check_integrity()
 
 
-@pytest.mark.parametrize(("soon_back", "waits"), [(1.0, True), (0.5, True), (0.01, False)])
-def test_one_as_large_as_the_memory_waits_for_those_only_that_come_back(soon_back: float, waits: bool) -> None:
+@pytest.mark.parametrize("later_tokens", [14_000, 34_000], ids=["of half the memory", "as large as the memory"])
+@pytest.mark.parametrize(("alive", "waits"), [(10, True), (8, True), (2, False)])
+def test_growth_hardly_counts_of_programs_that_have_likely_ended(later_tokens: int, alive: int, waits: bool) -> None:
     front = ProgramFront(FrontSettings(working_set=1.0))
-    front.observe({"r": snapshot("r", 1, kv_tokens=20_000)}, 0.0)
-    large = {"expected_later_turns": 10, "expected_later_tokens": 34_000, "expected_output_tokens": 100}
-    assert isinstance(front.turn("t0", request("p0", **large), 0.1), Go)
-    front.ended("t0", 1.0, context_tokens=1000)
-    assert front.turn("t1", request("p1", **large), 1.1) == Wait()
-    # Its replica still knows it, and tells how much of its context is expected back soon.
-    there = {"programs": 1, "working_set_tokens": 1000.0 * soon_back, "residents": ["a/p0"]}
+    front.observe({"r": snapshot("r", 1, kv_tokens=200_000)}, 0.0)
+    size = {"expected_later_turns": 10, "expected_output_tokens": 100}
+    keys = [f"p{number}" for number in range(10)]
+    for key in keys:
+        turn = request(key, expected_later_tokens=34_000, **size)
+        assert isinstance(front.turn(key, turn, 0.1), Go)
+        front.ended(key, 1.0, context_tokens=10_000)
+    # Their replica has become small, or they are thought longer than they are; it gives most of them up.
+    there = {"programs": alive, "working_set_tokens": 20.0, "residents": [f"a/{key}" for key in keys]}
     for number in (2, 3, 4):
         front.observe({"r": snapshot("r", number, kv_tokens=20_000, **there)}, 60.0 + number)
-    assert [turn for turn, _ in front.admitted(64.0)] == ([] if waits else ["t1"])
+    decision = front.turn("t", request("late", expected_later_tokens=later_tokens, **size), 64.0)
+    assert isinstance(decision, Wait if waits else Go)
     front.check_integrity()
