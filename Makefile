@@ -46,6 +46,7 @@ test: $(STAMP) ## all tests; a process can have one Ray, and what is broken in t
 	@$(BIN)/python -m pytest tests/faults
 
 faults: $(STAMP) ## break a real cluster in every way that is promised to be survived; the table of promises (an hour)
+	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"
 	@$(BIN)/python -m pytest tests/faults -m "not soak" --long --timeout 1800 --promises out/faults.md
 
 soak: $(STAMP) ## load, bursts, slow clients, storms, noisy tenants: the table of promises (an hour)

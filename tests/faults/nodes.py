@@ -6,6 +6,7 @@ done here. `ray stop` would stop every Ray of the machine; nothing here calls it
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from urllib.parse import urlsplit
 
 import httpx
 import psutil
+import pytest
 from stand import MARK, marked, title_of, until
 
 from cluster.direct_environment import free_ports
@@ -258,7 +260,9 @@ def gcs_on(redis: EmbeddedRedis) -> dict[str, str]:
 
 @contextmanager
 def nodes(directory: Path, cpus: tuple[float, ...], **environment: str) -> Iterator[Nodes]:
-    """A head, and a worker for each of ``cpus``; afterwards nothing of it is left."""
+    """A head, and a worker for each of ``cpus``; afterwards nothing is left. Skips the test without bubblewrap."""
+    if shutil.which("bwrap") is None:
+        pytest.skip("bubblewrap is not installed")
     with ExitStack() as stack:
         made = Nodes(directory, environment)
         stack.callback(made.stop)
