@@ -1,7 +1,7 @@
 """In the proxy's process: a tenant at its bound is refused here, as the ingress refused it a moment ago.
 
 Clients that ask again at once, whatever they are told, would otherwise take the ingress's time from all others. Their
-answer waits a little, so that they do not take the proxy's either.
+answers wait, one after the other, so that they do not take the proxy's either.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ KNOWN_FOR_S = 1.0
 """Then the ingress is asked again: the bound is one ingress's, and limits change."""
 
 ANSWERED_AFTER_S = 0.05
-"""What a repeated refusal waits."""
+"""What a repeated refusal waits after the one before it of the same key; `RETRY_AFTER_S` at most in all."""
 
 KEYS = (b"authorization", b"x-api-key")
 
@@ -42,6 +42,8 @@ class _Client:
     in_flight: int = 0
     served: int = 0
     refusal: _Refusal | None = None
+    answered_s: float = 0.0
+    """When the last repeated refusal is told."""
 
 
 class RefusedAgain:
@@ -70,7 +72,9 @@ class RefusedAgain:
             refusal = client.refusal = None
         if refusal is not None and client.in_flight >= refusal.most:
             self._on_refusal()
-            await asyncio.sleep(ANSWERED_AFTER_S)
+            now_s = self._clock.now_s()
+            client.answered_s = min(max(client.answered_s, now_s) + ANSWERED_AFTER_S, now_s + RETRY_AFTER_S)
+            await asyncio.sleep(client.answered_s - now_s)
             await error_response(refusal.error)(scope, receive, send)
             return
         served_before, answer = client.served, list[Message]()

@@ -1,6 +1,7 @@
 """A tenant at its bound is refused in the proxy, as the ingress refused it, and by nobody else."""
 
 import asyncio
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -9,14 +10,16 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.clock import ManualClock
 from cluster.errors import TooManyRequests
-from cluster.http_errors import error_response
+from cluster.http_errors import RETRY_AFTER_S, error_response
 from cluster.http_front import middlewares
-from cluster.http_refused import KNOWN_FOR_S, RefusedAgain
+from cluster.http_refused import ANSWERED_AFTER_S, KNOWN_FOR_S, RefusedAgain
 from cluster.http_rush import RushBound
 from cluster.tenant_limits import AT_ONCE
 
 WORK = "/v1/completions"
 MOST = 2
+EARLY_S = 0.01
+"""An event loop's timers may go off so much too early."""
 
 
 class Ingress:
@@ -105,6 +108,22 @@ async def test_the_ingress_is_asked_again_after_a_while(front: Front) -> None:
     for _ in range(3):
         assert (await front.post()).status_code == 429
     assert front.ingress.asked == MOST + 2
+
+
+async def test_those_who_ask_again_at_once_are_answered_one_after_the_other(front: Front) -> None:
+    await front.fill()
+    assert (await front.post()).status_code == 429
+    many, began_s = round(2 * RETRY_AFTER_S / ANSWERED_AFTER_S), time.monotonic()
+    told_s: list[float] = []
+
+    async def ask() -> None:
+        assert (await front.post()).status_code == 429
+        told_s.append(time.monotonic() - began_s)
+
+    await asyncio.gather(*(ask() for _ in range(many)))
+    assert front.repeated == many
+    for number, at_s in enumerate(told_s, 1):
+        assert at_s > min(number * ANSWERED_AFTER_S, RETRY_AFTER_S) - EARLY_S
 
 
 @pytest.mark.parametrize(("key", "path"), [("b", WORK), ("", WORK), ("a", "/v1/programs/p/tool_finished")])
