@@ -7,12 +7,14 @@ Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts
     _start_async_llm_engine  on CPU EngineCore is a fork
 """
 
+import asyncio
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, NoReturn
 
 import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
+from vllm import envs
 
 from replicas.engine_arguments import in_one_process
 from replicas.forking import forked_engine_core
@@ -59,6 +61,15 @@ class ReplicaEngine(VLLMEngine):
         on_cpu = config.device_config.device_type == "cpu"
         with forked_engine_core(ray._raylet.setproctitle) if on_cpu else nullcontext():
             return super()._start_async_llm_engine(engine_args, config, placement_group)
+
+    async def log_for_ever(self) -> NoReturn:
+        """Let vLLM log its statistics now and then, as its own server does and Ray's does not.
+
+        What its loggers gather for a line, among it each copy to or from the host tier, they keep until they write it.
+        """
+        while True:
+            await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
+            await self._engine_client.do_log_stats()
 
     def broken_by(self, name: str | None) -> bool:
         """Whether the engine, which is dead, died of the request that it was given by this name."""

@@ -1,7 +1,7 @@
 """ProgramServer: one replica of the model, as a Ray Serve deployment. A thin shell around vLLM and the side channel.
 
 Overrides of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py holds the private names):
-    __init__, start, check_health, record_routing_stats   our loop beside the engine
+    __init__, start, check_health, record_routing_stats   our loops beside the engine
     _start_engine                                         no telemetry actor
     __serve_build_asgi_app__                              the replica's own HTTP surface, in the direct data plane
 """
@@ -82,7 +82,7 @@ class ProgramServer(LLMServer):
         self._others: bytes | None = None
         self._observed = self._noted = 0
         self._router_side: RouterSide | None = None
-        self._loop_task: asyncio.Task[NoReturn] | None = None
+        self._loops: list[asyncio.Task[NoReturn]] = []
         await super().__init__(llm_config, engine_cls=ReplicaEngine)
 
     async def start(self) -> None:
@@ -110,7 +110,7 @@ class ProgramServer(LLMServer):
         await self._warm_up()
         self._metrics.started()
         self._traces = traces(self._config, "replica")
-        self._loop_task = asyncio.create_task(self._exchange_for_ever())
+        self._loops = [asyncio.create_task(loop) for loop in (self._exchange_for_ever(), self.engine.log_for_ever())]
 
     async def _start_engine(self) -> None:
         await self.engine.start()
@@ -269,9 +269,10 @@ class ProgramServer(LLMServer):
         return http_app(self._config, self.answer, relay, self.ready, reports, as_http_error, book)
 
     async def check_health(self) -> None:
-        """Raises if the exchange loop has ended; ends the process soon if the engine is dead."""
-        if self._loop_task is not None and self._loop_task.done():
-            await self._loop_task
+        """Raises if one of the loops has ended; ends the process soon if the engine is dead."""
+        for loop in self._loops:
+            if loop.done():
+                await loop
         self._end_if_engine_gone()
 
     async def record_routing_stats(self) -> dict[str, Any]:

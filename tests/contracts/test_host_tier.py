@@ -25,10 +25,12 @@ from vllm.v1.engine.async_llm import AsyncLLM
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
+from vllm.v1.metrics.loggers import LoggingStatLogger, PerEngineStatLoggerAdapter
 
 from cluster.config import PolicyConfig
 from cluster.program import WIRE_KEY, Hints, ProgramIdentity
 from replicas.control import ControlChannel
+from replicas.engine import ReplicaEngine
 from replicas.host_tier import kv_transfer_config
 from replicas.presets import DEFAULT, preset
 from replicas.settings import SchedulerSettings
@@ -59,7 +61,8 @@ def engine_of(model: Path, asynchronous: bool) -> AsyncLLM:
     config = arguments.create_engine_config()
     # The CPU platform turns it off; the path a GPU takes is tested all the same.
     config.scheduler_config.async_scheduling = asynchronous
-    return AsyncLLM.from_vllm_config(config)
+    # A replica's vLLM logs at this level by itself; the tests' logs less.
+    return AsyncLLM.from_vllm_config(config, stat_loggers=[LoggingStatLogger])
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=[False, True], ids=["sync", "async"])
@@ -195,6 +198,37 @@ async def test_a_reset_empties_the_tier_and_a_program_that_was_swapped_starts_an
 async def test_the_policies_know_what_the_tier_takes(engine: AsyncLLM, channel: ControlChannel) -> None:
     # A token of the built-in model takes 512 bytes.
     assert (await numbers(channel))["host_tokens"] == TIER_BYTES // 512
+
+
+@pytest.mark.engine
+@engine_test
+async def test_what_the_loggers_gather_of_copies_is_kept_until_they_write_it(
+    engine: AsyncLLM, channel: ControlChannel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When this fails because nothing is gathered, `ReplicaEngine.log_for_ever` is but a line in the log."""
+    monkeypatch.setenv("VLLM_LOG_STATS_INTERVAL", "0.05")
+    await channel.call("set_policy", name="infercept")
+    of_ray = ReplicaEngine.__new__(ReplicaEngine)
+    of_ray._engine_client = engine
+    for name in ("gathered", "gathered-again"):
+        await generate(engine, name, [13] * 200, 10, ProgramIdentity(program_id=name, hints=Hints(expected_tool="x")))
+        await until(channel, name, "swapped")
+        assert gathered(engine) > 0
+        logging = asyncio.create_task(of_ray.log_for_ever())
+        while gathered(engine):
+            assert not logging.done()
+            await asyncio.sleep(0.01)
+        logging.cancel()
+
+
+def gathered(engine: AsyncLLM) -> int:
+    """Numbers of copies that vLLM's loggers keep."""
+    assert engine.logger_manager is not None
+    of_engine = (one for one in engine.logger_manager.stat_loggers if isinstance(one, PerEngineStatLoggerAdapter))
+    loggers = [one for adapter in of_engine for one in adapter.per_engine_stat_loggers.values()]
+    kept = [one.kv_connector_logging.transfer_stats_accumulator for one in loggers]
+    assert kept, "vLLM logs in another way"
+    return sum(len(one.reduce()) for one in kept if one is not None)
 
 
 # --- the private names of vLLM ----------------------------------------------------------------------------------------
