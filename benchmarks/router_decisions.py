@@ -148,6 +148,7 @@ class Site:
             output_tokens=running * 100.0,
             programs=len(mine),
             working_set_tokens=float(self.kv_tokens if full else len(mine) * CONTEXT),
+            working_set_programs=float(len(mine)),
             resume_tokens=tuple((2.0**i, self.random.randrange(10_000) * 1.0) for i in range(8)),
             turn_output_tokens=200.0,
             turn_new_tokens=600.0,

@@ -106,6 +106,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Mean turns of a program."""
     pause_s: Amount
     """Mean pause."""
+    working_set_programs: Amount = 0.0
+    """How many programs `working_set_tokens` is of."""
     put_off: Count = 0
     """Turns that wait behind all others, whoever comes: the replica's order does them when nothing else is there."""
     guards_memory: bool = False

@@ -74,6 +74,7 @@ def routing_snapshot(
         output_tokens=in_flight.output_tokens,
         programs=in_flight.count + round(paused.alive),
         working_set_tokens=in_flight.final_tokens(distinct) + paused.back_tokens,
+        working_set_programs=in_flight.pressing + paused.back,
         resume_tokens=tuple(zip(HORIZONS_S, paused.missing_tokens, strict=True)),
         turn_output_tokens=expected.output_tokens,
         turn_new_tokens=expected.returned_tokens,
@@ -115,6 +116,7 @@ def plain_snapshot(
         output_tokens=in_flight.output_tokens,
         programs=in_flight.count,
         working_set_tokens=in_flight.final_tokens(distinct),
+        working_set_programs=in_flight.count,
         resume_tokens=tuple((horizon_s, 0.0) for horizon_s in HORIZONS_S),
         turn_output_tokens=expected.output_tokens,
         turn_new_tokens=expected.returned_tokens,
@@ -168,7 +170,8 @@ class _InFlight:
         self._looked_at = self._known_tokens = self._missing_tokens = self._unknown_tokens = 0
         self._prefill_tokens = 0
         self._tokens = 0
-        self._lone = 0
+        self._lone = self._lone_put_off = 0
+        self._pressing: set[str] = set()
         self.running_tokens = 0
         """KV of running turns."""
         self.output_tokens = 0.0
@@ -179,7 +182,7 @@ class _InFlight:
         """One turn, expected to generate so many tokens in all; ``put_off``: it takes only what the others leave."""
         if put_off:
             if key is None:
-                self._lone += 1
+                self._lone_put_off += 1
             else:
                 self.programs.setdefault(key, _Place())
             return
@@ -201,13 +204,19 @@ class _InFlight:
         if key is None:
             self._lone += 1
             return
+        self._pressing.add(key)
         place = self.programs.setdefault(key, _Place())
         place.device, place.host = max(place.device, there / tokens), max(place.host, host / tokens)
 
     @property
     def count(self) -> int:
         """Programs; a turn of none is one."""
-        return len(self.programs) + self._lone
+        return len(self.programs) + self._lone + self._lone_put_off
+
+    @property
+    def pressing(self) -> int:
+        """Of these, those of which not all turns are put off."""
+        return len(self._pressing) + self._lone
 
     def missing_tokens(self) -> int:
         """Prompt tokens that are to be computed."""
@@ -243,8 +252,8 @@ class _Paused:
         self.on_host: list[str] = []
         self.alive = 0.0
         """How many are expected to come back at all."""
-        self.back_tokens = 0.0
-        """KV of those expected back within the refill time."""
+        self.back = self.back_tokens = 0.0
+        """How many are expected back within the refill time, and their KV."""
         self.missing_tokens = [0.0] * len(HORIZONS_S)
         """What those expected back within each of HORIZONS_S will need computed."""
 
@@ -264,6 +273,7 @@ class _Paused:
             self.on_host.append(key)
         self.alive += back.alive
         taken_tokens = context_tokens - (1.0 - self._distinct) * min(device, context_tokens)
+        self.back += back.within[0]
         self.back_tokens += taken_tokens * back.within[0]
         returned = forecast.returned_tokens if forecast is not None else self._returned
         missing = max(0, context_tokens - max(device, host)) + returned

@@ -62,7 +62,7 @@ class Candidate:
     occupied_tokens: float
     """Expected KV of the programs that live here."""
     late_tokens: float
-    """Of that, growth of programs that hardly come back soon, or at all: nobody waits for it."""
+    """Of that, growth of programs that pause for longer than their KV is kept for them: nobody waits for it."""
     bound_tokens: float
     """Of that, as much as is admitted."""
     residents: frozenset[int] = NO_NAMES
@@ -160,7 +160,7 @@ class Sent:
     kv_tokens: float = 0.0
     """Expected of those, and growth expected of the programs that live there, less what left."""
     late_tokens: float = 0.0
-    """Of that growth, what is not expected soon."""
+    """Of that growth, what is not expected within the replica's refill time."""
 
 
 def candidate_of(

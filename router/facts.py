@@ -33,6 +33,7 @@ class Facts:
     output_tokens: float = 0.0
     programs: float = 0.0
     working_set_tokens: float = 0.0
+    working_set_programs: float = 0.0
     turn_output_tokens: float = 0.0
     turn_new_tokens: float = 0.0
     program_turns: float = 0.0

@@ -153,17 +153,18 @@ class ReplicaBook:
     def sent(self, facts: Facts) -> Sent:
         """What counts beside ``facts``."""
         # Less than once where the replica thinks that most of them have ended, though nobody said so.
-        others = min(MOST_OTHERS, facts.programs / self._settled) if self._settled > 0 else 1.0
-        # It is unsure only of those that pause for long: they come back soon less likely than they come back at all.
-        late = others * max(0.0, 1.0 - others)
+        alive, soon = self._per_settled(facts.programs), self._per_settled(facts.working_set_programs)
         return Sent(
             turns=len(self._turns),
             prompt_tokens=sum(turn.prompt_tokens for turn in self._turns.values()),
             output_tokens=sum(turn.output_tokens for turn in self._turns.values()),
             programs=len(self._newcomers) - len(self._left),
-            kv_tokens=self._newcomers_tokens + others * self._growth_tokens - self._left_tokens,
-            late_tokens=late * self._growth_tokens,
+            kv_tokens=self._newcomers_tokens + alive * self._growth_tokens - self._left_tokens,
+            late_tokens=max(0.0, alive - soon) * self._growth_tokens,
         )
+
+    def _per_settled(self, programs: float) -> float:
+        return min(MOST_OTHERS, programs / self._settled) if self._settled > 0 else 1.0
 
     def begin(self, turn_id: str, prompt_tokens: int, output_tokens: int, prefix: tuple[int, ...]) -> None:
         """A turn goes there; ``prompt_tokens``: of its prompt, those that are missing there."""

@@ -103,6 +103,7 @@ def check(life: Life) -> None:
     active = sum(state.active > 0 for state in programs.values())
     alone = sum(turn.key is None for turn in scheduler.turns.values())
     assert active + alone <= told.programs <= len(programs) + alone
+    assert active + alone - told.put_off <= told.working_set_programs <= len(programs) + alone
     tokens = [amount for _, amount in told.resume_tokens]
     assert tokens == sorted(tokens)
     most = sum(state.context_tokens for state in programs.values()) + told.output_tokens

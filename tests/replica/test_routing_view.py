@@ -91,6 +91,7 @@ def test_turns_that_wait_and_run_are_added_up(site: Make) -> None:
     assert told.waiting_tokens == 200
     assert told.output_tokens == 9 + 20
     assert told.working_set_tokens == pytest.approx(101 + 9 + 200 + 20)
+    assert told.working_set_programs == 2
     assert unpack_names(told.residents) == names("a", "b")
     assert unpack_names(told.on_device) == names("a")
 
@@ -142,11 +143,12 @@ def test_what_returns_soon_counts_for_more_than_what_returns_late(site: Make) ->
         s.scheduler.durations.observe("quick", refill_s / 10)
         s.scheduler.durations.observe("slow", refill_s * 50)
     s.turn("a", 800, tool="quick")
-    quick = s.snapshot().working_set_tokens
+    quick = s.snapshot()
     s.turn("a", 1, tool="quick", last=True)
     s.turn("b", 800, tool="slow")
-    slow = s.snapshot().working_set_tokens
-    assert quick > 0.9 * 800 and slow < 0.1 * 800
+    slow = s.snapshot()
+    assert quick.working_set_tokens > 0.9 * 800 and slow.working_set_tokens < 0.1 * 800
+    assert quick.working_set_programs > 0.9 and slow.working_set_programs < 0.1
 
 
 def test_a_program_that_stays_away_counts_for_less_and_less(site: Make) -> None:

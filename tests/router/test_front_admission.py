@@ -266,8 +266,13 @@ def test_programs_that_were_thought_longer_and_never_came_back_make_room_though_
 
 
 @pytest.mark.parametrize("later_tokens", [14_000, 34_000], ids=["of half the memory", "as large as the memory"])
-@pytest.mark.parametrize(("alive", "waits"), [(10, True), (8, True), (2, False)])
-def test_growth_hardly_counts_of_programs_that_have_likely_ended(later_tokens: int, alive: int, waits: bool) -> None:
+@pytest.mark.parametrize(
+    ("alive", "soon", "waits"),
+    [(10, 10.0, True), (10, 6.0, True), (10, 0.1, False), (8, 8.0, True), (2, 0.1, False), (0, 0.0, False)],
+)
+def test_nobody_waits_for_growth_of_programs_that_come_back_late_if_at_all(
+    later_tokens: int, alive: int, soon: float, waits: bool
+) -> None:
     front = ProgramFront(FrontSettings(working_set=1.0))
     front.observe({"r": snapshot("r", 1, kv_tokens=200_000)}, 0.0)
     size = {"expected_later_turns": 10, "expected_output_tokens": 100}
@@ -276,8 +281,9 @@ def test_growth_hardly_counts_of_programs_that_have_likely_ended(later_tokens: i
         turn = request(key, expected_later_tokens=34_000, **size)
         assert isinstance(front.turn(key, turn, 0.1), Go)
         front.ended(key, 1.0, context_tokens=10_000)
-    # Their replica has become small, or they are thought longer than they are; it gives most of them up.
-    there = {"programs": alive, "working_set_tokens": 20.0, "residents": [f"a/{key}" for key in keys]}
+    # Their replica has become small, or they are thought longer than they are; it expects so many of them back.
+    there = {"programs": alive, "working_set_tokens": 20.0, "working_set_programs": soon}
+    there["residents"] = [f"a/{key}" for key in keys]
     for number in (2, 3, 4):
         front.observe({"r": snapshot("r", number, kv_tokens=20_000, **there)}, 60.0 + number)
     decision = front.turn("t", request("late", expected_later_tokens=later_tokens, **size), 64.0)

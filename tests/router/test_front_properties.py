@@ -31,6 +31,7 @@ def junk(draw: st.DrawFn, replica: str = "r0") -> ReplicaSnapshot:
     floats = (
         "output_tokens",
         "working_set_tokens",
+        "working_set_programs",
         "turn_output_tokens",
         "turn_new_tokens",
         "program_turns",
