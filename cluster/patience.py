@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 
 STEPS = 8
 """A limit passes in so many steps, one begun when the one before has ended: of a standstill, one step counts."""
+LONGEST = 1.25
+"""Whatever the standstills: after so many times the limit, one step is left."""
 
 
 @asynccontextmanager
@@ -20,7 +22,7 @@ async def answered_within(seconds: float) -> AsyncIterator[None]:
         TimeoutError: there was none.
     """
     loop = asyncio.get_running_loop()
-    steps_left = STEPS
+    steps_left, last_s = STEPS, loop.time() + LONGEST * seconds
     handle: asyncio.TimerHandle
 
     def begin_step() -> None:
@@ -30,6 +32,8 @@ async def answered_within(seconds: float) -> AsyncIterator[None]:
     def end_step() -> None:
         nonlocal steps_left
         steps_left -= 1
+        if loop.time() >= last_s:
+            steps_left = min(steps_left, 1)
         if steps_left:
             begin_step()
         else:

@@ -4,11 +4,12 @@ import asyncio
 import socket
 import threading
 import time
+from collections.abc import Callable
 
 import pytest
 import uvloop
 
-from cluster.patience import answered_within
+from cluster.patience import LONGEST, STEPS, answered_within
 
 LIMIT_S = 0.2
 POLICIES = {"asyncio": asyncio.DefaultEventLoopPolicy(), "uvloop": uvloop.EventLoopPolicy()}
@@ -61,6 +62,28 @@ async def test_it_ends_even_if_the_loop_always_stands_still() -> None:
     with pytest.raises(TimeoutError):
         async with answered_within(LIMIT_S):
             await asyncio.Event().wait()
+
+
+async def test_a_loop_that_is_always_late_hardly_prolongs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Late:
+        """Of virtual time: whatever is to happen happens an eighth of the limit later."""
+
+        now_s = 0.0
+
+        def time(self) -> float:
+            return self.now_s
+
+        def call_later(self, delay_s: float, callback: Callable[[], None]) -> asyncio.Handle:
+            self.now_s += delay_s + LIMIT_S / STEPS
+            return loop.call_soon(callback)
+
+    late, loop = Late(), asyncio.get_running_loop()
+    monkeypatch.setattr("cluster.patience.asyncio.get_running_loop", lambda: late)
+    with pytest.raises(TimeoutError):
+        async with answered_within(LIMIT_S):
+            monkeypatch.undo()
+            await asyncio.Event().wait()
+    assert late.now_s == pytest.approx((LONGEST + 2 / STEPS) * LIMIT_S)
 
 
 async def test_what_was_answered_in_time_is_not_ended_later() -> None:
