@@ -8,6 +8,7 @@ Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts
 """
 
 import asyncio
+import logging
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -21,6 +22,8 @@ from replicas.forking import forked_engine_core
 from replicas.host_tier import choose_size
 from replicas.resumption import ContinuedClient
 from replicas.suspect import died_by_itself, suspect_shared
+
+logger = logging.getLogger("ray.serve")
 
 
 class LocalModel(CallbackBase):
@@ -69,7 +72,10 @@ class ReplicaEngine(VLLMEngine):
         """
         while True:
             await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
-            await self._engine_client.do_log_stats()
+            try:
+                await self._engine_client.do_log_stats()
+            except Exception:  # a replica that serves does not end for a line in its log
+                logger.exception("vLLM could not log its statistics")
 
     def broken_by(self, name: str | None) -> bool:
         """Whether the engine, which is dead, died of the request that it was given by this name."""
