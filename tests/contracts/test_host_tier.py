@@ -41,6 +41,8 @@ TIER_BYTES = 8 << 20
 COST = replace(preset(DEFAULT), swap_token_s=1e-12, swap_overhead_s=0.0)
 """InferCept swaps what an iteration hides. However fast these engines' iterations turn out, they hide this link's."""
 
+WRITTEN_WITHIN_S = 20.0
+
 engine_test = pytest.mark.asyncio(loop_scope="module")
 
 
@@ -225,9 +227,10 @@ async def test_what_the_loggers_gather_of_copies_is_kept_until_they_write_it(
         await until(channel, name, "swapped")
         assert gathered(engine) > 0
         logging = asyncio.create_task(of_ray.log_for_ever())
-        while gathered(engine):
-            assert not logging.done()
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WRITTEN_WITHIN_S):
+            while gathered(engine):
+                assert not logging.done()
+                await asyncio.sleep(0.01)
         logging.cancel()
 
 

@@ -86,7 +86,8 @@ def check(life: Life) -> None:
     assert ReplicaSnapshot.decode(told.encode()) == told  # so all numbers are finite and not negative
     held = {item.key for item in scheduler.holds}
     programs = {state.key: state for state in scheduler.programs.recent()}
-    waiting = [*scheduler.waiting, *scheduler.skipped_waiting]
+    queues = scheduler.waiting, scheduler.skipped_waiting
+    waiting = [request for queue in queues for request in queue]
     in_flight = [*scheduler.running, *waiting]
     assert told.held_tokens == scheduler.holds.num_tokens + scheduler.swapping.fetching_tokens
     assert told.free_tokens == life.replica.engine.free_blocks() * 16 <= told.kv_tokens
@@ -103,7 +104,10 @@ def check(life: Life) -> None:
     active = sum(state.active > 0 for state in programs.values())
     alone = sum(turn.key is None for turn in scheduler.turns.values())
     assert active + alone <= told.programs <= len(programs) + alone
-    assert active + alone - told.put_off <= told.working_set_programs <= len(programs) + alone
+    put_off = {one.request_id for one in waiting for queue in queues if queue.puts_off(one.request_id)}
+    pressing = [scheduler.turns[one.request_id].key for one in in_flight if one.request_id not in put_off]
+    counted = len({key for key in pressing if key is not None}) + pressing.count(None)
+    assert counted <= told.working_set_programs <= counted + len(programs) - active
     tokens = [amount for _, amount in told.resume_tokens]
     assert tokens == sorted(tokens)
     most = sum(state.context_tokens for state in programs.values()) + told.output_tokens
