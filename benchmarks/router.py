@@ -1,7 +1,7 @@
 """Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
 
     python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.1] [--minutes 6] [--only placement|cliff] [--scan]
-        [--routers consistent_hash,kv_aware] [--untiered] [--trace FILE]
+        [--routers consistent_hash,kv_aware] [--untiered] [--trace FILE] [--memory 20]
 
 One row a router: ours and its peers on replicas that schedule by `caesura`, some peers once more on vLLM's own
 scheduler, which is what people run today, and one of each with a host tier (`+host`). `kv_aware` is Dynamo's published
@@ -17,6 +17,9 @@ finds it.
 Completion is without tools; programs that have not completed count with the time that they have taken so far, refused
 ones as if they were waiting until the run's end.
 
+With ``--memory`` replicas have so many times their device's memory for KV: where nothing is ever lost, what is left to
+be won by a router is an even load.
+
 The cliff is a closed loop: so many programs are under way at all times, up to twice what fits the memory, with our
 admission and without it. Throughput is generated tokens.
 
@@ -30,6 +33,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.results import DIRECTORY, save
@@ -48,6 +52,7 @@ from cluster.bench.workload import Shaping
 from cluster.simulator.routers import OURS
 from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
 from cluster.simulator.settings import STOCK, SimulationSettings
+from replicas.presets import cost_model
 
 REPLICAS = 16
 CLIFF_REPLICAS = 4
@@ -250,12 +255,19 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--routers", default=None, help="only these of the routers, by comma; ours is always there")
     parser.add_argument("--untiered", action="store_true", help="without the rows that have a host tier")
     parser.add_argument("--trace", type=Path, default=None, help="for the placement, in place of the recording")
+    parser.add_argument("--memory", type=float, default=1.0, help="for KV, in times the device's")
     parser.add_argument("--scan", action="store_true", help="only find the load at which the best peer has doubled")
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--plot", type=Path, default=DIRECTORY / "router_cliff.png")
     arguments = parser.parse_args(argv)
+    if not 0 < arguments.memory < float("inf"):
+        parser.error("--memory: must be more than 0, and finite")
     _quiet()
+    with TemporaryDirectory() as directory:
+        return _run(arguments, parser, Path(directory))
 
+
+def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser, directory: Path) -> int:
     scene = BUILT_IN if arguments.built_in or not RECORDINGS.is_dir() else RECORDED
     compared = _compared(arguments.routers, parser)
     if arguments.untiered:
@@ -263,7 +275,7 @@ def main(argv: list[str] | None = None) -> int:
     base = SimulationSettings(
         policies=("caesura",),
         rates_per_s=(1.0,),
-        preset=scene.preset,
+        preset=_with_memory(scene.preset, arguments.memory, directory),
         trace=arguments.trace or scene.trace,
         only_recorded=(arguments.trace or scene.trace) is not None,
         shaping=Shaping(max_context=scene.max_context),
@@ -290,6 +302,15 @@ def main(argv: list[str] | None = None) -> int:
     for claim, value, holds in claims:
         print(f"  {'met   ' if holds else 'MISSED'} {value:7.3f}  {claim}")
     return 0 if all(holds for _, _, holds in claims) else 1
+
+
+def _with_memory(preset: str, times: float, directory: Path) -> str:
+    """A preset like this one, but for the size of its KV memory: a file in ``directory``."""
+    if times == 1:
+        return preset
+    model, path = cost_model(preset), directory / "preset.json"
+    replace(model, kv_capacity_tokens=int(times * model.kv_capacity_tokens)).save(path)
+    return str(path)
 
 
 def _compared(routers: str | None, parser: argparse.ArgumentParser) -> tuple[Subject, ...]:
