@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 import pytest
+import ray
 from openai import APIStatusError, OpenAI
 from program_requests import ended, outputs, plan, runs, text_of, until
 from redis import Redis
-from session_logs import logs_with
 
 from cluster.serving import LocalCluster
 
@@ -87,6 +87,14 @@ def held_by_redis(url: str, secret: str) -> list[str]:
             if secret in repr((key, value)):
                 found.append(key.decode(errors="replace"))
     return found
+
+
+def logs_with(secret: str) -> list[str]:
+    """Files of the session in which the secret stands."""
+    logs = Path("/tmp/ray", ray.get_runtime_context().get_session_name(), "logs")
+    files = [path for path in logs.rglob("*") if path.is_file()]
+    assert files
+    return [path.name for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_a_request_brings_a_server_and_its_secret_reaches_only_that(

@@ -121,6 +121,11 @@ class Guarded:
         assert found is not None
         return Path(found.group())
 
+    def logs(self) -> dict[str, str]:
+        """Every file of its Ray session, and what `caesura serve` printed."""
+        files = [path for path in self.session().rglob("*") if path.is_file() and "/sockets/" not in str(path)]
+        return {str(path): path.read_text(errors="replace") for path in (*files, self.log)}
+
     def client(self, key: str | None, **said: Any) -> httpx.Client:
         headers = {} if key is None else bearer(key)
         return httpx.Client(base_url=self.url, headers=headers, timeout=60.0, **said)
@@ -173,7 +178,8 @@ def guarded_cluster(directory: Path) -> Iterator[Guarded]:
         file = directory / "caesura.yaml"
         file.write_text(yaml.safe_dump(config_of(directory, redis, sink)))
         try:
-            with serving(file, log=log, **{MARK: mark, "CANARY_TOOL_KEY": TOOL_SECRET}) as cluster:
+            said = {MARK: mark, "CANARY_TOOL_KEY": TOOL_SECRET, "VLLM_LOGGING_LEVEL": "INFO"}  # its default
+            with serving(file, log=log, **said) as cluster:
                 yield Guarded(cluster.url, log, redis, sink, mark)
         finally:
             for left in marked(mark):

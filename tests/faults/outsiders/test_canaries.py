@@ -53,12 +53,6 @@ def exercise(client: httpx.Client) -> list[str]:
     return told
 
 
-def logs(guarded: Guarded) -> dict[str, str]:
-    """Every file of this cluster's Ray session, and what `caesura serve` printed."""
-    files = [path for path in guarded.session().rglob("*") if path.is_file() and "/sockets/" not in str(path)]
-    return {str(path): path.read_text(errors="replace") for path in (*files, guarded.log)}
-
-
 def stored(url: str, password: str) -> str:
     store = redis.Redis.from_url(url)
     dumped = [repr((key, store.dump(key))) for key in store.scan_iter()]
@@ -94,7 +88,7 @@ def test_no_secret_is_told(guarded: Guarded, promised: Any) -> None:
         "admin pages": pages,
         "metrics": [metrics],
         "traces": [traces],
-        "logs": [f"{path}: {text}" for path, text in logs(guarded).items()],
+        "logs": [f"{path}: {text}" for path, text in guarded.logs().items()],
         "records in Redis": [stored(guarded.redis.url, password)],
         "command lines": [" ".join(process.cmdline()) for process in guarded.family if psutil.pid_exists(process.pid)],
         "complaints of a configuration": complaints(),

@@ -108,6 +108,8 @@ async def test_steady_load(guarded: Guarded, capacity: float, is_long: bool, pro
     promised(fault, "actors and processes leaked", (kinds[1] - kinds[0]).total(), at_most=0 if is_long else 2)
     grown = [files - before[pid][2] for pid, (_, _, files) in after.items() if pid in before]
     promised(fault, "files leaked by a process", max(grown), at_most=FD_SLACK)
+    # Else each copy to the host tier leaves its numbers behind for ever.
+    assert any("Avg generation throughput" in text for text in guarded.logs().values()), "vLLM's log is not written"
     turns, blocks = await left_in_the_engine(guarded)
     promised(fault, "turns left in the engine", turns, exactly=0)
     promised(fault, "blocks leaked", blocks, exactly=0)
