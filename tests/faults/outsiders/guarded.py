@@ -36,6 +36,8 @@ TOOL_SECRET = f"Bearer tool-{SECRET}"
 
 CONTEXT_TOKENS = 4096
 MAX_IN_FLIGHT = 32
+OF_THE_NOISY = 4
+"""Turns at a time that it is allowed: half of what fills the engine's steps."""
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
 BOOKING: dict[str, Any] = {
     "type": "object",
@@ -156,7 +158,7 @@ def config_of(directory: Path, redis: EmbeddedRedis, sink: Sink) -> dict[str, An
         "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32},
         "store": {"url": redis.url, "refresh_s": 0.2},
         "keys": {"file": str(directory / "keys.yaml")},
-        "tenants": {"noisy": {"max_concurrent": 4}},
+        "tenants": {"noisy": {"max_concurrent": OF_THE_NOISY}},
         "logs": {"format": "json"},
         "tracing": {"otlp_endpoint": f"{sink.url}/v1/traces"},
         "tools": {

@@ -118,24 +118,24 @@ def _ended(got: bytes, took_s: float) -> Ended:
 
 @contextmanager
 def shouting(cluster: Guarded, key: str, clients: int) -> Iterator[Any]:
-    """So many clients who ask again at once, whatever they are told; yields the count of refusals, already above 0.
+    """So many clients who ask again at once, whatever they are told; yields the count of refusals.
 
-    They are in a process of their own with the lowest priority: they stand for machines of their own.
+    Somebody has been answered by then. They are in a process of their own with the lowest priority: they stand for machines of their own.
     """
     processes = get_context("spawn")
-    refusals, enough = processes.Value("i", 0), processes.Event()
-    said = (cluster.port, bearer(key)["Authorization"], clients, refusals, enough)
+    refusals, heard, enough = processes.Value("i", 0), processes.Event(), processes.Event()
+    said = (cluster.port, bearer(key)["Authorization"], clients, refusals, heard, enough)
     process = processes.Process(target=_shout, args=said, daemon=True)
     process.start()
     try:
-        until(lambda: refusals.value, "nobody shouts, or nobody is refused")
+        until(heard.is_set, "nobody shouts, or nobody is answered")
         yield refusals
     finally:
         enough.set()
         process.join(ANSWERED_WITHIN_S)
 
 
-def _shout(port: int, authorization: str, clients: int, refusals: Any, enough: Any) -> None:
+def _shout(port: int, authorization: str, clients: int, refusals: Any, heard: Any, enough: Any) -> None:
     os.nice(19)
     asked = json.dumps(body(random.Random(7)))
     headers = {"Authorization": authorization, "Content-Type": "application/json"}
@@ -146,6 +146,7 @@ def _shout(port: int, authorization: str, clients: int, refusals: Any, enough: A
             link.request("POST", PATH, asked, headers)
             answer = link.getresponse()
             answer.read()
+            heard.set()
             if answer.status == 429:
                 with refusals.get_lock():
                     refusals.value += 1
