@@ -120,7 +120,8 @@ def _ended(got: bytes, took_s: float) -> Ended:
 def shouting(cluster: Guarded, key: str, clients: int) -> Iterator[Any]:
     """So many clients who ask again at once, whatever they are told; yields the count of refusals.
 
-    Somebody has been answered by then. They are in a process of their own with the lowest priority: they stand for machines of their own.
+    Somebody has been answered by then. They are in a process of their own with the lowest priority: they stand for
+    machines of their own.
     """
     processes = get_context("spawn")
     refusals, heard, enough = processes.Value("i", 0), processes.Event(), processes.Event()
