@@ -10,6 +10,7 @@ from typing import Any
 import httpx
 import pytest
 import schemathesis
+import schemathesis.specs.openapi.schemas  # now: later, beside threads, CPython 3.11's parser once failed in it
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
