@@ -23,7 +23,7 @@ FAULT = "tool actor killed mid-call"
 async def items(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterator[tuple[float, dict[str, Any]]]:
     """The output items of a streamed response as they are done, and when."""
     async with client.stream("POST", "/v1/responses", json={**body, "stream": True}) as answer:
-        assert answer.status_code == 200
+        assert answer.status_code == 200, await answer.aread()
         async for line in answer.aiter_lines():
             if line.startswith("data: {"):
                 event = json.loads(line.removeprefix("data: "))
