@@ -7,7 +7,7 @@ from typing import Any
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # vLLM's own condition for the in-process executor on CPU
     "OMP_NUM_THREADS": "1",  # a replica's threads fight each other on a small model: 649 against 114 tokens/s measured
-    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # of 1,024: steps are of all lengths, and so many kernels take 80 MB
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16",  # of 1,024: steps are of all lengths, and each leaves a kernel
     "TOKENIZERS_PARALLELISM": "false",  # its threads would not survive the fork of EngineCore
     "VLLM_NO_USAGE_STATS": "1",
 }

@@ -211,9 +211,11 @@ async def test_a_noisy_tenant(guarded: Guarded, capacity: float, is_long: bool, 
         nonlocal refused
         noisy = shouting(guarded, "noisy", clients)
         refusals = await asyncio.to_thread(noisy.__enter__)
-        yield
-        refused += refusals.value
-        await asyncio.to_thread(noisy.__exit__, None, None, None)
+        try:
+            yield
+        finally:
+            refused += refusals.value
+            await asyncio.to_thread(noisy.__exit__, None, None, None)
 
     seconds = (LONG_BLOCK_S if is_long else BLOCK_S) * 2
     besides = [partial(noise, 3 * CLIENTS), partial(noise, OF_THE_NOISY)]
