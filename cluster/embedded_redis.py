@@ -149,7 +149,9 @@ class EmbeddedRedis:
                 stdin=configuration,
                 stdout=log,
                 stderr=log,
-                start_new_session=True,  # Ctrl-C is for us: it has to outlast the last exchange.
+                # Ctrl-C is for us: it has to outlast the last exchange. But no session of its own: Linux may share out
+                # processors among sessions (`sched_autogroup_enabled`), and starve it beside a busy cluster's.
+                process_group=0,
             )
         deadline_s = self._clock.now_s() + START_TIMEOUT_S
         while self._process.poll() is None and self._clock.now_s() < deadline_s:

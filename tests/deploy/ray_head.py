@@ -52,7 +52,7 @@ def ray_head(token: str, num_cpus: int, log: Path) -> Iterator[tuple[str, dict[s
     command += [f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"]
     command += [f"--metrics-export-port={metrics}", f"--object-store-memory={128 << 20}"]
     with log.open("w") as told:
-        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, start_new_session=True)
+        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, process_group=0)
     url = f"http://127.0.0.1:{dashboard}"
     try:
         _await(url, token, process, log)

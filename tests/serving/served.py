@@ -49,7 +49,7 @@ def serving(config: Path, *, log: Path | None = None, **environment: str) -> Ite
             env={**ours, "PYTHONPATH": str(ROOT), **environment},
             stdout=output,
             stderr=output,
-            start_new_session=True,
+            process_group=0,  # not a session: Linux may share out processors among these, and would starve the clients
         )
         yield from _serving(process, printed)
 

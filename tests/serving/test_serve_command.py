@@ -30,7 +30,7 @@ def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     file.write_text(CONFIG)
     command = [CAESURA, "serve", "--config", str(file)]
     process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
     )
     yield process
     if process.poll() is None:
