@@ -29,9 +29,7 @@ def serving(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     file = tmp_path / "caesura.yaml"
     file.write_text(CONFIG)
     command = [CAESURA, "serve", "--config", str(file)]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0
-    )
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, process_group=0)
     yield process
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGTERM)

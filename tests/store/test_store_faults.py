@@ -243,3 +243,8 @@ def test_redis_does_not_outlive_its_parent(ending, tmp_path):
             child.wait(60)
         except psutil.TimeoutExpired:
             assert child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_redis_is_spared_ctrl_c_without_a_session_of_its_own(server):
+    assert os.getpgid(server.pid) != os.getpgid(0)
+    assert os.getsid(server.pid) == os.getsid(0)
