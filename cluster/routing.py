@@ -108,6 +108,11 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Mean pause."""
     working_set_programs: Amount = 0.0
     """How many programs `working_set_tokens` is of."""
+    active_tokens: Amount = 0.0
+    """Expected KV of the programs that take part in the next iterations: that run, wait without being put off, or come
+    back within seconds (`replicas.routing_view.ACTIVE_WITHIN_S`)."""
+    active_programs: Amount = 0.0
+    """How many programs `active_tokens` is of."""
     put_off: Count = 0
     """Turns that wait behind all others, whoever comes: the replica's order does them when nothing else is there."""
     guards_memory: bool = False

@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 HORIZONS_S = (1.0, 5.0, 30.0)
 """Of `ReplicaSnapshot.resume_tokens`."""
+ACTIVE_WITHIN_S = HORIZONS_S[1]
+"""Who comes back later than that takes part in few of the next iterations."""
 MAX_PAUSED = 2048
 """Paused programs that are looked at, those that paused last first."""
 MAX_WAITING = 256
@@ -75,6 +77,8 @@ def routing_snapshot(
         programs=in_flight.count + round(paused.alive),
         working_set_tokens=in_flight.final_tokens(distinct) + paused.back_tokens,
         working_set_programs=in_flight.pressing + paused.back,
+        active_tokens=in_flight.final_tokens(distinct) + paused.active_tokens,
+        active_programs=in_flight.pressing + paused.active,
         resume_tokens=tuple(zip(HORIZONS_S, paused.missing_tokens, strict=True)),
         turn_output_tokens=expected.output_tokens,
         turn_new_tokens=expected.returned_tokens,
@@ -117,6 +121,8 @@ def plain_snapshot(
         programs=in_flight.count,
         working_set_tokens=in_flight.final_tokens(distinct),
         working_set_programs=in_flight.count,
+        active_tokens=in_flight.final_tokens(distinct),
+        active_programs=in_flight.count,
         resume_tokens=tuple((horizon_s, 0.0) for horizon_s in HORIZONS_S),
         turn_output_tokens=expected.output_tokens,
         turn_new_tokens=expected.returned_tokens,
@@ -254,6 +260,8 @@ class _Paused:
         """How many are expected to come back at all."""
         self.back = self.back_tokens = 0.0
         """How many are expected back within the refill time, and their KV."""
+        self.active = self.active_tokens = 0.0
+        """The same within ACTIVE_WITHIN_S."""
         self.missing_tokens = [0.0] * len(HORIZONS_S)
         """What those expected back within each of HORIZONS_S will need computed."""
 
@@ -273,8 +281,11 @@ class _Paused:
             self.on_host.append(key)
         self.alive += back.alive
         taken_tokens = context_tokens - (1.0 - self._distinct) * min(device, context_tokens)
-        self.back += back.within[0]
-        self.back_tokens += taken_tokens * back.within[0]
+        refilled, active = back.within[0], back.within[1 + HORIZONS_S.index(ACTIVE_WITHIN_S)]
+        self.back += refilled
+        self.back_tokens += taken_tokens * refilled
+        self.active += active
+        self.active_tokens += taken_tokens * active
         returned = forecast.returned_tokens if forecast is not None else self._returned
         missing = max(0, context_tokens - max(device, host)) + returned
         for number, probability in enumerate(back.within[1:]):

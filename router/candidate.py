@@ -55,8 +55,8 @@ class Candidate:
     step_s: float
     """An iteration as things are."""
     programs: float
-    full_step_s: float
-    """An iteration in which all of them take part."""
+    active_step_s: float
+    """An iteration in which all take part that run, wait, or come back within seconds."""
     refill_s: float
     """A program that pauses longer is not worth its memory."""
     occupied_tokens: float
@@ -125,6 +125,10 @@ class Gap(NamedTuple):
     shared_blocks: int = 0
     """Of the prompt's beginning, found there; 0 where all that the program had there counts."""
 
+    def seconds(self, facts: Facts) -> float:
+        """Until it is."""
+        return self.compute_tokens * facts.token_s + self.fetch_tokens * facts.swap_token_s
+
 
 def gap(turn: Arrival, candidate: Candidate, guess: int = 0) -> Gap:
     """What is missing. At home all that was there counts, elsewhere only what prompts have in common.
@@ -159,6 +163,8 @@ class Sent:
     """That came, less those that left."""
     kv_tokens: float = 0.0
     """Expected of those, and growth expected of the programs that live there, less what left."""
+    active_tokens: float = 0.0
+    """The same, of that growth only what is expected within seconds."""
     late_tokens: float = 0.0
     """Of that growth, what is not expected within the replica's refill time."""
 
@@ -189,6 +195,8 @@ def candidate_of(
 
     programs = max(0.0, facts.programs + sent.programs)
     occupied = max(0.0, facts.working_set_tokens + sent.kv_tokens)
+    active = max(0.0, facts.active_programs + sent.programs)
+    active_tokens = max(0.0, facts.active_tokens + sent.active_tokens)
     return Candidate(
         replica=replica,
         model=model,
@@ -201,7 +209,7 @@ def candidate_of(
         residual_s=(facts.output_tokens + sent.output_tokens) / max(1.0, turns) * step_s,
         step_s=step_s,
         programs=programs,
-        full_step_s=costs.decode_step_s(programs, min(facts.kv_tokens, occupied)),
+        active_step_s=costs.decode_step_s(active, min(facts.kv_tokens, active_tokens)),
         refill_s=facts.kv_tokens * costs.token_s,
         occupied_tokens=occupied,
         late_tokens=sent.late_tokens,

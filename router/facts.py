@@ -34,6 +34,8 @@ class Facts:
     programs: float = 0.0
     working_set_tokens: float = 0.0
     working_set_programs: float = 0.0
+    active_tokens: float = 0.0
+    active_programs: float = 0.0
     turn_output_tokens: float = 0.0
     turn_new_tokens: float = 0.0
     program_turns: float = 0.0

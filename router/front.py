@@ -14,6 +14,7 @@ from router.candidate import Arrival, Candidate, Gap, Sent, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
 from router.facts import Facts
 from router.ledger import Ledger
+from router.moving import gains
 from router.outlook import NOTHING_EXPECTED, Expected, expect
 from router.placement import Choice, Placement
 from router.rendezvous import bounded, ranked
@@ -211,21 +212,16 @@ class ProgramFront:
         return self._placement.best(arrival, self._with_room(arrival, eligible, None) or eligible)
 
     def _better(self, arrival: Arrival, home: Candidate, candidates: list[Candidate]) -> Choice | None:
-        """Where the program would lose less than at home, by more than what moving costs."""
+        """Where the program would lose less than at home, by enough to move."""
         settings = self._settings
         here = self._placement.score(arrival, home)
         if here.seconds <= settings.move_gain_s:
             return None
         others = [one for one in self._placement.eligible(arrival, candidates) if one is not home]
         best = self._placement.best(arrival, self._with_room(arrival, others, None))
-        if best is None:
+        if best is None or not gains(arrival, here, best, settings, self._slo.ttft_s):
             return None
-        cost_s = max(0.0, best.gap.compute_tokens - here.gap.compute_tokens) * best.candidate.facts.token_s
-        won_s = here.seconds - best.seconds
-        # Who finds nothing at home any more is as free to go as a new program.
-        missing = here.gap.compute_tokens / max(1, arrival.expected.prompt_tokens)
-        margin_s = settings.move_gain_s + settings.move_margin * (1 - min(1.0, missing)) * here.seconds
-        return best if won_s > settings.hysteresis * cost_s + margin_s else None
+        return best
 
     def _move(
         self,

@@ -21,6 +21,11 @@ class Choice(NamedTuple):
     seconds: float
     """Lost there."""
 
+    @property
+    def first_token_s(self) -> float:
+        """Expected until the turn's first token."""
+        return self.candidate.start_s + self.gap.seconds(self.candidate.facts)
+
 
 @dataclass(frozen=True)
 class Placement:

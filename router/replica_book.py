@@ -154,12 +154,15 @@ class ReplicaBook:
         """What counts beside ``facts``."""
         # Less than once where the replica thinks that most of them have ended, though nobody said so.
         alive, soon = self._per_settled(facts.programs), self._per_settled(facts.working_set_programs)
+        active = self._per_settled(facts.active_programs)
+        come = self._newcomers_tokens - self._left_tokens
         return Sent(
             turns=len(self._turns),
             prompt_tokens=sum(turn.prompt_tokens for turn in self._turns.values()),
             output_tokens=sum(turn.output_tokens for turn in self._turns.values()),
             programs=len(self._newcomers) - len(self._left),
-            kv_tokens=self._newcomers_tokens + alive * self._growth_tokens - self._left_tokens,
+            kv_tokens=come + alive * self._growth_tokens,
+            active_tokens=come + active * self._growth_tokens,
             late_tokens=max(0.0, alive - soon) * self._growth_tokens,
         )
 

@@ -33,23 +33,22 @@ class Missing:
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
         """Of the turn's prompt."""
-        facts = candidate.facts
-        return gap.compute_tokens * facts.token_s + gap.fetch_tokens * facts.swap_token_s
+        return gap.seconds(candidate.facts)
 
 
 class Pace:
-    """Its tokens, one an iteration, of iterations in which all that live there take part.
+    """Its tokens, one an iteration, of iterations in which all take part that run, wait, or come back within seconds.
 
-    So it never falls while programs come. Today's iterations would mislead: a replica whose memory is full runs few
-    turns, and looks fast for it.
+    Today's iterations would mislead: a replica whose memory is full runs few turns, and looks fast for it. So would
+    those of all that live there: who pauses for minutes makes nobody slow.
     """
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
         """Own decodes times the iteration's length."""
         if turn.home == candidate.replica:  # which is one of the programs that live there
-            return turn.expected.outputs * candidate.full_step_s
+            return turn.expected.outputs * candidate.active_step_s
         own_s = candidate.facts.sequence_s + turn.expected.context_tokens * candidate.facts.context_s
-        return turn.expected.outputs * (candidate.full_step_s + own_s)
+        return turn.expected.outputs * (candidate.active_step_s + own_s)
 
 
 class Memory:

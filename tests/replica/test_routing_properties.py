@@ -108,10 +108,12 @@ def check(life: Life) -> None:
     pressing = [scheduler.turns[one.request_id].key for one in in_flight if one.request_id not in put_off]
     counted = len({key for key in pressing if key is not None}) + pressing.count(None)
     assert counted <= told.working_set_programs <= counted + len(programs) - active
+    assert counted <= told.active_programs <= counted + len(programs) - active
     tokens = [amount for _, amount in told.resume_tokens]
     assert tokens == sorted(tokens)
     most = sum(state.context_tokens for state in programs.values()) + told.output_tokens
-    assert told.working_set_tokens <= most + sum(request.num_tokens for request in in_flight) + len(programs)
+    most += sum(request.num_tokens for request in in_flight) + len(programs)
+    assert told.working_set_tokens <= most and told.active_tokens <= most
 
 
 @pytest.mark.parametrize(("policy", "host_blocks"), [("caesura", 0), ("caesura", 63), ("continuum", 0), ("vllm", 63)])

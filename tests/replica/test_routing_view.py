@@ -4,6 +4,7 @@ A replica has 63 usable blocks of 16 tokens, unless said otherwise.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from cluster.program import Hints, ProgramIdentity
 from cluster.routing import ReplicaSnapshot, program_name, unpack_names
 from replicas.control import dispatch
 from replicas.presets import DEFAULT, preset
-from replicas.routing_view import HORIZONS_S, MAX_PAUSED, plain_snapshot, routing_snapshot
+from replicas.routing_view import ACTIVE_WITHIN_S, HORIZONS_S, MAX_PAUSED, plain_snapshot, routing_snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import Shape, VirtualEngine
 
@@ -149,6 +150,24 @@ def test_what_returns_soon_counts_for_more_than_what_returns_late(site: Make) ->
     slow = s.snapshot()
     assert quick.working_set_tokens > 0.9 * 800 and slow.working_set_tokens < 0.1 * 800
     assert quick.working_set_programs > 0.9 and slow.working_set_programs < 0.1
+
+
+def test_who_pauses_for_minutes_is_not_active_however_large_the_memory(site: Make) -> None:
+    s = site("continuum", num_blocks=300)
+    s.scheduler.facts = replace(s.scheduler.facts, cost=replace(s.scheduler.facts.cost, kv_capacity_tokens=10**9))
+    refill_s = s.scheduler.facts.cost.refill_s
+    assert refill_s > 1000 * ACTIVE_WITHIN_S
+    for _ in range(50):
+        s.scheduler.durations.observe("quick", ACTIVE_WITHIN_S / 10)
+        s.scheduler.durations.observe("slow", ACTIVE_WITHIN_S * 50)
+    s.turn("a", 800, tool="quick")
+    quick = s.snapshot()
+    s.turn("a", 1, tool="quick", last=True)
+    s.turn("b", 800, tool="slow")
+    slow = s.snapshot()
+    assert quick.active_tokens > 0.9 * 800 and quick.active_programs > 0.9
+    assert slow.active_tokens < 0.1 * 800 and slow.active_programs < 0.1
+    assert slow.working_set_tokens > 0.9 * 800 and slow.working_set_programs > 0.9
 
 
 def test_a_program_that_stays_away_counts_for_less_and_less(site: Make) -> None:

@@ -28,6 +28,8 @@ def snapshot(replica: str, number: int = 1, **fields: Any) -> ReplicaSnapshot:
         "programs": 0,
         "working_set_tokens": 0.0,
         "working_set_programs": float(fields.get("programs", 0)),
+        "active_tokens": fields.get("working_set_tokens", 0.0),
+        "active_programs": float(fields.get("programs", 0)),
         "resume_tokens": (),
         "turn_output_tokens": 100.0,
         "turn_new_tokens": 200.0,

@@ -149,7 +149,7 @@ TURN = Arrival("p", 1, "a", (), expect(Outlook(), request("p").hints, 1000, 0, f
         ("start", {"waiting_tokens": 50_000.0, "resume_tokens": ((1.0, 1e4),)}),
         ("start", {"free_tokens": 0.0, "running_tokens": 9e4, "running": 9.0, "output_tokens": 900.0}),
         ("missing", {"token_s": 1e-3}),
-        ("pace", {"programs": 50.0, "working_set_tokens": 9e4}),
+        ("pace", {"active_programs": 50.0, "active_tokens": 9e4}),
         ("memory", {"working_set_tokens": 2e5}),
     ],
 )
@@ -161,8 +161,15 @@ def test_what_each_scorer_is_for_counts(name: str, worse: dict[str, object]) -> 
 
 def test_a_full_replica_that_runs_few_turns_is_not_taken_for_a_fast_one() -> None:
     placement = Placement.of(FrontSettings(scorers={"pace": 1.0}))
-    few, many = idle("r0", programs=50.0, running=2.0), idle("r1", programs=10.0, running=8.0)
+    few, many = idle("r0", active_programs=50.0, running=2.0), idle("r1", active_programs=10.0, running=8.0)
     assert placement.score(TURN, few).seconds > placement.score(TURN, many).seconds
+
+
+def test_programs_that_pause_for_minutes_do_not_make_a_replica_slow() -> None:
+    placement = Placement.of(FrontSettings(scorers={"pace": 1.0}))
+    asleep = idle("r0", programs=200.0, working_set_tokens=9e4, active_programs=2.0, active_tokens=4e3)
+    awake = idle("r1", programs=20.0, working_set_tokens=2e4, active_programs=20.0, active_tokens=2e4)
+    assert placement.score(TURN, asleep).seconds < placement.score(TURN, awake).seconds
 
 
 def test_of_equals_the_one_with_fewer_programs() -> None:

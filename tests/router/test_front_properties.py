@@ -32,6 +32,8 @@ def junk(draw: st.DrawFn, replica: str = "r0") -> ReplicaSnapshot:
         "output_tokens",
         "working_set_tokens",
         "working_set_programs",
+        "active_tokens",
+        "active_programs",
         "turn_output_tokens",
         "turn_new_tokens",
         "program_turns",

@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 from front_views import request, snapshot
 
+from cluster.config import SloConfig
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, Wait
 from router.front import ProgramFront
 from router.settings import FrontSettings
@@ -116,4 +117,21 @@ def test_a_program_that_finds_nothing_at_home_leaves_it_for_less(there: list[str
     emptier = {"running": 20, "programs": 25, "working_set_tokens": 40_000.0}
     front.observe({home: snapshot(home, 2, **fuller), other: snapshot(other, 2, **emptier)}, 1.0)
     turn = request("p", 2300, expected_output_tokens=600, expected_later_turns=4, expected_later_tokens=3000)
+    assert went(front.turn("t1", turn, 1.1))[0] == (other if moves else home)
+
+
+@pytest.mark.parametrize(("ttft_s", "waiting_tokens", "moves"), [(None, 0, True), (1.0, 0, False), (1.0, 40_000, True)])
+def test_what_is_in_time_at_home_does_not_move_to_where_it_would_be_late(
+    ttft_s: float | None, waiting_tokens: int, moves: bool
+) -> None:
+    """40,000 tokens are computed again elsewhere in 1.2 s; 40,000 that wait at home before them take as long."""
+    front = ProgramFront(slo=SloConfig(ttft_s=ttft_s))
+    front.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    home, _ = went(front.turn("t0", request("p", 40_000), 0.1))
+    other = {"r0": "r1", "r1": "r0"}[home]
+    front.ended("t0", 0.5, context_tokens=40_100)
+    there = {"residents": ["p"], "on_device": ["p"], "waiting_tokens": waiting_tokens}
+    crowd = {"running": 60, "programs": 80, "kv_tokens": 400_000, "working_set_tokens": 400_000.0}
+    front.observe({home: snapshot(home, 2, **crowd, **there), other: snapshot(other, 2)}, 1.0)
+    turn = request("p", 40_300, expected_output_tokens=2000, expected_later_turns=9, expected_later_tokens=30_000)
     assert went(front.turn("t1", turn, 1.1))[0] == (other if moves else home)

@@ -32,6 +32,7 @@ SNAPSHOTS = st.builds(
             (("number", "kv_tokens", "free_tokens", "held_tokens", "host_tokens", "host_used_tokens"), counts),
             (("running", "waiting", "running_tokens", "waiting_tokens", "programs"), counts),
             (("output_tokens", "working_set_tokens", "working_set_programs"), amounts),
+            (("active_tokens", "active_programs"), amounts),
             (("turn_output_tokens", "turn_new_tokens"), amounts),
             (("program_turns", "pause_s"), amounts),
             (("draining",), st.booleans()),
