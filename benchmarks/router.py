@@ -17,6 +17,9 @@ finds it.
 Completion is without tools; programs that have not completed count with the time that they have taken so far, refused
 ones as if they were waiting until the run's end.
 
+A last row is what is left to any router: memory of which nothing is ever lost, and turns that go wherever the least is
+under way and find all of their KV there (`cluster.simulator.everywhere`).
+
 With ``--memory`` replicas have so many times their device's memory for KV: where nothing is ever lost, what is left to
 be won by a router is an even load.
 
@@ -38,6 +41,8 @@ from typing import Any
 
 from benchmarks.results import DIRECTORY, save
 from benchmarks.router_subjects import (
+    AMPLE,
+    BOUND,
     BUILT_IN,
     CLIMBERS,
     COMPARED,
@@ -296,7 +301,7 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser, directo
         return 0
     claims: list[Claim] = []
     if arguments.only in (None, "placement"):
-        claims += placement(compared, base, scene, arguments)
+        claims += placement(compared, base, scene, arguments, directory)
     if arguments.only in (None, "cliff"):
         claims += past_the_cliff(base, scene, arguments)
     for claim, value, holds in claims:
@@ -325,7 +330,11 @@ def _compared(routers: str | None, parser: argparse.ArgumentParser) -> tuple[Sub
 
 
 def placement(
-    compared: Sequence[Subject], base: SimulationSettings, scene: Scene, arguments: argparse.Namespace
+    compared: Sequence[Subject],
+    base: SimulationSettings,
+    scene: Scene,
+    arguments: argparse.Namespace,
+    directory: Path,
 ) -> list[Claim]:
     """Every router at one load."""
     rate = arguments.rate or scene.rate
@@ -333,9 +342,15 @@ def placement(
     print(f"{scene.scan[0]:g} programs per second and replica, {arguments.arrivals}")
     print_rows(low)
     rows = compare(compared, base, rate, arguments.jobs)
+    ample = replace(base, preset=_with_memory(scene.preset, max(AMPLE, arguments.memory), directory))
+    [bound] = compare([BOUND], ample, rate, arguments.jobs)
     print(f"{rate:g} programs per second and replica, {arguments.arrivals}")
-    print_rows(rows)
-    save("router", [*low, *rows], arguments.json)
+    print_rows([*rows, bound])
+    save("router", [*low, *rows, {**bound, "memory": max(AMPLE, arguments.memory)}], arguments.json)
+    peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
+    fastest, best = min(row["jct_mean_s"] for row in peers), max(row["goodput_programs"] for row in peers)
+    within = f"{bound['jct_mean_s'] / fastest:.3f} x the best peer's completion"
+    print(f"  left to any router: {within}, {bound['goodput_programs'] / best if best else 0:.3f} x the best goodput")
     return placement_shows(compared, rows, low)
 
 

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.simulator.routers import OURS
+from cluster.simulator.routers import EVERYWHERE, OURS
 from cluster.simulator.settings import STOCK, SimulationSettings
 
 PEERS = ("consistent_hash", "kv_aware", "prefix_affinity", "power_of_two")
@@ -89,6 +89,9 @@ COMPARED = (
     Subject(OURS, "caesura", host_gib=HOST_GIB),
     Subject("consistent_hash", STOCK, host_gib=HOST_GIB),
 )
+BOUND = Subject(EVERYWHERE, "caesura")
+AMPLE = 20.0
+"""Times the device's memory for KV of which nothing is lost in minutes."""
 CLIMBERS = (
     OURSELVES,
     Subject(OURS, "caesura", tuple(NO_ADMISSION.items())),

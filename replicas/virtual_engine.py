@@ -188,6 +188,23 @@ class VirtualEngine:
         find = self.scheduler.kv_cache_manager.block_pool.get_cached_block
         return bisect_left(hashes, True, key=lambda block: find(block, [0]) is None)
 
+    def fill_cache(self, prompt: Sequence[int], tokens: int) -> None:
+        """Have the KV of the prompt's first ``tokens`` cached, as if it had been computed here; all that memory takes.
+
+        Raises:
+            ValueError: there is no prefix cache.
+        """
+        if self._hasher is None:
+            raise ValueError("an engine without a prefix cache has none to be filled")
+        request = Request("filling", list(prompt), SamplingParams(max_tokens=1), None, block_hasher=self._hasher)
+        pool, known = self.scheduler.kv_cache_manager.block_pool, self.cached_blocks(request.block_hashes)
+        full = min(tokens // self.shape.block_size, len(request.block_hashes), known + self.free_blocks())
+        if full <= known:
+            return
+        new = pool.get_new_blocks(full - known)
+        pool.cache_full_blocks(request, [pool.null_block] * known + new, known, full, self.shape.block_size, 0)
+        pool.free_blocks(reversed(new))  # the end of a prompt is evicted first
+
     def _finish(
         self, output: SchedulerOutput, samples: Sequence[bool], transferred: KVConnectorOutput | None
     ) -> list[EngineCoreOutput]:

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from cluster.config import SloConfig
 from cluster.errors import ConfigError
 from cluster.routing import ReplicaSnapshot
+from cluster.simulator.everywhere import Everywhere
 from cluster.simulator.front_router import FrontRouter
 from cluster.simulator.kv_aware import KvAware
 from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, replica_name
@@ -24,6 +25,8 @@ from router.settings import FrontSettings
 ALL = "all"
 OURS = "caesura"
 LEAST_PROGRAMS = "least_programs"
+EVERYWHERE = "everywhere"
+"""No router that could be built: a bound for them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +87,22 @@ def _kv_aware(made: Replicas) -> TurnRouter:
     )
 
 
+def _everywhere(made: Replicas) -> TurnRouter:
+    engines, cost = [replica.engine for replica in made.replicas], made.replicas[0].cost
+    block_size = engines[0].shape.block_size
+    return Everywhere(
+        len(engines),
+        lambda index, prompt: block_size * engines[index].cached_blocks(chained_hashes(prompt, block_size)),
+        lambda index, prompt, tokens: engines[index].fill_cache(prompt, tokens),
+        lambda prompt: cost.sequence_s + cost.token_s + len(prompt) * cost.context_s,
+        made.max_ongoing,
+    )
+
+
 ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
     OURS: _caesura,
     "kv_aware": _kv_aware,
+    EVERYWHERE: _everywhere,
     "prefix_affinity": lambda made: PrefixAffinity(
         len(made.replicas), made.seed, made.max_ongoing, made.imbalanced_threshold
     ),

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import pytest
 
 from cluster.program import ProgramIdentity
+from cluster.simulator.everywhere import Everywhere
 from cluster.simulator.kv_aware import KvAware
 from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, shared_prefix
 from cluster.simulator.routing import LeastPrograms, RoundRobin, Sent, SimulatedTurn, TurnRouter, Waits
@@ -121,3 +122,24 @@ def test_kv_aware_weighs_what_is_cached_against_what_is_active() -> None:
     assert to(router, turn("d", prompt=two)) == [0]
     end(router, turn("a", prompt=four), 1)
     assert to(router, turn("e", prompt=two)) == [1]
+
+
+def test_everywhere_a_turn_goes_where_the_least_is_under_way_and_finds_what_any_has() -> None:
+    cached, copied = {0: 0, 1: 64}, list[tuple[int, int]]()
+    router = Everywhere(
+        2,
+        lambda replica, prompt: min(cached[replica], len(prompt)),
+        lambda replica, prompt, tokens: copied.append((replica, tokens)),
+        lambda prompt: 1.0 + len(prompt),
+        max_ongoing=2,
+    )
+    long, short = [50] * 100, [50] * 10
+    assert to(router, turn("a", prompt=long)) == [0]
+    assert copied == [(0, 64)]
+    assert to(router, turn("b", prompt=short)) == [1]
+    assert to(router, turn("c", prompt=short)) == [1]
+    assert to(router, turn("d", prompt=short)) == [0]
+    assert to(router, turn("e", prompt=short)) == [None]
+    assert copied == [(0, 64), (0, 10)]
+    end(router, turn("a", prompt=long), 0)
+    assert to(router, turn("f", prompt=long)) == [0]

@@ -17,7 +17,7 @@ from cluster.goodput import Outcome, ProgramRecord
 from cluster.simulator.front_router import FrontRouter
 from cluster.simulator.load import closed_loop
 from cluster.simulator.routed import InfiniteCache, RoutingSummary, turns_on
-from cluster.simulator.routers import OURS, ROUTERS, Replicas
+from cluster.simulator.routers import EVERYWHERE, OURS, ROUTERS, Replicas
 from cluster.simulator.routing import TurnRouter
 from replicas.virtual_replica import VirtualReplica
 
@@ -57,7 +57,7 @@ def test_every_router_serves_every_program_the_same_way_twice(bench: Bench, name
     assert found.refused == 0
     assert found.moves == 0 or name == OURS
     assert found.hit_of_infinite is not None and 0 < found.hit_of_infinite <= 1
-    assert found.split == 0 or name in ("round_robin", "power_of_two", "kv_aware", "prefix_affinity")
+    assert found.split == 0 or name in ("round_robin", "power_of_two", "kv_aware", "prefix_affinity", EVERYWHERE)
     for replica in bench.replicas:
         replica.check_integrity()
 
@@ -159,3 +159,14 @@ def test_recorded_arrivals_keep_their_gaps_at_the_rate_that_is_asked_for(tmp_pat
     assert process.times_s(np.random.default_rng(1), count=590) == times[:590]
     with pytest.raises(ConfigError, match="cannot be read as a trace of requests"):
         Arrivals.parse(f"recorded:{tmp_path / 'nowhere'}", 2.0)
+
+
+def test_everywhere_nothing_is_computed_twice_and_the_load_is_even(bench: Bench) -> None:
+    programs = some_programs(30, 4.0)
+    everywhere, hashed = (
+        summary(bench, bench.run(*programs, replicas=3, num_blocks=4096, router=router(name)), 4.0)
+        for name in (EVERYWHERE, "consistent_hash")
+    )
+    assert everywhere.split > 20 and everywhere.hit_of_infinite == 1.0
+    assert everywhere.load_max_over_mean is not None and hashed.load_max_over_mean is not None
+    assert everywhere.load_max_over_mean < min(1.2, hashed.load_max_over_mean)

@@ -1,0 +1,59 @@
+"""A bound for routers, which none can be built to: every replica has what any of them has computed.
+
+A turn goes where the least is to be read in an iteration, and the KV of its prompt, as far as another replica has it,
+is there at once. On memory without end nothing is ever computed twice, wherever a turn goes, so that what is left to a
+router is an even load, and this one's is: programs have no home that would keep them from it.
+"""
+
+from collections.abc import Callable, Sequence
+
+from cluster.simulator.routing import RequestRouter, Sent, SimulatedTurn
+
+CachedTokens = Callable[[int, Sequence[int]], int]
+"""How many leading tokens of a prompt a replica, by its index, has in its cache."""
+Copy = Callable[[int, Sequence[int], int], None]
+"""Puts so many leading tokens of a prompt into a replica's cache."""
+Weight = Callable[[Sequence[int]], float]
+"""Seconds that a turn with this prompt adds to an iteration."""
+
+
+class Everywhere(RequestRouter):
+    """See the module.
+
+    Args:
+        replicas: how many there are.
+        cached: looks into their caches.
+        copy: fills them.
+        weight: of turns.
+        max_ongoing: see RequestRouter.
+    """
+
+    def __init__(
+        self, replicas: int, cached: CachedTokens, copy: Copy, weight: Weight, max_ongoing: int | None = None
+    ) -> None:
+        super().__init__(replicas, max_ongoing)
+        self._cached = cached
+        self._copy = copy
+        self._weight = weight
+        self._weights: list[dict[str, float]] = [{} for _ in range(replicas)]
+
+    def choose(self, turn: SimulatedTurn) -> Sent | None:
+        """The replica with the least under way that is not full, the first one of several."""
+        open_ = [replica for replica in range(len(self.ongoing)) if not self.full(replica)]
+        if not open_:
+            return None
+        replica = min(open_, key=lambda one: sum(self._weights[one].values()))
+        somewhere = max(self._cached(one, turn.prompt) for one in range(len(self.ongoing)))
+        if somewhere > self._cached(replica, turn.prompt):
+            self._copy(replica, turn.prompt, somewhere)
+        return Sent(replica, "least under way")
+
+    def sent(self, turn: SimulatedTurn, replica: int) -> None:
+        """It takes part in the iterations there."""
+        super().sent(turn, replica)
+        self._weights[replica][turn.turn_id] = self._weight(turn.prompt)
+
+    def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
+        """It no longer does."""
+        super().ended(turn, replica, context_tokens, now_s)
+        del self._weights[replica][turn.turn_id]

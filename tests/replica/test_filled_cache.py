@@ -1,0 +1,37 @@
+"""A virtual engine's prefix cache, filled with what was never computed there."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+
+from replicas.virtual_engine import Shape, VirtualEngine, chained_hashes
+
+PROMPT = list(range(100))
+
+
+@pytest.fixture
+def engine(tiny_config: Path) -> Callable[..., VirtualEngine]:
+    return lambda **shape: VirtualEngine(AsyncScheduler, tiny_config, Shape(**shape))
+
+
+@pytest.mark.parametrize(("tokens", "cached"), [(0, 0), (15, 0), (40, 32), (96, 96), (100, 96), (999, 96)])
+def test_whole_blocks_of_it_are_cached_and_belong_to_nobody(
+    engine: Callable[..., VirtualEngine], tokens: int, cached: int
+) -> None:
+    filled = engine()
+    filled.fill_cache(PROMPT, tokens)
+    filled.fill_cache(PROMPT, tokens)
+    assert filled.cached_blocks(chained_hashes(PROMPT, 16)) == cached // 16
+    assert filled.free_blocks() == filled.shape.num_blocks - 1
+    filled.submit("a", [*PROMPT, 7], 1)
+    assert filled.step().num_scheduled_tokens == {"a": len(PROMPT) + 1 - cached}
+
+
+def test_no_more_than_memory_takes_and_nothing_without_a_cache(engine: Callable[..., VirtualEngine]) -> None:
+    small = engine(num_blocks=4)
+    small.fill_cache(PROMPT, 100)
+    assert small.cached_blocks(chained_hashes(PROMPT, 16)) == 3
+    with pytest.raises(ValueError, match="prefix cache"):
+        engine(prefix_caching=False).fill_cache(PROMPT, 100)
