@@ -33,7 +33,7 @@ class FrontSettings(Section):
     """A program moves for load if that wins more than so many times what the move costs."""
     move_gain_s: float = Field(0.5, ge=0, allow_inf_nan=False)
     """And more than so many seconds."""
-    move_margin: Share = 0.3
+    move_margin: Share = 0.6
     """And more than this part of what it loses at home: what differs today will not for the whole of its life."""
     max_moves: int = Field(3, ge=0)
     """No program moves for load more often."""
