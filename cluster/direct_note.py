@@ -27,7 +27,7 @@ class RefusalNote:
     status: int
     message: str
     code: str
-    retry_after_s: int
+    retry_after_s: float
 
     @classmethod
     def of(cls, error: Overloaded) -> "RefusalNote":

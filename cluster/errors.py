@@ -166,7 +166,7 @@ class HttpError(CaesuraError):
         status: int | None = None,
         param: str | None = None,
         code: str | None = None,
-        retry_after_s: int | None = None,
+        retry_after_s: float | None = None,
     ) -> None:
         super().__init__(message)
         self.message = message

@@ -6,6 +6,7 @@ What a foreign exception means is decided in one place, `cluster.ingress.as_http
 import json
 import logging
 from collections.abc import Callable
+from math import ceil
 from typing import Any
 
 from starlette.datastructures import Headers
@@ -16,6 +17,7 @@ from cluster.errors import BadRequest, HttpError, Overloaded
 
 logger = logging.getLogger("caesura.http")
 
+RETRY_AFTER_MS = "retry-after-ms"
 RETRY_AFTER_S = 1
 """What `Retry-After` says when nothing better is known."""
 
@@ -39,8 +41,15 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def error_response(error: HttpError) -> Response:
-    """The error as a JSON response with its status and, where a retry makes sense, `Retry-After`."""
-    headers = {} if error.retry_after_s is None else {"retry-after": str(error.retry_after_s)}
+    """The error as a JSON response with its status and, where a retry makes sense, `Retry-After`.
+
+    Where less or more than whole seconds are known, `retry-after-ms` says it, which OpenAI's clients look for first.
+    """
+    headers = {}
+    if (seconds := error.retry_after_s) is not None:
+        headers["retry-after"] = str(max(1, ceil(seconds)))
+        if seconds != int(seconds):
+            headers[RETRY_AFTER_MS] = str(ceil(1e3 * seconds))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JSONResponse(error_body(error), status_code=error.status, headers=headers)

@@ -7,8 +7,10 @@ one where there is none. It would also let a client decide how long it waits and
 noticed: those headers are taken off. Below the headers, connections are `http_wire`'s.
 """
 
+import asyncio
 import re
-from collections.abc import Callable
+from collections import Counter
+from functools import partial
 from uuid import uuid4
 
 from starlette.middleware import Middleware
@@ -35,6 +37,9 @@ ROUTE = "/internal/route"
 FOR_RAY = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """Ray's own headers, which no client has a say in."""
 
+TOLD_AFTER_S = 0.2
+"""How late refusals are in the metrics."""
+
 MAX_REQUEST_ID_LENGTH = 128
 _NOT_PRINTABLE = re.compile(r"[^!-~]")
 
@@ -42,24 +47,37 @@ _NOT_PRINTABLE = re.compile(r"[^!-~]")
 def middlewares() -> list[Middleware]:
     """What Ray's proxy calls for, before it listens."""
     install_wire()
-    meter = Meter()
-
-    def refused(reason: str) -> Callable[[], None]:
-        """Counts one. Of which model and tenant is not known here, nor of which program."""
-
-        def count() -> None:
-            meter.add(REFUSALS, 1.0, model="", reason=reason)
-            meter.add(REQUESTS, 1.0, model="", tenant="", outcome=Outcome.REJECTED.value)
-
-        return count
-
-    return [
-        # Outside the bound of all: those whose refusal waits must not fill it.
-        Middleware(RefusedAgain, clock=MonotonicClock(), on_refusal=refused("tenant_concurrency")),
-        Middleware(RushBound, most=bound(), on_refusal=refused("rush")),
-        Middleware(HeaderGuard),
+    refusals = Refusals(Meter())
+    return [  # the innermost first: Ray puts each around those before it
         Middleware(EndedInWords),
+        Middleware(HeaderGuard),
+        Middleware(RushBound, most=bound(), on_refusal=partial(refusals.count, "rush")),
+        # Outside the bound of all: those whose refusal waits must not fill it.
+        Middleware(RefusedAgain, clock=MonotonicClock(), on_refusal=refusals.count),
     ]
+
+
+class Refusals:
+    """Counts refusals by reason; of which model, tenant and program each is, is not known here.
+
+    Ray's metrics are told of several at once: telling them of each took a third of the time of refusing it.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._untold: Counter[str] = Counter()
+
+    def count(self, reason: str) -> None:
+        """One more; in an event loop."""
+        if not self._untold:
+            asyncio.get_running_loop().call_later(TOLD_AFTER_S, self._tell)
+        self._untold[reason] += 1
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, Counter()
+        for reason, number in untold.items():
+            self._meter.add(REFUSALS, number, model="", reason=reason)
+        self._meter.add(REQUESTS, untold.total(), model="", tenant="", outcome=Outcome.REJECTED.value)
 
 
 def clean_request_id(said: str) -> str:

@@ -41,6 +41,7 @@ class RushBound:
         self._app = app
         self._most = most
         self._on_refusal = on_refusal
+        self._refusal = error_response(Overloaded("too many requests are in flight", retry_after_s=RETRY_AFTER_S))
         self._in_flight = self._refused = 0
         self._door = asyncio.Lock()
 
@@ -50,10 +51,9 @@ class RushBound:
             await self._app(scope, receive, send)
             return
         if self._in_flight >= self._most:
-            error = Overloaded("too many requests are in flight", retry_after_s=RETRY_AFTER_S)
             self._refused += 1
             self._on_refusal()
-            await error_response(error)(scope, receive, send)
+            await self._refusal(scope, receive, send)
             return
         self._in_flight += 1
         try:

@@ -5,13 +5,13 @@ The bucket is the usual one: it fills at the tenant's rate up to its burst, and 
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from math import ceil
 
 from cluster.clock import Clock
 from cluster.errors import TooManyRequests
 
-AT_ONCE = "tenant_concurrency"
-"""The error's code where a tenant has too many requests in flight; the proxy looks for it (`cluster.http_refused`)."""
+AT_ONCE, TOO_FAST = "tenant_concurrency", "tenant_rate"
+"""The error's code where a tenant has too many requests in flight, and where they come too fast; the proxy looks for
+them (`cluster.http_refused`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,8 @@ class TenantLimits:
                 wait_s = (1 - use.tokens) / limit.requests_per_s
                 raise TooManyRequests(
                     f"more than this tenant's {limit.requests_per_s:g} requests a second; retry later",
-                    retry_after_s=max(1, ceil(wait_s)),
+                    code=TOO_FAST,
+                    retry_after_s=wait_s,
                 )
             use.tokens -= 1
             reset_s = (limit.burst - use.tokens) / limit.requests_per_s

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
+from ray.serve._private.http_util import _apply_middlewares
 from starlette.types import Receive, Scope, Send
 
 from cluster.clock import ManualClock
@@ -13,8 +14,8 @@ from cluster.errors import TooManyRequests
 from cluster.http_errors import RETRY_AFTER_S, error_response
 from cluster.http_front import middlewares
 from cluster.http_refused import ANSWERED_AFTER_S, KNOWN_FOR_S, RefusedAgain
-from cluster.http_rush import RushBound
-from cluster.tenant_limits import AT_ONCE
+from cluster.http_rush import VARIABLE
+from cluster.tenant_limits import AT_ONCE, TOO_FAST
 
 WORK = "/v1/completions"
 MOST = 2
@@ -30,12 +31,13 @@ class Ingress:
         self.inside: dict[str, int] = {}
         self.asked = 0
         self.code: str | None = AT_ONCE
+        self.wait_s = 1.0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked += 1
         key = dict(scope["headers"]).get(b"authorization", b"").decode()
         if self.inside.get(key, 0) >= MOST:
-            error = TooManyRequests("enough", code=self.code, retry_after_s=1)
+            error = TooManyRequests("enough", code=self.code, retry_after_s=self.wait_s)
             await error_response(error)(scope, receive, send)
             return
         self.inside[key] = self.inside.get(key, 0) + 1
@@ -49,13 +51,15 @@ class Front:
     """Clients, the middleware, and the ingress behind it."""
 
     def __init__(self) -> None:
-        self.clock, self.ingress, self.repeated = ManualClock(), Ingress(), 0
+        self.clock, self.ingress, self.reasons = ManualClock(), Ingress(), list[str]()
         self.client = httpx.AsyncClient(
-            transport=httpx.ASGITransport(RefusedAgain(self.ingress, self.clock, self._count)), base_url="http://test"
+            transport=httpx.ASGITransport(RefusedAgain(self.ingress, self.clock, self.reasons.append)),
+            base_url="http://test",
         )
 
-    def _count(self) -> None:
-        self.repeated += 1
+    @property
+    def repeated(self) -> int:
+        return len(self.reasons)
 
     async def post(self, key: str = "a", path: str = WORK) -> httpx.Response:
         return await self.client.post(path, headers={"Authorization": key} if key else {})
@@ -78,7 +82,7 @@ async def test_the_ingress_refuses_once_and_the_proxy_from_then_on(front: Front)
     refused = [await front.post() for _ in range(5)]
     assert [one.status_code for one in refused] == [429] * 5
     assert len({(one.text, one.headers["retry-after"]) for one in refused}) == 1
-    assert (front.ingress.asked, front.repeated) == (MOST + 1, 4)
+    assert (front.ingress.asked, front.reasons) == (MOST + 1, [AT_ONCE] * 4)
     front.ingress.gate.set()
     assert [one.status_code for one in await asyncio.gather(*waiting)] == [200] * MOST
     assert (await front.post()).status_code == 200
@@ -144,6 +148,55 @@ async def test_a_refusal_for_another_reason_is_not_repeated(front: Front) -> Non
     assert (front.ingress.asked, front.repeated) == (MOST + 3, 0)
 
 
-def test_those_whose_refusal_waits_do_not_fill_the_bound_of_all() -> None:
-    order = [one.cls for one in middlewares()]
-    assert order.index(RefusedAgain) < order.index(RushBound)  # type: ignore[arg-type]
+async def test_who_comes_too_fast_is_refused_until_it_may_come_again_whatever_is_in_flight(front: Front) -> None:
+    front.ingress.code, front.ingress.wait_s = TOO_FAST, 0.3
+    waiting = await front.fill()
+    assert (await front.post()).status_code == 429
+    front.ingress.gate.set()
+    await asyncio.gather(*waiting)
+    for _ in range(3):
+        again = await front.post()
+        assert (again.status_code, again.headers["retry-after"], again.headers["retry-after-ms"]) == (429, "1", "300")
+    assert (front.ingress.asked, front.reasons) == (MOST + 1, [TOO_FAST] * 3)
+    assert (await front.post("b")).status_code == 200
+    front.clock.advance(0.3)
+    assert (await front.post()).status_code == 200
+
+
+async def test_who_would_have_to_wait_long_may_ask_the_ingress_again_before(front: Front) -> None:
+    """Another one may have something left for it."""
+    front.ingress.code, front.ingress.wait_s = TOO_FAST, 90.0
+    waiting = await front.fill()
+    for _ in range(2):
+        assert (await front.post()).headers["retry-after"] == "90"
+    front.ingress.gate.set()
+    await asyncio.gather(*waiting)
+    front.clock.advance(KNOWN_FOR_S)
+    assert (await front.post()).status_code == 200
+    assert front.ingress.asked == MOST + 2
+
+
+async def test_those_whose_refusal_waits_do_not_fill_the_bound_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As Ray's proxy puts the middlewares around each other."""
+    monkeypatch.setenv(VARIABLE, str(MOST + 1))
+    ingress = Ingress()
+    app = _apply_middlewares(ingress, middlewares())
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+
+        async def post(key: str) -> httpx.Response:
+            return await client.post(WORK, headers={"Authorization": key})
+
+        served = [asyncio.create_task(post("a")) for _ in range(MOST)]
+        while ingress.inside.get("a", 0) < MOST:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert (await post("a")).status_code == 429
+        refused = [asyncio.create_task(post("a")) for _ in range(5)]
+        await asyncio.sleep(0)
+        served.append(asyncio.create_task(post("b")))
+        while not ingress.inside.get("b"):
+            assert not served[-1].done(), served[-1].result().text
+            await asyncio.sleep(0)
+        assert not any(task.done() for task in refused)
+        assert (await post("c")).status_code == 503
+        ingress.gate.set()
+        assert [one.status_code for one in await asyncio.gather(*refused, *served)] == [429] * 5 + [200] * (MOST + 1)
