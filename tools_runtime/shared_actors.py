@@ -114,6 +114,7 @@ class SharedActors:
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=MAX_CONCURRENT_CALLS,
+            enable_task_events=False,  # as Serve's actors: the GCS would keep each call for a page that nobody looks at
         )
         return options.remote(self._text)
 

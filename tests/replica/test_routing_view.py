@@ -137,17 +137,22 @@ def test_a_released_program_is_on_the_device_until_its_blocks_are_taken(site: Ma
     assert waiting >= 201 - 16
 
 
+def paused(site: Site, soon_s: float, late_s: float) -> tuple[ReplicaSnapshot, ReplicaSnapshot]:
+    """With one program of 800 tokens, whose tool takes so long; the first has ended before the second begins."""
+    for _ in range(50):
+        site.scheduler.durations.observe("quick", soon_s)
+        site.scheduler.durations.observe("slow", late_s)
+    site.turn("a", 800, tool="quick")
+    quick = site.snapshot()
+    site.turn("a", 1, tool="quick", last=True)
+    site.turn("b", 800, tool="slow")
+    return quick, site.snapshot()
+
+
 def test_what_returns_soon_counts_for_more_than_what_returns_late(site: Make) -> None:
     s = site("continuum", num_blocks=300)
     refill_s = s.scheduler.facts.cost.refill_s
-    for _ in range(50):
-        s.scheduler.durations.observe("quick", refill_s / 10)
-        s.scheduler.durations.observe("slow", refill_s * 50)
-    s.turn("a", 800, tool="quick")
-    quick = s.snapshot()
-    s.turn("a", 1, tool="quick", last=True)
-    s.turn("b", 800, tool="slow")
-    slow = s.snapshot()
+    quick, slow = paused(s, refill_s / 10, refill_s * 50)
     assert quick.working_set_tokens > 0.9 * 800 and slow.working_set_tokens < 0.1 * 800
     assert quick.working_set_programs > 0.9 and slow.working_set_programs < 0.1
 
@@ -155,16 +160,8 @@ def test_what_returns_soon_counts_for_more_than_what_returns_late(site: Make) ->
 def test_who_pauses_for_minutes_is_not_active_however_large_the_memory(site: Make) -> None:
     s = site("continuum", num_blocks=300)
     s.scheduler.facts = replace(s.scheduler.facts, cost=replace(s.scheduler.facts.cost, kv_capacity_tokens=10**9))
-    refill_s = s.scheduler.facts.cost.refill_s
-    assert refill_s > 1000 * ACTIVE_WITHIN_S
-    for _ in range(50):
-        s.scheduler.durations.observe("quick", ACTIVE_WITHIN_S / 10)
-        s.scheduler.durations.observe("slow", ACTIVE_WITHIN_S * 50)
-    s.turn("a", 800, tool="quick")
-    quick = s.snapshot()
-    s.turn("a", 1, tool="quick", last=True)
-    s.turn("b", 800, tool="slow")
-    slow = s.snapshot()
+    assert s.scheduler.facts.cost.refill_s > 1000 * ACTIVE_WITHIN_S
+    quick, slow = paused(s, ACTIVE_WITHIN_S / 10, ACTIVE_WITHIN_S * 50)
     assert quick.active_tokens > 0.9 * 800 and quick.active_programs > 0.9
     assert slow.active_tokens < 0.1 * 800 and slow.active_programs < 0.1
     assert slow.working_set_tokens > 0.9 * 800 and slow.working_set_programs > 0.9
