@@ -128,25 +128,25 @@ def _ended(got: bytes, took_s: float) -> Ended:
 
 @contextmanager
 def shouting(cluster: Guarded, key: str, clients: int, *, heed: bool = False) -> Iterator[Any]:
-    """So many clients who ask again at once, whatever they are told; yields the count of refusals.
+    """So many clients who ask again at once, whatever they are told; yields how many were answered, and refused.
 
     With ``heed`` they come again when they are told to. Somebody has been answered by then. They are in a process of
     their own with the lowest priority: they stand for machines of their own.
     """
     processes = get_context("spawn")
-    refusals, heard, enough = processes.Value("i", 0), processes.Event(), processes.Event()
-    said = (cluster.port, bearer(key)["Authorization"], clients, heed, refusals, heard, enough)
+    told, heard, enough = processes.Array("i", 2), processes.Event(), processes.Event()
+    said = (cluster.port, bearer(key)["Authorization"], clients, heed, told, heard, enough)
     process = processes.Process(target=_shout, args=said, daemon=True)
     process.start()
     try:
         until(heard.is_set, "nobody shouts, or nobody is answered")
-        yield refusals
+        yield told
     finally:
         enough.set()
         process.join(ANSWERED_WITHIN_S)
 
 
-def _shout(port: int, authorization: str, clients: int, heed: bool, refusals: Any, heard: Any, enough: Any) -> None:
+def _shout(port: int, authorization: str, clients: int, heed: bool, told: Any, heard: Any, enough: Any) -> None:
     os.nice(19)
     asked = json.dumps(body(random.Random(7)))
     headers = {"Authorization": authorization, "Content-Type": "application/json"}
@@ -158,12 +158,12 @@ def _shout(port: int, authorization: str, clients: int, heed: bool, refusals: An
             answer = link.getresponse()
             answer.read()
             heard.set()
-            if answer.status == 429:
-                with refusals.get_lock():
-                    refusals.value += 1
-                if heed:
-                    wait_ms = answer.headers.get("retry-after-ms") or 1e3 * int(answer.headers["retry-after"])
-                    enough.wait(float(wait_ms) / 1e3)
+            refused = answer.status == 429
+            with told.get_lock():
+                told[refused] += 1
+            if heed and refused:
+                wait_ms = answer.headers.get("retry-after-ms") or 1e3 * int(answer.headers["retry-after"])
+                enough.wait(float(wait_ms) / 1e3)
         link.close()
 
     threads = [Thread(target=one) for _ in range(clients)]

@@ -18,7 +18,7 @@ from promises import percentile
 from stand import until
 from under_load import Ended, Outcome, ask
 
-from outsiders.guarded import OF_THE_NOISY, Guarded, bearer
+from outsiders.guarded import OF_THE_NOISY, OF_THE_NOISY_PER_S, Guarded, bearer
 from outsiders.offered import at_once, body, client_of, closed, done, opened, shouting
 
 pytestmark = [pytest.mark.cluster, pytest.mark.soak, pytest.mark.timeout(3600)]
@@ -203,24 +203,28 @@ async def test_slow_readers_and_slow_headers(guarded: Guarded, capacity: float, 
 
 async def test_a_noisy_tenant(guarded: Guarded, capacity: float, is_long: bool, promised: Any) -> None:
     """What it is allowed costs others something, too: so beside it shouting, and beside it keeping to its limits."""
-    refused = 0
+    served, refused, for_s = Counter[bool](), Counter[bool](), dict.fromkeys((False, True), 0.0)
 
     @asynccontextmanager
     async def noise(clients: int, heed: bool) -> AsyncIterator[None]:
-        nonlocal refused
         noisy = shouting(guarded, "noisy", clients, heed=heed)
-        refusals = await asyncio.to_thread(noisy.__enter__)
+        told = await asyncio.to_thread(noisy.__enter__)
+        before, began_s = tuple(told), time.monotonic()
         try:
             yield
         finally:
-            refused += 0 if heed else refusals.value
+            served[heed] += told[0] - before[0]
+            refused[heed] += told[1] - before[1]
+            for_s[heed] += time.monotonic() - began_s
             await asyncio.to_thread(noisy.__exit__, None, None, None)
 
     seconds = (LONG_BLOCK_S if is_long else BLOCK_S) * 2
     besides = [partial(noise, 3 * CLIENTS, heed=False), partial(noise, OF_THE_NOISY, heed=True)]
     alone, shouted, polite = [percentile(one, 0.99) for one in await alternating(guarded, capacity, seconds, *besides)]
-    assert refused
-    fault = f"a noisy tenant, refused {refused} times"
+    assert refused[False]
+    rate, quiet_rate = (served[heed] / for_s[heed] for heed in (False, True))
+    fault = f"a noisy tenant, {refused[False]} times refused, {rate:.0f}/s served ({quiet_rate:.0f}/s if it heeds)"
+    promised(fault, "of its rate, served if it heeds", quiet_rate / OF_THE_NOISY_PER_S, unit="x", at_least=0.7)
     promised(fault, "another's p99 over that beside it at its limit", shouted / polite, unit="x", at_most=1.5)
     promised(fault, "another's p99 over that alone", shouted / alone, unit="x", at_most=1.5)
 
