@@ -7,12 +7,11 @@ router is an even load, and this one's is: programs have no home that would keep
 
 from collections.abc import Callable, Sequence
 
+from cluster.simulator.kv_aware import CachedBlocks, Hashes
 from cluster.simulator.routing import RequestRouter, Sent, SimulatedTurn
 
-CachedTokens = Callable[[int, Sequence[int]], int]
-"""How many leading tokens of a prompt a replica, by its index, has in its cache."""
 Copy = Callable[[int, Sequence[int], int], None]
-"""Puts so many leading tokens of a prompt into a replica's cache."""
+"""Puts so many leading blocks of a prompt into a replica's cache."""
 Weight = Callable[[Sequence[int]], float]
 """Seconds that a turn with this prompt adds to an iteration."""
 
@@ -22,16 +21,24 @@ class Everywhere(RequestRouter):
 
     Args:
         replicas: how many there are.
-        cached: looks into their caches.
+        hashes: names a prompt's blocks.
+        cached: looks into the replicas' caches.
         copy: fills them.
         weight: of turns.
         max_ongoing: see RequestRouter.
     """
 
     def __init__(
-        self, replicas: int, cached: CachedTokens, copy: Copy, weight: Weight, max_ongoing: int | None = None
+        self,
+        replicas: int,
+        hashes: Hashes,
+        cached: CachedBlocks,
+        copy: Copy,
+        weight: Weight,
+        max_ongoing: int | None = None,
     ) -> None:
         super().__init__(replicas, max_ongoing)
+        self._hashes = hashes
         self._cached = cached
         self._copy = copy
         self._weight = weight
@@ -43,8 +50,9 @@ class Everywhere(RequestRouter):
         if not open_:
             return None
         replica = min(open_, key=lambda one: sum(self._weights[one].values()))
-        somewhere = max(self._cached(one, turn.prompt) for one in range(len(self.ongoing)))
-        if somewhere > self._cached(replica, turn.prompt):
+        hashes = self._hashes(turn.prompt)
+        somewhere = max(self._cached(one, hashes) for one in range(len(self.ongoing)))
+        if somewhere > self._cached(replica, hashes):
             self._copy(replica, turn.prompt, somewhere)
         return Sent(replica, "least under way")
 

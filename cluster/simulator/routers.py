@@ -92,8 +92,9 @@ def _everywhere(made: Replicas) -> TurnRouter:
     block_size = engines[0].shape.block_size
     return Everywhere(
         len(engines),
-        lambda index, prompt: block_size * engines[index].cached_blocks(chained_hashes(prompt, block_size)),
-        lambda index, prompt, tokens: engines[index].fill_cache(prompt, tokens),
+        lambda prompt: chained_hashes(prompt, block_size),
+        lambda index, hashes: engines[index].cached_blocks(hashes),
+        lambda index, prompt, blocks: engines[index].fill_cache(prompt, blocks * block_size),
         lambda prompt: cost.sequence_s + cost.token_s + len(prompt) * cost.context_s,
         made.max_ongoing,
     )
@@ -114,8 +115,10 @@ ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
 
 
 def router_names(text: str) -> tuple[str, ...]:
-    """``all``, or names with commas between them."""
-    return tuple(ROUTERS) if text.strip() == ALL else tuple(n.strip() for n in text.split(",") if n.strip())
+    """``all`` that could be built, or names with commas between them."""
+    if text.strip() == ALL:
+        return tuple(name for name in ROUTERS if name != EVERYWHERE)
+    return tuple(n.strip() for n in text.split(",") if n.strip())
 
 
 def check_router(name: str) -> None:

@@ -128,8 +128,9 @@ def test_everywhere_a_turn_goes_where_the_least_is_under_way_and_finds_what_any_
     cached, copied = {0: 0, 1: 64}, list[tuple[int, int]]()
     router = Everywhere(
         2,
-        lambda replica, prompt: min(cached[replica], len(prompt)),
-        lambda replica, prompt, tokens: copied.append((replica, tokens)),
+        lambda prompt: [bytes([token]) for token in prompt],
+        lambda replica, hashes: min(cached[replica], len(hashes)),
+        lambda replica, prompt, blocks: copied.append((replica, blocks)),
         lambda prompt: 1.0 + len(prompt),
         max_ongoing=2,
     )

@@ -17,7 +17,7 @@ from cluster.goodput import Outcome, ProgramRecord
 from cluster.simulator.front_router import FrontRouter
 from cluster.simulator.load import closed_loop
 from cluster.simulator.routed import InfiniteCache, RoutingSummary, turns_on
-from cluster.simulator.routers import EVERYWHERE, OURS, ROUTERS, Replicas
+from cluster.simulator.routers import ALL, EVERYWHERE, OURS, ROUTERS, Replicas, router_names
 from cluster.simulator.routing import TurnRouter
 from replicas.virtual_replica import VirtualReplica
 
@@ -170,3 +170,8 @@ def test_everywhere_nothing_is_computed_twice_and_the_load_is_even(bench: Bench)
     assert everywhere.split > 20 and everywhere.hit_of_infinite == 1.0
     assert everywhere.load_max_over_mean is not None and hashed.load_max_over_mean is not None
     assert everywhere.load_max_over_mean < min(1.2, hashed.load_max_over_mean)
+
+
+def test_the_bound_is_not_among_all_that_are_compared() -> None:
+    assert OURS in router_names(ALL) and EVERYWHERE not in router_names(ALL)
+    assert router_names(f"{OURS}, {EVERYWHERE}") == (OURS, EVERYWHERE)
