@@ -7,42 +7,22 @@ take turns, the order swapped each round, and the other one is idle. Streams as 
 """
 
 import argparse
-import subprocess
 import sys
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 from benchmarks.ingress_throughput import CONFIG, compare, show
 from benchmarks.results import save
+from benchmarks.served import serve, served
 from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
 
 PLANES = ("ingress", "direct")
-STOP_WITHIN_S = 60.0
 
 
-def serve(plane: str) -> None:
-    """Be one of the clusters until the input ends; the only line of output is the URL."""
-    config = CaesuraConfig.model_validate({**CONFIG, "http": {"port": 0, "data_plane": plane}})
-    with LocalCluster(config) as cluster:
-        print(cluster.url, flush=True)
-        sys.stdin.read()
-
-
-@contextmanager
-def served(plane: str) -> Iterator[str]:
-    """The URL of a cluster in a process of its own."""
-    command = [sys.executable, "-m", "benchmarks.data_planes", "--serve", plane]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None and process.stdout is not None
-        url = process.stdout.readline().strip()
-        if not url:
-            raise RuntimeError(f"the cluster of {plane} did not start")
-        yield url
-        process.stdin.close()
-        process.wait(STOP_WITHIN_S)
+def config_of(plane: str) -> CaesuraConfig:
+    """Of one of the clusters."""
+    return CaesuraConfig.model_validate({**CONFIG, "http": {"port": 0, "data_plane": plane}})
 
 
 def main() -> int:
@@ -54,11 +34,11 @@ def main() -> int:
     parser.add_argument("--serve", choices=PLANES, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
-        serve(arguments.serve)
+        serve(config_of(arguments.serve))
         return 0
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
-        urls = {plane: stack.enter_context(served(plane)) for plane in PLANES}
+        urls = {plane: stack.enter_context(served("data_planes", plane)) for plane in PLANES}
         for streams in arguments.streams:
             rows += compare(urls, streams, arguments.rounds, arguments.tokens, base="ingress")
     show(rows)

@@ -1,0 +1,36 @@
+"""Local clusters that benchmarks compare, each in a process of its own: a process has one Ray, and one data plane."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from cluster.config import CaesuraConfig
+from cluster.serving import LocalCluster
+
+STOP_WITHIN_S = 60.0
+
+
+def serve(config: CaesuraConfig) -> None:
+    """Be a cluster until the input ends; the only line of output is its URL."""
+    with LocalCluster(config) as cluster:
+        print(cluster.url, flush=True)
+        sys.stdin.read()
+
+
+@contextmanager
+def served(benchmark: str, *which: str) -> Iterator[str]:
+    """The URL of the cluster that a benchmark is when it is called with ``--serve`` and ``which``.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    command = [sys.executable, "-m", f"benchmarks.{benchmark}", "--serve", *which]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdin is not None and process.stdout is not None
+        url = process.stdout.readline().strip()
+        if not url:
+            raise RuntimeError(f"the cluster of {', '.join(which)} did not start")
+        yield url
+        process.stdin.close()
+        process.wait(STOP_WITHIN_S)
