@@ -39,7 +39,7 @@ class ToolActor:
     def __init__(self, config: str) -> None:
         configure_from_environment("tools")
         self._config = ToolsConfig.model_validate_json(config)
-        self._metrics = ToolMetrics(Meter())
+        self._metrics = ToolMetrics(Meter(), self._config.defined)
         self._host: ToolHost | None = None
         self._door: asyncio.Server | None = None
         self._attempts: dict[str, asyncio.Task[ToolResult]] = {}

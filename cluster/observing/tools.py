@@ -1,8 +1,10 @@
 """What a process that runs tools records. The label ``tool`` is the configuration's name of an entry."""
 
+from collections.abc import Iterable
+
 from cluster import metrics
 from cluster.observing.meter import Meter
-from cluster.tools import ToolResult
+from cluster.tools import Outcome, ToolResult
 
 
 class ToolMetrics:
@@ -10,10 +12,13 @@ class ToolMetrics:
 
     Args:
         meter: records.
+        tools: the configuration's names; what ends well is counted from 0 for each.
     """
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, tools: Iterable[str]) -> None:
         self._meter = meter
+        for tool in tools:
+            meter.begin(metrics.TOOL_CALLS, tool=tool, outcome=Outcome.OK.value)
 
     def record(self, tool: str, result: ToolResult) -> None:
         """Count one call that ended."""

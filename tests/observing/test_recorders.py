@@ -9,6 +9,8 @@ from cluster.metrics import CATALOGUE, Kind, Metric
 from cluster.observing.meter import Meter
 from cluster.observing.programs import ProgramMetrics
 from cluster.observing.router import RouterMetrics
+from cluster.observing.tools import ToolMetrics
+from cluster.tools import Outcome, ToolResult
 
 
 def test_a_total_that_others_keep_becomes_what_it_grew_by(recorded: Counter[object]) -> None:
@@ -57,6 +59,16 @@ def test_nothing_is_recorded_where_it_is_turned_off(recorded: Counter[object]) -
 def test_a_series_begins_at_zero(recorded: Counter[object]) -> None:
     Meter({"model": "m"}).begin(metrics.MOVES)
     assert list(recorded.items()) == [(("caesura_moves", (("model", "m"),)), 0)]
+
+
+def test_a_tool_that_has_never_been_called_is_there_with_no_call(recorded: Counter[object]) -> None:
+    tools = ToolMetrics(Meter(), ("shell", "notes"))
+    tools.record("shell", ToolResult("1", "shell", Outcome.ERROR, "no"))
+    assert {tags: n for (name, tags), n in recorded.items() if name == "caesura_tool_calls"} == {
+        (("outcome", "ok"), ("tool", "shell")): 0,
+        (("outcome", "ok"), ("tool", "notes")): 0,
+        (("outcome", "error"), ("tool", "shell")): 1,
+    }
 
 
 @pytest.mark.parametrize("metric", CATALOGUE, ids=lambda metric: metric.name)
