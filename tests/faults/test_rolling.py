@@ -114,9 +114,9 @@ async def test_a_node_is_drained_as_its_pod_would_be(multi: Nodes, served: str, 
     assert "Traceback" not in told, told
     await apart(multi.await_running, 2)
     assert all(address != node.address for _, address in multi.replicas().values())
+    await apart(multi.start_worker(CPUS).await_started)
     agents.promise("node drained under load", promised)
     promised("node drained under load", "turns that failed", len(agents.failed), exactly=0)
-    await apart(multi.start_worker(CPUS).await_started)
 
 
 async def test_a_node_is_lost(multi: Nodes, served: str, promised: Callable[..., None]) -> None:
