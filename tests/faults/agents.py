@@ -26,7 +26,7 @@ def arguments(store_url: str, port: int, **sections: Any) -> dict[str, Any]:
         "store": {"url": store_url, "refresh_s": 0.2},
         "http": {"host": "127.0.0.1", "port": port, "ingress_replicas": 2},
         "replicas": {"count": 2, "kv_cache_bytes": 32 << 20, "cpus": 0.5},
-        # In half the digits two tokens may be equally likely, and the batch decides: stories would not always be the same.
+        # In half the digits two tokens may be equally likely, and the batch decides: one story would have two texts.
         "engine": {"max_model_len": 4096, "max_num_seqs": 32, "dtype": "float32"},
         "programs": {"lease_s": 2.0},
         "policy": {"name": "continuum"},
