@@ -1,7 +1,7 @@
 """AMX, Intel's matrix instructions: vLLM's attention on CPU uses them where the processor has them.
 
 Linux lets only those processes use them that have asked, and ends others with SIGILL. vLLM leaves the asking to oneDNN,
-which asks when a product is large enough for it; a small model's are not. vLLM calls plugins in each of its processes.
+which asks for its own products, and not always before vLLM's attention runs. A plugin is called in each process.
 """
 
 import logging
