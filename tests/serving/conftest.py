@@ -14,7 +14,7 @@ from cluster.demo.tools import notes_server
 from cluster.demo.tools import tools as demo_tools
 from cluster.serving import LocalCluster
 
-KV_BYTES = 16 << 20
+KV_BYTES = 32 << 20
 CONTEXT_TOKENS = 4096
 
 
@@ -33,7 +33,8 @@ def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
     base: dict[str, dict[str, Any]] = {
         "http": {"port": 0, "max_concurrent_requests": 48, "max_body_bytes": 1 << 20},
         "replicas": {"count": 2, "kv_cache_bytes": KV_BYTES},
-        "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32},
+        # In half the digits two tokens may be equally likely, and the batch decides: one prompt would have two answers.
+        "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32, "dtype": "float32"},
         "policy": {"name": "continuum"},
         "store": {"refresh_s": 0.2},
     }
