@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from stand import until
+from stand import ENGINE, until
 from under_load import Ended, Outcome, clients, completion, lost, stream
 
 AGENTS = 6
@@ -26,8 +26,7 @@ def arguments(store_url: str, port: int, **sections: Any) -> dict[str, Any]:
         "store": {"url": store_url, "refresh_s": 0.2},
         "http": {"host": "127.0.0.1", "port": port, "ingress_replicas": 2},
         "replicas": {"count": 2, "kv_cache_bytes": 32 << 20, "cpus": 0.5},
-        # In half the digits two tokens may be equally likely, and the batch decides: one story would have two texts.
-        "engine": {"max_model_len": 4096, "max_num_seqs": 32, "dtype": "float32"},
+        "engine": ENGINE,
         "programs": {"lease_s": 2.0},
         "policy": {"name": "continuum"},
     }
@@ -54,7 +53,8 @@ class Agents:
                 yield
             finally:
                 stop.set()
-                await asyncio.gather(*tasks)
+                async with asyncio.timeout(CHANGED_WITHIN_S):
+                    await asyncio.gather(*tasks)
 
     async def _agent(self, client: httpx.AsyncClient, stop: asyncio.Event) -> None:
         while not stop.is_set():
