@@ -19,6 +19,8 @@ TOKENS = st.floats(0, 1e9)
 SECONDS = st.floats(0, 1e5)
 SMALL = st.floats(0, 1.0)
 NAMES = st.frozensets(st.integers(0, 3))
+BEGINNINGS = st.integers(0, 5).map(lambda blocks: frozenset(range(blocks)))
+"""Of one long prompt: names are chained, so nobody has a block without those before it."""
 FACTS = st.builds(
     Facts,
     overhead_s=SMALL,
@@ -44,7 +46,7 @@ SENT = st.builds(Sent, st.integers(0, 50), st.integers(0, 10**6), st.integers(0,
 
 
 @st.composite
-def candidates(draw: st.DrawFn, replica: str = "r0") -> Candidate:
+def candidates(draw: st.DrawFn, replica: str = "r0", cached: st.SearchStrategy[frozenset[int]] = NAMES) -> Candidate:
     facts = draw(FACTS)
     return candidate_of(
         replica,
@@ -57,8 +59,8 @@ def candidates(draw: st.DrawFn, replica: str = "r0") -> Candidate:
         residents=draw(NAMES),
         on_device=draw(NAMES),
         on_host=draw(NAMES),
-        prefixes=draw(NAMES),
-        sent_prefixes=draw(NAMES),
+        prefixes=draw(cached),
+        sent_prefixes=draw(cached),
     )
 
 
@@ -110,10 +112,16 @@ def test_every_filter_keeps_a_part_in_its_order_and_the_same_again(
     assert each.keep(turn, []) == []
 
 
-@given(turn=arrivals(), first=candidates("r0"), second=candidates("r1"))
+@given(
+    turn=arrivals(),
+    blocks=st.integers(0, 5),
+    first=candidates("r0", cached=BEGINNINGS),
+    second=candidates("r1", cached=BEGINNINGS),
+)
 def test_the_reasons_add_up_to_the_score_and_the_best_is_the_least(
-    turn: Arrival, first: Candidate, second: Candidate
+    turn: Arrival, blocks: int, first: Candidate, second: Candidate
 ) -> None:
+    turn = replace(turn, prefix=tuple(range(blocks)))
     placement = Placement.of(FrontSettings())
     scores = [placement.score(turn, one) for one in (first, second)]
     for score in scores:
