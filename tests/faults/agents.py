@@ -7,7 +7,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from stand import ENGINE, until
+from stand import EXACT, until
 from under_load import Ended, Outcome, clients, completion, lost, stream
 
 AGENTS = 6
@@ -26,7 +26,7 @@ def arguments(store_url: str, port: int, **sections: Any) -> dict[str, Any]:
         "store": {"url": store_url, "refresh_s": 0.2},
         "http": {"host": "127.0.0.1", "port": port, "ingress_replicas": 2},
         "replicas": {"count": 2, "kv_cache_bytes": 32 << 20, "cpus": 0.5},
-        "engine": ENGINE,
+        "engine": EXACT,
         "programs": {"lease_s": 2.0},
         "policy": {"name": "continuum"},
     }

@@ -30,12 +30,12 @@ GONE_WITHIN_S = 20.0
 POLL_S = 0.05
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-ENGINE: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 32, "dtype": "float32"}
+EXACT: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 32, "dtype": "float32"}
 """In half the digits two tokens may be equally likely, and the batch decides: a stream would have two endings."""
 SMALL: dict[str, dict[str, Any]] = {
     "http": {"port": 0, "max_body_bytes": 1 << 20},
     "replicas": {"count": 2, "kv_cache_bytes": 32 << 20},
-    "engine": ENGINE | {"logits_processors": ["breaking:Breaking"]},
+    "engine": EXACT | {"logits_processors": ["breaking:Breaking"]},
     "store": {"refresh_s": 0.2},
     "programs": {"lease_s": 2.0},
 }
