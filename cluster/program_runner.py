@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from time import time
 from typing import Any, NoReturn
 
+from cluster.call_names import naming
 from cluster.clock import Clock
 from cluster.config import CaesuraConfig
 from cluster.errors import (
@@ -28,15 +29,14 @@ from cluster.errors import (
 )
 from cluster.http_errors import RETRY_AFTER_S
 from cluster.run import begin, fold, worked_s
-from cluster.run_events import Accepted, Call, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
+from cluster.run_events import Accepted, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.run_journal import Journal
 from cluster.run_log import AlreadyThere, Idempotency, NewRun, RunHead
 from cluster.run_store import RunStore
 from cluster.run_task import Replicas, RunTask, Tools
 from cluster.run_watch import RunWatch, Turns, Untold
 from cluster.tenants import Tenants
-from cluster.tool_config import ToolsConfig, owner_of
-from cluster.tools import ToolResult, statistics_name
+from cluster.tools import ToolResult
 
 logger = logging.getLogger("ray.serve")
 
@@ -51,6 +51,8 @@ TAKEN_AT_ONCE = 8
 
 RENOUNCE_S = 0.2
 """Between two attempts to undo what may have been accepted."""
+
+STORE_GONE = "programs cannot be accepted now"
 
 PAGE = 256
 """Entries read from the store at a time."""
@@ -108,6 +110,8 @@ class ProgramRunner:
         self._working: dict[str, asyncio.Task[None]] = {}
         self._attending: asyncio.Task[NoReturn] | None = None
         self._renouncing: set[asyncio.Task[None]] = set()
+        self._asking = 0
+        """Starts that wait for the store."""
 
     @property
     def open_runs(self) -> int:
@@ -153,22 +157,24 @@ class ProgramRunner:
             IdempotencyConflict: the key was used with another body.
         """
         if self.open_runs >= self._config.programs.max_open:
-            self._refused(spec, arrived_s)
-            raise Overloaded(f"{self.open_runs} programs are in flight; retry later", retry_after_s=RETRY_AFTER_S)
+            raise self._refusal(Overloaded, f"{self.open_runs} programs are in flight", spec, arrived_s)
         most = self._tenants.max_programs(spec.tenant)
         if most is not None and sum(self._tasks[one].state.spec.tenant == spec.tenant for one in self._working) >= most:
-            self._refused(spec, arrived_s)
-            raise TooManyRequests(f"{most} programs of this tenant are open; retry later", retry_after_s=RETRY_AFTER_S)
+            raise self._refusal(TooManyRequests, f"{most} programs of this tenant are open", spec, arrived_s)
+        if self._asking and not self._store.healthy:  # one at a time finds out whether it answers again
+            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s)
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}
         secret_bytes = json.dumps(secret).encode() if secret else None
         run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
+        self._asking += 1
         try:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
             self._renounce(spec.id)
-            self._refused(spec, arrived_s)
-            raise Overloaded("programs cannot be accepted now; retry later", retry_after_s=RETRY_AFTER_S) from error
+            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s) from error
+        finally:
+            self._asking -= 1
         if isinstance(created, AlreadyThere):
             if not created.same_body:
                 raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
@@ -286,8 +292,9 @@ class ProgramRunner:
         if task.state.ended is not None and not task.state.spec.store:
             await self._forget_stored(run_id)
 
-    def _refused(self, spec: RunSpec, arrived_s: float | None) -> None:
+    def _refusal(self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None) -> Overloaded:
         RunWatch(self._turns, spec, arrived_s, self._clock).refused()
+        return kind(f"{why}; retry later", retry_after_s=RETRY_AFTER_S)
 
     def _forget(self, run_id: str, task: RunTask) -> None:
         if self._tasks.get(run_id) is task:
@@ -380,20 +387,3 @@ class ProgramRunner:
         while (page := await self._store.read(run_id, len(events), PAGE)) is not None and page.items:
             events += [decode(entry) for entry in page.items]
         return events
-
-
-def naming(tools: ToolsConfig) -> Callable[[Call], str]:
-    """Under which name a call's duration is learnt: as the executor names it, from the configuration alone."""
-
-    def known_as(call: Call) -> str:
-        owner = owner_of(call.name, lambda name: tools.defined[name].kind if name in tools.defined else None)
-        argument = None if owner is None else tools.defined[owner].argument_class
-        if argument is None:
-            return call.name
-        try:
-            arguments = json.loads(call.arguments)
-        except ValueError:
-            return call.name
-        return statistics_name(call.name, arguments.get(argument) if isinstance(arguments, dict) else None)
-
-    return known_as

@@ -363,6 +363,28 @@ async def test_a_run_whose_acceptance_timed_out_is_not_worked_on(runners: Runner
     assert log is None or outcome(log).status == "cancelled"
 
 
+async def test_while_the_store_is_gone_one_at_a_time_waits_for_it_and_others_are_told_at_once(
+    runners: Runners, redis: EmbeddedRedis
+) -> None:
+    runner = runners(ScriptedReplicas([says("here")]))
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(Overloaded):
+            await runner.start(spec("r27"))  # now it is known
+        waiting = asyncio.create_task(runner.start(spec("r28")))
+        await asyncio.sleep(0)
+        with pytest.raises(Overloaded) as refusal:
+            await runner.start(spec("r29"))
+        assert not waiting.done() and refusal.value.retry_after_s is not None
+        with pytest.raises(Overloaded):
+            await waiting
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+    assert (await runner.start(spec("r30"))).new
+    assert outcome(await ended(runner, "r30")).status == "completed"
+
+
 async def test_a_log_that_cannot_be_read_ends_its_run(runners: Runners) -> None:
     first, second = runners(ScriptedReplicas([])), runners(ScriptedReplicas([]))
     await runners.stores[0].create(NewRun("r26", "t", "p"), [b"\x00 nonsense"])
