@@ -218,7 +218,7 @@ class Nodes:
     def _start(self, address: str, name: str, command: list[str]) -> Node:
         agent_http, agent_grpc, metrics = free_ports(3)
         log = self.directory / f"{name}.log"
-        log.touch()
+        log.write_text("")  # what an earlier start said is not said by this one
         ray = [str(BIN / "ray"), "start", "--block", f"--node-ip-address={address}", *command]
         ray += [f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"]
         ray += [f"--metrics-export-port={metrics}", f"--object-store-memory={128 << 20}", "--disable-usage-stats"]
