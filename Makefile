@@ -47,10 +47,10 @@ test: $(STAMP) ## all tests; a process can have one Ray, and what is broken in t
 
 faults: $(STAMP) ## break a real cluster in every way that is promised to be survived; the table of promises (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"
-	@$(BIN)/python -m pytest tests/faults -m "not soak" --long --timeout 1800 --promises out/faults.md
+	@$(BIN)/python -m pytest tests/faults -v -m "not soak" --long --timeout 1800 --promises out/faults.md
 
 soak: $(STAMP) ## load, bursts, slow clients, storms, noisy tenants: the table of promises (an hour)
-	@$(BIN)/python -m pytest tests/faults -m soak --long --timeout 3600 --promises out/soak.md
+	@$(BIN)/python -m pytest tests/faults -v -m soak --long --timeout 3600 --promises out/soak.md
 
 check: $(STAMP) ## what CI checks beside the tests: format, lint, types, import rules
 	@$(BIN)/ruff format --check .

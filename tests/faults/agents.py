@@ -15,7 +15,7 @@ TURNS = 5
 TOKENS = (8, 24, 64)
 PAUSE_S = 0.2
 """Between an agent's turns: its tool."""
-CHANGED_WITHIN_S = 600.0
+CHANGED_WITHIN_S = 900.0
 STORIES = 12
 """Different programs; each is always told the same, whatever happens meanwhile."""
 

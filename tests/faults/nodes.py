@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
 DRAIN = ROOT / "helm" / "caesura" / "files" / "drain.py"
 TOKEN = uuid.uuid4().hex
-START_WITHIN_S = 300.0
+START_WITHIN_S = 900.0
 STOP_WITHIN_S = 20.0
 HEAD_ADDRESS = "127.0.0.10"
 """Ray takes 127.0.0.1 for the machine's own address."""
