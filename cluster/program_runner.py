@@ -161,7 +161,7 @@ class ProgramRunner:
         most = self._tenants.max_programs(spec.tenant)
         if most is not None and sum(self._tasks[one].state.spec.tenant == spec.tenant for one in self._working) >= most:
             raise self._refusal(TooManyRequests, f"{most} programs of this tenant are open", spec, arrived_s)
-        if self._asking and not self._store.healthy:  # one at a time finds out whether it answers again
+        if (self._asking or self._renouncing) and not self._store.healthy:  # these find out when it answers again
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s)
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}

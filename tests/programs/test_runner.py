@@ -16,7 +16,7 @@ from scripted_runs import ScriptedReplicas, ScriptedTools, says
 from cluster.embedded_redis import EmbeddedRedis
 from cluster.errors import BadRequest, IdempotencyConflict, Overloaded
 from cluster.program import ProgramIdentity
-from cluster.program_runner import ProgramRunner
+from cluster.program_runner import RENOUNCE_S, ProgramRunner
 from cluster.run import fold
 from cluster.run_events import Ended, Limits, Offer, RunEvent, RunSpec, TakenOver, ToolAnswer, ToolIntent, TurnIntent
 from cluster.run_log import Idempotency, NewRun
@@ -363,7 +363,7 @@ async def test_a_run_whose_acceptance_timed_out_is_not_worked_on(runners: Runner
     assert log is None or outcome(log).status == "cancelled"
 
 
-async def test_while_the_store_is_gone_one_at_a_time_waits_for_it_and_others_are_told_at_once(
+async def test_while_the_store_is_gone_only_the_first_waits_for_it_and_others_are_told_at_once(
     runners: Runners, redis: EmbeddedRedis
 ) -> None:
     runner = runners(ScriptedReplicas([says("here")]))
@@ -371,18 +371,36 @@ async def test_while_the_store_is_gone_one_at_a_time_waits_for_it_and_others_are
     os.kill(redis.pid, signal.SIGSTOP)
     try:
         with pytest.raises(Overloaded):
-            await runner.start(spec("r27"))  # now it is known
-        waiting = asyncio.create_task(runner.start(spec("r28")))
+            await runner.start(spec("r27"))  # now it is known, and asked for in the background
+        for number in range(3):
+            told = asyncio.create_task(runner.start(spec(f"r28-{number}")))
+            await asyncio.sleep(0)
+            assert isinstance(told.exception(), Overloaded)
+            await asyncio.sleep(2 * RENOUNCE_S)
+    finally:
+        os.kill(redis.pid, signal.SIGCONT)
+    await until(lambda: runners.stores[0].healthy)
+    assert (await runner.start(spec("r29"))).new
+    assert outcome(await ended(runner, "r29")).status == "completed"
+
+
+async def test_a_store_that_another_call_found_gone_is_waited_for_by_one_start_at_a_time(
+    runners: Runners, redis: EmbeddedRedis
+) -> None:
+    runner = runners(ScriptedReplicas([]))
+    assert redis.pid is not None
+    os.kill(redis.pid, signal.SIGSTOP)
+    try:
+        with pytest.raises(Overloaded):
+            await runner.load("r30", "t")
+        waiting = asyncio.create_task(runner.start(spec("r31")))
+        told = asyncio.create_task(runner.start(spec("r32")))
         await asyncio.sleep(0)
-        with pytest.raises(Overloaded) as refusal:
-            await runner.start(spec("r29"))
-        assert not waiting.done() and refusal.value.retry_after_s is not None
+        assert isinstance(told.exception(), Overloaded) and not waiting.done()
         with pytest.raises(Overloaded):
             await waiting
     finally:
         os.kill(redis.pid, signal.SIGCONT)
-    assert (await runner.start(spec("r30"))).new
-    assert outcome(await ended(runner, "r30")).status == "completed"
 
 
 async def test_a_log_that_cannot_be_read_ends_its_run(runners: Runners) -> None:
