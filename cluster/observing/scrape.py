@@ -16,8 +16,8 @@ from cluster.observing.exposition import CONTENT_TYPE, gauge, merged
 
 logger = logging.getLogger("ray.serve")
 
-NODE_TIMEOUT_S = 2.0
-"""A node that takes longer is left out."""
+NODE_TIMEOUT_S = 5.0
+"""A node that takes longer is left out. Prometheus waits ten seconds for the whole, where it is not told otherwise."""
 PLAIN = {"Accept-Encoding": "identity"}
 """A node's agent would take longer to compress its page than to send it."""
 NODES_AGE_S = 5.0

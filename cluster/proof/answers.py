@@ -42,28 +42,30 @@ class Answer:
     """The error, or of an alert its state."""
 
 
-def answered(prometheus: Prometheus, questions: Sequence[Question]) -> list[Answer]:
-    """Ask them all."""
-    return [_ask(prometheus, one.dashboard, one.panel, one.expression, one.may_be_silent) for one in questions]
+def answered(prometheus: Prometheus, questions: Sequence[Question], at_s: float | None = None) -> list[Answer]:
+    """Ask them all, as of ``at_s`` (Unix seconds) or else each as of its own now."""
+    return [_ask(prometheus, one.dashboard, one.panel, one.expression, one.may_be_silent, at_s) for one in questions]
 
 
-def rules_answered(prometheus: Prometheus) -> list[Answer]:
+def rules_answered(prometheus: Prometheus, at_s: float | None = None) -> list[Answer]:
     """Each rule: a recording rule has to have series, an alert's expression has to be evaluated without an error."""
-    return [_rule(prometheus, rule) for rule in prometheus.rules()]
+    return [_rule(prometheus, rule, at_s) for rule in prometheus.rules()]
 
 
-def _rule(prometheus: Prometheus, rule: Rule) -> Answer:
+def _rule(prometheus: Prometheus, rule: Rule, at_s: float | None) -> Answer:
     if not rule.healthy:
         return Answer("rules", rule.name, rule.expression, 0, Verdict.ERROR, rule.error or "not evaluated yet")
     if rule.state:
-        found = _ask(prometheus, "alerts", rule.name, rule.expression, may_be_silent=True)
+        found = _ask(prometheus, "alerts", rule.name, rule.expression, True, at_s)
         return Answer(found.where, found.what, found.expression, found.series, found.verdict, rule.state)
-    return _ask(prometheus, "rules", rule.name, rule.name, may_be_silent=False)
+    return _ask(prometheus, "rules", rule.name, rule.name, False, at_s)
 
 
-def _ask(prometheus: Prometheus, where: str, what: str, expression: str, may_be_silent: bool) -> Answer:
+def _ask(
+    prometheus: Prometheus, where: str, what: str, expression: str, may_be_silent: bool, at_s: float | None
+) -> Answer:
     try:
-        series = prometheus.query(expression)
+        series = prometheus.query(expression, at_s)
     except PrometheusFailed as error:
         return Answer(where, what, expression, 0, Verdict.ERROR, str(error))
     if not series:

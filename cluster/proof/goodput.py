@@ -12,14 +12,22 @@ from cluster.proof.prometheus import Prometheus
 TOLERANCE = 0.01
 SETTLE_TIMEOUT_S = 60.0
 POLL_S = 1.0
-STILL = 15
-"""Looks in a row at which nothing has changed: Ray's processes tell their metrics every ten seconds."""
+STILL = 18
+"""Looks in a row at which nothing has changed: Ray tells metrics every ten seconds, and then they are scraped."""
+
+LAST_SEEN = "1m"
+"""How old a count may be: a scrape that failed takes a series away until the next one."""
+
+
+def _count(metric: m.Metric, *matchers: str) -> str:
+    return f"last_over_time({select(metric, *matchers, over=LAST_SEEN)})"
+
 
 EXPRESSIONS = {
-    "programs offered": select(m.PROGRAMS),
-    "programs good": select(m.PROGRAM_ENDS, 'verdict="good"'),
-    "turns offered": select(m.REQUESTS),
-    "turns good": select(m.GOOD_REQUESTS),
+    "programs offered": _count(m.PROGRAMS),
+    "programs good": _count(m.PROGRAM_ENDS, 'verdict="good"'),
+    "turns offered": _count(m.REQUESTS),
+    "turns good": _count(m.GOOD_REQUESTS),
 }
 
 Counts = dict[str, float]

@@ -15,16 +15,16 @@ from cluster.demo.server_side import run_programs
 from cluster.goodput import Slo
 from cluster.proof.answers import Answer, answered, rules_answered, unknown_names, without_series
 from cluster.proof.goodput import Comparison, compared, settled
+from cluster.proof.moment import gapless_moment
 from cluster.proof.prometheus import Prometheus, PrometheusFailed
 from cluster.proof.questions import questions
 from cluster.serving import LocalCluster
 
-INTERVAL = "1s"
-"""Of scrapes and of rules: a short run has few of either."""
-SLOWER = "2s"
-"""Of scrapes through the ingress, which has other things to do."""
+INTERVAL = "3s"
+"""Of scrapes and of rules: a short run has few of either. A busy machine needs a second for a page."""
 SCRAPED_WITHIN_S = 30.0
-RULES_TWICE_S = 3.0
+GAPLESS_S = 12.0
+GAPLESS_WITHIN_S = 120.0
 TIMES = 2
 """The programs with tools run. What is told once, with all that it ever counts, has no rate."""
 POLL_S = 0.2
@@ -102,7 +102,7 @@ def observe(cluster: LocalCluster, load: Load, progress: BenchProgress, clock: C
     ingress = f"{cluster.config.http.host}:{cluster.config.http.port}"
     with (
         Prometheus(files(scraping.from_nodes(cluster.metrics_addresses, interval=INTERVAL)), clock) as prometheus,
-        Prometheus(files(scraping.through_ingress(ingress, interval=SLOWER)), clock) as outside,
+        Prometheus(files(scraping.through_ingress(ingress, interval=INTERVAL)), clock) as outside,
     ):
         _await_scraped(prometheus, clock)
         _await_scraped(outside, clock)
@@ -121,14 +121,19 @@ def observe(cluster: LocalCluster, load: Load, progress: BenchProgress, clock: C
             for _ in range(TIMES):
                 asyncio.run(run_programs(cluster.url, cluster.config.model.id))
                 settled(prometheus, clock)
-        time.sleep(RULES_TWICE_S)
         return Findings(
-            answers=(*answered(prometheus, questions(dashboards(nodes=True))), *rules_answered(prometheus)),
-            through_ingress=(*answered(outside, questions(dashboards(nodes=False))), *rules_answered(outside)),
+            answers=_answers(prometheus, clock, nodes=True),
+            through_ingress=_answers(outside, clock, nodes=False),
             comparisons=tuple(compared(before, after, by_policy(result)[0].goodput)),
             silent_metrics=tuple(without_series(prometheus)),
             unknown_metrics=tuple(unknown_names(prometheus)),
         )
+
+
+def _answers(prometheus: Prometheus, clock: Clock, *, nodes: bool) -> tuple[Answer, ...]:
+    at_s = gapless_moment(prometheus, clock, over_s=GAPLESS_S, within_s=GAPLESS_WITHIN_S)
+    asked = questions(dashboards(nodes=nodes))
+    return (*answered(prometheus, asked, at_s), *rules_answered(prometheus, at_s))
 
 
 def _await_scraped(prometheus: Prometheus, clock: Clock) -> None:

@@ -80,13 +80,14 @@ class Prometheus:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         self._stop()
 
-    def query(self, expression: str) -> list[Series]:
-        """What an expression is now.
+    def query(self, expression: str, at_s: float | None = None) -> list[Series]:
+        """What an expression is now, or was at ``at_s`` (Unix seconds).
 
         Raises:
             PrometheusFailed: it is no expression, or it cannot be evaluated.
         """
-        found = self._get("query", query=expression)
+        at = {} if at_s is None else {"time": f"{at_s:.3f}"}
+        found = self._get("query", query=expression, **at)
         if found["resultType"] == "scalar":
             return [Series({}, float(found["result"][1]))]
         return [Series(one["metric"], float(one["value"][1])) for one in found["result"]]

@@ -10,6 +10,7 @@ from cluster.serving import LocalCluster
 
 pytestmark = [
     pytest.mark.cluster,
+    pytest.mark.timeout(900),
     pytest.mark.skipif(
         shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: apt-get install prometheus)"
     ),
