@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Else each of many engine processes compiles all of torch and vLLM anew: twenty seconds every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve observe dashboards test faults soak check docs bench bench-router helm format image-check clean
+.PHONY: help setup demo serve observe dashboards test faults soak audit check docs bench bench-router helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -51,6 +51,14 @@ faults: $(STAMP) ## break a real cluster in every way that is promised to be sur
 
 soak: $(STAMP) ## load, bursts, slow clients, storms, noisy tenants: the table of promises (an hour)
 	@$(BIN)/python -m pytest tests/faults -v -m soak --long --timeout 3600 --promises out/soak.md
+
+audit: .cache/audit/.installed ## ask OSV what is known of the packages pinned here (AUDIT_ARGS=: see requirements/audit.py)
+	@.cache/audit/bin/python requirements/audit.py $(AUDIT_ARGS)
+
+.cache/audit/.installed: requirements/audit.lock | $(STAMP)
+	@$(BIN)/python -m venv --clear .cache/audit
+	@.cache/audit/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
+	@touch $@
 
 check: $(STAMP) ## what CI checks beside the tests: format, lint, types, import rules
 	@$(BIN)/ruff format --check .
