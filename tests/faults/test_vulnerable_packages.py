@@ -1,6 +1,7 @@
 """`make audit`: packages with known vulnerabilities are found, and a service that does not answer is no good news."""
 
 import json
+import runpy
 import subprocess
 import threading
 from collections.abc import Iterator
@@ -107,6 +108,16 @@ def test_a_service_that_is_away_is_no_good_news(python: Path, pins: Path) -> Non
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert line.startswith("make audit: could not ask about 3 packages: ")
+
+
+def test_what_was_left_out_is_no_good_news(pins: Path, monkeypatch: Any, capsys: Any) -> None:
+    module = runpy.run_path(str(ROOT / "requirements" / "audit.py"))
+    main = module["main"]
+    found = [{"name": "ray", "version": "2.60.0", "vulns": []}, {"name": "redis", "version": "8.1.0", "vulns": []}]
+    for said in (found, [*found, {"name": "vllm", "skip_reason": "not found"}]):
+        monkeypatch.setitem(main.__globals__, "asked", lambda *_, said=said: said)
+        assert main([str(pins)]) == 2
+        assert "only 2 of 3 packages were asked about" in capsys.readouterr().err
 
 
 def test_the_packages_of_a_release_have_no_known_vulnerability(python: Path, is_long: bool, promised: Promised) -> None:
