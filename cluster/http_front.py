@@ -46,7 +46,10 @@ _NOT_PRINTABLE = re.compile(r"[^!-~]")
 
 def middlewares() -> list[Middleware]:
     """What Ray's proxy calls for, before it listens."""
+    from cluster import proxy_memory  # it imports Ray Serve, which whoever starts a cluster must not have done yet
+
     install_wire()
+    proxy_memory.install()
     refusals = Refusals(Meter())
     return [  # the innermost first: Ray puts each around those before it
         Middleware(EndedInWords),

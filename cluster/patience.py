@@ -21,27 +21,36 @@ async def answered_within(seconds: float) -> AsyncIterator[None]:
     Raises:
         TimeoutError: there was none.
     """
-    loop = asyncio.get_running_loop()
-    steps_left, last_s = STEPS, loop.time() + LONGEST * seconds
-    handle: asyncio.TimerHandle
-
-    def begin_step() -> None:
-        nonlocal handle
-        handle = loop.call_later(seconds / STEPS, end_step)
-
-    def end_step() -> None:
-        nonlocal steps_left
-        steps_left -= 1
-        if loop.time() >= last_s:
-            steps_left = min(steps_left, 1)
-        if steps_left:
-            begin_step()
-        else:
-            limit.reschedule(loop.time())  # after what can be read now
-
     async with asyncio.timeout(None) as limit:
-        begin_step()
+        steps = _Steps(seconds, limit)
+        steps.begin()
         try:
             yield
         finally:
-            handle.cancel()
+            steps.cancel()
+
+
+class _Steps:
+    """Those of one limit. (Two functions that call each other would be left to the garbage collector.)"""
+
+    def __init__(self, seconds: float, limit: asyncio.Timeout) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._step_s = seconds / STEPS
+        self._last_s = self._loop.time() + LONGEST * seconds
+        self._limit = limit
+        self._left = STEPS
+
+    def begin(self) -> None:
+        self._handle = self._loop.call_later(self._step_s, self._end)
+
+    def cancel(self) -> None:
+        self._handle.cancel()
+
+    def _end(self) -> None:
+        self._left -= 1
+        if self._loop.time() >= self._last_s:
+            self._left = min(self._left, 1)
+        if self._left:
+            self.begin()
+        else:
+            self._limit.reschedule(self._loop.time())  # after what can be read now

@@ -168,7 +168,8 @@ class Attempts:
         else:
             await self._check()
             request = self._last.elsewhere
-        self._last = PlacedAnswers(self._places, request, lambda placement: self._call(placement, so_far))
+        call = self._call  # not this object, which has the answers: it would be left to the garbage collector
+        self._last = PlacedAnswers(self._places, request, lambda placement: call(placement, so_far))
         return self._last
 
     def over(self, *, context_tokens: int) -> None:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
+import garbage
 import pytest
 from ray.exceptions import ActorDiedError, ActorUnavailableError
 
@@ -158,6 +159,23 @@ async def test_a_death_is_told_to_whoever_asked_and_the_next_attempt_avoids_that
     assert [placement.request.avoid for placement in places.placed] == [frozenset(), {"r0"}, {"r0", "r1"}]
     assert places.ends == [("r0", False, None), ("r1", False, None), ("r2", True, None)]
     assert (len(checks), len(asked)) == (2, 1)
+
+
+async def test_a_turn_leaves_no_garbage():
+    """It has its prompt, its spans and its connection to the replica."""
+    places = Recorder()
+
+    async def request() -> TurnRequest:
+        return turn_request(ProgramIdentity("p"), {"prompt": "x"})
+
+    async def check() -> None:
+        """Nothing refuses it."""
+
+    with garbage.none_of():
+        for _ in range(garbage.TIMES):
+            answers = await Attempts(places, request, lambda placement, so_far: Pieces([b"a"]), check)(None)
+            assert [piece async for piece in answers] == [b"a"]
+            del answers
 
 
 async def test_a_program_that_has_moved_is_followed():

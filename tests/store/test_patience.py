@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+import garbage
 import pytest
 import uvloop
 
@@ -90,3 +91,11 @@ async def test_what_was_answered_in_time_is_not_ended_later() -> None:
     async with answered_within(LIMIT_S / 10):
         pass
     await asyncio.sleep(LIMIT_S)
+
+
+async def test_it_leaves_no_garbage() -> None:
+    """A turn waits for the store several times."""
+    with garbage.none_of():
+        for _ in range(garbage.TIMES):
+            async with answered_within(LIMIT_S):
+                await asyncio.sleep(0)
