@@ -19,6 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from cluster.clock import MonotonicClock
 from cluster.errors import BadRequest
 from cluster.goodput import Outcome
+from cluster.heap import keep_trimmed
 from cluster.http_ends import EndedInWords
 from cluster.http_errors import error_response
 from cluster.http_refused import RefusedAgain
@@ -50,6 +51,7 @@ def middlewares() -> list[Middleware]:
 
     install_wire()
     proxy_memory.install()
+    keep_trimmed()
     refusals = Refusals(Meter())
     return [  # the innermost first: Ray puts each around those before it
         Middleware(EndedInWords),

@@ -26,6 +26,7 @@ from cluster.config import CaesuraConfig, PolicyConfig
 from cluster.errors import HttpError, Overloaded, UpstreamFailed
 from cluster.fleet import Fleet
 from cluster.forecasting_parts import forecasts
+from cluster.heap import keep_trimmed
 from cluster.http_admin import drain
 from cluster.http_calls import Answers, EventStream
 from cluster.http_chat import ChatPrograms
@@ -147,6 +148,7 @@ class ProgramIngress:
             self._keys.watch(config.keys.reload_s)
         self._fleet.open()
         await self._service.open()
+        keep_trimmed()
 
     async def __del__(self) -> None:
         """Called by Ray Serve when this process is to end."""

@@ -14,6 +14,8 @@ from contextlib import contextmanager
 
 from vllm.utils import system_utils
 
+from cluster.heap import trim
+
 METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 PR_SET_PDEATHSIG = 1
 
@@ -36,7 +38,7 @@ def forked_engine_core(set_title: Callable[[str], None]) -> Iterator[None]:
     told, asked = os.environ.get(METHOD), system_utils.is_in_ray_actor
     # What is garbage, or would be moved by a collection, would be copied in the child page by page.
     gc.collect()
-    _libc.malloc_trim(0)
+    trim()
     gc.freeze()
     _set_title, os.environ[METHOD], system_utils.is_in_ray_actor = set_title, "fork", lambda: False
     try:

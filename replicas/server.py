@@ -25,6 +25,7 @@ from cluster.clock import MonotonicClock
 from cluster.config import CaesuraConfig
 from cluster.direct_note import ROUTER_DEPLOYMENT
 from cluster.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
+from cluster.heap import keep_trimmed
 from cluster.http_calls import Answers
 from cluster.http_front import REQUEST_ID
 from cluster.observing.book_parts import turn_book
@@ -109,6 +110,7 @@ class ProgramServer(LLMServer):
         await self._turns.examine()
         await self._warm_up()
         self._metrics.started()
+        keep_trimmed()
         self._traces = traces(self._config, "replica")
         self._loops = [asyncio.create_task(loop) for loop in (self._exchange_for_ever(), self.engine.log_for_ever())]
 
