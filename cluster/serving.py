@@ -38,6 +38,7 @@ ENVIRONMENT = {
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
     "MALLOC_ARENA_MAX": "2",  # of glibc's usual eight a core each keeps free pieces: memory grew for hours
     "RAY_JEMALLOC_LIB_PATH": "",  # Ray's own processes are preloaded with it otherwise, and grow even when idle
+    "RAY_task_events_report_interval_ms": "0",  # the GCS would keep what Serve's controller waited for, each time
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.serve_clock.never_back",
     "VLLM_NO_USAGE_STATS": "1",

@@ -135,6 +135,7 @@ spec:
 - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
 - {name: MALLOC_ARENA_MAX, value: "2"}
 - {name: RAY_JEMALLOC_LIB_PATH, value: ""}
+- {name: RAY_task_events_report_interval_ms, value: "0"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: cluster.http_front.middlewares}
 - {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: cluster.serve_clock.never_back}
 - name: CAESURA_MAX_IN_FLIGHT
