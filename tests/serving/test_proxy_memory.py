@@ -1,6 +1,7 @@
 """What Ray's proxy needed for an answer is freed when the answer has ended."""
 
 import asyncio
+import threading
 from typing import Any
 
 import garbage
@@ -9,6 +10,7 @@ from ray.serve._private.proxy_response_generator import ProxyResponseGenerator
 from ray.serve.handle import DeploymentResponseGenerator
 
 from cluster import proxy_memory
+from cluster.http_front import middlewares
 
 
 class Response(DeploymentResponseGenerator):
@@ -55,6 +57,13 @@ async def test_an_answer_leaves_no_garbage() -> None:
     with garbage.none_of():
         for _ in range(garbage.TIMES):
             assert await whole(b"a", b"b") == [b"a", b"b"]
+
+
+def test_the_proxy_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ProxyResponseGenerator, "_get_next_streaming_result", proxy_memory._next_of_ray)
+    middlewares()
+    assert ProxyResponseGenerator._get_next_streaming_result is proxy_memory._next
+    assert "heap" in {thread.name for thread in threading.enumerate()}
 
 
 @pytest.mark.usefixtures("installed")
