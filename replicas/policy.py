@@ -56,7 +56,7 @@ class LoadView:
     lost_queue_s: float = 0.0
     """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
     prefill_tokens: int = 0
-    """Tokens that the running turns still need computed before they generate."""
+    """Tokens that the running turns still need computed before they generate, without turns that are put off."""
 
     @property
     def waiting_in_time(self) -> int:
@@ -308,7 +308,8 @@ class Policy:
     admission: AdmissionPolicy | None = None
     """None: whatever fits is admitted."""
     late_rank: RankKey | None = None
-    """Turns of this rank and of later ones are ``LoadView.waiting_late`` while they wait; None: no turn is."""
+    """Turns of this rank and of later ones are put off: ``LoadView.waiting_late`` while they wait, behind all others
+    while their prompts are computed (`replicas.prefills`); None: no turn is."""
 
     @property
     def guards_memory(self) -> bool:

@@ -7,7 +7,7 @@ Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     _update_request_with_output             when a turn's first token came
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     reset_prefix_cache                      held blocks would make it fail
-(what it uses for the host tier beside these: `replicas.swapping`; to count: `replicas.tally`)
+(what it uses beside these: `replicas.swapping`, for the host tier; `replicas.tally`, to count; `replicas.prefills`)
 and of ``KVCacheManager`` it wraps
     allocate_slots                          admissions are seen here; short of memory, holds are broken until it fits
 and sets its watermark_blocks, as the policy says. (Grammars of resumed turns: `replicas.resumed_grammar`.)
@@ -55,6 +55,7 @@ from replicas import turns, views
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HoldOrigin, HoldTable
 from replicas.policy import Forecast, Hold, PauseView, RankKey, Swap
+from replicas.prefills import Prefills
 from replicas.program_table import ProgramTable
 from replicas.remains import MAX_REMAINS, Remains
 from replicas.resumed_grammar import advance_grammars
@@ -96,10 +97,10 @@ class AgentScheduler(AsyncScheduler):
         self.remains = Remains(self.hash_block_size, MAX_REMAINS)
         self.swapping = Swapping(self)
         self.facts = views.replica_facts(self)
+        self.prefills = Prefills(self)
         self.pace = StepPace(self)
         self.load = views.load_view(self)
-        self.tally = Tally(self)
-        self.traced = Traced()
+        self.tally, self.traced = Tally(self), Traced()
         self.unproven = Unproven(self.requests)
         self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
         advance_grammars(self.structured_output_manager)
@@ -107,14 +108,14 @@ class AgentScheduler(AsyncScheduler):
 
     def use_policy(self, policy: PolicyConfig) -> None:
         """Decide by another policy from now on. Holds end: they are promises of the policy that made them."""
-        self.policy_config, self._policies = policy, build_policy(policy)
-        self.guards_memory = self._policies.guards_memory
-        reserve_share = max(self._policies.reserve_share, self.scheduler_config.watermark)
+        self.policy_config, self.policies = policy, build_policy(policy)
+        self.guards_memory = self.policies.guards_memory
+        reserve_share = max(self.policies.reserve_share, self.scheduler_config.watermark)
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
         for key in [held.key for held in self.holds]:
             self.apply(key, HoldEnded(self.clock.now_s(), "policy switch"))
         for queue in (self.waiting, self.skipped_waiting):
-            queue.late_from = self._policies.late_rank
+            queue.late_from = self.policies.late_rank
             queue.rerank_all()
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
@@ -138,16 +139,16 @@ class AgentScheduler(AsyncScheduler):
         self.swapping.arrives(request, key, turn.forecast)
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One step: end and review holds, rank anew what changes by itself, set the budget, let vLLM schedule."""
+        """One step: end and review holds, order prompts and what waits anew, set the budget, let vLLM schedule."""
         self.expire(self.clock.now_s())
         self.swapping.step()
         self.load = views.load_view(self)
+        self.prefills.line_up()
         self._review_holds()
-        refresh_steps = self._policies.order.refresh_steps
-        if refresh_steps is not None:
+        if (refresh_steps := self.policies.order.refresh_steps) is not None:
             self.waiting.refresh(refresh_steps)
             self.skipped_waiting.refresh(refresh_steps)
-        budget = self._policies.budget.tokens(self.load)
+        budget = self.policies.budget.tokens(self.load)
         self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
         output: SchedulerOutput = super().schedule(throttle_prefills)
         self.pace.began(output)
@@ -162,12 +163,12 @@ class AgentScheduler(AsyncScheduler):
 
     def _review_holds(self) -> None:
         """Ask again what becomes of the programs that are held and whose pause lasts: a share of them in each step."""
-        if (review_steps := self._policies.pause.review_steps) is None:
+        if (review_steps := self.policies.pause.review_steps) is None:
             return
         for held in self.holds.due(review_steps):
             if held.origin is not HoldOrigin.POLICY:  # what somebody asked for lasts as long as they asked
                 continue
-            decision = self._policies.pause.review(views.hold_view(self, held))
+            decision = self.policies.pause.review(views.hold_view(self, held))
             if isinstance(decision, Swap) and self._swaps_out(held.key):
                 self.apply(held.key, Swapped(self.load.now_s, decision.reason))
             elif not isinstance(decision, Hold):
@@ -221,7 +222,7 @@ class AgentScheduler(AsyncScheduler):
         pause = views.pause_view(self, self.programs[key], turn, context_tokens)
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         self.remains.keep(key, request.block_hashes, context_tokens, pause.forecast)
-        decision = self._policies.pause.decide(pause)
+        decision = self.policies.pause.decide(pause)
         if isinstance(decision, Hold):
             self.traced.hold_began(key, turn)
             return self._hold(request, key, pause, decision)
@@ -264,7 +265,7 @@ class AgentScheduler(AsyncScheduler):
         running = RequestStatus.RUNNING
 
         def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
-            if request.status is not running and not leaves_room(self, self._policies.admission, request):
+            if request.status is not running and not leaves_room(self, self.policies.admission, request):
                 return None
             blocks = allocate_slots(request, num_new_tokens, **kwargs)
             if blocks is not None and request.status is running:
@@ -294,7 +295,7 @@ class AgentScheduler(AsyncScheduler):
         if not len(self.holds):
             return False
         claimant = claimant_of(self, request)
-        key = yielding(self, self._policies.pause, claimant, self.turns[request.request_id].key)
+        key = yielding(self, self.policies.pause, claimant, self.turns[request.request_id].key)
         if key is None:
             return False
         self.apply(key, HoldEnded(self.clock.now_s(), f"broken for a {claimant.value} turn"))
@@ -362,8 +363,7 @@ class AgentScheduler(AsyncScheduler):
         Not at once: between looking at the head of a queue and taking it, vLLM allocates, which may break a hold.
         """
         program = self.programs.get(key)
-        admitted = 1 if reason == "used" else 0
-        if program is None or program.active <= admitted:
+        if program is None or program.active <= (1 if reason == "used" else 0):
             return
         self._stale_ranks.extend(request_id for request_id, turn in self.turns.items() if turn.key == key)
 
@@ -372,7 +372,7 @@ class AgentScheduler(AsyncScheduler):
     def _rank(self, request: Request) -> RankKey:
         if request.num_computed_tokens:
             return LOADED
-        return self._policies.order.key(views.turn_view(self, request)) or EQUAL
+        return self.policies.order.key(views.turn_view(self, request)) or EQUAL
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""

@@ -46,11 +46,7 @@ def load_view(scheduler: "AgentScheduler") -> LoadView:
         on_time_share=scheduler.on_time.mean,
         waiting_late=scheduler.waiting.late + scheduler.skipped_waiting.late,
         lost_queue_s=scheduler.lost_queue.mean,
-        prefill_tokens=sum(
-            missing
-            for request in scheduler.running
-            if (missing := request.num_tokens - request.num_computed_tokens) > 1
-        ),
+        prefill_tokens=scheduler.prefills.tokens,
     )
 
 
@@ -90,6 +86,11 @@ def turn_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
         request.num_output_tokens,
         turn.first_token_s,
     )
+
+
+def prefill_view(scheduler: "AgentScheduler", request: Request) -> TurnView:
+    """A turn that was admitted and whose prompt is not all computed."""
+    return replace(turn_view(scheduler, request), cached_tokens=request.num_computed_tokens, kv=KvPlace.HELD)
 
 
 def pause_view(scheduler: "AgentScheduler", program: ProgramState, turn: "Turn", context_tokens: int) -> PauseView:

@@ -55,8 +55,10 @@ class Candidate:
     step_s: float
     """An iteration as things are."""
     programs: float
+    active: float
+    """Of the programs that live here, those that run, wait, or come back within seconds."""
     active_step_s: float
-    """An iteration in which all take part that run, wait, or come back within seconds."""
+    """An iteration in which they all take part."""
     refill_s: float
     """A program that pauses longer is not worth its memory."""
     occupied_tokens: float
@@ -209,6 +211,7 @@ def candidate_of(
         residual_s=(facts.output_tokens + sent.output_tokens) / max(1.0, turns) * step_s,
         step_s=step_s,
         programs=programs,
+        active=active,
         active_step_s=costs.decode_step_s(active, min(facts.kv_tokens, active_tokens)),
         refill_s=facts.kv_tokens * costs.token_s,
         occupied_tokens=occupied,

@@ -37,18 +37,21 @@ class Missing:
 
 
 class Pace:
-    """Its tokens, one an iteration, of iterations in which all take part that run, wait, or come back within seconds.
+    """Tokens, one an iteration: the program's own, and those of the others, whose iterations it makes longer.
 
-    Today's iterations would mislead: a replica whose memory is full runs few turns, and looks fast for it. So would
-    those of all that live there: who pauses for minutes makes nobody slow.
+    In an iteration take part all that run, wait, or come back within seconds. Today's would mislead: a replica whose
+    memory is full runs few turns, and looks fast for it. So would one of all that live there: who pauses for minutes
+    makes nobody slow. What the others lose is what makes long contexts live where few have to wait for their reading.
     """
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
-        """Own decodes times the iteration's length."""
-        if turn.home == candidate.replica:  # which is one of the programs that live there
-            return turn.expected.outputs * candidate.active_step_s
+        """Own decodes times the iteration's length, and times what the program adds to it for each of the others."""
         own_s = candidate.facts.sequence_s + turn.expected.context_tokens * candidate.facts.context_s
-        return turn.expected.outputs * (candidate.active_step_s + own_s)
+        if turn.home == candidate.replica:  # which is one of the programs that live there
+            others, step_s = max(0.0, candidate.active - 1), candidate.active_step_s
+        else:
+            others, step_s = candidate.active, candidate.active_step_s + own_s
+        return turn.expected.outputs * (step_s + others * own_s)
 
 
 class Memory:

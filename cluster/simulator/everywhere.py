@@ -1,8 +1,9 @@
 """A bound for routers, which none can be built to: every replica has what any of them has computed.
 
-A turn goes where the least is to be read in an iteration, and the KV of its prompt, as far as another replica has it,
-is there at once. On memory without end nothing is ever computed twice, wherever a turn goes, so that what is left to a
-router is an even load, and this one's is: programs have no home that would keep them from it.
+A turn goes where iterations are shortest for it, and get longer for as few others as may be; the KV of its prompt, as
+far as another replica has it, is there at once. On memory without end nothing is ever computed twice, wherever a turn
+goes, so that what is left to a router is an even load, and this one's is: programs have no home that would keep them
+from it.
 """
 
 from collections.abc import Callable, Sequence
@@ -45,11 +46,12 @@ class Everywhere(RequestRouter):
         self._weights: list[dict[str, float]] = [{} for _ in range(replicas)]
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """The replica with the least under way that is not full, the first one of several."""
+        """The replica not full where least is lost, for it and for those under way; the first one of several."""
         open_ = [replica for replica in range(len(self.ongoing)) if not self.full(replica)]
         if not open_:
             return None
-        replica = min(open_, key=lambda one: sum(self._weights[one].values()))
+        own_s = self._weight(turn.prompt)
+        replica = min(open_, key=lambda one: sum(self._weights[one].values()) + own_s * len(self._weights[one]))
         hashes = self._hashes(turn.prompt)
         somewhere = max(self._cached(one, hashes) for one in range(len(self.ongoing)))
         if somewhere > self._cached(replica, hashes):

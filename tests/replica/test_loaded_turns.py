@@ -59,7 +59,7 @@ def engine(request: pytest.FixtureRequest, is_async: bool, model: Path) -> Itera
     assert isinstance(scheduler, AgentScheduler)
     scheduler.clock = clock
     if request.param is not None:
-        scheduler._policies = replace(scheduler._policies, order=request.param)
+        scheduler.policies = replace(scheduler.policies, order=request.param)
     yield made
     scheduler.check_integrity()
 

@@ -78,7 +78,7 @@ class Tiered:
         )
         self.scheduler: AgentScheduler = self.engine.scheduler  # type: ignore[assignment]
         self.scheduler.clock = self.clock
-        self.scheduler._policies = replace(self.scheduler._policies, pause=pause)
+        self.scheduler.policies = replace(self.scheduler.policies, pause=pause)
         self.contexts: dict[str, list[int]] = {}
         self.turns: dict[str, int] = {}
 

@@ -328,7 +328,7 @@ def test_axes_of_different_policies_mix(programs: Make) -> None:
     p = programs("mars")
     p.scheduler.use_policy(PolicyConfig(name="mars", pause="continuum", budget="augserve"))
     whole = {name: build_policy(PolicyConfig(name=name)) for name in ("mars", "continuum", "augserve")}
-    mixed = p.scheduler._policies
+    mixed = p.scheduler.policies
     assert mixed.order == whole["mars"].order
     assert mixed.pause == whole["continuum"].pause
     assert mixed.budget == whole["augserve"].budget

@@ -180,6 +180,20 @@ def test_programs_that_pause_for_minutes_do_not_make_a_replica_slow() -> None:
     assert placement.score(TURN, asleep).seconds < placement.score(TURN, awake).seconds
 
 
+def test_a_long_context_lives_where_few_wait_for_its_reading() -> None:
+    placement = Placement.of(FrontSettings(scorers={"pace": 1.0}))
+    # Iterations of one length: many short contexts here, few long ones there.
+    many, few = (
+        idle(name, active_programs=n, active_tokens=5e4, sequence_s=0.0) for name, n in (("r0", 20.0), ("r1", 2.0))
+    )
+    assert many.active_step_s == few.active_step_s
+    short, long = (replace(TURN, expected=replace(TURN.expected, context_tokens=n)) for n in (0.0, 4e4))
+    assert placement.score(short, many).seconds == placement.score(short, few).seconds
+    assert placement.score(long, many).seconds > placement.score(long, few).seconds
+    at_home = replace(long, home="r1")
+    assert placement.score(at_home, few).seconds < placement.score(long, few).seconds, "it is one of the two"
+
+
 def test_of_equals_the_one_with_fewer_programs() -> None:
     placement = Placement.of(FrontSettings(scorers={}))
     best = placement.best(TURN, [idle("r0", programs=3.0), idle("r1", programs=2.0), idle("r2", programs=5.0)])
