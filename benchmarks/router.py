@@ -1,12 +1,12 @@
 """Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
 
-    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.1] [--minutes 6] [--only placement|cliff] [--scan]
-        [--routers consistent_hash,kv_aware] [--untiered] [--trace FILE] [--memory 20]
+    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.045] [--minutes 20] [--only placement|cliff]
+        [--routers consistent_hash,kv_aware] [--untiered] [--scan] [--trace FILE] [--memory 20]
 
-One row a router: ours and its peers on replicas that schedule by `caesura`, some peers once more on vLLM's own
-scheduler, which is what people run today, and one of each with a host tier (`+host`). `kv_aware` is Dynamo's published
-cost on exact knowledge of all caches; the others are Ray's algorithms. Claims are against the best peer of all without
-a tier, whichever scheduler it has.
+One row a router. Claims are for systems as they come: ours, router and scheduler, against Ray's routers and Dynamo's
+cost before vLLM's own scheduler, all with the same memory and no host tier. The best of these stand before our
+scheduler, too: that is what a router alone is worth, and printed beside the claims. One of each has a host tier
+(`+host`). `kv_aware` is Dynamo's published cost on exact knowledge of all caches; the others are Ray's algorithms.
 
 Programs are recorded coding agents: sessions with minutes between some turns for the placement (kvtester_cc), ones with
 short tools for the cliff (iso_bench_trae), of up to 65,536 tokens, on Llama-3.1-8B and H100s. Where the recordings
@@ -56,13 +56,14 @@ from benchmarks.router_subjects import (
 from cluster.bench.workload import Shaping
 from cluster.simulator.routers import OURS
 from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
-from cluster.simulator.settings import STOCK, SimulationSettings
+from cluster.simulator.settings import SimulationSettings
 from replicas.presets import cost_model
 
 REPLICAS = 16
 CLIFF_REPLICAS = 4
 CLIFF = (0.5, 1.0, 1.5, 2.0)
 """Of the programs that fit."""
+CLIFF_MINUTES, CLIFF_WARMUP_MINUTES = 6.0, 4.0
 
 
 def simulate_all(every: Sequence[SimulationSettings], jobs: int) -> list[RunResult]:
@@ -141,7 +142,7 @@ def scan(
     compared: Sequence[Subject], base: SimulationSettings, rates: Sequence[float], jobs: int
 ) -> list[dict[str, Any]]:
     """The peers' completion over the load."""
-    subjects = [subject for subject in compared if subject.is_peer and subject.policy != STOCK]
+    subjects = [subject for subject in compared if subject.is_peer]
     points = [(subject, rate) for rate in rates for subject in subjects]
     every = [subject.settings(base, rate * base.replicas) for subject, rate in points]
     return [
@@ -215,6 +216,13 @@ Claim = tuple[str, float, bool]
 """What is claimed, what it is, and whether it holds."""
 
 
+def against(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """Its completion and its goodput over the best ones of the others, which may be of two of them."""
+    best = max(other["goodput_programs"] for other in others)
+    completion: float = row["jct_mean_s"] / min(other["jct_mean_s"] for other in others)
+    return completion, row["goodput_programs"] / best if best else 0.0
+
+
 def placement_shows(
     compared: Sequence[Subject], rows: Sequence[dict[str, Any]], low: Sequence[dict[str, Any]]
 ) -> list[Claim]:
@@ -223,9 +231,7 @@ def placement_shows(
     peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
     fastest = min(row["jct_mean_s"] for row in peers)
     risen = fastest / min(row["jct_mean_s"] for row in low)
-    jct = ours["jct_mean_s"] / fastest
-    best = max(row["goodput_programs"] for row in peers)
-    goodput = ours["goodput_programs"] / best if best else 0.0
+    jct, goodput = against(ours, peers)
     hit_rate = ours["hit_rate"] or 0.0
     return [
         ("the best peer's completion has doubled against that at a low load", risen, risen >= 2),
@@ -249,8 +255,8 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--replicas", type=int, default=REPLICAS)
     parser.add_argument("--rate", type=float, default=None, help="programs per second and replica")
-    parser.add_argument("--minutes", type=float, default=6.0, help="measured, of each run")
-    parser.add_argument("--warmup", type=float, default=4.0, help="minutes before them")
+    parser.add_argument("--minutes", type=float, default=None, help="measured, of each run")
+    parser.add_argument("--warmup", type=float, default=None, help="minutes before them")
     parser.add_argument("--drain-s", type=float, default=150.0)
     parser.add_argument("--built-in", action="store_true", help="replay the built-in workload")
     parser.add_argument("--arrivals", default="poisson")
@@ -284,8 +290,8 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser, directo
         trace=arguments.trace or scene.trace,
         only_recorded=(arguments.trace or scene.trace) is not None,
         shaping=Shaping(max_context=scene.max_context),
-        minutes=arguments.minutes,
-        warmup_minutes=arguments.warmup,
+        minutes=scene.minutes if arguments.minutes is None else arguments.minutes,
+        warmup_minutes=scene.warmup_minutes if arguments.warmup is None else arguments.warmup,
         drain_s=arguments.drain_s,
         seeds=(arguments.seed,),
         arrivals=arguments.arrivals,
@@ -347,17 +353,29 @@ def placement(
     print(f"{rate:g} programs per second and replica, {arguments.arrivals}")
     print_rows([*rows, bound])
     save("router", [*low, *rows, {**bound, "memory": max(AMPLE, arguments.memory)}], arguments.json)
+    [ours] = [row for row, subject in zip(rows, compared, strict=True) if subject is OURSELVES]
     peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
-    fastest, best = min(row["jct_mean_s"] for row in peers), max(row["goodput_programs"] for row in peers)
-    within = f"{bound['jct_mean_s'] / fastest:.3f} x the best peer's completion"
-    print(f"  left to any router: {within}, {bound['goodput_programs'] / best if best else 0:.3f} x the best goodput")
+    alone = [
+        row for row, subject in zip(rows, compared, strict=True) if subject.is_router_alone and not subject.host_gib
+    ]
+    for name, row, others in (
+        ("ours against the best router before our scheduler", ours, alone),
+        ("a router that has all KV everywhere, against the same", bound, alone),
+        ("a router that has all KV everywhere, against the best peer", bound, peers),
+    ):
+        if others:
+            completion, goodput = against(row, others)
+            print(f"  {name}: completion {completion:.3f} x, goodput {goodput:.3f} x")
     return placement_shows(compared, rows, low)
 
 
 def past_the_cliff(base: SimulationSettings, scene: Scene, arguments: argparse.Namespace) -> list[Claim]:
     """A closed loop of more and more programs."""
     few = min(CLIFF_REPLICAS, arguments.replicas)
-    cliff = climb(replace(base, trace=scene.cliff_trace, replicas=few, drain_s=0.0), arguments.jobs)
+    minutes = arguments.minutes or CLIFF_MINUTES
+    warmup = CLIFF_WARMUP_MINUTES if arguments.warmup is None else arguments.warmup
+    loop = replace(base, trace=scene.cliff_trace, replicas=few, drain_s=0.0, minutes=minutes, warmup_minutes=warmup)
+    cliff = climb(loop, arguments.jobs)
     print_cliff(cliff)
     print(f"  plot: {plot_cliff(cliff, arguments.plot)}")
     path = DIRECTORY / "router_cliff.json" if arguments.json is None else arguments.json.with_suffix(".cliff.json")
