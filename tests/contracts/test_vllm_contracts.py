@@ -51,7 +51,9 @@ def test_allocate_slots_says_by_keyword_what_the_prefix_cache_had() -> None:
 
 def test_a_running_turn_sits_out_the_steps_before_its_mark() -> None:
     source = inspect.getsource(AsyncScheduler.schedule)
-    assert source.index("self.current_step += 1") < source.index("self.current_step < request.next_decode_eligible_step")
+    assert source.index("self.current_step += 1") < source.index(
+        "self.current_step < request.next_decode_eligible_step"
+    )
 
 
 def test_the_queue_protocol_is_the_one_we_implement() -> None:
