@@ -1,6 +1,6 @@
 """Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
 
-    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.045] [--minutes 20] [--only placement|cliff]
+    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.05] [--minutes 20] [--only placement|cliff]
         [--routers consistent_hash,kv_aware] [--untiered] [--scan] [--trace FILE] [--memory 20]
 
 One row a router. Claims are for systems as they come: ours, router and scheduler, against Ray's routers and Dynamo's
@@ -355,9 +355,7 @@ def placement(
     save("router", [*low, *rows, {**bound, "memory": max(AMPLE, arguments.memory)}], arguments.json)
     [ours] = [row for row, subject in zip(rows, compared, strict=True) if subject is OURSELVES]
     peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
-    alone = [
-        row for row, subject in zip(rows, compared, strict=True) if subject.is_router_alone and not subject.host_gib
-    ]
+    alone = [row for row, subject in zip(rows, compared, strict=True) if subject.is_router_alone]
     for name, row, others in (
         ("ours against the best router before our scheduler", ours, alone),
         ("a router that has all KV everywhere, against the same", bound, alone),
@@ -372,7 +370,7 @@ def placement(
 def past_the_cliff(base: SimulationSettings, scene: Scene, arguments: argparse.Namespace) -> list[Claim]:
     """A closed loop of more and more programs."""
     few = min(CLIFF_REPLICAS, arguments.replicas)
-    minutes = arguments.minutes or CLIFF_MINUTES
+    minutes = CLIFF_MINUTES if arguments.minutes is None else arguments.minutes
     warmup = CLIFF_WARMUP_MINUTES if arguments.warmup is None else arguments.warmup
     loop = replace(base, trace=scene.cliff_trace, replicas=few, drain_s=0.0, minutes=minutes, warmup_minutes=warmup)
     cliff = climb(loop, arguments.jobs)
