@@ -92,7 +92,7 @@ def test_nobody_sits_out_for_a_turn_that_is_late_itself(replica: Replica) -> Non
     assert all(late in p.step() for _ in range(6))
 
 
-@pytest.mark.parametrize("asynchronous", [False, True])
+@SYNC_AND_ASYNC
 def test_all_that_is_put_off_ends(replica: Replica, asynchronous: bool) -> None:
     """One turn after the other comes in time, for as long as the late prompt needs."""
     p = programs(replica, asynchronous=asynchronous)
