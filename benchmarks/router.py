@@ -1,12 +1,14 @@
 """Routers side by side under virtual time: where programs are placed, at a load that hurts, and past the cliff.
 
-    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.05] [--minutes 20] [--only placement|cliff]
-        [--routers consistent_hash,kv_aware] [--untiered] [--scan] [--trace FILE] [--memory 20]
+    python -m benchmarks.router [--replicas 16] [--jobs 2] [--rate 0.05] [--seed 0,1,2] [--minutes 20]
+        [--only placement|cliff] [--routers consistent_hash,kv_aware] [--claimed] [--untiered] [--scan] [--trace FILE]
+        [--memory 20]
 
-One row a router. Claims are for systems as they come: ours, router and scheduler, against Ray's routers and Dynamo's
-cost before vLLM's own scheduler, all with the same memory and no host tier. The best of these stand before our
-scheduler, too: that is what a router alone is worth, and printed beside the claims. One of each has a host tier
-(`+host`). `kv_aware` is Dynamo's published cost on exact knowledge of all caches; the others are Ray's algorithms.
+One row a router; with several seeds each number is their mean, and so are the claims. Claims are for systems as they
+come: ours, router and scheduler, against Ray's routers and Dynamo's cost before vLLM's own scheduler, all with the same
+memory and no host tier. The best of these stand before our scheduler, too: that is what a router alone is worth, and
+printed beside the claims. One of each has a host tier (`+host`). `kv_aware` is Dynamo's published cost on exact
+knowledge of all caches; the others are Ray's algorithms.
 
 Programs are recorded coding agents: sessions with minutes between some turns for the placement (kvtester_cc), ones with
 short tools for the cliff (iso_bench_trae), of up to 65,536 tokens, on Llama-3.1-8B and H100s. Where the recordings
@@ -40,6 +42,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.results import DIRECTORY, save
+from benchmarks.router_rows import cell, means, print_rows, row_of
 from benchmarks.router_subjects import (
     AMPLE,
     BOUND,
@@ -87,67 +90,15 @@ def _simulate(work: tuple[SimulationSettings, Any]) -> RunResult:
     return simulate(*work)
 
 
-def row_of(subject: Subject, result: RunResult) -> dict[str, Any]:
-    """The interface's columns, and what explains them."""
-    routing = result.routing
-    return {
-        "router": subject.router,
-        "replicas": result.replicas,
-        "policy": subject.shown_policy,
-        "goodput_programs": result.summary.goodput.programs_per_s,
-        "jct_mean_s": result.jct_all_s,
-        "hit_rate": routing.hit_of_infinite,
-        "load_max_over_mean": routing.load_max_over_mean,
-        "jct_with_tools_s": result.jct_wall_all_s,
-        "offered": result.summary.goodput.offered_programs,
-        "completed": result.summary.goodput.completed_programs,
-        "tokens_per_s": result.tokens_per_s,
-        "refused": routing.refused,
-        "moves": routing.moves,
-        "split": routing.split,
-        "waited": routing.waited,
-        "wait_s": routing.wait_s,
-        "decisions": dict(routing.decisions),
-        "bound_programs": result.bound_per_s,
-        "wall_s": round(result.wall_s, 1),
-    }
-
-
-SHOWN = ("router", "replicas", "policy", "goodput_programs", "jct_mean_s", "hit_rate", "load_max_over_mean")
-MORE = ("refused", "moves", "split", "waited")
-
-
-def print_rows(rows: Sequence[dict[str, Any]]) -> None:
-    columns = (*SHOWN, *MORE)
-    print("  " + "  ".join(f"{column:>{_width(column)}}" for column in columns))
-    for row in rows:
-        print("  " + "  ".join(f"{_cell(row[column]):>{_width(column)}}" for column in columns))
-
-
-def _width(column: str) -> int:
-    return max(len(column), 16 if column == "router" else 8)
-
-
-def _cell(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, float) else "-" if value is None else str(value)
-
-
-def compare(subjects: Sequence[Subject], base: SimulationSettings, rate: float, jobs: int) -> list[dict[str, Any]]:
-    """Routers at one load, programs per second and replica."""
-    every = [subject.settings(base, rate * base.replicas) for subject in subjects]
-    return [row_of(subject, result) for subject, result in zip(subjects, simulate_all(every, jobs), strict=True)]
-
-
-def scan(
-    compared: Sequence[Subject], base: SimulationSettings, rates: Sequence[float], jobs: int
+def compare(
+    subjects: Sequence[Subject], base: SimulationSettings, rates: Sequence[float], jobs: int
 ) -> list[dict[str, Any]]:
-    """The peers' completion over the load."""
-    subjects = [subject for subject in compared if subject.is_peer]
-    points = [(subject, rate) for rate in rates for subject in subjects]
-    every = [subject.settings(base, rate * base.replicas) for subject, rate in points]
+    """Routers at some loads, programs per second and replica, once with each seed: a row a run."""
+    points = [(rate, subject, seed) for rate in rates for subject in subjects for seed in base.seeds]
+    every = [replace(subject.settings(base, rate * base.replicas), seeds=(seed,)) for rate, subject, seed in points]
     return [
-        {"rate_per_replica": rate, **row_of(subject, result)}
-        for (subject, rate), result in zip(points, simulate_all(every, jobs), strict=True)
+        {"rate_per_replica": rate, "seed": seed, **row_of(subject, result)}
+        for (rate, subject, seed), result in zip(points, simulate_all(every, jobs), strict=True)
     ]
 
 
@@ -182,7 +133,7 @@ def print_cliff(rows: Sequence[dict[str, Any]]) -> None:
     print("  under way, of what fits: generated tokens/s (cached tokens, of an infinite cache's)")
     for subject in CLIMBERS:
         cells = [
-            f"{row['of_what_fits']:g}: {row['tokens_per_s']:,.0f} ({_cell(row['hit_rate'])})"
+            f"{row['of_what_fits']:g}: {row['tokens_per_s']:,.0f} ({cell(row['hit_rate'])})"
             for row in rows
             if row["name"] == subject.name
         ]
@@ -224,11 +175,9 @@ def against(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[floa
 
 
 def placement_shows(
-    compared: Sequence[Subject], rows: Sequence[dict[str, Any]], low: Sequence[dict[str, Any]]
+    ours: dict[str, Any], peers: Sequence[dict[str, Any]], low: Sequence[dict[str, Any]]
 ) -> list[Claim]:
     """Of the comparison at one load, and the peers at a low one."""
-    [ours] = [row for row, subject in zip(rows, compared, strict=True) if subject is OURSELVES]
-    peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
     fastest = min(row["jct_mean_s"] for row in peers)
     risen = fastest / min(row["jct_mean_s"] for row in low)
     jct, goodput = against(ours, peers)
@@ -260,10 +209,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--drain-s", type=float, default=150.0)
     parser.add_argument("--built-in", action="store_true", help="replay the built-in workload")
     parser.add_argument("--arrivals", default="poisson")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=_seeds, default=(0,), help="one, or several by comma: each is a run")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--only", choices=("placement", "cliff"), default=None)
     parser.add_argument("--routers", default=None, help="only these of the routers, by comma; ours is always there")
+    parser.add_argument("--claimed", action="store_true", help="only what the claims are of: ours and the peers")
     parser.add_argument("--untiered", action="store_true", help="without the rows that have a host tier")
     parser.add_argument("--trace", type=Path, default=None, help="for the placement, in place of the recording")
     parser.add_argument("--memory", type=float, default=1.0, help="for KV, in times the device's")
@@ -280,9 +230,14 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser, directory: Path) -> int:
     scene = BUILT_IN if arguments.built_in or not RECORDINGS.is_dir() else RECORDED
-    compared = _compared(arguments.routers, parser)
-    if arguments.untiered:
-        compared = tuple(subject for subject in compared if not subject.host_gib)
+    compared = tuple(
+        subject
+        for subject in _compared(arguments.routers, parser)
+        if subject is OURSELVES
+        or subject.is_peer
+        or not (arguments.claimed or (arguments.untiered and subject.host_gib))
+    )
+    peers = tuple(subject for subject in compared if subject.is_peer)
     base = SimulationSettings(
         policies=("caesura",),
         rates_per_s=(1.0,),
@@ -293,21 +248,21 @@ def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser, directo
         minutes=scene.minutes if arguments.minutes is None else arguments.minutes,
         warmup_minutes=scene.warmup_minutes if arguments.warmup is None else arguments.warmup,
         drain_s=arguments.drain_s,
-        seeds=(arguments.seed,),
+        seeds=arguments.seed,
         arrivals=arguments.arrivals,
         replicas=arguments.replicas,
     )
     if arguments.scan:
-        rows = scan(compared, base, scene.scan, arguments.jobs)
+        rows = compare(peers, base, scene.scan, arguments.jobs)
         for rate in scene.scan:
             print(f"{rate:g} programs per second and replica")
-            print_rows([row for row in rows if row["rate_per_replica"] == rate])
-        print(f"The best peer's completion has doubled at: {doubled(rows, scene.scan)}")
+            print_rows(means([row for row in rows if row["rate_per_replica"] == rate]))
+        print(f"The best peer's completion has doubled at: {doubled(means(rows), scene.scan)}")
         save("router", rows, arguments.json or DIRECTORY / "router_scan.json")
         return 0
     claims: list[Claim] = []
     if arguments.only in (None, "placement"):
-        claims += placement(compared, base, scene, arguments, directory)
+        claims += placement(compared, peers, base, scene, arguments, directory)
     if arguments.only in (None, "cliff"):
         claims += past_the_cliff(base, scene, arguments)
     for claim, value, holds in claims:
@@ -324,6 +279,13 @@ def _with_memory(preset: str, times: float, directory: Path) -> str:
     return str(path)
 
 
+def _seeds(text: str) -> tuple[int, ...]:
+    seeds = tuple(int(seed) for seed in text.split(",") if seed.strip().isdecimal())
+    if len(set(seeds)) != len(text.split(",")):
+        raise argparse.ArgumentTypeError(f"numbers by comma, each once, not {text!r}")
+    return seeds
+
+
 def _compared(routers: str | None, parser: argparse.ArgumentParser) -> tuple[Subject, ...]:
     if routers is None:
         return COMPARED
@@ -337,6 +299,7 @@ def _compared(routers: str | None, parser: argparse.ArgumentParser) -> tuple[Sub
 
 def placement(
     compared: Sequence[Subject],
+    peers: Sequence[Subject],
     base: SimulationSettings,
     scene: Scene,
     arguments: argparse.Namespace,
@@ -344,27 +307,34 @@ def placement(
 ) -> list[Claim]:
     """Every router at one load."""
     rate = arguments.rate or scene.rate
-    low = scan(compared, base, scene.scan[:1], arguments.jobs)
+    at_low = compare(peers, base, scene.scan[:1], arguments.jobs)
+    low = means(at_low)
     print(f"{scene.scan[0]:g} programs per second and replica, {arguments.arrivals}")
     print_rows(low)
-    rows = compare(compared, base, rate, arguments.jobs)
-    ample = replace(base, preset=_with_memory(scene.preset, max(AMPLE, arguments.memory), directory))
-    [bound] = compare([BOUND], ample, rate, arguments.jobs)
+    runs = compare(compared, base, (rate,), arguments.jobs)
+    rows, bounds = means(runs), list[dict[str, Any]]()
+    if not arguments.claimed:
+        memory = max(AMPLE, arguments.memory)
+        ample = replace(base, preset=_with_memory(scene.preset, memory, directory))
+        of_bound = [{**row, "memory": memory} for row in compare([BOUND], ample, (rate,), arguments.jobs)]
+        runs, bounds = runs + of_bound, means(of_bound)
     print(f"{rate:g} programs per second and replica, {arguments.arrivals}")
-    print_rows([*rows, bound])
-    save("router", [*low, *rows, {**bound, "memory": max(AMPLE, arguments.memory)}], arguments.json)
-    [ours] = [row for row, subject in zip(rows, compared, strict=True) if subject is OURSELVES]
-    peers = [row for row, subject in zip(rows, compared, strict=True) if subject.is_peer]
-    alone = [row for row, subject in zip(rows, compared, strict=True) if subject.is_router_alone]
-    for name, row, others in (
-        ("ours against the best router before our scheduler", ours, alone),
-        ("a router that has all KV everywhere, against the same", bound, alone),
-        ("a router that has all KV everywhere, against the best peer", bound, peers),
+    print_rows([*rows, *bounds])
+    save("router", at_low + runs, arguments.json)
+    by_subject = dict(zip(compared, rows, strict=True))
+    best = min((by_subject[peer] for peer in peers), key=lambda row: row["jct_mean_s"])
+    own_low = next(row for row in low if row["router"] == best["router"])
+    print(f"  {best['router']}, against itself at the low load: {best['jct_mean_s'] / own_low['jct_mean_s']:.3f} x")
+    alone = [row for subject, row in by_subject.items() if subject.is_router_alone]
+    for name, taken, others in (
+        ("ours against the best router before our scheduler", [by_subject[OURSELVES]], alone),
+        ("a router that has all KV everywhere, against the same", bounds, alone),
+        ("a router that has all KV everywhere, against the best peer", bounds, [by_subject[peer] for peer in peers]),
     ):
-        if others:
-            completion, goodput = against(row, others)
+        if taken and others:
+            completion, goodput = against(taken[0], others)
             print(f"  {name}: completion {completion:.3f} x, goodput {goodput:.3f} x")
-    return placement_shows(compared, rows, low)
+    return placement_shows(by_subject[OURSELVES], [by_subject[peer] for peer in peers], low)
 
 
 def past_the_cliff(base: SimulationSettings, scene: Scene, arguments: argparse.Namespace) -> list[Claim]:
