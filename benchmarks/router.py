@@ -230,13 +230,11 @@ def main(argv: list[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace, parser: argparse.ArgumentParser, directory: Path) -> int:
     scene = BUILT_IN if arguments.built_in or not RECORDINGS.is_dir() else RECORDED
-    compared = tuple(
-        subject
-        for subject in _compared(arguments.routers, parser)
-        if subject is OURSELVES
-        or subject.is_peer
-        or not (arguments.claimed or (arguments.untiered and subject.host_gib))
-    )
+    compared = _compared(arguments.routers, parser)
+    if arguments.claimed:
+        compared = tuple(subject for subject in compared if subject is OURSELVES or subject.is_peer)
+    if arguments.untiered:
+        compared = tuple(subject for subject in compared if not subject.host_gib)
     peers = tuple(subject for subject in compared if subject.is_peer)
     base = SimulationSettings(
         policies=("caesura",),
