@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Else each of many engine processes compiles all of torch and vLLM anew: twenty seconds every time.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve observe dashboards test faults soak audit check docs bench bench-router helm format image-check clean
+.PHONY: help setup demo serve dashboards test faults soak audit check docs bench bench-router helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -32,18 +32,15 @@ demo: $(STAMP) ## start a real cluster here, replay agent programs, print the co
 serve: $(STAMP) ## serve in the foreground (CONFIG=file.yaml to choose)
 	@$(BIN)/caesura serve $(if $(CONFIG),--config $(CONFIG))
 
-observe: $(STAMP) ## a real cluster and a real Prometheus: every panel, rule and alert evaluated (Debian: prometheus)
-	@$(BIN)/caesura observe
-
 dashboards: $(STAMP) ## write deploy/grafana and deploy/prometheus anew
 	@$(BIN)/caesura dashboards render
 
-test: $(STAMP) ## all tests; a process can have one Ray, and what is broken in tests/faults needs the machine for itself
+test: $(STAMP) ## all tests; what is skipped is listed with its reason (a process can have one Ray: three runs)
 	@command -v prometheus promtool > /dev/null || echo "make test: without prometheus and promtool the tests of rules and dashboards are skipped (Debian: apt-get install prometheus)"
-	@$(BIN)/python -m pytest -m "not own_ray" --ignore tests/faults \
+	@$(BIN)/python -m pytest -rs -m "not own_ray" --ignore tests/faults \
 		--numprocesses $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
-	@$(BIN)/python -m pytest -m own_ray
-	@$(BIN)/python -m pytest tests/faults
+	@$(BIN)/python -m pytest -rs -m own_ray
+	@$(BIN)/python -m pytest -rs tests/faults
 
 faults: $(STAMP) ## break a real cluster in every way that is promised to be survived; the table of promises (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"
@@ -60,11 +57,12 @@ audit: .cache/audit/.installed ## ask OSV what is known of the packages pinned h
 	@.cache/audit/bin/python -m pip --disable-pip-version-check --quiet install --no-deps -r $<
 	@touch $@
 
-check: $(STAMP) ## what CI checks beside the tests: format, lint, types, import rules
+check: $(STAMP) ## what CI checks beside the tests: format, lint, types, import contracts, words
 	@$(BIN)/ruff format --check .
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 	@$(BIN)/lint-imports --no-cache
+	@$(BIN)/python .ci/words.py
 
 format: $(STAMP) ## format and fix what can be fixed
 	@$(BIN)/ruff format .

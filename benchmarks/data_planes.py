@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.ingress_throughput import CONFIG, compare, show
 from benchmarks.results import save
 from benchmarks.served import serve, served
-from cluster.config import CaesuraConfig
+from cluster.config.schema import CaesuraConfig
 
 PLANES = ("ingress", "direct")
 

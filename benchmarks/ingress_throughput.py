@@ -21,8 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import save
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
 
 PLAIN_PREFIX = "/plain"
 TARGETS = {16: 1.0, 64: 1.0}

@@ -2,7 +2,7 @@
 
     python -m benchmarks.live_against_simulated [--blocks 2] [--rate 3] [--trace FILE] [--profile FILE]
 
-The simulator is told three things of the live side: the cost model that `caesura profile` measures on the same engine,
+The simulator takes three things from the live side: the cost model that `caesura profile` measures on the same engine,
 the way of a turn through HTTP and Ray (``turn_s``, measured on the idle cluster) and the memory and bounds of the
 engine. Both sides run every policy in alternating blocks on one replica that keeps what it has learnt. The model has
 random weights and is larger than the built-in one, so that the engine's steps are the load, as on a GPU, and not the
@@ -27,24 +27,22 @@ os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.results import save
 from cluster.app import engine_kwargs, model_source
-from cluster.bench.client import Turn, TurnClient, open_session
-from cluster.bench.replay import Job
-from cluster.bench.result import BenchResult, BlockResult
-from cluster.bench.runner import plan_block, policy_order, run_bench
-from cluster.bench.settings import BenchSettings
-from cluster.bench.summary import Summary, by_block, by_policy
-from cluster.bench.workload import Shaping
-from cluster.clock import ManualClock, MonotonicClock
-from cluster.config import CaesuraConfig, PolicyConfig
-from cluster.goodput import Outcome, ProgramRecord, Slo
-from cluster.serving import LocalCluster
-from cluster.simulator.foresight import Foresight
-from cluster.simulator.routing import LeastPrograms
-from cluster.simulator.simulation import Simulation
-from cluster.tiny.model import tiny_model_directory
+from cluster.config.schema import CaesuraConfig, PolicyConfig
+from cluster.core.clock import ManualClock, MonotonicClock
+from cluster.core.slo import Outcome, ProgramRecord, Slo
+from cluster.local.cluster import LocalCluster
+from cluster.offline.bench.client import Turn, TurnClient, open_session
+from cluster.offline.bench.results import BenchResult, BlockResult, Summary, by_block, by_policy
+from cluster.offline.bench.runner import Job, plan_block, policy_order, run_bench
+from cluster.offline.bench.settings import BenchSettings
+from cluster.offline.bench.workload import Shaping
+from cluster.offline.simulator.foresight import Foresight
+from cluster.offline.simulator.routing import LeastPrograms
+from cluster.offline.simulator.simulation import Simulation
 from replicas.cost_model import CostModel
 from replicas.profile import ProfilePlan, profile_engine
 from replicas.scheduler import AgentScheduler
+from replicas.tiny.model import tiny_model_directory
 from replicas.virtual_engine import Shape
 from replicas.virtual_replica import VirtualReplica
 
@@ -117,7 +115,7 @@ def config_of(model: Path, blocks: int, cost_model: Path | None = None) -> Caesu
                 "max_model_len": SHAPE.max_model_len,
                 "stream_interval": 32,  # the first token at once, then in pieces: less work beside the engine
             },
-            "replicas": {"count": 1, "stream_interval_ms": 0, "kv_cache_bytes": 1 << 29, "host_bytes": 0},
+            "replicas": {"count": 1, "stream_interval_ms": 0, "kv_cache_bytes": 1 << 29, "cpu_offload_bytes": 0},
             "policy": {"name": "vllm"},
             "slo": {"ttft_s": SLO_TTFT_S},
             "cost_model": None if cost_model is None else str(cost_model),
@@ -190,7 +188,7 @@ def set_niceness(pids: Sequence[int], niceness: int) -> None:
         Path(f"/proc/{pid}/autogroup").write_text(str(niceness))
 
 
-class Told:
+class StreamChunk:
     """A line a block, with the machine's load."""
 
     def __init__(self) -> None:
@@ -281,7 +279,7 @@ def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
 def run(arguments: argparse.Namespace, model: Path, scratch: Path) -> int:
     """Profile, replay live, simulate, print, save; exit status 1 where a target is missed."""
     cost = asyncio.run(profiled(model)) if arguments.profile is None else CostModel.load(arguments.profile)
-    told = Told()
+    told = StreamChunk()
     saved = scratch / "cost.json"
     cost.save(saved)
     if arguments.simulate_only:

@@ -25,18 +25,17 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Told, config_of, write_model
+from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, StreamChunk, config_of, write_model
 from benchmarks.results import save
 from benchmarks.served import serve, served
-from cluster.bench.client import open_session
-from cluster.bench.result import BenchResult
-from cluster.bench.runner import run_bench
-from cluster.bench.server import Server
-from cluster.bench.settings import BenchSettings
-from cluster.bench.summary import by_policy
-from cluster.bench.workload import Shaping
-from cluster.config import CaesuraConfig
-from cluster.goodput import Outcome, Slo
+from cluster.config.schema import CaesuraConfig
+from cluster.core.slo import Outcome, Slo
+from cluster.offline.bench.client import open_session
+from cluster.offline.bench.results import BenchResult, by_policy
+from cluster.offline.bench.runner import run_bench
+from cluster.offline.bench.server import Server
+from cluster.offline.bench.settings import BenchSettings
+from cluster.offline.bench.workload import Shaping
 
 OURS, STOCK = "caesura", "vllm"
 PEERS = ("consistent_hash", "power_of_two", "prefix_affinity")
@@ -76,7 +75,7 @@ class Ran:
 
 async def run(subject: Subject, url: str, settings: BenchSettings) -> Ran:
     """Replay, and ask."""
-    result = await run_bench(settings, Told())
+    result = await run_bench(settings, StreamChunk())
     async with open_session() as session:
         moves = await moved(session, url) if subject.router == OURS else 0
         return Ran(result, await Server(session, url).statistics(), moves)
@@ -95,13 +94,13 @@ async def moved(session: aiohttp.ClientSession, url: str) -> int:
 
 
 def row_of(subject: Subject, ran: Ran) -> dict[str, Any]:
-    """The interface's columns of `benchmarks.router`, as far as a live cluster tells them."""
+    """The interface's columns of `benchmarks.router`, as far as a live cluster reports them."""
     [summary] = by_policy(ran.result)
     programs = [program for block in ran.result.blocks for program in (*block.warmup, *block.measured)]
     turns = [turn for program in programs for turn in program.turns if turn.outcome is Outcome.OK and turn.index]
     known = sum(turn.previous_context_tokens for turn in turns)
     found = sum(min(turn.cached_tokens or 0, turn.previous_context_tokens) for turn in turns)
-    seen = sum(replica["programs"] + replica["concluded_programs"] for replica in ran.replicas)
+    seen = sum(replica["programs"] + replica["programs_completed"] for replica in ran.replicas)
     return {
         "router": subject.router,
         "replicas": len(ran.replicas),

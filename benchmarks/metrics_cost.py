@@ -22,8 +22,8 @@ import aiohttp
 
 from benchmarks.ingress_throughput import compare, show
 from benchmarks.results import save
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
 
 WITH, WITHOUT = "with metrics", "without"
 SECOND_PREFIX = "/second"

@@ -3,8 +3,8 @@
     python -m benchmarks.predictor [--parts models,client,share] [--bundle DIR] [--asks 1000] [--deadline 0.005]
 
 `models`: forecasts a second of one core and the time of a batch, CPU time of this thread. `client`: a real Ray Serve
-deployment of the service, and how long `ForecastClient.forecast` takes, wall time in a driver's event loop, which does
-nothing else; dead is a service that is killed again whenever it is back. `share`: a whole local cluster with the
+deployment of the service, and how long `PredictionClient.predict` takes, wall time in a driver's event loop, which
+does nothing else; dead is a service that is killed again whenever it is back. `share`: a whole local cluster with the
 built-in model, and which part of a turn's time its forecast is waited for.
 """
 
@@ -24,16 +24,23 @@ import httpx
 import numpy as np
 
 from benchmarks.results import save
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.embedded_redis import EmbeddedRedis
-from predictor_service.client import Answered, ForecastClient
-from predictor_service.context import PauseContext, TurnContext
-from predictor_service.making import Trained, forecast_client
-from predictor_service.model import PauseOutcome, TurnOutcome
-from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.local.embedded_redis import EmbeddedRedis
+from predictor_service.client import Answered, PredictionClient, prediction_client
+from predictor_service.model import (
+    Observation,
+    PauseContext,
+    PauseOutcome,
+    PauseSeen,
+    ProgramSeen,
+    TurnContext,
+    TurnOutcome,
+    TurnSeen,
+)
 from predictor_service.predictor import Predictor
 from predictor_service.service import MOST_TOGETHER
+from predictor_service.shared import Trained
 
 TOOLS = ("bash:grep", "bash:ls", "bash:cat", "edit_file", "bash:pytest", "search", "bash:git", "read_file")
 BATCH = MOST_TOGETHER
@@ -128,7 +135,7 @@ def _cpu_s(predictor: Predictor, batches: Sequence[Sequence[TurnContext]]) -> li
     seconds = []
     for batch in batches:
         began_s = time.thread_time()
-        predictor.forecast(batch)
+        predictor.predict(batch)
         seconds.append(time.thread_time() - began_s)
     return seconds
 
@@ -139,7 +146,7 @@ def _cpu_s(predictor: Predictor, batches: Sequence[Sequence[TurnContext]]) -> li
 @contextmanager
 def ray_serve() -> Iterator[None]:
     """A Ray of its own, with nothing in it."""
-    from cluster.serving import ENVIRONMENT
+    from cluster.local.cluster import ENVIRONMENT
 
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
@@ -174,7 +181,7 @@ class SlowPredictor:
     def __init__(self, slow_s: float) -> None:
         self._slow_s = slow_s
 
-    async def forecast(self, turn: TurnContext) -> None:
+    async def predict(self, turn: TurnContext) -> None:
         """Too late, and nothing."""
         await asyncio.sleep(self._slow_s)
 
@@ -183,13 +190,13 @@ class SlowPredictor:
         await asyncio.sleep(self._slow_s)
 
 
-async def ask(client: ForecastClient, asks: int, together: int = 1, rest_s: float = 0.002) -> list[float]:
+async def ask(client: PredictionClient, asks: int, together: int = 1, rest_s: float = 0.002) -> list[float]:
     """How long each question took, so many asked at the same time."""
     turns = contexts(programs(asks // 20 + 1, seed=9))[:asks]
 
     async def one(turn: TurnContext) -> float:
         began_s = time.perf_counter()
-        assert await client.forecast(turn) is not None
+        assert await client.predict(turn) is not None
         return time.perf_counter() - began_s
 
     seconds: list[float] = []
@@ -206,7 +213,7 @@ class Flood:
         """Until it is killed."""
         turns = contexts(programs(4))
         while True:
-            asked = [handle.forecast.remote(turn) for turn in turns[:FLOOD]]
+            asked = [handle.predict.remote(turn) for turn in turns[:FLOOD]]
             await asyncio.gather(*asked, return_exceptions=True)
 
 
@@ -233,7 +240,7 @@ async def measure_client(config: CaesuraConfig, handle: Any, case: str, asks: in
 
     from predictor_service.service import ServiceHandle
 
-    made = forecast_client(config, MonotonicClock(), f"bench-{case}", ServiceHandle(handle))
+    made = prediction_client(config, MonotonicClock(), f"bench-{case}", ServiceHandle(handle))
     assert made is not None
     made.open()
     for program in programs(50):
@@ -285,8 +292,8 @@ def measure_clients(asks: int, deadline_s: float, bundle: str | None) -> list[di
     with EmbeddedRedis() as redis, ray_serve():
         config = CaesuraConfig.model_validate(
             {
-                "store": {"url": redis.url},
-                "predictor": {"mode": "service", "deadline_s": deadline_s, "bundle": bundle, "share_s": 1.0},
+                "redis": {"url": redis.url},
+                "predictor": {"mode": "service", "deadline_s": deadline_s, "bundle": bundle, "sync_interval_s": 1.0},
             }
         )
         for case in ("alive", "overloaded", "slow", "dead"):
@@ -301,7 +308,7 @@ def measure_clients(asks: int, deadline_s: float, bundle: str | None) -> list[di
 
 def measure_share(asks: int, deadline_s: float) -> list[dict[str, Any]]:
     """A whole cluster of the built-in model, statistics in the ingress."""
-    from cluster.serving import LocalCluster
+    from cluster.local.cluster import LocalCluster
 
     config = CaesuraConfig.model_validate(
         {

@@ -18,8 +18,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import save
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
 
 MEMORY_TARGET_GB = 0.7
 START_TARGET_S = 60.0

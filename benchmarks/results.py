@@ -1,9 +1,11 @@
-"""Where a benchmark's numbers go: JSON with the command that made them and the machine it ran on."""
+"""Writes a benchmark's numbers as JSON, with the command, date, commit and machine that made them."""
 
 import json
 import platform
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,8 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
         "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "commit": _commit(),
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
@@ -28,3 +32,12 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def _commit() -> str:
+    """Return the commit of this tree, with ``+`` if files have changed since; ``unknown`` outside of a repository."""
+    described = subprocess.run(
+        ["git", "describe", "--always", "--dirty=+", "--exclude=*"],
+        cwd=DIRECTORY, capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    return described.stdout.strip() or "unknown"

@@ -24,11 +24,11 @@ from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from benchmarks.results import save
-from cluster.config import PolicyConfig
-from cluster.program import WIRE_KEY, Hints, ProgramIdentity
-from cluster.tiny.model import tiny_model_directory
+from cluster.config.schema import PolicyConfig
+from cluster.core.program import WIRE_KEY, Hints, ProgramIdentity
 from replicas.control import ControlChannel
 from replicas.settings import SchedulerSettings
+from replicas.tiny.model import tiny_model_directory
 
 BLOCK, BLOCKS = 32, 300
 TARGET = 5.0
@@ -45,7 +45,7 @@ def start_engine() -> AsyncLLM:
         num_gpu_blocks_override=BLOCKS + 1,
         max_num_seqs=8,
         distributed_executor_backend="uni",
-        scheduler_cls="replicas.scheduler.AgentScheduler",
+        scheduler_cls="replicas.control.AgentScheduler",
         additional_config=SchedulerSettings(policy=PolicyConfig(name="vllm")).additional_config(),
     )
     return AsyncLLM.from_vllm_config(arguments.create_engine_config())

@@ -20,7 +20,7 @@ Completion is without tools; programs that have not completed count with the tim
 ones as if they were waiting until the run's end.
 
 A last row is what is left to any router: memory of which nothing is ever lost, and turns that go wherever the least is
-under way and find all of their KV there (`cluster.simulator.everywhere`).
+under way and find all of their KV there (`cluster.offline.simulator.peers`).
 
 With ``--memory`` replicas have so many times their device's memory for KV: where nothing is ever lost, what is left to
 be won by a router is an even load.
@@ -56,10 +56,10 @@ from benchmarks.router_subjects import (
     Scene,
     Subject,
 )
-from cluster.bench.workload import Shaping
-from cluster.simulator.routers import OURS
-from cluster.simulator.run import RunResult, load_workload, runs_of, simulate
-from cluster.simulator.settings import SimulationSettings
+from cluster.offline.bench.workload import Shaping
+from cluster.offline.simulator.routers import OURS
+from cluster.offline.simulator.run import RunResult, load_workload, runs_of, simulate
+from cluster.offline.simulator.settings import SimulationSettings
 from replicas.presets import cost_model
 
 REPLICAS = 16

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import save
-from cluster.config import SloConfig
-from cluster.routing import (
+from cluster.config.schema import SloConfig
+from cluster.core.replica_snapshot import (
     MAX_PREFIX_BLOCKS,
     MAX_PREFIXES,
     ReplicaSnapshot,
@@ -30,8 +30,8 @@ from cluster.routing import (
     prefix_blocks,
 )
 from router.decisions import Go, TurnRequest
-from router.front import ProgramFront
-from router.settings import FrontSettings
+from router.placement_engine import PlacementEngine
+from router.settings import RouterSettings
 
 TARGET_MS = 1.0
 """The p99 of a decision."""
@@ -49,7 +49,7 @@ class Site:
     programs: int
     full: bool
     """No replica has room for another program."""
-    front: ProgramFront = field(init=False)
+    front: PlacementEngine = field(init=False)
     now_s: float = 0.0
     number: int = 0
     turns: int = 0
@@ -58,7 +58,7 @@ class Site:
 
     def __post_init__(self) -> None:
         self.random = random.Random(7)
-        self.front = ProgramFront(FrontSettings(), SloConfig())
+        self.front = PlacementEngine(RouterSettings(), SloConfig())
         self.systems = [prefix_blocks(self._tokens(8192)) for _ in range(SYSTEM_PROMPTS)]
         self.kv_tokens = 4 * self.programs // self.replicas * CONTEXT
         self.observe(self.snapshots(full=False))

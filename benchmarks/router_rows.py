@@ -5,7 +5,7 @@ from statistics import fmean
 from typing import Any
 
 from benchmarks.router_subjects import Subject
-from cluster.simulator.run import RunResult
+from cluster.offline.simulator.run import RunResult
 
 
 def row_of(subject: Subject, result: RunResult) -> dict[str, Any]:
@@ -22,7 +22,7 @@ def row_of(subject: Subject, result: RunResult) -> dict[str, Any]:
         "jct_with_tools_s": result.jct_wall_all_s,
         "offered": result.summary.goodput.offered_programs,
         "completed": result.summary.goodput.completed_programs,
-        "tokens_per_s": result.tokens_per_s,
+        "tokens_per_s": result.summary.tokens_per_s,
         "refused": routing.refused,
         "moves": routing.moves,
         "split": routing.split,

@@ -3,8 +3,8 @@
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cluster.simulator.routers import EVERYWHERE, OURS
-from cluster.simulator.settings import STOCK, SimulationSettings
+from cluster.offline.simulator.routers import EVERYWHERE, OURS
+from cluster.offline.simulator.settings import STOCK, SimulationSettings
 
 PEERS = ("consistent_hash", "kv_aware", "prefix_affinity", "power_of_two")
 BEST_PEERS = ("consistent_hash", "kv_aware")

@@ -23,10 +23,10 @@ from typing import Any
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from benchmarks.results import save
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.program import Hints, ProgramIdentity
-from cluster.registry import POLICIES
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.registry import POLICIES
 from replicas.control import dispatch
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings

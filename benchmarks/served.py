@@ -5,8 +5,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
 
 STOP_WITHIN_S = 60.0
 

@@ -23,8 +23,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import save
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
 
 TARGET_S = 5.0
 """The 99th percentile of the stalls is below."""

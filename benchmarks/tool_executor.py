@@ -23,8 +23,8 @@ from typing import Any
 import ray
 
 from benchmarks.results import save
-from cluster.tool_config import ToolsConfig
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.config.tools import ToolsConfig
+from cluster.core.tools import Outcome, ToolCall, ToolResult
 from tools_runtime.actor import ToolActors
 from tools_runtime.host import ToolHost
 

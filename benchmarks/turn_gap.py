@@ -22,8 +22,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import save
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
 
 TARGET = 0.5
 """At most so many times the client's gap."""

@@ -11,25 +11,26 @@ from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 
-from cluster.config import CaesuraConfig
-from cluster.direct import router_class
-from cluster.direct_note import ROUTER_DEPLOYMENT
-from cluster.errors import ConfigError
-from cluster.ingress import ingress_class
-from cluster.model_config import TINY
-from cluster.registry import OUR_ROUTER, ROUTERS
-from cluster.tiny.model import tiny_model_directory
+from cluster.config.models import TINY
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import ConfigError
+from cluster.core.registry import OUR_ROUTER, ROUTERS
+from cluster.direct.note import ROUTER_DEPLOYMENT
+from cluster.direct.replica import DirectProgramServer
+from cluster.direct.router import router_class
+from cluster.http.ingress import ingress_class
 from predictor_service.service import predictor_application
 from replicas.engine import LocalModel
-from replicas.engine_arguments import CPU_ENVIRONMENT
 from replicas.host_tier import kv_transfer_config
 from replicas.server import ProgramServer
-from replicas.settings import SchedulerSettings
+from replicas.settings import CPU_ENVIRONMENT, SchedulerSettings
+from replicas.tiny.model import tiny_model_directory
+from router.pinned_router import CONTROL_SLOTS
 
 APPLICATION = "caesura"
 """Name of the Serve application."""
 
-SCHEDULER = "replicas.scheduler.AgentScheduler"
+SCHEDULER = "replicas.control.AgentScheduler"
 """vLLM resolves it in EngineCore's process."""
 
 CPU_ENGINE = {"block_size": 32, "enforce_eager": True}
@@ -40,7 +41,7 @@ CPU_KV_CACHE_BYTES = 128 << 20
 itself would take nearly all of the machine."""
 
 ENGINE = {"enable_prompt_tokens_details": True}
-"""Engine arguments everywhere unless the configuration names others: `usage` tells the cached tokens."""
+"""Engine arguments everywhere unless the configuration names others: `usage` shows the cached tokens."""
 
 EMBEDDED = "embedded"
 
@@ -65,8 +66,8 @@ def build(config: CaesuraConfig) -> Application:
         ConfigError: the store is `embedded`, which only `caesura serve` can provide; the cost model cannot be had; or
             the environment is not that of the data plane.
     """
-    if config.store.url == EMBEDDED:
-        raise ConfigError("store.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
+    if config.redis.url == EMBEDDED:
+        raise ConfigError("redis.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
     if config.http.data_plane == "direct":
         return _direct(config)
     replicas = {
@@ -96,12 +97,12 @@ def _direct(config: CaesuraConfig) -> Application:
         raise ConfigError("http.data_plane: direct needs RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY=1, as above")
     replicas = build_llm_deployment(
         llm_config_of(config),
-        deployment_cls=serve.ingress()(ProgramServer),
+        deployment_cls=serve.ingress()(DirectProgramServer),
         name_prefix="ProgramServer:",
         bind_kwargs={"config": config},
         override_serve_options={
             # What waits here waits before its request has been read: the door's own bound must come first.
-            "max_ongoing_requests": config.http.max_concurrent_requests + INGRESS_SLACK,
+            "max_ongoing_requests": config.http.max_concurrent_requests + INGRESS_SLACK + CONTROL_SLOTS,
         },
     )
     router = serve.deployment(router_class(), name=ROUTER_DEPLOYMENT, max_ongoing_requests=ROUTER_REQUESTS)
@@ -109,9 +110,9 @@ def _direct(config: CaesuraConfig) -> Application:
 
 
 def llm_config_of(config: CaesuraConfig) -> LLMConfig:
-    """What Ray Serve LLM is told of the model, its engine and its replicas."""
+    """The configuration of Ray Serve LLM: the model, its engine and its replicas."""
     replicas, on_cpu = config.replicas, config.replicas.accelerator == "cpu"
-    source = model_source(config)
+    source, ours = model_source(config), config.router.name == OUR_ROUTER
     return LLMConfig(
         model_loading_config={"model_id": config.model.id, "model_source": source},
         accelerator_type=replicas.accelerator_type,
@@ -119,14 +120,14 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
         engine_kwargs=engine_kwargs(config),
         deployment_config={
             "num_replicas": replicas.count,
-            "max_ongoing_requests": replicas.max_ongoing_requests,
+            "max_ongoing_requests": replicas.max_ongoing_requests + (CONTROL_SLOTS if ours else 0),
             "max_queued_requests": replicas.max_queued_requests,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "graceful_shutdown_timeout_s": config.http.request_timeout_s + SHUTDOWN_SLACK_S,
             "ray_actor_options": {"num_cpus": replicas.cpus},
             "request_router_config": RequestRouterConfig(
                 request_router_class=ROUTERS.load(config.router.name),
-                request_router_kwargs={} if config.router.name == OUR_ROUTER else config.router.parameters,
+                request_router_kwargs={} if ours else config.router.parameters,
                 request_routing_stats_period_s=ROUTING_STATS_PERIOD_S,
                 request_routing_stats_timeout_s=ROUTING_STATS_TIMEOUT_S,
             ),
@@ -155,9 +156,9 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    if config.replicas.host_bytes != 0:
+    if config.replicas.cpu_offload_bytes != 0:
         here = ceil(config.num_replicas / num_machines())
-        arguments["kv_transfer_config"] = kv_transfer_config(config.replicas.host_bytes, replicas_here=here)
+        arguments["kv_transfer_config"] = kv_transfer_config(config.replicas.cpu_offload_bytes, replicas_here=here)
     arguments |= config.engine
     if config.model.tool_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}

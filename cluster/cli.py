@@ -4,43 +4,37 @@ import sys
 
 import typer
 
-from cluster.commands import (
+from cluster.core.errors import ConfigError, TraceError
+from cluster.offline.commands import (
     bench,
     config,
     dashboards,
     demo,
-    keys,
     model,
-    observe,
+    pages,
     predictor,
-    profile,
     programs,
-    reference,
-    report,
     serve,
     simulate,
-    tools,
     top,
 )
-from cluster.errors import ConfigError, TraceError
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 app.add_typer(config.app, name="config")
 app.add_typer(dashboards.app, name="dashboards")
-app.add_typer(keys.app, name="keys")
+app.add_typer(config.keys_app, name="keys")
 app.add_typer(model.app, name="model")
 app.add_typer(predictor.app, name="predictor")
 app.add_typer(programs.app, name="programs")
 app.command()(bench.bench)
 app.command()(serve.serve)
 app.command()(demo.demo)
-app.command()(observe.observe)
-app.command()(profile.profile)
-app.command()(reference.reference)
-app.command()(report.report)
+app.command()(model.profile)
+app.command()(pages.reference)
+app.command()(pages.report)
 app.command()(simulate.simulate)
 app.command()(top.status)
-app.command()(tools.tools)
+app.command()(programs.tools)
 app.command()(top.top)
 
 BAD_INPUT = 2

@@ -19,7 +19,6 @@ TAKEN_IN = {
     "predictor_service/README.md": "forecasts-measured.md",
     "CONTRIBUTING.md": "contributing.md",
     "CHANGELOG.md": "changelog.md",
-    "benchmarks/results/router_cliff.png": "images/router_cliff.png",
 }
 """Files outside `docs/`, and where they are on the site."""
 

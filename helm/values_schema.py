@@ -9,15 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cluster.config_source import config_schema
+from cluster.config.loader import config_schema
 
 TARGET = Path(__file__).parent / "caesura" / "values.schema.json"
 
 Schema = dict[str, Any]
 
 DECIDED_BY_CHART = {
-    "StoreConfig": ("url", "path"),
-    "KeysConfig": ("file",),
+    "RedisConfig": ("url", "path"),
+    "AuthConfig": ("file",),
     "HttpConfig": ("host", "port"),
 }
 """Keys of the configuration that the chart sets itself, by their section."""

@@ -1,7 +1,7 @@
-"""A learnt model as a directory: `model.safetensors`, other parts, and `bundle.json`, which says what they are.
+"""A trained model as a directory: its files, and `bundle.json`, which describes them.
 
-`bundle.json` is written last and has every other file's SHA-256, so that half a bundle, or one with a changed byte, is
-refused by name. Nothing in it is ever run.
+`bundle.json` is written last and has every other file's SHA-256. So half a bundle, or one with a changed byte, is
+rejected by the name of the file. Files are tensors (safetensors), text and msgpack: none of them can contain a program.
 """
 
 import hashlib
@@ -19,7 +19,8 @@ from safetensors import SafetensorError
 from safetensors.numpy import load as load_tensors
 from safetensors.numpy import save as save_tensors
 
-from cluster.errors import ConfigError
+from cluster.core.errors import ConfigError
+from cluster.core.registry import PREDICTORS
 from predictor_service.examples import ProgramExample
 
 FORMAT = 1
@@ -30,7 +31,7 @@ MAX_FILE_BYTES = 2 << 30
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What a model was learnt from."""
+    """The programs that a model was trained on."""
 
     data_sha256: str | None = None
     """See `data_hash`; None: not known."""
@@ -39,12 +40,30 @@ class Origin:
     split_seed: int | None = None
     """Of the split whose train side it was; None: all of the data."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """What it was worth on the other side, for people to read."""
+    """Its scores by source on the test side, for people to read."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredModel:
+    """A model with what its bundle says of it."""
+
+    name: str
+    model: Any
+    """Answers what models of its name answer, see `predictor_service.model`."""
+    origin: Origin
+
+    def save(self, directory: Path) -> None:
+        """Write a bundle.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        self.model.save(directory, self.origin)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """What is in the directory."""
+    """The content of the directory."""
 
     model: str
     """Its name in the registry."""
@@ -67,8 +86,8 @@ class Bundle:
         return self.parts[name]
 
     @contextmanager
-    def refused(self, directory: Path) -> Iterator[None]:
-        """Makes ConfigErrors of the ValueErrors of who reads the content; their messages begin with the field."""
+    def reading(self, directory: Path) -> Iterator[None]:
+        """Turns a ValueError about the content into a ConfigError that names the directory."""
         try:
             yield
         except ValueError as error:
@@ -97,8 +116,20 @@ class _Note(BaseModel):
     """SHA-256 by name."""
 
 
+def load_model(directory: Path) -> StoredModel:
+    """The model of a bundle, whichever registered one it is.
+
+    Raises:
+        ConfigError: it is no whole bundle of a registered model in this version; names file and field.
+    """
+    bundle = read_bundle(directory)
+    if bundle.model not in PREDICTORS:
+        raise ConfigError(f"{directory / NOTE}: model: is {bundle.model!r}, not one of: {', '.join(PREDICTORS)}")
+    return StoredModel(bundle.model, PREDICTORS.load(bundle.model).load(directory), bundle.origin)
+
+
 def data_hash(programs: Iterable[ProgramExample]) -> str:
-    """SHA-256 over all that is learnt from these programs, whatever their order."""
+    """SHA-256 over all that a model can learn from these programs, whatever their order."""
     digests = sorted(hashlib.sha256(repr(program).encode("utf-8", "backslashreplace")).digest() for program in programs)
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
@@ -109,8 +140,9 @@ def write_bundle(directory: Path, bundle: Bundle) -> None:
     Raises:
         ConfigError: it cannot be written.
     """
-    files = {WEIGHTS: save_tensors({name: np.ascontiguousarray(a) for name, a in bundle.tensors.items()})}
-    files |= bundle.parts
+    files = dict(bundle.parts)
+    if bundle.tensors:
+        files[WEIGHTS] = save_tensors({name: np.ascontiguousarray(a) for name, a in bundle.tensors.items()})
     note = {
         "format": FORMAT,
         "model": bundle.model,
@@ -139,8 +171,8 @@ def read_bundle(directory: Path, model: str | None = None, features_version: int
 
     Args:
         directory: where it is.
-        model: the only one that will do.
-        features_version: likewise.
+        model: the name that it must have; None: any.
+        features_version: the version that it must have; None: any.
 
     Raises:
         ConfigError: there is none, a file is missing or is not the one that was written, or it is of another format,
@@ -155,11 +187,9 @@ def read_bundle(directory: Path, model: str | None = None, features_version: int
             raise ConfigError(
                 f"{directory / NOTE}: {field_name}: is {found!r}; this version reads {wanted!r}: train again"
             )
-    if WEIGHTS not in note.files:
-        raise ConfigError(f"{directory / NOTE}: files: {WEIGHTS} is not among them")
     files = {name: _read_file(directory / name, digest) for name, digest in note.files.items()}
     try:
-        tensors = load_tensors(files.pop(WEIGHTS))
+        tensors = load_tensors(files.pop(WEIGHTS)) if WEIGHTS in files else {}
     except (SafetensorError, ValueError, KeyError) as error:
         raise ConfigError(f"{directory / WEIGHTS}: is no safetensors file: {error}") from error
     origin = Origin(**note.origin.model_dump())
@@ -172,7 +202,7 @@ def _read_note(path: Path) -> _Note:
         version = json.loads(content).get("format")
     except (ValueError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path}: is no bundle's description: {error}") from error
-    # Before all else: another format may have other fields.
+    # This is checked first, because another format may have other fields.
     if version != FORMAT:
         age = "newer" if isinstance(version, int) and version > FORMAT else "older or unknown"
         raise ConfigError(f"{path}: format: is {version!r}, {age}; this version reads {FORMAT}: train again")
@@ -203,7 +233,7 @@ def _content(path: Path) -> bytes:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """At once: who reads sees the old file or the new one."""
+    """Atomic: a reader sees the old file or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     new.replace(path)

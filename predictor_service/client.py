@@ -1,8 +1,8 @@
-"""How an ingress asks for a forecast: in time, always answered, never with an error.
+"""An ingress's client of the predictor: it answers within a deadline, and never with an error.
 
-The service is asked if there is one. If its answer is not there in time, or is none, the client's own statistics
-answer; which of them it was, and why, is counted. What was seen of turns goes to the service in the background; what
-it does not take is learnt here, and reaches it through the store.
+The service is asked if there is one. If its answer is late or broken, the client's own statistics answer; who answered
+and why is counted. Observations of turns go to the service in the background. What the service does not take is learnt
+here, and reaches it through the store.
 """
 
 import asyncio
@@ -14,26 +14,27 @@ from enum import StrEnum
 from itertools import islice
 from typing import Any, Protocol
 
-from cluster.clock import Clock
-from cluster.program import Forecasted
-from predictor_service.context import TurnContext
-from predictor_service.observation import Observation
-from predictor_service.shared import SharedPredictor
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock
+from cluster.core.program import Prediction
+from cluster.core.supervision import SupervisedTasks
+from predictor_service.model import Observation, TurnContext
+from predictor_service.shared import SharedPredictor, Trained, shared_predictor
 
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Questions that the service has not answered; with more it counts as overloaded, and is not asked."""
+"""Requests that the service has not answered; with more it counts as overloaded, and is not asked."""
 FAILURES = 5
-"""In a row, after which the service is left in peace."""
+"""After so many failures in a row the circuit to the service is open: it is not asked."""
 REST_S = 1.0
-"""For so long; then one question is asked again, for which nobody waits."""
+"""The circuit stays open for so long; then one request probes the service, and nobody waits for it."""
 FLUSH_S = 0.25
-"""Between two deliveries of what was seen."""
+"""Between two deliveries of observations."""
 DELIVERY_S = 2.0
-"""For one delivery."""
+"""The timeout of one delivery."""
 MAX_QUEUED = 4096
-"""Observations that wait for their delivery; beyond that the oldest are forgotten."""
+"""Observations that wait for their delivery; beyond that the oldest are dropped."""
 BATCH = 256
 """Observations of one delivery."""
 
@@ -46,10 +47,10 @@ class ServiceOverloaded(Exception):
     """It has too much to do."""
 
 
-class ForecastService(Protocol):
-    """The predictor service, over whatever."""
+class PredictionService(Protocol):
+    """The predictor service, over any transport."""
 
-    async def forecast(self, turn: TurnContext) -> Forecasted:
+    async def predict(self, turn: TurnContext) -> Prediction:
         """Ask it; to be cancelled at any time.
 
         Raises:
@@ -59,7 +60,7 @@ class ForecastService(Protocol):
         ...
 
     async def observe(self, observations: Sequence[Observation]) -> None:
-        """Tell it what was seen.
+        """Send it observations.
 
         Raises:
             ServiceUnreachable: nobody answers.
@@ -69,7 +70,7 @@ class ForecastService(Protocol):
 
 
 class Answered(StrEnum):
-    """Who made a forecast, and why not the service. Label of a metric."""
+    """Who made a prediction, and why not the service. Label of a metric."""
 
     SERVICE = "service"
     STATISTICS = "statistics"
@@ -78,67 +79,72 @@ class Answered(StrEnum):
     """The service did not answer in time."""
     UNREACHABLE = "unreachable"
     OVERLOADED = "overloaded"
-    """The service says so, or it owes too many answers."""
+    """The service rejected the request, or it has too many in flight."""
     BROKEN_ANSWER = "broken_answer"
-    """What it answered, or raised, is nothing that is known."""
+    """The service's answer is no prediction, or it raised an unknown exception."""
     RESTING = "resting"
-    """It failed too often, and is not asked for a while."""
+    """The service failed too often, and is not asked for a while."""
     NOBODY = "nobody"
-    """The statistics failed, too: there is no forecast."""
+    """The statistics failed, too: there is no prediction."""
 
 
-class ForecastClient:
+class PredictionClient:
     """Asks the service, or its own statistics.
 
     Args:
         local: its own statistics, shared with those of others.
         service: None: there is none.
-        deadline_s: within which `forecast` answers.
-        clock: for the service's rest, and to measure how long its own statistics take.
+        deadline_s: within which `predict` answers.
+        clock: for the open circuit, and to measure how long its own statistics take.
     """
 
     def __init__(
-        self, local: SharedPredictor, service: ForecastService | None, *, deadline_s: float, clock: Clock
+        self, local: SharedPredictor, service: PredictionService | None, *, deadline_s: float, clock: Clock
     ) -> None:
         self.counters: Counter[Answered] = Counter()
         self.forgotten = 0
-        """Observations that waited too long for their delivery."""
+        """Observations that were dropped because the queue was full."""
         self._local = local
         self._service = service
         self._deadline_s = deadline_s
         self._clock = clock
         self._queue: deque[Observation] = deque()
-        self._in_flight: set[asyncio.Task[Forecasted]] = set()
+        self._in_flight: set[asyncio.Task[Prediction]] = set()
         self._failures = 0
         self._rests_until_s = 0.0
         self._local_s = 0.0
-        """That its own statistics take, mostly of late."""
-        self._regular: list[asyncio.Task[None]] = []
+        """A moving average of the time that its own statistics take."""
+        self._tasks = SupervisedTasks("predictor client", clock)
 
     @property
     def in_flight(self) -> int:
         """Questions that the service has not answered."""
         return len(self._in_flight)
 
-    async def forecast(self, turn: TurnContext) -> Forecasted | None:
-        """The forecast of a turn, within the deadline; None: nobody has one."""
+    @property
+    def healthy(self) -> bool:
+        """Whether no background task keeps failing."""
+        return self._tasks.healthy
+
+    async def predict(self, turn: TurnContext) -> Prediction | None:
+        """The prediction of a turn, within the deadline; None: there is none."""
         answer = await self._ask(turn)
-        if isinstance(answer, Forecasted):
+        if isinstance(answer, Prediction):
             self.counters[Answered.SERVICE] += 1
             return answer
         began_s = self._clock.now_s()
         try:
-            (forecast,) = self._local.forecast([turn])
-        except Exception:  # whatever is wrong with a forecast, the turn is served
-            logger.exception("no forecast")
+            (prediction,) = self._local.predict([turn])
+        except Exception:  # whatever is wrong with a prediction, the turn is served
+            logger.exception("no prediction")
             self.counters[Answered.NOBODY] += 1
             return None
         self._local_s += (self._clock.now_s() - began_s - self._local_s) / 8
         self.counters[answer] += 1
-        return forecast
+        return prediction
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Something was seen of turns."""
+        """Learn from observations, here or in the service."""
         if self._service is None:
             self._local.learn(observations)
             return
@@ -159,23 +165,24 @@ class ForecastClient:
         }
 
     def open(self) -> None:
-        """Begin to deliver and to share."""
-        self._regular = [asyncio.create_task(self._local.exchange_for_ever())]
-        if self._service is not None:
-            self._regular.append(asyncio.create_task(self._deliver_for_ever(self._service)))
+        """Start to deliver observations and to share what is learnt."""
+        self._tasks.start("exchange", self._local.exchange_for_ever)
+        if (service := self._service) is not None:
+            self._tasks.start("delivery", lambda: self._deliver_for_ever(service))
 
     async def aclose(self) -> None:
-        """Stop; what was not delivered is learnt here, and written."""
-        for task in (*self._regular, *self._in_flight):
-            task.cancel()
+        """Stop; observations that were not delivered are learnt here, and written to the store."""
+        for question in self._in_flight:
+            question.cancel()
+        await self._tasks.aclose()
         self._local.learn(list(self._queue))
         self._queue.clear()
         await self._local.aclose()
 
     # --- the service --------------------------------------------------------------------------------------------------
 
-    async def _ask(self, turn: TurnContext) -> Forecasted | Answered:
-        """Its answer, or why there is none."""
+    async def _ask(self, turn: TurnContext) -> Prediction | Answered:
+        """The service's answer, or why there is none."""
         if self._service is None:
             return Answered.STATISTICS
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -186,7 +193,7 @@ class ForecastClient:
                 self._probe(self._begin(self._service, turn))
             return Answered.RESTING
         question = self._begin(self._service, turn)
-        # What is left is for its own answer. The loop may wake a millisecond late: epoll counts in those.
+        # The rest of the deadline is for its own answer. The loop may wake a millisecond late, which is epoll's unit.
         wait_s = max(0.0, self._deadline_s - self._local_s)
         try:
             await asyncio.wait((question,), timeout=wait_s)
@@ -194,25 +201,25 @@ class ForecastClient:
             question.cancel()
         return self._judged(question) if question.done() else self._failed(Answered.DEADLINE)
 
-    def _begin(self, service: ForecastService, turn: TurnContext) -> "asyncio.Task[Forecasted]":
-        # In a context of its own: Ray Serve would take it for a part of the request, and mix up their ids.
+    def _begin(self, service: PredictionService, turn: TurnContext) -> "asyncio.Task[Prediction]":
+        # In a context of its own, because Ray Serve would take it for a part of the request and mix up their ids.
         question = asyncio.get_running_loop().create_task(_coroutine(service, turn), context=Context())
         self._in_flight.add(question)
         question.add_done_callback(self._in_flight.discard)
         return question
 
-    def _probe(self, question: "asyncio.Task[Forecasted]") -> None:
-        """Ask without waiting; an answer ends the rest."""
+    def _probe(self, question: "asyncio.Task[Prediction]") -> None:
+        """Ask without waiting; an answer closes the circuit."""
         asyncio.get_running_loop().call_later(REST_S, question.cancel)
         question.add_done_callback(self._judged)
 
-    def _judged(self, question: "asyncio.Task[Forecasted]") -> Forecasted | Answered:
+    def _judged(self, question: "asyncio.Task[Prediction]") -> Prediction | Answered:
         if question.cancelled():
             return self._failed(Answered.DEADLINE)
         match question.exception():
             case None:
                 answer: object = question.result()
-                if isinstance(answer, Forecasted):
+                if isinstance(answer, Prediction):
                     self._failures = 0
                     return answer
                 return self._failed(Answered.BROKEN_ANSWER)
@@ -230,15 +237,15 @@ class ForecastClient:
             self._rests_until_s = self._clock.now_s() + REST_S
         return why
 
-    # --- what was seen ------------------------------------------------------------------------------------------------
+    # --- observations -------------------------------------------------------------------------------------------------
 
-    async def _deliver_for_ever(self, service: ForecastService) -> None:
+    async def _deliver_for_ever(self, service: PredictionService) -> None:
         while True:
             await asyncio.sleep(FLUSH_S)
             await self.deliver(service)
 
-    async def deliver(self, service: ForecastService) -> None:
-        """Tell the service what was seen; what it does not take is learnt here."""
+    async def deliver(self, service: PredictionService) -> None:
+        """Send observations to the service; those that it does not take are learnt here."""
         while self._queue:
             batch = list(islice(self._queue, BATCH))
             for _ in batch:
@@ -249,10 +256,26 @@ class ForecastClient:
             except asyncio.CancelledError:
                 self._queue.extendleft(reversed(batch))
                 raise
-            except Exception as error:  # noqa: BLE001 - knowledge, not duty: it goes by way of the store
+            except Exception as error:  # noqa: BLE001 - they reach the service through the store instead
                 logger.debug("observations were not taken: %r", error)
                 self._local.learn(batch)
 
 
-async def _coroutine(service: ForecastService, turn: TurnContext) -> Forecasted:
-    return await service.forecast(turn)
+async def _coroutine(service: PredictionService, turn: TurnContext) -> Prediction:
+    return await service.predict(turn)
+
+
+def prediction_client(
+    config: CaesuraConfig, clock: Clock, writer: str, service: PredictionService | None
+) -> PredictionClient | None:
+    """An ingress's client; None: the configuration wants no predictions.
+
+    Raises:
+        ConfigError: the store's URL or the bundle cannot be used.
+    """
+    if config.predictor.mode == "none":
+        return None
+    # A trained model would be too slow for the deadline in this process: only its statistics answer here.
+    statistics = Trained(None, Trained.of(config.predictor.bundle).statistics)
+    local = shared_predictor(config, clock, writer, statistics)
+    return PredictionClient(local, service, deadline_s=config.predictor.deadline_s, clock=clock)

@@ -83,34 +83,6 @@ class Distribution:
         """P(X > value)."""
         return max(0.0, 1.0 - self.share_up_to(value))
 
-    def hazard(self, value: float, window: float) -> float:
-        """P(X <= value + window | X > value) / window; 0 where nothing lies beyond.
-
-        Raises:
-            ValueError: ``window`` is not positive.
-        """
-        if not window > 0:
-            raise ValueError(f"a window must be positive, not {window}")
-        beyond = self.survival(value)
-        return (beyond - self.survival(value + window)) / beyond / window if beyond > 0 else 0.0
-
-    def beyond(self, value: float) -> "Distribution":
-        """Given that X > value, still measured from 0. Where nothing lies beyond: as much again as has passed."""
-        if value <= self.edges[0]:
-            return self
-        low, high = self.edges[:-1], self.edges[1:]
-        kept = self.shares * np.clip((high - value) / (high - low), 0.0, 1.0)
-        if kept.sum() <= 1e-12:
-            kept = ((high > value) & (low < 2 * value)).astype(float)
-            if not kept.any():
-                kept[-1] = 1.0
-        # Within the bin of ``value`` the rest is above it: an edge is put there.
-        index = int(np.searchsorted(self.edges, value, side="right"))
-        if index >= len(self.edges):
-            return Distribution(np.array([value, 2 * value]), np.array([1.0]))
-        edges = np.concatenate([[value], self.edges[index:]])
-        return Distribution(edges, kept[index - 1 :] / kept[index - 1 :].sum())
-
     def crps(self, value: float) -> float:
         """Continuous ranked probability score against what happened: the integral of (F(x) - 1[x >= value])², exactly.
 

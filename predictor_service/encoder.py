@@ -1,72 +1,60 @@
-"""The model `encoder`, the papers' configuration: a text encoder's embedding of the prompt, classified into bins.
+"""The model `encoder`, the papers' configuration: a pretrained text encoder that classifies the prompt into bins.
 
-AugServe fine-tunes BERT on the prompt, LAMPS and MARS classify OPT-125M's embedding of the last token. Here it is any
-encoder of Hugging Face's that is on this machine, with heads for lengths and for what comes after; without one a
-small encoder is learnt from nothing. It sees the text alone: no text gets the forecast of an empty one.
+AugServe fine-tunes BERT on the prompt; LAMPS and MARS classify the embedding that OPT-125M has of the last token. Any
+checkpoint of Hugging Face's `AutoModelForSequenceClassification` can be the base, from a directory on this machine. The
+model reads the text alone: a turn without text gets the forecast of an empty text.
 """
 
-import json
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
-from pydantic import TypeAdapter, ValidationError
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
-from cluster.errors import ConfigError
+from cluster.core.errors import ConfigError
 from predictor_service.bundle import Bundle, Origin, read_bundle, write_bundle
-from predictor_service.context import TurnContext
-from predictor_service.distribution import LENGTH_EDGES, Distribution, Floats
-from predictor_service.examples import ProgramExample
-from predictor_service.model import Remaining
-from predictor_service.network import TURN_COUNT_EDGES, Head
+from predictor_service.distribution import LENGTH_EDGES, Distribution, Floats, bin_of
+from predictor_service.examples import ProgramExample, TurnExample, in_test
+from predictor_service.model import Remaining, TurnContext
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from torch import Tensor, nn
-
-LENGTH_BINS, TURN_COUNT_BINS = len(LENGTH_EDGES) - 1, len(TURN_COUNT_EDGES) - 1
-HEADS = (Head("lengths", LENGTH_BINS), Head("remaining", LENGTH_BINS), Head("turns", TURN_COUNT_BINS))
-INPUT_VERSION = 1
-"""In the place of the features' version: how a text becomes tokens."""
+TURN_COUNT_EDGES: Floats = np.concatenate([np.arange(9) - 0.5, np.round(np.geomspace(9, 512, 18)) - 0.5])
+"""Turns that are left: a bin for each number up to 7, then bins in about equal ratios."""
+BINS = (len(LENGTH_EDGES) - 1, len(LENGTH_EDGES) - 1, len(TURN_COUNT_EDGES) - 1)
+"""The classes: of the length, of the tokens that are left, and of the turns that are left."""
+INPUT_VERSION = 2
+"""In the place of the features' version. Raise it when a text becomes other tokens, or the classes change."""
+MOST_TOKENS = 512
+"""Of a text, the last ones; fewer where the base has room for fewer."""
 MOST_CHARACTERS_A_TOKEN = 8
-"""More of a text than this would be cut off anyway."""
+"""A longer text would be cut by the tokenizer anyway."""
+
+MOST_TURNS, LEAST_TURNS = 12_000, 20
+"""To train on; of more turns, so many are drawn."""
+PASSES, LEAST_STEPS, MOST_PASSES = 4, 600, 24
+"""Few turns are passed more often."""
+BATCH = 32
+BASE_LEARNING_RATE, HEAD_LEARNING_RATE = 5e-5, 1e-3
+HELD_OUT_SHARE, HELD_OUT_SEED = 0.15, 7919
+"""Groups that are not trained on: the weights of the pass that forecasts them best are kept."""
 
 _MODEL = "encoder"
 _TURN_MIDDLES: Floats = (TURN_COUNT_EDGES[:-1] + TURN_COUNT_EDGES[1:]) / 2
-
-
-@dataclass(frozen=True, slots=True)
-class EncoderSettings:
-    """Which encoder, and how it is used."""
-
-    path: str | None = None
-    """A directory with an encoder's config, weights (safetensors) and tokenizer; None: a small one, from nothing."""
-    pooling: Literal["mean", "last"] = "mean"
-    """A text's embedding: the mean of its tokens' or that of its last token."""
-    tune: bool = True
-    """The encoder learns too; otherwise only the heads do. One from nothing always learns."""
-    max_tokens: int = 128
-    """Of a text, the last."""
-    seed: int = 0
 
 
 class EncoderModel:
     """Lengths and remaining work from text alone.
 
     Args:
-        settings: as it was learnt.
-        tokenizer: Hugging Face's, that of the encoder.
-        network: an `EncoderNetwork`, which is asked and never changed.
+        tokenizer: Hugging Face's.
+        network: a sequence classifier of Hugging Face's; it is asked and never changed.
     """
 
-    def __init__(self, settings: EncoderSettings, tokenizer: Any, network: "nn.Module") -> None:
-        self.settings = settings
+    def __init__(self, tokenizer: Any, network: Any) -> None:
         self.tokenizer = tokenizer
         self.network = network.eval()
 
@@ -82,25 +70,45 @@ class EncoderModel:
         """Both answers at the price of one."""
         if not turns:
             return [], []
-        shares = _shares(self._logits([turn.text for turn in turns]))
-        counts = np.maximum(shares["turns"] @ _TURN_MIDDLES, 0.0)
-        tokens = [Distribution(LENGTH_EDGES, row) for row in shares["remaining"]]
-        remaining = [Remaining(answer, float(count)) for answer, count in zip(tokens, counts, strict=True)]
-        return [Distribution(LENGTH_EDGES, row) for row in shares["lengths"]], remaining
+        ids = _token_ids(self.tokenizer, [turn.text for turn in turns])
+        with torch.no_grad():
+            parts = [_logits(self.network, self.tokenizer, ids[at : at + BATCH]) for at in range(0, len(ids), BATCH)]
+        shares = [torch.softmax(one.double(), dim=1).numpy() for one in torch.cat(parts).split(BINS, dim=1)]
+        counts = np.maximum(shares[2] @ _TURN_MIDDLES, 0.0)
+        remaining = [
+            Remaining(Distribution(LENGTH_EDGES, row), float(count))
+            for row, count in zip(shares[1], counts, strict=True)
+        ]
+        return [Distribution(LENGTH_EDGES, row) for row in shares[0]], remaining
 
     @classmethod
-    def fit(cls, programs: Sequence[ProgramExample], settings: EncoderSettings | None = None) -> "EncoderModel":
-        """Learnt from ``programs``, in a minute or two on one core.
+    def fit(cls, programs: Sequence[ProgramExample], base: Path, seed: int = 0) -> "EncoderModel":
+        """Fine-tune the checkpoint in ``base`` on ``programs``, on one core.
 
         Raises:
-            ConfigError: there is no such encoder, or too little to learn from.
+            ConfigError: there is no such checkpoint, or too little to learn from.
         """
-        from predictor_service.encoder_training import fit_encoder
-
-        return fit_encoder(programs, settings or EncoderSettings())
+        chosen = _drawn(programs, seed)
+        fit = [turn for group, turn in chosen if not in_test(group, HELD_OUT_SEED, HELD_OUT_SHARE)]
+        held_out = [turn for group, turn in chosen if in_test(group, HELD_OUT_SEED, HELD_OUT_SHARE)]
+        if len(fit) < LEAST_TURNS or not held_out:
+            raise ConfigError(
+                f"too little to learn from: {len(fit)} turns and {len(held_out)} to stop by; the model encoder needs "
+                f"{LEAST_TURNS} and one, of several groups"
+            )
+        with _one_core(seed), _reading(base):
+            tokenizer = _tokenizer(base)
+            # Weights in other formats than safetensors can contain programs.
+            network = AutoModelForSequenceClassification.from_pretrained(
+                str(base), num_labels=sum(BINS), local_files_only=True, use_safetensors=True, dtype=torch.float32
+            )
+            network.config.pad_token_id = tokenizer.pad_token_id
+            _bound(tokenizer, network.config)
+            _train(network, tokenizer, fit, held_out, np.random.default_rng(seed))
+        return cls(tokenizer, network)
 
     def save(self, directory: Path, origin: Origin | None = None) -> None:
-        """Write a bundle, the encoder and its tokenizer in it.
+        """Write a bundle, the network and its tokenizer in it.
 
         Raises:
             ConfigError: it cannot be written.
@@ -108,73 +116,62 @@ class EncoderModel:
         tensors = {name: tensor.numpy() for name, tensor in self.network.state_dict().items()}
         with tempfile.TemporaryDirectory() as beside:
             self.tokenizer.save_pretrained(beside)
-            self.network.encoder.config.save_pretrained(beside)
+            self.network.config.save_pretrained(beside)
             parts = {path.name: path.read_bytes() for path in Path(beside).iterdir() if path.is_file()}
-        write_bundle(
-            directory,
-            Bundle(_MODEL, INPUT_VERSION, origin or Origin(), tensors, parts, asdict(self.settings)),
-        )
+        write_bundle(directory, Bundle(_MODEL, INPUT_VERSION, origin or Origin(), tensors, parts))
 
     @classmethod
     def load(cls, directory: Path) -> "EncoderModel":
-        """What `save` wrote.
+        """Read what `save` wrote.
 
         Raises:
             ConfigError: it is no whole bundle of this model and version; names file and field.
         """
-        import torch
-
-        from predictor_service.encoder_network import EncoderNetwork
-
         bundle = read_bundle(directory, _MODEL, INPUT_VERSION)
-        try:
-            settings = TypeAdapter(EncoderSettings).validate_python(bundle.settings)
-        except ValidationError as error:
-            raise ConfigError(f"{directory}: settings: {error}") from error
-        with bundle.refused(directory):
+        with bundle.reading(directory), tempfile.TemporaryDirectory() as beside:
             for name, array in bundle.tensors.items():
                 if not np.isfinite(array).all():
                     raise ValueError(f"{name}: has values that are not finite")
-            with tempfile.TemporaryDirectory() as beside:
-                for name in bundle.parts:
-                    (Path(beside) / name).write_bytes(bundle.part(name))
-                with from_files(directory):
-                    tokenizer, encoder = load_tokenizer(Path(beside)), encoder_of_config(Path(beside))
-            network = EncoderNetwork(encoder, HEADS, settings.pooling)
+            for name, content in bundle.parts.items():
+                (Path(beside) / name).write_bytes(content)
+            with _reading(directory):
+                tokenizer = _tokenizer(Path(beside))
+                config = AutoConfig.from_pretrained(beside, local_files_only=True)
+                network = AutoModelForSequenceClassification.from_config(config, dtype=torch.float32)
             try:
                 network.load_state_dict({name: torch.from_numpy(array) for name, array in bundle.tensors.items()})
             except RuntimeError as error:
                 raise ValueError(f"{error}") from error
-        return cls(settings, tokenizer, network)
-
-    def _logits(self, texts: Sequence[str]) -> NDArray[np.float32]:
-        import torch
-
-        ids = token_ids(self.tokenizer, texts, self.settings.max_tokens)
-        with torch.no_grad():
-            return np.concatenate(
-                [
-                    self.network(*padded(ids[start : start + 64], self.tokenizer.pad_token_id)).numpy()
-                    for start in range(0, len(ids), 64)
-                ]
-            )
+        return cls(tokenizer, network)
 
 
 @contextmanager
-def from_files(path: Path) -> "Iterator[None]":
-    """Hugging Face's errors about files become ours, which name ``path``."""
+def _reading(path: Path) -> Iterator[None]:
+    """Turns Hugging Face's errors about files into a ConfigError that names ``path``."""
     try:
         yield
-    except (OSError, ValueError, KeyError, TypeError, json.JSONDecodeError) as error:
+    except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"{path}: no encoder with a tokenizer can be read from it: {error}") from error
 
 
-def load_tokenizer(path: Path) -> Any:
-    """Of a directory; the end of a text is what is kept of it."""
-    from transformers import AutoTokenizer
+@contextmanager
+def _one_core(seed: int) -> Iterator[None]:
+    """Torch on one core, so that others' work on the machine goes on; the same seed gives the same numbers."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+    finally:
+        torch.set_num_threads(threads)
 
+
+def _tokenizer(path: Path) -> Any:
+    """Of a directory; it keeps the end of a text."""
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     tokenizer.truncation_side = "left"
+    tokenizer.padding_side = "right"
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.unk_token
     if tokenizer.pad_token_id is None:
@@ -182,37 +179,93 @@ def load_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def encoder_of_config(path: Path) -> "nn.Module":
-    """Of the shape that a directory's config says, with random weights."""
-    from transformers import AutoConfig, AutoModel
-
-    encoder: nn.Module = AutoModel.from_config(AutoConfig.from_pretrained(str(path), local_files_only=True))
-    return encoder.float()
+def _bound(tokenizer: Any, config: Any) -> None:
+    """A text has no more tokens than the network has positions for."""
+    positions = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
+    tokenizer.model_max_length = min(MOST_TOKENS, positions, tokenizer.model_max_length)
 
 
-def token_ids(tokenizer: Any, texts: Sequence[str], max_tokens: int) -> list[list[int]]:
-    """Of each text at least one, at most so many."""
-    plain = [text[-MOST_CHARACTERS_A_TOKEN * max_tokens :].encode("utf-8", "replace").decode("utf-8") for text in texts]
-    ids = tokenizer(plain, truncation=True, max_length=max_tokens, padding=False)["input_ids"]
+def _token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
+    """Of each text at least one."""
+    most = MOST_CHARACTERS_A_TOKEN * tokenizer.model_max_length
+    plain = [text[-most:].encode("utf-8", "replace").decode("utf-8") for text in texts]
+    ids = tokenizer(plain, truncation=True, padding=False)["input_ids"]
     return [row or [tokenizer.pad_token_id] for row in ids]
 
 
-def padded(ids: Sequence[Sequence[int]], pad: int) -> tuple["Tensor", "Tensor"]:
-    """Ids and mask, shapes [texts, tokens of the longest]."""
-    import torch
-
-    width = max(len(row) for row in ids)
-    filled = torch.tensor([[*row, *[pad] * (width - len(row))] for row in ids])
-    mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in ids])
-    return filled, mask
+def _logits(network: Any, tokenizer: Any, ids: Sequence[Sequence[int]]) -> Any:
+    """Shape [texts, all classes]."""
+    inputs = tokenizer.pad({"input_ids": list(ids)}, return_tensors="pt")
+    return network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
 
 
-def _shares(logits: NDArray[np.float32]) -> dict[str, Floats]:
-    shares: dict[str, Floats] = {}
-    start = 0
-    for head in HEADS:
-        part = logits[:, start : start + head.bins].astype(np.float64)
-        weights = np.exp(part - part.max(axis=1, keepdims=True))
-        shares[head.name] = weights / weights.sum(axis=1, keepdims=True)
-        start += head.bins
-    return shares
+def _drawn(programs: Sequence[ProgramExample], seed: int) -> list[tuple[str, TurnExample]]:
+    """Turns with a text, each with its group; if none has any, all turns."""
+    turns = [(program.split_group, turn) for program in programs for turn in program.turns]
+    turns = [(group, turn) for group, turn in turns if turn.context.text] or turns
+    order = np.random.default_rng(seed).permutation(len(turns))[:MOST_TURNS]
+    return [turns[int(index)] for index in order]
+
+
+def _classes(turns: Sequence[TurnExample]) -> Any:
+    """Shape [turns, 3]."""
+    lengths = np.array([turn.outcome.output_tokens for turn in turns], dtype=np.float64)
+    remaining = np.array([turn.remaining for turn in turns], dtype=np.float64)
+    columns = (
+        bin_of(LENGTH_EDGES, lengths),
+        bin_of(LENGTH_EDGES, remaining[:, 0]),
+        bin_of(TURN_COUNT_EDGES, remaining[:, 1]),
+    )
+    return torch.from_numpy(np.stack(columns, axis=1))
+
+
+def _train(
+    network: Any,
+    tokenizer: Any,
+    fit: Sequence[TurnExample],
+    held_out: Sequence[TurnExample],
+    generator: np.random.Generator,
+) -> None:
+    """Leaves the network with the weights of its best pass."""
+    ids, classes = _token_ids(tokenizer, [turn.context.text for turn in fit]), _classes(fit)
+    held_out_ids, held_out_classes = _token_ids(tokenizer, [turn.context.text for turn in held_out]), _classes(held_out)
+    base = {id(weight) for weight in network.base_model.parameters()}
+    groups = [
+        {"params": [w for w in network.parameters() if id(w) in base], "lr": BASE_LEARNING_RATE},
+        {"params": [w for w in network.parameters() if id(w) not in base], "lr": HEAD_LEARNING_RATE},
+    ]
+    optimiser = torch.optim.AdamW(groups, weight_decay=1e-2)
+    passes = min(MOST_PASSES, max(PASSES, LEAST_STEPS * BATCH // len(ids)))
+    schedule = torch.optim.lr_scheduler.OneCycleLR(
+        optimiser, [group["lr"] for group in groups], total_steps=passes * -(-len(ids) // BATCH), pct_start=0.15
+    )
+    best_loss, best = np.inf, network.state_dict()
+    for _ in range(passes):
+        network.train()
+        for rows in _batches(generator.permutation(len(ids))):
+            optimiser.zero_grad()
+            _loss(_logits(network, tokenizer, [ids[row] for row in rows]), classes[rows]).backward()
+            torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+            optimiser.step()
+            schedule.step()
+        network.eval()
+        with torch.no_grad():
+            losses = [
+                len(rows)
+                * float(_loss(_logits(network, tokenizer, [held_out_ids[row] for row in rows]), held_out_classes[rows]))
+                for rows in _batches(np.arange(len(held_out_ids)))
+            ]
+        if sum(losses) < best_loss:
+            best_loss, best = sum(losses), {name: one.clone() for name, one in network.state_dict().items()}
+    network.load_state_dict(best)
+    network.requires_grad_(False)
+
+
+def _batches(order: NDArray[np.int64]) -> list[list[int]]:
+    return [order[at : at + BATCH].tolist() for at in range(0, len(order), BATCH)]
+
+
+def _loss(logits: Any, classes: Any) -> Any:
+    """The sum of the cross entropies of the three questions."""
+    parts = logits.split(BINS, dim=1)
+    return sum(torch.nn.functional.cross_entropy(part, classes[:, at]) for at, part in enumerate(parts))

@@ -1,20 +1,34 @@
 """Recorded programs as what models are asked and what became of it: the input of training and evaluation.
 
-Programs are lines of trace files (`cluster.bench.trace`), their texts lines of others, joined by program and turn.
+Programs are lines of trace files (`cluster.core.recorded_turn`). Texts are lines of other files, joined by program and
+turn.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from hashlib import blake2b
 from pathlib import Path
 from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from cluster.bench.trace import RecordedProgram, RecordedTurn, check_lengths, lines_of, parsed, recorded_programs
-from cluster.errors import TraceError
-from predictor_service.context import HISTORY, MAX_ARGUMENTS, MAX_TEXT, PauseContext, TurnContext
-from predictor_service.model import NO_TOOL, Learner, PauseOutcome, TurnOutcome
+from cluster.core.errors import TraceError
+from cluster.core.recorded_turn import RecordedProgram, RecordedTurn, check_lengths, lines_of, parsed, recorded_programs
+from predictor_service.model import (
+    HISTORY,
+    MAX_ARGUMENTS,
+    MAX_TEXT,
+    NO_TOOL,
+    Learner,
+    PauseContext,
+    PauseOutcome,
+    TurnContext,
+    TurnOutcome,
+)
+
+TEST_SHARE = 0.3
+"""Of the groups of programs, the part that is tested on. Programs of one group are of the same task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,3 +221,19 @@ def _pause_outcome(turn: RecordedTurn, returned: int | None) -> PauseOutcome | N
 
 def _stem(path: Path) -> str:
     return path.name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def in_test(split_group: str, seed: int, test_share: float = TEST_SHARE) -> bool:
+    """Whether a group is tested on. Nothing else is asked: it is the same whatever files are read, in any order."""
+    digest = blake2b(f"{seed}/{split_group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
+    return int.from_bytes(digest) < test_share * 2**64
+
+
+def split(
+    programs: Iterable[ProgramExample], seed: int, test_share: float = TEST_SHARE
+) -> tuple[list[ProgramExample], list[ProgramExample]]:
+    """Those to train on and those to test on, in their order. The share is met in the mean, by groups."""
+    sides: tuple[list[ProgramExample], list[ProgramExample]] = ([], [])
+    for program in programs:
+        sides[in_test(program.split_group, seed, test_share)].append(program)
+    return sides

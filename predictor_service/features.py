@@ -1,7 +1,7 @@
-"""A context as a vector of float32: what the learnt models see.
+"""The features of the model `tabular`: a context as a vector of float32.
 
-Cheap (tens of microseconds) and safe: whatever a context says, every number is finite and small. Names and words are
-hashed by CRC-32, which is the same in every process.
+Whatever a context contains, every number is finite and small. Names and words are hashed by CRC-32, which is the same
+in every process.
 """
 
 import math
@@ -13,10 +13,10 @@ from functools import lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
-from predictor_service.context import HISTORY, PauseContext, TurnContext
+from predictor_service.model import HISTORY, PauseContext, TurnContext
 
-FEATURES_VERSION = 1
-"""A bundle learnt on other features is of no use: to be raised with every change below."""
+FEATURES_VERSION = 2
+"""A bundle that was trained on other features cannot be used. Raise it with every change below."""
 
 Vectors = NDArray[np.float32]
 
@@ -26,10 +26,10 @@ LAST_TOOLS = 3
 SOURCE_BUCKETS, TOOL_BUCKETS, KEY_BUCKETS = 16, 24, 48
 TURN_WORD_BUCKETS, ARGUMENT_WORD_BUCKETS = 256, 256
 HEAD, TAIL = 384, 640
-"""Characters of a text whose words are taken: both ends say what kind it is."""
+"""The words of so many characters at the beginning and the end of a text are features."""
 MOST_WORDS = 192
 LARGEST = 30.0
-"""Of any feature: e^30 tokens is no length."""
+"""No feature is larger."""
 
 _WORD = re.compile(rb"[A-Za-z_]{2,24}|[0-9]+|[^\sA-Za-z_0-9]")
 _CUES = (
@@ -48,40 +48,32 @@ _HISTORY_NUMBERS = 2 * 4 + 4
 _TURN_NUMBERS = 5 + 3 * _HISTORY_NUMBERS + 4 + len(_CUES)
 _PAUSE_NUMBERS = 6 + len(_CUES)
 
-TURN_FEATURES = _TURN_NUMBERS + SOURCE_BUCKETS + LAST_TOOLS * (TOOL_BUCKETS + KEY_BUCKETS) + TURN_WORD_BUCKETS
+_TURN_ONLY = _TURN_NUMBERS + SOURCE_BUCKETS + LAST_TOOLS * (TOOL_BUCKETS + KEY_BUCKETS)
+TURN_FEATURES = _TURN_ONLY + TURN_WORD_BUCKETS
 """Length of a turn's vector."""
-_PAUSE_ONLY = _PAUSE_NUMBERS + TOOL_BUCKETS + 2 * KEY_BUCKETS + ARGUMENT_WORD_BUCKETS
+PAUSE_FEATURES = _TURN_ONLY + _PAUSE_NUMBERS + TOOL_BUCKETS + 2 * KEY_BUCKETS + ARGUMENT_WORD_BUCKETS
+"""Length of a pause's vector: its turn's without the words of the prompt, and its own."""
 _KEPT_TURNS = 256
-PAUSE_FEATURES = TURN_FEATURES + _PAUSE_ONLY
-"""Length of a pause's vector: its turn's and its own."""
 
 
 def turn_features(turns: Sequence[TurnContext]) -> Vectors:
     """Shape [turns, TURN_FEATURES]."""
-    out = np.zeros((len(turns), TURN_FEATURES), dtype=np.float32)
-    for row, turn in zip(out, turns, strict=True):
-        row[:] = _turn_row(turn)
-    return out
+    return _stacked([_turn_row(turn) for turn in turns], TURN_FEATURES)
 
 
 def pause_features(pauses: Sequence[PauseContext]) -> Vectors:
     """Shape [pauses, PAUSE_FEATURES]."""
-    out = np.zeros((len(pauses), PAUSE_FEATURES), dtype=np.float32)
-    for row, pause in zip(out, pauses, strict=True):
-        row[:TURN_FEATURES] = _turn_row(pause.turn)
-        _write_pause(row[TURN_FEATURES:], pause)
-    return out
+    return _stacked([_pause_row(pause) for pause in pauses], PAUSE_FEATURES)
+
+
+def _stacked(rows: Sequence[Vectors], length: int) -> Vectors:
+    return np.stack(rows) if rows else np.zeros((0, length), dtype=np.float32)
 
 
 @lru_cache(maxsize=_KEPT_TURNS)
 def _turn_row(turn: TurnContext) -> Vectors:
-    """To be read only. A turn is asked about again with each tool that it may call, and when its pause begins."""
+    """Read-only. A turn is asked about again with each tool that it may call, and when its pause begins."""
     row = np.zeros(TURN_FEATURES, dtype=np.float32)
-    _write_turn(row, turn)
-    return row
-
-
-def _write_turn(row: Vectors, turn: TurnContext) -> None:
     text = _ends(turn.text)
     position = _finite(turn.position)
     numbers = [
@@ -107,10 +99,13 @@ def _write_turn(row: Vectors, turn: TurnContext) -> None:
         row[start + _bucket(key.partition(CLASS_MARK)[0], TOOL_BUCKETS)] = 1.0
         row[start + TOOL_BUCKETS + _bucket(key, KEY_BUCKETS)] = 1.0
         start += TOOL_BUCKETS + KEY_BUCKETS
-    _write_words(row[TURN_FEATURES - TURN_WORD_BUCKETS :], text)
+    _write_words(row[_TURN_ONLY:], text)
+    return row
 
 
-def _write_pause(row: Vectors, pause: PauseContext) -> None:
+def _pause_row(pause: PauseContext) -> Vectors:
+    row = np.zeros(PAUSE_FEATURES, dtype=np.float32)
+    row[:_TURN_ONLY] = _turn_row(pause.turn)[:_TURN_ONLY]
     text = _ends(pause.arguments)
     same = [i for i, key in enumerate(pause.turn.tools[:HISTORY]) if key == pause.tool]
     before = [pause.turn.durations_s[i] for i in same if i < len(pause.turn.durations_s)]
@@ -124,19 +119,20 @@ def _write_pause(row: Vectors, pause: PauseContext) -> None:
         0.0 if last is None else _log_s(last),
         *_cues(text),
     ]
-    row[:_PAUSE_NUMBERS] = numbers
-    start = _PAUSE_NUMBERS
+    start = _TURN_ONLY + _PAUSE_NUMBERS
+    row[_TURN_ONLY:start] = numbers
     row[start + _bucket(pause.tool.partition(CLASS_MARK)[0], TOOL_BUCKETS)] = 1.0
     start += TOOL_BUCKETS
     row[start + _bucket(pause.tool, KEY_BUCKETS)] = 1.0
-    # Under a second hash: two keys that meet in one table seldom meet in the other.
+    # A second hash: two keys that collide in one table seldom collide in the other.
     row[start + KEY_BUCKETS + _bucket(pause.tool[::-1], KEY_BUCKETS)] = 1.0
     start += 2 * KEY_BUCKETS
     _write_words(row[start:], text)
+    return row
 
 
 def _history(values: Sequence[float | None], scale: Callable[[float], float]) -> list[float]:
-    """The last four and whether they are known, then the mean, the largest, the spread and how many."""
+    """The last four values and whether they are known; then the mean, the maximum, the deviation and the count."""
     scaled = [None if value is None else scale(value) for value in values[:HISTORY]]
     known = [value for value in scaled if value is not None]
     first = list(scaled[:4]) + [None] * (4 - min(4, len(scaled)))
@@ -181,7 +177,7 @@ def _bucket(name: str, buckets: int) -> int:
 
 
 def _write_words(row: Vectors, text: bytes) -> None:
-    """Signed hashing, so that words that meet in a bucket do not add up; of unit length, so that texts compare."""
+    """Signed feature hashing, scaled to the same norm for every text."""
     words = _WORD.findall(text)
     if len(words) > MOST_WORDS:
         words = words[: MOST_WORDS // 3] + words[-2 * MOST_WORDS // 3 :]

@@ -15,7 +15,7 @@ from itertools import islice
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.statistics import decode_tool, encode_tool
+from cluster.durations.table import decode_tool, encode_tool
 from predictor_service.distribution import Floats
 
 Key = tuple[str, ...]

@@ -8,13 +8,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.program import tool_key
-from cluster.tool_naming import bounded, classed, tool_names
-from predictor_service.context import HISTORY, MAX_ARGUMENTS, MAX_TEXT
-from predictor_service.model import NO_TOOL
+from cluster.core.program import tool_key
+from cluster.durations.tool_names import bounded, classed, tool_names
+from predictor_service.model import HISTORY, MAX_ARGUMENTS, MAX_TEXT, NO_TOOL
 
 MAX_OFFERED = 128
-"""Tools on offer that are told of."""
+"""Tools on offer that are counted."""
 MAX_READ = 1 << 16
 """Characters of one turn's text in which calls are looked for, the last ones."""
 ASSISTANT = "assistant"
@@ -48,7 +47,7 @@ class ShownRequest:
     """A request."""
 
     structured: bool = False
-    """It has messages: earlier turns can be told apart. Otherwise it is one prompt."""
+    """It has messages: earlier turns can be distinguished. Otherwise it is one prompt."""
     position: int = 0
     """Earlier turns that it shows."""
     turns: Sequence[ShownTurn] = ()

@@ -7,14 +7,23 @@ the turn called, how long that took and what it brought. Pure: every method is g
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field, replace
 
-from cluster.program import KEY_MARK, USER_REPLY, without_class
-from predictor_service.context import HISTORY, PauseContext, TurnContext
+from cluster.core.program import KEY_MARK, USER_REPLY, without_class
 from predictor_service.live_context import ShownRequest
-from predictor_service.model import NO_TOOL, PauseOutcome, TurnOutcome
-from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
+from predictor_service.model import (
+    HISTORY,
+    NO_TOOL,
+    Observation,
+    PauseContext,
+    PauseOutcome,
+    PauseSeen,
+    ProgramSeen,
+    TurnContext,
+    TurnOutcome,
+    TurnSeen,
+)
 
 MAX_TURNS = 256
-"""Turns of one program of which is told what came after them."""
+"""Turns of one program whose outcome is known."""
 CHARS_PER_TOKEN = 4.0
 """Until exact counts are known."""
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0
@@ -99,7 +108,7 @@ class LiveHistory:
             news += self._over(next(iter(self._programs)))
         return context, news
 
-    def lone(self, turn: Arrived) -> TurnContext:
+    def single(self, turn: Arrived) -> TurnContext:
         """The context of a turn of no program."""
         return self._context(_Program(), turn)
 
@@ -115,7 +124,7 @@ class LiveHistory:
         """A turn is over.
 
         Args:
-            turn: as it was told to `arrived`.
+            turn: as `arrived` got it.
             context: that `arrived` answered.
             now_s: when.
             output_tokens: that it generated; None: it did not come to its proper end, or nobody knows.

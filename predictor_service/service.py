@@ -1,7 +1,7 @@
-"""The predictor service: a Ray Serve deployment over a plain predictor, and how an ingress reaches it.
+"""The predictor service: a Ray Serve deployment over a plain predictor, and its client over a Ray handle.
 
-Questions that come together are answered together. What is learnt is written to the store every few seconds and at the
-end; a replica that starts, or starts again, reads what all have learnt. It needs no GPU.
+Requests that come together are answered together. What is learnt is written to the store every few seconds and at the
+end; a replica that starts reads what all have learnt. The service needs no GPU.
 """
 
 import asyncio
@@ -15,19 +15,19 @@ from ray.serve.deployment import Application
 from ray.serve.exceptions import BackPressureError, DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.program import Forecasted
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.program import Prediction
+from cluster.core.supervision import SupervisedTasks
 from predictor_service.client import ServiceOverloaded, ServiceUnreachable
-from predictor_service.context import TurnContext
-from predictor_service.making import Trained, shared_predictor
-from predictor_service.observation import Observation
+from predictor_service.model import Observation, TurnContext
+from predictor_service.shared import Trained, shared_predictor
 
 DEPLOYMENT = "Predictor"
 MOST_TOGETHER = 4
-"""Questions that are answered together: more would keep the first of them waiting."""
+"""Requests that are answered together: more would keep the first of them waiting."""
 MOST_AT_WORK = 256
-"""Questions that a replica has taken; more wait at the ingresses."""
+"""Requests that a replica has taken; more wait at the ingresses."""
 HEALTH_CHECK_PERIOD_S = 5.0
 
 
@@ -36,31 +36,33 @@ class PredictorServer:
 
     async def __init__(self, config: CaesuraConfig) -> None:  # type: ignore[misc]
         trained = Trained.of(config.predictor.bundle)
-        self._shared = shared_predictor(config, MonotonicClock(), f"predictor-{uuid4().hex}", trained)
-        # What others have learnt is there before the first question; without the store it comes later.
+        clock = MonotonicClock()
+        self._shared = shared_predictor(config, clock, f"predictor-{uuid4().hex}", trained)
+        self._tasks = SupervisedTasks("predictor service", clock)
+        # What others have learnt is there before the first request; without the store it comes later.
         await self._shared.exchange()
-        self._sharing = asyncio.create_task(self._shared.exchange_for_ever())
+        self._tasks.start("exchange", self._shared.exchange_for_ever)
 
     async def __del__(self) -> None:
         """Called by Ray Serve when this process is to end."""
-        self._sharing.cancel()
+        await self._tasks.aclose()
         await self._shared.aclose()
 
     @serve.batch(  # type: ignore[untyped-decorator]
         max_batch_size=MOST_TOGETHER, batch_wait_timeout_s=0.0
     )
-    async def forecast(self, turns: list[TurnContext]) -> list[Forecasted]:
-        """Asked for one turn; answered with those that wait."""
-        return self._shared.forecast(turns)
+    async def predict(self, turns: list[TurnContext]) -> list[Prediction]:
+        """Called with one turn; Ray Serve makes a batch of the calls that wait."""
+        return self._shared.predict(turns)
 
     async def observe(self, observations: Sequence[Observation]) -> None:
-        """Learn."""
+        """Learn from observations."""
         self._shared.learn(observations)
 
     async def check_health(self) -> None:
-        """Raises where this process should be replaced."""
-        if self._sharing.done():
-            raise RuntimeError("what is learnt is not shared any more")
+        """Raises if Ray should replace this process."""
+        if not self._tasks.healthy:
+            raise RuntimeError(f"background tasks keep failing: {', '.join(self._tasks.failed)}")
 
     async def view(self) -> dict[str, Any]:
         """For operators."""
@@ -87,13 +89,13 @@ class ServiceHandle:
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
 
-    async def forecast(self, turn: TurnContext) -> Forecasted:
-        """See `ForecastService`."""
-        forecast: Forecasted = await _answer(self._handle.forecast.remote(turn))
-        return forecast
+    async def predict(self, turn: TurnContext) -> Prediction:
+        """See `PredictionService`."""
+        prediction: Prediction = await _answer(self._handle.predict.remote(turn))
+        return prediction
 
     async def observe(self, observations: Sequence[Observation]) -> None:
-        """See `ForecastService`."""
+        """See `PredictionService`."""
         await _answer(self._handle.observe.remote(list(observations)))
 
 
@@ -107,5 +109,5 @@ async def _answer(response: Any) -> Any:
         raise ServiceOverloaded(str(error)) from error
     except (RayError, DeploymentUnavailableError) as error:
         if getattr(error, "cause", None) is not None:
-            raise  # the service's own exception: it is there, and broken
+            raise  # the service's own exception: it is reachable, and broken
         raise ServiceUnreachable(str(error)) from error

@@ -1,38 +1,43 @@
-"""A predictor, and what it learns shared with the others' through the store."""
+"""A predictor that shares what it learns with the other processes' predictors through the store."""
 
 import asyncio
 import logging
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from cluster.clock import Clock
-from cluster.learnt_store import LearntStore
-from cluster.program import Forecasted
-from predictor_service.context import TurnContext
-from predictor_service.observation import Observation
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock
+from cluster.core.program import Prediction
+from cluster.store.predictor_state import PredictorStateStore
+from predictor_service.bundle import load_model
+from predictor_service.model import Observation, TurnContext
 from predictor_service.predictor import Predictor, readable
+from predictor_service.statistics_model import StatisticsModel
 
 logger = logging.getLogger(__name__)
 
-
-MOST_SHARE = 50
-"""An exchange is followed by so many times as long without one."""
+LEAST_REST = 50
+"""An exchange is followed by so many times its own duration without one."""
+SPACE = "//predictor"
+"""The name under which everything is shared. It has no model's id: a program's source names its model."""
 
 
 class SharedPredictor:
     """One writer's predictor.
 
     Args:
-        predictor: forecasts and learns.
-        store: where what is learnt is shared.
+        predictor: predicts and learns.
+        store: where the writers' statistics are shared.
         period_s: between two exchanges; longer where they take long.
-        clock: measures them.
+        clock: measures the exchanges.
     """
 
-    def __init__(self, predictor: Predictor, store: LearntStore, period_s: float, clock: Clock) -> None:
+    def __init__(self, predictor: Predictor, store: PredictorStateStore, period_s: float, clock: Clock) -> None:
         self.predictor = predictor
         self.unreadable = 0
-        """Parts of others that could not be read."""
+        """Other writers' parts that could not be read."""
         self._store = store
         self._period_s = period_s
         self._clock = clock
@@ -42,9 +47,9 @@ class SharedPredictor:
         self._taken: dict[str, bytes] = {}
         self._refused: dict[str, bytes] = {}
 
-    def forecast(self, turns: Sequence[TurnContext]) -> list[Forecasted]:
-        """See `Predictor.forecast`."""
-        return self.predictor.forecast(turns)
+    def predict(self, turns: Sequence[TurnContext]) -> list[Prediction]:
+        """See `Predictor.predict`."""
+        return self.predictor.predict(turns)
 
     def learn(self, observations: Sequence[Observation]) -> None:
         """See `Predictor.learn`."""
@@ -52,12 +57,12 @@ class SharedPredictor:
         self.predictor.learn(observations)
 
     async def exchange(self) -> bool:
-        """Write what was learnt here and take what the others learnt; False: it came to nothing."""
+        """Write what was learnt here and read what the others learnt; False: the store did not answer."""
         parts = await self._store.exchange(self._own())
         if parts is None:
             return False
         if parts != self._seen:
-            # Beside the event loop: others' statistics take up to half a second to read. They are swapped in at once.
+            # In a thread, because others' statistics take up to half a second to read. They are swapped in at once.
             self._taken = await asyncio.to_thread(self._take, parts)
             self._seen = dict(parts)
         return True
@@ -68,12 +73,12 @@ class SharedPredictor:
         return taken
 
     async def exchange_for_ever(self) -> None:
-        """Until it is cancelled; an exchange that fails is only late."""
+        """Exchange until it is cancelled. A failed exchange is tried again at the next one's time."""
         while True:
             began_s = self._clock.now_s()
             await self.exchange()
             took_s = self._clock.now_s() - began_s
-            await asyncio.sleep(max(self._period_s, MOST_SHARE * took_s))
+            await asyncio.sleep(max(self._period_s, LEAST_REST * took_s))
 
     def view(self) -> dict[str, Any]:
         """For operators."""
@@ -88,7 +93,7 @@ class SharedPredictor:
         }
 
     async def aclose(self) -> None:
-        """Write what was learnt last, and let go of the store."""
+        """Write what was learnt last, and close the connection."""
         await self.exchange()
         await self._store.close()
 
@@ -108,5 +113,56 @@ class SharedPredictor:
             return True
         self.unreadable += 1
         self._refused = {writer: part}
-        logger.warning("what predictor %r has learnt cannot be read", writer)
+        logger.warning("the statistics of predictor %r cannot be read", writer)
         return False
+
+
+@dataclass(frozen=True, slots=True)
+class Trained:
+    """A trained model, and the statistics of its bundle; by default neither."""
+
+    model: Any = None
+    """A LengthModel, and a DurationModel if it has `durations`; None: only statistics predict."""
+    statistics: bytes | None = None
+    """`StatisticsModel.to_bytes`."""
+
+    @classmethod
+    def of(cls, bundle: str | None) -> "Trained":
+        """Read a bundle; None: neither.
+
+        Raises:
+            ConfigError: it cannot be used; names the file.
+        """
+        if bundle is None:
+            return cls()
+        model = load_model(Path(bundle)).model
+        if isinstance(model, StatisticsModel):
+            return cls(None, model.to_bytes())
+        own = getattr(model, "statistics", None)
+        return cls(model, own.to_bytes() if isinstance(own, StatisticsModel) else None)
+
+    def predictor(self) -> Predictor:
+        """A predictor that goes on learning from there."""
+        statistics = StatisticsModel()
+        model = self.model
+        if hasattr(model, "with_prior"):  # it corrects the statistics that learn while they serve
+            model = model.with_prior(statistics)
+        durations = model if hasattr(model, "durations") else None
+        return Predictor(statistics, model, durations, self.statistics)
+
+
+def shared_predictor(config: CaesuraConfig, clock: Clock, writer: str, trained: Trained) -> SharedPredictor:
+    """A predictor that is shared under ``writer``'s name.
+
+    Raises:
+        ConfigError: the store's URL cannot be used.
+    """
+    store = PredictorStateStore(
+        config.redis.url,
+        space=SPACE,
+        writer=writer,
+        timeout_s=config.redis.timeout_s,
+        expiry_s=config.redis.expiry_s,
+        clock=clock,
+    )
+    return SharedPredictor(trained.predictor(), store, config.predictor.sync_interval_s, clock)

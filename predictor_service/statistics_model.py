@@ -1,7 +1,7 @@
 """The model `statistics`: what happened in turns like this one, counted at levels, each drawn to the one above it.
 
-It learns from each turn at once, while it serves. Nothing of a text is read: what a turn is like is told by its source,
-its position, the tools and lengths before it.
+It learns from each turn at once, while it serves. It reads no text: the features of a turn are its source, its
+position, and the tools and lengths before it.
 """
 
 import math
@@ -13,10 +13,10 @@ from typing import Self
 import msgspec
 import numpy as np
 
-from cluster.errors import ConfigError
-from cluster.program import USER_REPLY, without_class
-from cluster.statistics import LONGEST_S, MAX_TOOL_NAME_BYTES
-from predictor_service.context import PauseContext, TurnContext
+from cluster.core.program import USER_REPLY, without_class
+from cluster.durations.statistics import LONGEST_S
+from cluster.durations.table import MAX_TOOL_NAME_BYTES
+from predictor_service.bundle import Bundle, Origin, read_bundle, write_bundle
 from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, MOST_S, SHORTEST_S, Distribution, Floats
 from predictor_service.examples import ProgramExample, teach
 from predictor_service.level_counts import (
@@ -29,8 +29,9 @@ from predictor_service.level_counts import (
     Shrinkage,
     View,
 )
-from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
+from predictor_service.model import NO_TOOL, PauseContext, PauseOutcome, Remaining, TurnContext, TurnOutcome
 
+_MODEL = "statistics"
 FILE = "statistics.msgpack"
 VERSION = 1
 LARGEST_BYTES = 256 << 20
@@ -187,23 +188,24 @@ class StatisticsModel:
             table.replace_others(store.histograms.get(name, []) for store in stores)
         self._tools.replace_others(store.names for store in stores)
 
-    def save(self, directory: Path) -> None:
-        """Write into ``directory``, which is made where there is none."""
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / FILE).write_bytes(self.to_bytes())
+    def save(self, directory: Path, origin: Origin | None = None) -> None:
+        """Write a bundle.
+
+        Raises:
+            ConfigError: it cannot be written.
+        """
+        write_bundle(directory, Bundle(_MODEL, VERSION, origin or Origin(), parts={FILE: self.to_bytes()}))
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """The inverse of ``save``.
+        """Read what `save` wrote.
 
         Raises:
-            ConfigError: there is no such file, or it cannot be used; names it.
+            ConfigError: it is no whole bundle of this model and version; names file and field.
         """
-        path = directory / FILE
-        try:
-            return cls.from_bytes(path.read_bytes())
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{path}: {error}") from error
+        bundle = read_bundle(directory, _MODEL, VERSION)
+        with bundle.reading(directory):
+            return cls.from_bytes(bundle.part(FILE))
 
 
 def _decoded(data: bytes) -> _Store:
@@ -239,7 +241,7 @@ def _length_place(turn: TurnContext) -> Place:
 
 
 def _remaining_place(turn: TurnContext) -> Place:
-    """All turns of one program tell of the same end: what is special to it must not name a level."""
+    """All turns of one program have the same end: what is special to it must not name a level."""
     source = _name(turn.source)
     trunk: list[Key] = [(), (source,), (source, _position_class(turn.position))]
     if not turn.tools:

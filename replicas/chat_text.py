@@ -19,9 +19,8 @@ from vllm.inputs import TextPrompt, tokens_input
 from vllm.renderers import merge_kwargs
 from vllm.utils.mistral import is_mistral_tokenizer
 
-from replicas.continuation import Again, CannotRender, Examined, Message, Tokens, examine, rest_of_prompt
+from replicas.continuation import Again, CannotRender, Examined, Message, Sample, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
-from replicas.template_samples import Sample
 
 Result = TypeVar("Result")
 
@@ -77,7 +76,7 @@ class ChatText:
     def bound_output(self, request: Any, prompt_tokens: int = 0) -> None:
         """Let a turn's share of its program's output not exceed what the context has left after ``prompt_tokens``.
 
-        vLLM would refuse the turn; but a bound of the whole program says nothing of one turn.
+        vLLM would refuse the turn; but a bound of the whole program does not bound one turn.
         """
         left = self._online.model_config.max_model_len - prompt_tokens
         asked = request.max_completion_tokens
@@ -123,13 +122,13 @@ class ChatText:
         model, tokenizer = self._online.model_config, self._renderer.tokenizer
         generation = model.try_get_generation_config()
         stops = [self._renderer.get_eos_token_id()]
-        for told in (
+        for ids in (
             generation.get("eos_token_id"),
             generation.get("stop_token_ids"),
             model.get_diff_sampling_param().get("stop_token_ids"),
         ):
-            stops += told if isinstance(told, list) else [told]
-        # A tokenizer that does not tell its added tokens has none that end a message: its prompts are rendered again.
+            stops += ids if isinstance(ids, list) else [ids]
+        # A tokenizer that does not list its added tokens has none that end a message: its prompts are rendered again.
         added = getattr(tokenizer, "added_tokens_decoder", {})
         return {str(token): number for number, token in added.items()}, frozenset(stops) - {None}
 
@@ -160,7 +159,7 @@ def _only_text(message: Message) -> bool:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """A template may refuse a sample, one with a system message for instance: that is no error to tell of."""
+    """A template may refuse a sample, one with a system message for instance: that is no error to log."""
     disabled, logger.disabled = logger.disabled, True
     try:
         yield

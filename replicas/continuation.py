@@ -7,14 +7,90 @@ stand for and of all messages, show where that begins. If the second does not be
 the past anew, and so must we.
 """
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
-from cluster.turn import pack_ids, unpack_ids
-from replicas.template_samples import MARK, SAMPLES, Sample
+from cluster.core.turn import pack_ids, unpack_ids
+
+MARK = "kestrel"
+"""The last word of each sample's last known message."""
+
+TOOLS: tuple[dict[str, Any], ...] = tuple(
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": f"Returns the {what}.",
+            "parameters": {"type": "object", "properties": {"place": {"type": "string"}}, "required": ["place"]},
+        },
+    }
+    for name, what in (("weather", "weather"), ("clock", "time"))
+)
+
+Messages = list[dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A conversation; ``messages`` makes it anew, as what reads it may change it."""
+
+    name: str
+    messages: Callable[[], Messages]
+    known: int
+    """How many of the messages have been seen; the last of these is the assistant's."""
+    tools: tuple[dict[str, Any], ...] = TOOLS
+
+
+def _user(text: str = "What is the weather like?") -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _calls(*places: str, **more: Any) -> dict[str, Any]:
+    # Nine letters and digits: Mistral's templates take no other call id.
+    calls = [
+        {
+            "id": f"call{number:05}",
+            "type": "function",
+            "function": {"name": TOOLS[number % 2]["function"]["name"], "arguments": json.dumps({"place": place})},
+        }
+        for number, place in enumerate(places)
+    ]
+    return {"role": "assistant", "content": "", "tool_calls": calls, **more}
+
+
+def _result(number: int = 0) -> dict[str, Any]:
+    name = TOOLS[number % 2]["function"]["name"]
+    return {"role": "tool", "tool_call_id": f"call{number:05}", "name": name, "content": "Sunny,\n 21 °C. "}
+
+
+def _system() -> dict[str, Any]:
+    return {"role": "system", "content": "You are helpful."}
+
+
+def _answer() -> dict[str, Any]:
+    return {"role": "assistant", "content": f"It says: {MARK}"}
+
+
+SAMPLES = (
+    Sample("question", lambda: [_user(), _answer(), _user("Sure?")], 2, ()),
+    Sample("system", lambda: [_system(), _user(), _answer(), _user("Sure?")], 3, ()),
+    Sample("unused tools", lambda: [_system(), _user(), _answer(), _user("Sure?")], 3),
+    Sample("tool call", lambda: [_user(), _calls(MARK), _result()], 2),
+    Sample("tool call, system", lambda: [_system(), _user(), _calls(MARK), _result()], 3),
+    Sample("tool calls", lambda: [_user(), _calls("Ulm", MARK), _result(), _result(1)], 2),
+    Sample("content and call", lambda: [_user(), _calls(MARK, content="I look."), _result()], 2),
+    Sample("rounds", lambda: [_user(), _calls("Ulm"), _result(), _calls(MARK), _result()], 4),
+    Sample(
+        "rounds, reasoning",
+        lambda: [_user(), _calls("Ulm", reasoning="Hm."), _result(), _calls(MARK, reasoning="So."), _result()],
+        4,
+    ),
+)
+
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
@@ -45,7 +121,7 @@ class Again(StrEnum):
 
 
 class Tokens:
-    """What a tokenizer and a model say of texts and single tokens.
+    """What a tokenizer and a model make of texts and single tokens.
 
     Args:
         encode: text to ids, without anything added.
@@ -201,14 +277,14 @@ def _split(
     if whole.startswith(before):
         return len(before) - len(closing)
     # Some templates write a message that is the last one differently: Qwen 3 puts an empty thought into it.
-    said, end = _own_words(messages[known - 1]), tokens.first_stop(closing)
-    if said is None or end is None or any(end in text for text in said):
+    words, end = _own_words(messages[known - 1]), tokens.first_stop(closing)
+    if words is None or end is None or any(end in text for text in words):
         return None
     past = render(messages[: known - 1], False)
     split = whole.find(end, len(past))
     if split < 0 or not whole.startswith(past) or not whole.startswith(closing, split):
         return None
-    return split if said[0].strip() in whole[len(past) : split] else None
+    return split if words[0].strip() in whole[len(past) : split] else None
 
 
 def _own_words(message: Message) -> list[str] | None:

@@ -1,37 +1,33 @@
 """The side channel into a replica's scheduler: plain msgpack values in and out, between two steps, bounded in time.
 
-``install()`` gives vLLM's EngineCore one more utility method, in the process that imports the scheduler; the replica
-calls it through the engine client. An operation that makes no sense is answered with ``{"refused": why}``, never with
-an exception inside the engine.
+Importing this module gives vLLM's EngineCore one more utility method, in this process. The engine is therefore given
+its scheduler's class by the name SCHEDULER. The replica calls the method through the engine client. An operation that
+makes no sense is answered with ``{"refused": why}``, never with an exception inside the engine.
 """
 
 import asyncio
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import pydantic
-from vllm.v1.engine.core import EngineCore
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.config import PolicyConfig
-from cluster.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
-from cluster.lifecycle import Phase
-from cluster.lifecycle_events import (
-    Ended,
-    HoldEnded,
-    ToolFinished,
-    ToolStarted,
-)
-from cluster.statistics import DurationTable
+from cluster.config.schema import PolicyConfig
+from cluster.core.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
+from cluster.core.lifecycle.events import Ended, HoldEnded, ReleaseReason, ToolFinished, ToolStarted
+from cluster.core.lifecycle.machine import Phase
+from replicas.duration_sync import unpack_parts
 from replicas.hold_table import HoldOrigin
-from replicas.kv_use import cached_blocks, kv_token_bytes
 from replicas.routing_view import routing_snapshot
-
-if TYPE_CHECKING:
-    from replicas.scheduler import AgentScheduler
+from replicas.scheduler import AgentScheduler
+from replicas.stats import cached_blocks
+from replicas.vllm_patches import install_utility
 
 UTILITY = "caesura_control"
 """Name of the EngineCore method."""
+
+SCHEDULER = f"{__name__}.{AgentScheduler.__name__}"
+"""The scheduler's class as vLLM's argument ``scheduler_cls`` has it: resolving it imports this module."""
 
 
 class ControlChannel:
@@ -51,7 +47,7 @@ class ControlChannel:
         """Run one operation of OPERATIONS in the scheduler.
 
         Raises:
-            ControlRefused: the scheduler says why; nothing was changed.
+            ControlRefused: the scheduler refused, with a reason; nothing was changed.
             ControlTimeout: no answer in time; whether it acted is unknown.
             EngineGone: the engine is dead.
         """
@@ -73,16 +69,7 @@ class ControlChannel:
         return answer
 
 
-def install() -> None:
-    """Give EngineCore the utility method. Called where the scheduler class is imported; again is harmless."""
-
-    def caesura_control(core: Any, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
-        return dispatch(core.scheduler, operation, payload)
-
-    setattr(EngineCore, UTILITY, caesura_control)
-
-
-def dispatch(scheduler: "AgentScheduler", operation: str, payload: Mapping[str, Any]) -> dict[str, Any]:
+def dispatch(scheduler: AgentScheduler, operation: str, payload: Mapping[str, Any]) -> dict[str, Any]:
     """Run an operation; ``{"refused": why}`` where it cannot be."""
     run = OPERATIONS.get(operation)
     if run is None:
@@ -94,40 +81,53 @@ def dispatch(scheduler: "AgentScheduler", operation: str, payload: Mapping[str, 
 
 
 def _exchange(
-    scheduler: "AgentScheduler", durations: bytes | None = None, observed: int | None = None, noted: int | None = None
+    scheduler: AgentScheduler,
+    durations: bytes | None = None,
+    forgotten: Sequence[str] = (),
+    revision: int | None = None,
+    observed: int | None = None,
+    noted: int | None = None,
 ) -> dict[str, Any]:
     """Take what other replicas saw of tools, give what this one saw; also ends what has expired while nothing runs.
 
-    ``observed``: how many observations the replica has, see `replicas.tally.Tally.observations`; ``noted``: how many
-    notes of traced turns. None: it wants none.
+    Args:
+        scheduler: the replica's.
+        durations: packed, of the tools of which the others have seen more.
+        forgotten: tools of which the others know nothing any more.
+        revision: of this scheduler's durations that the replica has; None: it wants none.
+        observed: how many observations the replica has, see `replicas.stats.Stats.observations`; None: it wants none.
+        noted: how many notes of traced turns it has; None: it wants none.
     """
-    notes = scheduler.traced.notes.since(scheduler.traced.notes.number if noted is None else noted)
     if durations is not None:
-        scheduler.durations.replace_others(DurationTable.from_bytes(durations).own())
-    scheduler.expire(scheduler.clock.now_s())
+        scheduler.durations.update_others(unpack_parts(durations), forgotten)
+    scheduler.expire_holds(scheduler.clock.now_s())
+    notes = scheduler.stats.traces.notes
+    fresh = notes.since(notes.number if noted is None else noted)
+    reached, own = (0, b"") if revision is None else scheduler.duration_changes.since(revision, scheduler.durations)
     return {
-        "durations": scheduler.durations.to_bytes(),
+        "durations": own,
+        "revision": reached,
         "snapshot": snapshot(scheduler),
-        "observations": scheduler.tally.observations(observed),
-        "traced": {"number": notes.number, "notes": list(notes.items)},
+        "observations": scheduler.stats.observations(observed),
+        "traced": {"number": fresh.number, "notes": list(fresh.items)},
     }
 
 
-def _routing(scheduler: "AgentScheduler", replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
+def _routing(scheduler: AgentScheduler, replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
     """The replica as the router wants to know it; also ends what has expired while nothing runs."""
-    scheduler.expire(scheduler.clock.now_s())
+    scheduler.expire_holds(scheduler.clock.now_s())
     return {"snapshot": routing_snapshot(scheduler, replica, model, number, draining).encode()}
 
 
-def _moved(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     """The program goes on elsewhere: what it has here is given up, when its turns in flight have ended."""
     if scheduler.programs.get(key) is None:
         return {"moved": False}
-    scheduler.apply(key, Ended(scheduler.clock.now_s(), "moved"))
+    scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.MOVED))
     return {"moved": True}
 
 
-def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
+def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
     """The replica in numbers: memory in blocks, tokens and bytes, queues, programs, totals since start."""
     now_s, cache = scheduler.clock.now_s(), scheduler.swapping.cache
     pool = scheduler.kv_cache_manager.block_pool
@@ -147,63 +147,63 @@ def snapshot(scheduler: "AgentScheduler") -> dict[str, Any]:
         "fetching_programs": len(scheduler.swapping),
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting) + len(scheduler.skipped_waiting),
-        "waiting_late": scheduler.waiting.late + scheduler.skipped_waiting.late,
+        "waiting_slo_missed": scheduler.waiting.late + scheduler.skipped_waiting.late,
         "oldest_waiting_s": max((now_s - turn.arrived_s for turn in waiting), default=0.0),
         "step_budget_tokens": int(scheduler.max_num_scheduled_tokens),
-        "step_pace": scheduler.pace.scale,
+        "step_time_ratio": scheduler.pace.scale,
         "programs": len(scheduler.programs),
-        "concluded_programs": scheduler.programs.concluded,
-        "token_bytes": kv_token_bytes(scheduler),
+        "programs_completed": scheduler.programs.concluded,
+        "token_bytes": _kv_token_bytes(scheduler),
         "stored_tokens": cache.stored_chunks * cache.tokens_per_chunk if cache else 0,
         "fetched_tokens": cache.fetched_chunks * cache.tokens_per_chunk if cache else 0,
-        **scheduler.tally.numbers(),
+        **scheduler.stats.numbers(),
         "counters": {**scheduler.counters, "tool_parser_failures": parser_failures},
     }
 
 
-def _program(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
-    """The program's story; empty if this replica does not know it."""
-    return scheduler.programs.story(key) or {}
+def _program(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
+    """The program's state, turns and events; empty if this replica does not know it."""
+    return scheduler.programs.to_public_dict(key) or {}
 
 
 PAUSED = (Phase.HELD, Phase.RELEASED, Phase.SWAPPED, Phase.FETCHING)
 
 
-def _paused(scheduler: "AgentScheduler", key: str) -> None:
+def _paused(scheduler: AgentScheduler, key: str) -> None:
     program = scheduler.programs.get(key)
     if program is None or program.phase not in PAUSED or program.active:
         raise ControlRefused(f"{key} is not paused here: {program.phase if program else 'unknown'}")
 
 
-def _hold(scheduler: "AgentScheduler", key: str, seconds: float) -> dict[str, Any]:
+def _hold(scheduler: AgentScheduler, key: str, seconds: float) -> dict[str, Any]:
     """Hold a program, that is held already, for so long from now."""
     if key not in scheduler.holds:
         raise ControlRefused(f"{key} holds nothing that could be held longer")
-    limit_s = scheduler.settings.control.hold_limit_s
+    limit_s = scheduler.settings.limits.max_pin_s
     if not 0 <= seconds <= limit_s:
         raise ControlRefused(f"seconds must be between 0 and {limit_s}, not {seconds}")
     scheduler.holds.extend(key, scheduler.clock.now_s() + seconds, HoldOrigin.ASKED)
     return {"held_blocks": len(scheduler.holds.get(key).blocks)}  # type: ignore[union-attr]
 
 
-def _release(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+def _release(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     """Give a held program's blocks back."""
     if key not in scheduler.holds:
         return {"released": False}
-    scheduler.apply(key, HoldEnded(scheduler.clock.now_s(), "asked"))
+    scheduler.apply(key, HoldEnded(scheduler.clock.now_s(), ReleaseReason.ASKED))
     return {"released": True}
 
 
-def _end(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+def _end(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     """The program will not come back; turns in flight go on."""
     if scheduler.programs.get(key) is None:
         return {"ended": False}
-    scheduler.apply(key, Ended(scheduler.clock.now_s(), "asked"))
+    scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.ASKED))
     return {"ended": True}
 
 
 def _tool_started(
-    scheduler: "AgentScheduler", key: str, tools: list[str], expected_s: float | None = None
+    scheduler: AgentScheduler, key: str, tools: list[str], expected_s: float | None = None
 ) -> dict[str, Any]:
     """The executor runs these tools now; a hold lasts at least as long as they are expected to."""
     _paused(scheduler, key)
@@ -211,12 +211,12 @@ def _tool_started(
     scheduler.apply(key, ToolStarted(now_s, tuple(tools)))
     held = scheduler.holds.get(key)
     if held is not None and expected_s is not None:
-        until_s = now_s + min(max(0.0, expected_s), scheduler.settings.control.hold_limit_s)
+        until_s = now_s + min(max(0.0, expected_s), scheduler.settings.limits.max_pin_s)
         scheduler.holds.extend(key, max(held.until_s, until_s))
     return {"held": held is not None}
 
 
-def _tool_finished(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
+def _tool_finished(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     """The slowest tool is done: its duration enters the statistics, and a swapped context is fetched."""
     _paused(scheduler, key)
     scheduler.apply(key, ToolFinished(scheduler.clock.now_s()))
@@ -224,17 +224,17 @@ def _tool_finished(scheduler: "AgentScheduler", key: str) -> dict[str, Any]:
     return {"held": key in scheduler.holds, "fetching": program is not None and program.phase is Phase.FETCHING}
 
 
-def _set_policy(scheduler: "AgentScheduler", **policy: Any) -> dict[str, Any]:
-    """Decide by another policy from now on: the fields of `cluster.config.PolicyConfig`."""
+def _set_policy(scheduler: AgentScheduler, **policy: Any) -> dict[str, Any]:
+    """Decide by another policy from now on: the fields of `cluster.config.schema.PolicyConfig`."""
     scheduler.use_policy(PolicyConfig.model_validate(policy))
     return _policy(scheduler)
 
 
-def _policy(scheduler: "AgentScheduler") -> dict[str, Any]:
+def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
     return scheduler.policy_config.model_dump(exclude_none=True)
 
 
-def _reset(scheduler: "AgentScheduler") -> dict[str, Any]:
+def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
     """End all holds and empty the prefix cache and the host tier; False while turns run that use the cache."""
     return {"reset": scheduler.reset_prefix_cache(reset_connector=True)}
 
@@ -254,3 +254,13 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "reset": _reset,
 }
 """Every operation that the side channel knows."""
+
+
+def _kv_token_bytes(scheduler: AgentScheduler) -> float:
+    """Bytes of one token's KV, all ranks of the replica together."""
+    layout, parallel = scheduler.kv_cache_config, scheduler.vllm_config.parallel_config
+    rank_bytes = max((tensor.size for tensor in layout.kv_cache_tensors), default=0)  # all lie in one allocation
+    return float(rank_bytes * parallel.world_size / (layout.num_blocks * scheduler.block_size))
+
+
+install_utility(UTILITY, dispatch)

@@ -19,7 +19,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 from pydantic_core import from_json, to_json
 
-from cluster.errors import ConfigError
+from cluster.core.errors import ConfigError
 
 FILE_KEY = "cost_model"
 """The key of a saved file under which the cost model stands; beside it may stand what it was fitted to."""

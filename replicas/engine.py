@@ -17,11 +17,11 @@ from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm import envs
 
-from replicas.engine_arguments import in_one_process
-from replicas.forking import forked_engine_core
+from replicas.crash_attribution import died_by_itself, shared_suspect
 from replicas.host_tier import choose_size
 from replicas.resumption import ContinuedClient
-from replicas.suspect import died_by_itself, suspect_shared
+from replicas.settings import in_one_process
+from replicas.vllm_patches import forked_engine_core
 
 logger = logging.getLogger("ray.serve")
 
@@ -43,7 +43,7 @@ class ReplicaEngine(VLLMEngine):
 
     async def start(self) -> None:
         """Load the model."""
-        with suspect_shared() as self._suspect:
+        with shared_suspect() as self._suspect:
             await super().start()
         self._oai_serving_tokenization = self._app_state.serving_tokenization
         self.watch_streams()

@@ -7,8 +7,8 @@ online at three levels (all turns, kind, kind and position), each drawn to its p
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from cluster.program import Forecasted, Hints, ToolForecast
-from cluster.statistics import DurationTable
+from cluster.core.program import Hints, Prediction, ToolPrediction
+from cluster.durations.table import DurationTable
 from replicas.policy import Forecast
 
 MAX_POSITION = 24
@@ -40,7 +40,6 @@ class Features:
 
 
 NOTHING_KNOWN = Features("", -1)
-NOTHING_EXPECTED = Forecast(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class _Means:
@@ -80,41 +79,44 @@ class Forecaster:
         hints: Hints,
         durations: DurationTable,
         last: bool,
-        foreseen: Forecasted | None = None,
+        foreseen: Prediction | None = None,
     ) -> Forecast:
         """The forecast of a turn: hints first, then what the predictor foresaw, then what was learnt here."""
-        said = hints.expected_output_tokens
-        output = _said(said, None if foreseen is None else foreseen.output_tokens, lambda: self._output.of(features))
+        output = _first_of(
+            hints.expected_output_tokens,
+            None if foreseen is None else foreseen.output_tokens,
+            lambda: self._output.of(features),
+        )
         if last:
             return Forecast(output, 0.0, 0.0, 0.0, 0.0)
         # A tool that is named, by the client or by the turn's own output, corrects what was foreseen without it.
-        of_tool: Forecasted | ToolForecast | None = foreseen
+        of_tool: Prediction | ToolPrediction | None = foreseen
         if foreseen is not None and hints.expected_tool is not None:
             of_tool = foreseen.tool(hints.expected_tool)
         tool = hints.expected_tool or features.kind
         return Forecast(
             output_tokens=output,
-            pause_s=_said(
+            pause_s=_first_of(
                 hints.expected_pause_s,
                 None if of_tool is None else of_tool.pause_s,
                 lambda: expected_pause_s(tool, durations),
             ),
-            returned_tokens=_said(
+            returned_tokens=_first_of(
                 hints.expected_returned_tokens,
                 None if of_tool is None else of_tool.returned_tokens,
                 lambda: self._returned.of(features),
             ),
-            later_tokens=_said(
+            later_tokens=_first_of(
                 hints.expected_later_tokens,
                 None if foreseen is None else foreseen.later_tokens,
                 lambda: self._later_tokens.of(features),
             ),
-            later_turns=_said(
+            later_turns=_first_of(
                 hints.expected_later_turns,
                 None if foreseen is None else foreseen.later_turns,
                 lambda: self._later_turns.of(features),
             ),
-            pause_told=hints.expected_pause_s is not None,
+            pause_hinted=hints.expected_pause_s is not None,
         )
 
     def turn_ended(self, key: str, features: Features, output_tokens: int, served_tokens: int) -> None:
@@ -142,7 +144,7 @@ def expected_pause_s(tool: str, durations: DurationTable) -> float:
     return next((statistics.mean_s for statistics in durations.levels(tool)), 1.0)
 
 
-def _said(hint: float | None, foreseen: float | None, otherwise: Callable[[], float]) -> float:
+def _first_of(hint: float | None, foreseen: float | None, otherwise: Callable[[], float]) -> float:
     if hint is not None:
         return float(hint)
     return foreseen if foreseen is not None else otherwise()

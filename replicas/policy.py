@@ -6,14 +6,15 @@ seconds on the scheduler's clock, lengths tokens.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from enum import Enum, StrEnum
+from enum import Enum
 from functools import cached_property
 from typing import Protocol
 
-from cluster.config import SloConfig
-from cluster.lifecycle import ProgramState
-from cluster.program import Hints
-from cluster.statistics import DurationTable
+from cluster.config.schema import SloConfig
+from cluster.core.lifecycle.events import PauseReason
+from cluster.core.lifecycle.machine import ProgramState
+from cluster.core.program import Hints
+from cluster.durations.table import DurationTable
 from replicas.cost_model import CostModel
 
 RankKey = tuple[float, ...]
@@ -60,7 +61,7 @@ class LoadView:
 
     @property
     def waiting_in_time(self) -> int:
-        """Turns that wait and are worth making haste for."""
+        """Turns that wait and can still meet the SLO."""
         return self.waiting - self.waiting_late
 
     @cached_property
@@ -88,8 +89,11 @@ class Forecast:
     """Tokens that the program's turns after this one will have computed for them, prompts and outputs."""
     later_turns: float
     """Turns after this one."""
-    pause_told: bool = False
-    """``pause_s`` is the client's own word."""
+    pause_hinted: bool = False
+    """``pause_s`` is the client's own hint."""
+
+
+NOTHING_EXPECTED = Forecast(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class KvPlace(Enum):
@@ -140,7 +144,7 @@ class PauseView:
     forecast: Forecast
     load: LoadView
     tools: tuple[str, ...]
-    """The tools that the turn asked for; never empty (see ``cluster.program.USER_REPLY``)."""
+    """The tools that the turn asked for; never empty (see ``cluster.core.program.USER_REPLY``)."""
     context_tokens: int
     """Tokens whose KV the program has in memory."""
     durations: DurationTable
@@ -182,55 +186,26 @@ class Claimant(Enum):
     """A waiting turn, while nothing runs: nobody else will ever free memory."""
 
 
-class Why(StrEnum):
-    """Why a policy decides as it does: a label of metrics, so that there are few and all are here."""
-
-    POLICY = "policy"
-    """It always does."""
-    RETENTION = "retention"
-    """The client asked for it."""
-    TTL = "ttl"
-    DEFAULT_TTL = "default ttl"
-    LONG_PAUSE = "long pause"
-    SHORT_TOOL = "short tool"
-    LONG_TOOL = "long tool"
-    NO_PIN_PAYS = "no pin pays"
-    BACK = "back"
-    """Its next turn waits."""
-    FREE = "free"
-    """Nobody else wants the memory."""
-    PAYS = "pays"
-    DOES_NOT_PAY = "does not pay"
-    LEAST_WASTE = "least waste"
-    OTHER = "other"
-    """What a policy from elsewhere says and is not here."""
-
-    @classmethod
-    def of(cls, reason: str) -> "Why":
-        """The member of that name, or OTHER."""
-        return cls(reason) if reason in cls._value2member_map_ else cls.OTHER
-
-
 @dataclass(frozen=True, slots=True)
 class Hold:
     """Keep the blocks allocated until ``until_s``, unless they are broken or used before."""
 
     until_s: float
-    reason: Why = Why.POLICY
+    reason: PauseReason = PauseReason.POLICY
 
 
 @dataclass(frozen=True, slots=True)
 class Swap:
     """Give the blocks back, the host tier has a copy; it is fetched when the tool has finished."""
 
-    reason: Why = Why.POLICY
+    reason: PauseReason = PauseReason.POLICY
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
     """Give the blocks back: the prefix cache may still have them when the program comes back."""
 
-    reason: Why = Why.POLICY
+    reason: PauseReason = PauseReason.POLICY
 
 
 PauseDecision = Hold | Swap | Release
@@ -309,7 +284,7 @@ class Policy:
     """None: whatever fits is admitted."""
     late_rank: RankKey | None = None
     """Turns of this rank and of later ones are put off: ``LoadView.waiting_late`` while they wait, behind all others
-    while their prompts are computed (`replicas.prefills`); None: no turn is."""
+    while their prompts are computed (`replicas.prefill_scheduling`); None: no turn is."""
 
     @property
     def guards_memory(self) -> bool:

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from cluster.config import CaesuraConfig
-from cluster.errors import ConfigError
-from cluster.model_config import TINY
+from cluster.config.models import TINY
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import ConfigError
 from replicas.cost_model import CostModel
 
 MEMORY_UTILIZATION = 0.9
@@ -94,7 +94,7 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """What the data sheet says of one GPU. Bytes are decimal; link rates are per direction."""
+    """One GPU as its data sheet has it. Bytes are decimal; link rates are per direction."""
 
     memory_bytes: float
     bandwidth: float
@@ -189,7 +189,7 @@ def preset(name: str) -> CostModel:
     """The cost model of ``model/device`` or ``model/device@engine``.
 
     Raises:
-        ConfigError: no such model, device or engine, or the model does not fit; the message says by how much.
+        ConfigError: no such model, device or engine, or the model does not fit; the message has by how much.
     """
     if name == TINY_CPU.name:
         return TINY_CPU

@@ -1,27 +1,31 @@
-"""The programs that a replica knows: their lifecycle states, the story of their turns, and how many turns they have."""
+"""The programs that a replica knows: their lifecycle states, records of their turns, and how many turns they have."""
 
 from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
+from enum import StrEnum
 from typing import Any
 
-from cluster.lifecycle import Phase, ProgramState, begin, step
-from cluster.lifecycle_events import (
-    Action,
-    Conclude,
-    Ended,
-    Event,
-)
-from cluster.statistics import DurationStatistics
+from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseReason, ReleaseReason
+from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
+from cluster.durations.statistics import DurationStatistics
 
-MAX_STORIES = 4096
-"""Programs whose turns are kept for telling; of older ones only the state is."""
-MAX_TURNS_TOLD = 512
+MAX_RECORDED = 4096
+"""Programs whose turns are recorded; of older ones only the state is kept."""
+MAX_TURN_RECORDS = 512
 """Turns kept of one program; earlier ones are dropped."""
 
 
+class KvDecision(StrEnum):
+    """What becomes of a paused program's KV."""
+
+    HOLD = "hold"
+    SWAP = "swap"
+    RELEASE = "release"
+
+
 @dataclass(frozen=True, slots=True)
-class TurnStory:
+class TurnRecord:
     """What happened to one turn. Times in seconds on the replica's clock, lengths in tokens."""
 
     request_id: str
@@ -40,14 +44,35 @@ class TurnStory:
     tools: tuple[str, ...]
     """What the turn asked for."""
     outcome: str
-    decision: str
-    """What became of the KV afterwards, and why."""
+    decision: KvDecision = KvDecision.RELEASE
+    """What became of the KV afterwards."""
+    reason: PauseReason | None = None
+    """Why; None: no policy was asked."""
+    hold_s: float | None = None
+    """How long the KV was to be held, if it was."""
+
+    @property
+    def decision_text(self) -> str:
+        """The decision and its reason in English."""
+        decided = _PARTICIPLES[self.decision]
+        if self.hold_s is not None:
+            decided = f"{decided} {self.hold_s:.3f}s"
+        return decided if self.reason is None else f"{decided} ({self.reason})"
+
+    def to_public_dict(self) -> dict[str, Any]:
+        """As plain values; ``decision`` is for people, ``kv`` and ``reason`` are for programs."""
+        values = asdict(self)
+        decision, reason = values.pop("decision"), values.pop("reason")
+        return {**values, "decision": self.decision_text, "kv": str(decision), "reason": reason and str(reason)}
+
+
+_PARTICIPLES = {KvDecision.HOLD: "held", KvDecision.SWAP: "swapped", KvDecision.RELEASE: "released"}
 
 
 @dataclass(slots=True)
 class _Entry:
     state: ProgramState
-    turns: deque[TurnStory] = field(default_factory=lambda: deque(maxlen=MAX_TURNS_TOLD))
+    turns: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=MAX_TURN_RECORDS))
 
 
 class ProgramTable:
@@ -62,10 +87,10 @@ class ProgramTable:
         self._max_programs = max_programs
         self._idle_s = idle_s
         self._live: OrderedDict[str, _Entry] = OrderedDict()
-        self._told: OrderedDict[str, _Entry] = OrderedDict()
+        self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
         self.abandoned = 0
-        """Programs that ended without saying so: they were idle for too long."""
+        """Programs that were taken to have ended, as they were idle for too long."""
 
     def __len__(self) -> int:
         return len(self._live)
@@ -97,7 +122,7 @@ class ProgramTable:
         """Take the program through ``event``; what has to be done.
 
         Raises:
-            IllegalTransition: see ``cluster.lifecycle.step``; nothing was changed.
+            IllegalTransition: see ``cluster.core.lifecycle.machine.step``; nothing was changed.
         """
         entry = self._live.get(key)
         if entry is None:
@@ -114,15 +139,15 @@ class ProgramTable:
                 self._turns.observe(action.turns)
         return actions
 
-    def tell(self, key: str, turn: TurnStory) -> None:
-        """Add a turn to the program's story."""
-        entry = self._told.get(key)
+    def record(self, key: str, turn: TurnRecord) -> None:
+        """Add a turn that has ended, if the program is known."""
+        entry = self._recorded.get(key)
         if entry is not None:
             entry.turns.append(turn)
 
-    def story(self, key: str) -> dict[str, Any] | None:
-        """The program's state and turns as plain values; None if it is not known (any more)."""
-        entry = self._told.get(key)
+    def to_public_dict(self, key: str) -> dict[str, Any] | None:
+        """The program's state, turns and last events as plain values; None if it is not known (any more)."""
+        entry = self._recorded.get(key)
         if entry is None:
             return None
         state = entry.state
@@ -133,8 +158,11 @@ class ProgramTable:
             "num_turns": state.turns,
             "served_tokens": state.served_tokens,
             "tools": list(state.tools),
-            "turns": [asdict(turn) for turn in entry.turns],
-            "events": [{"at_s": at_s, "event": words} for at_s, words in state.story],
+            "turns": [turn.to_public_dict() for turn in entry.turns],
+            "events": [
+                {"at_s": past.event.at_s, "event": str(past), "phase": str(past.phase), "reason": past.detail}
+                for past in state.history
+            ],
         }
 
     def sweep(self, now_s: float) -> list[tuple[str, Sequence[Action]]]:
@@ -148,12 +176,14 @@ class ProgramTable:
                 break
             if state.active == 0:
                 self.abandoned += idle
-                done.append((key, self.apply(key, Ended(now_s, "idle" if idle else "table full"))))
+                done.append(
+                    (key, self.apply(key, Ended(now_s, ReleaseReason.IDLE if idle else ReleaseReason.TABLE_FULL)))
+                )
                 excess -= 1
         return done
 
     def _remember(self, key: str, entry: _Entry) -> None:
-        self._told[key] = entry
-        self._told.move_to_end(key)
-        while len(self._told) > MAX_STORIES:
-            self._told.popitem(last=False)
+        self._recorded[key] = entry
+        self._recorded.move_to_end(key)
+        while len(self._recorded) > MAX_RECORDED:
+            self._recorded.popitem(last=False)

@@ -14,12 +14,13 @@ from typing import Any
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 
-from cluster.errors import BadRequest, HttpError, UpstreamFailed
-from cluster.stream import Progress, Told, joined
-from cluster.turn import (
+from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.core.stream import Progress, StreamChunk, joined
+from cluster.core.tools import ENDED_WITH_CALLS
+from cluster.core.turn import (
     CallDelta,
     Continuation,
-    Rendering,
+    PromptMode,
     TurnBegan,
     TurnDelta,
     TurnDone,
@@ -29,9 +30,8 @@ from cluster.turn import (
 )
 from replicas.chat_text import NOT_TEXT, ChatText
 from replicas.continuation import Again, Examined
-from replicas.requests import attach_program, naming_field, of_response, parse_request
+from replicas.requests import attach_program, gather, naming_field, of_response, parse_request
 from replicas.resumption import Watch
-from replicas.streaming import gather
 
 logger = logging.getLogger("ray.serve")
 
@@ -52,7 +52,10 @@ OURS: Mapping[str, Any] = {
     "return_token_ids": True,
     "include_reasoning": True,  # without it, vLLM keeps the ids back; what the caller does not want is left out here
 }
-"""Fields that are set here, whatever the caller said."""
+"""Fields that are set here, whatever the caller asked for."""
+
+ABORTED = "abort"
+"""vLLM's finish reason of a request that somebody else than its caller ended."""
 
 Piece = TurnPiece | HttpError
 
@@ -72,14 +75,14 @@ class ProgramTurns:
         engine: Any,
         text: ChatText,
         interval_s: float,
-        count: Callable[[Rendering], None],
+        count: Callable[[PromptMode], None],
     ) -> None:
         self._engine = engine
         self._text = text
         self._interval_s = interval_s
         self._count = count
         self._examined: Examined = NOT_TEXT
-        self._told: set[Again] = set()
+        self._logged: set[Again] = set()
 
     @property
     def template_prefix_stable(self) -> bool:
@@ -103,7 +106,7 @@ class ProgramTurns:
         identity: str | None,
         continuation: Continuation | None,
         watch: Watch,
-    ) -> AsyncGenerator[Told[tuple[TurnPiece, ...]] | HttpError]:
+    ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """One TurnBegan, TurnDeltas, one TurnDone; or an HttpError at the end. Closing it aborts the turn.
 
         Pieces that are ready together come together, so that they travel as one message.
@@ -123,37 +126,37 @@ class ProgramTurns:
         request = parse_request("chat", {**body, **OURS})
         attach_program(request, headers, key, identity)
         rendering, known, added = await self._prompt(request, continuation)
-        if rendering is Rendering.CONTINUED:
+        if rendering is PromptMode.CONTINUED:
             request.kv_transfer_params = {"prompt_token_ids": known + added}
         reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)), watch)
         with self._engine.streams.watching(request, watch):
-            told = reading.pieces(self._engine.chat(request, RawRequestInfo(headers=headers)))
-            async with aclosing(gather(told, self._interval_s)) as batches:
+            stream = reading.pieces(self._engine.chat(request, RawRequestInfo(headers=headers)))
+            async with aclosing(gather(stream, self._interval_s)) as batches:
                 async for batch in batches:
                     pieces = together([piece for one in batch for piece in one.data])
                     if any(isinstance(piece, TurnBegan) for piece in pieces):
                         self._count(rendering)
                     progress = joined(one.progress for one in batch)
                     refused = [naming_field(piece, body) for piece in pieces if isinstance(piece, HttpError)]
-                    yield Told(progress, tuple(piece for piece in pieces if not isinstance(piece, HttpError)))
+                    yield StreamChunk(progress, tuple(piece for piece in pieces if not isinstance(piece, HttpError)))
                     for refusal in refused:
                         yield refusal
 
-    async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[Rendering, list[int], list[int]]:
+    async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[PromptMode, list[int], list[int]]:
         """How the prompt is made, the ids that it goes on from, and those that come after them, if we make it."""
         self._text.bound_output(request)
         if continuation is None:
-            return Rendering.FIRST, [], []
+            return PromptMode.FIRST, [], []
         known = _known_ids(request, continuation)
         rest = await self._text.rest(request, self._examined, continuation.messages, continuation.token_ids)
         if isinstance(rest, Again):
-            if rest not in self._told:
-                self._told.add(rest)
-                logger.warning("a prompt is rendered again: %s (told once)", rest.value)
-            return Rendering.RENDERED_AGAIN, [], []
+            if rest not in self._logged:
+                self._logged.add(rest)
+                logger.warning("a prompt is rendered again: %s (logged once)", rest.value)
+            return PromptMode.RENDERED_AGAIN, [], []
         self._text.bound_output(request, len(known) + len(rest))
         self._text.check_length(request, known + rest)
-        return Rendering.CONTINUED, known, rest
+        return PromptMode.CONTINUED, known, rest
 
 
 def _check_fixed(body: Mapping[str, Any]) -> None:
@@ -181,23 +184,24 @@ class Reading:
 
     Args:
         rendering: how the prompt is made.
-        added: the ids that continue it; of a prompt that vLLM makes, it tells the ids itself.
+        added: the ids that continue it; of a prompt that vLLM makes, its stream has the ids.
         reasoning: whether the caller wants to see it.
-        watch: of the stream; knows how many of its events have been told before.
+        watch: of the stream; knows how many of its events have been sent before.
     """
 
-    def __init__(self, rendering: Rendering, added: bytes, reasoning: bool, watch: Watch) -> None:
+    def __init__(self, rendering: PromptMode, added: bytes, reasoning: bool, watch: Watch) -> None:
         self._rendering = rendering
         self._added = added
         self._reasoning = reasoning
         self._watch = watch
-        self._told = 0 if watch.so_far is None else watch.so_far.events
+        self._sent = 0 if watch.so_far is None else watch.so_far.events
         self._begun = False
         self._ids = 0
+        self._has_calls = False
         self._finish_reason: str | None = None
 
-    async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[Told[tuple[Piece, ...]]]:
-        """What the stream says, event by event; after a refusal, or the end, nothing.
+    async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[StreamChunk[tuple[Piece, ...]]]:
+        """The stream's pieces, event by event; after a refusal, or the end, nothing.
 
         Raises:
             Exception: what ended the engine's outputs.
@@ -208,44 +212,45 @@ class Reading:
                 if self._watch.failure is not None:
                     raise self._watch.failure
                 if isinstance(event, ErrorResponse):
-                    yield Told(Progress(), (of_response(event),))
+                    yield StreamChunk(Progress(), (of_response(event),))
                     return
                 number += 1
                 pieces = tuple(self._of(event))
                 over = bool(pieces) and isinstance(pieces[-1], TurnDone | HttpError)
-                if number > self._told or over:
-                    yield Told(self._watch.take(events=1), pieces)
+                if number > self._sent or over:
+                    yield StreamChunk(self._watch.take(events=1), pieces)
                 if over:
                     return
-        yield Told(Progress(), (UpstreamFailed("the engine ended the turn without a reason"),))
+        yield StreamChunk(Progress(), (UpstreamFailed("the engine ended the turn without a reason"),))
 
     def _of(self, event: str) -> Iterator[Piece]:
         data = event.removeprefix("data: ").strip()
         if data == "[DONE]":
             return
-        if not self._begun and self._rendering is Rendering.CONTINUED and not data.startswith('{"error"'):
+        if not self._begun and self._rendering is PromptMode.CONTINUED and not data.startswith('{"error"'):
             # Only the role, and the prompt's ids, which are known here and may be many.
             self._begun = True
             yield TurnBegan(self._rendering, self._added)
             return
-        told = json.loads(data)
-        if "error" in told:
-            yield of_response(ErrorResponse.model_validate(told))
+        chunk = json.loads(data)
+        if "error" in chunk:
+            yield of_response(ErrorResponse.model_validate(chunk))
             return
         if not self._begun:
             self._begun = True
-            yield TurnBegan(self._rendering, pack_ids(told["prompt_token_ids"]))
-        for choice in told["choices"]:
+            yield TurnBegan(self._rendering, pack_ids(chunk["prompt_token_ids"]))
+        for choice in chunk["choices"]:
             delta = self._delta(choice)
             if delta != TurnDelta():
                 yield delta
-        if told.get("usage") is not None and not told["choices"]:
-            yield self._done(told["usage"])
+        if chunk.get("usage") is not None and not chunk["choices"]:
+            yield self._done(chunk["usage"])
 
     def _delta(self, choice: Mapping[str, Any]) -> TurnDelta:
         self._finish_reason = choice.get("finish_reason") or self._finish_reason
         ids, delta = choice.get("token_ids") or (), choice["delta"]
         self._ids += len(ids)
+        self._has_calls = self._has_calls or bool(delta.get("tool_calls"))
         return TurnDelta(
             pack_ids(ids),
             delta.get("content") or "",
@@ -255,14 +260,29 @@ class Reading:
 
     def _done(self, usage: Mapping[str, Any]) -> Piece:
         if self._ids != usage["completion_tokens"] or self._finish_reason is None:
-            return UpstreamFailed("the engine did not tell all ids of the turn")
+            return UpstreamFailed("the engine did not send all ids of the turn")
+        reason = self._reason(self._finish_reason)
+        if reason == ABORTED:
+            return UpstreamFailed("the engine gave the turn up")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return TurnDone(self._finish_reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
+        return TurnDone(reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
+
+    def _reason(self, of_vllm: str) -> str:
+        """Why the turn ended.
+
+        vLLM 0.29 says `tool_calls` of each streamed turn in which a call began, also if that was cut, and `stop` of a
+        named call. The watch knows the engine's own reason.
+        """
+        ending = self._watch.last_ending
+        if ending is None:
+            return of_vllm
+        by_model = ending.finish_reason == "stop" and not isinstance(ending.stop_reason, str)
+        return ENDED_WITH_CALLS if by_model and self._has_calls else ending.finish_reason
 
 
-def _call(told: Mapping[str, Any]) -> CallDelta:
-    function = told.get("function") or {}
-    return CallDelta(told["index"], told.get("id"), function.get("name"), function.get("arguments") or "")
+def _call(call: Mapping[str, Any]) -> CallDelta:
+    function = call.get("function") or {}
+    return CallDelta(call["index"], call.get("id"), function.get("name"), function.get("arguments") or "")
 
 
 def together(batch: list[Piece]) -> list[Piece]:

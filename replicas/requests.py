@@ -3,10 +3,12 @@
 The ingress knows none of them, so that it starts without importing vLLM.
 """
 
+import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
+from contextlib import aclosing
 from http import HTTPStatus
-from typing import Any
+from typing import Any, TypeVar
 
 import pydantic
 from ray.llm._internal.serve.core.configs.openai_api_models import (
@@ -21,9 +23,10 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.errors import BadRequest, HttpError, Overloaded, ReplicaLost
-from cluster.program import WIRE_KEY
-from cluster.validation import validated
+from cluster.api.validation import validated
+from cluster.core.errors import BadRequest, HttpError, Overloaded, ReplicaLost
+from cluster.core.program import WIRE_KEY
+from cluster.core.stream import StreamChunk, joined
 
 ERROR_EVENT = b'data: {"error"'
 RETRY_AFTER_S = 1
@@ -73,7 +76,7 @@ def _read_through(request: ChatCompletionRequest) -> ChatCompletionRequest:
 
 
 def attach_program(request: Any, headers: Mapping[str, str], key: str | None, identity: str | None) -> None:
-    """Tell the scheduler whose turn a request is: nothing without an identity."""
+    """Attach the program's identity to a request for the scheduler; without an identity, nothing."""
     if identity is not None:
         request.request_id = headers["x-request-id"]
         request.session_id = key
@@ -89,19 +92,19 @@ def as_refusal(error: Exception) -> HttpError:
             return ReplicaLost("the replica's engine died; it is being replaced", retry_after_s=RETRY_AFTER_S)
         case VLLMClientError():
             # str() of it quotes the whole value at fault, which may be the prompt.
-            told = str(error.args[0]) if error.args else "the request is not valid"
-            return BadRequest(told, param=getattr(error, "parameter", None))
+            message = str(error.args[0]) if error.args else "the request is not valid"
+            return BadRequest(message, param=getattr(error, "parameter", None))
     return of_response(create_error_response(error))
 
 
 def of_response(answer: ErrorResponse) -> HttpError:
     """vLLM's error body, in our shape."""
-    told = answer.error
-    if told.code in OVERLOAD_STATUSES:
-        return Overloaded(told.message, status=told.code, retry_after_s=RETRY_AFTER_S)
-    if told.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
-        return HttpError("internal error", status=told.code, code="internal_error")
-    return BadRequest(told.message, status=told.code, param=told.param)
+    refusal = answer.error
+    if refusal.code in OVERLOAD_STATUSES:
+        return Overloaded(refusal.message, status=refusal.code, retry_after_s=RETRY_AFTER_S)
+    if refusal.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
+        return HttpError("internal error", status=refusal.code, code="internal_error")
+    return BadRequest(refusal.message, status=refusal.code, param=refusal.param)
 
 
 def of_first_event(event: bytes) -> HttpError | None:
@@ -118,3 +121,64 @@ def naming_field(refusal: HttpError, body: Mapping[str, Any]) -> HttpError:
     if refusal.param is None and word in body:
         refusal.param = word
     return refusal
+
+
+Other = TypeVar("Other")
+
+
+async def gather(chunks: AsyncGenerator[Other], interval_s: float) -> AsyncGenerator[list[Other]]:
+    """What came since the last list, one list per ``interval_s``; the first and the last go at once.
+
+    Closing the result closes ``chunks``.
+
+    Raises:
+        Exception: what ``chunks`` raised, after everything before it has been yielded.
+    """
+    pending: list[Other] = []
+    ready = asyncio.Event()
+
+    async def read() -> None:
+        try:
+            async for chunk in chunks:
+                pending.append(chunk)
+                ready.set()
+        finally:
+            ready.set()
+
+    reader = asyncio.create_task(read())
+    try:
+        while True:
+            await ready.wait()
+            ready.clear()
+            # Emptied before it is yielded: more may come while whoever takes it does something else.
+            batch = pending[:]
+            pending.clear()
+            if batch:
+                yield batch
+            # Also ends at once when the reader does, so that the last tokens do not wait.
+            await asyncio.wait({reader}, timeout=interval_s)
+            if reader.done() and not pending:
+                break
+        await reader
+    finally:
+        reader.cancel()
+        await asyncio.wait({reader})
+        await chunks.aclose()
+
+
+async def coalesce(
+    pieces: AsyncGenerator[StreamChunk[str] | Other], interval_s: float
+) -> AsyncGenerator[StreamChunk[bytes] | Other]:
+    """Server-sent events joined to one piece per ``interval_s``, as bytes that a client can be sent; see `gather`.
+
+    Whatever is not an event (vLLM's refusal) is passed on as it is, after those that came before it.
+    """
+    async with aclosing(gather(pieces, interval_s)) as batches:
+        async for batch in batches:
+            events = [piece for piece in batch if isinstance(piece, StreamChunk)]
+            if events:
+                data = "".join(event.data for event in events).encode()
+                yield StreamChunk(joined(event.progress for event in events), data)
+            for piece in batch:
+                if not isinstance(piece, StreamChunk):
+                    yield piece

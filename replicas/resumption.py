@@ -1,4 +1,4 @@
-"""Streams that tell how far they have come, and streams that go on where another replica's broke off.
+"""Streams that report how far they have come, and streams that go on where another replica's broke off.
 
 Between vLLM's serving layer and its engine stands a client that writes down each output's ids, and for a resumed stream
 begins with outputs made of the ids that are known already. So the serving layer (tool parsers, reasoning parsers,
@@ -22,11 +22,11 @@ from vllm.outputs import CompletionOutput, RequestOutput
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.errors import HttpError, UpstreamFailed
-from cluster.stream import Begun, Ending, Progress, Told, prompt_digest
-from cluster.turn import pack_ids, unpack_ids
+from cluster.core.errors import HttpError, UpstreamFailed
+from cluster.core.stream import Begun, Ending, Progress, StreamChunk, prompt_digest
+from cluster.core.turn import pack_ids, unpack_ids
 from replicas.requests import of_first_event
-from replicas.resumed_grammar import RESUMED_KEY
+from replicas.vllm_patches import RESUMED_KEY
 
 Other = TypeVar("Other")
 
@@ -73,6 +73,8 @@ class Watch:
         """What ended the engine's outputs, although vLLM makes an event of it."""
         self.name: str | None = None
         """By which the engine has been given the request; None: it has not."""
+        self.last_ending: Ending | None = None
+        """Why the engine's outputs ended; None: they have not."""
         self._obstacle: str | None = None
         self._begun: Begun | None = None
         self._ending: Ending | None = None
@@ -120,6 +122,7 @@ class Watch:
                 elif first:
                     self._begun = Begun(b"", None, obstacle=self._obstacle)
                 first = False
+                self.last_ending = _ending(output.outputs[0])
                 if self._obstacle is None:
                     self._note(output.outputs[0].token_ids, _ending(output.outputs[0]))
                 yield output
@@ -143,7 +146,7 @@ class Watch:
             raise self.failure
         text = _Text(tokenizer, params, ids, name)
 
-        def told(token_ids: Sequence[int], ending: Ending | None) -> RequestOutput:
+        def output_of(token_ids: Sequence[int], ending: Ending | None) -> RequestOutput:
             made = text.output(token_ids, ending)
             return RequestOutput(
                 name,
@@ -159,15 +162,17 @@ class Watch:
         known = unpack_ids(so_far.token_ids)
         *spans, last = _spans(unpack_ids(so_far.sizes))
         for begin, end in spans:
-            yield told(known[begin:end], None)
-        yield told(known[last[0] :], so_far.ending)
+            yield output_of(known[begin:end], None)
+        self.last_ending = so_far.ending
+        yield output_of(known[last[0] :], so_far.ending)
         if so_far.ending is not None:
             return
         longer = {**prompt, "prompt_token_ids": ids + known}
         async with aclosing(self._failing(generate(longer, _rest_of(params, len(known)), name))) as outputs:
             async for output in outputs:
-                whole = told(output.outputs[0].token_ids, _ending(output.outputs[0]))
-                self._note(whole.outputs[0].token_ids, _ending(whole.outputs[0]))
+                whole = output_of(output.outputs[0].token_ids, _ending(output.outputs[0]))
+                self.last_ending = _ending(whole.outputs[0])
+                self._note(whole.outputs[0].token_ids, self.last_ending)
                 yield whole
                 if whole.finished:
                     return
@@ -222,7 +227,9 @@ class ContinuedClient:
         return watch.outputs(generate, self._client.renderer.tokenizer, prompt, sampling_params, request_id)
 
 
-async def events(chunks: AsyncGenerator[str | Other], watch: Watch) -> AsyncGenerator[Told[str] | HttpError | Other]:
+async def events(
+    chunks: AsyncGenerator[str | Other], watch: Watch
+) -> AsyncGenerator[StreamChunk[str] | HttpError | Other]:
     """vLLM's server-sent events, each with how far the stream has come; without those that have been sent before.
 
     Raises:
@@ -246,7 +253,7 @@ async def events(chunks: AsyncGenerator[str | Other], watch: Watch) -> AsyncGene
             if so_far.created:
                 chunk = _CREATED.sub(f'"created":{so_far.created}', chunk, count=1)
             found = _CREATED.search(chunk) if number == 1 else None
-            yield Told(watch.take(events=1, created=found[1] if found else ""), chunk)
+            yield StreamChunk(watch.take(events=1, created=found[1] if found else ""), chunk)
 
 
 class _Text:

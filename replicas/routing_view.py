@@ -1,30 +1,117 @@
-"""What a replica says of itself to the router: its scheduler's state now, and what is expected of its programs.
+"""The snapshot of a replica for the router: its scheduler's state now, and what is expected of its programs.
 
-Made once a second between two steps, so its cost is bounded: waiting turns and paused programs beyond a number are not
-looked at one by one. A paused program counts for as much as it is likely to come back (`replicas.comebacks`): one that
-ended without saying so fades away by itself.
+It is made once a second between two steps, so its cost is bounded: waiting turns and paused programs beyond a number
+are not looked at one by one. A paused program counts for as much as it is likely to come back
+(`replicas.routing_view`): one that ended without a report fades away by itself.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from math import frexp
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
 
-from cluster.lifecycle import ProgramState
-from cluster.program import Hints
-from cluster.routing import ReplicaSnapshot, StepCosts, pack_names
-from cluster.statistics import DurationTable
-from replicas import views
-from replicas.comebacks import Comebacks
+from cluster.core.lifecycle.machine import ProgramState
+from cluster.core.program import Hints, tool_key
+from cluster.core.replica_snapshot import ReplicaSnapshot, StepCosts, pack_names
+from cluster.durations.statistics import Durations
+from cluster.durations.table import OVERALL, DurationTable
+from replicas.cached_prefix import cached_tokens, is_cached, leading_blocks
 from replicas.cost_model import CostModel
 from replicas.forecasts import NOTHING_KNOWN, Forecaster
-from replicas.remains import is_cached, leading_blocks, tokens_left
+from replicas.policies.caesura import HINT_SLACK, Tool
+from replicas.policy import Forecast
+from replicas.scheduler import AgentScheduler
 
-if TYPE_CHECKING:
-    from replicas.scheduler import AgentScheduler
+MIN_OBSERVATIONS = 5
+"""Durations of a tool that are enough to go by; with fewer, what is known of tools in general counts."""
+PRIOR_PAUSES = 10
+"""Before anything was seen, one pause of so many is taken for an end."""
+DONE_S = 1.0
+"""A program whose tool has finished, as its executor reported, is expected back after about so long."""
+
+
+AGES_PER_OCTAVE = 8
+"""Pauses of about the same length, an eighth more or less, are taken for the same: it saves most of the work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """Of one paused program."""
+
+    returns: float
+    """Probability that it comes back at all."""
+    within: tuple[float, ...]
+    """Probabilities that it is back by the given times."""
+
+
+class ResumeEstimator:
+    """Answers for one moment.
+
+    A program that is silent looks like one that waits for a slow tool. By Bayes, with e how often a pause
+    has turned out to be an end and S(t) the share of pauses longer than t:
+    P(comes back | silent for t) = (1 - e) S(t) / ((1 - e) S(t) + e).
+
+    Args:
+        durations: what is known of pauses.
+        ends: pauses that were none, of those seen here: programs that ended without a report.
+        now_s: the moment.
+        horizons_s: seconds from then that are asked for.
+    """
+
+    def __init__(self, durations: DurationTable, ends: int, now_s: float, horizons_s: Sequence[float]) -> None:
+        self._durations = durations
+        self._end_share = (ends + 1) / (ends + durations.own()[OVERALL].count + PRIOR_PAUSES)
+        self._now_s = now_s
+        self._horizons_s = horizons_s
+        self._known: dict[str, Durations | None] = {}
+        self._answers: dict[tuple[str, int], Resume] = {}
+
+    def of(self, program: ProgramState, forecast: Forecast | None) -> Resume:
+        """Of a program that has no turn in flight; ``forecast``: of the turn that its pause followed, if known."""
+        if program.paused_s is not None and program.observed:
+            return self._answer(Tool(None, None, DONE_S), max(0.0, self._now_s - program.last_event_s))
+        began_s = program.last_event_s if program.paused_s is None else program.paused_s
+        away_s = max(0.0, self._now_s - (began_s if program.tool_started_s is None else program.tool_started_s))
+        name = program.tools[0] if len(program.tools) == 1 else tool_key(program.tools)
+        if forecast is not None and forecast.pause_hinted:
+            hinted_s = max(0.0, forecast.pause_s)
+            return self._answer(Tool(self._statistics(name), hinted_s, max(1e-3, hinted_s)), away_s)
+        mantissa, octave = frexp(away_s)
+        age = int(((octave + 2 * mantissa) if away_s else -64) * AGES_PER_OCTAVE)
+        answer = self._answers.get((name, age))
+        if answer is None:
+            statistics = self._statistics(name)
+            tool = Tool(statistics, None, statistics.mean_s if statistics else 1.0)
+            answer = self._answers[name, age] = self._answer(tool, away_s)
+        return answer
+
+    def _statistics(self, name: str) -> Durations | None:
+        if name not in self._known:
+            levels = list(self._durations.levels(name))
+            enough = (level for level in levels if level.count >= MIN_OBSERVATIONS)
+            self._known[name] = next(enough, levels[-1] if levels else None)
+        return self._known[name]
+
+    def _answer(self, tool: Tool, away_s: float) -> Resume:
+        lasts = (1 - self._end_share) * _share_longer(tool, away_s)
+        returns = lasts / (lasts + self._end_share)
+        survival = tool.survival(away_s)
+        return Resume(returns, tuple(returns * (1.0 - survival(more_s)) for more_s in self._horizons_s))
+
+
+def _share_longer(tool: Tool, away_s: float) -> float:
+    """S(away): the share of such pauses that last longer. Past all that was observed it falls as 1 / away."""
+    if tool.hinted_s is not None and away_s <= tool.hinted_s * HINT_SLACK:
+        return 1.0
+    statistics = tool.statistics
+    if statistics is None:
+        return tool.expected_s / (tool.expected_s + away_s)
+    longer = statistics.survival(away_s)
+    return longer if longer > 0 else statistics.max_s / max(away_s, statistics.max_s, 1e-3) / (statistics.count + 1)
+
 
 HORIZONS_S = (1.0, 5.0, 30.0)
 """Of `ReplicaSnapshot.resume_tokens`."""
@@ -39,10 +126,10 @@ MOSTLY = 0.5
 
 
 def routing_snapshot(
-    scheduler: "AgentScheduler", replica: str, model: str, number: int, draining: bool
+    scheduler: AgentScheduler, replica: str, model: str, number: int, draining: bool
 ) -> ReplicaSnapshot:
-    """An AgentScheduler's replica, now; between two steps. ``prefixes`` are for `replicas.prefix_memory` to add."""
-    load = views.load_view(scheduler)
+    """An AgentScheduler's replica, now; between two steps. ``prefixes`` are for `replicas.router_side` to add."""
+    load = scheduler.load_now()
     in_flight = _InFlight(scheduler, scheduler.swapping.tokens_of)
     for request in _requests(scheduler):
         turn = scheduler.turns[request.request_id]
@@ -70,11 +157,11 @@ def routing_snapshot(
         running=load.running,
         waiting=load.waiting - load.waiting_late,
         put_off=load.waiting_late,
-        guards_memory=scheduler.guards_memory,
+        guards_memory=scheduler.policies.guards_memory,
         running_tokens=in_flight.running_tokens,
         waiting_tokens=in_flight.missing_tokens(),
         output_tokens=in_flight.output_tokens,
-        programs=in_flight.count + round(paused.alive),
+        programs=in_flight.count + round(paused.returning),
         working_set_tokens=in_flight.final_tokens(distinct) + paused.back_tokens,
         working_set_programs=in_flight.pressing + paused.back,
         active_tokens=in_flight.final_tokens(distinct) + paused.active_tokens,
@@ -132,7 +219,7 @@ def plain_snapshot(
 
 
 def step_costs(cost: CostModel) -> StepCosts:
-    """What the router is told of a cost model."""
+    """The part of a cost model that the router gets."""
     return StepCosts(
         overhead_s=cost.overhead_s,
         sequence_s=cost.sequence_s,
@@ -169,14 +256,14 @@ class _InFlight:
     """
 
     def __init__(self, scheduler: Scheduler, host_tokens: Callable[[str], int]) -> None:
-        self._cached = is_cached(scheduler)
+        self._cached = is_cached(scheduler.kv_cache_manager.block_pool)
         self._block_tokens = scheduler.hash_block_size
         self._running = {request.request_id for request in scheduler.running}
         self._host_tokens = host_tokens
         self._looked_at = self._known_tokens = self._missing_tokens = self._unknown_tokens = 0
         self._prefill_tokens = 0
         self._tokens = 0
-        self._lone = self._lone_put_off = 0
+        self._single_turns = self._single_put_off = 0
         self._pressing: set[str] = set()
         self.running_tokens = 0
         """KV of running turns."""
@@ -188,7 +275,7 @@ class _InFlight:
         """One turn, expected to generate so many tokens in all; ``put_off``: it takes only what the others leave."""
         if put_off:
             if key is None:
-                self._lone_put_off += 1
+                self._single_put_off += 1
             else:
                 self.programs.setdefault(key, _Place())
             return
@@ -208,7 +295,7 @@ class _InFlight:
         self._tokens += tokens
         self.output_tokens += max(1.0, min(output_tokens, request.max_tokens) - request.num_output_tokens)
         if key is None:
-            self._lone += 1
+            self._single_turns += 1
             return
         self._pressing.add(key)
         place = self.programs.setdefault(key, _Place())
@@ -217,12 +304,12 @@ class _InFlight:
     @property
     def count(self) -> int:
         """Programs; a turn of none is one."""
-        return len(self.programs) + self._lone + self._lone_put_off
+        return len(self.programs) + self._single_turns + self._single_put_off
 
     @property
     def pressing(self) -> int:
         """Of these, those of which not all turns are put off."""
-        return len(self._pressing) + self._lone
+        return len(self._pressing) + self._single_turns
 
     def missing_tokens(self) -> int:
         """Prompt tokens that are to be computed."""
@@ -244,19 +331,19 @@ class _InFlight:
 class _Paused:
     """Programs without a turn in flight, each weighted by the chance that it comes back."""
 
-    def __init__(self, scheduler: "AgentScheduler", distinct: float) -> None:
+    def __init__(self, scheduler: AgentScheduler, distinct: float) -> None:
         self._scheduler = scheduler
         self._distinct = distinct
-        self._cached = is_cached(scheduler)
+        self._cached = is_cached(scheduler.kv_cache_manager.block_pool)
         now_s, horizons_s = scheduler.clock.now_s(), (scheduler.facts.cost.refill_s, *HORIZONS_S)
-        self._comebacks = Comebacks(scheduler.durations, scheduler.programs.abandoned, now_s, horizons_s)
+        self._estimator = ResumeEstimator(scheduler.durations, scheduler.programs.abandoned, now_s, horizons_s)
         self._returned = scheduler.forecaster.of(
             NOTHING_KNOWN, Hints(), scheduler.durations, last=False
         ).returned_tokens
         self.keys: list[str] = []
         self.on_device: list[str] = []
         self.on_host: list[str] = []
-        self.alive = 0.0
+        self.returning = 0.0
         """How many are expected to come back at all."""
         self.back = self.back_tokens = 0.0
         """How many are expected back within the refill time, and their KV."""
@@ -268,18 +355,18 @@ class _Paused:
     def add(self, program: ProgramState) -> None:
         """One more."""
         scheduler, key, context_tokens = self._scheduler, program.key, max(1, program.context_tokens)
-        left = scheduler.remains.get(key)
+        prefix = scheduler.cached_prefixes.get(key)
         held = scheduler.holds.get(key)
-        forecast = left.forecast if left is not None else None
-        device = held.tokens if held is not None else tokens_left(left, self._cached)
+        forecast = prefix.forecast if prefix is not None else None
+        device = held.tokens if held is not None else cached_tokens(prefix, self._cached)
         host = scheduler.swapping.tokens_of(key)
-        back = self._comebacks.of(program, forecast)
+        back = self._estimator.of(program, forecast)
         self.keys.append(key)
         if device >= MOSTLY * context_tokens:
             self.on_device.append(key)
         elif host >= MOSTLY * context_tokens:
             self.on_host.append(key)
-        self.alive += back.alive
+        self.returning += back.returns
         taken_tokens = context_tokens - (1.0 - self._distinct) * min(device, context_tokens)
         refilled, active = back.within[0], back.within[1 + HORIZONS_S.index(ACTIVE_WITHIN_S)]
         self.back += refilled

@@ -1,4 +1,4 @@
-"""AgentScheduler: vLLM's scheduler, taught that turns belong to programs. It adapts; policies decide.
+"""AgentScheduler: vLLM's scheduler for turns that belong to programs. It adapts; policies decide.
 
 Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     __init__, shutdown                      own state
@@ -6,34 +6,34 @@ Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
     schedule, update_from_output            holds, ranks and budget before; how long the step takes
     _update_request_with_output             when a turn's first token came
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
+    _preempt_request                        how far a turn was is forgotten by it
     reset_prefix_cache                      held blocks would make it fail
-(what it uses beside these: `replicas.swapping`, for the host tier; `replicas.tally`, to count; `replicas.prefills`)
-and of ``KVCacheManager`` it wraps
-    allocate_slots                          admissions are seen here; short of memory, holds are broken until it fits
-and sets its watermark_blocks, as the policy says. (Grammars of resumed turns: `replicas.resumed_grammar`.)
-Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn async scheduling off.
+and it sets the KV cache manager's watermark_blocks, as the policy has it. All else that reaches into vLLM is in
+`replicas.vllm_patches`. Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn
+async scheduling off.
+
+The parts (programs, holds, views, swapping, statistics, ...) own their state, and are given what they need by name.
+The engine's process is to import `replicas.control`, which adds the side channel.
 
 Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold; a program has a hold
 exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING; every request has one Turn or is a fetch.
 """
 
+import itertools
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from vllm.v1.core.kv_cache_manager import KVCacheBlocks
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
-import replicas.control
-from cluster.clock import Clock, MonotonicClock
-from cluster.config import PolicyConfig
-from cluster.errors import IntegrityError
-from cluster.lifecycle import Phase, ProgramState
-from cluster.lifecycle_events import (
+from cluster.config.schema import PolicyConfig
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import IntegrityError
+from cluster.core.lifecycle.events import (
     Action,
     Admitted,
     CancelFetch,
@@ -46,86 +46,268 @@ from cluster.lifecycle_events import (
     HoldEnded,
     Observe,
     Released,
+    ReleaseReason,
     Swapped,
     TurnAborted,
     TurnArrived,
+    TurnEnded,
 )
-from cluster.statistics import DurationTable
-from replicas import turns, views
+from cluster.core.lifecycle.machine import Phase, ProgramState
+from cluster.core.program import ProgramIdentity
+from cluster.durations.table import DurationTable
+from replicas.cached_prefix import CachedPrefixes
+from replicas.crash_attribution import CrashAttribution
+from replicas.duration_sync import DurationChanges
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HoldOrigin, HoldTable
-from replicas.policy import Forecast, Hold, PauseView, RankKey, Swap
-from replicas.prefills import Prefills
-from replicas.program_table import ProgramTable
-from replicas.remains import MAX_REMAINS, Remains
-from replicas.resumed_grammar import advance_grammars
-from replicas.room import claimant_of, leaves_room, yielding
+from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
+from replicas.prefill_scheduling import PrefillScheduling
+from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.settings import SchedulerSettings, build_policy
+from replicas.stats import Stats
 from replicas.step_pace import StepPace
-from replicas.suspect import Unproven
-from replicas.swapping import Swapping
-from replicas.tally import Decision, Tally
-from replicas.traced import Traced
-from replicas.turns import Turn
+from replicas.swapping import LoadCalls, Swapping
+from replicas.turns import RecentMean, Turn, read_identity, tool_name_reader, tools_of
+from replicas.views import Views, features_of
+from replicas.vllm_patches import FoundContext, LoadingScheduler, advance_grammars, wrap_allocate_slots
 from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """How often programs are looked over for those that will not come back."""
 
+BROKEN = {
+    Claimant.RUNNING: ReleaseReason.BROKEN_RUNNING,
+    Claimant.WAITING: ReleaseReason.BROKEN_WAITING,
+    Claimant.STARVED: ReleaseReason.BROKEN_STARVED,
+}
+"""Why a hold ends that is broken for a turn."""
 
-class AgentScheduler(AsyncScheduler):
+
+class AgentScheduler(LoadingScheduler):
     """One replica's scheduler. Its clock and policy may be replaced between steps."""
 
     clock: Clock = MonotonicClock()
+    facts: ReplicaFacts
+    max_num_scheduled_tokens: int
+    """Of vLLM: the budget of a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = SchedulerSettings.of(self.vllm_config.additional_config)
-        self.holds: HoldTable[KVCacheBlock] = HoldTable(self._give_back)
-        self.programs = ProgramTable(self.settings.control.max_programs, self.settings.control.idle_program_s)
+        control = self.settings.limits
+        self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
+        self.programs = ProgramTable(control.max_programs, control.program_ttl_s)
         self.durations = DurationTable()
+        self.duration_changes = DurationChanges()
         self.waiting = RankedQueue(self._rank)
         self.skipped_waiting = RankedQueue(self._rank)
         self._stale_ranks: list[str] = []
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
-        self.tool_names = turns.tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
+        self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
         self._next_sweep_s = 0.0
-        self.lost_queue, self.on_time = turns.RecentMean(), turns.RecentMean()
+        self.lost_queue, self.on_time = RecentMean(), RecentMean()
         self.forecaster = Forecaster()
-        self.pause_forecasts: dict[str, Forecast] = {}
-        self.remains = Remains(self.hash_block_size, MAX_REMAINS)
-        self.swapping = Swapping(self)
-        self.facts = views.replica_facts(self)
-        self.prefills = Prefills(self)
-        self.pace = StepPace(self)
-        self.load = views.load_view(self)
-        self.tally, self.traced = Tally(self), Traced()
-        self.unproven = Unproven(self.requests)
-        self.kv_cache_manager.allocate_slots = self._breaking_holds(self.kv_cache_manager.allocate_slots)
+        self.cached_prefixes = CachedPrefixes(self.hash_block_size)
+        self.prefill_scheduling = PrefillScheduling()
+        self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
+        self._pace_scale = self.pace.scale
+        self.swapping = Swapping(
+            connector=self.connector,
+            now_s=self._now_s,
+            cost=lambda: self.facts.cost,
+            block_tokens=self.hash_block_size,
+            programs=self.programs,
+            apply=self.apply,
+            counters=self.counters,
+            calls=LoadCalls(
+                register=self.register_load,
+                find=self.find_context,
+                fits=self._leaves_waiting_room,
+                begin=self.begin_load,
+                complete=self.complete_load,
+                free=self._free_request,
+                abort=self.abort_load,
+                take_cached=self.take_cached,
+                take_blocks=self.take_blocks,
+                hold=self._hold_fetched,
+            ),
+        )
+        self.facts = ReplicaFacts(
+            cost=self.settings.cost,
+            slo=self.settings.slo,
+            capacity_tokens=(self.kv_cache_manager.block_pool.num_gpu_blocks - 1) * self.block_size,
+            max_tokens=int(self.max_num_scheduled_tokens),
+            host_tokens=self.swapping.capacity_tokens,
+        )
+        self.views = Views(
+            load=self.load_now(),
+            turns=self.turns,
+            programs=self.programs,
+            holds=self.holds,
+            swapping=self.swapping,
+            forecaster=self.forecaster,
+            durations=self.durations,
+        )
+        self.stats = Stats(
+            now_s=self._now_s,
+            programs=self.programs,
+            holds=self.holds,
+            cached_prefixes=self.cached_prefixes,
+            requests=self.requests,
+            block_tokens=self.hash_block_size,
+            starvation_s=control.starvation_s,
+        )
+        self.crash_attribution = CrashAttribution(self.requests)
+        wrap_allocate_slots(
+            self.kv_cache_manager, may_admit=self._may_admit, break_hold=self._break_hold, on_admitted=self._admit
+        )
         advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
+
+    def _now_s(self) -> float:
+        return self.clock.now_s()
 
     def use_policy(self, policy: PolicyConfig) -> None:
         """Decide by another policy from now on. Holds end: they are promises of the policy that made them."""
         self.policy_config, self.policies = policy, build_policy(policy)
-        self.guards_memory = self.policies.guards_memory
         reserve_share = max(self.policies.reserve_share, self.scheduler_config.watermark)
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
-        for key in [held.key for held in self.holds]:
-            self.apply(key, HoldEnded(self.clock.now_s(), "policy switch"))
+        self._end_all_holds(ReleaseReason.POLICY_SWITCH)
         for queue in (self.waiting, self.skipped_waiting):
             queue.late_from = self.policies.late_rank
             queue.rerank_all()
+
+    # --- a step -------------------------------------------------------------------------------------------------------
+
+    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
+        """One step."""
+        self.expire_holds(self._now_s())
+        self.swapping.step()
+        self.views.load = self.load_now()
+        self._order_prefills()
+        self._review_holds()
+        self._order_waiting()
+        self._set_budget()
+        output: SchedulerOutput = super().schedule(throttle_prefills)
+        self._record_step(output)
+        return output
+
+    def expire_holds(self, now_s: float) -> None:
+        """End the holds whose time has come, unless their program's next turn waits already (Continuum 5.3)."""
+        for key in self.holds.expired(now_s):
+            program = self.programs.get(key)
+            if program is not None and program.phase is Phase.HELD:
+                self.apply(key, HoldEnded(now_s, ReleaseReason.EXPIRED))
+        if now_s >= self._next_sweep_s:
+            self._next_sweep_s = now_s + SWEEP_PERIOD_S
+            for key, actions in self.programs.sweep(now_s):
+                self._act(key, actions)
+
+    def load_now(self) -> LoadView:
+        """The replica now."""
+        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
+        # What is being fetched is going to be a hold.
+        held = self.holds.num_tokens + self.swapping.fetching_tokens
+        return LoadView(
+            facts=self.facts,
+            now_s=self._now_s(),
+            step=self.current_step,
+            running=len(self.running),
+            running_tokens=max(0, self.facts.capacity_tokens - free - held),
+            waiting=len(self.waiting) + len(self.skipped_waiting),
+            held_tokens=held,
+            free_tokens=free,
+            on_time_share=self.on_time.mean,
+            waiting_late=self.waiting.late + self.skipped_waiting.late,
+            lost_queue_s=self.lost_queue.mean,
+            prefill_tokens=self.prefill_scheduling.tokens(self.running),
+        )
+
+    def _order_prefills(self) -> None:
+        order = self.policies.order
+        changed = self.prefill_scheduling.order(
+            self.running,
+            rank=lambda request: order.key(self.views.prefilling(request)),
+            late_from=self.policies.late_rank,
+            in_time_waits=any(len(queue) > queue.late for queue in (self.waiting, self.skipped_waiting)),
+            step=self.current_step,
+        )
+        if changed:
+            self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
+
+    def _review_holds(self) -> None:
+        """Ask again what becomes of the programs that are held and whose pause lasts: a share of them in each step."""
+        if (review_steps := self.policies.pause.review_steps) is None:
+            return
+        now_s = self.views.load.now_s
+        for held in self.holds.due(review_steps):
+            if held.origin is not HoldOrigin.POLICY:  # what somebody asked for lasts as long as they asked
+                continue
+            decision = self.policies.pause.review(self.views.hold(held))
+            if isinstance(decision, Swap) and self.swapping.swaps_out(held.key):
+                self.apply(held.key, Swapped(now_s, decision.reason))
+            elif not isinstance(decision, Hold):
+                self.apply(held.key, HoldEnded(now_s, ReleaseReason.REVIEWED, decision.reason))
+            else:
+                until_s = min(decision.until_s, held.since_s + self.settings.limits.max_pin_s)
+                if until_s != held.until_s:
+                    self.holds.extend(held.key, until_s)
+
+    def _order_waiting(self) -> None:
+        """Take a share of the ranks again, if the policy's ranks change by themselves."""
+        if (refresh_steps := self.policies.order.refresh_steps) is not None:
+            self.waiting.refresh(refresh_steps)
+            self.skipped_waiting.refresh(refresh_steps)
+
+    def _set_budget(self) -> None:
+        budget = self.policies.budget.tokens(self.views.load)
+        self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
+
+    def _record_step(self, output: SchedulerOutput) -> None:
+        self.pace.began(output)
+        self.stats.step_began(output)
+        self.crash_attribution.began(output)
+
+    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
+        """A step has ended: policies reckon with the pace that the replica really has."""
+        self.stats.step_ended(scheduler_output, self.pace.ended(scheduler_output))
+        if self.pace.scale != self._pace_scale:
+            self._pace_scale = self.pace.scale
+            self.facts = replace(self.facts, cost=self.pace.cost)
+        return super().update_from_output(scheduler_output, model_runner_output)
+
+    def _rank(self, request: Request) -> RankKey:
+        if request.num_computed_tokens:
+            return LOADED
+        return self.policies.order.key(self.views.waiting(request)) or EQUAL
+
+    def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
+        """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""
+        if self._stale_ranks:
+            self.waiting.rerank(self._stale_ranks)
+            self.skipped_waiting.rerank(self._stale_ranks)
+            self._stale_ranks.clear()
+        if self.waiting and self.skipped_waiting:
+            ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
+            return self.waiting if ahead else self.skipped_waiting
+        return self.skipped_waiting or self.waiting or None
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
     def add_request(self, request: Request) -> None:
         """Accept a turn: its program runs again, and the length of its pause is known."""
         if request.request_id not in self.requests:
-            turn = self.turns[request.request_id] = turns.turn_of(self, request)
-            if turn.key is not None:
-                self._arrive(request, turn, turn.key)
+            try:
+                identity = read_identity(request)
+            except ValueError:
+                self.counters["unreadable_identity"] += 1
+                identity = ProgramIdentity()
+            # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
+            key = identity.key or request.session_id
+            turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
+            if key is not None:
+                self._arrive(request, turn, key)
         super().add_request(request)
 
     def _arrive(self, request: Request, turn: Turn, key: str) -> None:
@@ -134,191 +316,183 @@ class AgentScheduler(AsyncScheduler):
         self.holds.returned(key)
         if before is not None and before.active == 0:
             self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
-        turn.features = views.features_of(turn, self.programs[key], request.num_tokens)
-        turn.forecast = views.forecast_of(self, turn)
+        turn.features = features_of(turn, self.programs[key], request.num_tokens)
+        turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
-
-    def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One step: end and review holds, order prompts and what waits anew, set the budget, let vLLM schedule."""
-        self.expire(self.clock.now_s())
-        self.swapping.step()
-        self.load = views.load_view(self)
-        self.prefills.line_up()
-        self._review_holds()
-        if (refresh_steps := self.policies.order.refresh_steps) is not None:
-            self.waiting.refresh(refresh_steps)
-            self.skipped_waiting.refresh(refresh_steps)
-        budget = self.policies.budget.tokens(self.load)
-        self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
-        output: SchedulerOutput = super().schedule(throttle_prefills)
-        self.pace.began(output)
-        self.tally.step_began(output)
-        self.unproven.began(output)
-        return output
-
-    def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        """A step has ended: policies reckon with the pace that the replica really has."""
-        self.tally.step_ended(scheduler_output, self.pace.ended(scheduler_output))
-        return super().update_from_output(scheduler_output, model_runner_output)
-
-    def _review_holds(self) -> None:
-        """Ask again what becomes of the programs that are held and whose pause lasts: a share of them in each step."""
-        if (review_steps := self.policies.pause.review_steps) is None:
-            return
-        for held in self.holds.due(review_steps):
-            if held.origin is not HoldOrigin.POLICY:  # what somebody asked for lasts as long as they asked
-                continue
-            decision = self.policies.pause.review(views.hold_view(self, held))
-            if isinstance(decision, Swap) and self._swaps_out(held.key):
-                self.apply(held.key, Swapped(self.load.now_s, decision.reason))
-            elif not isinstance(decision, Hold):
-                self.apply(held.key, HoldEnded(self.load.now_s, decision.reason))
-            elif decision.until_s != held.until_s:
-                self.holds.extend(held.key, min(decision.until_s, held.since_s + self.settings.control.hold_limit_s))
-
-    def _update_request_with_output(
-        self, request: Request, new_token_ids: list[int], is_stale: bool = False
-    ) -> tuple[list[int], bool]:
-        """The tokens of a step have come: note when a turn's first one did."""
-        if new_token_ids and not request.num_output_tokens:
-            self.turns[request.request_id].first_token_s = self.clock.now_s()
-        updated: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
-        return updated
-
-    def _free_blocks(self, request: Request) -> None:
-        """A turn has ended: its program pauses, and the policy says whether its blocks stay; or it is over."""
-        turn = self.turns.pop(request.request_id, None)
-        if turn is None:
-            self.swapping.freed(request)
-        else:
-            self.swapping.ends(request)
-            self.tally.ended(request, turn)
-            if turn.key is not None:
-                self._end_turn(request, turn, turn.key)
-        if request.request_id in self.requests:  # no hold has taken its blocks
-            super()._free_blocks(request)
-
-    def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
-        now_s = self.clock.now_s()
-        decision = "released"
-        tools: tuple[str, ...] = ()
-        # A turn that never ran its course (aborted, refused, failed) leaves nothing that the program could go on from.
-        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
-            tools = turns.tools_of(self, request, turn)
-            for action in self.apply(key, turns.ended(self, self.programs[key], request, turn, tools)):
-                if isinstance(action, Decide):
-                    decision = self._decide(request, turn, key)
-        else:
-            self.apply(key, TurnAborted(now_s))
-        story = turns.story_of(request, turn, now_s, tools, decision)
-        self.programs.tell(key, story)
-        self.traced.turn_ended(turn, story, now_s)
-
-    def _decide(self, request: Request, turn: Turn, key: str) -> str:
-        """Ask the pause policy and do as it says; what was decided, in words."""
-        now_s = self.clock.now_s()
-        # The last token was sampled but not computed; an asynchronous engine counts it early.
-        context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
-        pause = views.pause_view(self, self.programs[key], turn, context_tokens)
-        self.swapping.pauses(request, key, context_tokens, pause.forecast)
-        self.remains.keep(key, request.block_hashes, context_tokens, pause.forecast)
-        decision = self.policies.pause.decide(pause)
-        if isinstance(decision, Hold):
-            self.traced.hold_began(key, turn)
-            return self._hold(request, key, pause, decision)
-        if isinstance(decision, Swap) and self._swaps_out(key, request):
-            self.apply(key, Swapped(now_s, decision.reason))
-            self.tally.paused(Decision.SWAP, decision.reason)
-            return f"swapped ({decision.reason})"
-        self.apply(key, Released(now_s, decision.reason))
-        self.tally.paused(Decision.RELEASE, decision.reason)
-        return f"released ({decision.reason})"
-
-    def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> str:
-        now_s = pause.now_s
-        until_s = max(now_s, min(decision.until_s, now_s + self.settings.control.hold_limit_s))
-        origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
-        blocks = self.kv_cache_manager.pop_blocks_for_free(request)
-        del self.requests[request.request_id]
-        self.pause_forecasts[key] = pause.forecast
-        self.tally.holds_change()
-        self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin)
-        self.apply(key, Held(now_s, until_s, decision.reason))
-        self.tally.paused(Decision.HOLD, decision.reason)
-        return f"held {until_s - now_s:.3f}s ({decision.reason})"
-
-    def _swaps_out(self, key: str, request: Request | None = None) -> bool:
-        """Does the host have what the policy wants swapped? Else it is released."""
-        swaps = self.swapping.swaps_out(key, request)
-        self.counters["swapped" if swaps else "swap_refused"] += 1
-        return swaps
-
-    # --- memory -------------------------------------------------------------------------------------------------------
-
-    def _breaking_holds(
-        self, allocate_slots: Callable[..., KVCacheBlocks | None]
-    ) -> Callable[..., KVCacheBlocks | None]:
-        """vLLM's allocate_slots; where it finds no memory, one hold after the other yields until it does.
-
-        Called for every running turn at every step: a closure over the two names it needs, nothing else on that path.
-        """
-        running = RequestStatus.RUNNING
-
-        def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
-            if request.status is not running and not leaves_room(self, self.policies.admission, request):
-                return None
-            blocks = allocate_slots(request, num_new_tokens, **kwargs)
-            if blocks is not None and request.status is running:
-                return blocks
-            while blocks is None and self._break_a_hold(request):
-                blocks = allocate_slots(request, num_new_tokens, **kwargs)
-            if blocks is not None and request.status is not running:
-                local, remote = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_external_computed_tokens", 0)
-                self._admit(request, local, remote)
-            return blocks
-
-        return allocate
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns[request.request_id]
         if turn.admitted_s is None:
-            turn.admitted_s, turn.cached_tokens = self.clock.now_s(), local_tokens + remote_tokens
-            self.tally.admitted(request, turn, local_tokens, remote_tokens)
+            turn.admitted_s, turn.cached_tokens = self._now_s(), local_tokens + remote_tokens
+            self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
                 program = self.programs[turn.key]
                 if program.turns > 1 and program.phase is not Phase.RESUMING:
                     self.lost_queue.observe(turn.admitted_s - turn.arrived_s)
                 self.apply(turn.key, Admitted(turn.admitted_s))
 
-    def _break_a_hold(self, request: Request) -> bool:
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.stats.preempted(request)
+        super()._preempt_request(request, *args, **kwargs)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        """The tokens of a step have come: note when a turn's first one did."""
+        if new_token_ids and not request.num_output_tokens:
+            self.turns[request.request_id].first_token_s = self._now_s()
+        updated: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return updated
+
+    def _free_blocks(self, request: Request) -> None:
+        """A turn has ended: its program pauses, and the policy decides whether its blocks stay; or it is over."""
+        turn = self.turns.pop(request.request_id, None)
+        if turn is None:
+            self.swapping.freed(request)
+        else:
+            self.swapping.ends(request)
+            self.stats.ended(request, turn)
+            if turn.key is not None:
+                self._end_turn(request, turn, turn.key)
+        if request.request_id in self.requests:  # no hold has taken its blocks
+            super()._free_blocks(request)
+
+    def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
+        now_s = self._now_s()
+        admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
+        record = TurnRecord(
+            request_id=request.request_id,
+            arrived_s=turn.arrived_s,
+            queue_s=admitted_s - turn.arrived_s,
+            run_s=now_s - admitted_s,
+            prompt_tokens=request.num_prompt_tokens,
+            cached_tokens=turn.cached_tokens,
+            output_tokens=request.num_output_tokens,
+            preemptions=request.num_preemptions,
+            priority=turn.identity.hints.priority,
+            tools=(),
+            outcome=str(request.status).removeprefix("FINISHED_").lower(),
+        )
+        # A turn that never ran its course (aborted, refused, failed) leaves nothing that the program could go on from.
+        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+            record = replace(record, tools=tools_of(request, turn, self.tool_names))
+            for action in self.apply(key, self._ended_event(request, turn, self.programs[key], record.tools)):
+                if isinstance(action, Decide):
+                    record = self._decide(request, turn, key, record)
+        else:
+            self.apply(key, TurnAborted(now_s))
+        self.programs.record(key, record)
+        self.stats.traces.turn_ended(turn, record, now_s)
+
+    def _ended_event(self, request: Request, turn: Turn, program: ProgramState, tools: tuple[str, ...]) -> TurnEnded:
+        """The event of a turn that ran its course; the forecaster learns from it."""
+        now_s = self._now_s()
+        served = request.num_tokens - turn.cached_tokens
+        generated = request.num_output_tokens
+        self.forecaster.turn_ended(program.key, turn.features, generated, program.served_tokens + served)
+        bound_s = self.settings.slo.ttft_s
+        waited_s = (now_s if turn.first_token_s is None else turn.first_token_s) - turn.arrived_s
+        on_time = bound_s is None or waited_s <= bound_s
+        self.on_time.observe(program.on_time and on_time)
+        return TurnEnded(
+            now_s,
+            tools,
+            served_tokens=served,
+            context_tokens=request.num_tokens,
+            generated_tokens=generated,
+            busy_s=now_s - turn.arrived_s,
+            on_time=on_time,
+        )
+
+    # --- holds --------------------------------------------------------------------------------------------------------
+
+    def _decide(self, request: Request, turn: Turn, key: str, record: TurnRecord) -> TurnRecord:
+        """Ask the pause policy and do as it decides; the record with the decision."""
+        now_s = self._now_s()
+        # The last token was sampled but not computed; an asynchronous engine counts it early.
+        context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
+        self.swapping.pauses(request, key, context_tokens, pause.forecast)
+        self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
+        decision = self.policies.pause.decide(pause)
+        hold_s = None
+        if isinstance(decision, Hold):
+            kv = KvDecision.HOLD
+            self.stats.traces.hold_began(key, turn)
+            hold_s = self._hold(request, key, pause, decision)
+        elif isinstance(decision, Swap) and self.swapping.swaps_out(key, request):
+            kv = KvDecision.SWAP
+            self.apply(key, Swapped(now_s, decision.reason))
+        else:
+            kv = KvDecision.RELEASE
+            self.apply(key, Released(now_s, decision.reason))
+        self.stats.paused(kv, decision.reason)
+        return replace(record, decision=kv, reason=decision.reason, hold_s=hold_s)
+
+    def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> float:
+        """Hold the blocks of a turn that has ended; for how many seconds."""
+        now_s = pause.now_s
+        until_s = max(now_s, min(decision.until_s, now_s + self.settings.limits.max_pin_s))
+        origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
+        blocks = self.take_blocks(request)
+        self.stats.holds_change()
+        self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin, pause.forecast)
+        self.apply(key, Held(now_s, until_s, decision.reason))
+        return until_s - now_s
+
+    def _hold_fetched(
+        self, key: str, blocks: Sequence[KVCacheBlock], tokens: int, seconds: float, forecast: Forecast
+    ) -> float:
+        """Hold a context that was loaded from the host; until when."""
+        now_s = self._now_s()
+        until_s = now_s + min(seconds, self.settings.limits.max_pin_s)
+        self.stats.holds_change()
+        self.holds.hold(key, blocks, tokens, now_s, until_s, HoldOrigin.FETCHED, forecast)
+        return until_s
+
+    def _end_all_holds(self, reason: ReleaseReason) -> None:
+        for key in [held.key for held in self.holds]:
+            self.apply(key, HoldEnded(self._now_s(), reason))
+
+    # --- memory -------------------------------------------------------------------------------------------------------
+
+    def _may_admit(self, request: Request) -> bool:
+        """Does the policy let this waiting turn in beside those that run? Where nothing runs, it need not be asked."""
+        if self.policies.admission is None or not self.running:
+            return True
+        share = self.policies.admission.room_share(self.views.waiting(request))
+        taken = self.load_now().running_tokens + request.num_tokens
+        return bool(share <= 0 or taken <= (1 - share) * self.facts.capacity_tokens)
+
+    def _break_hold(self, request: Request) -> bool:
         """Give the blocks of one hold back, if one yields to ``request``; its own program's goes last."""
         if not len(self.holds):
             return False
-        claimant = claimant_of(self, request)
-        key = yielding(self, self.policies.pause, claimant, self.turns[request.request_id].key)
-        if key is None:
+        if request.status is RequestStatus.RUNNING:
+            claimant = Claimant.RUNNING
+        else:
+            claimant = Claimant.WAITING if self.running else Claimant.STARVED
+        pause, own = self.policies.pause, self.turns[request.request_id].key
+        views = ((self.views.hold(held), held.key) for held in self.holds)
+        ranked = ((key == own, pause.victim_key(view), key) for view, key in views if pause.yields(view, claimant))
+        victim = min(ranked, default=None)
+        if victim is None:
             return False
-        self.apply(key, HoldEnded(self.clock.now_s(), f"broken for a {claimant.value} turn"))
+        self.apply(victim[2], HoldEnded(self._now_s(), BROKEN[claimant]))
         return True
 
-    def expire(self, now_s: float) -> None:
-        """End the holds whose time has come, unless their program's next turn waits already (Continuum 5.3)."""
-        for key in self.holds.expired(now_s):
-            program = self.programs.get(key)
-            if program is not None and program.phase is Phase.HELD:
-                self.apply(key, HoldEnded(now_s, "expired"))
-        if now_s >= self._next_sweep_s:
-            self._next_sweep_s = now_s + SWEEP_PERIOD_S
-            for key, actions in self.programs.sweep(now_s):
-                self._act(key, actions)
-
-    def _give_back(self, blocks: Any) -> None:
-        self.kv_cache_manager.block_pool.free_blocks(blocks)
+    def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
+        """Free memory is enough for a context and for other programs' turns that wait: it is theirs first."""
+        waiting = itertools.chain(self.waiting, self.skipped_waiting)
+        others = (request for request in waiting if self.turns[request.request_id].key != key)
+        wanted = sum(request.num_tokens + self.block_size for request in others)
+        shared = sum(block.ref_cnt > 0 for group in found.blocks.blocks for block in group) * self.block_size
+        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
+        return bool(found.local + found.remote - shared + wanted <= free)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """End all holds, then as vLLM; ``reset_connector``: the host tier is emptied, too."""
-        for key in [held.key for held in self.holds]:
-            self.apply(key, HoldEnded(self.clock.now_s(), "cache reset"))
+        self._end_all_holds(ReleaseReason.CACHE_RESET)
         if reset_connector:
             self.swapping.reset()
         return bool(super().reset_prefix_cache(reset_running_requests, reset_connector and self.swapping.may_reset))
@@ -342,9 +516,8 @@ class AgentScheduler(AsyncScheduler):
         for action in actions:
             match action:
                 case FreeHold(reason):
-                    self.tally.hold_ends(key, reason)
+                    self.stats.hold_ends(key, reason)
                     self.holds.release(key)
-                    self.pause_forecasts.pop(key, None)
                     self._rerank_turns(key, reason)
                 case Fetch():
                     self.swapping.fetch(key)
@@ -352,38 +525,21 @@ class AgentScheduler(AsyncScheduler):
                     self.swapping.cancel(key)
                 case Observe(tool, seconds):
                     self.durations.observe(tool, seconds)
+                    self.duration_changes.note(tool)
                 case Conclude(_, served_tokens):
                     self.forecaster.program_ended(key, served_tokens)
                     self.swapping.forget(key)
-                    self.remains.forget(key)
+                    self.cached_prefixes.forget(key)
 
-    def _rerank_turns(self, key: str, reason: str) -> None:
+    def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """The program is no longer pinned: its turns that wait rank anew, before the next one is chosen.
 
         Not at once: between looking at the head of a queue and taking it, vLLM allocates, which may break a hold.
         """
         program = self.programs.get(key)
-        if program is None or program.active <= (1 if reason == "used" else 0):
+        if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
             return
         self._stale_ranks.extend(request_id for request_id, turn in self.turns.items() if turn.key == key)
-
-    # --- views --------------------------------------------------------------------------------------------------------
-
-    def _rank(self, request: Request) -> RankKey:
-        if request.num_computed_tokens:
-            return LOADED
-        return self.policies.order.key(views.turn_view(self, request)) or EQUAL
-
-    def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
-        """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""
-        if self._stale_ranks:
-            self.waiting.rerank(self._stale_ranks)
-            self.skipped_waiting.rerank(self._stale_ranks)
-            self._stale_ranks.clear()
-        if self.waiting and self.skipped_waiting:
-            ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
-            return self.waiting if ahead else self.skipped_waiting
-        return self.skipped_waiting or self.waiting or None
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the invariants above hold."""
@@ -395,6 +551,3 @@ class AgentScheduler(AsyncScheduler):
             program: ProgramState | None = self.programs.get(held.key)
             if program is None or program.phase not in (Phase.HELD, Phase.RESUMING):
                 raise IntegrityError(f"{held.key} is held but {program and program.phase}")
-
-
-replicas.control.install()

@@ -3,52 +3,45 @@
 Overrides of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py holds the private names):
     __init__, start, check_health, record_routing_stats   our loops beside the engine
     _start_engine                                         no telemetry actor
-    __serve_build_asgi_app__                              the replica's own HTTP surface, in the direct data plane
 """
 
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
 
-from fastapi import FastAPI
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
 
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.direct_note import ROUTER_DEPLOYMENT
-from cluster.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
-from cluster.heap import keep_trimmed
-from cluster.http_calls import Answers
-from cluster.http_front import REQUEST_ID
-from cluster.observing.book_parts import turn_book
+from cluster.api.openai import REQUEST_ID
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
+from cluster.core.malloc_trim import keep_trimmed
+from cluster.core.replica_snapshot import ROUTING_STATS_KEY
+from cluster.core.stream import Progress, StreamChunk
+from cluster.core.turn import Continuation, TurnPiece
 from cluster.observing.logs import bind
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
-from cluster.observing.replayed import replay
-from cluster.observing.replica import Fallback, ReplicaMetrics, ReplicaState
+from cluster.observing.recorders import Fallback, ReplicaMetrics, ReplicaState
 from cluster.observing.tracing import traces
-from cluster.ray_errors import as_http_error
-from cluster.routing import ROUTING_STATS_KEY
-from cluster.statistics import DurationTable
-from cluster.store import StatisticsStore
-from cluster.stream import Progress, Told
-from cluster.turn import Continuation, TurnPiece
+from cluster.store.durations import DurationStore
 from replicas.chat_text import ChatText
 from replicas.control import ControlChannel
+from replicas.duration_sync import DurationSync
 from replicas.engine import ReplicaEngine
-from replicas.http_app import http_app
 from replicas.program_turn import ProgramTurns
 from replicas.requests import (
     as_refusal,
     attach_program,
+    coalesce,
     naming_field,
     of_first_event,
     of_response,
@@ -56,16 +49,11 @@ from replicas.requests import (
 )
 from replicas.resumption import Watch, events
 from replicas.router_side import RouterSide
-from replicas.streaming import coalesce
-from replicas.turn_reports import Ended, TurnReports
 
 logger = logging.getLogger("ray.serve")
 
 LAST_WORDS_S = 0.3
-"""Seconds from the engine's death to the replica's end, in which its streams are told."""
-
-TELL_TIMEOUT_S = 5.0
-"""In the direct data plane: the router is told again later what it has not taken by then."""
+"""Seconds from the engine's death to the replica's end, in which its streams are ended."""
 
 ENGINE_GONE_STATUS = 1
 """Exit status of a replica whose engine is dead."""
@@ -74,13 +62,13 @@ ENGINE_GONE_STATUS = 1
 class ProgramServer(LLMServer):
     """A vLLM engine, the channel to its scheduler, and the loop that carries tool statistics between it and the store.
 
-    A replica whose engine is dead ends its process at once: Ray replaces it, and until then nobody is sent to a corpse.
+    A replica whose engine is dead ends its process at once: Ray replaces it, and until then nothing is sent to it.
     """
 
     async def __init__(self, llm_config: LLMConfig, *, config: CaesuraConfig) -> None:  # type: ignore[misc]
         configure_logs(config.logs, "replica")
         self._config = config
-        self._others: bytes | None = None
+        self._durations = DurationSync()
         self._observed = self._noted = 0
         self._router_side: RouterSide | None = None
         self._loops: list[asyncio.Task[NoReturn]] = []
@@ -92,12 +80,12 @@ class ProgramServer(LLMServer):
         Raises:
             TimeoutError: the engine did not start within ``replicas.start_timeout_s``.
         """
-        model, store = self._config.model, self._config.store
+        model, store = self._config.model, self._config.redis
         self._metrics = ReplicaMetrics(Meter({"model": model.id}, enabled=self._config.metrics.enabled))
         await asyncio.wait_for(super().start(), self._config.replicas.start_timeout_s)
-        self._channel = ControlChannel(self.engine.client, self._config.control.timeout_s)
+        self._channel = ControlChannel(self.engine.client, self._config.limits.timeout_s)
         self._router_side = RouterSide(self._channel, self.replica_id, model.id, self._metrics.fell_back)
-        self._store = StatisticsStore(
+        self._store = DurationStore(
             store.url,
             model=model.id,
             writer=self.replica_id,
@@ -149,14 +137,14 @@ class ProgramServer(LLMServer):
         identity: str | None,
         epoch: int | None = None,
         so_far: Progress | None = None,
-    ) -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
+    ) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
         """Serve one request of the ingress: what the client is sent, or as the last piece why it is not.
 
-        A stream's pieces tell how far it has come with them.
+        A stream's pieces report how far it has come with them.
 
         Args:
             method: ``chat``, ``completions``, ``tokenize`` or ``detokenize``.
-            body: the JSON body, without the fields that said whose turn it is.
+            body: the JSON body, without the fields of the program's identity.
             headers: those that vLLM may see; ``x-request-id`` becomes part of the answer's id.
             key: of the program; None without one.
             identity: encoded ProgramIdentity; None for what is not a turn.
@@ -174,7 +162,7 @@ class ProgramServer(LLMServer):
                 if getattr(request, "stream", False):
                     answers = coalesce(events(answers, watch), self._config.replicas.stream_interval_ms / 1000)
                 async with aclosing(answers):
-                    async for piece in _told(answers):
+                    async for piece in _as_sent(answers):
                         yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             yield self._refused(error, method, body, watch)
@@ -188,7 +176,7 @@ class ProgramServer(LLMServer):
         continuation: Continuation | None,
         epoch: int | None = None,
         so_far: Progress | None = None,
-    ) -> AsyncGenerator[Told[tuple[TurnPiece, ...]] | HttpError]:
+    ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`.
 
         ``epoch``, ``so_far``: as for :meth:`answer`.
@@ -204,7 +192,7 @@ class ProgramServer(LLMServer):
             yield self._refused(error, "turn", body, watch)
 
     def _refused(self, error: Exception, method: str, body: Mapping[str, Any], watch: Watch) -> HttpError:
-        """What an exception means to whoever called; the death of the engine is this replica's end, too."""
+        """What an exception means to the caller; the death of the engine is this replica's end, too."""
         refusal = as_refusal(error)
         if isinstance(refusal, ReplicaLost):
             refusal.at_work = watch.name is not None
@@ -248,27 +236,11 @@ class ProgramServer(LLMServer):
 
     async def snapshot(self) -> dict[str, Any]:
         """The scheduler's numbers, now; and whether prompts of programs can be extended exactly."""
-        answer = await self._channel.call("exchange", durations=self._others)
+        answer = await self._channel.call("exchange")
         own = {"template_prefix_stable": self._turns.template_prefix_stable, "draining": self._of_router.draining}
         return {"replica": self.replica_id, "pid": os.getpid(), **own, **answer["snapshot"]}
 
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
-
-    async def __serve_build_asgi_app__(self) -> FastAPI:
-        """What this replica serves on a port of its own, in the direct data plane."""
-        router = serve.get_deployment_handle(ROUTER_DEPLOYMENT, serve.get_replica_context().app_name)
-        streams = router.options(stream=True)
-
-        async def tell(ended: Ended, there: Sequence[str] | None) -> None:
-            await router.broadcast("turns", self.replica_id, ended, there).results_async(timeout_s=TELL_TIMEOUT_S)
-
-        def relay(method: str, body: dict[str, Any], headers: dict[str, str], identity: str) -> Answers:
-            answers: Answers = streams.answers.remote(method, body, headers, identity)
-            return answers
-
-        reports, book = TurnReports(tell), turn_book(self._config, MonotonicClock(), doors=self._config.replicas.count)
-        book.open()
-        return http_app(self._config, self.answer, relay, self.ready, reports, as_http_error, book)
 
     async def check_health(self) -> None:
         """Raises if one of the loops has ended; ends the process soon if the engine is dead."""
@@ -278,7 +250,7 @@ class ProgramServer(LLMServer):
         self._end_if_engine_gone()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Asked for about once a second, and carried to every router: a `cluster.routing.ReplicaSnapshot`, packed."""
+        """Called by Ray about once a second; the result, a packed `ReplicaSnapshot`, reaches every router."""
         stats = await super().record_routing_stats()
         packed = await self._router_side.publish() if self._router_side is not None else None
         return stats if packed is None else {**stats, ROUTING_STATS_KEY: packed}
@@ -289,37 +261,38 @@ class ProgramServer(LLMServer):
         while True:
             self._end_if_engine_gone()
             await self._exchange()
-            await asyncio.sleep(self._config.store.refresh_s)
+            await asyncio.sleep(self._config.redis.refresh_s)
 
     async def _exchange(self) -> None:
         try:
-            taken = {"observed": self._observed, "noted": self._noted}
-            answer = await self._channel.call("exchange", durations=self._others, **taken)
+            taken = {"observed": self._observed, "noted": self._noted, **self._durations.payload()}
+            answer = await self._channel.call("exchange", **taken)
         except EngineGone:
             self._end_soon()
             return
         except ControlTimeout:
             self._metrics.fell_back(Fallback.CONTROL_TIMEOUT)
-            logger.warning("the scheduler did not answer within %s s", self._config.control.timeout_s)
+            logger.warning("the scheduler did not answer within %s s", self._config.limits.timeout_s)
             return
         self._observed, self._noted = answer["observations"]["number"], answer["traced"]["number"]
-        replay(self._traces, answer["traced"]["notes"], self._config.model.id, MonotonicClock())
+        self._traces.replay(answer["traced"]["notes"], self._config.model.id, MonotonicClock())
         self._metrics.record(answer["snapshot"])
         self._metrics.observe(answer["observations"])
         self._metrics.record_state(ReplicaState.DRAINING if self._of_router.draining else ReplicaState.UP)
-        others = await self._store.exchange(DurationTable.from_bytes(answer["durations"]).own())
+        self._durations.answered(answer["revision"], answer["durations"])
+        others = await self._store.exchange(self._durations.own)
         self._metrics.record_store(self._store.failures, up=others is not None)
         if others is None:
             self._metrics.fell_back(Fallback.STORE_UNREACHABLE)
         else:
-            self._others = DurationTable.of(others).to_bytes()
+            self._durations.set_others(others)
 
     def _end_if_engine_gone(self) -> None:
         if self.engine is not None and self.engine.client is not None and self.engine.client.errored:
             self._end_soon()
 
     def _end_soon(self) -> None:
-        """Every request in flight has to be told before."""
+        """Every request in flight has to be answered before."""
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
 
     def _end(self) -> NoReturn:
@@ -328,12 +301,12 @@ class ProgramServer(LLMServer):
         os._exit(ENGINE_GONE_STATUS)
 
 
-async def _told(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
+async def _as_sent(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
     """Pieces of a stream, or the one answer, as the client is sent them; vLLM's refusals as ours."""
     first = True
     async for piece in answers:
         match piece:
-            case Told():
+            case StreamChunk():
                 yield (of_first_event(piece.data) if first else None) or piece
             case HttpError():
                 yield piece

@@ -1,4 +1,4 @@
-"""How long steps really take, against what the cost model says of them.
+"""How long steps really take, against what the cost model expects.
 
 A preset is of the plain device, a measured model of the day on which it was measured; a shared or a slower machine is
 neither. What policies decide by seconds (who can still be in time, what a hold is worth, how large a step may be) is
@@ -7,15 +7,12 @@ by it. It is left alone while it is about right: near-equal models would only ma
 """
 
 from collections import deque
-from collections.abc import Mapping
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Mapping
 
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request
 
-if TYPE_CHECKING:
-    from replicas.scheduler import AgentScheduler
+from replicas.cost_model import CostModel
 
 SAMPLED = 8
 """One step in so many is compared: the work of a step is a sum over its requests."""
@@ -24,7 +21,7 @@ REMEMBERED = 16
 ENOUGH = 8
 """Compared steps before the first change."""
 TOLERANCE = 1.25
-"""The model stays as it is while steps take between 1 / TOLERANCE and TOLERANCE times what it says."""
+"""The model stays as it is while steps take between 1 / TOLERANCE and TOLERANCE times what it expects."""
 OUTLIER = 8.0
 """No step counts as more than so many times what was expected: a compilation, a machine that was suspended."""
 
@@ -44,13 +41,21 @@ def work_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Work:
 
 
 class StepPace:
-    """Compares a scheduler's steps with its cost model, and sets right what its policies are told of it."""
+    """Compares a scheduler's steps with its cost model.
 
-    def __init__(self, scheduler: "AgentScheduler") -> None:
-        self._scheduler = scheduler
-        self._given = scheduler.facts.cost
+    Args:
+        cost: the given model.
+        now_s: the scheduler's clock.
+        requests: vLLM's requests by id.
+    """
+
+    def __init__(self, cost: CostModel, now_s: Callable[[], float], requests: Mapping[str, Request]) -> None:
+        self._given = cost
+        self.cost = cost
+        """The given model, with computation ``scale`` times as slow."""
         self.scale = 1.0
-        """Computation takes so many times as long as the given model says."""
+        self._now_s = now_s
+        self._requests = requests
         self._begun: deque[tuple[float, float | None]] = deque()
         self._steps = self._compared = 0
         self._expected_s = self._took_s = self._ended_s = 0.0
@@ -61,15 +66,15 @@ class StepPace:
             return
         expected_s = None
         if not self._steps % SAMPLED:
-            expected_s = self._given.step_s(*work_of(output, self._scheduler.requests))
+            expected_s = self._given.step_s(*work_of(output, self._requests))
         self._steps += 1
-        self._begun.append((self._scheduler.clock.now_s(), expected_s))
+        self._begun.append((self._now_s(), expected_s))
 
     def ended(self, output: SchedulerOutput) -> float:
         """The tokens of the oldest step under way have come; how long it took, 0 for a step without tokens."""
         if not output.total_num_scheduled_tokens or not self._begun:
             return 0.0
-        now_s = self._scheduler.clock.now_s()
+        now_s = self._now_s()
         scheduled_s, expected_s = self._begun.popleft()
         took_s, self._ended_s = now_s - max(scheduled_s, self._ended_s), now_s
         if expected_s:
@@ -85,4 +90,4 @@ class StepPace:
         if self._compared < ENOUGH or scale <= 0 or self.scale / TOLERANCE <= scale <= self.scale * TOLERANCE:
             return
         self.scale = scale
-        self._scheduler.facts = replace(self._scheduler.facts, cost=self._given.slowed(scale))
+        self.cost = self._given.slowed(scale)

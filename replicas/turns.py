@@ -1,40 +1,55 @@
-"""What a scheduler notes of a turn from its arrival to its end, and what it tells of it."""
+"""What a scheduler notes of a turn, and how it reads from a turn's output which tools the turn asks for.
 
-from collections.abc import Sequence
+The reading runs in the engine's process at the end of a turn: no text is refused.
+"""
+
+import logging
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 
-from cluster.lifecycle import ProgramState
-from cluster.lifecycle_events import (
-    TurnEnded,
-)
-from cluster.program import USER_REPLY, WIRE_KEY, ProgramIdentity
-from replicas.forecasts import NOTHING_EXPECTED, NOTHING_KNOWN, Features
-from replicas.policy import Forecast
-from replicas.program_table import TurnStory
-from replicas.resumed_grammar import resumed_tokens
-from replicas.tool_calls import ToolNames
+from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
+from cluster.durations.tool_names import bounded, classed, tool_names
+from replicas.forecasts import NOTHING_KNOWN, Features
+from replicas.policy import NOTHING_EXPECTED, Forecast
+from replicas.vllm_patches import resumed_tokens
 
-if TYPE_CHECKING:
-    from replicas.scheduler import AgentScheduler
-
+logger = logging.getLogger(__name__)
 
 RECENT = 32
 """Observations that a recent mean is mostly of."""
 
+MAX_READ_TOKENS = 16_384
+"""Only so many tokens, the last ones, are read."""
+
+TEXT_PARSERS = frozenset(
+    (
+        "hermes",
+        "llama3_json",
+        "llama4_json",
+        "llama4_pythonic",
+        "mistral",
+        "openai",
+        "pythonic",
+        "qwen3_coder",
+        "qwen3_xml",
+    )
+)
+"""vLLM tool parsers whose formats `tool_names` reads. For any other name vLLM's own parser is asked first."""
+
 
 @dataclass(slots=True)
 class RecentMean:
-    """Exponentially weighted; of the first few observations the plain mean. 0 before the first."""
+    """An exponentially weighted mean; of the first few observations the plain mean. 0 before the first."""
 
     mean: float = 0.0
     count: int = 0
 
     def observe(self, value: float) -> None:
-        """One more."""
+        """Add an observation."""
         self.count = min(self.count + 1, RECENT)
         self.mean += (value - self.mean) / self.count
 
@@ -55,30 +70,21 @@ class Turn:
     """Prompt tokens that needed no computation at the first admission."""
 
 
-def turn_of(scheduler: "AgentScheduler", request: Request) -> Turn:
-    """Whose turn a request is. What cannot be read is counted, and the request has no program."""
+def read_identity(request: Request) -> ProgramIdentity:
+    """Whose turn a request is, as the ingress sent it; an empty identity if it sent none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
     extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-    try:
-        identity = ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
-    except ValueError:
-        scheduler.counters["unreadable_identity"] += 1
-        identity = ProgramIdentity()
-    # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
-    key = identity.key or request.session_id
-    return Turn(identity, key, scheduler.clock.now_s(), scheduler.current_step)
+    return ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
 
 
-def tool_name_reader(model_config: Any, parser: str | None) -> ToolNames | None:
-    """Loaded at start: the first turn that needs it must not stop the engine. None where vLLM has no tokenizer."""
-    return None if model_config.skip_tokenizer_init else ToolNames(cached_tokenizer_from_config(model_config), parser)
-
-
-def tools_of(scheduler: "AgentScheduler", request: Request, turn: Turn) -> tuple[str, ...]:
-    """What a finished turn asks for: as its client said, else as its output says, else it waits for its user."""
+def tools_of(request: Request, turn: Turn, names: "ToolNames | None") -> tuple[str, ...]:
+    """What a finished turn asks for: as its client hinted, else as its output has it, else it waits for its user."""
     if turn.identity.hints.expected_tool is not None:
         return (turn.identity.hints.expected_tool,)
-    named = scheduler.tool_names(_output_ids(request)) if scheduler.tool_names else ()
-    return named or (USER_REPLY,)
+    return (names(_output_ids(request)) if names else ()) or (USER_REPLY,)
 
 
 def _output_ids(request: Request) -> Sequence[int]:
@@ -88,43 +94,72 @@ def _output_ids(request: Request) -> Sequence[int]:
     return ids[request.num_prompt_tokens - known :] if known else ids
 
 
-def ended(
-    scheduler: "AgentScheduler", program: ProgramState, request: Request, turn: Turn, tools: tuple[str, ...]
-) -> TurnEnded:
-    """The event of a turn that ran its course; the forecaster learns from it."""
-    now_s = scheduler.clock.now_s()
-    served = request.num_tokens - turn.cached_tokens
-    total = program.served_tokens + served
-    scheduler.forecaster.turn_ended(program.key, turn.features, request.num_output_tokens, total)
-    bound_s = scheduler.settings.slo.ttft_s
-    waited_s = (now_s if turn.first_token_s is None else turn.first_token_s) - turn.arrived_s
-    on_time = bound_s is None or waited_s <= bound_s
-    scheduler.on_time.observe(program.on_time and on_time)
-    return TurnEnded(
-        now_s,
-        tools,
-        served_tokens=served,
-        context_tokens=request.num_tokens,
-        generated_tokens=request.num_output_tokens,
-        busy_s=now_s - turn.arrived_s,
-        on_time=on_time,
-    )
+def tool_name_reader(model_config: Any, parser: str | None) -> "ToolNames | None":
+    """Made at start, as the first turn that needs it must not stop the engine. None where vLLM has no tokenizer."""
+    return None if model_config.skip_tokenizer_init else ToolNames(cached_tokenizer_from_config(model_config), parser)
 
 
-def story_of(request: Request, turn: Turn, now_s: float, tools: tuple[str, ...], decision: str) -> TurnStory:
-    """What is told of a turn that has ended."""
-    admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
-    return TurnStory(
-        request_id=request.request_id,
-        arrived_s=turn.arrived_s,
-        queue_s=admitted_s - turn.arrived_s,
-        run_s=now_s - admitted_s,
-        prompt_tokens=request.num_prompt_tokens,
-        cached_tokens=turn.cached_tokens,
-        output_tokens=request.num_output_tokens,
-        preemptions=request.num_preemptions,
-        priority=turn.identity.hints.priority,
-        tools=tools,
-        outcome=str(request.status).removeprefix("FINISHED_").lower(),
-        decision=decision,
-    )
+class Decoder(Protocol):
+    """The part of a tokenizer that is needed here."""
+
+    def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
+        """The text of ``ids``."""
+        ...
+
+
+class ToolNames:
+    """Reads tool names out of the output tokens of one model.
+
+    Attributes:
+        parser_failures: how often vLLM's parser raised; the text formats were read instead.
+    """
+
+    def __init__(self, tokenizer: Decoder, parser_name: str | None) -> None:
+        self.parser_failures = 0
+        self._tokenizer = tokenizer
+        self._parser_name = parser_name
+        self._parse: Callable[[str], list[str]] | None = None
+        if parser_name is not None and parser_name not in TEXT_PARSERS:
+            try:
+                self._parse = _vllm_parser(tokenizer, parser_name)
+            except Exception as error:  # noqa: BLE001
+                # It may need a package, or a special token, that is not there.
+                self._fall_back(error)
+
+    def __call__(self, output_token_ids: Sequence[int]) -> tuple[str, ...]:
+        """The names in order, repeated where a tool is called twice; ``()`` when the output asks for no tool."""
+        # Special tokens stay: in some formats they are what marks a call.
+        text = self._tokenizer.decode(list(output_token_ids[-MAX_READ_TOKENS:]), skip_special_tokens=False)
+        if self._parse is not None:
+            try:
+                names = bounded(self._parse(text))
+            except Exception as error:  # noqa: BLE001
+                # Whatever a foreign parser raises on what a model made up: it must not end the engine.
+                self._fall_back(error)
+            else:
+                if names:
+                    return names
+        return tool_names(text)
+
+    def _fall_back(self, error: Exception) -> None:
+        self.parser_failures += 1
+        if self.parser_failures == 1:
+            logger.warning("tool parser %r failed, reading text formats instead: %r", self._parser_name, error)
+
+
+def _vllm_parser(tokenizer: Decoder, name: str) -> Callable[[str], list[str]]:
+    """vLLM's parser ``name`` as a function of the text. Raises whatever vLLM does."""
+    # Imported here, as only such a model pays for it (12 MB, 0.8 s).
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.tool_parsers import ToolParserManager
+
+    parser_class = ToolParserManager.get_tool_parser(name)
+    request = ChatCompletionRequest(messages=[], model="")
+
+    def parse(text: str) -> list[str]:
+        # A parser keeps the state of one reply: each reply gets its own.
+        calls = parser_class(tokenizer).extract_tool_calls(text, request).tool_calls
+        return [classed(call.function.name, call.function.arguments) for call in calls]
+
+    parse("")
+    return parse

@@ -1,10 +1,10 @@
-"""A replica under virtual time: a real scheduler, whose steps take as long as a cost model says.
+"""A replica under virtual time: a real scheduler, whose steps take as long as a cost model expects.
 
 A step is scheduled when the one before has ended, as a synchronous engine does; the time that ``schedule()`` itself
 takes is measured but costs no virtual time (on a GPU it overlaps with the device). Turns that arrive during a step are
 known to the scheduler at once and can be admitted by the next one.
 
-With a host tier a step goes on beside the transfers of the steps before it (see `replicas.virtual_link`); one that
+With a host tier a step goes on beside the transfers of the steps before it (see `replicas.virtual_engine`); one that
 only waits for them ends with the next one, or when a turn arrives.
 """
 
@@ -17,18 +17,17 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.request import Request, RequestStatus
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.errors import IntegrityError
-from cluster.program import ProgramIdentity
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.errors import IntegrityError
+from cluster.core.program import ProgramIdentity
 from replicas.cost_model import CostModel
 from replicas.host_tier import kv_transfer_config
-from replicas.kv_waste import Waste, computed_again
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
+from replicas.stats import Waste, computed_again
 from replicas.step_pace import work_of
-from replicas.virtual_engine import Shape, VirtualEngine
-from replicas.virtual_link import VirtualLink
+from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
 
 MIN_STEP_S = 1e-3
 """A step in which nothing could be scheduled takes at least so long: an engine that polls its queues."""

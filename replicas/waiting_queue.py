@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
+from replicas.hold_table import RoundRobin
 from replicas.policy import RankKey
-from replicas.rota import Rota
 
 LOADED: RankKey = ()
 """Before every rank that a policy may give: that of a turn that owns memory while it waits, as its context was, or is
@@ -35,14 +35,14 @@ class RankedQueue(RequestQueue):
         self._entries: dict[str, tuple[RankKey, int, Request]] = {}
         self.late_from: RankKey | None = None
         self._late: set[str] = set()
-        self._rota: Rota[str] = Rota(RANKS_A_STEP)
+        self._refreshes: RoundRobin[str] = RoundRobin(RANKS_A_STEP)
         # Numbers grow at the tail and fall at the head: put back in front means before all equals.
         self._tail = itertools.count(1)
         self._head = itertools.count(-1, -1)
 
     def _put(self, request: Request, number: int) -> None:
         self._enter(self._rank(request), number, request)
-        self._rota.add(request.request_id)
+        self._refreshes.add(request.request_id)
 
     def _enter(self, rank: RankKey, number: int, request: Request) -> None:
         self._entries[request.request_id] = (rank, number, request)
@@ -115,7 +115,7 @@ class RankedQueue(RequestQueue):
             KeyError: it is not in the queue.
         """
         del self._entries[request.request_id]
-        self._rota.remove(request.request_id)
+        self._refreshes.remove(request.request_id)
         self._late.discard(request.request_id)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
@@ -140,7 +140,7 @@ class RankedQueue(RequestQueue):
         None is older than ``steps`` calls, or with more than ``steps`` · RANKS_A_STEP requests as many calls as it
         takes to get around: a step costs the same however long the queue is.
         """
-        self.rerank(self._rota.next(steps))
+        self.rerank(self._refreshes.next(steps))
 
     def rerank_all(self) -> None:
         """Take every rank again, at once: they are another policy's."""

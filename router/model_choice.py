@@ -1,7 +1,7 @@
 """Which model a program of a class goes to: the first rule that holds. Pure.
 
-A program stays with the model that its class chose: its KV is there. So the choice is made once for each program and
-class, by whoever sees its first turn (`router.placer` makes it known).
+A program stays with the model that its class chose, since its KV is there. So the choice is made once for each program
+and class, by the ingress of its first turn; `cluster.dispatch.model_selection` shares it.
 """
 
 from collections.abc import Mapping, Sequence
@@ -9,32 +9,32 @@ from dataclasses import dataclass
 from enum import StrEnum
 from fnmatch import fnmatchcase
 
-from cluster.model_config import ClassRule
+from cluster.config.models import ClassRule
 
 
 class Chosen(StrEnum):
     """Why a class leads to a model. Label of a metric."""
 
     RULE = "rule"
-    """The first rule that holds."""
+    """A rule applies."""
     LEAST_LOADED = "least_loaded"
-    """No rule holds for want of replicas: of the models that fit the turn, the one that starts soonest."""
+    """No rule applies, since models are missing or busy: the fitting model that starts soonest."""
     LAST = "last"
-    """Nothing is known of any model's load: the last rule, which always holds."""
+    """No model's load is known: the last rule, which has no condition."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnFacts:
-    """What rules ask of a turn."""
+    """The features of a turn that rules test."""
 
     tools: frozenset[str]
-    """Names of the tools that it offers, and of the one whose result it brings."""
+    """Names of the tools that it offers, and of the tool whose result it brings."""
     prompt_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
 class ModelChoice:
-    """Where a class leads."""
+    """The model of a class, and why."""
 
     model: str
     reason: Chosen
@@ -46,7 +46,7 @@ def choose_model(rules: Sequence[ClassRule], turn: TurnFacts, start_s: Mapping[s
     Args:
         rules: of the class; the last one has no condition.
         turn: the turn.
-        start_s: by model, seconds within which a turn is expected to start there; None: no replica is there now.
+        start_s: by model, seconds within which a turn is expected to start; None: there is no replica now.
     """
     fitting = [rule for rule in rules if _fits(rule, turn)]
     for rule in fitting:

@@ -1,91 +1,172 @@
-"""Placement: filters, then scorers, then the least sum. Pure."""
+"""The placement of a turn as the ingress sees it, and the placer for Ray's own routers."""
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from typing import NamedTuple
+import math
+from enum import StrEnum
+from typing import Any, Protocol
 
-from cluster.registry import FILTERS, SCORERS
-from router.candidate import Arrival, Candidate, Gap, gap
-from router.filters import Filter
-from router.rendezvous import weight
-from router.scorers import Scorer
-from router.settings import FrontSettings
+from cluster.core.errors import Overloaded, TooManyRequests
+from cluster.core.replica_snapshot import Home, ReplicaSnapshot
+from router.decisions import Refused, TurnRequest
 
 
-class Choice(NamedTuple):
-    """A replica for a turn."""
+class Fallback(StrEnum):
+    """Why a placement was degraded. Label of a metric."""
 
-    candidate: Candidate
-    gap: Gap
-    """What of the prompt is missing there."""
-    seconds: float
-    """Lost there."""
+    STORE_GONE = "store_gone"
+    """The store did not answer."""
+    FENCED = "fenced"
+    """A replica knew a later epoch than this ingress."""
+    MOVE_UNACKNOWLEDGED = "move_unacknowledged"
+    """A replica did not acknowledge that a program has left it, and is notified again."""
+
+
+_REJECTIONS: dict[Refused, tuple[type[Overloaded], str]] = {
+    Refused.NO_REPLICA: (Overloaded, "no replica serves this model now"),
+    Refused.QUEUE_TIMEOUT: (Overloaded, "the wait for admission would exceed the limit"),
+    Refused.TENANT_SHARE: (TooManyRequests, "this tenant has more turns waiting than its share"),
+    Refused.QUEUE_FULL: (Overloaded, "too many turns wait for admission"),
+}
+
+
+class Placement:
+    """A turn's place, until `end`. As a context manager it ends at the exit."""
+
+    def __init__(
+        self,
+        placer: "Placer",
+        request: TurnRequest,
+        session: str,
+        home: Home | None,
+        turn_id: str,
+        reason: str | None = None,
+    ) -> None:
+        self.request = request
+        self.session = session
+        """The `session_id` for the call by the handle."""
+        self.home = home
+        """None with one of Ray's routers: the home is unknown."""
+        self.turn_id = turn_id
+        self.reason = reason
+        """Why it goes there; None with one of Ray's routers."""
+        self._placer = placer
+        self._ended = False
 
     @property
-    def first_token_s(self) -> float:
-        """Expected until the turn's first token."""
-        return self.candidate.start_s + self.gap.seconds(self.candidate.facts)
+    def epoch(self) -> int | None:
+        """The epoch that the replica checks; None: it is unknown, and not checked."""
+        return None if self.home is None or self.request.single_turn else self.home.epoch or None
 
+    def end(self, *, context_tokens: int | None = None, complete: bool = False) -> None:
+        """The turn is over, or given up. A second call does nothing.
 
-@dataclass(frozen=True)
-class Placement:
-    """The filters and scorers of the settings."""
-
-    filters: tuple[Filter, ...]
-    scorers: tuple[tuple[str, Scorer, float], ...] = field(repr=False)
-    """Name, scorer, weight."""
-
-    @classmethod
-    def of(cls, settings: FrontSettings, model: str | None = None) -> "Placement":
-        """Those that the settings name; ``model`` None takes replicas of any."""
-        return cls(
-            filters=tuple(FILTERS.load(name)(settings, model) for name in settings.filters),
-            scorers=tuple(
-                (name, SCORERS.load(name)(), factor) for name, factor in settings.scorers.items() if factor > 0
-            ),
-        )
-
-    def eligible(self, turn: Arrival, candidates: Sequence[Candidate], *, alike: bool = False) -> list[Candidate]:
-        """Those that may take the turn; never one that has failed it.
-
-        ``alike``: only by what every front knows.
+        Args:
+            context_tokens: the KV of its program now, where that is known.
+            complete: it ended without a failure.
         """
-        left = [one for one in candidates if one.replica not in turn.avoid] if turn.avoid else list(candidates)
-        for each in self.filters:
-            if alike and each.private:
-                continue
-            passed = each.keep(turn, left)
-            if passed or each.required:
-                left = passed
-        return left
+        if not self._ended:
+            self._ended = True
+            self._placer.ended(self, context_tokens=context_tokens, complete=complete)
 
-    def score(self, turn: Arrival, candidate: Candidate, guess: int = 0) -> Choice:
-        """What is lost there; ``guess``: see `gap`."""
-        missing = gap(turn, candidate, guess)
-        seconds = 0.0
-        for _, scorer, factor in self.scorers:
-            seconds += factor * scorer.seconds(turn, candidate, missing)
-        return Choice(candidate, missing, seconds)
+    def __enter__(self) -> "Placement":
+        return self
 
-    def reasons(self, turn: Arrival, candidate: Candidate) -> dict[str, float]:
-        """The score's parts, seconds by scorer."""
-        missing = gap(turn, candidate)
-        return {name: factor * scorer.seconds(turn, candidate, missing) for name, scorer, factor in self.scorers}
+    def __exit__(self, *_: object) -> None:
+        self.end()
 
-    def best(self, turn: Arrival, candidates: Sequence[Candidate]) -> Choice | None:
-        """The one that loses least; of equals that with the fewest programs, then whichever the key prefers."""
-        choices: list[Choice] = []
-        guess = 0
-        for one in candidates:
-            choices.append(self.score(turn, one, guess))
-            guess = choices[-1].gap.shared_blocks or guess
-        if not choices:
-            return None
-        least = min(choice.seconds for choice in choices)
-        equals = [choice for choice in choices if choice.seconds <= least]
-        if len(equals) == 1:
-            return equals[0]
-        return min(
-            equals,
-            key=lambda one: (one.candidate.programs, -weight(turn.key, one.candidate.replica), one.candidate.replica),
-        )
+
+class Placer(Protocol):
+    """Places turns: `router.program_placer.ProgramPlacer`, or `SessionPlacer` with one of Ray's routers."""
+
+    async def place(self, request: TurnRequest) -> Placement:
+        """A place for a turn. It may wait for admission.
+
+        Raises:
+            Overloaded: the turn is rejected, with the time after which it may be retried.
+        """
+        ...
+
+    def ended(self, placement: Placement, *, context_tokens: int | None, complete: bool) -> None:
+        """Called by `Placement.end`, once."""
+        ...
+
+    async def fenced(self, placement: Placement, epoch: int | None) -> None:
+        """The replica refused the placement, because it knows a later ``epoch``; None: it did not report which."""
+        ...
+
+    async def session_of(self, key: str, *, fresh: bool = False) -> str | None:
+        """The `session_id` for a control call; None: the program is bound to no replica.
+
+        ``fresh``: the store is asked whether the program has moved.
+        """
+        ...
+
+    def forget(self, key: str) -> None:
+        """The program has ended."""
+        ...
+
+    def start_s(self) -> float | None:
+        """Seconds within which a turn of a new program is expected to start; None: there is no replica."""
+        ...
+
+    def view(self) -> dict[str, Any]:
+        """For operators."""
+        ...
+
+
+class SessionPlacer:
+    """Leaves placement to one of Ray's routers: the program's key is the session, and no turn waits or is rejected.
+
+    Args:
+        router: the name of the router.
+    """
+
+    def __init__(self, router: str) -> None:
+        self._router = router
+
+    async def place(self, request: TurnRequest) -> Placement:
+        """The key, by which Ray's router decides."""
+        return Placement(self, request, "" if request.single_turn else request.key, None, request.key)
+
+    def ended(self, placement: Placement, *, context_tokens: int | None, complete: bool) -> None:
+        """Nothing is kept."""
+
+    async def fenced(self, placement: Placement, epoch: int | None) -> None:
+        """Nothing: no epochs are sent."""
+
+    async def session_of(self, key: str, *, fresh: bool = False) -> str | None:
+        """The key."""
+        return key
+
+    def forget(self, key: str) -> None:
+        """Nothing is kept."""
+
+    def start_s(self) -> float | None:
+        """0, since the loads are unknown."""
+        return 0.0
+
+    def view(self) -> dict[str, Any]:
+        """For operators."""
+        return {"router": self._router}
+
+
+def rejection(reason: Refused, retry_after_s: float) -> Overloaded:
+    """The error for the client."""
+    kind, message = _REJECTIONS[reason]
+    return kind(message, code=reason.value, retry_after_s=max(1, math.ceil(retry_after_s)))
+
+
+def to_public_dict(snapshot: ReplicaSnapshot | None) -> dict[str, Any]:
+    """A replica's load for operators."""
+    if snapshot is None:
+        return {}
+    names = (
+        "draining",
+        "running",
+        "waiting",
+        "programs",
+        "working_set_tokens",
+        "kv_tokens",
+        "free_tokens",
+        "held_tokens",
+    )
+    return {name: getattr(snapshot, name) for name in (*names, "host_used_tokens", "waiting_tokens")}

@@ -15,7 +15,7 @@ from ray.serve._private.request_router.replica_wrapper import RunningReplica
 
 
 class PrefixAffinityRouter(PrefixCacheAffinityRouter):
-    """Goes where the longest beginning of the prompt has been; Ray's own algorithm."""
+    """Sends a prompt to the replica that has seen its longest prefix, by Ray's own algorithm."""
 
     def _extract_text_from_request(self, pending_request: PendingRequest) -> str:
         for argument in pending_request.args:
@@ -29,7 +29,7 @@ class PrefixAffinityRouter(PrefixCacheAffinityRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """Ray's choice where there is text."""
+        """Ray's choice for a call with text, else two random choices."""
         if pending_request is None or not self._extract_text_from_request(pending_request):
             by_load: list[list[RunningReplica]] = await PowerOfTwoChoicesRequestRouter.choose_replicas(
                 self, candidate_replicas, pending_request
@@ -39,6 +39,6 @@ class PrefixAffinityRouter(PrefixCacheAffinityRouter):
         return by_prefix
 
     def on_request_routed(self, pending_request: PendingRequest, replica_id: ReplicaID, result: ReplicaResult) -> None:
-        """The prompt is remembered where there is one."""
+        """Remember the prompt, if there is one."""
         if self._extract_text_from_request(pending_request):
             super().on_request_routed(pending_request, replica_id, result)

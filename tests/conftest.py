@@ -1,6 +1,8 @@
 """What all tests share: quiet, offline libraries, and the built-in model."""
 
 import os
+import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +26,7 @@ os.environ |= {
 import pytest
 from hypothesis import settings
 
-from cluster.tiny.model import write_tiny_model
+from replicas.tiny.model import write_tiny_model
 
 # How long an example takes says nothing on a machine that does other things too.
 settings.register_profile("caesura", deadline=None)
@@ -37,17 +39,34 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 SHARED = ("serving", "faults", "outsiders")
-"""Rooms whose tests share a cluster; those that take longest first."""
+"""Rooms with a cluster that most of their tests share."""
+STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.(served|direct_cluster) import|^START_WITHIN_S", re.MULTILINE)
+"""In a file of such a room that has nothing to do with the shared cluster."""
+
+
+@lru_cache
+def scope_of(file: Path) -> str:
+    """The room, for a test that takes the room's cluster; else its file."""
+    if file.parent.name not in SHARED:
+        return str(file)
+    text = file.read_text(encoding="utf-8")
+    return file.parent.name if "pytest.mark.cluster" in text and not STARTS_ITS_OWN.search(text) else str(file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers begin with what takes longest."""
-    items.sort(key=lambda item: SHARED.index(room) if (room := item.path.parent.name) in SHARED else len(SHARED))
+    """Several workers begin with what takes longest: a shared cluster, then files that start one each."""
+
+    def rank(item: pytest.Item) -> int:
+        if scope_of(item.path) in SHARED:
+            return SHARED.index(item.path.parent.name)
+        return len(SHARED) + (item.get_closest_marker("cluster") is None)
+
+    items.sort(key=rank)
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """Of several workers one has the tests of a cluster, or of a file: they share what they start.
+    """Of several workers one has the tests of a shared cluster, or of a file: they share what they start.
 
     Not xdist's own groups: they do not work with pytest 9.2.
     """
@@ -55,8 +74,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
     class ByCluster(LoadScopeScheduling):
         def _split_scope(self, nodeid: str) -> str:
-            file = Path(nodeid.partition("::")[0])
-            return file.parent.name if file.parent.name in SHARED else str(file)
+            return scope_of(config.rootpath / nodeid.partition("::")[0])
 
     return ByCluster(config, log)
 

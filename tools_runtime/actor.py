@@ -10,6 +10,8 @@ sends the call again as `resumed`, to any pool.
 """
 
 import asyncio
+import hashlib
+import json
 import uuid
 import zlib
 from collections import OrderedDict
@@ -17,12 +19,190 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError, RayError
 
-from cluster.errors import IntegrityError, ToolRefused
-from cluster.tool_config import ToolsConfig, owner_of
-from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
-from tools_runtime.shared_actors import SharedActors
+from cluster.config.tools import ToolsConfig
+from cluster.core.errors import IntegrityError, ToolRefused
+from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from tools_runtime.actor_process import LOOKS, ToolActor
+from tools_runtime.executor import key_of
+
+# --- the shared actors ------------------------------------------------------------------------------------------------
+
+MAX_CONCURRENT_CALLS = 10_000
+"""Of one actor; the tools' own limits come first."""
+
+LONGEST_PERIOD_S = 5.0
+"""Between two times that a pool attends."""
+
+FIRST_WAITS_S = (0.1, 0.3, 1.0, 2.0, 4.0)
+"""Before an actor that does not start is asked again, when a pool begins."""
+
+AGAIN_S = (0.1, 2.0)
+"""First and longest wait before a dead actor is asked again."""
+
+
+class SharedActors:
+    """One pool's view of the actors.
+
+    Args:
+        config: which tools there are, and how many actors.
+        cpus: Ray CPUs that each actor reserves.
+    """
+
+    def __init__(self, config: ToolsConfig, cpus: float) -> None:
+        self._text = json.dumps(config.model_dump(mode="json"), sort_keys=True)
+        self._cpus = cpus
+        self._period_s = min(LONGEST_PERIOD_S, config.unattended_s / LOOKS)
+        self._handles = [self._found(index) for index in range(config.actors)]
+        self._gone = [asyncio.Event() for _ in self._handles]
+        """Set when the actor's process is gone; another one for its successor."""
+        self._attending: list[asyncio.Task[None]] = []
+        self._watching: dict[int, asyncio.Task[None]] = {}
+        self._reviving: dict[int, asyncio.Task[None]] = {}
+        """Actors that died, each with the task that waits for it to be back."""
+
+    def __len__(self) -> int:
+        return len(self._handles)
+
+    def __getitem__(self, index: int) -> Any:
+        """The actor's handle of now."""
+        return self._handles[index]
+
+    @property
+    def living(self) -> list[int]:
+        """Those that are not known to be dead."""
+        return [index for index in range(len(self)) if index not in self._reviving]
+
+    def gone(self, index: int) -> asyncio.Event:
+        """Set when the process that this actor has now is gone."""
+        return self._gone[index]
+
+    def attend(self) -> None:
+        """From now on, let the actors know that they are needed; again is nothing."""
+        if not self._attending:
+            self._attending = [asyncio.create_task(self._attend(index)) for index in range(len(self))]
+
+    async def ready(self) -> list[int]:
+        """The actors' process ids, once all can run tools.
+
+        Raises:
+            RayError: one cannot: what its ConfigError says is in the message.
+        """
+        self.attend()
+        pids = await asyncio.gather(*(self._started(index) for index in range(len(self))))
+        for index in range(len(self)):
+            self._watch(index)
+        return list(pids)
+
+    async def one_living(self) -> None:
+        """Wait until one is not known to be dead."""
+        while not self.living:
+            await asyncio.wait(self._reviving.values(), return_when=asyncio.FIRST_COMPLETED)
+
+    def revive(self, index: int) -> None:
+        """The actor's process is gone: wait for the next one."""
+        if index in self._reviving:
+            return
+        self._gone[index].set()
+        self._gone[index] = asyncio.Event()
+        self._reviving[index] = asyncio.create_task(self._until_ready(index))
+
+    def close(self, *, kill: bool) -> None:
+        """Attend no longer; ``kill`` ends the actors, whoever else uses them."""
+        for task in (*self._attending, *self._reviving.values(), *self._watching.values()):
+            task.cancel()
+        if kill:
+            for actor in self._handles:
+                ray.kill(actor)
+
+    def _found(self, index: int) -> Any:
+        digest = hashlib.sha256(self._text.encode()).hexdigest()[:24]
+        options = ray.remote(ToolActor).options(
+            name=f"caesura-tools-{digest}-{index}",
+            get_if_exists=True,
+            lifetime="detached",
+            num_cpus=self._cpus,
+            max_restarts=-1,
+            max_task_retries=0,
+            max_concurrency=MAX_CONCURRENT_CALLS,
+            enable_task_events=False,  # as Serve's actors: the GCS would keep each call for a page that nobody looks at
+        )
+        return options.remote(self._text)
+
+    async def _renew(self, index: int) -> None:
+        self._handles[index] = await asyncio.to_thread(self._found, index)
+
+    async def _started(self, index: int) -> int:
+        for wait_s in FIRST_WAITS_S:
+            try:
+                return int(await self._handles[index].ready.remote())
+            except RayActorError:  # it was about to leave, or is starting again
+                await asyncio.sleep(wait_s)
+                await self._renew(index)
+        return int(await self._handles[index].ready.remote())
+
+    async def _attend(self, index: int) -> None:
+        while True:
+            if index not in self._reviving:
+                try:
+                    await self._handles[index].attend.remote()
+                except RayActorError:
+                    self.revive(index)
+            await asyncio.sleep(self._period_s)
+
+    def _watch(self, index: int) -> None:
+        if index not in self._watching:
+            self._watching[index] = asyncio.create_task(self._until_gone(index))
+
+    async def _until_gone(self, index: int) -> None:
+        try:
+            address = await self._handles[index].door.remote()
+            if not await _held(*address):
+                return  # the network lets nobody in; Ray will tell
+            while await _held(*address):
+                pass  # only the connection broke
+            self.revive(index)
+        except RayActorError:
+            self.revive(index)
+        finally:
+            del self._watching[index]
+
+    async def _until_ready(self, index: int) -> None:
+        wait_s, longest_s = AGAIN_S
+        try:
+            while True:
+                try:
+                    await self._handles[index].ready.remote()
+                    self._watch(index)
+                    return
+                except RayActorError:
+                    await asyncio.sleep(wait_s)  # Ray is starting it again, unless it has left
+                    wait_s = min(wait_s * 1.5, longest_s)
+                    await self._renew(index)
+                except RayError:
+                    return  # it is back, but its tools cannot work: its calls say why
+        finally:
+            del self._reviving[index]
+
+
+async def _held(host: str, port: int) -> bool:
+    """Hold a connection until it ends; False if there was none."""
+    try:
+        reader, writer = await asyncio.open_connection(host, port)
+    except OSError:
+        return False
+    try:
+        await reader.read(1)
+    except OSError:
+        pass
+    finally:
+        writer.close()
+    return True
+
+
+# --- the pool ---------------------------------------------------------------------------------------------------------
 
 ANSWER_S = 0.05
 """Longer than its deadline a call takes at most, if its actor does not answer at all."""
@@ -79,7 +259,7 @@ class ToolActors:
                 the answer is that of the first sending; else an idempotent tool is run, and of any other the outcome is
                 UNKNOWN.
         """
-        settings = self._settings(call.name, definitions or {})
+        settings = self._settings(call, definitions or {})
         index = await self._resumed_at(call, settings) if resumed else await self._pick(call, settings)
         result = await self._run_on(index, call, definitions, settings, resumed)
         if result is None and settings.idempotent:
@@ -88,12 +268,6 @@ class ToolActors:
             text = f"unknown: what ran {call.name} died; the tool may have taken effect"
             result = ToolResult(call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
         return result
-
-    async def run_all(
-        self, calls: Sequence[ToolCall], definitions: Mapping[str, Any] | None = None
-    ) -> list[ToolResult]:
-        """The calls of one turn, together: as long as the slowest, in the order asked."""
-        return list(await asyncio.gather(*(self.run(call, definitions) for call in calls)))
 
     async def cancel(self, program: str, call_id: str) -> bool:
         """End a call with CANCELLED, whichever pool sent it; False if no such call is under way."""
@@ -104,15 +278,21 @@ class ToolActors:
             return bool(await self._actors[index].cancel.remote(program, call_id))
         except RayActorError:
             return False  # it died, and the call with it
-
-    async def poll(self, program: str, call_id: str) -> ToolResult | None:
-        """The answer of an asynchronous call, None while there is none; UNKNOWN if its actor died."""
-        return await self._ask("poll", program, call_id)
+        except RayError:
+            return True  # whatever became of it, nobody waits for its answer
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
         """The answer of an asynchronous call, when it is there; UNKNOWN if its actor died."""
-        result = await self._ask("completion", program, call_id)
-        assert result is not None
+        index = await self._place(program, call_id)
+        if index is None:
+            return _lost(call_id)
+        try:
+            result: ToolResult = await self._actors[index].completion.remote(program, call_id)
+        except RayActorError:
+            self._actors.revive(index)
+            return _lost(call_id)
+        except RayError as error:
+            return ToolResult(call_id, "", Outcome.UNKNOWN, f"unknown: {str(error)[:500]}")
         return result
 
     async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
@@ -156,26 +336,23 @@ class ToolActors:
         if sum(self._outstanding) != running or min(self._outstanding) < 0:
             raise IntegrityError(f"{self._outstanding} calls outstanding, but {running} run")
 
-    def _settings(self, tool: str, definitions: Mapping[str, Any]) -> _Settings:
-        defined = self._config.defined
-        name = owner_of(tool, lambda name: defined[name].kind if name in defined else None)
-        if name is not None:
-            return _Settings(defined[name].idempotent, defined[name].sticky, defined[name].deadline_s)
+    def _settings(self, call: ToolCall, definitions: Mapping[str, Any]) -> _Settings:
+        owner = call.owner or call.name
+        defined = self._config.defined.get(owner)
+        if defined is not None:
+            return _Settings(defined.idempotent, defined.sticky, defined.deadline_s)
         # Of a request's tools only its actor makes sure that they are right.
-        theirs = {name: said for name, said in definitions.items() if isinstance(said, dict)}
-        name = owner_of(tool, lambda name: theirs[name].get("kind") if name in theirs else None)
-        said = theirs[name] if name is not None else {}
+        theirs = definitions.get(owner)
+        theirs = theirs if isinstance(theirs, dict) else {}
         longest_s = self._config.max_request_deadline_s
-        return _Settings(said.get("idempotent") is True, said.get("sticky") is True, longest_s)
+        return _Settings(theirs.get("idempotent") is True, theirs.get("sticky") is True, longest_s)
 
     def _home(self, call: ToolCall, settings: _Settings) -> int | None:
         """Where all that belongs to this call goes; the same in all pools. None: anywhere."""
-        if settings.sticky:
-            home = call.program
-        elif call.idempotency_key is not None:
-            home = f"{call.program}\n{call.name}\n{call.idempotency_key}"
-        else:
+        key = key_of(call)
+        if not settings.sticky and key is None:
             return None
+        home = call.program if settings.sticky or key is None else "\n".join(key)
         return zlib.crc32(home.encode(errors="replace")) % len(self._actors)
 
     async def _pick(self, call: ToolCall, settings: _Settings) -> int:
@@ -220,8 +397,8 @@ class ToolActors:
         gone = asyncio.ensure_future(self._actors.gone(index).wait())
         try:
             either: set[asyncio.Future[Any]] = {answer, gone}
-            patience_s = _patience_s(call, settings)
-            await asyncio.wait(either, timeout=patience_s, return_when=asyncio.FIRST_COMPLETED)
+            timeout_s = _timeout_s(call, settings)
+            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() and gone.done():
                 return None
             if not answer.done():
@@ -264,21 +441,13 @@ class ToolActors:
             return self._started[key]
         return await self._who_knows(ToolCall(call_id, "", program=program), self._actors.living)
 
-    async def _ask(self, method: str, program: str, call_id: str) -> ToolResult | None:
-        text = "unknown: there is no such call, or what ran it died; the tool may have taken effect"
-        lost = ToolResult(call_id, "", Outcome.UNKNOWN, text)
-        index = await self._place(program, call_id)
-        if index is None:
-            return lost
-        try:
-            result: ToolResult | None = await getattr(self._actors[index], method).remote(program, call_id)
-        except RayActorError:
-            self._actors.revive(index)
-            return lost
-        return result
+
+def _lost(call_id: str) -> ToolResult:
+    text = "unknown: there is no such call, or what ran it died; the tool may have taken effect"
+    return ToolResult(call_id, "", Outcome.UNKNOWN, text)
 
 
-def _patience_s(call: ToolCall, settings: _Settings) -> float:
+def _timeout_s(call: ToolCall, settings: _Settings) -> float:
     longest_s = settings.deadline_s
     return (longest_s if call.deadline_s is None else min(longest_s, max(0.0, call.deadline_s))) + ANSWER_S
 

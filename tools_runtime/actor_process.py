@@ -12,15 +12,54 @@ from typing import Any
 
 import ray
 
-from cluster.errors import ToolRefused
+from cluster.config.tools import ToolsConfig
+from cluster.core.clock import Clock
+from cluster.core.errors import ToolRefused
+from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from cluster.observing.logs import bind, configure_from_environment
 from cluster.observing.meter import Meter
-from cluster.observing.tools import ToolMetrics
-from cluster.tool_config import ToolsConfig
-from cluster.tools import Outcome, ToolCall, ToolOffer, ToolResult
-from tools_runtime.attendance import Attendance
+from cluster.observing.recorders import ToolMetrics
 from tools_runtime.host import ToolHost
-from tools_runtime.timers import LoopClock
+from tools_runtime.kind import LoopClock
+
+
+class Attendance:
+    """Over when nobody has attended, and no call has been under way, for a time.
+
+    Args:
+        clock: the time.
+        unattended_s: that time.
+    """
+
+    def __init__(self, clock: Clock, unattended_s: float) -> None:
+        self._clock = clock
+        self._unattended_s = unattended_s
+        self._last_s = clock.now_s()
+        self._calls = 0
+
+    def attend(self) -> None:
+        """Somebody is there."""
+        self._last_s = self._clock.now_s()
+
+    def begin(self) -> None:
+        """A call is under way."""
+        self._calls += 1
+
+    def end(self) -> None:
+        """It has ended; its caller may be gone, and whoever resumes it not there yet."""
+        self._calls -= 1
+        self.attend()
+
+    def is_over(self, *, busy: bool = False) -> bool:
+        """Nobody is there any more.
+
+        Args:
+            busy: something else is under way; that counts as a call.
+        """
+        if busy:
+            self.attend()
+        return self._calls == 0 and self._clock.now_s() - self._last_s >= self._unattended_s
+
 
 LOOKS = 4
 """How often in `unattended_s` an actor looks whether it is attended, and a pool attends."""
@@ -105,10 +144,6 @@ class ToolActor:
     async def knows(self, call: ToolCall) -> bool:
         """Whether a call is under way here, or its answer is kept."""
         return self._host is not None and self._host.executor.knows(call)
-
-    async def poll(self, program: str, call_id: str) -> ToolResult | None:
-        """The answer of an asynchronous call, None while there is none."""
-        return (await self._opened()).executor.poll(program, call_id)
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
         """The answer of an asynchronous call, when it is there."""

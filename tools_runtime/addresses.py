@@ -10,7 +10,7 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from cluster.errors import ToolFailed, ToolRefused
+from cluster.core.errors import ToolFailed, ToolRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 

@@ -7,20 +7,235 @@ So neither a tool that is slow to stop nor one that never stops delays anybody b
 """
 
 import asyncio
+import difflib
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
-from cluster.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
-from cluster.tools import Outcome, ToolCall, ToolResult, statistics_name
-from tools_runtime.idempotency import KeptResults, Key, key_of, require_same
-from tools_runtime.kind import Invocation, ToolOutput
+from cluster.config.tools import ToolModel
+from cluster.core.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
+from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult, statistics_name
+from tools_runtime.kind import Invocation, Timer, TimerClock, ToolKind, ToolOutput, sleep_until
 from tools_runtime.text import bounded, cut_marker
-from tools_runtime.timers import Timer, TimerClock, sleep_until
-from tools_runtime.tool_table import Entry, ToolTable
+
+# --- limits of concurrency --------------------------------------------------------------------------------------------
+
+
+class Slots:
+    """A tool's own places, so that a slow tool keeps nobody but its own callers waiting.
+
+    Args:
+        count: calls that run at a time.
+        max_waiting: calls that wait; more are refused.
+    """
+
+    def __init__(self, count: int, max_waiting: int) -> None:
+        self._count = count
+        self._max_waiting = max_waiting
+        self._free = asyncio.Semaphore(count)
+        self.waiting = 0
+        self.taken = 0
+
+    @asynccontextmanager
+    async def one(self) -> AsyncIterator[None]:
+        """Wait for a place, and keep it.
+
+        Raises:
+            ToolRefused: too many wait already.
+        """
+        if self._free.locked() and self.waiting >= self._max_waiting:
+            raise ToolRefused(f"the tool is busy: {self.taken} calls run and {self.waiting} wait; try again later")
+        self.waiting += 1
+        try:
+            await self._free.acquire()
+        finally:
+            self.waiting -= 1
+        self.taken += 1
+        try:
+            yield
+        finally:
+            self.taken -= 1
+            self._free.release()
+
+    def check_integrity(self) -> None:
+        """No place is lost.
+
+        Raises:
+            IntegrityError: one is.
+        """
+        if not (0 <= self.taken <= self._count and self.waiting >= 0):
+            raise IntegrityError(f"{self.taken} of {self._count} places taken, {self.waiting} calls wait")
+        if self.taken < self._count and self._free.locked() and not self.waiting:
+            raise IntegrityError(f"no place is free although only {self.taken} of {self._count} are taken")
+
+
+# --- tables -----------------------------------------------------------------------------------------------------------
+
+MAX_NAME_LENGTH = 200
+"""Characters of a name that a refusal repeats."""
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One entry of the configuration, or of a request: a tool, or a server with several."""
+
+    name: str
+    config: ToolModel
+    kind: ToolKind
+    slots: Slots
+
+    @classmethod
+    def of(cls, name: str, config: ToolModel, kind: ToolKind) -> "Entry":
+        """With places of its own."""
+        return cls(name, config, kind, Slots(config.concurrency, config.max_queued))
+
+
+class ToolTable:
+    """Entries by name; those of a request beside the configuration's, which they cannot replace.
+
+    Args:
+        entries: the entries.
+        below: tools that are there, too.
+    """
+
+    def __init__(self, entries: Iterable[Entry], below: "ToolTable | None" = None) -> None:
+        self.own = {entry.name: entry for entry in entries}
+        self.entries: Mapping[str, Entry] = {**self.own, **(below.entries if below else {})}
+
+    def entry(self, call: ToolCall) -> Entry:
+        """The entry that has a call's tool.
+
+        Raises:
+            ToolRefused: there is none; with the names that are near.
+        """
+        entry = self.entries.get(call.owner or call.name)
+        if entry is None:
+            raise self.unknown(call.name)
+        return entry
+
+    def offers(self) -> list[ToolOffer]:
+        """All tools that are known now."""
+        return [known.offer for entry in self.entries.values() for known in entry.kind.tools()]
+
+    def unknown(self, tool: str) -> ToolRefused:
+        """The refusal of a tool that there is not."""
+        names = sorted(offer.name for offer in self.offers())
+        near = difflib.get_close_matches(tool[:MAX_NAME_LENGTH], names, n=3) or names[:10]
+        there_are = f"; there are: {', '.join(near)}" if near else "; there are none"
+        return ToolRefused(f"there is no tool {tool[:MAX_NAME_LENGTH]!r}{there_are}")
+
+    @property
+    def busy(self) -> bool:
+        """A call of one of its own entries runs or waits."""
+        return any(entry.slots.taken or entry.slots.waiting for entry in self.own.values())
+
+    async def open(self) -> None:
+        """Open its own entries' kinds.
+
+        Raises:
+            ConfigError: one cannot work as configured.
+        """
+        for entry in self.own.values():
+            await entry.kind.open()
+
+    async def aclose(self) -> None:
+        """Close its own entries' kinds."""
+        for entry in self.own.values():
+            await entry.kind.aclose()
+
+
+# --- kept results -----------------------------------------------------------------------------------------------------
+
+Key = tuple[str, str, str]
+"""Program, tool, idempotency key."""
+
+CONSENT = "\0consent"
+"""Stands for the program in the key of a call that runs under a consent: no program has this name."""
+
+MAX_RESULTS = 4096
+MAX_BYTES = 32 << 20
+
+
+def key_of(call: ToolCall) -> Key | None:
+    """Under which the call's result is kept; None without an idempotency key."""
+    if call.consent is not None:
+        return (CONSENT, call.name, call.consent)
+    return None if call.idempotency_key is None else (call.program, call.name, call.idempotency_key)
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    call: ToolCall
+    result: ToolResult
+    size: int
+
+
+class KeptResults:
+    """The most recently used results, bounded in number and in characters."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
+        self._bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._kept)
+
+    def __contains__(self, key: Key) -> bool:
+        return key in self._kept
+
+    def get(self, key: Key, call: ToolCall) -> ToolResult | None:
+        """The result kept under ``key``.
+
+        Raises:
+            ToolRefused: it is that of a call with other arguments.
+        """
+        kept = self._kept.get(key)
+        if kept is None:
+            return None
+        self._kept.move_to_end(key)
+        require_same(kept.call, call)
+        return kept.result
+
+    def keep(self, key: Key, call: ToolCall, result: ToolResult, *, idempotent: bool) -> None:
+        """Keep ``result``, unless running the tool again is what a repeated call should do.
+
+        That is so where nothing was run, and where an idempotent tool gave no answer.
+        """
+        answered = result.outcome in (Outcome.OK, Outcome.ERROR)
+        if result.attempts > 0 and (answered or not idempotent):
+            self.settle(key, call, result)
+
+    def settle(self, key: Key, call: ToolCall, result: ToolResult) -> None:
+        """Keep ``result`` whatever it is: no call with this key runs the tool any more."""
+        kept = _Kept(call, result, len(result.text))
+        if kept.size > MAX_BYTES:
+            return
+        self._forget(key)
+        self._kept[key] = kept
+        self._bytes += kept.size
+        while len(self._kept) > MAX_RESULTS or self._bytes > MAX_BYTES:
+            self._forget(next(iter(self._kept)))
+
+    def _forget(self, key: Key) -> None:
+        kept = self._kept.pop(key, None)
+        self._bytes -= kept.size if kept else 0
+
+
+def require_same(first: ToolCall, repeated: ToolCall) -> None:
+    """A key stands for one call.
+
+    Raises:
+        ToolRefused: the arguments differ.
+    """
+    if first.arguments != repeated.arguments:
+        raise ToolRefused(f"the idempotency key {repeated.idempotency_key!r} was used with other arguments")
+
+
+# --- the executor -----------------------------------------------------------------------------------------------------
 
 MAX_FINISHED = 4096
 """Results of asynchronous calls that are kept until somebody asks for them."""
@@ -72,7 +287,6 @@ class ToolExecutor:
         special_tokens: chat-template tokens to be escaped in answers.
         max_argument_bytes: larger arguments are refused.
         observe: told of each run that ended, with its result.
-        completed: told of each asynchronous call that ended.
         jitter: of the waits between retries.
     """
 
@@ -84,7 +298,6 @@ class ToolExecutor:
         special_tokens: Iterable[str] = (),
         max_argument_bytes: int = 256 << 10,
         observe: Observer | None = None,
-        completed: Callable[[ToolCall, ToolResult], None] | None = None,
         jitter: random.Random | None = None,
     ) -> None:
         self._tools = tools
@@ -92,7 +305,6 @@ class ToolExecutor:
         self._special_tokens = tuple(special_tokens)
         self._max_argument_bytes = max_argument_bytes
         self._observe = observe
-        self._completed = completed
         self._jitter = jitter or random.Random()
         self._runs: dict[CallKey, _Run] = {}
         """The run that each call waits for."""
@@ -118,7 +330,7 @@ class ToolExecutor:
         If the caller is cancelled, so is the tool, unless another caller waits for it or has resumed the call.
         """
         try:
-            entry = (tools or self._tools).entry(call.name)
+            entry = (tools or self._tools).entry(call)
             key = key_of(call)
             run = self._shared.get(key) if key else None
             under_way = self._runs.get(call.key)
@@ -163,10 +375,6 @@ class ToolExecutor:
             self._kept.settle(key, call, result)
         return result
 
-    async def run_all(self, calls: Sequence[ToolCall], tools: ToolTable | None = None) -> list[ToolResult]:
-        """The calls of one turn, together: as long as the slowest, in the order asked."""
-        return list(await asyncio.gather(*(self.run(call, tools) for call in calls)))
-
     def cancel(self, program: str, call_id: str) -> bool:
         """End a call with CANCELLED, and its tool if nobody else waits for it; False if no such call is under way."""
         run = self._runs.get((program, call_id))
@@ -184,26 +392,16 @@ class ToolExecutor:
             or (key is not None and (key in self._shared or key in self._kept))
         )
 
-    def cancel_program(self, program: str) -> int:
-        """Cancel all calls of a program; how many there were."""
-        return sum(self.cancel(*key) for key in [key for key in self._runs if key[0] == program])
-
-    def poll(self, program: str, call_id: str) -> ToolResult | None:
-        """The answer of an asynchronous call, None while there is none. UNKNOWN if nothing is known of the call."""
-        key = (program, call_id)
-        if key in self._runs:
-            return None
-        nothing = ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call here, or no longer")
-        return self._finished.get(key, nothing)
-
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The answer of an asynchronous call, when it is there. Waiting for it keeps nothing running."""
+        """The answer of an asynchronous call, when it is there. Waiting for it keeps nothing running.
+
+        The outcome is UNKNOWN if nothing is known of the call.
+        """
         key = (program, call_id)
         if key in self._runs:
             await asyncio.wait({self._runs[key].waiters[key].answer})
-        result = self.poll(program, call_id)
-        assert result is not None
-        return result
+        nothing = ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call here, or no longer")
+        return self._finished.get(key, nothing)
 
     async def aclose(self) -> None:
         """Cancel everything, and wait until it has ended."""
@@ -239,18 +437,18 @@ class ToolExecutor:
 
     def _join(self, run: _Run, call: ToolCall) -> _Waiter:
         now_s = self._clock.now_s()
-        patience_s = run.entry.config.deadline_s
+        timeout_s = run.entry.config.deadline_s
         if call.deadline_s is not None:
-            patience_s = min(patience_s, max(0.0, call.deadline_s))
+            timeout_s = min(timeout_s, max(0.0, call.deadline_s))
         answer: asyncio.Future[ToolResult] = asyncio.get_running_loop().create_future()
-        timer = self._clock.call_at(now_s + patience_s, lambda: self._expire(call.key))
-        waiter = run.waiters[call.key] = _Waiter(call, answer, now_s, now_s + patience_s, timer)
+        timer = self._clock.call_at(now_s + timeout_s, lambda: self._expire(call.key))
+        waiter = run.waiters[call.key] = _Waiter(call, answer, now_s, now_s + timeout_s, timer)
         self._runs[call.key] = run
         return waiter
 
     def _handed_over(self, call: ToolCall, run: _Run, waiter: _Waiter) -> ToolResult:
         waiter.handed_over = True
-        text = f"started: {call.name} is running; its answer will be told under the call id {call.id}"
+        text = f"started: {call.name} is running; its answer will follow under the call id {call.id}"
         return ToolResult(call.id, call.name, Outcome.STARTED, text, statistics_name=run.statistics_name)
 
     def _give(self, waiter: _Waiter, result: ToolResult) -> None:
@@ -264,8 +462,6 @@ class ToolExecutor:
         self._finished.move_to_end(waiter.call.key)
         if len(self._finished) > MAX_FINISHED:
             self._finished.popitem(last=False)
-        if self._completed is not None:
-            self._completed(waiter.call, result)
 
     def _expire(self, key: CallKey) -> None:
         run = self._runs.get(key)
@@ -303,10 +499,10 @@ class ToolExecutor:
     async def _work(self, run: _Run) -> ToolResult:
         call, config = run.call, run.entry.config
         try:
-            offer = await run.entry.kind.offer(call.name)
-            if offer is None:
+            tool = await run.entry.kind.tool(call.name)
+            if tool is None:
                 raise self._tools.unknown(call.name)
-            check = offer.check.checked
+            check = tool.check.checked
             if len(call.arguments) > LARGE_ARGUMENTS:
                 arguments = await asyncio.to_thread(check, call.arguments, self._max_argument_bytes)
             else:

@@ -1,25 +1,65 @@
-"""The protocol of a kind of tool, and what passes between it and the executor."""
+"""The protocol of a kind of tool, what passes between it and the executor, and the clock that both go by."""
 
-from collections.abc import Mapping, Sequence
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cluster.tools import ToolCall
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.tools import ToolCall, ToolOffer, function_object
 from tools_runtime.schemas import ArgumentCheck
+
+# --- time -------------------------------------------------------------------------------------------------------------
+
+
+class Timer(Protocol):
+    """A wake-up that was asked for."""
+
+    def cancel(self) -> None:
+        """Do not wake."""
+        ...
+
+
+class TimerClock(Clock, Protocol):
+    """What time is it, and who wakes me?"""
+
+    def call_at(self, at_s: float, wake: Callable[[], None]) -> Timer:
+        """Call ``wake`` at ``at_s`` of this clock, or soon if that is past."""
+        ...
+
+
+class LoopClock(MonotonicClock):
+    """The machine's monotonic clock, with the running event loop's timers.
+
+    Not the loop's own time: uvloop, on which Ray's actors run, keeps that in whole milliseconds.
+    """
+
+    def call_at(self, at_s: float, wake: Callable[[], None]) -> Timer:
+        """Call ``wake`` at ``at_s``."""
+        return asyncio.get_running_loop().call_later(max(0.0, at_s - self.now_s()), wake)
+
+
+async def sleep_until(clock: TimerClock, at_s: float) -> None:
+    """Wait until ``at_s`` of ``clock``."""
+    if at_s <= clock.now_s():
+        return
+    woken = asyncio.get_running_loop().create_future()
+    timer = clock.call_at(at_s, lambda: None if woken.done() else woken.set_result(None))
+    try:
+        await woken
+    finally:
+        timer.cancel()
+
+
+# --- tools ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class KnownTool:
     """A tool that can be called now."""
 
-    name: str
-    """As programs call it."""
-    description: str
+    offer: ToolOffer
     check: ArgumentCheck
-    read_only: bool = False
-    """Its server says that it changes nothing."""
-    own_name: str | None = None
-    """As its server calls it, if it has one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,11 +106,11 @@ class ToolKind(Protocol):
         """
         ...
 
-    def offers(self) -> Sequence[Offer]:
+    def tools(self) -> Sequence[KnownTool]:
         """The tools that are known now."""
         ...
 
-    async def offer(self, name: str) -> Offer | None:
+    async def tool(self, name: str) -> KnownTool | None:
         """The tool that programs call ``name``; None if there is none.
 
         Raises:
@@ -101,12 +141,15 @@ class SingleTool:
     """
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
-        self._offer = Offer(name, description, ArgumentCheck(parameters))
+        check = ArgumentCheck(parameters)
+        self._tool = KnownTool(
+            ToolOffer(name, function_object(name, description, check.schema), here=True, owner=name), check
+        )
 
-    def offers(self) -> Sequence[Offer]:
+    def tools(self) -> Sequence[KnownTool]:
         """The one tool."""
-        return (self._offer,)
+        return (self._tool,)
 
-    async def offer(self, name: str) -> Offer | None:
+    async def tool(self, name: str) -> KnownTool | None:
         """The one tool, by its name."""
-        return self._offer if name == self._offer.name else None
+        return self._tool if name == self._tool.offer.name else None

@@ -19,7 +19,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.message import SessionMessage
 from mcp_types import INTERNAL_ERROR, jsonrpc_message_adapter
 
-from cluster.errors import ToolFailed
+from cluster.core.errors import ToolFailed
 from tools_runtime.addresses import Resolver
 from tools_runtime.processes import READ_BYTES, Child, spawn
 
@@ -245,7 +245,7 @@ def _parsed(message: Message) -> SessionMessage | Exception | None:
 
 @asynccontextmanager
 async def http_streams(
-    url: str, headers: Mapping[str, str], limits: Limits, patience_s: float, resolver: Resolver | None
+    url: str, headers: Mapping[str, str], limits: Limits, timeout_s: float, resolver: Resolver | None
 ) -> AsyncIterator[Any]:
     """The streams of an MCP server behind a URL.
 
@@ -253,13 +253,13 @@ async def http_streams(
         url: of its one endpoint.
         headers: sent with each request.
         limits: longer messages are cut.
-        patience_s: seconds between two parts of an answer.
+        timeout_s: seconds between two parts of an answer.
         resolver: checks the addresses that are connected to; None reaches any.
     """
     # A connection to a checked address is not kept: another name at that address would be sent through it.
     kept = httpx2.Limits(max_connections=None, max_keepalive_connections=20 if resolver is None else 0)
     transport = _BoundedTransport(httpx2.AsyncHTTPTransport(limits=kept), limits, resolver)
-    timeout = httpx2.Timeout(10.0, read=patience_s, pool=None)
+    timeout = httpx2.Timeout(10.0, read=timeout_s, pool=None)
     async with (
         httpx2.AsyncClient(transport=transport, headers=dict(headers), timeout=timeout, trust_env=False) as client,
         # An event of many short lines is bounded by the library.

@@ -8,7 +8,7 @@ import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
 from collections.abc import Mapping, Sequence
 
-from cluster.errors import ToolRefused
+from cluster.core.errors import ToolRefused
 
 AS_NOBODY = ("--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--")
 """Options of setpriv: a user and a group that belong to nobody. Linux exempts root from the limit on processes."""

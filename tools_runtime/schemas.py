@@ -9,30 +9,27 @@ bounded, too.
 import json
 import math
 from collections.abc import Iterator, Mapping
-from functools import lru_cache
 from itertools import islice
-from typing import Annotated, Any
+from typing import Any
 
-import pydantic
-import pydantic_core
-from jsonschema import Draft202012Validator, SchemaError, ValidationError
-from jsonschema.protocols import Validator
-from jsonschema.validators import extend, validator_for
+import jsonschema_rs
 from pydantic_core import from_json
-from referencing import Registry
 
-from cluster.errors import ToolRefused
+from cluster.core.errors import ToolRefused
 
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
 MAX_EXPANDED_VALUES = 5_000
 """Values of a schema, each reference counted as what it stands for."""
 MAX_WORK = 400_000
-"""Values of a schema times values of the arguments: about a second."""
+"""Values of a schema times values of the arguments."""
 MAX_REFERENCES = 256
 MAX_ARGUMENT_DEPTH = 64
 MAX_COMPLAINTS = 5
 MAX_COMPLAINT_LENGTH = 300
+
+DIALECTS = ("http://json-schema.org/", "https://json-schema.org/")
+"""A schema that names another dialect is read as one of 2020-12."""
 
 _FORBIDDEN = ("$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")
 _UNBOUNDED = ("unevaluatedProperties", "unevaluatedItems")
@@ -57,12 +54,14 @@ class ArgumentCheck:
         self._values = _admitted(self.schema)
         if self.schema.get("type", "object") != "object":
             raise ValueError("a tool's parameters must be of type object")
-        dialect = validator_for(self.schema, default=Draft202012Validator)
+        known = str(self.schema.get("$schema", "")).startswith(DIALECTS)
+        judged = self.schema if known else {key: value for key, value in self.schema.items() if key != "$schema"}
         try:
-            dialect.check_schema(self.schema)
-        except SchemaError as error:
+            self._validator = jsonschema_rs.validator_for(
+                judged, pattern_options=jsonschema_rs.RegexOptions(), offline=True
+            )
+        except jsonschema_rs.ValidationError as error:
             raise ValueError(f"not a JSON Schema: {_at(error)}") from None
-        self._validator: Validator = _linear_dialect(dialect)(self.schema, registry=Registry())
 
     def checked(self, arguments: str | Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
         """The arguments as an object that the schema allows.
@@ -91,7 +90,9 @@ def _parsed(arguments: str | Mapping[str, Any], max_bytes: int) -> dict[str, Any
         size = len(text.encode())
         if size > max_bytes:
             raise ToolRefused(f"the arguments have {size} bytes; at most {max_bytes} are taken")
-        value = from_json(text or "{}", allow_inf_nan=False)
+        if not text.strip():  # a call whose arguments were never written is no call without arguments
+            raise ToolRefused("there are no arguments; a call without arguments has an empty object, {}")
+        value = from_json(text, allow_inf_nan=False)
     except (ValueError, TypeError, RecursionError) as error:
         raise ToolRefused(f"the arguments are not JSON: {str(error)[:MAX_COMPLAINT_LENGTH]}") from None
     if not isinstance(value, dict):
@@ -117,9 +118,6 @@ def _admitted(schema: Mapping[str, Any]) -> int:
         unsupported += [key for key in _UNBOUNDED if key in part]
         if unsupported:
             raise ValueError(f"a schema with {unsupported[0]}, which is not supported")
-        for pattern in (part.get("pattern"), *_mapping(part.get("patternProperties"))):
-            if isinstance(pattern, str):
-                _linear(pattern)
         references += isinstance(part.get("$ref"), str)
     if references > MAX_REFERENCES:
         raise ValueError(f"a schema with {references} references; at most {MAX_REFERENCES} are taken")
@@ -180,81 +178,11 @@ def resolved(document: Any, reference: str) -> Any:
     return here
 
 
-@lru_cache(maxsize=1024)
-def _linear(pattern: str) -> pydantic.TypeAdapter[str]:
-    """A pattern as Rust's regex, which takes linear time.
-
-    Raises:
-        ValueError: the pattern is wrong, or would need more.
-    """
-    try:
-        return pydantic.TypeAdapter(Annotated[str, pydantic.Field(pattern=pattern)])
-    except pydantic_core.SchemaError as error:
-        reason = str(error).strip().splitlines()[-1][:150]
-        raise ValueError(f"a pattern that is not supported: {pattern[:100]!r}: {reason}") from None
-
-
-def _matches(pattern: str, text: str) -> bool:
-    try:
-        _linear(pattern).validate_python(text)
-    except pydantic.ValidationError:
-        return False
-    return True
-
-
-def _pattern(validator: Any, pattern: str, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if validator.is_type(instance, "string") and not _matches(pattern, instance):
-        yield ValidationError(f"{instance[:80]!r} does not match {pattern[:80]!r}")
-
-
-def _pattern_properties(validator: Any, patterns: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if not validator.is_type(instance, "object"):
-        return
-    for pattern, subschema in patterns.items():
-        for key, value in instance.items():
-            if _matches(pattern, key):
-                yield from validator.descend(value, subschema, path=key, schema_path=pattern)
-
-
-def _additional_properties(validator: Any, additional: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if not validator.is_type(instance, "object") or additional is True:
-        return
-    named, patterns = _mapping(schema.get("properties")), _mapping(schema.get("patternProperties"))
-    for key, value in instance.items():
-        if key in named or any(_matches(pattern, key) for pattern in patterns):
-            continue
-        if additional is False:
-            yield ValidationError(f"there is no argument {key[:80]!r}")
-        else:
-            yield from validator.descend(value, additional, path=key)
-
-
-def _unique_items(validator: Any, unique: Any, instance: Any, schema: Any) -> Iterator[ValidationError]:
-    if unique and validator.is_type(instance, "array"):
-        # As text: comparing each with each, as jsonschema does with what it cannot sort, is quadratic.
-        texts = {json.dumps(item, sort_keys=True) for item in instance}
-        if len(texts) < len(instance):
-            yield ValidationError("has items that are not unique")
-
-
-@lru_cache(maxsize=16)
-def _linear_dialect(dialect: Any) -> Any:
-    """A JSON Schema dialect without what takes more than linear time."""
-    return extend(  # type: ignore[no-untyped-call]
-        dialect,
-        {
-            "pattern": _pattern,
-            "patternProperties": _pattern_properties,
-            "additionalProperties": _additional_properties,
-            "uniqueItems": _unique_items,
-        },
-    )
-
-
-def _at(error: ValidationError | SchemaError) -> str:
-    path = ".".join(str(step) for step in error.absolute_path)
+def _at(error: jsonschema_rs.ValidationError) -> str:
+    path = ".".join(str(step) for step in error.instance_path)
     text = f"{path}: {error.message}" if path else error.message
-    return text if len(text) <= MAX_COMPLAINT_LENGTH else f"{text[:MAX_COMPLAINT_LENGTH]}..."
+    half = MAX_COMPLAINT_LENGTH // 2  # a long value stands in the middle, and what is wrong with it at the end
+    return text if len(text) <= MAX_COMPLAINT_LENGTH else f"{text[:half]}...{text[-half:]}"
 
 
 def _parts(value: Any) -> Iterator[dict[str, Any]]:
@@ -287,7 +215,3 @@ def _items(value: Any) -> list[Any]:
     if isinstance(value, dict):
         return list(value.values())
     return value if isinstance(value, list) else []
-
-
-def _mapping(value: Any) -> Mapping[str, Any]:
-    return value if isinstance(value, dict) else {}

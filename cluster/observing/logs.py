@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object a line, with the ids of the program, the request and the turn that it is about.
+"""Structured logs: one JSON object per line, with the ids of the program, the request and the turn that it is about.
 
-Who knows whose work begins binds the ids; they stay with the work, through every task that it starts. All handlers of a
-process get the format: of Ray Serve's logger, of vLLM's, of uvicorn's and of the root.
+`bind` sets the ids for the current task and for the tasks that it starts. All handlers of a process get the format:
+those of Ray Serve's logger, of vLLM's, of uvicorn's and of the root.
 """
 
 import json
@@ -13,33 +13,28 @@ from contextvars import ContextVar
 from datetime import UTC, datetime
 from types import MappingProxyType
 
-from cluster.observing_config import LogsConfig
+from cluster.config.sections import LogsConfig
 
 FORMAT_VARIABLE = "CAESURA_LOG_FORMAT"
-"""Environment variable with `logs.format`, for processes that are not given the configuration."""
+"""Environment variable with `logs.format`, for processes that do not get the configuration."""
 
 LOGGERS = ("", "ray", "ray.serve", "ray.data", "vllm", "uvicorn", "uvicorn.error", "uvicorn.access", "caesura")
-"""Those that may have handlers of their own."""
+"""Loggers that may have handlers of their own."""
 
-_NOTHING: Mapping[str, str | int] = MappingProxyType({})
-_ids: ContextVar[Mapping[str, str | int]] = ContextVar("caesura_log_ids", default=_NOTHING)
+_NO_IDS: Mapping[str, str | int] = MappingProxyType({})
+_ids: ContextVar[Mapping[str, str | int]] = ContextVar("caesura_log_ids", default=_NO_IDS)
 
 
 def bind(**ids: str | int | None) -> None:
-    """What is logged from here on is about these: ``program``, ``request``, ``run``, ``turn``, ``call``, ``tool``.
+    """Add ids to the log lines of this task and of those that it starts; None removes one.
 
-    For the task that calls, and those that it starts. None takes one away.
+    The ids are ``program``, ``request``, ``run``, ``turn``, ``call`` and ``tool``.
     """
     _ids.set({name: value for name, value in {**_ids.get(), **ids}.items() if value is not None})
 
 
-def bound() -> Mapping[str, str | int]:
-    """The ids that are bound here."""
-    return _ids.get()
-
-
-class JsonLines(logging.Formatter):
-    """A record as one line of JSON.
+class JsonFormatter(logging.Formatter):
+    """Formats a record as one line of JSON.
 
     Args:
         part: what the process is, such as ``ingress``.
@@ -50,12 +45,16 @@ class JsonLines(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
-        """``time`` (UTC), ``level``, ``logger``, ``message``, ``part``, ``pid``, the ids, and ``exception``."""
+        """Keys: ``time`` (UTC), ``level``, ``logger``, ``message``, ``part``, ``pid``, the ids and ``exception``."""
+        try:
+            message = record.getMessage()
+        except (TypeError, ValueError):  # The arguments do not fit the message.
+            message = f"{record.msg} {record.args}"
         line: dict[str, str | int | None] = {
             "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds"),
             "level": record.levelname,
             "logger": record.name,
-            "message": _message(record),
+            "message": message,
             "part": self._part,
             "pid": record.process,
             **_ids.get(),
@@ -65,15 +64,8 @@ class JsonLines(logging.Formatter):
         return json.dumps(line, separators=(",", ":"))
 
 
-def _message(record: logging.LogRecord) -> str:
-    try:
-        return record.getMessage()
-    except (TypeError, ValueError):  # a message whose arguments do not fit it is still a message
-        return f"{record.msg} {record.args}"
-
-
 def configure(logs: LogsConfig, part: str) -> None:
-    """Let this process log as the configuration says; ``text`` leaves everything as Ray and vLLM have it.
+    """Set up this process's logs. The format ``text`` leaves everything as Ray and vLLM have it.
 
     Args:
         logs: the section of the configuration.
@@ -84,13 +76,13 @@ def configure(logs: LogsConfig, part: str) -> None:
     root = logging.getLogger()
     if not root.handlers:
         root.addHandler(logging.StreamHandler(sys.stderr))
-    formatter = JsonLines(part)
+    formatter = JsonFormatter(part)
     for handler in _handlers():
         handler.setFormatter(formatter)
 
 
 def configure_from_environment(part: str) -> None:
-    """The same in a process that is not given the configuration; `FORMAT_VARIABLE` says what it would say."""
+    """Set up the logs of a process that does not get the configuration, by `FORMAT_VARIABLE`."""
     configure(LogsConfig(format="json" if os.environ.get(FORMAT_VARIABLE) == "json" else "text"), part)
 
 
@@ -98,7 +90,7 @@ def _handlers() -> Iterator[logging.Handler]:
     for name in LOGGERS:
         for handler in logging.getLogger(name).handlers:
             yield handler
-            # Ray Serve's file is behind a handler that gathers records.
+            # Ray Serve's file handler is the target of a memory handler.
             target = getattr(handler, "target", None)
             if isinstance(target, logging.Handler):
                 yield target

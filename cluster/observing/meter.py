@@ -1,6 +1,6 @@
-"""Ray's metrics, made from the catalogue: the one module that records with `ray.util.metrics`.
+"""The only module that records with `ray.util.metrics`. It makes Ray's metrics from entries of the catalogue.
 
-Gauges go stale in Ray unless they are set about once a second. Two meters of one process may record the same metric.
+A gauge goes stale in Ray unless it is set about once a second. Two meters of one process may record the same metric.
 """
 
 from collections.abc import Mapping
@@ -8,14 +8,17 @@ from typing import Any
 
 from ray.util import metrics
 
-from cluster.metrics import PREFIX, Kind, Metric
+from cluster.observing.catalogue import PREFIX, Kind, Metric
+
+Values = float | Mapping[Any, Any]
+"""A number, or a mapping from the values of a label to `Values`."""
 
 
 class Meter:
     """Records metrics of one part of a process. A metric is made when it is first recorded.
 
     Args:
-        tags: values of labels that are the same for all that is recorded; a metric without such a label goes without.
+        tags: labels that have the same value in all that is recorded; metrics without such a label omit it.
         enabled: False records nothing.
     """
 
@@ -26,27 +29,32 @@ class Meter:
         self._totals: dict[tuple[str, tuple[tuple[str, str], ...]], float] = {}
 
     def begin(self, metric: Metric, /, **labels: str) -> None:
-        """Let a counter's series be there at 0, so that its first count is seen as an increase."""
+        """Export a counter's series with the value 0, so that a rate includes its first increment."""
         if self._enabled:
-            # `inc` refuses 0.
+            # `inc` rejects 0.
             self._of(metric)._record(0.0, labels)
 
     def add(self, metric: Metric, amount: float, /, **labels: str) -> None:
-        """Count; 0 is nothing."""
+        """Increment a counter."""
         if self._enabled and amount > 0:
             self._of(metric).inc(amount, labels)
 
-    def count_to(self, metric: Metric, total: float, /, **labels: str) -> None:
-        """Count what came since the last time to a total that others keep. One that has shrunk began anew.
+    def record(self, metric: Metric, values: Values, /, **labels: str) -> None:
+        """Set a gauge, or raise a counter to a total that is kept elsewhere.
 
-        The first time makes the series, also of a total that is 0.
+        Args:
+            metric: a gauge or a counter.
+            values: of one series, or of several by the values of the labels that are in neither `tags` nor ``labels``.
+            labels: the same for all of these series.
         """
-        key = metric.name, tuple(labels.items())
-        if key not in self._totals:
-            self.begin(metric, **labels)
-        before = self._totals.get(key, 0.0)
-        self._totals[key] = total
-        self.add(metric, total - before if total >= before else total, **labels)
+        if isinstance(values, Mapping):
+            label = next(name for name in metric.labels if name not in self._tags and name not in labels)
+            for value, part in values.items():
+                self.record(metric, part, **labels, **{label: str(value)})
+        elif metric.kind is Kind.GAUGE:
+            self.set(metric, values, **labels)
+        else:
+            self._count_to(metric, values, labels)
 
     def set(self, metric: Metric, value: float, /, **labels: str) -> None:
         """Set a gauge."""
@@ -57,6 +65,15 @@ class Meter:
         """Add one value to a histogram."""
         if self._enabled:
             self._of(metric).observe(value, labels)
+
+    def _count_to(self, metric: Metric, total: float, labels: dict[str, str]) -> None:
+        """The first call exports the series, also with a total of 0. A total that has shrunk was started anew."""
+        key = metric.name, tuple(labels.items())
+        if key not in self._totals:
+            self.begin(metric, **labels)
+        before = self._totals.get(key, 0.0)
+        self._totals[key] = total
+        self.add(metric, total - before if total >= before else total, **labels)
 
     def _of(self, metric: Metric) -> Any:
         if (made := self._made.get(metric.name)) is None:
@@ -69,9 +86,9 @@ def _make(metric: Metric) -> Any:
     name = PREFIX + metric.name
     match metric.kind:
         case Kind.COUNTER:
-            return metrics.Counter(name, description=metric.text, tag_keys=metric.labels)
+            return metrics.Counter(name, description=metric.help, tag_keys=metric.labels)
         case Kind.GAUGE:
-            return metrics.Gauge(name, description=metric.text, tag_keys=metric.labels)
+            return metrics.Gauge(name, description=metric.help, tag_keys=metric.labels)
         case Kind.HISTOGRAM:
             boundaries = list(metric.buckets)
-            return metrics.Histogram(name, description=metric.text, boundaries=boundaries, tag_keys=metric.labels)
+            return metrics.Histogram(name, description=metric.help, boundaries=boundaries, tag_keys=metric.labels)

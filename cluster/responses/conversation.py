@@ -1,7 +1,7 @@
 """Items of the input as messages of chat completions.
 
 The model saw turns: an assistant's message with reasoning, text and calls, then the calls' answers. A response's output
-tells them as a list of items; here that list becomes turns again. Answers are found by their call's id, wherever they
+has them as a list of items; here that list becomes turns again. Answers are found by their call's id, wherever they
 stand, and follow the message that asks for them, as chat templates want it.
 """
 
@@ -10,8 +10,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import BadRequest
+from cluster.config.tools import server_tool_name
+from cluster.core.errors import BadRequest
+from cluster.core.tools import ToolOffer
 from cluster.responses.input_items import (
+    ENDED,
     FunctionCall,
     FunctionCallOutput,
     InputItem,
@@ -21,13 +24,14 @@ from cluster.responses.input_items import (
     McpListTools,
     Message,
     Reasoning,
+    error_text,
     text_of,
 )
-from cluster.responses.offers import called
-from cluster.run_events import Call
+from cluster.responses.output import approval_request_id, is_approval_request_id
+from cluster.runs.events import Call, Prior
+from cluster.runs.state import RunState, conversation, late_message, runs_here
 
 DENIED = "The user did not allow this call."
-ENDED = "The call was ended before the tool answered."
 
 ChatMessage = dict[str, Any]
 
@@ -42,14 +46,9 @@ def denied(response: McpApprovalResponse) -> str:
     return f"{DENIED} Reason: {response.reason}" if response.reason else DENIED
 
 
-def late_message(name: str, text: str) -> ChatMessage:
-    """The second answer of a call: the first said that its tool was started."""
-    return {"role": "user", "content": f"[The call of {name} that was started earlier has ended]\n{text}"}
-
-
 @dataclass(slots=True)
-class Given:
-    """What the input says of calls: answers and consent, each used once."""
+class InputCalls:
+    """What the input has for calls: answers and consent, each used once."""
 
     outputs: dict[str, deque[tuple[int, str]]]
     """By call id: the item's place in the input, and its text."""
@@ -57,7 +56,7 @@ class Given:
     """By approval request."""
 
     @classmethod
-    def of(cls, items: Sequence[InputItem]) -> "Given":
+    def of(cls, items: Sequence[InputItem]) -> "InputCalls":
         """From all items.
 
         Raises:
@@ -121,32 +120,33 @@ class _Turn:
     """Of the calls, in their order; taken when the turn is complete. None: the call is run before the next turn."""
     names: dict[str, str] = field(default_factory=dict)
     answered: bool = False
-    """An answer was told: whatever the model says next is another turn."""
+    """An answer came: whatever the model generates next is another turn."""
 
     def message(self) -> ChatMessage:
-        said: ChatMessage = {"role": "assistant", "content": "".join(self.content)}
+        message: ChatMessage = {"role": "assistant", "content": "".join(self.content)}
         if self.reasoning:
-            said["reasoning"] = "".join(self.reasoning)
+            message["reasoning"] = "".join(self.reasoning)
         if self.calls:
-            said["tool_calls"] = self.calls
-        return said
+            message["tool_calls"] = self.calls
+        return message
 
 
 class Conversation:
     """Messages, put together item by item.
 
     Args:
-        run_id: the run whose input it is.
+        offers: the tools that there are now.
         given: answers and consent in the input; what belongs to an earlier run's calls has been taken out.
         approved: calls of the last message that are consented to already.
     """
 
-    def __init__(self, given: Given, approved: Sequence[Call] = ()) -> None:
+    def __init__(self, given: InputCalls, offers: Sequence[ToolOffer], approved: Sequence[Call] = ()) -> None:
         self.messages: list[ChatMessage] = []
         self.approved = list(approved)
         self.approval_ids: list[str] = []
         """Of the approved calls that were found here, in their order."""
         self._given = given
+        self._names = {(offer.server, offer.server_tool): offer.name for offer in offers}
         self._turn: _Turn | None = None
         self._settled: set[str] = set()
 
@@ -171,10 +171,12 @@ class Conversation:
             case Message():
                 self._close()
                 self._require_free(place)
-                self.messages.append(_said(item))
+                self.messages.append(_message(item))
             case Reasoning():
                 turn = self._open(place, another=bool(self._turn and (self._turn.content or self._turn.calls)))
                 turn.reasoning += [part.text for part in item.content or ()]
+            case FunctionCall() | McpCall() if item.unfinished:
+                pass
             case FunctionCall():
                 turn = self._open(place)
                 _append_call(turn, item.call_id, item.name, item.arguments)
@@ -187,7 +189,7 @@ class Conversation:
                 self._add_mcp_call(place, item)
             case McpApprovalRequest() if item.id not in self._settled:
                 turn = self._open(place)
-                name = called(item.server_label, item.name)
+                name = self._name(item)
                 _append_call(turn, item.id, name, item.arguments)
                 turn.answers.append(lambda: self._consent(item, name))
             case McpApprovalRequest() | McpApprovalResponse() | McpListTools():
@@ -197,14 +199,22 @@ class Conversation:
         turn = self._open(place)
         call_id = item.id or f"mcp_call_{place}"
         text = item.output if item.output is not None else error_text(item.error)
-        _append_call(turn, call_id, called(item.server_label, item.name), item.arguments)
+        _append_call(turn, call_id, self._name(item), item.arguments)
         turn.answers.append(lambda: tool_message(call_id, text))
+
+    def _name(self, item: McpCall | McpApprovalRequest) -> str:
+        """What the model calls the tool, as it is offered now."""
+        known = self._names.get((item.server_label, item.name))
+        return known or server_tool_name(item.server_label, item.name)
 
     def _consent(self, item: McpApprovalRequest, name: str) -> ChatMessage | None:
         response = self._given.approval(item.id)
         if not response.approve:
             return tool_message(item.id, denied(response))
-        self.approved.append(Call(0, len(self.approved), item.id, name, item.arguments))
+        if (item.server_label, item.name) not in self._names:
+            raise BadRequest(f"tools: the approved call's tool {name!r} is not among them", param="tools")
+        consent = item.id if is_approval_request_id(item.id) else None
+        self.approved.append(Call(0, len(self.approved), item.id, name, item.arguments, consent))
         self.approval_ids.append(item.id)
         return None
 
@@ -242,24 +252,84 @@ def _append_call(turn: _Turn, call_id: str, name: str, arguments: str) -> None:
     turn.calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
 
-def _said(item: Message) -> ChatMessage:
+def _message(item: Message) -> ChatMessage:
     role = "system" if item.role == "developer" else item.role
     if isinstance(item.content, str) or len(item.content) == 1:
         return {"role": role, "content": text_of(item.content)}
-    return {"role": role, "content": [{"type": "text", "text": part.said} for part in item.content]}
-
-
-def error_text(error: Any) -> str:
-    """The error of a call that failed, in any form that responses have had."""
-    if isinstance(error, dict):
-        error = error.get("message", error.get("content"))
-    if isinstance(error, list):
-        error = "\n".join(
-            part["text"] for part in error if isinstance(part, dict) and isinstance(part.get("text"), str)
-        )
-    return error if isinstance(error, str) and error else ENDED
+    return {"role": role, "content": [{"type": "text", "text": part.shown} for part in item.content]}
 
 
 def _bad(place: int, key: str, message: str) -> BadRequest:
     param = f"input.{place}.{key}"
     return BadRequest(f"{param}: {message}", param=param)
+
+
+# --- going on from an earlier response --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """What came before the request's own input."""
+
+    messages: tuple[ChatMessage, ...] = ()
+    approved: tuple[Call, ...] = ()
+    approval_ids: tuple[str, ...] = ()
+    """The requests for approval that ``approved`` answers, in its order."""
+    prior: Prior | None = None
+
+
+def history(previous: RunState, instructions: str | None, given: InputCalls) -> History:
+    """The conversation of ``previous``, its open calls answered from the input.
+
+    Args:
+        previous: the final state.
+        instructions: the new request's; the earlier ones are not carried over.
+        given: what the input has for calls; what is used here is taken out.
+
+    Raises:
+        BadRequest: the earlier response is not done, or a call of its last turn has no answer.
+    """
+    if previous.ended is None:
+        message = f"the response {previous.spec.id!r} is not done; a response can only follow one that is"
+        raise BadRequest(message, param="previous_response_id", code="previous_response_not_done")
+    answers: list[ChatMessage] = []
+    approved: list[Call] = []
+    approval_ids: list[str] = []
+    # A run that was ended among its calls has shown the model none of their answers.
+    cut = any(runs_here(previous, call) for call in previous.waiting)
+    for call in previous.calls:
+        answer = previous.answers.get(call.place)
+        if runs_here(previous, call):
+            if cut:
+                answers.append(tool_message(call.id, ENDED if answer is None else answer.text))
+            continue
+        offer = previous.offer(call.name)
+        if offer is None or not offer.approval:
+            answers.append(tool_message(call.id, given.output(call.id)))
+            continue
+        request_id = approval_request_id(previous.spec.id, call)
+        response = given.approval(request_id)
+        if response.approve:
+            approved.append(Call(0, len(approved), call.id, call.name, call.arguments, request_id))
+            approval_ids.append(request_id)
+        else:
+            answers.append(tool_message(call.id, denied(response)))
+    late = conversation(previous)[len(previous.messages) :]
+    messages = (*previous.messages, *answers, *late)
+    before = previous.spec.echo.get("instructions")
+    prior = Prior(previous.token_ids, previous.covered) if previous.covered else None
+    if before != instructions:
+        messages, prior = _with_instructions(messages, before, instructions), None
+    return History(messages, tuple(approved), tuple(approval_ids), prior)
+
+
+def _with_instructions(
+    messages: tuple[ChatMessage, ...], before: str | None, instructions: str | None
+) -> tuple[ChatMessage, ...]:
+    rest = messages if before is None else messages[1:]
+    return rest if instructions is None else (system_message(instructions), *rest)
+
+
+def system_message(instructions: str) -> ChatMessage:
+    """The first message of a conversation with instructions."""
+    return {"role": "system", "content": instructions}

@@ -2,37 +2,162 @@
 
 An item grows as its turn generates. Text ends where something else begins; a call ends only with its turn, because
 until then the turn may be lost and tried again, and a client may run what it has seen complete. What a lost attempt
-has said stays in the output, since clients count items by their place: it is `incomplete`, and the next attempt begins
-new items.
+has generated stays in the output, since clients count items by their place: it is `incomplete`, and the next attempt
+begins new items.
 """
+
+from collections.abc import Sequence
+from typing import Any, get_args
 
 from openai.types.responses import (
     Response,
     ResponseCompletedEvent,
     ResponseCreatedEvent,
+    ResponseError,
     ResponseFailedEvent,
     ResponseIncompleteEvent,
     ResponseInProgressEvent,
+    ResponseOutputItem,
     ResponseQueuedEvent,
     ResponseStreamEvent,
+    ResponseUsage,
 )
+from openai.types.responses.response import IncompleteDetails
+from openai.types.responses.response_status import ResponseStatus
 
-from cluster.errors import IllegalTransition
-from cluster.responses.growth import Growth
-from cluster.responses.snapshot import response, unchanging
-from cluster.run import RunState, begin, step
-from cluster.run_events import (
+from cluster.core.errors import IllegalTransition
+from cluster.responses.output_builder import OutputBuilder
+from cluster.runs.events import (
+    MAX_OUTPUT_TOKENS,
+    MAX_TURNS,
     Accepted,
     Ended,
+    Fault,
     Generated,
     LateAnswer,
     RunEvent,
+    RunSpec,
     TakenOver,
     ToolAnswer,
     ToolIntent,
     TurnIntent,
     TurnResult,
 )
+from cluster.runs.state import RunState, begin, step
+
+# --- the response as it stands ----------------------------------------------------------------------------------------
+
+INCOMPLETE_REASONS = {MAX_OUTPUT_TOKENS: "max_output_tokens", MAX_TURNS: "max_messages"}
+"""OpenAI's word for ours. For the others it has none: the reason is null, and `detail`, which is ours, names it."""
+
+ERROR_CODES = frozenset(get_args(ResponseError.model_fields["code"].annotation))
+
+ECHOED = (
+    "instructions",
+    "metadata",
+    "temperature",
+    "top_p",
+    "max_output_tokens",
+    "max_tool_calls",
+    "reasoning",
+    "text",
+    "user",
+    "safety_identifier",
+    "prompt_cache_key",
+)
+
+
+def unchanging(spec: RunSpec) -> Response:
+    """The response before anything has happened."""
+    echo = spec.echo
+    return Response.model_validate(
+        {
+            "id": spec.id,
+            "object": "response",
+            "created_at": spec.created_s,
+            "completed_at": None,
+            "status": "queued" if spec.background else "in_progress",
+            "background": spec.background,
+            "error": None,
+            "incomplete_details": None,
+            "model": spec.model,
+            "output": [],
+            "parallel_tool_calls": spec.parallel,
+            "previous_response_id": spec.previous,
+            "service_tier": "default",
+            "store": spec.store,
+            "tool_choice": echo.get("tool_choice", "auto"),
+            "tools": echo.get("tools", []),
+            "top_logprobs": 0,
+            "truncation": "disabled",
+            "usage": None,
+            **{name: echo.get(name) for name in ECHOED},
+        }
+    )
+
+
+def response(base: Response, state: RunState, begun: bool, output: Sequence[ResponseOutputItem]) -> Response:
+    """The response as it stands.
+
+    Args:
+        base: of `unchanging`.
+        state: of the run.
+        begun: a runner works on it.
+        output: the items so far.
+    """
+    status: ResponseStatus = "in_progress" if begun else base.status or "in_progress"
+    changes: dict[str, Any] = {"output": list(output), "status": status}
+    ended = state.ended
+    if ended is not None:
+        changes |= {"status": ended.status, "usage": usage(state)}
+        if ended.status == "completed":
+            changes["completed_at"] = max(ended.at_s, base.created_at)
+        if ended.status == "incomplete":
+            changes["incomplete_details"] = incomplete_details(ended.reason)
+        if ended.fault is not None:
+            changes["error"] = error(ended.fault)
+    return base.model_copy(update=changes)
+
+
+def incomplete_details(reason: str | None) -> IncompleteDetails:
+    """Why a response is incomplete."""
+    return IncompleteDetails.model_validate({"reason": INCOMPLETE_REASONS.get(reason or ""), "detail": reason})
+
+
+def error(fault: Fault) -> ResponseError:
+    """Why a response failed. OpenAI's codes are few; ours is beside them, as the type."""
+    if fault.code in ERROR_CODES:
+        code = fault.code
+    elif fault.status == 429:
+        code = "rate_limit_exceeded"
+    else:
+        code = "invalid_prompt" if 400 <= fault.status < 500 else "server_error"
+    return ResponseError.model_validate(
+        {"code": code, "message": fault.message, "param": fault.param, "type": fault.code}
+    )
+
+
+def usage(state: RunState) -> ResponseUsage:
+    """Tokens of all turns that ran their course. Each turn's prompt counts whole, most of it from the cache.
+
+    Reasoning is not counted apart: the number is 0.
+    """
+    prompts = sum(turn.prompt_tokens for turn in state.turns)
+    return ResponseUsage.model_validate(
+        {
+            "input_tokens": prompts,
+            "input_tokens_details": {
+                "cached_tokens": sum(turn.cached_tokens for turn in state.turns),
+                "cache_write_tokens": 0,
+            },
+            "output_tokens": state.output_tokens,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompts + state.output_tokens,
+        }
+    )
+
+
+# --- its events -------------------------------------------------------------------------------------------------------
 
 LAST_EVENTS = {
     "completed": ResponseCompletedEvent,
@@ -56,7 +181,7 @@ class ResponseFold:
         self._state: RunState | None = None
         self._base: Response | None = None
         self._begun = False
-        self._growth = Growth("", ())
+        self._output = OutputBuilder("", ())
 
     @property
     def state(self) -> RunState:
@@ -78,10 +203,10 @@ class ResponseFold:
         """
         state = self.state
         assert self._base is not None
-        return response(self._base, state, self._begun, self._growth.models())
+        return response(self._base, state, self._begun, self._output.models())
 
     def feed(self, event: RunEvent) -> list[ResponseStreamEvent]:
-        """What a client is told of ``event``.
+        """The events that ``event`` makes for a client.
 
         Raises:
             IllegalTransition: it cannot follow what was fed.
@@ -90,52 +215,52 @@ class ResponseFold:
             return self._accept(event)
         before = self._state
         self._state = step(before, event)
-        told: list[ResponseStreamEvent] = []
+        events: list[ResponseStreamEvent] = []
         if not self._begun and not isinstance(event, Ended):
-            told += self._begin()
+            events += self._begin()
         match event:
             case TurnIntent():
-                self._growth.lose_attempt()
+                self._output.lose_attempt()
             case Generated():
                 self._generated(event)
             case TurnResult():
-                self._growth.finish_turn(event)
+                self._output.finish_turn(event)
             case ToolIntent():
-                self._growth.begin_approved(call for call in before.calls if call.place in event.places)
+                self._output.begin_approved(call for call in before.calls if call.place in event.places)
             case ToolAnswer():
-                self._growth.begin_approved(call for call in before.calls if call.place == event.place)
-                self._growth.answered(event)
+                self._output.begin_approved(call for call in before.calls if call.place == event.place)
+                self._output.answered(event)
             case LateAnswer():
-                self._growth.answered(event.answer)
+                self._output.answered(event.answer)
             case Ended():
-                self._growth.end()
-                self._growth.emit(LAST_EVENTS[event.status], type=LAST_TYPES[event.status], response=self.response)
+                self._output.end()
+                self._output.emit(LAST_EVENTS[event.status], type=LAST_TYPES[event.status], response=self.response)
             case TakenOver() | Accepted():
                 pass
-        return told + self._growth.take()
+        return events + self._output.take()
 
     def _accept(self, event: RunEvent) -> list[ResponseStreamEvent]:
         self._state = begin(event)
         spec = self._state.spec
         self._base = unchanging(spec)
-        self._growth = Growth(spec.id, spec.offers, tuple(spec.echo.get("approvals", ())))
-        self._growth.emit(ResponseCreatedEvent, type="response.created", response=self.response)
+        self._output = OutputBuilder(spec.id, spec.offers, tuple(spec.echo.get("approvals", ())))
+        self._output.emit(ResponseCreatedEvent, type="response.created", response=self.response)
         if spec.background:
-            self._growth.emit(ResponseQueuedEvent, type="response.queued", response=self.response)
-            return self._growth.take()
-        return self._growth.take() + self._begin()
+            self._output.emit(ResponseQueuedEvent, type="response.queued", response=self.response)
+            return self._output.take()
+        return self._output.take() + self._begin()
 
     def _begin(self) -> list[ResponseStreamEvent]:
         self._begun = True
-        self._growth.emit(ResponseInProgressEvent, type="response.in_progress", response=self.response)
+        self._output.emit(ResponseInProgressEvent, type="response.in_progress", response=self.response)
         for label in self.state.spec.echo.get("told_servers", ()):
-            self._growth.list_tools(label)
-        return self._growth.take()
+            self._output.list_tools(label)
+        return self._output.take()
 
     def _generated(self, event: Generated) -> None:
         if event.reasoning:
-            self._growth.think(event.reasoning)
+            self._output.add_reasoning(event.reasoning)
         if event.content:
-            self._growth.say(event.content)
+            self._output.add_text(event.content)
         for piece in event.calls:
-            self._growth.call_piece(event.turn, piece)
+            self._output.call_piece(event.turn, piece)

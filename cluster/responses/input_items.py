@@ -4,9 +4,17 @@ What an item has beside the fields here (`status`, `phase`, annotations, ...) do
 is ignored.
 """
 
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
+from openai.types.responses import ResponseItemList
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+
+from cluster.core.errors import BadRequest
+from cluster.core.tools import is_object
+from cluster.runs.events import RunSpec
+
+ENDED = "The call was ended before the tool answered."
 
 MAX_CALL_ID_LENGTH = 256
 
@@ -26,7 +34,7 @@ class InputText(_Part):
     text: str
 
     @property
-    def said(self) -> str:
+    def shown(self) -> str:
         """What is read of it."""
         return self.text
 
@@ -38,7 +46,7 @@ class Refusal(_Part):
     refusal: str
 
     @property
-    def said(self) -> str:
+    def shown(self) -> str:
         """What is read of it."""
         return self.refusal
 
@@ -70,7 +78,7 @@ class _Item(BaseModel):
 
 
 class Message(_Item):
-    """Something said; also in the easy form, without a type."""
+    """A message; also in the easy form, without a type."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -84,6 +92,12 @@ class FunctionCall(_Item):
     call_id: CallId
     name: Name
     arguments: str
+    status: Any = Field(None, exclude=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """A turn was cut within it: it is no call."""
+        return self.status == "incomplete" and not is_object(self.arguments)
 
 
 class FunctionCallOutput(_Item):
@@ -116,10 +130,16 @@ class McpCall(_Item):
     output: str | None = None
     error: Any = None
     approval_request_id: str | None = None
+    status: Any = Field(None, exclude=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """A turn was cut within it: it is no call."""
+        return self.status == "incomplete" and not is_object(self.arguments)
 
 
 class McpListTools(_Item):
-    """The tools of a server as they were told before. They are listed afresh; the item is only not told again."""
+    """The tools of a server as they were listed before. They are listed afresh, without a new item."""
 
     type: Literal["mcp_list_tools"]
     server_label: Label
@@ -193,5 +213,88 @@ AnyItem = Annotated[
 
 
 def text_of(content: str | list[InputText | Refusal]) -> str:
-    """All that is said, without what is between the parts."""
-    return content if isinstance(content, str) else "".join(part.said for part in content)
+    """The text, without what is between the parts."""
+    return content if isinstance(content, str) else "".join(part.shown for part in content)
+
+
+def error_text(error: Any) -> str:
+    """The error of a call that failed, in any form that responses have had."""
+    if isinstance(error, dict):
+        error = error.get("message", error.get("content"))
+    if isinstance(error, list):
+        error = "\n".join(
+            part["text"] for part in error if isinstance(part, dict) and isinstance(part.get("text"), str)
+        )
+    return error if isinstance(error, str) and error else ENDED
+
+
+# --- the input of a response, page by page ----------------------------------------------------------------------------
+
+MOST_LISTED = 100
+
+
+def input_items(spec: RunSpec, *, order: Literal["asc", "desc"], limit: int, after: str | None) -> ResponseItemList:
+    """A page of the items that a request brought itself; those of earlier responses are theirs.
+
+    Args:
+        spec: of the response's run.
+        order: the newest first is `desc`.
+        limit: of the page.
+        after: the page begins behind the item of this id.
+
+    Raises:
+        BadRequest: ``limit`` or ``after`` cannot be used.
+    """
+    if not 1 <= limit <= MOST_LISTED:
+        raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
+    items = [_as_item(item) for item in spec.echo.get("input", ())]
+    if order == "desc":
+        items.reverse()
+    if after is not None:
+        place = next((place for place, item in enumerate(items) if item["id"] == after), None)
+        if place is None:
+            raise BadRequest(f"there is no item {after[:256]!r} in the input", param="after")
+        items = items[place + 1 :]
+    page = items[:limit]
+    return ResponseItemList.model_validate(
+        {
+            "object": "list",
+            "data": page,
+            "first_id": page[0]["id"] if page else "",
+            "last_id": page[-1]["id"] if page else "",
+            "has_more": len(items) > limit,
+        }
+    )
+
+
+def _as_item(item: Mapping[str, Any]) -> dict[str, Any]:
+    """An item of the input as it is shown: whole, where the request was brief."""
+    whole = {"status": "completed", **item}
+    match item["type"]:
+        case "message":
+            kind = "output_text" if item["role"] == "assistant" else "input_text"
+            whole["content"] = [_as_part(part, kind) for part in _parts(item["content"])]
+        case "function_call_output" if isinstance(item["output"], list):
+            whole["output"] = [_as_part(part, "input_text") for part in item["output"]]
+        case "reasoning":
+            whole["summary"] = [{"type": "summary_text", **part} for part in item.get("summary", ())]
+            whole["content"] = [{"type": "reasoning_text", **part} for part in item.get("content", ())]
+        case "mcp_call" if "error" in item:
+            content = [{"type": "text", "text": error_text(item["error"])}]
+            whole |= {"error": {"type": "mcp_tool_execution_error", "content": content}, "status": "failed"}
+        case "mcp_list_tools":
+            whole["tools"] = []
+    return whole
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"text": content}] if isinstance(content, str) else content
+
+
+def _as_part(part: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    if part.get("type") == "refusal":
+        return dict(part)
+    shown: dict[str, Any] = {"type": kind, "text": part["text"]}
+    if kind == "output_text":
+        shown["annotations"] = []
+    return shown

@@ -1,29 +1,30 @@
 """A request's tools as offers to the model, its MCP servers as definitions for the tool runtime, and its choice."""
 
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.errors import BadRequest
+import msgspec
+
+from cluster.config.tools import server_tool_name
+from cluster.core.errors import BadRequest
+from cluster.core.tools import ToolOffer, function_object
 from cluster.responses.request import ChosenFunction, ChosenMcpTool, CreateResponse, FunctionTool, McpTool, ToolFilter
-from cluster.run_events import Offer
-from cluster.tool_config import SEPARATOR
 
 FAILED_DEPENDENCY = 424
 """The HTTP status where an MCP server that the request names does not list its tools."""
 
 SECRET_FIELDS = ("authorization", "headers")
 
-_UNFIT = re.compile(r"[^A-Za-z0-9_-]")
+Listing = Mapping[str, Sequence[ToolOffer]]
+"""By label of an MCP server, its tools as the tool runtime offers them."""
 
-Listing = Mapping[str, Sequence[Mapping[str, Any]]]
-"""By label of an MCP server, its tools as the tool runtime lists them: name (`LABEL__TOOL`, or the server's own),
-description, parameters; and where it is known, read_only."""
+Registered = Mapping[str, ToolOffer]
+"""The operator's tools by name."""
 
 
 @dataclass(frozen=True, slots=True)
-class Brought:
+class RequestTools:
     """The MCP servers of a request."""
 
     definitions: dict[str, dict[str, Any]]
@@ -36,11 +37,15 @@ class Brought:
         return {label: {**definition, **self.secrets.get(label, {})} for label, definition in self.definitions.items()}
 
 
-def brought(request: CreateResponse) -> Brought:
+def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTools:
     """The MCP servers that ``request`` brings.
 
+    Args:
+        request: the request.
+        taken: names of the operator's own tools and servers.
+
     Raises:
-        BadRequest: two have the same label.
+        BadRequest: two have the same label, or one has a label that stands for something else.
     """
     definitions: dict[str, dict[str, Any]] = {}
     secrets: dict[str, dict[str, Any]] = {}
@@ -49,6 +54,8 @@ def brought(request: CreateResponse) -> Brought:
             continue
         if tool.server_label in definitions:
             raise _bad(f"tools.{place}.server_label", f"another server has the label {tool.server_label!r}")
+        if tool.server_label in taken:
+            raise _bad(f"tools.{place}.server_label", f"a tool of this cluster has the name {tool.server_label!r}")
         definition: dict[str, Any] = {"kind": "mcp", "url": tool.server_url}
         names = tool.allowed_tools.tool_names if isinstance(tool.allowed_tools, ToolFilter) else tool.allowed_tools
         if names is not None:
@@ -60,26 +67,24 @@ def brought(request: CreateResponse) -> Brought:
             headers["Authorization"] = f"Bearer {tool.authorization}"
         if headers:
             secrets[tool.server_label] = {"headers": headers}
-    return Brought(definitions, secrets)
+    return RequestTools(definitions, secrets)
 
 
-def offers(
-    request: CreateResponse, registered: Mapping[str, Mapping[str, Any]], listings: Listing
-) -> tuple[Offer, ...]:
+def offers(request: CreateResponse, registered: Registered, listings: Listing) -> tuple[ToolOffer, ...]:
     """What the model may call.
 
     Args:
         request: the request.
-        registered: the operator's tools by name: name, description, parameters.
+        registered: the operator's tools by name.
         listings: of each MCP server that the request brings.
 
     Raises:
         BadRequest: an unknown registered tool, two tools of one name, or 424: a server without a listing.
     """
-    made: dict[str, Offer] = {}
+    made: dict[str, ToolOffer] = {}
     for place, tool in enumerate(request.tools or ()):
         if isinstance(tool, FunctionTool):
-            new: Iterator[Offer] = iter((_function(tool, registered, place),))
+            new: Iterator[ToolOffer] = iter((_function(tool, registered, place),))
         else:
             new = _of_server(tool, listings, place)
         for offer in new:
@@ -90,51 +95,31 @@ def offers(
     return tuple(made.values())
 
 
-def _function(tool: FunctionTool, registered: Mapping[str, Mapping[str, Any]], place: int) -> Offer:
+def _function(tool: FunctionTool, registered: Registered, place: int) -> ToolOffer:
     if not tool.server_side:
-        return Offer(tool.name, _described(tool.name, tool.description, tool.parameters, tool.strict), here=False)
+        function = function_object(tool.name, tool.description, tool.parameters, strict=tool.strict)
+        return ToolOffer(tool.name, function, here=False)
     known = registered.get(tool.name)
     if known is None:
         names = ", ".join(sorted(registered)) or "none"
         raise _bad(f"tools.{place}.name", f"no tool {tool.name!r} is registered; registered are: {names}")
-    return Offer(tool.name, _described(tool.name, known.get("description"), known.get("parameters")), here=True)
+    return known
 
 
-def _of_server(tool: McpTool, listings: Listing, place: int) -> Iterator[Offer]:
+def _of_server(tool: McpTool, listings: Listing, place: int) -> Iterator[ToolOffer]:
     label = tool.server_label
     if label not in listings:
         param = f"tools.{place}"
         raise BadRequest(f"{param}: {label!r} does not list its tools", status=FAILED_DEPENDENCY, param=param)
     for listed in listings[label]:
-        own = str(listed["name"]).removeprefix(label + SEPARATOR)
-        read_only = bool(listed.get("read_only", False))
-        if not tool.allows(own, read_only):
-            continue
-        name = called(label, own)
-        function = _described(name, listed.get("description"), listed.get("parameters"))
-        approval = tool.needs_approval(own, read_only)
-        yield Offer(name, function, here=True, approval=approval, server=label, server_tool=own)
+        own = listed.server_tool or listed.name
+        if tool.allows(own, listed.read_only):
+            approval = tool.needs_approval(own, listed.read_only)
+            yield msgspec.structs.replace(listed, approval=approval, server=label)
 
 
-def called(label: str, tool: str) -> str:
-    """What the model calls a server's tool."""
-    return f"{label}{SEPARATOR}{_UNFIT.sub('_', tool)}"
-
-
-def _described(
-    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None = None
-) -> dict[str, Any]:
-    function: dict[str, Any] = {"name": name}
-    if description:
-        function["description"] = description
-    function["parameters"] = dict(parameters) if parameters is not None else {"type": "object", "properties": {}}
-    if strict:
-        function["strict"] = True
-    return function
-
-
-def chat_choice(choice: Any, offered: Sequence[Offer], param: str) -> Any:
-    """A choice of the request's as chat completions have it; None: not said.
+def chat_choice(choice: Any, offered: Sequence[ToolOffer], param: str) -> Any:
+    """A choice of the request's as chat completions have it; None: the request has none.
 
     Args:
         choice: of `tool_choice`, or one of `tool_choices`.
@@ -147,21 +132,27 @@ def chat_choice(choice: Any, offered: Sequence[Offer], param: str) -> Any:
     if isinstance(choice, ChosenFunction):
         return _named(choice.name, offered, param)
     if isinstance(choice, ChosenMcpTool):
-        names = [offer.name for offer in offered if offer.server == choice.server_label]
+        tools = [offer for offer in offered if offer.server == choice.server_label]
         if choice.name is not None:
-            return _named(called(choice.server_label, choice.name), offered, param)
-        if len(names) != 1:
-            raise _bad(param, f"name the tool: the server {choice.server_label!r} has {len(names)}")
-        return _named(names[0], offered, param)
+            tools = [offer for offer in tools if offer.server_tool == choice.name]
+            if not tools:
+                raise _missing(server_tool_name(choice.server_label, choice.name), param)
+        if len(tools) != 1:
+            raise _bad(param, f"name the tool: the server {choice.server_label!r} has {len(tools)}")
+        return _named(tools[0].name, offered, param)
     if choice == "required" and not offered:
         raise _bad(param, "there is no tool that could be called")
     return choice
 
 
-def _named(name: str, offered: Sequence[Offer], param: str) -> dict[str, Any]:
+def _named(name: str, offered: Sequence[ToolOffer], param: str) -> dict[str, Any]:
     if all(offer.name != name for offer in offered):
-        raise _bad(param, f"Tool choice {name!r} not found in 'tools' parameter.")
+        raise _missing(name, param)
     return {"type": "function", "function": {"name": name}}
+
+
+def _missing(name: str, param: str) -> BadRequest:
+    return _bad(param, f"Tool choice {name!r} not found in 'tools' parameter.")
 
 
 def shown_tools(request: CreateResponse) -> list[dict[str, Any]]:

@@ -1,5 +1,9 @@
-"""Items of a response's output while they grow, and as OpenAI's models."""
+"""Items of a response's output while they grow, and as OpenAI's models; and the ids of responses and items.
 
+An item's id follows from the log: all readers give the same.
+"""
+
+import re
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,8 +19,43 @@ from openai.types.responses.mcp_tool_call_error import McpToolExecutionError
 from openai.types.responses.response_output_item import McpApprovalRequest, McpCall, McpListTools, McpListToolsTool
 from openai.types.responses.response_reasoning_item import Content as ReasoningContent
 
-from cluster.run_events import Call, Offer, ToolAnswer
-from cluster.tools import Outcome
+from cluster.core.tools import Outcome, ToolOffer
+from cluster.runs.events import Call, ToolAnswer
+
+# --- ids --------------------------------------------------------------------------------------------------------------
+
+RESPONSE_PREFIX = "resp_"
+
+
+def stem(run_id: str) -> str:
+    """The part of a run's id that its items' ids share."""
+    return run_id.removeprefix(RESPONSE_PREFIX)
+
+
+def output_item_id(prefix: str, run_id: str, output_index: int) -> str:
+    """Of an item of the output."""
+    return f"{prefix}_{stem(run_id)}_{output_index:04d}"
+
+
+def input_item_id(run_id: str, index: int) -> str:
+    """Of an item of the input that came without one."""
+    return f"in_{stem(run_id)}_{index:04d}"
+
+
+def approval_request_id(run_id: str, call: Call) -> str:
+    """Of the request for consent to ``call``: it names the call."""
+    return f"mcpr_{stem(run_id)}_t{call.turn}c{call.index}"
+
+
+def is_approval_request_id(text: str) -> bool:
+    """Whether it is an id that was made here, and so is nobody else's."""
+    return _APPROVAL_REQUEST_ID.fullmatch(text) is not None
+
+
+_APPROVAL_REQUEST_ID = re.compile(r"mcpr_[0-9a-f]{32}_t\d{1,9}c\d{1,9}")
+
+
+# --- items ------------------------------------------------------------------------------------------------------------
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -26,7 +65,7 @@ ANSWERED = frozenset({Outcome.OK, Outcome.ERROR})
 
 @dataclass(slots=True)
 class MessageItem:
-    """What the model says."""
+    """Text of the model."""
 
     id: str
     index: int
@@ -48,7 +87,7 @@ class MessageItem:
 
 @dataclass(slots=True)
 class ReasoningItem:
-    """What the model thinks."""
+    """Reasoning of the model."""
 
     id: str
     index: int
@@ -156,7 +195,7 @@ def function_output(item_id: str, call_id: str, answer: ToolAnswer) -> ResponseO
     )
 
 
-def approval_request(item_id: str, offer: Offer, call: Call) -> ResponseOutputItem:
+def approval_request(item_id: str, offer: ToolOffer, call: Call) -> ResponseOutputItem:
     """A call that waits for consent."""
     return McpApprovalRequest(
         id=item_id,
@@ -167,7 +206,7 @@ def approval_request(item_id: str, offer: Offer, call: Call) -> ResponseOutputIt
     )
 
 
-def tool_list(item_id: str, label: str, offers: tuple[Offer, ...]) -> McpListTools:
+def tool_list(item_id: str, label: str, offers: tuple[ToolOffer, ...]) -> McpListTools:
     """The tools of a server that the model is offered."""
     tools = [
         McpListToolsTool(

@@ -8,11 +8,21 @@ nobody knows is refused: it is a misspelling, or wants something.
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+)
 
-from cluster.errors import BadRequest
+from cluster.api.validation import validated
+from cluster.config.tools import SEPARATOR
+from cluster.core.errors import BadRequest
 from cluster.responses.input_items import AnyItem, Label, Name
-from cluster.validation import validated
 
 MAX_TOOLS = 128
 MAX_ITEMS = 8192
@@ -54,7 +64,7 @@ class ToolFilter(_Part):
 
     tool_names: list[ServerTool] | None = Field(None, max_length=512)
     read_only: bool | None = None
-    """What the server says of the tool (`readOnlyHint`); a tool of which it says nothing is not read-only."""
+    """The server's `readOnlyHint` of the tool; a tool without one is not read-only."""
 
     def matches(self, name: str, read_only: bool) -> bool:
         """The tool is one of them."""
@@ -69,11 +79,19 @@ class ApprovalFilter(_Part):
     never: ToolFilter | None = None
 
 
+def _unambiguous(label: str) -> str:
+    if SEPARATOR in label or label.endswith("_"):
+        raise ValueError(
+            f"must not contain {SEPARATOR!r} nor end with '_': a tool's name begins with label and {SEPARATOR}"
+        )
+    return label
+
+
 class McpTool(_Part):
     """A remote MCP server. `authorization` and `headers` are secret: they are neither stored nor repeated."""
 
     type: Literal["mcp"]
-    server_label: Label
+    server_label: Annotated[Label, AfterValidator(_unambiguous)]
     server_url: str = Field(pattern=r"^https?://\S+$", max_length=4096)
     server_description: str | None = Field(None, max_length=4096)
     allowed_tools: list[ServerTool] | ToolFilter | None = None
@@ -306,7 +324,7 @@ def read_request(body: Mapping[str, Any]) -> CreateResponse:
     """``body``, checked as far as it can be by itself.
 
     Args:
-        body: the JSON object, without the fields that say whose program it is (`cluster.identity`).
+        body: the JSON object, without the fields that name its program (`cluster.core.identity`).
 
     Raises:
         BadRequest: with the field at fault.
@@ -315,5 +333,5 @@ def read_request(body: Mapping[str, Any]) -> CreateResponse:
     if request.background and request.store is False:
         raise BadRequest("background: a response that is not stored cannot run in the background", param="background")
     if request.previous_response_id is None and not request.input:
-        raise BadRequest("input: nothing was said; send text, or at least one item", param="input")
+        raise BadRequest("input: it is empty; send text, or at least one item", param="input")
     return request

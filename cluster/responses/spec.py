@@ -6,24 +6,24 @@ from typing import Any
 
 import msgspec
 
-from cluster.errors import BadRequest
-from cluster.program import ProgramIdentity
-from cluster.responses.conversation import Conversation, Given
-from cluster.responses.history import History, history, system_message
-from cluster.responses.ids import input_item_id
+from cluster.core.errors import BadRequest
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import ToolOffer
+from cluster.responses.conversation import Conversation, History, InputCalls, history, system_message
 from cluster.responses.input_items import InputItem, McpListTools, Message
-from cluster.responses.offers import Brought, Listing, brought, chat_choice, offers, shown_tools
+from cluster.responses.offers import Listing, Registered, RequestTools, brought, chat_choice, offers, shown_tools
+from cluster.responses.output import input_item_id
 from cluster.responses.request import SAMPLING, CreateResponse, JsonObject, JsonSchema
-from cluster.run import RunState
-from cluster.run_events import Accepted, Limits, Offer, Prior, RunSpec, encode
+from cluster.runs.events import Accepted, Limits, Prior, RunSpec, encode
+from cluster.runs.state import RunState
 
 _RENDERED = ("reasoning_effort", "chat_template_kwargs")
 """Of the sampling fields, those that the chat template sees."""
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
-    """What a request does not say itself."""
+class RequestContext:
+    """What a request does not bring itself."""
 
     run_id: str
     created_s: float
@@ -32,8 +32,8 @@ class Surroundings:
     model: str
     limits: Limits
     """The operator's; a request may ask for less."""
-    registered: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """The operator's tools by name: name, description, parameters."""
+    registered: Registered = field(default_factory=dict)
+    """The operator's tools by name."""
     listings: Listing = field(default_factory=dict)
     """Of the MCP servers that the request brings (`brought`)."""
     previous: RunState | None = None
@@ -41,15 +41,15 @@ class Surroundings:
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class RunRequest:
     """A run to be started."""
 
     spec: RunSpec
-    brought: Brought
+    brought: RequestTools
     """The request's own tools. Its secrets are nowhere in ``spec``."""
 
 
-def run_spec(request: CreateResponse, around: Surroundings) -> Wanted:
+def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
     """The run that ``request`` asks for.
 
     Raises:
@@ -60,9 +60,9 @@ def run_spec(request: CreateResponse, around: Surroundings) -> Wanted:
     servers = brought(request)
     offered = offers(request, around.registered, around.listings)
     items = request.input if not isinstance(request.input, str) else _as_items(request.input)
-    given = Given.of(items)
+    given = InputCalls.of(items)
     before = _before(request, around.previous, given)
-    conversation = Conversation(given, before.approved)
+    conversation = Conversation(given, offered, before.approved)
     conversation.add_all(items)
     _require_offered(conversation, offered)
     sampling = _sampling(request)
@@ -95,11 +95,11 @@ def run_spec(request: CreateResponse, around: Surroundings) -> Wanted:
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )
     _require_encodable(spec)
-    return Wanted(spec, servers)
+    return RunRequest(spec, servers)
 
 
 def _require_encodable(spec: RunSpec) -> None:
-    """JSON has numbers that a log has not. They can stand only where a body is free: in a schema, say."""
+    """JSON has numbers that a log has not. They can stand only where a body is free: for example in a schema."""
     try:
         encode(Accepted(spec))
     except OverflowError as error:
@@ -110,14 +110,14 @@ def _as_items(text: str) -> list[InputItem]:
     return [Message(role="user", content=text)] if text else []
 
 
-def _before(request: CreateResponse, previous: RunState | None, given: Given) -> History:
+def _before(request: CreateResponse, previous: RunState | None, given: InputCalls) -> History:
     if previous is not None:
         return history(previous, request.instructions, given)
     return History(() if request.instructions is None else (system_message(request.instructions),))
 
 
-def _identity(around: Surroundings) -> ProgramIdentity:
-    """A conversation is one program: that of its first response, unless the request says another."""
+def _identity(around: RequestContext) -> ProgramIdentity:
+    """A conversation is one program: that of its first response, unless the request names another."""
     if around.identity.program_id is not None:
         return around.identity
     program = around.run_id if around.previous is None else around.previous.spec.program
@@ -151,7 +151,7 @@ def _sampling(request: CreateResponse) -> dict[str, Any]:
 
 
 def _same_prefix(
-    prior: Prior | None, around: Surroundings, offered: Sequence[Offer], sampling: Mapping[str, Any]
+    prior: Prior | None, around: RequestContext, offered: Sequence[ToolOffer], sampling: Mapping[str, Any]
 ) -> Prior | None:
     """``prior`` if the template would write the same before the new messages; it sees tools and settings, too."""
     if prior is None or around.previous is None:
@@ -162,19 +162,19 @@ def _same_prefix(
     return prior if same_tools and same_settings and spec.model == around.model else None
 
 
-def _require_offered(conversation: Conversation, offered: Sequence[Offer]) -> None:
+def _require_offered(conversation: Conversation, offered: Sequence[ToolOffer]) -> None:
     for call in conversation.approved:
         if not any(offer.name == call.name and offer.server is not None for offer in offered):
             raise BadRequest(f"tools: the approved call's tool {call.name!r} is not among them", param="tools")
 
 
 def _echo(
-    request: CreateResponse, around: Surroundings, items: Sequence[InputItem], approvals: Sequence[str]
+    request: CreateResponse, around: RequestContext, items: Sequence[InputItem], approvals: Sequence[str]
 ) -> dict[str, Any]:
     known = {item.server_label for item in items if isinstance(item, McpListTools)}
     if around.previous is not None:
         known |= set(around.previous.spec.definitions)
-    said: dict[str, Any] = {
+    echo: dict[str, Any] = {
         "instructions": request.instructions,
         "tools": shown_tools(request),
         "tool_choice": _dumped(request.tool_choice) or "auto",
@@ -195,7 +195,7 @@ def _echo(
         "approvals": list(approvals),
         "told_servers": [label for label in brought(request).definitions if label not in known],
     }
-    return {key: value for key, value in said.items() if value is not None}
+    return {key: value for key, value in echo.items() if value is not None}
 
 
 def _dumped(value: Any) -> Any:

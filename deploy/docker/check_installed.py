@@ -25,7 +25,7 @@ if not listed:
     wrong.append("the installation has no list of its files")
 wrong += [f"{path} is missing" for path in listed if not path.exists()]
 # Not code, and found only when the built-in model is first made.
-if not any(path.match("cluster/tiny/*.jinja") for path in listed):
+if not any(path.match("replicas/tiny/*.jinja") for path in listed):
     wrong.append("the built-in model's chat template was not packaged")
 if wrong:
     sys.exit("\n".join(wrong))

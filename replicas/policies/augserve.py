@@ -9,8 +9,8 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from replicas.policies.baselines import FullBudget
 from replicas.policies.infercept import OriginalArrival
-from replicas.policies.vllm import FullBudget
 from replicas.policies.waste import Handling, LeastWaste, Predicted, iteration_s, predicted, swap_limit_tokens
 from replicas.policy import BudgetPolicy, KvPlace, LoadView, OrderPolicy, Policy, RankKey, TurnView
 

@@ -1,7 +1,8 @@
 """Continuum: pin a program's KV across a tool call for a time to live, and serve programs in order of their arrival.
 
 Source: Continuum sections 4.2 (estimation), 4.3 (time to live), 4.4 (priority), 4.5 (simplified version) and 5.3
-(victims).
+(victims). `continuum2` is its later time to live: pin for as long as it is expected to gain more than it costs. A pin
+of tau seconds saves, if the tool returns in time, the wait to get back in and the reload of the context; it costs tau.
 """
 
 from dataclasses import dataclass
@@ -9,19 +10,21 @@ from typing import Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from cluster.program import tool_key
-from replicas.policies.vllm import FullBudget
+from cluster.core.lifecycle.events import PauseReason
+from cluster.core.program import tool_key
+from cluster.durations.statistics import Durations
+from replicas.policies.baselines import FullBudget
 from replicas.policy import (
     Claimant,
     Hold,
     HoldView,
+    LoadView,
     PauseDecision,
     PauseView,
     Policy,
     RankKey,
     Release,
     TurnView,
-    Why,
 )
 
 
@@ -102,11 +105,11 @@ class TimeToLive(Pins):
     def decide(self, pause: PauseView) -> PauseDecision:
         """Hold for as long as the client asks (``retention_s``), else for the time to live if it is short enough."""
         if pause.hints.retention_s is not None:
-            return Hold(pause.now_s + pause.hints.retention_s, reason=Why.RETENTION)
+            return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
         ttl_s = self.ttl_s(pause)
         if ttl_s > self.parameters.max_ttl_s:
-            return Release(Why.LONG_PAUSE)
-        return Hold(pause.now_s + ttl_s, reason=Why.TTL)
+            return Release(PauseReason.LONG_PAUSE)
+        return Hold(pause.now_s + ttl_s, reason=PauseReason.TTL)
 
     def ttl_s(self, pause: PauseView) -> float:
         """Seconds."""
@@ -131,5 +134,72 @@ class SimplifiedTimeToLive(Pins):
         """Hold for ``fixed_ttl_s`` where the mean is below ``threshold_s``; a tool never seen counts by all tools."""
         statistics = next(pause.durations.levels(tool_key(pause.tools)), None)
         if statistics is None or statistics.mean_s < self.parameters.threshold_s:
-            return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason=Why.SHORT_TOOL)
-        return Release(Why.LONG_TOOL)
+            return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason=PauseReason.SHORT_TOOL)
+        return Release(PauseReason.LONG_TOOL)
+
+
+QUANTILES = 32
+"""Observed durations are tried at so many ranks."""
+
+
+class ContinuumCostParameters(BaseModel):
+    """Parameters of the policy `continuum2`."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
+
+    min_observations: int = Field(5, ge=1)
+    """K: a tool's own durations count from so many observations on; before, all tools' together."""
+    default_ttl_s: float = Field(2.0, gt=0)
+    """Time to live while there are fewer than K observations of anything."""
+    eta: float = Field(1.0, ge=0, le=1)
+    """How much of the queueing delay a pin saves: minus the correlation of the turns that programs have been served
+    with the turns that they have left. 1: all programs have the same number of turns; 0: what a program was served
+    does not correlate with what it has left."""
+
+    def build(self) -> Policy:
+        """The policy."""
+        return Policy("continuum2", ProgramArrivalOrder(), CostBenefit(self), FullBudget())
+
+
+@dataclass(frozen=True, slots=True)
+class CostBenefit(Pins):
+    """tau* = argmax P(tool <= tau) · (T_queue · eta + reload(C)) - tau, over the durations that were observed."""
+
+    parameters: ContinuumCostParameters
+
+    def decide(self, pause: PauseView) -> PauseDecision:
+        """Hold for as long as the client asks (``retention_s``), else for tau*; release where no pin pays."""
+        if pause.hints.retention_s is not None:
+            return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
+        statistics = self._statistics(pause)
+        if statistics is None:
+            return Hold(pause.now_s + self.parameters.default_ttl_s, reason=PauseReason.DEFAULT_TTL)
+        gain_s = pause.load.lost_queue_s * self.parameters.eta + reload_s(pause.load, pause.context_tokens)
+        ttl_s = best_ttl_s(statistics, gain_s)
+        return Hold(pause.now_s + ttl_s, reason=PauseReason.TTL) if ttl_s > 0 else Release(PauseReason.NO_PIN_PAYS)
+
+    def _statistics(self, pause: PauseView) -> Durations | None:
+        """The tool's own once it was seen K times, else all tools', else None."""
+        levels = pause.durations.levels(tool_key(pause.tools))
+        return next((level for level in levels if level.count >= self.parameters.min_observations), None)
+
+
+def best_ttl_s(statistics: Durations, gain_s: float) -> float:
+    """The tau of the largest P(tool <= tau) · ``gain_s`` - tau; 0 where none is positive."""
+    best_s, best = 0.0, 0.0
+    for rank in range(1, QUANTILES + 1):
+        share = rank / QUANTILES
+        ttl_s = statistics.quantile(share)
+        if ttl_s >= gain_s:  # nor can any longer one gain more than it costs
+            break
+        if share * gain_s - ttl_s > best:
+            best_s, best = ttl_s, share * gain_s - ttl_s
+    return best_s
+
+
+def reload_s(load: LoadView, context_tokens: int) -> float:
+    """Seconds to have the context back: from the host tier, if it would fit there, else by computing it again."""
+    cost = load.facts.cost
+    if context_tokens <= load.facts.host_tokens:
+        return min(cost.swap_s(context_tokens), cost.prefill_s(context_tokens))
+    return cost.prefill_s(context_tokens)

@@ -9,7 +9,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from replicas.policies.vllm import FullBudget
+from replicas.policies.baselines import FullBudget
 from replicas.policies.waste import LeastWaste, Paused, Wastes, chunked_discard, iteration_s, lost_share, preserve
 from replicas.policy import BudgetPolicy, KvPlace, LoadView, Policy, RankKey, TurnView
 

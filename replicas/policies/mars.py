@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from replicas.policies.vllm import FullBudget
+from replicas.policies.baselines import FullBudget
 from replicas.policies.waste import Handling, LeastWaste, Predicted, iteration_s, lost_share, predicted
 from replicas.policy import LoadView, Policy, RankKey, TurnView
 

@@ -12,6 +12,7 @@ from enum import Enum
 from math import inf
 from typing import Self
 
+from cluster.core.lifecycle.events import PauseReason
 from replicas.policy import (
     Claimant,
     Hold,
@@ -22,7 +23,6 @@ from replicas.policy import (
     RankKey,
     Release,
     Swap,
-    Why,
 )
 
 
@@ -177,7 +177,7 @@ class LeastWaste:
 
     def review(self, hold: HoldView) -> PauseDecision:
         """The least waste as it looks now; a program that is back keeps what it has."""
-        return Hold(hold.until_s, reason=Why.BACK) if hold.owner_waits else self._choose(Paused.of(hold))
+        return Hold(hold.until_s, reason=PauseReason.BACK) if hold.owner_waits else self._choose(Paused.of(hold))
 
     def victim_key(self, hold: HoldView) -> RankKey:
         """Programs that are not back yet first, by how much more holding wastes than giving back, the most first."""
@@ -196,11 +196,13 @@ class LeastWaste:
         wastes = self.judge(paused)
         match wastes.least:
             case Handling.PRESERVE:
-                return Hold(paused.since_s + wastes.giving_back / max(1, paused.context_tokens), reason=Why.LEAST_WASTE)
+                return Hold(
+                    paused.since_s + wastes.giving_back / max(1, paused.context_tokens), reason=PauseReason.LEAST_WASTE
+                )
             case Handling.SWAP:
-                return Swap(Why.LEAST_WASTE)
+                return Swap(PauseReason.LEAST_WASTE)
             case Handling.DISCARD:
-                return Release(Why.LEAST_WASTE)
+                return Release(PauseReason.LEAST_WASTE)
 
 
 @dataclass(frozen=True, slots=True)

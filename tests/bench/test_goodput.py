@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.goodput import Goodput, Outcome, ProgramRecord, Slo, TurnRecord
+from cluster.core.slo import Goodput, Outcome, ProgramRecord, Slo, TurnRecord
 
 
 def turn(start, first, last, tokens, *, index=0, outcome=Outcome.OK, **more):
@@ -21,7 +21,7 @@ TWO_TURNS = program(
 )
 
 
-def test_latencies_of_a_turn():
+def test_latencies_of_a_turn() -> None:
     first, second = TWO_TURNS.turns
     assert first.ttft_s == pytest.approx(0.5)
     assert first.e2e_s == pytest.approx(2.5)
@@ -30,27 +30,27 @@ def test_latencies_of_a_turn():
     assert second.tpot_s == pytest.approx(0.1)
 
 
-def test_latencies_of_a_program():
+def test_latencies_of_a_program() -> None:
     assert TWO_TURNS.jct_wall_s == pytest.approx(6.5)
     assert TWO_TURNS.jct_s == pytest.approx(3.5)
     assert TWO_TURNS.normalized_latency_s == pytest.approx(3.5 / 17)
     assert TWO_TURNS.bubble_s == pytest.approx(0.4)
 
 
-def test_reused_and_recomputed_tokens():
+def test_reused_and_recomputed_tokens() -> None:
     assert (TWO_TURNS.reused_tokens, TWO_TURNS.recomputed_tokens) == (64, 36)
     # A prefix shared with others may be cached beyond what this program had.
     more = turn(0, 1, 2, 3, index=1, previous_context_tokens=100, cached_tokens=160)
     assert (more.reused_tokens, more.recomputed_tokens) == (100, 0)
 
 
-def test_unknown_is_not_zero():
+def test_unknown_is_not_zero() -> None:
     silent = program(turn(0, 1, 2, 3), turn(3, 4, 5, 3, index=1))
     assert silent.bubble_s is silent.reused_tokens is silent.recomputed_tokens is None
     assert program(turn(0, 1, 2, 3)).bubble_s == 0.0
 
 
-def test_an_unfinished_program_has_no_completion_time():
+def test_an_unfinished_program_has_no_completion_time() -> None:
     cut = program(
         turn(0, 1, 2, 3), turn(3, 4, None, 1, index=1, outcome=Outcome.UNFINISHED), outcome=Outcome.UNFINISHED
     )
@@ -59,7 +59,7 @@ def test_an_unfinished_program_has_no_completion_time():
     assert cut.turns[1].e2e_s is None
 
 
-def test_a_turn_of_one_token_has_no_tpot_and_cannot_miss_it():
+def test_a_turn_of_one_token_has_no_tpot_and_cannot_miss_it() -> None:
     one = turn(0, 0.5, 0.5, 1)
     assert one.tpot_s is None
     assert Slo(tpot_s=0.001).turn_is_good(one)
@@ -81,23 +81,23 @@ def test_a_turn_of_one_token_has_no_tpot_and_cannot_miss_it():
         (Slo(ttft_s=0.6, tpot_s=0.3, e2e_s=2, normalized_latency_s=0.3), False),
     ],
 )
-def test_every_given_bound_must_be_met(slo, good):
+def test_every_given_bound_must_be_met(slo, good) -> None:
     assert slo.turn_is_good(TWO_TURNS.turns[0]) is good
 
 
 @pytest.mark.parametrize("outcome", [o for o in Outcome if o is not Outcome.OK])
-def test_only_ok_is_good(outcome):
+def test_only_ok_is_good(outcome) -> None:
     assert not Slo().turn_is_good(turn(0, 0.1, 0.2, 2, outcome=outcome))
     assert not Slo().program_is_good(program(turn(0, 0.1, 0.2, 2), outcome=outcome))
 
 
-def test_one_bad_turn_makes_a_bad_program():
+def test_one_bad_turn_makes_a_bad_program() -> None:
     late = turn(15.5, 17.0, 17.1, 6, index=1)
     assert not Slo(ttft_s=1.0).program_is_good(program(TWO_TURNS.turns[0], late, arrival=10.0))
     assert Slo(ttft_s=1.0).program_is_good(TWO_TURNS)
 
 
-def test_normalised_latency_bounds_the_whole_program():
+def test_normalised_latency_bounds_the_whole_program() -> None:
     # 0.4 s a token in the second turn, (1 + 0.4) / 11 = 0.127 over the program.
     mixed = program(turn(0, 0.1, 1.0, 10), turn(2, 2.4, 2.4, 1, index=1))
     slo = Slo(normalized_latency_s=0.2)
@@ -106,7 +106,7 @@ def test_normalised_latency_bounds_the_whole_program():
     assert not Slo(normalized_latency_s=0.12).program_is_good(mixed)
 
 
-def test_goodput_counts_over_all_that_were_offered():
+def test_goodput_counts_over_all_that_were_offered() -> None:
     failed = program(
         turn(0, 0.1, 0.2, 2), turn(1, None, None, 0, index=1, outcome=Outcome.FAILED), outcome=Outcome.FAILED
     )
@@ -121,12 +121,12 @@ def test_goodput_counts_over_all_that_were_offered():
     assert goodput.attainment_requests == pytest.approx(0.6)
 
 
-def test_nothing_offered_has_no_attainment():
+def test_nothing_offered_has_no_attainment() -> None:
     empty = Goodput.of([], Slo(), window_s=1.0)
     assert empty.attainment is empty.attainment_requests is None
     assert empty.programs_per_s == 0.0
 
 
-def test_a_window_has_a_length():
+def test_a_window_has_a_length() -> None:
     with pytest.raises(ValueError, match="window"):
         Goodput.of([], Slo(), window_s=0.0)

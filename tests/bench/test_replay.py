@@ -5,20 +5,23 @@ import json
 import re
 import sys
 from dataclasses import replace
+from io import StringIO
+from xml.etree import ElementTree
 
 import pytest
 
-from cluster.bench.client import Turn, TurnClient, open_session
-from cluster.bench.plots import write_plots
-from cluster.bench.replay import Job, replay
-from cluster.bench.report import print_report, write_json_lines
-from cluster.bench.runner import Silent, plan_block, policy_order, run_bench
-from cluster.bench.settings import BenchSettings
-from cluster.bench.summary import Distribution, as_json, by_block, by_policy
-from cluster.bench.workload import PlannedProgram, PlannedTurn, Shaping
-from cluster.clock import MonotonicClock
-from cluster.errors import ConfigError
-from cluster.goodput import Outcome, Slo
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import ConfigError
+from cluster.core.slo import Outcome, Slo
+from cluster.offline.bench.client import Turn, TurnClient, open_session
+from cluster.offline.bench.record import bench_lines
+from cluster.offline.bench.results import Distribution, as_json, by_block, by_policy
+from cluster.offline.bench.runner import Job, Silent, plan_block, policy_order, replay, run_bench
+from cluster.offline.bench.settings import BenchSettings
+from cluster.offline.bench.tables import print_report, write_json_lines
+from cluster.offline.bench.workload import PlannedProgram, PlannedTurn, Shaping
+from cluster.offline.report.plots import write_plots
+from cluster.offline.report.reading import Runs, runs_of
 
 CLOCK = MonotonicClock()
 
@@ -30,6 +33,7 @@ KEYS = {
     *("policy", "preset", "rate", "seed", "host_gib", "offered", "completed", "goodput_programs", "attainment"),
     *("ttft_s", "jct_s", "jct_wall_s", "norm_latency_s", "bubble_s", "recomputed_tokens", "reused_tokens"),
     *("wasted_gib_s", "schedule_ms", "wall_s_per_minute", "goodput_requests", "tpot_s", "fetched_tokens"),
+    *("outcomes", "attainment_requests", "attainment_ttft", "tokens_per_s", "cached_share", "client_lag_s"),
     "command",
 }
 
@@ -44,7 +48,7 @@ async def run(double, planned, *, drain_s=20.0, turn_timeout_s=20.0, ended=lambd
         return await replay(planned, client, CLOCK, drain_s, ended)
 
 
-async def test_a_program_is_replayed_token_by_token(cluster_double):
+async def test_a_program_is_replayed_token_by_token(cluster_double) -> None:
     (record,) = await run(cluster_double, jobs())
     assert record.outcome is Outcome.OK
     assert [(t.prompt_tokens, t.output_tokens, t.cached_tokens) for t in record.turns] == [
@@ -68,7 +72,7 @@ async def test_a_program_is_replayed_token_by_token(cluster_double):
     ]
 
 
-async def test_latency_counts_from_the_intended_start(cluster_double):
+async def test_latency_counts_from_the_intended_start(cluster_double) -> None:
     cluster_double.delay_s = 0.2
     (record,) = await run(cluster_double, jobs(arrival_s=0.05))
     ends = [turn.last_token_s for turn in record.turns]
@@ -79,7 +83,7 @@ async def test_latency_counts_from_the_intended_start(cluster_double):
     assert record.jct_wall_s == pytest.approx(record.jct_s + 0.02)
 
 
-async def test_a_late_client_is_in_the_latency(cluster_double):
+async def test_a_late_client_is_in_the_latency(cluster_double) -> None:
     turn = Turn("p", 0, CLOCK.now_s() - 3.0, [40] * 5, 2, 0, None, None, True)
     async with open_session() as session:
         record = await TurnClient(session, cluster_double.url, "double", CLOCK, 20.0).run(turn)
@@ -87,7 +91,7 @@ async def test_a_late_client_is_in_the_latency(cluster_double):
     assert record.ttft_s >= 3.0
 
 
-async def test_arrivals_do_not_wait_for_a_slow_server(cluster_double):
+async def test_arrivals_do_not_wait_for_a_slow_server(cluster_double) -> None:
     cluster_double.misbehaviour.kind = "stall"
     planned = [replace(job, arrival_s=0.01 * i) for i, job in enumerate(jobs(20))]
     records = await run(cluster_double, planned, drain_s=0.5)
@@ -109,7 +113,7 @@ async def test_arrivals_do_not_wait_for_a_slow_server(cluster_double):
         ("no_ids", Outcome.FAILED, "return_token_ids"),
     ],
 )
-async def test_what_goes_wrong_ends_the_program(cluster_double, kind, outcome, error):
+async def test_what_goes_wrong_ends_the_program(cluster_double, kind, outcome, error) -> None:
     cluster_double.misbehaviour.kind = kind
     cluster_double.misbehaviour.turn = 1
     told = []
@@ -120,20 +124,20 @@ async def test_what_goes_wrong_ends_the_program(cluster_double, kind, outcome, e
     assert told == [record]
 
 
-async def test_a_turn_times_out(cluster_double):
+async def test_a_turn_times_out(cluster_double) -> None:
     cluster_double.misbehaviour.kind = "stall"
     (record,) = await run(cluster_double, jobs(), turn_timeout_s=0.3)
     assert record.outcome is Outcome.TIMED_OUT
     assert "0.3 s" in record.turns[0].error
 
 
-async def test_a_server_that_is_not_there_fails_every_program(cluster_double):
+async def test_a_server_that_is_not_there_fails_every_program(cluster_double) -> None:
     cluster_double.url = "http://127.0.0.1:9"
     records = await run(cluster_double, jobs(3))
     assert [record.outcome for record in records] == [Outcome.FAILED] * 3
 
 
-async def test_a_program_cut_off_in_a_pause_is_unfinished(cluster_double):
+async def test_a_program_cut_off_in_a_pause_is_unfinished(cluster_double) -> None:
     long_tool = replace(TALK, turns=(replace(TALK.turns[0], pause_s=60.0), *TALK.turns[1:]))
     told = []
     (record,) = await run(cluster_double, jobs(program=long_tool), drain_s=0.5, ended=told.append)
@@ -142,14 +146,14 @@ async def test_a_program_cut_off_in_a_pause_is_unfinished(cluster_double):
     assert told == [record]
 
 
-async def test_usage_without_details_leaves_reuse_unknown(cluster_double):
+async def test_usage_without_details_leaves_reuse_unknown(cluster_double) -> None:
     cluster_double.misbehaviour.kind = "no_details"
     (record,) = await run(cluster_double, jobs())
     assert record.outcome is Outcome.OK
     assert record.reused_tokens is record.recomputed_tokens is None
 
 
-async def test_a_bug_of_ours_is_not_swallowed(cluster_double):
+async def test_a_bug_of_ours_is_not_swallowed(cluster_double) -> None:
     def broken(_):
         raise ZeroDivisionError
 
@@ -164,7 +168,7 @@ def settings(double, **changes):
     return BenchSettings(**values | changes)
 
 
-def test_each_block_begins_with_the_next_policy():
+def test_each_block_begins_with_the_next_policy() -> None:
     assert [policy_order(("a", "b", "c"), block) for block in range(4)] == [
         ("a", "b", "c"),
         ("b", "c", "a"),
@@ -173,7 +177,7 @@ def test_each_block_begins_with_the_next_policy():
     ]
 
 
-def test_the_plan_of_a_block_depends_on_seed_and_block_only(cluster_double):
+def test_the_plan_of_a_block_depends_on_seed_and_block_only(cluster_double) -> None:
     mine = settings(cluster_double)
     pool = mine.load().programs
     assert plan_block(pool, mine, 0) == plan_block(pool, mine, 0)
@@ -181,7 +185,7 @@ def test_the_plan_of_a_block_depends_on_seed_and_block_only(cluster_double):
     assert plan_block(pool, mine, 0) != plan_block(pool, replace(mine, seed=1), 0)
 
 
-async def test_policies_alternate_and_replay_the_same_programs(cluster_double):
+async def test_policies_alternate_and_replay_the_same_programs(cluster_double) -> None:
     result = await run_bench(settings(cluster_double), Silent())
     assert cluster_double.admin == [
         *("policy vllm", "reset", "policy continuum", "reset"),
@@ -201,7 +205,7 @@ async def test_policies_alternate_and_replay_the_same_programs(cluster_double):
     assert prompts["vllm", "0"] != prompts["vllm", "1"]
 
 
-async def test_every_program_is_accounted_for(cluster_double):
+async def test_every_program_is_accounted_for(cluster_double) -> None:
     cluster_double.misbehaviour.kind = "503"
     cluster_double.misbehaviour.turn = 1
     result = await run_bench(settings(cluster_double, warmup_s=0.05), Silent())
@@ -214,7 +218,7 @@ async def test_every_program_is_accounted_for(cluster_double):
         assert summary.goodput.offered_programs == summary.outcomes.total() == summary.outcomes[Outcome.REJECTED]
 
 
-async def test_the_story_tells_the_bubble(cluster_double):
+async def test_the_story_tells_the_bubble(cluster_double) -> None:
     result = await run_bench(settings(cluster_double, blocks=1), Silent())
     for program in result.blocks[0].measured:
         assert program.bubble_s == pytest.approx(0.25 * (len(program.turns) - 1))
@@ -223,7 +227,7 @@ async def test_the_story_tells_the_bubble(cluster_double):
     assert by_policy(silent)[0].distributions["bubble_s"] == Distribution(None, None, None, None)
 
 
-async def test_results_have_the_keys_to_keep(cluster_double, tmp_path):
+async def test_results_have_the_keys_to_keep(cluster_double, tmp_path) -> None:
     result = await run_bench(settings(cluster_double, slo=Slo(ttft_s=30.0)), Silent())
     write_json_lines(result, tmp_path / "out.jsonl")
     lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
@@ -232,54 +236,57 @@ async def test_results_have_the_keys_to_keep(cluster_double, tmp_path):
         assert set(line) == KEYS
         for key in ("ttft_s", "tpot_s", "jct_s", "jct_wall_s", "norm_latency_s"):
             assert set(line[key]) == {"mean", "p50", "p95", "p99"}
-        assert (line["offered"], line["completed"], line["attainment"]) == (16, 16, 1.0)
+        assert (line["offered"], line["completed"], line["attainment"], line["attainment_ttft"]) == (16, 16, 1.0, 1.0)
+        assert line["outcomes"] == {"ok": 16, "failed": 0, "rejected": 0, "timed_out": 0, "unfinished": 0}
         assert line["goodput_programs"] == pytest.approx(40.0)
         assert line["host_gib"] is line["wasted_gib_s"] is line["schedule_ms"] is line["wall_s_per_minute"] is None
         assert line["command"] == "caesura bench --test"
     assert [len(by_block(result, policy)) for policy in ("vllm", "continuum")] == [2, 2]
 
 
-async def test_the_report_and_the_plots(cluster_double, tmp_path):
+async def test_the_report_and_the_plots(cluster_double, tmp_path) -> None:
     from rich.console import Console
 
     result = await run_bench(settings(cluster_double), Silent())
-    console = Console(record=True, width=120)
+    console = Console(record=True, width=80, file=StringIO())
     print_report(result, console)
     text = console.export_text()
-    for words in (
-        "programs offered",
-        "goodput, programs/s",
-        "scheduling bubble",
-        "(x1.00)",
-        "block by block",
-        "caesura bench --test",
-    ):
+    assert "…" not in text
+    for words in ("good programs/s", "TTFT p50, s", "TTFT p99, s", "Block by block", "caesura bench --test"):
         assert words in text
-    for path in write_plots(result, tmp_path / "plots"):
-        assert path.read_bytes().startswith(b"\x89PNG")
+    assert "scheduling bubble" not in text
+    print_report(result, console, verbose=True)
+    text = console.export_text()
+    for words in ("programs offered", "scheduling bubble", "(x1.00)"):
+        assert words in text
+    for path in write_plots(Runs(runs_of(bench_lines(result))), tmp_path / "plots"):
+        plot = ElementTree.parse(path).getroot()
+        assert plot.tag == "{http://www.w3.org/2000/svg}svg"
+        assert {"vllm", "continuum"} <= {text.text for text in plot.iter("{http://www.w3.org/2000/svg}text")}
 
 
-async def test_plots_of_nothing(cluster_double, tmp_path):
+async def test_plots_of_nothing(cluster_double, tmp_path) -> None:
     cluster_double.misbehaviour.kind = "503"
     result = await run_bench(settings(cluster_double), Silent())
-    assert len(write_plots(result, tmp_path)) == 3
+    for path in write_plots(Runs(runs_of(bench_lines(result))), tmp_path):
+        ElementTree.parse(path)
     assert as_json(by_policy(result)[0], result)["ttft_s"]["mean"] is None
 
 
-async def test_without_policies_the_server_is_left_as_it_is(cluster_double):
+async def test_without_policies_the_server_is_left_as_it_is(cluster_double) -> None:
     result = await run_bench(settings(cluster_double, policies=()), Silent())
     assert cluster_double.admin == []
     assert [summary.policy for summary in by_policy(result)] == ["as-served"]
 
 
-async def test_a_server_that_cannot_switch_is_refused(cluster_double):
+async def test_a_server_that_cannot_switch_is_refused(cluster_double) -> None:
     with pytest.raises(ConfigError, match=r"--policies: PUT .*/admin/policy answered 400: .*unknown policy"):
         await run_bench(settings(cluster_double, policies=("unknown",)), Silent())
     with pytest.raises(ConfigError, match="--url"):
         await run_bench(settings(cluster_double, url="http://127.0.0.1:9"), Silent())
 
 
-async def test_a_cancelled_run_leaves_nothing_behind(cluster_double):
+async def test_a_cancelled_run_leaves_nothing_behind(cluster_double) -> None:
     cluster_double.misbehaviour.kind = "stall"
     task = asyncio.create_task(run_bench(settings(cluster_double), Silent()))
     await cluster_double.asked.wait()
@@ -314,13 +321,13 @@ async def test_a_cancelled_run_leaves_nothing_behind(cluster_double):
         ("--max-turns", {"shaping": Shaping(max_turns=0)}),
     ],
 )
-def test_a_bad_value_names_its_flag(flag, changes):
+def test_a_bad_value_names_its_flag(flag, changes) -> None:
     values = {"url": "http://127.0.0.1:8000", "rate_per_s": 40.0, "duration_s": None, "count": 8}
     with pytest.raises(ConfigError, match=f"^{flag}"):
         BenchSettings(**values | changes)
 
 
-def test_nothing_that_fits_is_refused():
+def test_nothing_that_fits_is_refused() -> None:
     with pytest.raises(ConfigError, match="--max-context: none of 1200"):
         BenchSettings(url="http://x", shaping=Shaping(max_context=1)).load()
 
@@ -336,23 +343,27 @@ async def command(*arguments):
     return process.returncode, out.decode(), err.decode()
 
 
-async def test_the_command_from_flags_to_files(cluster_double, tmp_path):
+async def test_the_command_from_flags_to_files(cluster_double, tmp_path) -> None:
     code, out, err = await command(
         *("--url", cluster_double.url, "--policies", "vllm,continuum", "--count", 4, "--rate", 40, "--max-turns", 2),
         *("--scale-lengths", 0.02, "--scale-tools", 0, "--json", tmp_path / "o.jsonl", "--plots", tmp_path / "plots"),
     )
     assert code == 0, err
-    assert "programs offered" in out
+    assert "good programs/s" in out and "…" not in out
+    for policy in ("vllm", "continuum"):
+        assert f"block 1/1 {policy}: 0 of 4" in err and f"block 1/1 {policy}: 4 of 4 (4 ok)" in err
     assert f"Command: caesura bench --url {cluster_double.url}" in out
     assert [json.loads(line)["completed"] for line in (tmp_path / "o.jsonl").open()] == [4, 4]
     assert sorted(path.name for path in (tmp_path / "plots").iterdir()) == [
-        "goodput.png",
-        "jct_cdf.png",
-        "ttft_cdf.png",
+        "attainment.svg",
+        "completion_cdf.svg",
+        "goodput.svg",
+        "per_token_cdf.svg",
+        "ttft_cdf.svg",
     ]
 
 
-async def test_the_command_refuses_with_status_2(tmp_path):
+async def test_the_command_refuses_with_status_2(tmp_path) -> None:
     (tmp_path / "bad.jsonl").write_text("{}\n")
     for arguments, complaint in {
         ("--rate", 0): "--rate: 0.0 must be more than 0",

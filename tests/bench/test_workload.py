@@ -5,18 +5,17 @@ import json
 import statistics
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from cluster.bench.arrivals import Arrivals
-from cluster.bench.conversation import Conversation
-from cluster.bench.infercept import TABLE_1, builtin_workload
-from cluster.bench.trace import programs_from_trace
-from cluster.bench.workload import PlannedProgram, PlannedTurn, Shaping, Workload, draw
-from cluster.errors import ConfigError, TraceError
+from cluster.core.errors import ConfigError, TraceError
+from cluster.offline.bench.arrivals import Arrivals
+from cluster.offline.bench.infercept import TABLE_1, builtin_workload
+from cluster.offline.bench.trace import programs_from_trace
+from cluster.offline.bench.workload import Conversation, PlannedProgram, PlannedTurn, Shaping, Workload, draw
 
-TRACES = Path(__file__).parents[2] / "../shared/data/programs"
 STANDARD_ERRORS = 4.0
 
 
@@ -45,7 +44,7 @@ def written(path, *programs):
 
 
 @pytest.mark.parametrize("name", ["t.jsonl", "t.jsonl.gz"])
-def test_a_trace_is_read_as_it_was_recorded(tmp_path, name):
+def test_a_trace_is_read_as_it_was_recorded(tmp_path: Path, name) -> None:
     workload = programs_from_trace(written(tmp_path / name, recorded()))
     assert workload.name == "t"
     (program,) = workload.programs
@@ -57,7 +56,7 @@ def test_a_trace_is_read_as_it_was_recorded(tmp_path, name):
     )
 
 
-def test_reset_and_hidden_reasoning(tmp_path):
+def test_reset_and_hidden_reasoning(tmp_path: Path) -> None:
     turns = (
         recorded_turn(new_prompt_tokens=100, kept_output_tokens=4),
         recorded_turn(context_tokens=109),
@@ -73,13 +72,13 @@ def test_reset_and_hidden_reasoning(tmp_path):
     assert (program.prefix_group, program.prefix_tokens) == ("g", 40)
 
 
-def test_a_tool_is_named_with_the_command_that_it_ran(tmp_path):
+def test_a_tool_is_named_with_the_command_that_it_ran(tmp_path: Path) -> None:
     ran = recorded(recorded_turn(tool="bash", tool_cmd="grep"), recorded_turn(context_tokens=115))
     program = programs_from_trace(written(tmp_path / "t.jsonl", ran)).programs[0]
     assert program.turns[0].tool == "bash:grep"
 
 
-def test_a_null_duration_needs_a_decision(tmp_path):
+def test_a_null_duration_needs_a_decision(tmp_path: Path) -> None:
     null = recorded(recorded_turn(tool_duration_s=None), recorded_turn(context_tokens=115))
     path = written(tmp_path / "t.jsonl", recorded(program_id="fine"), null)
     with pytest.raises(TraceError, match=r"t\.jsonl:2: turns\.0\.tool_duration_s: .*--missing-tool-s"):
@@ -92,7 +91,7 @@ def test_a_null_duration_needs_a_decision(tmp_path):
         programs_from_trace(written(tmp_path / "nulls.jsonl", null), only_recorded=True)
 
 
-def test_a_turn_without_a_tool_is_followed_at_once(tmp_path):
+def test_a_turn_without_a_tool_is_followed_at_once(tmp_path: Path) -> None:
     silent = recorded_turn(tool=None, tool_duration_s=None, tool_return_tokens=None)
     path = written(tmp_path / "t.jsonl", recorded(silent, recorded_turn(context_tokens=110)))
     assert programs_from_trace(path, missing_tool_s=9.0).programs[0].turns[0].pause_s == 0.0
@@ -125,13 +124,13 @@ def test_a_turn_without_a_tool_is_followed_at_once(tmp_path):
         ('{"program_id": "\\ud800", "turns": []}', "the line: Invalid JSON"),
     ],
 )
-def test_a_bad_line_is_named(tmp_path, line, complaint):
+def test_a_bad_line_is_named(tmp_path: Path, line, complaint) -> None:
     path = written(tmp_path / "t.jsonl", recorded(program_id="first"), "", line)
     with pytest.raises(TraceError, match=rf"t\.jsonl:3: {complaint}"):
         programs_from_trace(path)
 
 
-def test_files_that_cannot_be_read(tmp_path):
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"absent\.jsonl:1: cannot be read"):
         programs_from_trace(tmp_path / "absent.jsonl")
     with pytest.raises(TraceError, match="no programs"):
@@ -143,15 +142,40 @@ def test_files_that_cannot_be_read(tmp_path):
             programs_from_trace(tmp_path / name)
 
 
-@pytest.mark.skipif(not TRACES.is_dir(), reason="the recorded traces (../shared/data) are not here")
-def test_the_recorded_traces_are_read_whole():
-    merge = programs_from_trace(TRACES / "infercept_merge.jsonl.gz")
-    assert len(merge.programs) == 256
-    assert {program.kind for program in merge.programs} == {row.kind for row in TABLE_1}
-    sessions = programs_from_trace(TRACES / "kvtester_cc.jsonl.gz", missing_tool_s=1.0)
-    assert len(sessions.programs) == 461
-    assert any(turn.reset for program in sessions.programs for turn in program.turns)
-    assert "21 turns were recorded without output" in " ".join(sessions.notes)
+def as_published(source: str, category: str, *turns: dict[str, Any]) -> dict[str, Any]:
+    """A line with all keys that the published recordings have, most of which are not ours."""
+    told = {"source": source, "agent": "an agent", "model": "a model", "arrival_s": None, "has_text": False}
+    told |= {"token_source": "provider_usage", "duration_kind": "gap_1s_quantised", "shared_prefix": None}
+    return told | recorded(*turns, program_id=f"{source}/{category}", category=category, split_group=f"{source}:1")
+
+
+def test_files_with_everything_that_recordings_have_are_read_whole(tmp_path: Path) -> None:
+    merge = (as_published("merge", row.kind) for row in TABLE_1)
+    programs = programs_from_trace(zipped(tmp_path / "merge.jsonl.gz", *merge)).programs
+    assert {program.kind for program in programs} == {row.kind for row in TABLE_1}
+    session = as_published(
+        "sessions",
+        "claude_code_session",
+        recorded_turn(new_prompt_tokens=100, llm_s=5.2, tool_duration_s=None),
+        recorded_turn(context_tokens=115, output_tokens=0, prefix_tokens=90, kept_output_tokens=0),
+        recorded_turn(context_tokens=60, reset=1, tool=None, tool_duration_s=None, tool_return_tokens=None),
+    )
+    prefix = {"group": "claude-code-tools-system", "tokens": 80}
+    child = {"parent_program_id": session["program_id"], "spawn_offset_s": 1.5}
+    subagent = as_published("sessions", "claude_code_subagent") | child
+    path = zipped(tmp_path / "sessions.jsonl.gz", session | {"shared_prefix": prefix}, subagent)
+    sessions = programs_from_trace(path, missing_tool_s=1.0)
+    assert [[turn.reset for turn in program.turns] for program in sessions.programs] == [
+        [False, False, True],
+        [False, False],
+    ]
+    assert sessions.programs[0].turns[0].pause_s == 1.0
+    assert "1 turns were recorded without output" in " ".join(sessions.notes)
+
+
+def zipped(path: Path, *lines: dict[str, Any]) -> Path:
+    path.write_bytes(gzip.compress("\n".join(map(json.dumps, lines)).encode()))
+    return path
 
 
 def samples(row):
@@ -170,14 +194,14 @@ def samples(row):
 
 @pytest.mark.parametrize("row", TABLE_1, ids=lambda row: row.kind)
 @pytest.mark.parametrize("figure", ["pause_s", "calls", "context_tokens"])
-def test_the_builtin_workload_has_the_figures_of_table_1(row, figure):
+def test_the_builtin_workload_has_the_figures_of_table_1(row, figure) -> None:
     found = samples(row)[figure]
     mean, sd = getattr(row, figure)
     assert statistics.fmean(found) == pytest.approx(mean, abs=STANDARD_ERRORS * sd / len(found) ** 0.5)
     assert statistics.stdev(found) == pytest.approx(sd, rel=0.15)
 
 
-def test_the_builtin_workload_is_deterministic_and_even():
+def test_the_builtin_workload_is_deterministic_and_even() -> None:
     workload = builtin_workload(3, 60)
     assert workload == builtin_workload(3, 60)
     assert workload != builtin_workload(4, 60)
@@ -191,7 +215,7 @@ LONG = PlannedProgram(
 )
 
 
-def test_shaping_cuts_scales_and_drops():
+def test_shaping_cuts_scales_and_drops() -> None:
     pool = Workload("w", (LONG, replace(LONG, program_id="longer", turns=(PlannedTurn(400, 10, 10),))))
     shaped = pool.shaped(Shaping(scale_lengths=0.5, scale_tools=0.1, max_context=100, max_turns=2), seed=0)
     assert shaped.dropped == 1
@@ -206,7 +230,7 @@ def test_shaping_cuts_scales_and_drops():
     assert len(pool.shaped(Shaping(max_context=159), 0).programs) == 0
 
 
-def test_limit_draws_by_seed():
+def test_limit_draws_by_seed() -> None:
     pool = builtin_workload(0, 60)
     some = pool.shaped(Shaping(limit=10), seed=1).programs
     assert some == pool.shaped(Shaping(limit=10), seed=1).programs
@@ -214,7 +238,7 @@ def test_limit_draws_by_seed():
     assert len(set(some)) == 10
 
 
-def test_drawing_uses_every_program_before_it_repeats():
+def test_drawing_uses_every_program_before_it_repeats() -> None:
     pool = builtin_workload(0, 6).programs
     drawn = draw(pool, 15, np.random.default_rng(0))
     assert set(drawn[:6]) == set(drawn[6:12]) == set(pool)
@@ -222,14 +246,14 @@ def test_drawing_uses_every_program_before_it_repeats():
 
 
 @pytest.mark.parametrize(("text", "cv"), [("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:2", 2.0)])
-def test_arrivals_have_their_rate_and_burstiness(text, cv):
+def test_arrivals_have_their_rate_and_burstiness(text, cv) -> None:
     times = Arrivals.parse(text, 4.0).times_s(np.random.default_rng(0), count=20_000)
     gaps = np.diff(times)
     assert np.mean(gaps) == pytest.approx(0.25, rel=STANDARD_ERRORS * cv / 20_000**0.5)
     assert np.std(gaps) / np.mean(gaps) == pytest.approx(cv, rel=0.05)
 
 
-def test_arrivals_of_a_duration():
+def test_arrivals_of_a_duration() -> None:
     process = Arrivals.parse("poisson", 5.0)
     times = process.times_s(np.random.default_rng(7), duration_s=400.0)
     assert len(times) == pytest.approx(2000, abs=STANDARD_ERRORS * 2000**0.5)
@@ -241,12 +265,12 @@ def test_arrivals_of_a_duration():
 @pytest.mark.parametrize(
     "text", ["", "uniform", "gamma", "gamma:", "gamma:x", "gamma:0", "gamma:-1", "gamma:nan", "poisson:2"]
 )
-def test_unknown_arrivals_name_the_flag(text):
+def test_unknown_arrivals_name_the_flag(text) -> None:
     with pytest.raises(ConfigError, match="--arrivals"):
         Arrivals.parse(text, 1.0)
 
 
-def test_prompts_extend_what_was_sent_and_generated():
+def test_prompts_extend_what_was_sent_and_generated() -> None:
     talk = Conversation(LONG, seed=(0, 0, 0))
     first, known = talk.prompt(LONG.turns[0])
     assert (len(first), known) == (100, 0)
@@ -261,7 +285,7 @@ def test_prompts_extend_what_was_sent_and_generated():
     assert (len(third), known) == (145, 130)
 
 
-def test_a_reset_keeps_the_shared_prefix_only():
+def test_a_reset_keeps_the_shared_prefix_only() -> None:
     talk = Conversation(LONG, seed=(0, 0, 0))
     first, _ = talk.prompt(LONG.turns[0])
     talk.answered([7] * 10, kept_tokens=10)
@@ -271,7 +295,7 @@ def test_a_reset_keeps_the_shared_prefix_only():
     assert again[40:] != first[40:60]
 
 
-def test_only_programs_of_a_group_share_their_beginning():
+def test_only_programs_of_a_group_share_their_beginning() -> None:
     def first(group, seed):
         return Conversation(replace(LONG, prefix_group=group), seed).prompt(LONG.turns[0])[0]
 

@@ -17,10 +17,10 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.program import WIRE_KEY, Hints, ProgramIdentity
-from cluster.registry import POLICIES
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.program import WIRE_KEY, Hints, ProgramIdentity
+from cluster.core.registry import POLICIES
 from replicas.control import ControlChannel
 from replicas.presets import preset
 from replicas.settings import SchedulerSettings
@@ -56,7 +56,7 @@ async def engine(tiny_model: Path) -> AsyncIterator[AsyncLLM]:
         block_size=BLOCK,
         num_gpu_blocks_override=BLOCKS,
         distributed_executor_backend="uni",
-        scheduler_cls="replicas.scheduler.AgentScheduler",
+        scheduler_cls="replicas.control.AgentScheduler",
         additional_config=SchedulerSettings(policy=PolicyConfig(name="vllm")).additional_config(),
     )
     engine = AsyncLLM.from_vllm_config(arguments.create_engine_config())
@@ -122,10 +122,10 @@ async def test_live_every_program_finishes_with_vllms_own_tokens_and_no_block_le
     channel = ControlChannel(engine, timeout_s=30.0)
     assert (await channel.call("set_policy", name=policy))["name"] == policy
     await channel.call("reset")
-    before = (await snapshot(channel))["concluded_programs"]
+    before = (await snapshot(channel))["programs_completed"]
     assert await programs(engine, policy) == stock
     numbers = await snapshot(channel)
-    assert numbers["concluded_programs"] == before + PROGRAMS
+    assert numbers["programs_completed"] == before + PROGRAMS
     assert (numbers["running"], numbers["waiting"], numbers["held_blocks"]) == (0, 0, 0)
     assert numbers["free_blocks"] == numbers["total_blocks"] == BLOCKS - 1
     stories = [await channel.call("program", key=f"default/{policy}-{number}") for number in range(PROGRAMS)]

@@ -14,19 +14,19 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.api_server import init_app_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cluster.config import PolicyConfig
-from cluster.errors import HttpError
-from cluster.program import ProgramIdentity
-from cluster.stream import Told
-from cluster.turn import Continuation, Rendering, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids, unpack_ids
+from cluster.config.schema import PolicyConfig
+from cluster.core.errors import HttpError
+from cluster.core.program import ProgramIdentity
+from cluster.core.stream import StreamChunk
+from cluster.core.turn import Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids, unpack_ids
 from replicas.chat_text import ChatText
+from replicas.continuation import TOOLS
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
 from replicas.requests import as_refusal, parse_request
 from replicas.resumption import Watch
 from replicas.settings import SchedulerSettings
-from replicas.template_samples import TOOLS
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -38,7 +38,7 @@ class Replica:
     """The engine's part of a ProgramServer, without Ray Serve around it."""
 
     def __init__(self, client: AsyncLLM, engine: ReplicaEngine) -> None:
-        self.renderings: list[Rendering] = []
+        self.renderings: list[PromptMode] = []
         self.prompts: list[list[int]] = []
         self.channel = ControlChannel(client, timeout_s=30.0)
         self._watch(client)
@@ -86,7 +86,7 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
         num_gpu_blocks_override=129,
         max_num_seqs=8,
         distributed_executor_backend="uni",
-        scheduler_cls="replicas.scheduler.AgentScheduler",
+        scheduler_cls="replicas.control.AgentScheduler",
         additional_config=settings.additional_config(),
     )
     front = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", enable_prompt_tokens_details=True)
@@ -145,7 +145,7 @@ async def run_program(replica: Replica, name: str, last_turns: list[dict[str, An
         body = body_of(messages, tools=list(TOOLS), **more)
         began, ids, message, done = parsed(await replica.turn(body, continuation, name))
         added = unpack_ids(began.added_ids)
-        assert began.rendering is (Rendering.CONTINUED if number else Rendering.FIRST)
+        assert began.rendering is (PromptMode.CONTINUED if number else PromptMode.FIRST)
         assert replica.prompts[-1] == context + added
         assert done.prompt_tokens == len(context) + len(added)
         assert done.output_tokens == len(ids) > 0
@@ -182,6 +182,21 @@ async def test_all_ids_come_whatever_the_parser_says(replica: Replica, choice: s
     assert len(ids) == done.output_tokens > 0
 
 
+async def test_a_turn_that_ends_within_a_call_says_that_it_was_cut(replica: Replica) -> None:
+    """vLLM's stream says `tool_calls` of it: whoever believes that runs half a call."""
+    whole = 0
+    for budget in (5, 10, 20, 30, 40, 60, 200):
+        for choice in (NAMED, "required"):
+            body = body_of(QUESTION, tools=list(TOOLS), tool_choice=choice, max_completion_tokens=budget)
+            _, ids, _, done = parsed(await replica.turn(body))
+            if len(ids) == budget:
+                assert done.finish_reason == "length"
+            else:
+                assert done.finish_reason == "tool_calls"
+                whole += 1
+    assert whole > 0
+
+
 async def test_a_turn_that_was_cut_is_closed_and_continued(replica: Replica) -> None:
     cut = {"tool_choice": "none", "max_completion_tokens": 7, "ignore_eos": True}
     await run_program(replica, "cut", [cut, cut, {"tool_choice": NAMED}, cut, {"tool_choice": "none"}])
@@ -192,7 +207,7 @@ async def test_a_turn_that_was_cut_is_closed_and_continued(replica: Replica) -> 
 async def test_turns_without_an_identity_and_without_parsers_fields(replica: Replica) -> None:
     body = {"messages": [{"role": "user", "content": "Hello"}], "max_completion_tokens": 3, "include_reasoning": False}
     began, ids, _, done = parsed(await replica.turn(body))
-    assert (began.rendering, len(ids), done.finish_reason) == (Rendering.FIRST, 3, "length")
+    assert (began.rendering, len(ids), done.finish_reason) == (PromptMode.FIRST, 3, "length")
     assert unpack_ids(began.added_ids) == replica.prompts[-1]
 
 
@@ -201,7 +216,7 @@ async def test_closing_a_turn_frees_the_engines_blocks(replica: Replica) -> None
     body = body_of([{"role": "user", "content": "Tell me. " * 50}], ignore_eos=True, max_completion_tokens=2000)
     pieces = replica.turns.run(body, {"x-request-id": "closed"}, None, None, None, Watch())
     first = await anext(pieces)
-    assert isinstance(first, Told)
+    assert isinstance(first, StreamChunk)
     assert isinstance(first.data[0], TurnBegan)
     assert (await snapshot(replica))["running"] == 1
     await pieces.aclose()
@@ -272,9 +287,9 @@ async def test_a_prompt_that_has_to_be_rendered_again_is(replica: Replica) -> No
     messages = [{"role": "user", "content": content}, *ROUND[1:]]
     plain = replica.after_question(5, 6, 7)
     began, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1), plain))
-    assert began.rendering is Rendering.CONTINUED, "text in parts is text"
+    assert began.rendering is PromptMode.CONTINUED, "text in parts is text"
     began, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1, add_special_tokens=True), plain))
-    assert began.rendering is Rendering.RENDERED_AGAIN
+    assert began.rendering is PromptMode.RENDERED_AGAIN
     first, *_ = parsed(await replica.turn(body_of(messages, max_completion_tokens=1)))
     assert began.added_ids == first.added_ids
-    assert replica.renderings[-3:] == [Rendering.CONTINUED, Rendering.RENDERED_AGAIN, Rendering.FIRST]
+    assert replica.renderings[-3:] == [PromptMode.CONTINUED, PromptMode.RENDERED_AGAIN, PromptMode.FIRST]

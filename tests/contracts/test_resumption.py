@@ -16,18 +16,18 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.api_server import init_app_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cluster.config import PolicyConfig
-from cluster.errors import HttpError, UpstreamFailed
-from cluster.program import ProgramIdentity
-from cluster.stream import Progress, Told, joined
-from cluster.turn import TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
+from cluster.config.schema import PolicyConfig
+from cluster.core.errors import HttpError, UpstreamFailed
+from cluster.core.program import ProgramIdentity
+from cluster.core.stream import Progress, StreamChunk, joined
+from cluster.core.turn import TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
 from replicas.chat_text import ChatText
+from replicas.continuation import TOOLS
 from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
 from replicas.requests import attach_program, parse_request
 from replicas.resumption import Watch, events
 from replicas.settings import SchedulerSettings
-from replicas.template_samples import TOOLS
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -52,7 +52,7 @@ class Replica:
         self.engine.watch_streams()
         self.turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), 0.0, lambda rendering: None)
 
-    async def stream(self, method: str, body: dict[str, Any], so_far: Progress | None = None) -> list[Told[str]]:
+    async def stream(self, method: str, body: dict[str, Any], so_far: Progress | None = None) -> list[StreamChunk[str]]:
         request, watch = parse_request(method, body), Watch(so_far)
         attach_program(request, HEADERS, None, ProgramIdentity().encode())
         headers = RawRequestInfo(headers=HEADERS)
@@ -61,10 +61,10 @@ class Replica:
         for piece in made:
             if isinstance(piece, HttpError):
                 raise piece
-            assert isinstance(piece, Told)
+            assert isinstance(piece, StreamChunk)
         return made  # type: ignore[return-value]
 
-    async def turn(self, body: dict[str, Any], so_far: Progress | None = None) -> list[Told[Any]]:
+    async def turn(self, body: dict[str, Any], so_far: Progress | None = None) -> list[StreamChunk[Any]]:
         batches = self.turns.run(body, HEADERS, None, None, None, Watch(so_far))
         return [batch async for batch in batches]  # type: ignore[misc]
 
@@ -81,7 +81,7 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
         num_gpu_blocks_override=129,
         max_num_seqs=8,
         distributed_executor_backend="uni",
-        scheduler_cls="replicas.scheduler.AgentScheduler",
+        scheduler_cls="replicas.control.AgentScheduler",
         additional_config=settings.additional_config(),
     )
     front = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", enable_prompt_tokens_details=True)
@@ -94,7 +94,7 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
     client.shutdown()
 
 
-def folded(pieces: list[Told[str]]) -> dict[str, Any]:
+def folded(pieces: list[StreamChunk[str]]) -> dict[str, Any]:
     """What a client makes of a stream, however its tokens came together."""
     told: dict[str, Any] = {"heads": set(), "text": "", "ids": [], "calls": {}, "ends": [], "usage": [], "roles": []}
     for piece in pieces:
@@ -266,7 +266,7 @@ async def test_a_turn_of_a_run_goes_on_where_it_broke_off(replica: Replica) -> N
     body["max_completion_tokens"] = 120
     whole = await replica.turn(body)
 
-    def read(batches: list[Told[Any]]) -> tuple[Any, ...]:
+    def read(batches: list[StreamChunk[Any]]) -> tuple[Any, ...]:
         began, *deltas, done = [piece for batch in batches for piece in batch.data]
         assert isinstance(began, TurnBegan)
         assert isinstance(done, TurnDone)

@@ -1,18 +1,29 @@
 """The private names of vLLM that Caesura builds on, as they are in the pinned version.
 
-If one of these fails after an upgrade of vLLM, the list at the top of `replicas/scheduler.py` says what to look at.
+If one of these fails after an upgrade of vLLM, look at the lists at the top of `replicas/scheduler.py` and of
+`replicas/vllm_patches.py`.
 """
 
 import importlib.metadata
 import inspect
+import os
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import ray
+from vllm.utils import system_utils
 from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
+from vllm.v1.request import Request, RequestStatus
 
-from replicas.forking import METHOD
+from cluster.core.clock import ManualClock
+from replicas.host_tier import kv_transfer_config
+from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink, write_config_only_model
+from replicas.vllm_patches import METHOD
 
 
 def test_the_pinned_version() -> None:
@@ -39,21 +50,70 @@ def test_the_overridden_names_have_the_signatures_we_wrote_for(owner: type, name
     assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
 
 
-def test_a_preemption_goes_through_the_wrapped_method() -> None:
-    assert "self._preempt_request(" in inspect.getsource(AsyncScheduler.schedule)
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_config_only_model(tmp_path_factory.mktemp("model"), 8192)
 
 
-def test_allocate_slots_says_by_keyword_what_the_prefix_cache_had() -> None:
-    parameters = list(inspect.signature(KVCacheManager.allocate_slots).parameters)
-    assert parameters[:4] == ["self", "request", "num_new_tokens", "num_new_computed_tokens"]
-    assert "num_new_computed_tokens=num_new_local_computed_tokens" in inspect.getsource(AsyncScheduler.schedule)
+class Recording(AsyncScheduler):
+    """vLLM's scheduler, which records what we override or wrap."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.preempted: list[str] = []
+        self.allocations: list[tuple[str, RequestStatus, dict[str, Any]]] = []
+        allocate_slots = self.kv_cache_manager.allocate_slots
+
+        def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> Any:
+            self.allocations.append((request.request_id, request.status, kwargs))
+            return allocate_slots(request, num_new_tokens, **kwargs)
+
+        self.kv_cache_manager.allocate_slots = allocate
+
+    def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
+        self.preempted.append(request.request_id)
+        super()._preempt_request(request, *args, **kwargs)
 
 
-def test_a_running_turn_sits_out_the_steps_before_its_mark() -> None:
-    source = inspect.getsource(AsyncScheduler.schedule)
-    assert source.index("self.current_step += 1") < source.index(
-        "self.current_step < request.next_decode_eligible_step"
-    )
+def test_a_preemption_goes_through_the_overridden_method(model: Path) -> None:
+    engine = VirtualEngine(Recording, model, Shape(num_blocks=64))
+    engine.submit("a", range(500), 40)
+    engine.submit("b", range(1000, 1480), 40)
+    engine.run()
+    assert engine.scheduler.preempted == ["b"]
+
+
+def test_an_admission_brings_by_keyword_what_the_prefix_cache_had(model: Path) -> None:
+    engine = VirtualEngine(Recording, model)
+    engine.submit("a", range(100), 1)
+    engine.run()
+    engine.submit("b", range(110), 2)
+    engine.run()
+    admission, *running = [call for call in engine.scheduler.allocations if call[0] == "b"]
+    assert admission[1] is RequestStatus.WAITING
+    assert admission[2]["num_new_computed_tokens"] == 96
+    assert [status for _, status, _ in running] == [RequestStatus.RUNNING]
+
+
+def test_a_running_turn_sits_out_the_steps_before_its_mark(model: Path) -> None:
+    engine = VirtualEngine(AsyncScheduler, model)
+    request = engine.submit("a", range(100), 5)
+    assert engine.step().num_scheduled_tokens == {"a": 100}
+    request.next_decode_eligible_step = engine.scheduler.current_step + 2
+    assert engine.step().num_scheduled_tokens == {}
+    assert engine.step().num_scheduled_tokens == {"a": 1}
+
+
+def test_vllm_stores_a_last_block_whose_last_token_was_not_computed(model: Path) -> None:
+    """When this fails, `replicas.vllm_patches.stop_storing_after` can go."""
+    link = VirtualLink(ManualClock(), lambda tokens: 0.0, 16)
+    shape = Shape(host_blocks=8)
+    engine = VirtualEngine(AsyncScheduler, model, shape, link=link, transfer_config=kv_transfer_config)
+    engine.submit("a", range(15), 1)
+    engine.run()
+    for _ in range(3):
+        engine.step()
+    assert link.stored_tokens == 16
 
 
 def test_the_queue_protocol_is_the_one_we_implement() -> None:
@@ -63,9 +123,13 @@ def test_the_queue_protocol_is_the_one_we_implement() -> None:
     }
 
 
-def test_the_start_method_of_the_engine_process_is_asked_for_where_we_answer() -> None:
-    from vllm.utils import system_utils
-
-    source = inspect.getsource(system_utils._maybe_force_spawn)
-    assert "is_in_ray_actor()" in source
-    assert f'"{METHOD}"' in source
+@pytest.mark.parametrize(("in_ray_actor", "method"), [(True, "spawn"), (False, "fork")])
+def test_the_start_method_of_the_engine_process_is_ours_outside_a_ray_actor(
+    monkeypatch: pytest.MonkeyPatch, in_ray_actor: bool, method: str
+) -> None:
+    monkeypatch.setattr(system_utils, "is_in_ray_actor", lambda: in_ray_actor)
+    monkeypatch.setattr(ray, "get_runtime_context", lambda: SimpleNamespace(gcs_address="nowhere"))
+    monkeypatch.setenv("RAY_ADDRESS", "nowhere")
+    monkeypatch.setenv(METHOD, "fork")
+    system_utils._maybe_force_spawn()
+    assert os.environ[METHOD] == method

@@ -14,12 +14,13 @@ from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.sampling_params import RequestOutputKind, SamplingParams
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from cluster.config import PolicyConfig
-from cluster.errors import ControlRefused, EngineGone
-from cluster.program import WIRE_KEY, Hints, ProgramIdentity
-from cluster.routing import ReplicaSnapshot, program_name, unpack_names
-from cluster.statistics import DurationTable
+from cluster.config.schema import PolicyConfig
+from cluster.core.errors import ControlRefused, EngineGone
+from cluster.core.program import WIRE_KEY, Hints, ProgramIdentity
+from cluster.core.replica_snapshot import ReplicaSnapshot, program_name, unpack_names
+from cluster.durations.table import OVERALL, DurationTable
 from replicas.control import ControlChannel
+from replicas.duration_sync import unpack_parts
 from replicas.router_side import RouterSide
 from replicas.settings import SchedulerSettings
 
@@ -36,7 +37,7 @@ def engine_of(model: Path, asynchronous: bool) -> AsyncLLM:
         num_gpu_blocks_override=129,
         max_num_seqs=16,
         distributed_executor_backend="uni",
-        scheduler_cls="replicas.scheduler.AgentScheduler",
+        scheduler_cls="replicas.control.AgentScheduler",
         additional_config=settings.additional_config(),
     )
     config = arguments.create_engine_config()
@@ -146,14 +147,14 @@ async def test_the_control_channel_round_trips(engine: AsyncLLM, channel: Contro
     others = DurationTable()
     for seconds in (1.0, 2.0, 3.0):
         others.observe("far_tool", seconds)
-    answer = await channel.call("exchange", durations=others.to_bytes())
-    assert DurationTable.from_bytes(answer["durations"]).tool("far_tool") is None  # the others' is not told as ours
+    answer = await channel.call("exchange", durations=others.to_bytes(), revision=0)
+    assert "far_tool" not in unpack_parts(answer["durations"])  # the others' part does not come back as ours
     await generate(engine, "r", [9] * 70, 2, identity=ProgramIdentity(program_id="r"))
     assert (await channel.call("tool_started", key="default/r", tools=["sh"], expected_s=30.0))["held"]
     assert (await channel.call("hold", key="default/r", seconds=60.0))["held_blocks"] == 3
     assert (await channel.call("tool_finished", key="default/r"))["held"]
-    mine = DurationTable.from_bytes((await channel.call("exchange"))["durations"])
-    assert mine.tool("sh") is not None
+    answer = await channel.call("exchange", revision=answer["revision"])
+    assert {"sh", OVERALL} <= unpack_parts(answer["durations"]).keys()
     assert (await channel.call("end", key="default/r"))["ended"]
     assert (await channel.call("program", key="default/r"))["phase"] == "ended"
     assert await channel.call("program", key="nobody") == {}

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from cluster.metrics import PREFIX
+from cluster.observing.catalogue import PREFIX
 
 Series = dict[str, str]
 """Selector without our prefix to values in promtool's notation."""
@@ -17,6 +17,7 @@ class Story:
     fires: Series
     quiet: Series
     interval: str = "1m"
+    """Of the series and of evaluations."""
 
 
 def turns(good: int, *, of: int = 60, length: int = 400) -> Series:
@@ -33,10 +34,10 @@ def programs(good: int, *, of: int = 60, length: int = 400) -> Series:
     }
 
 
-def refusals(refused: int) -> Series:
+def rejections(rejected: int) -> Series:
     return {
-        'refusals_total{model="m",reason="hopeless"}': f"0+{refused}x60",
-        'placements_total{model="m",reason="new"}': f"0+{100 - refused}x60",
+        'requests_rejected_total{model="m",reason="queue_timeout"}': f"0+{rejected}x60",
+        'routing_decisions_total{model="m",reason="new"}': f"0+{100 - rejected}x60",
     }
 
 
@@ -47,14 +48,14 @@ def calls(ok: int) -> Series:
     }
 
 
-def memory(recomputed: int, broken: int) -> Series:
+def memory(recomputed: int, evicted: int) -> Series:
     return {
-        'context_tokens_total{model="m",kind="new"}': "0+1000x60",
-        'context_tokens_total{model="m",kind="reused"}': f"0+{1000 - recomputed}x60",
-        'context_tokens_total{model="m",kind="recomputed"}': f"0+{recomputed}x60",
-        'holds_ended_total{model="m",how="used"}': f"0+{10 - broken}x60",
-        'holds_ended_total{model="m",how="broken_waiting"}': f"0+{broken}x60",
-        'pauses_total{model="m",decision="hold",reason="pays"}': "0+10x60",
+        'context_tokens_total{model="m",source="new"}': "0+1000x60",
+        'context_tokens_total{model="m",source="reused"}': f"0+{1000 - recomputed}x60",
+        'context_tokens_total{model="m",source="recomputed"}': f"0+{recomputed}x60",
+        'kv_pins_released_total{model="m",reason="used"}': f"0+{10 - evicted}x60",
+        'kv_pins_released_total{model="m",reason="broken_waiting"}': f"0+{evicted}x60",
+        'kv_retention_decisions_total{model="m",decision="hold",reason="pays"}': "0+10x60",
     }
 
 
@@ -65,19 +66,19 @@ def admitted(starved: int) -> Series:
     }
 
 
-def forecasts(errors: str) -> Series:
+def predictions(errors: str) -> Series:
     return {
-        'forecasts_compared_total{of="tokens"}': "0+10x400",
-        'forecast_actual_total{of="tokens"}': "0+100x400",
-        'forecast_absolute_error_total{of="tokens"}': errors,
+        'predictions_compared_total{quantity="tokens"}': "0+10x400",
+        'prediction_actual_total{quantity="tokens"}': "0+100x400",
+        'prediction_absolute_error_total{quantity="tokens"}': errors,
     }
 
 
-def answers(service: int, late: int, statistics: int = 0) -> Series:
+def sources(service: int, late: int, statistics: int = 0) -> Series:
     return {
-        'forecasts_total{answered="service"}': f"0+{service}x60",
-        'forecasts_total{answered="deadline"}': f"0+{late}x60",
-        'forecasts_total{answered="statistics"}': f"0+{statistics}x60",
+        'predictions_total{source="service"}': f"0+{service}x60",
+        'predictions_total{source="deadline"}': f"0+{late}x60",
+        'predictions_total{source="statistics"}': f"0+{statistics}x60",
     }
 
 
@@ -95,45 +96,48 @@ def gauge(name: str, labels: str, high: float, low: float) -> tuple[Series, Seri
 
 
 STORIES = (
-    Story("CaesuraTurnsMissTheirSloFast", "90m", turns(good=6), turns(good=46)),
+    Story("CaesuraTurnSloBurnFast", "90m", turns(good=6), turns(good=46)),
     # 20 % outside is within what a month's budget bears for an hour, not for a day.
-    Story("CaesuraTurnsMissTheirSlo", "8h", turns(good=48), turns(good=58), "5m"),
+    Story("CaesuraTurnSloBurnSlow", "8h", turns(good=48), turns(good=58), "5m"),
     # Nothing good at all, not even the counter's series.
     Story(
-        "CaesuraTurnsMissTheirSloFast",
+        "CaesuraTurnSloBurnFast",
         "90m",
         {'requests_total{model="m",tenant="t",outcome="failed"}': "0+10x120"},
         {'requests_total{model="m",tenant="t",outcome="unfinished"}': "0+10x120"},
     ),
-    # Two turns in an hour say nothing.
-    Story("CaesuraTurnsMissTheirSloFast", "90m", turns(good=0), turns(good=0, of=0)),
-    Story("CaesuraProgramsMissTheirSloFast", "90m", programs(good=6), programs(good=46)),
-    Story("CaesuraProgramsMissTheirSlo", "8h", programs(good=48), programs(good=58), "5m"),
-    Story("CaesuraNothingToScrape", "10m", {}, {'replica_up{model="m",state="up"}': "1x60"}),
-    Story("CaesuraNoReplica", "10m", *gauge("replica_up", 'model="m",state="up"', 0, 1)),
-    Story("CaesuraReplicaFlaps", "20m", starts(True, True, True, False), starts(True, True, False, False)),
+    # The share of two turns in an hour is not significant.
+    Story("CaesuraTurnSloBurnFast", "90m", turns(good=0), turns(good=0, of=0)),
+    Story("CaesuraProgramSloBurnFast", "90m", programs(good=6), programs(good=46)),
+    Story("CaesuraProgramSloBurnSlow", "8h", programs(good=48), programs(good=58), "5m"),
+    Story("CaesuraMetricsAbsent", "10m", {}, {'replica_up{model="m",state="up"}': "1x60"}),
+    Story("CaesuraNoReplicaUp", "10m", *gauge("replica_up", 'model="m",state="up"', 0, 1)),
+    Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True, False), starts(True, True, False, False)),
     # All are gone.
-    Story("CaesuraReplicaFlaps", "20m", starts(True, True, True), starts(True, True)),
-    Story("CaesuraRouterKnowsOldThings", "10m", *gauge("snapshot_age_seconds", 'model="m"', 20, 3)),
-    Story("CaesuraRefusals", "20m", refusals(20), refusals(2)),
-    Story("CaesuraStoreDown", "10m", *gauge("store_up", 'by="ingress"', 0, 1)),
-    Story("CaesuraToolFails", "30m", calls(ok=5), calls(ok=9)),
-    Story("CaesuraKvThrash", "30m", memory(recomputed=600, broken=6), memory(recomputed=600, broken=0)),
-    Story("CaesuraKvThrash", "30m", memory(recomputed=600, broken=6), memory(recomputed=100, broken=6)),
+    Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True), starts(True, True)),
+    Story("CaesuraRouterSnapshotStale", "10m", *gauge("snapshot_age_seconds", 'model="m"', 20, 3)),
+    Story("CaesuraRejectionRateHigh", "20m", rejections(20), rejections(2)),
+    Story("CaesuraStoreDown", "10m", *gauge("store_up", 'component="router"', 0, 1)),
+    Story("CaesuraToolFailing", "30m", calls(ok=5), calls(ok=9)),
+    Story("CaesuraKvThrashing", "30m", memory(recomputed=600, evicted=6), memory(recomputed=600, evicted=0)),
+    Story("CaesuraKvThrashing", "30m", memory(recomputed=600, evicted=6), memory(recomputed=100, evicted=6)),
     Story("CaesuraStarvation", "30m", admitted(starved=5), admitted(starved=0)),
     Story("CaesuraTurnStuck", "10m", *gauge("oldest_waiting_seconds", 'model="m"', 300, 10)),
-    Story("CaesuraStepsAreSlow", "30m", *gauge("step_pace", 'model="m"', 4, 1)),
-    # A day at 0.4, then hours at 0.9; or 0.9 all along, which is a poor model, but no drift.
-    Story("CaesuraForecastsDrift", "29h", forecasts("0+40x300 12040+90x100"), forecasts("0+90x400"), "5m"),
-    Story("CaesuraForecastsFallBack", "30m", answers(service=5, late=5), answers(service=9, late=1)),
-    Story("CaesuraForecastsFallBack", "30m", answers(service=0, late=5), answers(0, 0, statistics=9)),
+    Story("CaesuraStepTimeHigh", "30m", *gauge("step_time_ratio", 'model="m"', 4, 1)),
+    # A day at 0.4, then hours at 0.9; or 0.9 all along, which is a poor model, but not drift.
+    Story("CaesuraPredictionDrift", "29h", predictions("0+40x300 12040+90x100"), predictions("0+90x400"), "5m"),
+    Story("CaesuraPredictorDegraded", "30m", sources(service=5, late=5), sources(service=9, late=1)),
+    Story("CaesuraPredictorDegraded", "30m", sources(service=0, late=5), sources(0, 0, statistics=9)),
 )
 
 
-def as_test_file(rules: str) -> dict[str, object]:
-    """What `promtool test rules` reads; ``rules`` is the rule file's path."""
+INTERVALS = sorted({story.interval for story in STORIES})
+
+
+def as_test_file(rules: str, interval: str) -> dict[str, object]:
+    """The stories of one interval as `promtool test rules` reads them; ``rules`` is the rule file's path."""
     tests = []
-    for story in STORIES:
+    for story in (one for one in STORIES if one.interval == interval):
         for series, count in ((story.fires, [1.0]), (story.quiet, [])):
             firing = f'count by (alertname) (ALERTS{{alertstate="firing",alertname="{story.alert}"}})'
             samples = [{"labels": f'{{alertname="{story.alert}"}}', "value": value} for value in count]
@@ -144,4 +148,4 @@ def as_test_file(rules: str) -> dict[str, object]:
                     "promql_expr_test": [{"expr": firing, "eval_time": story.at, "exp_samples": samples}],
                 }
             )
-    return {"rule_files": [rules], "evaluation_interval": "1m", "tests": tests}
+    return {"rule_files": [rules], "evaluation_interval": interval, "tests": tests}

@@ -1,26 +1,19 @@
-"""When a Prometheus can be asked everything: a moment up to which every scrape went well. A real one scrapes here."""
+"""`Prometheus.gapless_moment`: a moment up to which every scrape succeeded. A real Prometheus scrapes here."""
 
-import shutil
 import threading
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from cluster.clock import MonotonicClock
-from cluster.dashboards import scraping
-from cluster.proof.moment import gapless_moment
-from cluster.proof.prometheus import Prometheus, PrometheusFailed
+from cluster.offline.dashboards.render import RULES_FILE, scrape_nodes
+from tests.dashboards.prometheus_server import Prometheus, PrometheusFailed, needs_prometheus, until
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("prometheus") is None, reason="prometheus is not installed (Debian: apt-get install prometheus)"
-)
+pytestmark = needs_prometheus
 
-RULES = "groups: [{name: one, rules: [{record: 'running:twice', expr: 2 * caesura_running}]}]"
-PAGE = "caesura_running 3\n"
-NODE_LEFT_OUT = 'caesura_scrape_failures{kind="timeout"} 1\n'
+RULES = "groups: [{name: one, rules: [{record: 'held:twice', expr: 2 * caesura_held_programs}]}]"
+PAGE = "caesura_held_programs 3\n"
 OVER_S = 1.0
 """Five scrapes."""
 NEVER_S = 3.0
@@ -38,29 +31,29 @@ class Target:
 
 @pytest.fixture
 def target() -> Iterator[Target]:
-    told = Target()
+    served = Target()
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
-            self.send_response(told.status)
+            self.send_response(served.status)
             self.send_header("Content-Type", "text/plain; version=0.0.4")
             self.end_headers()
-            self.wfile.write(told.page.encode())
+            self.wfile.write(served.page.encode())
 
         def log_message(self, format: str, *args: object) -> None: ...
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        told.address = f"127.0.0.1:{server.server_port}"
+        served.address = f"127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
-        yield told
+        yield served
         server.shutdown()
         thread.join()
 
 
 def scraper(target: Target) -> Prometheus:
-    scrape = scraping.from_nodes([target.address], interval="200ms")
-    return Prometheus({"prometheus.yml": scrape, scraping.RULES_FILE: RULES})
+    scrape = scrape_nodes([target.address], interval="200ms")
+    return Prometheus({"prometheus.yml": scrape, RULES_FILE: RULES})
 
 
 @pytest.fixture
@@ -70,28 +63,23 @@ def prometheus(target: Target) -> Iterator[Prometheus]:
 
 
 def moment(prometheus: Prometheus, within_s: float = ENOUGH_S) -> float:
-    return gapless_moment(prometheus, MonotonicClock(), over_s=OVER_S, within_s=within_s)
+    return prometheus.gapless_moment(OVER_S, within_s)
 
 
 def until_up_is(prometheus: Prometheus, value: float) -> None:
-    deadline_s = time.monotonic() + ENOUGH_S
-    while [one.value for one in prometheus.query("up")] != [value]:
-        assert time.monotonic() < deadline_s
-        time.sleep(0.05)
+    until(lambda: [one.value for one in prometheus.query("up")] == [value], ENOUGH_S, f"up is {value:g}")
 
 
-def test_what_is_asked_as_of_a_moment_does_not_hang_on_the_scrapes_after_it(
-    prometheus: Prometheus, target: Target
-) -> None:
+def test_answers_as_of_the_moment_do_not_depend_on_later_scrapes(prometheus: Prometheus, target: Target) -> None:
     at_s = moment(prometheus)
     target.status = 503
     until_up_is(prometheus, 0.0)
-    assert prometheus.query("caesura_running") == []
-    assert [one.value for one in prometheus.query("caesura_running", at_s)] == [3.0]
-    assert [one.value for one in prometheus.query("running:twice", at_s)] == [6.0]
+    assert prometheus.query("caesura_held_programs") == []
+    assert [one.value for one in prometheus.query("caesura_held_programs", at_s)] == [3.0]
+    assert [one.value for one in prometheus.query("held:twice", at_s)] == [6.0]
 
 
-def test_a_failed_scrape_is_none_of_such_a_moments_past(prometheus: Prometheus, target: Target) -> None:
+def test_the_window_before_the_moment_has_no_failed_scrape(prometheus: Prometheus, target: Target) -> None:
     moment(prometheus)
     target.status = 503
     until_up_is(prometheus, 0.0)
@@ -101,8 +89,7 @@ def test_a_failed_scrape_is_none_of_such_a_moments_past(prometheus: Prometheus, 
     assert moment(prometheus) > failed.value + OVER_S / 2
 
 
-@pytest.mark.parametrize(("status", "page"), [(503, PAGE), (200, PAGE + NODE_LEFT_OUT)], ids=["refused", "a node"])
-def test_where_scrapes_go_on_failing_there_is_none(target: Target, status: int, page: str) -> None:
-    target.status, target.page = status, page
+def test_where_scrapes_keep_failing_there_is_none(target: Target) -> None:
+    target.status = 503
     with scraper(target) as prometheus, pytest.raises(PrometheusFailed, match="within 3 s"):
         moment(prometheus, NEVER_S)

@@ -1,11 +1,11 @@
 """`caesura dashboards push` and `diff` against a server with Grafana's API."""
 
 import pytest
-from small_grafana import TOKEN, USER, small_grafana
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.dashboards.boards import BOARDS
+from cluster.offline.dashboards.boards import BOARDS
+from tests.dashboards.small_grafana import TOKEN, USER, small_grafana
 
 CLI = CliRunner()
 

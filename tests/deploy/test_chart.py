@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from ray.serve.schema import ServeDeploySchema
 
-from cluster.config import CaesuraConfig
+from cluster.config.schema import CaesuraConfig
 from tests.deploy.chart import CHART, PRESETS, Refused, helm, needs_helm, serve_config, template
 from tests.deploy.shapes import problems
 

@@ -119,7 +119,7 @@ def test_an_unknown_key_of_caesuras_configuration_is_refused_too(path: str) -> N
     assert not accepted({**VALUES, "config": config})
 
 
-@pytest.mark.parametrize("key", ["store.url", "store.path", "keys.file", "http.host", "http.port"])
+@pytest.mark.parametrize("key", ["redis.url", "redis.path", "auth.file", "http.host", "http.port"])
 def test_what_the_chart_decides_cannot_be_said(key: str) -> None:
     section, name = key.split(".")
     assert not accepted({**VALUES, "config": {section: {name: "redis://elsewhere"}}})

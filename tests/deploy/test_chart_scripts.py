@@ -18,14 +18,14 @@ ASK = runpy.run_path(str(CHART / "files" / "ask.py"))
 
 
 def test_more_seats_are_told_at_once_and_fewer_when_they_stay_fewer() -> None:
-    wanted, patience = SEAT["Wanted"](at_least=1, at_most=4), SEAT["LOWER_AFTER"]
+    wanted, checks = SEAT["Wanted"](at_least=1, at_most=4), SEAT["LOWER_AFTER"]
     assert [wanted.after(seats) for seats in (2, 3, 9)] == [2, 3, 4]
-    assert [wanted.after(3) for _ in range(patience)] == [4] * (patience - 1) + [3]
+    assert [wanted.after(3) for _ in range(checks)] == [4] * (checks - 1) + [3]
     # One that moves is away for a while; then it is back, and nothing was told.
-    assert [wanted.after(2) for _ in range(patience - 1)] == [3] * (patience - 1)
+    assert [wanted.after(2) for _ in range(checks - 1)] == [3] * (checks - 1)
     assert wanted.after(3) == 3
-    assert [wanted.after(2) for _ in range(patience - 1)] == [3] * (patience - 1)
-    assert [wanted.after(0) for _ in range(patience)][-1] == 1
+    assert [wanted.after(2) for _ in range(checks - 1)] == [3] * (checks - 1)
+    assert [wanted.after(0) for _ in range(checks)][-1] == 1
 
 
 def test_what_serves_in_a_pod_is_counted_and_its_node_found(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What the chart promises: nothing runs as root, nothing is open, secrets stay secrets, nothing is cut off."""
 
 import base64
+import re
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -8,11 +9,11 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.config import CaesuraConfig
-from cluster.direct_environment import direct_environment
-from cluster.http_rush import VARIABLE as MAX_IN_FLIGHT
-from cluster.keys import keys_of, utc_now
-from cluster.serving import ENVIRONMENT
+from cluster.auth.keys import keys_of, utc_now
+from cluster.config.schema import CaesuraConfig
+from cluster.direct.environment import direct_environment
+from cluster.local.cluster import ENVIRONMENT
+from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE as MAX_IN_FLIGHT
 from tests.deploy.chart import CHART, ROOT, needs_helm, of_kind, pods, serve_config, template
 from tests.deploy.test_chart import SCALED, TOGGLES
 
@@ -103,7 +104,7 @@ def test_no_secret_stands_where_secrets_do_not_belong(documents: list[dict[str, 
     values = {base64.b64decode(value).decode() for one in secrets for value in one.get("data", {}).values()}
     others = yaml.safe_dump([one for one in documents if one["kind"] != "Secret"])
     assert len(values) == 5 and not [value for value in values if value in others]
-    url = serve_config(documents)["applications"][0]["args"]["store"]["url"]
+    url = serve_config(documents)["applications"][0]["args"]["redis"]["url"]
     assert url == "redis://t-caesura-redis.agents.svc:6379/0?password_file=/etc/caesura/redis/password"
 
 
@@ -169,14 +170,14 @@ def test_rules_and_dashboards_are_those_of_deploy() -> None:
 
 
 def test_the_scaler_asks_for_metrics_that_there_are(documents: list[dict[str, Any]]) -> None:
-    from cluster.metrics import CATALOGUE
+    from cluster.observing.catalogue import REPLICA_UP, WAITING_TURNS
+    from cluster.offline.dashboards.foreign import VLLM_RUNNING, VLLM_WAITING
 
     rules = yaml.safe_load((CHART / "files/prometheus/rules.yml").read_text())
     recorded = {rule["record"] for group in rules["groups"] for rule in group["rules"] if "record" in rule}
-    exported = {f"caesura_{metric.name}" for metric in CATALOGUE}
     triggers = of_kind(documents, "ScaledObject")["spec"]["triggers"]
     queue, goodput = (trigger["metadata"]["query"] for trigger in triggers)
-    assert {"caesura_running", "caesura_waiting", "caesura_waiting_turns"} <= exported
-    assert all(name in queue for name in ("caesura_running{", "caesura_waiting{", "caesura_waiting_turns{"))
+    wanted = {metric.exported for metric in (VLLM_RUNNING, VLLM_WAITING, REPLICA_UP, WAITING_TURNS)}
+    assert set(re.findall(r"[\w:]+(?=\{)", queue)) == wanted
     assert {f"caesura:{what}_not_good:ratio_rate5m" for what in ("turns", "programs")} <= recorded
     assert "caesura:(turns|programs)_not_good:ratio_rate5m" in goodput

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import yaml
 
-from cluster.direct_environment import free_ports
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.direct.environment import free_ports
+from cluster.local.embedded_redis import EmbeddedRedis
 from tests.deploy.chart import CHART, needs_helm, of_kind, serve_config, template
 from tests.deploy.ray_head import ray_head
 from tests.deploy.test_chart import SCALED
@@ -38,8 +38,8 @@ def at_home(config: dict[str, Any], redis_url: str, place: Path, secret: dict[st
     password, address = redis_url.removeprefix("redis://:").split("@")
     (place / "password").write_text(password)
     (place / "keys.yaml").write_text(secret["stringData"]["keys.yaml"])
-    args["store"]["url"] = f"redis://{address}?password_file={place / 'password'}"
-    args["keys"]["file"] = str(place / "keys.yaml")
+    args["redis"]["url"] = f"redis://{address}?password_file={place / 'password'}"
+    args["auth"]["file"] = str(place / "keys.yaml")
     config["http_options"] |= {"host": "127.0.0.1", "port": port}
     path = place / "serve.yaml"
     path.write_text(yaml.safe_dump(config))
@@ -47,7 +47,7 @@ def at_home(config: dict[str, Any], redis_url: str, place: Path, secret: dict[st
 
 
 def test_the_cpu_preset_is_deployed_answers_and_is_scaled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    small = {"config": {"replicas": {"count": 1, "cpus": 0.5, "kv_cache_bytes": 64 << 20, "host_bytes": 0}}}
+    small = {"config": {"replicas": {"count": 1, "cpus": 0.5, "kv_cache_bytes": 64 << 20, "cpu_offload_bytes": 0}}}
     rendered = template(small, SCALED, preset="cpu")
     keys = {
         role: base64.b64decode(key).decode()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.serving import ENVIRONMENT
+from cluster.local.cluster import ENVIRONMENT
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "deploy" / "docker"

@@ -16,9 +16,9 @@ import redis
 import yaml
 from jsonschema import Draft7Validator
 
-from cluster.config_source import load_config
-from cluster.embedded_redis import _redis_server
-from cluster.keys import Role, read_keys, utc_now
+from cluster.auth.keys import Role, read_keys, utc_now
+from cluster.config.loader import load_config
+from cluster.local.embedded_redis import _redis_server
 
 ROOT = Path(__file__).parents[2]
 COMPOSE = ROOT / "deploy" / "compose"
@@ -119,7 +119,7 @@ def test_the_keys_open_what_they_should_and_are_kept_as_digests(secrets: Path) -
 
 def test_the_configuration_is_one_and_closes_the_door() -> None:
     config = load_config(COMPOSE / "caesura.yaml", {})
-    folder, _, file = str(config.keys.file).rpartition("/")
+    folder, _, file = str(config.auth.file).rpartition("/")
     assert f"./secrets/{folder.removeprefix('/run/')}:{folder}:ro" in SERVICES["caesura"]["volumes"]
     assert file == "keys.yaml"
     over = load_config(COMPOSE / "caesura.yaml", read("gpu.yaml")["services"]["caesura"]["environment"])
@@ -142,7 +142,7 @@ def redis_with(settings: Path, socket: Path) -> Iterator[None]:
 
 
 def test_redis_takes_its_settings_and_lets_in_only_who_knows_the_password(secrets: Path, tmp_path: Path) -> None:
-    url = SERVICES["caesura"]["environment"]["CAESURA__STORE__URL"]
+    url = SERVICES["caesura"]["environment"]["CAESURA__REDIS__URL"]
     assert url == "redis://redis:6379/0?password_file=/run/secrets/redis_password"
     password = (secrets / "redis_password").read_text()
     assert re.fullmatch(r"[0-9a-f]{64}", password)

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 import yaml
-from pages import DOCS, ROOT, blocks
-from serving.served import served
+
+from tests.docs.pages import DOCS, ROOT, blocks
+from tests.serving.served import served
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
 

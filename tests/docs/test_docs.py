@@ -11,15 +11,16 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
-from pages import DOCS, ROOT, Block, blocks, pages
 from ray.serve.schema import ServeDeploySchema
 from typer.core import TyperGroup
 from typer.testing import CliRunner
 
+from benchmarks.readme import PAGE, render
+from cluster.auth.middleware import OPEN_PATHS, role_of
 from cluster.cli import app
-from cluster.config import CaesuraConfig
-from cluster.http_keys import OPEN_PATHS, role_of
-from cluster.ingress import ingress_class
+from cluster.config.schema import CaesuraConfig
+from cluster.http.ingress import ingress_class
+from tests.docs.pages import DOCS, ROOT, Block, blocks, pages
 
 COMMAND = re.compile(r"(?:^|`)caesura((?: [a-z_]+)*)([^|`\n>]*)", re.MULTILINE)
 
@@ -117,3 +118,15 @@ def test_every_alert_is_in_the_operations_page() -> None:
         r"^\| \[`(\w+)`\]\(runbooks\.md#\w+\) \| (\w+) \|", (DOCS / "operations.md").read_text(), re.MULTILINE
     )
     assert set(told) == alerts
+
+
+def test_the_benchmarks_page_is_current() -> None:
+    assert PAGE.read_text() == render(), "run `python -m benchmarks.readme`"
+    assert len(PAGE.read_text().splitlines()) <= 200
+
+
+def test_the_readme_is_short_and_its_links_lead_somewhere() -> None:
+    text = (ROOT / "README.md").read_text()
+    assert len(text.splitlines()) <= 130
+    targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)\s:]+)\)", text)]
+    assert targets and all((ROOT / target).exists() for target in targets)

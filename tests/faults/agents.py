@@ -7,8 +7,9 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import httpx
-from stand import EXACT, until
-from under_load import Ended, Outcome, clients, completion, lost, stream
+
+from tests.faults.stand import EXACT, until
+from tests.faults.under_load import Ended, Outcome, clients, completion, lost, stream
 
 AGENTS = 6
 TURNS = 5
@@ -23,7 +24,7 @@ STORIES = 12
 def arguments(store_url: str, port: int, **sections: Any) -> dict[str, Any]:
     """Two replicas, two ingresses."""
     base: dict[str, Any] = {
-        "store": {"url": store_url, "refresh_s": 0.2},
+        "redis": {"url": store_url, "refresh_s": 0.2},
         "http": {"host": "127.0.0.1", "port": port, "ingress_replicas": 2},
         "replicas": {"count": 2, "kv_cache_bytes": 32 << 20, "cpus": 0.5},
         "engine": EXACT,

@@ -1,15 +1,16 @@
 """The table of promises: filled by the tests here, printed at the end.
 
-The short form runs with all other tests; ``--long`` takes the numbers that the promises are made for.
+The short form runs with all other tests and judges no times; ``--long`` has the numbers that the promises are made for.
 """
 
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from promises import Limit, Promised, Promises, Row, table
-from serving.tool_site import ToolSite
-from stand import Stand, stand
+
+from tests.faults.promises import Limit, Promised, Promises, Row, table
+from tests.faults.stand import Stand, stand
+from tests.serving.tool_site import ToolSite
 
 PROMISES: pytest.StashKey[Promises] = pytest.StashKey()
 

@@ -23,11 +23,11 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import pytest
-from stand import MARK, marked, title_of, until
 
-from cluster.direct_environment import free_ports
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.serving import BYTECODE, ENVIRONMENT
+from cluster.direct.environment import free_ports
+from cluster.local.cluster import BYTECODE, ENVIRONMENT
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.faults.stand import MARK, marked, title_of, until
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

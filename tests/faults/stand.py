@@ -15,11 +15,11 @@ from urllib.parse import urlsplit
 import httpx
 import psutil
 import yaml
-from proxy import Wire
-from serving.served import ROOT, serving
-from serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.faults.proxy import Wire
+from tests.serving.served import ROOT, serving
+from tests.serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
 """What the engines of a stand can import."""
@@ -36,7 +36,7 @@ SMALL: dict[str, dict[str, Any]] = {
     "http": {"port": 0, "max_body_bytes": 1 << 20},
     "replicas": {"count": 2, "kv_cache_bytes": 32 << 20},
     "engine": EXACT | {"logits_processors": ["breaking:Breaking"]},
-    "store": {"refresh_s": 0.2},
+    "redis": {"refresh_s": 0.2},
     "programs": {"lease_s": 2.0},
 }
 """Two replicas of the tiny model, quick to answer: each is the other's spare."""
@@ -140,7 +140,7 @@ def stand(directory: Path, site: ToolSite, **sections: Mapping[str, Any]) -> Ite
 
 def configuration(store_url: str, site: ToolSite, sections: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
     """The small configuration with other values here and there."""
-    base = SMALL | {"store": SMALL["store"] | {"url": store_url}, "tools": {"defined": tools(site)}}
+    base = SMALL | {"redis": SMALL["redis"] | {"url": store_url}, "tools": {"defined": tools(site)}}
     return {key: {**base.get(key, {}), **sections.get(key, {})} for key in base | dict(sections)}
 
 

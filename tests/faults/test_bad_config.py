@@ -10,9 +10,9 @@ from typing import Any
 import yaml
 from jsonschema import Draft7Validator
 
-from cluster.config_source import dump_config, load_config
-from cluster.errors import ConfigError
-from cluster.registry import POLICIES
+from cluster.config.loader import dump_config, load_config
+from cluster.core.errors import ConfigError
+from cluster.core.registry import POLICIES
 from tests.deploy.test_chart_schema import OPEN, SCHEMA, VALUES, at, leaves
 
 FAULT = "a configuration key mutated"
@@ -20,7 +20,7 @@ FAULT = "a configuration key mutated"
 SAMPLE: dict[str, Any] = {
     "engine": {"max_model_len": 1024},
     "models": {"big": {"replicas": {"count": 2}, "slo": {"ttft_s": 2.0}}},
-    "classes": {"agent": [{"model": "big", "tools": ["bash"], "max_start_s": 2}, {"model": "tiny"}]},
+    "model_routing": {"agent": [{"model": "big", "tools": ["bash"], "max_start_s": 2}, {"model": "tiny"}]},
     "tenants": {"acme": {"models": ["tiny"], "requests_per_s": 5, "slo": {"ttft_s": 3.0}}},
     "tools": {
         "defined": {
@@ -39,7 +39,7 @@ SAMPLE: dict[str, Any] = {
 FREE = ("engine.", "models.big.engine", *(f"tools.defined.{name}.parameters." for name in SAMPLE["tools"]["defined"]))
 """vLLM's own arguments and JSON Schemas: what is in them is checked by the engine and when the tools are opened."""
 
-NAMED = ("classes.agent", "headers.a", "environment.A", "tenant_weights.acme")
+NAMED = ("model_routing.agent", "headers.a", "environment.A", "tenant_weights.acme")
 """Keys that the operator chooses: no spelling of them is wrong."""
 
 OF_THE_SAMPLE = frozenset(SAMPLE)

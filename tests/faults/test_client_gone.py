@@ -8,16 +8,19 @@ from typing import Any
 
 import httpx
 import pytest
-from promises import Promised
-from serving.tool_site import ToolSite
-from stand import Stand, until
-from under_load import Outcome, clients, completion, in_the_background, look_at, lost, run, stream
+
+from tests.faults.promises import Promised
+from tests.faults.stand import Stand, until
+from tests.faults.under_load import Outcome, clients, completion, in_the_background, look_at, lost, run, stream
+from tests.serving.tool_site import ToolSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 FAULT = "client gone mid-stream"
 GONE, LONG_GONE = 6, 24
 """Clients that go away."""
+ASKED_TOKENS = 3500
+"""Of each answer; its client leaves after the first."""
 CALLED = "response.function_call_arguments.done"
 TOLD_WITHIN_S = 30.0
 
@@ -58,14 +61,22 @@ def held_programs(stand: Stand) -> int:
     return sum(one["held_programs"] for one in stand.replicas())
 
 
+def computed_tokens(stand: Stand) -> int:
+    return sum(one["scheduled_tokens"] for one in stand.replicas())
+
+
 async def test_generation_stops(whole: Stand, is_long: bool, promised: Promised) -> None:
     many = LONG_GONE if is_long else GONE
-    before = held_programs(whole)
+    before, computed = held_programs(whole), computed_tokens(whole)
     async with clients(whole.url) as client:
-        bodies = [completion(f"Long {number}:", 3500) for number in range(many)]
+        bodies = [completion(f"Long {number}:", ASKED_TOKENS) for number in range(many)]
         reads = [read_until(client, "/v1/completions", body, "text", lambda: True) for body in bodies]
         gone = await asyncio.gather(*reads)
     took_s, holding = await asyncio.to_thread(seconds_until_idle, whole, max(at_s for at_s, _ in gone))
+    asked = many * ASKED_TOKENS
+    promised(
+        FAULT, f"tokens computed, of {asked} that were asked for", computed_tokens(whole) - computed, at_most=asked / 2
+    )
     promised(FAULT, "generation stops", took_s, unit="s", at_most=1)
     promised(FAULT, "programs that still hold blocks", holding, at_most=before)
 

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises import Promised
-from serving.tool_site import ToolSite
-from stand import INGRESS, Stand, stand, until
-from under_load import Outcome, ask, background, clients, completion, lost, run, stream
+
+from tests.faults.promises import Promised
+from tests.faults.stand import INGRESS, Stand, stand, until
+from tests.faults.under_load import Outcome, ask, background, clients, completion, lost, run, stream
+from tests.serving.tool_site import ToolSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

@@ -4,14 +4,14 @@ import asyncio
 from collections.abc import Callable, Iterator
 
 import pytest
-from agents import STORIES, TURNS, Agents, apart, arguments
-from nodes import Nodes, await_ready, gcs_on, nodes, serve_config
-from proxy import Service
-from stand import PROXY
-from under_load import Outcome, ask, background, clients, end_of, lost, run
 
-from cluster.direct_environment import free_ports
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.direct.environment import free_ports
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.faults.agents import STORIES, TURNS, Agents, apart, arguments
+from tests.faults.nodes import Nodes, await_ready, gcs_on, nodes, serve_config
+from tests.faults.proxy import Service
+from tests.faults.stand import PROXY
+from tests.faults.under_load import Outcome, ask, background, clients, end_of, lost, run
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

@@ -1,14 +1,15 @@
 """What every request goes through, or what watches over it, is killed: no program is lost, and each client is told.
 
-The router is a part of the ingress (`router.program_router`); the only ingress is killed here.
+The router is a part of the ingress (`router.pinned_router`); the only ingress is killed here.
 """
 
 import asyncio
 from collections.abc import Callable
 
 import pytest
-from stand import CONTROLLER, INGRESS, PROXY, Stand, until
-from under_load import Outcome, background, clients, completion, lost, run, stream
+
+from tests.faults.stand import CONTROLLER, INGRESS, PROXY, Stand, until
+from tests.faults.under_load import Outcome, background, clients, completion, lost, run, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import httpx
 import pytest
-from promises import Promised
-from serving.tool_site import ToolSite
-from stand import Stand, stand
-from under_load import MODEL, Ended, Outcome, ask, clients, lost
+
+from tests.faults.promises import Promised
+from tests.faults.stand import Stand, stand
+from tests.faults.under_load import MODEL, Ended, Outcome, ask, clients, lost
+from tests.serving.tool_site import ToolSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
@@ -99,7 +100,7 @@ def cramped(
     """A cluster of replicas with little memory."""
     if not is_long:
         pytest.skip("with --long: two clusters more")
-    replicas = {"host_bytes": request.param or 0}
+    replicas = {"cpu_offload_bytes": request.param or 0}
     with stand(tmp_path_factory.mktemp("cramped"), site, replicas=replicas, engine=CRAMPED) as cluster:
         yield cluster
 

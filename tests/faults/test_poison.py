@@ -5,10 +5,11 @@ import time
 
 import psutil
 import pytest
-from engine_side.breaking import KEY, WAYS
-from promises import Promised
-from stand import REPLICA, Stand
-from under_load import Ended, Outcome, clients, completion, lost, stream
+
+from tests.faults.engine_side.breaking import KEY, WAYS
+from tests.faults.promises import Promised
+from tests.faults.stand import REPLICA, Stand
+from tests.faults.under_load import Ended, Outcome, clients, completion, lost, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

@@ -1,7 +1,8 @@
 """The table of promises itself."""
 
 import pytest
-from promises import Limit, Promises, Row, percentile, table
+
+from tests.faults.promises import Limit, Promises, Row, percentile, table
 
 
 def row(measured: float, limit: Limit = Limit.AT_MOST, unit: str = "") -> Row:
@@ -23,10 +24,14 @@ def test_a_broken_promise_fails_and_is_in_the_table() -> None:
     assert [line.split(" | ")[3] for line in table(promises.rows).splitlines()[2:]] == ["yes", "NO"]
 
 
-def test_times_fail_in_the_long_form_only() -> None:
-    Promises(is_long=False).measured(row(6, unit="s"))
+@pytest.mark.parametrize("unit", ["s", "ms", "x"])
+def test_the_short_form_neither_judges_nor_lists_times(unit: str) -> None:
+    short, long = Promises(is_long=False), Promises(is_long=True)
+    short.measured(row(6, unit=unit))
+    assert short.rows == []
     with pytest.raises(AssertionError):
-        Promises(is_long=True).measured(row(6, unit="s"))
+        long.measured(row(6, unit=unit))
+    assert len(long.rows) == 1
 
 
 def test_the_percentile_of_few_is_the_largest() -> None:

@@ -4,7 +4,8 @@ import asyncio
 from collections.abc import AsyncIterator
 
 import pytest
-from proxy import Wire
+
+from tests.faults.proxy import Wire
 
 SOON_S = 0.3
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, field
 import httpx
 import psutil
 import pytest
-from stand import Stand, until
-from under_load import Ended, Outcome, ask, background, clients, completion, end_of, lost, run, stream
+
+from tests.faults.stand import Stand, until
+from tests.faults.under_load import Ended, Outcome, ask, background, clients, completion, end_of, lost, run, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -8,9 +8,10 @@ from collections.abc import Callable
 
 import psutil
 import pytest
-from promises import Promised, percentile
-from stand import Stand, until
-from under_load import Ended, Outcome, clients, completion, in_the_background, lost, run, stream
+
+from tests.faults.promises import Promised, percentile
+from tests.faults.stand import Stand, until
+from tests.faults.under_load import Ended, Outcome, clients, completion, in_the_background, lost, run, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

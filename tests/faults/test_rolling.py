@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
-from agents import CHANGED_WITHIN_S, STORIES, TURNS, Agents, apart, arguments
-from nodes import Nodes, await_ready, nodes, serve_config
-from stand import Stand, until
 
-from cluster.direct_environment import free_ports
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.direct.environment import free_ports
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.faults.agents import CHANGED_WITHIN_S, STORIES, TURNS, Agents, apart, arguments
+from tests.faults.nodes import Nodes, await_ready, nodes, serve_config
+from tests.faults.stand import Stand, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

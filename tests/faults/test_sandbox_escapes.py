@@ -13,8 +13,8 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.tool_config import ToolsConfig
-from cluster.tools import ToolCall, ToolResult
+from cluster.config.tools import ToolsConfig
+from cluster.core.tools import ToolCall, ToolResult
 from tools_runtime.host import ToolHost
 
 pytestmark = pytest.mark.skipif(shutil.which("bwrap") is None, reason="bubblewrap is not installed")

@@ -15,7 +15,7 @@ CALLS = {
     "np": {"load"},
     "builtins": {"eval", "exec"},
 }
-SAFE = {"cluster/config_source.py": {"yaml.load"}}
+SAFE = {"cluster/config/loader.py": {"yaml.load"}}
 """With a loader that is a SafeLoader."""
 
 

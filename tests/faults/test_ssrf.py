@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ToolError, ToolRefused
-from cluster.tool_config import HttpTool, ToolsConfig
-from cluster.tools import Outcome, ToolCall
+from cluster.config.tools import HttpTool, ToolsConfig
+from cluster.core.errors import ToolError, ToolRefused
+from cluster.core.tools import Outcome, ToolCall
 from tools_runtime.addresses import Resolver
 from tools_runtime.host import ToolHost
 from tools_runtime.kind import Invocation

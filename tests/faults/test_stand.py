@@ -1,8 +1,9 @@
 """The stand itself: what it is made of can be found, and one that is wounded is whole again."""
 
 import pytest
-from stand import CONTROLLER, ENGINE, INGRESS, PROXY, REPLICA, TOOLS, Stand
-from under_load import Outcome, background, clients, completion, run, stream
+
+from tests.faults.stand import CONTROLLER, ENGINE, INGRESS, PROXY, REPLICA, TOOLS, Stand
+from tests.faults.under_load import Outcome, background, clients, completion, run, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

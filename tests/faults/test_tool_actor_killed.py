@@ -10,10 +10,11 @@ from typing import Any
 
 import httpx
 import pytest
-from promises import Promised
-from serving.tool_site import ToolSite
-from stand import TOOLS, Stand, until
-from under_load import clients, completion, lost, run, stream
+
+from tests.faults.promises import Promised
+from tests.faults.stand import TOOLS, Stand, until
+from tests.faults.under_load import clients, completion, lost, run, stream
+from tests.serving.tool_site import ToolSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from promises import Promised
 
-from cluster.direct_environment import free_ports
+from cluster.direct.environment import free_ports
+from tests.faults.promises import Promised
 
 ROOT = Path(__file__).parents[2]
 PINS = "# comment\nray[llm]==2.60.0\nvllm-cpu==0.29.0\nRedis==8.1.0  # the client\nstarlette>=1.0.1\n"

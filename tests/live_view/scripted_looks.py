@@ -1,14 +1,14 @@
-"""What a server tells, as the routes of a real one have it."""
+"""What a server reports, as the routes of a real one have it."""
 
 from typing import Any
 
-from cluster.live_view.look import Look
+from cluster.offline.live_view.look import Look
 
 MODEL = (("model", "tiny"), ("tenant", "default"))
 
 
 def replica(name: str = "replica-a", **more: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {
+    answers: dict[str, Any] = {
         "replica": name,
         "policy": "caesura",
         "draining": False,
@@ -22,13 +22,13 @@ def replica(name: str = "replica-a", **more: Any) -> dict[str, Any]:
         "running": 3,
         "waiting": 1,
         "programs": 9,
-        "step_pace": 1.25,
-        "pauses": {"hold": {"pays": 10, "free": 2}, "swap": {}, "release": {"does not pay": 4}},
+        "step_time_ratio": 1.25,
+        "kv_retention_decisions": {"hold": {"pays": 10, "free": 2}, "swap": {}, "release": {"does not pay": 4}},
     }
-    return told | more
+    return answers | more
 
 
-def look(at_s: float = 0.0, *replicas: dict[str, Any], good: float | None = None, **told: Any) -> Look:
+def look(at_s: float = 0.0, *replicas: dict[str, Any], good: float | None = None, **answers: Any) -> Look:
     """``good``: programs that met their SLO so far, of twice as many that ended; None: no metrics."""
     samples = {}
     if good is not None:
@@ -51,10 +51,10 @@ def look(at_s: float = 0.0, *replicas: dict[str, Any], good: float | None = None
         "router": {"models": {"tiny": router}},
         "predictor": {"mode": "statistics", "answered": {"service": 0, "local": 7}},
     }
-    return Look(at_s, base | told, {}, samples)
+    return Look(at_s, base | answers, {}, samples)
 
 
-def without(seen: Look, **untold: str) -> Look:
-    """The same where some routes tell why they do not."""
-    told = {name: value for name, value in seen.told.items() if name not in untold}
-    return Look(seen.at_s, told, untold, seen.samples)
+def without(seen: Look, **errors: str) -> Look:
+    """The same where some routes return errors."""
+    answers = {name: value for name, value in seen.answers.items() if name not in errors}
+    return Look(seen.at_s, answers, errors, seen.samples)

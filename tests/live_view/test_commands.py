@@ -8,9 +8,9 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 import pytest
-from scripted_looks import look
 
 from cluster.cli import main
+from tests.live_view.scripted_looks import look
 
 METRICS = """# TYPE caesura_programs_total counter
 caesura_programs_total{model="tiny",tenant="default"} 4.0
@@ -52,18 +52,18 @@ class Site:
 @pytest.fixture
 def site() -> Iterator[Site]:
     site = Site()
-    told: dict[str, Any] = dict(look().told)
+    answer: dict[str, Any] = dict(look().answers)
     paths = {"health": "/health", "ready": "/ready", "version": "/version", "models": "/v1/models"}
     paths |= {"programs": "/v1/programs"} | {n: f"/admin/{n}" for n in ("statistics", "router", "predictor")}
-    site.answers = {path: (200, json.dumps(told[name])) for name, path in paths.items()}
+    site.answers = {path: (200, json.dumps(answer[name])) for name, path in paths.items()}
     site.answers["/metrics"] = (200, METRICS)
     yield site
     site.close()
 
 
-def caesura(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> int:
+def caesura(monkeypatch: pytest.MonkeyPatch, *arguments: str, columns: int = 140) -> int:
     monkeypatch.setattr(sys, "argv", ["caesura", *arguments])
-    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setenv("COLUMNS", str(columns))
     with pytest.raises(SystemExit) as ended:
         main()
     return int(ended.value.code or 0)
@@ -74,7 +74,7 @@ def test_one_frame(site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     shown = capsys.readouterr().out
     assert "ready  tiny  policy caesura" in shown
     assert "replica-a" in shown and "█" in shown
-    # Of the metrics only the programs offered are told, and there were none between the two looks.
+    # Of the metrics only the programs offered are exported, and there were none between the two looks.
     assert "- programs/s (-; 0 offered)" in shown
 
 
@@ -84,13 +84,31 @@ def test_status_for_people_and_scripts(
     assert caesura(monkeypatch, "status", "--url", site.url) == 0
     assert "caesura 0.1.0" in capsys.readouterr().out
     assert caesura(monkeypatch, "status", "--url", site.url, "--json") == 0
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is True and told["url"] == site.url
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is True and answer["url"] == site.url
     site.answers["/ready"] = (503, '{"error": {"message": "no model answers"}}')
     assert caesura(monkeypatch, "status", "--url", site.url, "--json") == 1
-    told = json.loads(capsys.readouterr().out)
-    assert told["ok"] is False
-    assert {"name": "ingress", "state": "trouble", "detail": "no model answers"} in told["parts"]
+    answer = json.loads(capsys.readouterr().out)
+    assert answer["ok"] is False
+    assert {"name": "ingress", "state": "trouble", "detail": "no model answers"} in answer["parts"]
+
+
+def test_tables_are_not_cut_in_a_pipe(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """An id or a tool's name that is cut cannot be used in the next command."""
+    program, tool, model = f"program-{'p' * 90}", f"mcp__{'t' * 80}", "organisation/a-model-with-a-long-name-123b"
+    row = {"id": program, "status": "in_progress", "runs": 2, "model": model, "last_run": "resp_" + "0" * 48}
+    spread = {"count": 7, "p50_s": 0.5, "p90_s": 1.0, "p99_s": 2.0}
+    durations = [{"name": tool, "run": spread, "queue": None}]
+    tools = {"data": [{"name": tool, "owner": "tenant-a", "durations": durations}], "overall": None}
+    site.answers |= {"/v1/programs": (200, json.dumps({"data": [row]})), "/v1/tools": (200, json.dumps(tools))}
+    assert caesura(monkeypatch, "programs", "list", "--url", site.url, columns=80) == 0
+    shown = capsys.readouterr().out
+    assert program in shown and model in shown and row["last_run"] in shown and "…" not in shown
+    assert caesura(monkeypatch, "tools", "--url", site.url, columns=80) == 0
+    shown = capsys.readouterr().out
+    assert tool in shown and "0.500  1.000  2.000" in shown and "…" not in shown
 
 
 @pytest.mark.parametrize("command", [("top", "--once"), ("status",)])

@@ -4,11 +4,11 @@ from io import StringIO
 
 import pytest
 from rich.console import Console, RenderableType
-from scripted_looks import look, replica, without
 
-from cluster.live_view.frame import frame, memory_bar
-from cluster.live_view.now import MemoryUse, now_of
-from cluster.live_view.state import State, is_well, parts_of, table
+from cluster.offline.bench.history import MemoryUse
+from cluster.offline.live_view.frame import State, frame, is_well, memory_bar, parts_of, table
+from cluster.offline.live_view.now import now_of
+from tests.live_view.scripted_looks import look, replica, without
 
 URL = "http://127.0.0.1:8000"
 PAUSES_LATER = {"hold": {"pays": 16, "free": 2}, "swap": {"pays": 1}, "release": {"does not pay": 4}}
@@ -21,7 +21,10 @@ def shown(what: RenderableType, width: int = 140) -> str:
 
 
 def test_a_frame_shows_what_happened_between_two_looks() -> None:
-    looks = [look(0.0, good=10.0), look(4.0, replica(pauses=PAUSES_LATER), replica("replica-b"), good=18.0)]
+    looks = [
+        look(0.0, good=10.0),
+        look(4.0, replica(kv_retention_decisions=PAUSES_LATER), replica("replica-b"), good=18.0),
+    ]
     text = shown(frame(URL, looks))
     assert "caesura 0.1.0  http://127.0.0.1:8000  ready  tiny  policy caesura" in text
     # 8 good of 16 that ended, 24 offered and 40 good requests of 48, in 4 s.
@@ -41,21 +44,21 @@ def test_a_frame_fits_a_narrow_terminal() -> None:
     assert max(map(len, text.splitlines())) <= 80
 
 
-def test_what_is_not_told_is_said() -> None:
+def test_what_is_unknown_is_shown_as_unknown() -> None:
     closed = without(look(good=None), statistics="HTTP 404", router="HTTP 404", ready="no model answers")
     text = shown(frame(URL, [closed]))
     assert "not ready" in text
-    assert "replicas are not told: HTTP 404" in text
-    assert "not told: /metrics has none of Caesura's counters" in text
+    assert "replicas are unknown: HTTP 404" in text
+    assert "goodput    unknown: /metrics has none of Caesura's counters" in text
 
 
 def test_a_replica_that_was_started_again_does_not_undo_decisions() -> None:
-    (now,) = now_of([look(0.0), look(4.0, replica(pauses={"hold": {"pays": 1}}))]).replicas
+    (now,) = now_of([look(0.0), look(4.0, replica(kv_retention_decisions={"hold": {"pays": 1}}))]).replicas
     assert set(now.decisions_per_s.values()) == {0.0}
 
 
 def test_junk_among_numbers_is_nothing() -> None:
-    odd = replica(pauses=3, running="x", step_pace=None, cached_blocks=None, total_blocks="?")
+    odd = replica(kv_retention_decisions=3, running="x", step_time_ratio=None, cached_blocks=None, total_blocks="?")
     text = shown(frame(URL, [look(0.0, odd), look(1.0, odd, router={"models": {"tiny": {"placements": 1}}})]))
     assert "replica-a" in text
 

@@ -1,8 +1,9 @@
-"""What Ray is told, summed up."""
+"""What is recorded with Ray, per series."""
 
 import pytest
 from ray.util import metrics as ray_metrics
-from recorded import Recorded
+
+from tests.observing.recorded import Recorded
 
 
 @pytest.fixture
@@ -12,7 +13,8 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
     def record(self: ray_metrics.Metric, value: float, tags: dict[str, str] | None = None) -> None:
         final = self._get_final_tags(tags)
         self._validate_tags(final)
-        seen[self._name, tuple(sorted(final.items()))] += value
+        series = self._name, tuple(sorted(final.items()))
+        seen[series] = value if isinstance(self, ray_metrics.Gauge) else seen.get(series, 0.0) + value
 
     monkeypatch.setattr(ray_metrics.Metric, "_record", record)
     return seen

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.observing.arrival import request_start, waited_s
+from cluster.observing.slo_tracker import request_start, waited_s
 
 NOW_S = 1_700_000_000.0
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
+from cluster.config.sections import LogsConfig
 from cluster.observing import logs
-from cluster.observing.logs import FORMAT_VARIABLE, bind, bound, configure, configure_from_environment
-from cluster.observing_config import LogsConfig
+from cluster.observing.logs import FORMAT_VARIABLE, bind, configure, configure_from_environment
 
 JSON = LogsConfig(format="json")
 
@@ -86,7 +86,6 @@ async def test_ids_stay_with_the_work_and_what_it_starts(log: Log) -> None:
         ("r2", None, "r2", None),
     ]
     assert told[4] == ("nobody's", None, None, None)
-    assert bound() == {}
 
 
 def test_text_is_left_as_it_is(log: Log) -> None:

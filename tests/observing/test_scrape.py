@@ -1,4 +1,4 @@
-"""`/metrics` from real HTTP servers that stand where nodes export."""
+"""`/metrics` from real HTTP servers in place of the nodes."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -7,9 +7,11 @@ import pytest
 from aiohttp import web
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.clock import ManualClock
-from cluster.observing.exposition import merged
-from cluster.observing.scrape import ClusterScrape
+from cluster.core.clock import ManualClock
+from cluster.observing import catalogue as metrics
+from cluster.observing.meter import Meter
+from cluster.observing.scrape import ClusterScrape, merged
+from tests.observing.recorded import Recorded
 
 SCOPE = 'otel_scope_name="ray._private.telemetry",otel_scope_schema_url="",otel_scope_version=""'
 
@@ -83,7 +85,7 @@ async def serve() -> AsyncIterator[Callable[[Handler], Awaitable[str]]]:
 
 
 async def test_nodes_that_are_gone_slow_or_broken_are_left_out_and_counted(
-    serve: Callable[[Handler], Awaitable[str]], monkeypatch: pytest.MonkeyPatch
+    serve: Callable[[Handler], Awaitable[str]], monkeypatch: pytest.MonkeyPatch, recorded: Recorded
 ) -> None:
     monkeypatch.setattr("cluster.observing.scrape.NODE_TIMEOUT_S", 0.3)
     never = asyncio.Event()
@@ -103,14 +105,15 @@ async def test_nodes_that_are_gone_slow_or_broken_are_left_out_and_counted(
     async def listed() -> list[str]:
         return nodes
 
-    scrape = ClusterScrape(ManualClock(), listed)
+    scrape = ClusterScrape(ManualClock(), Meter(), listed)
+    assert set(recorded.series(metrics.SCRAPE_FAILURES).values()) == {0}
     response = await scrape.response()
     never.set()
     await scrape.aclose()
     found = families(bytes(response.body))
     assert [value for _, _, value in found["caesura_requests"]] == [4]
-    failures = {labels["kind"]: value for _, labels, value in found["caesura_scrape_failures"]}
-    assert failures == {"timeout": 1, "unreachable": 1, "refused": 1}
+    assert response.status_code == 200
+    assert recorded.of(metrics.SCRAPE_FAILURES) == {("timeout",): 1, ("unreachable",): 1, ("http_status",): 1}
     assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
 
 
@@ -124,9 +127,19 @@ async def test_a_new_node_is_seen_soon(serve: Callable[[Handler], Awaitable[str]
         return list(nodes)
 
     clock = ManualClock()
-    scrape = ClusterScrape(clock, listed)
+    scrape = ClusterScrape(clock, Meter(), listed)
     assert "caesura_requests" not in families(bytes((await scrape.response()).body))
     nodes.append(await serve(fine))
     clock.advance(10)
     assert "caesura_requests" in families(bytes((await scrape.response()).body))
     await scrape.aclose()
+
+
+async def test_a_scrape_that_no_node_answers_has_failed(recorded: Recorded) -> None:
+    async def listed() -> list[str]:
+        return ["127.0.0.1:1"]
+
+    scrape = ClusterScrape(ManualClock(), Meter(), listed)
+    assert (await scrape.response()).status_code == 503
+    await scrape.aclose()
+    assert recorded.of(metrics.SCRAPE_FAILURES) == {("unreachable",): 1}

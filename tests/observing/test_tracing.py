@@ -6,20 +6,19 @@ from typing import Any
 
 import pytest
 from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
-from otlp_receiver import Receiver, tree
 
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.forecasting import Unforeseen
-from cluster.observing.replayed import replay
-from cluster.observing.trace_context import TraceContext, is_sampled, parent_of
-from cluster.observing.traced_tools import TracedTools, traced
-from cluster.observing.tracing import NoTraces, Traces, traces, with_trace
-from cluster.program import ProgramIdentity
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import Outcome, ToolCall, ToolResult
+from cluster.dispatch.predictions import NullPrediction
+from cluster.observing.spans import OpenTelemetryTraces, TracedTools
+from cluster.observing.trace_context import NullTraces, TraceContext, is_sampled, parent_of, with_trace
+from cluster.observing.tracing import traces
 from replicas.control import dispatch
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import Shape, VirtualEngine, write_config_only_model
+from tests.otlp_receiver import Receiver, tree
 
 CLIENTS = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
@@ -31,13 +30,13 @@ def receiver() -> Iterator[Receiver]:
     receiver.close()
 
 
-def exporting(receiver: Receiver, part: str = "ingress", **options: Any) -> Traces:
-    return Traces(OTLPSpanExporter(endpoint=f"{receiver.url}/v1/traces"), part=part, **options)
+def exporting(receiver: Receiver, part: str = "ingress", **options: Any) -> OpenTelemetryTraces:
+    return OpenTelemetryTraces(OTLPSpanExporter(endpoint=f"{receiver.url}/v1/traces"), part=part, **options)
 
 
-async def turn_of(there: Traces, identity: ProgramIdentity, *, tokens: int | None = 5) -> ProgramIdentity:
+async def turn_of(there: OpenTelemetryTraces, identity: ProgramIdentity, *, tokens: int | None = 5) -> ProgramIdentity:
     """A whole turn; its identity as the replica sees it."""
-    turn = there.turn(Unforeseen(identity), "chat", "tiny", identity)
+    turn = there.turn(NullPrediction(identity), "chat", "tiny", identity)
     seen = await turn.identity()
     turn.placed("replica-1", "resident")
     turn.over(output_tokens=tokens, prompt_tokens=9)
@@ -72,14 +71,14 @@ async def test_a_program_is_one_trace_though_no_process_sees_all_of_it(receiver:
     await TracedTools(tools, second).run(ToolCall("c1", "ls", program="default/a/b"))
     await turn_of(second, ProgramIdentity(program_id="a/b", last_turn=True), tokens=None)
     first.program_ended("default/a/b")
-    second.program_ended("default/a/b")  # told already, with its last turn
+    second.program_ended("default/a/b")  # exported already, with its last turn
     first.close()
     second.close()
     spans = receiver.wait_for("a/b", "chat tiny", "chat tiny", "execute_tool ls", "invoke_agent tiny")
     assert len({span.trace for span in spans}) == 1
     turns = [span for span in spans if span.name == "chat tiny"]
     roots = {(span.id, span.parent) for span in spans if span.name == "invoke_agent tiny"}
-    # Two doors tell of their part of it, as the same span.
+    # Two ingresses export it, as the same span.
     assert roots == {(TraceContext.of_program("default/a/b", 1.0).span_id.to_bytes(8).hex(), "")}
     assert {span.parent for span in [*turns, *(s for s in spans if s.name == "execute_tool ls")]} == {
         span_id for span_id, _ in roots
@@ -123,9 +122,9 @@ async def test_a_program_that_is_not_sampled_leaves_no_span_anywhere(receiver: R
     assert {span.attributes["gen_ai.conversation.id"] for span in receiver.wait_for("r", "chat tiny")} == {"r"}
 
 
-async def test_a_quiet_program_is_told_when_another_comes(receiver: Receiver) -> None:
+async def test_an_idle_program_is_exported_when_another_arrives(receiver: Receiver) -> None:
     there = exporting(receiver, idle_s=0.0)
-    await turn_of(there, ProgramIdentity(program_id="quiet"))
+    await turn_of(there, ProgramIdentity(program_id="idle"))
     await turn_of(there, ProgramIdentity(program_id="next"))
     assert list(there._programs) == ["default/next"]
     there.close()
@@ -136,7 +135,7 @@ async def test_a_clock_that_jumps_makes_no_span_strange(
     receiver: Receiver, monkeypatch: pytest.MonkeyPatch, jump_s: int
 ) -> None:
     there, identity = exporting(receiver, idle_s=1800.0), ProgramIdentity(program_id="j")
-    turn = there.turn(Unforeseen(identity), "chat", "tiny", identity)
+    turn = there.turn(NullPrediction(identity), "chat", "tiny", identity)
     real_ns = time.time_ns
     monkeypatch.setattr(time, "time_ns", lambda: real_ns() + jump_s * 10**9)
     turn.over(output_tokens=1)
@@ -157,7 +156,7 @@ async def test_what_a_scheduler_saw_is_below_the_turn(receiver: Receiver, tmp_pa
     turns, prompt = [], list(range(1000, 1100))
     for last in (False, True):
         identity = ProgramIdentity(program_id="p", last_turn=last)
-        turn = there.turn(Unforeseen(identity), "chat", "tiny", identity)
+        turn = there.turn(NullPrediction(identity), "chat", "tiny", identity)
         request = engine.submit(f"turn-{last}", prompt, 3, await turn.identity())
         engine.run()
         prompt = list(request.all_token_ids) + [7] * 10
@@ -166,8 +165,7 @@ async def test_what_a_scheduler_saw_is_below_the_turn(receiver: Receiver, tmp_pa
     assert dispatch(scheduler, "exchange", {})["traced"]["notes"] == [], "nobody asked for them"
     traced = dispatch(scheduler, "exchange", {"noted": 0})["traced"]
     assert traced["number"] == 3
-    replay(there, traced["notes"], "tiny", MonotonicClock())
-    replay(NoTraces(), traced["notes"], "tiny", MonotonicClock())
+    there.replay(traced["notes"], "tiny", MonotonicClock())
     there.close()
     spans = receiver.wait_for("p", "hold", "invoke_agent tiny")
     below = ["queue", "generate"]
@@ -204,6 +202,6 @@ def test_the_part_that_is_sampled_is_the_same_everywhere_and_as_large_as_was_ask
 
 
 def test_without_an_endpoint_nothing_is_traced() -> None:
-    assert isinstance(nothing := traces(CaesuraConfig(), "ingress"), NoTraces)
+    assert isinstance(nothing := traces(CaesuraConfig(), "ingress"), NullTraces)
     tools = Bench(Outcome.OK)
-    assert traced(tools, nothing) is tools
+    assert nothing.tools(tools) is tools

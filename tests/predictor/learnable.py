@@ -3,9 +3,8 @@
 import random
 from collections.abc import Iterator
 
-from predictor_service.context import PauseContext, TurnContext
 from predictor_service.examples import ProgramExample, TurnExample
-from predictor_service.model import NO_TOOL, PauseOutcome, TurnOutcome
+from predictor_service.model import NO_TOOL, PauseContext, PauseOutcome, TurnContext, TurnOutcome
 
 WORDS = ["alpha", "bravo", "charlie", "delta", "echo", "foxtrot", "golf", "hotel", "india", "juliet", "kilo", "lima"]
 SHORT, LONG = "please answer briefly", "write the whole report"

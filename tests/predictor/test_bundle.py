@@ -5,11 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from cluster.errors import ConfigError
+from cluster.core.errors import ConfigError
 from predictor_service.bundle import NOTE, WEIGHTS, Bundle, Origin, data_hash, read_bundle, write_bundle
-from predictor_service.context import TurnContext
 from predictor_service.examples import ProgramExample, TurnExample
-from predictor_service.model import TurnOutcome
+from predictor_service.model import TurnContext, TurnOutcome
 
 ORIGIN = Origin("ab" * 32, 12, ("one", "two"), split_seed=3, metrics={"one": {"mae": 4.5}})
 BUNDLE = Bundle(
@@ -77,7 +76,7 @@ def test_other_models_and_features_are_refused(directory: Path) -> None:
         ({"model": 5}, "model"),
         ({"origin": {"programs": 1}}, "origin.data_sha256"),
         ({"files": {"../elsewhere": "0"}}, "files"),
-        ({"files": {}}, "files"),
+        ({"files": None}, "files"),
     ],
 )
 def test_a_description_that_is_not_one_names_the_field(directory: Path, changes: dict[str, object], field: str) -> None:

@@ -1,6 +1,6 @@
 """The client: every question is answered in time and without an error, whatever the service does.
 
-The service is a fake here; tests/serving/test_predictor_service.py has a real one. Its own statistics are real ones.
+The service is a fake here; tests/serving/test_predictions_and_traces.py has a real one. Its statistics are real ones.
 """
 
 import asyncio
@@ -8,29 +8,27 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.learnt_store import LearntStore
-from cluster.program import Forecasted
+from cluster.core.clock import ManualClock
+from cluster.core.program import Prediction
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.predictor_state import PredictorStateStore
 from predictor_service.client import (
     FAILURES,
     MAX_IN_FLIGHT,
     MAX_QUEUED,
     REST_S,
     Answered,
-    ForecastClient,
+    PredictionClient,
     ServiceOverloaded,
     ServiceUnreachable,
 )
-from predictor_service.context import TurnContext
-from predictor_service.model import TurnOutcome
-from predictor_service.observation import Observation, TurnSeen
+from predictor_service.model import Observation, TurnContext, TurnOutcome, TurnSeen
 from predictor_service.predictor import Predictor
 from predictor_service.shared import SharedPredictor
 from predictor_service.statistics_model import StatisticsModel
 
 TURN = TurnContext(source="t")
-ANSWER = Forecasted(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
+ANSWER = Prediction(1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0)
 SEEN = TurnSeen(TURN, TurnOutcome(400, "look"))
 
 
@@ -45,7 +43,7 @@ class Service:
         self.told: list[Observation] = []
         self.takes: Exception | None = None
 
-    async def forecast(self, turn: TurnContext) -> Forecasted:
+    async def predict(self, turn: TurnContext) -> Prediction:
         self.asked += 1
         try:
             if self.hangs:
@@ -73,13 +71,13 @@ class Bench:
         self.clock = ManualClock()
         self.service = service
         self.predictor = Predictor(StatisticsModel())
-        store = LearntStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
+        store = PredictorStateStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
         self.shared = SharedPredictor(self.predictor, store, 1.0, self.clock)
-        self.client = ForecastClient(self.shared, service, deadline_s=0.005, clock=self.clock)
+        self.client = PredictionClient(self.shared, service, deadline_s=0.005, clock=self.clock)
 
-    async def ask(self, times: int = 1) -> Forecasted | None:
+    async def ask(self, times: int = 1) -> Prediction | None:
         for _ in range(times):
-            answer = await self.client.forecast(TURN)
+            answer = await self.client.predict(TURN)
         return answer
 
 
@@ -127,13 +125,13 @@ async def test_whatever_goes_wrong_has_a_name_and_the_statistics_answer(
     bench: Bench, does: Callable[[], object], why: Answered
 ) -> None:
     bench.service.does = does
-    assert await bench.ask() == bench.predictor.forecast([TURN])[0]
+    assert await bench.ask() == bench.predictor.predict([TURN])[0]
     assert bench.client.counters == {why: 1}
 
 
 async def test_nobody_waits_for_a_service_that_hangs_and_its_question_is_withdrawn(bench: Bench) -> None:
     bench.service.hangs = True
-    assert await bench.ask() == bench.predictor.forecast([TURN])[0]
+    assert await bench.ask() == bench.predictor.predict([TURN])[0]
     assert bench.client.counters == {Answered.DEADLINE: 1}
     await asyncio.sleep(0.001)
     assert (bench.service.cancelled, bench.client.in_flight) == (1, 0)
@@ -207,7 +205,7 @@ async def test_what_was_not_delivered_is_written_at_the_end(server: EmbeddedRedi
     bench.client.observe([SEEN] * 40)
     await bench.client.aclose()
     other = Predictor(StatisticsModel())
-    store = LearntStore(server.url, space="s", writer="x", timeout_s=10.0, expiry_s=60.0, clock=ManualClock())
+    store = PredictorStateStore(server.url, space="s", writer="x", timeout_s=10.0, expiry_s=60.0, clock=ManualClock())
     await SharedPredictor(other, store, 1.0, ManualClock()).exchange()
     await store.close()
-    assert other.forecast([TURN])[0].output_tokens > 300
+    assert other.predict([TURN])[0].output_tokens > 300

@@ -33,26 +33,9 @@ def test_survival_falls_and_is_what_is_not_yet(counts: np.ndarray, one: float, o
     assert distribution.survival(low) + distribution.share_up_to(low) == pytest.approx(1)
 
 
-@given(COUNTS, st.floats(1, 1e5), st.floats(1, 1e5))
-def test_given_that_it_took_longer_the_rest_is_in_proportion(counts: np.ndarray, passed: float, more: float) -> None:
-    distribution = Distribution.of_counts(LENGTH_EDGES, counts)
-    beyond = distribution.beyond(passed)
-    assert beyond.quantile(0.0) >= passed - 1e-6
-    if distribution.survival(passed) > 1e-6:
-        expected = distribution.survival(passed + more) / distribution.survival(passed)
-        assert beyond.survival(passed + more) == pytest.approx(expected, abs=1e-5)
-
-
-def test_what_outlasts_all_that_is_known_is_expected_to_last_as_long_again() -> None:
-    assert 10 < EVEN.beyond(25.0).mean <= 50
-    assert EVEN.beyond(25.0).quantile(0.0) == 25
-
-
 def test_the_numbers_of_an_even_distribution() -> None:
     assert EVEN.mean == 5
     assert EVEN.quantile(0.25) == 2.5
-    assert EVEN.hazard(5.0, 1.0) == pytest.approx(0.2)
-    assert EVEN.hazard(10.0, 1.0) == 0
     # ∫₀¹⁰ (x/10 - 1[x ≥ 5])² dx = 2 · ∫₀⁵ x²/100 dx
     assert EVEN.crps(5.0) == pytest.approx(10 / 12)
     assert EVEN.crps(20.0) == pytest.approx(10 / 3 + 10)
@@ -73,5 +56,3 @@ def test_what_counts_nothing_is_refused(counts: list[float]) -> None:
         Distribution.of_counts(np.array([0.0, 1.0, 2.0]), np.array(counts))
     with pytest.raises(ValueError, match="rank"):
         EVEN.quantile(1.5)
-    with pytest.raises(ValueError, match="window"):
-        EVEN.hazard(1.0, 0.0)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from predictor_service.distribution import LENGTH_EDGES, Distribution, bin_of
-from predictor_service.drift import MAX_KEYS, MOST, Drift, stretched
+from predictor_service.predictor import MAX_KEYS, MOST_DRIFT, Drift, stretched
 
 KEY = ("tenant", "bash")
 
@@ -50,7 +50,7 @@ def test_no_correction_is_beyond_its_bound_and_keys_are_bounded() -> None:
     drift = Drift(1.0)
     for _ in range(3000):
         drift.observe(KEY, around(10.0), 100_000.0)
-    assert drift.ratio(KEY) == pytest.approx(np.exp(MOST))
+    assert drift.ratio(KEY) == pytest.approx(np.exp(MOST_DRIFT))
     for number in range(MAX_KEYS + 10):
         drift.observe((str(number),), around(10.0), 10.0)
     assert len(drift.ratios()) == MAX_KEYS
@@ -62,7 +62,7 @@ def test_what_is_told_fills_in_what_another_does_not_know() -> None:
         one.observe(KEY, around(100.0), 400.0)
         one.observe(("b",), around(100.0), 400.0)
         other.observe(KEY, around(100.0), 100.0)
-    other.fill(one.told())
+    other.fill(one.rows())
     assert other.ratio(("b",)) == one.ratio(("b",))
     assert other.ratio(KEY) < 1.3 < one.ratio(KEY)
 

@@ -5,12 +5,11 @@ from typing import Any
 
 import pytest
 
-from cluster.commands.file_lists import repeated
-from cluster.errors import ConfigError
-from predictor_service.evaluate import ONLINE, PER_TOOL_EXPONENTIAL, PER_TOOL_MEAN, SourceScores, evaluated
-from predictor_service.evaluation_report import MEAN, json_lines, tables
-from predictor_service.examples import ProgramExample, read_programs
-from predictor_service.split import split
+from cluster.core.errors import ConfigError
+from cluster.offline.commands._common import repeated
+from predictor_service.evaluation import ONLINE, PER_TOOL_MEAN, evaluated
+from predictor_service.examples import ProgramExample, read_programs, split
+from predictor_service.scores import MEAN, PER_TOOL_EXPONENTIAL, SourceScores, json_lines, tables
 from tests.predictor.traces import DATA, needs_data, row, write
 
 

@@ -2,10 +2,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.errors import TraceError
-from predictor_service.context import HISTORY, MAX_ARGUMENTS, MAX_TEXT, TurnContext
+from cluster.core.errors import TraceError
 from predictor_service.examples import arguments_of, read_programs
-from predictor_service.model import NO_TOOL, PauseOutcome, TurnOutcome
+from predictor_service.model import HISTORY, MAX_ARGUMENTS, MAX_TEXT, NO_TOOL, PauseOutcome, TurnContext, TurnOutcome
 from tests.predictor.traces import DATA, needs_data, row, write
 
 THREE = [(100, 20, "bash:ls", 0.5, 30), (5, 10, None, None, 0), (40, 7, "done", None, 0)]

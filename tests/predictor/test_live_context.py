@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor_service.context import HISTORY, MAX_TEXT
 from predictor_service.live_context import ShownRequest, shown
+from predictor_service.model import HISTORY, MAX_TEXT
 
 USER = {"role": "user", "content": "Find the bug."}
 

@@ -4,12 +4,10 @@ from typing import Any
 
 import pytest
 
-from cluster.program import USER_REPLY
-from predictor_service.context import TurnContext
+from cluster.core.program import USER_REPLY
 from predictor_service.live_context import shown
 from predictor_service.live_history import Arrived, LiveHistory
-from predictor_service.model import NO_TOOL
-from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
+from predictor_service.model import NO_TOOL, Observation, PauseSeen, ProgramSeen, TurnContext, TurnSeen
 
 USER = {"role": "user", "content": "u" * 40}
 SAID = {"role": "assistant", "content": "a" * 8}
@@ -137,5 +135,5 @@ def test_turns_of_one_program_at_the_same_time_do_no_harm() -> None:
 
 def test_a_turn_of_no_program_has_a_context_and_is_not_remembered() -> None:
     history = LiveHistory(10, 100.0)
-    assert history.lone(arrives([USER], key="")).prompt_tokens == 10
+    assert history.single(arrives([USER], key="")).prompt_tokens == 10
     assert len(history) == 0

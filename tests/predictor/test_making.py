@@ -5,15 +5,13 @@ from pathlib import Path
 import pytest
 from pydantic import ValidationError
 
-from cluster.clock import ManualClock
-from cluster.config import CaesuraConfig
-from cluster.errors import ConfigError
-from predictor_service.bundle import Origin
-from predictor_service.context import TurnContext
-from predictor_service.making import Trained, forecast_client
-from predictor_service.model import TurnOutcome
-from predictor_service.model_files import StoredModel, save_model
-from predictor_service.observation import TurnSeen
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import ManualClock
+from cluster.core.errors import ConfigError
+from predictor_service.bundle import Origin, StoredModel
+from predictor_service.client import prediction_client
+from predictor_service.model import TurnContext, TurnOutcome, TurnSeen
+from predictor_service.shared import Trained
 from predictor_service.statistics_model import StatisticsModel
 
 TURN = TurnContext(source="t")
@@ -24,27 +22,27 @@ def bundle(tmp_path: Path) -> str:
     model = StatisticsModel()
     for _ in range(100):
         model.turn_ended(TURN, TurnOutcome(1000, "look"))
-    save_model(tmp_path / "bundle", StoredModel("statistics", model, Origin("0" * 64, 1, ("t",))))
+    StoredModel("statistics", model, Origin("0" * 64, 1, ("t",))).save(tmp_path / "bundle")
     return str(tmp_path / "bundle")
 
 
 def config(**section: object) -> CaesuraConfig:
-    return CaesuraConfig.model_validate({"predictor": section, "store": {"url": "redis://127.0.0.1:1"}})
+    return CaesuraConfig.model_validate({"predictor": section, "redis": {"url": "redis://127.0.0.1:1"}})
 
 
 def test_a_predictor_begins_with_what_the_bundle_knows_and_learns_on(bundle: str) -> None:
     predictor = Trained.of(bundle).predictor()
-    before = predictor.forecast([TURN])[0].output_tokens
+    before = predictor.predict([TURN])[0].output_tokens
     assert before == pytest.approx(1000, rel=0.15)
     predictor.learn([TurnSeen(TURN, TurnOutcome(10, "look"))] * 300)
-    assert predictor.forecast([TURN])[0].output_tokens < 500
+    assert predictor.predict([TURN])[0].output_tokens < 500
     fresh = Trained.of(bundle).predictor()
     fresh.replace_others([predictor.to_bytes()])
-    assert fresh.forecast([TURN]) == predictor.forecast([TURN])  # the bundle's own is counted once
+    assert fresh.predict([TURN]) == predictor.predict([TURN])  # the bundle's own is counted once
 
 
 def test_without_a_bundle_it_begins_with_nothing() -> None:
-    assert Trained.of(None).predictor().forecast([TURN])[0].output_tokens < 500
+    assert Trained.of(None).predictor().predict([TURN])[0].output_tokens < 500
 
 
 def test_a_damaged_bundle_is_refused_by_name(bundle: str) -> None:
@@ -55,13 +53,13 @@ def test_a_damaged_bundle_is_refused_by_name(bundle: str) -> None:
 
 
 async def test_an_ingress_s_own_statistics_begin_with_the_bundle_s(bundle: str) -> None:
-    client = forecast_client(config(mode="statistics", bundle=bundle), ManualClock(), "w", None)
+    client = prediction_client(config(mode="statistics", bundle=bundle), ManualClock(), "w", None)
     assert client is not None
-    forecast = await client.forecast(TURN)
+    forecast = await client.predict(TURN)
     assert forecast is not None
     assert forecast.output_tokens == pytest.approx(1000, rel=0.15)
     await client.aclose()
-    assert forecast_client(config(mode="none"), ManualClock(), "w", None) is None
+    assert prediction_client(config(mode="none"), ManualClock(), "w", None) is None
 
 
 def test_a_bundle_that_nobody_would_use_is_refused() -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from predictor_service.distribution import LENGTH_EDGES, Distribution
-from predictor_service.metrics import number_scores, rank_correlation, tool_scores
+from predictor_service.scores import number_scores, rank_correlation, tool_scores
 
 
 def point(value: float) -> Distribution:

@@ -7,11 +7,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from cluster.program import Forecasted
-from predictor_service.context import PauseContext, TurnContext
+from cluster.core.program import Prediction
 from predictor_service.distribution import LENGTH_EDGES, Distribution, bin_of
-from predictor_service.model import NO_TOOL, PauseOutcome, Remaining, TurnOutcome
-from predictor_service.observation import Observation, PauseSeen, ProgramSeen, TurnSeen
+from predictor_service.model import (
+    NO_TOOL,
+    Observation,
+    PauseContext,
+    PauseOutcome,
+    PauseSeen,
+    ProgramSeen,
+    Remaining,
+    TurnContext,
+    TurnOutcome,
+    TurnSeen,
+)
 from predictor_service.predictor import Predictor, readable
 from predictor_service.statistics_model import StatisticsModel
 
@@ -59,7 +68,7 @@ class Trained:
 
 
 def test_what_happened_before_is_expected_again() -> None:
-    start, later = taught().forecast([START, LATER])
+    start, later = taught().predict([START, LATER])
     assert start.output_tokens == pytest.approx(20, abs=8)
     assert start.tools[0].tool == "look"
     assert start.tools[0].share > 0.9
@@ -75,14 +84,14 @@ def test_what_happened_before_is_expected_again() -> None:
 
 
 def test_before_anything_was_seen_there_is_a_forecast_that_can_be_reckoned_with() -> None:
-    (forecast,) = Predictor(StatisticsModel()).forecast([START])
+    (forecast,) = Predictor(StatisticsModel()).predict([START])
     assert 1 <= forecast.output_tokens < 1000
     assert forecast.later_turns < 20
     assert forecast.pause_s < 60
 
 
 def test_no_question_no_answer() -> None:
-    assert taught(1).forecast([]) == []
+    assert taught(1).predict([]) == []
 
 
 @pytest.mark.parametrize(
@@ -95,7 +104,7 @@ def test_no_question_no_answer() -> None:
     ],
 )
 def test_every_turn_has_a_forecast(turn: TurnContext) -> None:
-    (forecast,) = taught(3).forecast([turn])
+    (forecast,) = taught(3).predict([turn])
     numbers = [forecast.output_tokens, forecast.pause_s, forecast.pause_p50_s, forecast.later_tokens]
     assert all(math.isfinite(number) and number >= 0 for number in numbers)
 
@@ -122,9 +131,9 @@ def test_nonsense_is_counted_and_changes_nothing() -> None:
 def test_what_one_has_learnt_another_knows() -> None:
     one, other = taught(), Predictor(StatisticsModel())
     other.replace_others([one.to_bytes()])
-    assert other.forecast([START]) == one.forecast([START])
+    assert other.predict([START]) == one.predict([START])
     other.replace_others([])
-    assert other.forecast([START]) == Predictor(StatisticsModel()).forecast([START])
+    assert other.predict([START]) == Predictor(StatisticsModel()).predict([START])
 
 
 def test_damage_is_refused_and_changes_nothing() -> None:
@@ -138,13 +147,13 @@ def test_damage_is_refused_and_changes_nothing() -> None:
         with pytest.raises(ValueError):
             other.replace_others([good, data])
     assert readable(good)
-    assert other.forecast([START]) == one.forecast([START])
+    assert other.predict([START]) == one.predict([START])
 
 
 def test_a_trained_model_answers_what_it_can_and_statistics_the_rest() -> None:
     predictor = Predictor(StatisticsModel(), Trained(500.0))
     predictor.learn(program())
-    (forecast,) = predictor.forecast([START])
+    (forecast,) = predictor.predict([START])
     assert forecast.output_tokens == pytest.approx(500, rel=0.15)
     assert forecast.later_turns == 3.0
     assert forecast.tools[0].tool == "look"
@@ -154,18 +163,18 @@ def test_a_trained_model_that_is_off_is_corrected_by_source() -> None:
     predictor = Predictor(StatisticsModel(), Trained(500.0))
     for _ in range(300):
         predictor.learn([TurnSeen(START, TurnOutcome(125, "look"))])
-    drifted, other = predictor.forecast([START, replace(START, source="other")])
+    drifted, other = predictor.predict([START, replace(START, source="other")])
     assert drifted.output_tokens == pytest.approx(125, rel=0.35)
     assert other.output_tokens == pytest.approx(500, rel=0.15)
     again = Predictor(StatisticsModel(), Trained(500.0))
     again.replace_others([predictor.to_bytes()])
-    assert again.forecast([START])[0].output_tokens == drifted.output_tokens
+    assert again.predict([START])[0].output_tokens == drifted.output_tokens
 
 
 def test_a_trained_model_that_answers_nonsense_is_not_believed() -> None:
     predictor = Predictor(StatisticsModel(), Trained(float("nan")))
-    (forecast,) = predictor.forecast([START])
-    (expected,) = Predictor(StatisticsModel()).forecast([START])
+    (forecast,) = predictor.predict([START])
+    (expected,) = Predictor(StatisticsModel()).predict([START])
     assert forecast == expected
-    assert isinstance(forecast, Forecasted)
+    assert isinstance(forecast, Prediction)
     assert predictor.broken > 0

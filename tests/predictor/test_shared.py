@@ -4,12 +4,10 @@ from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.learnt_store import LearntStore
-from predictor_service.context import TurnContext
-from predictor_service.model import TurnOutcome
-from predictor_service.observation import TurnSeen
+from cluster.core.clock import ManualClock
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.predictor_state import PredictorStateStore
+from predictor_service.model import TurnContext, TurnOutcome, TurnSeen
 from predictor_service.predictor import Predictor
 from predictor_service.shared import SharedPredictor
 from predictor_service.statistics_model import StatisticsModel
@@ -32,7 +30,7 @@ async def make(server: EmbeddedRedis, request: pytest.FixtureRequest) -> AsyncIt
     def writer(name: str) -> SharedPredictor:
         clock = ManualClock()
         space = request.node.name
-        store = LearntStore(server.url, space=space, writer=name, timeout_s=10.0, expiry_s=60.0, clock=clock)
+        store = PredictorStateStore(server.url, space=space, writer=name, timeout_s=10.0, expiry_s=60.0, clock=clock)
         made.append(SharedPredictor(Predictor(StatisticsModel()), store, 1.0, clock))
         return made[-1]
 
@@ -42,7 +40,7 @@ async def make(server: EmbeddedRedis, request: pytest.FixtureRequest) -> AsyncIt
 
 
 def expected(shared: SharedPredictor) -> float:
-    return shared.forecast([TURN])[0].output_tokens
+    return shared.predict([TURN])[0].output_tokens
 
 
 async def test_a_restart_loses_nothing_that_was_written(make: Make) -> None:

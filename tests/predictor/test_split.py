@@ -1,8 +1,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from predictor_service.examples import ProgramExample
-from predictor_service.split import in_test, split
+from predictor_service.examples import ProgramExample, in_test, split
 
 
 def programs(groups: list[str]) -> list[ProgramExample]:

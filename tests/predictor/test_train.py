@@ -5,13 +5,10 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.errors import ConfigError
-from predictor_service.bundle import NOTE, data_hash
-from predictor_service.evaluate import scores
-from predictor_service.examples import ProgramExample, read_programs
-from predictor_service.model_files import load_model, save_model
-from predictor_service.split import split
-from predictor_service.train import check_unseen, trained
+from cluster.core.errors import ConfigError
+from predictor_service.bundle import NOTE, data_hash, load_model
+from predictor_service.evaluation import check_unseen, scores, trained
+from predictor_service.examples import ProgramExample, read_programs, split
 from tests.predictor.traces import row, write
 
 
@@ -38,7 +35,7 @@ def programs(trace: Path) -> list[ProgramExample]:
 def test_only_the_train_side_is_learnt_and_the_bundle_says_so(name: str, programs, tmp_path: Path) -> None:
     train, test = split(programs, 4)
     stored = trained(name, programs, 4)
-    save_model(tmp_path / "b", stored)
+    stored.save(tmp_path / "b")
     read = load_model(tmp_path / "b")
     assert read.name == name
     assert (read.origin.data_sha256, read.origin.programs) == (data_hash(train), len(train))
@@ -56,14 +53,14 @@ def test_a_model_that_may_have_seen_the_test_side_is_not_tested(programs) -> Non
         check_unseen(trained("statistics", programs, 4), 5)
     everything = trained("statistics", programs, None)
     assert everything.origin.programs == len(programs) and not everything.origin.metrics
-    with pytest.raises(ConfigError, match="from all programs"):
+    with pytest.raises(ConfigError, match="on all programs"):
         check_unseen(everything, 0)
 
 
 def test_unknown_models_are_refused(programs, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="unknown predictor 'oracle'; choose one of: statistics"):
         trained("oracle", programs, 0)
-    save_model(tmp_path, trained("statistics", programs, 0))
+    trained("statistics", programs, 0).save(tmp_path)
     note = json.loads((tmp_path / NOTE).read_text())
     (tmp_path / NOTE).write_text(json.dumps({**note, "model": "oracle"}))
     with pytest.raises(ConfigError, match=r"bundle\.json: model: is 'oracle', not one of"):

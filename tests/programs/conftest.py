@@ -4,9 +4,9 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 import pytest_asyncio
-from runners import Runners
 
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.programs.runners import Runners
 
 
 @pytest.fixture(scope="module")

@@ -3,7 +3,6 @@
 import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -15,46 +14,46 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from cluster.config import CaesuraConfig
-from cluster.errors import HttpError, ToolRefused
-from cluster.http_errors import Boundary, error_response
-from cluster.http_responses import ResponseRoutes
-from cluster.identity import identify
-from cluster.program_runner import ProgramRunner
-from cluster.ray_errors import as_http_error
+from cluster.api.openai import ErrorBoundary, error_response
+from cluster.api.ray_errors import as_http_error
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import HttpError, ToolRefused
+from cluster.core.identity import identify
+from cluster.core.tools import ToolOffer, function_object
+from cluster.http.responses import ResponseRoutes
+from cluster.runs.runner import ProgramRunner
 
 TENANT = "default"
 
 
-@dataclass(frozen=True)
-class Known:
-    """A tool that is known."""
-
-    name: str
-    owner: str
-    description: str = "a tool"
-    parameters: Mapping[str, Any] = None  # type: ignore[assignment]
-    read_only: bool = False
-    own_name: str | None = None
+def registered(name: str) -> ToolOffer:
+    """A tool of the operator's."""
+    return ToolOffer(name, function_object(name, "a tool", None), here=True, owner=name)
 
 
-def known(*tools: Known, seen: list[Any] | None = None) -> Callable[[str, Mapping[str, Any] | None], Any]:
+def served_by(label: str, name: str) -> ToolOffer:
+    """A tool of an MCP server that a request brings."""
+    function = function_object(f"{label}__{name}", "a tool", None)
+    return ToolOffer(f"{label}__{name}", function, here=True, server_tool=name, owner=label)
+
+
+def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Mapping[str, Any] | None], Any]:
     """A tool runtime that knows these tools; servers are listed only for requests that bring them."""
 
-    async def offers(tenant: str, definitions: Mapping[str, Any] | None) -> Sequence[Known]:
+    async def offers(tenant: str, definitions: Mapping[str, Any] | None) -> Sequence[ToolOffer]:
         if seen is not None:
             seen.append(definitions)
         if definitions and "down" in definitions:
             raise ToolRefused("the MCP server down cannot be reached")
         brought = definitions or {}
-        return [tool for tool in tools if "__" not in tool.name or tool.owner in brought]
+        return [tool for tool in tools if tool.server_tool is None or tool.owner in brought]
 
     return offers
 
 
 def site(runner: ProgramRunner, offers: Any = None) -> Starlette:
     """As the ingress has them."""
-    config = CaesuraConfig.model_validate({"control": {"timeout_s": 5.0}})
+    config = CaesuraConfig.model_validate({"limits": {"timeout_s": 5.0}})
     routes = ResponseRoutes(runner, offers or known(), config, as_http_error)
 
     async def create(request: Request) -> Response:
@@ -98,7 +97,11 @@ def site(runner: ProgramRunner, offers: Any = None) -> Starlette:
         ],
         middleware=[
             Middleware(
-                Boundary, error_map=as_http_error, max_header_bytes=1 << 16, max_in_flight=64, limited_paths=frozenset()
+                ErrorBoundary,
+                error_map=as_http_error,
+                max_header_bytes=1 << 16,
+                max_in_flight=64,
+                limited_paths=frozenset(),
             )
         ],
         exception_handlers={HttpError: tell, HTTPException: tell},

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-from scripted_runs import ScriptedReplicas, ScriptedTools
-
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.program_runner import ProgramRunner
-from cluster.run_store import RunStore
-from cluster.tools import ToolResult
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.tools import ToolResult
+from cluster.runs.runner import ProgramRunner
+from cluster.store.runs.store import RunStore
+from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools
 
 LEASE_S = 0.6
 

@@ -5,13 +5,13 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.errors import HttpError
-from cluster.program import ProgramIdentity
-from cluster.tools import Outcome, ToolCall, ToolResult
-from cluster.turn import (
+from cluster.core.errors import HttpError
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import Outcome, ToolCall, ToolResult
+from cluster.core.turn import (
     CallDelta,
     Continuation,
-    Rendering,
+    PromptMode,
     TurnBegan,
     TurnDelta,
     TurnDone,
@@ -24,15 +24,22 @@ Script = list[TurnPiece | HttpError | asyncio.Event]
 """What a turn yields; an event is waited for."""
 
 
-def says(text: str, *calls: tuple[str, str], first_id: int = 100) -> Script:
-    """A turn that says ``text`` in two pieces, and calls tools by (name, arguments)."""
+def says(text: str, *calls: tuple[str, str], first_id: int = 100, finish: str | None = None) -> Script:
+    """A turn that says ``text`` in two pieces, and calls tools by (name, arguments).
+
+    Args:
+        text: the content.
+        calls: its tool calls.
+        first_id: of its tokens.
+        finish: why it ended; None: the model ended it.
+    """
     pieces = tuple(CallDelta(index, f"call_{first_id}_{index}", name, args) for index, (name, args) in enumerate(calls))
     half = len(text) // 2
     return [
-        TurnBegan(Rendering.CONTINUED, pack_ids([first_id])),
+        TurnBegan(PromptMode.CONTINUED, pack_ids([first_id])),
         TurnDelta(pack_ids([first_id + 1]), text[:half]),
         TurnDelta(pack_ids([first_id + 2]), text[half:], calls=pieces),
-        TurnDone("tool_calls" if calls else "stop", 10, 8, 2),
+        TurnDone(finish or ("tool_calls" if calls else "stop"), 10, 8, 2),
     ]
 
 
@@ -45,6 +52,8 @@ class ScriptedReplicas:
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     prior: list[list[int]] = field(default_factory=list)
     identities: list[ProgramIdentity] = field(default_factory=list)
+    stuck: frozenset[str] = frozenset()
+    """Notifications that never arrive."""
     closed: int = 0
     """Turns that were left before their end."""
 
@@ -65,6 +74,8 @@ class ScriptedReplicas:
             raise
 
     async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
+        if operation in self.stuck:
+            await asyncio.Event().wait()
         self.told.append((operation, dict(payload)))
 
 

@@ -5,14 +5,15 @@ from typing import Any
 
 import pytest
 from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, UnprocessableEntityError
-from response_site import Known, Visitor, known, openai, site
-from runners import Runners
-from scripted_runs import ScriptedReplicas, ScriptedTools, says
 from starlette.applications import Starlette
 
-from cluster.errors import BadRequest
-from cluster.program_runner import ProgramRunner
-from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
+from cluster.core.errors import BadRequest
+from cluster.core.tools import ToolCall
+from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
+from cluster.runs.runner import ProgramRunner
+from tests.programs.response_site import Visitor, known, openai, registered, served_by, site
+from tests.programs.runners import Runners
+from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
 
 ADD: Any = {"type": "function", "name": "add", "server_side": True}
 LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
@@ -22,13 +23,13 @@ DOCS: Any = {
     "server_url": "https://docs.example/mcp",
     "authorization": "token-1",
 }
-TOOLS = known(Known("add", "add"), Known("docs__read", "docs"))
+TOOLS = known(registered("add"), served_by("docs", "read"))
 
 
 def waits(*said: str) -> list[Any]:
     """A turn that says something and does not end, and the event that would end it."""
     deltas = [TurnDelta(pack_ids([1]), text) for text in said]
-    return [TurnBegan(Rendering.FIRST, pack_ids([1])), *deltas, asyncio.Event()]
+    return [TurnBegan(PromptMode.FIRST, pack_ids([1])), *deltas, asyncio.Event()]
 
 
 async def until(condition: Any) -> None:
@@ -82,6 +83,59 @@ async def test_a_response_in_the_foreground_and_what_is_kept_of_it(served: Any) 
     await there.client.responses.delete(made.id)
     with pytest.raises(NotFoundError):
         await there.client.responses.retrieve(made.id)
+
+
+@pytest.mark.parametrize("form", ["plain", "stream", "background"])
+@pytest.mark.parametrize("tool", [LOOK, ADD], ids=["the caller's", "ours"])
+async def test_half_a_call_is_an_incomplete_item_of_an_incomplete_response(served: Any, tool: Any, form: str) -> None:
+    ran: list[Any] = []
+    there = served(says("let me", (tool["name"], '{"a": '), finish="length"), tools={"add": ran.append})
+    create = there.client.responses.create
+    if form == "stream":
+        events = [event async for event in await create(model="m", input="1 + 1?", tools=[tool], stream=True)]
+        kinds = [event.type for event in events]
+        assert "response.function_call_arguments.done" not in kinds
+        made = events[-1].response
+        assert events[-1].type == "response.incomplete"
+    else:
+        made = await create(model="m", input="1 + 1?", tools=[tool], background=form == "background")
+        async for _ in there.runner.follow(made.id):
+            pass
+        made = await there.client.responses.retrieve(made.id)
+    assert ran == []
+    assert (made.status, made.incomplete_details.reason) == ("incomplete", "max_output_tokens")
+    said, call = made.output
+    assert (said.status, call.type, call.status, call.arguments) == (
+        "completed",
+        "function_call",
+        "incomplete",
+        '{"a": ',
+    )
+    # What was cut is no call of the conversation, for whoever goes on from it with or without its id.
+    there.replicas.turns += [says("well"), says("well")]
+    kept = [item.model_dump(exclude_none=True) for item in made.output]
+    for rest in (
+        {"previous_response_id": made.id, "input": "Go on."},
+        {"input": [*kept, {"role": "user", "content": "Go on."}]},
+    ):
+        await create(model="m", tools=[tool], **rest)
+        assert not any("tool_calls" in message for message in there.replicas.asked[-1]["messages"])
+
+
+async def test_consent_names_itself_to_whoever_runs_the_tool(served: Any) -> None:
+    """One consent, answered by three requests, is three runs; the executor runs the tool once."""
+    seen: list[ToolCall] = []
+    docs = {**DOCS, "require_approval": "always"}
+    there = served(says("", ("docs__read", "{}")), *(says("read") for _ in range(3)), tools={"docs__read": seen.append})
+    create = there.client.responses.create
+    asked = await create(model="m", input="read", tools=[docs])
+    [request] = asked.output[-1:]
+    consent = {"type": "mcp_approval_response", "approval_request_id": request.id, "approve": True}
+    for kept in ({"previous_response_id": asked.id, "input": [consent]}, {"input": ["read", request, consent]}):
+        items = [{"role": "user", "content": item} if isinstance(item, str) else item for item in kept["input"]]
+        items = [item if isinstance(item, dict) else item.model_dump() for item in items]
+        await create(model="m", tools=[docs], **{**kept, "input": items})
+    assert [(call.owner, call.consent) for call in seen] == [("docs", f"default/{request.id}")] * 2
 
 
 async def test_a_stream_and_the_rest_of_it_later(served: Any) -> None:
@@ -226,7 +280,7 @@ async def test_a_client_that_keeps_its_history_itself(served: Any) -> None:
 
 async def test_consent_to_a_call_of_a_server(served: Any) -> None:
     definitions: list[Any] = []
-    tools = known(Known("docs__read", "docs"), seen=definitions)
+    tools = known(served_by("docs", "read"), seen=definitions)
     there = served(says("", ("docs__read", "{}")), says("it says so", first_id=200),
                    tools={"docs__read": lambda call: "the text"}, offers=tools)  # fmt: skip
     first = await there.client.responses.create(model="m", input="read", tools=[DOCS])

@@ -10,21 +10,31 @@ from typing import Any
 
 import pytest
 from msgspec.structs import replace
-from runners import LEASE_S, Runners
-from scripted_runs import ScriptedReplicas, ScriptedTools, says
 
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.errors import BadRequest, IdempotencyConflict, Overloaded
-from cluster.program import ProgramIdentity
-from cluster.program_runner import RENOUNCE_S, ProgramRunner
-from cluster.run import fold
-from cluster.run_events import Ended, Limits, Offer, RunEvent, RunSpec, TakenOver, ToolAnswer, ToolIntent, TurnIntent
-from cluster.run_log import Idempotency, NewRun
-from cluster.tools import Outcome, ToolCall, ToolResult
-from cluster.turn import Rendering, TurnBegan, TurnDelta, pack_ids
+from cluster.core.errors import BadRequest, IdempotencyConflict, Overloaded
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.runs.events import (
+    Ended,
+    LateAnswer,
+    Limits,
+    RunEvent,
+    RunSpec,
+    TakenOver,
+    ToolAnswer,
+    ToolIntent,
+    TurnIntent,
+)
+from cluster.runs.runner import RENOUNCE_S, ProgramRunner
+from cluster.runs.state import fold
+from cluster.store.runs.records import Idempotency, NewRun
+from tests.programs.runners import LEASE_S, Runners
+from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
 
 NAMES = ("add", "once", "slowly", "wait")
-OFFERS = tuple(Offer(name, {"name": name}, here=True) for name in NAMES)
+OFFERS = tuple(ToolOffer(name, {"name": name}, here=True) for name in NAMES)
 
 
 def spec(run_id: str, **fields: Any) -> RunSpec:
@@ -89,6 +99,48 @@ async def test_the_scheduler_is_told_of_a_tool_that_takes_its_time(runners: Runn
     assert replicas.told == [("tool_started", {"tools": ["wait"]}), ("tool_finished", {}), ("end", {})]
 
 
+async def test_a_notification_that_does_not_arrive_holds_nothing_up(runners: Runners) -> None:
+    slow = asyncio.Event()
+    replicas = ScriptedReplicas([says("", ("wait", "{}")), says("done")], stuck=frozenset({"tool_started"}))
+
+    async def wait(call: Any) -> str:
+        asyncio.get_running_loop().call_later(0.1, slow.set)  # long enough to be worth a notification
+        await slow.wait()
+        return "ok"
+
+    runner = runners(replicas, ScriptedTools({"wait": wait}))
+    await runner.start(spec("stuck", last=True))
+    await ended(runner, "stuck")
+    await until(lambda: replicas.told)
+    assert replicas.told == [("end", {})]
+
+
+async def test_an_asynchronous_tool_whose_runtime_fails_is_an_unknown_outcome(runners: Runners) -> None:
+    class Broken(ScriptedTools):
+        async def completion(self, program: str, call_id: str) -> ToolResult:
+            raise ConnectionError("no such actor")
+
+    runner = runners(ScriptedReplicas([says("", ("slowly", "{}")), says("waiting"), says("well")]),
+                     Broken({"slowly": lambda call: ""}))  # fmt: skip
+    await runner.start(spec("broken"))
+    events = await ended(runner, "broken")
+    assert outcome(events).status == "completed"
+    [late] = [event.answer for event in events if isinstance(event, LateAnswer)]
+    assert late.outcome == Outcome.UNKNOWN
+    assert "may have taken effect" in late.text
+
+
+async def test_what_a_tool_runtime_refuses_is_told_as_it_says_it(runners: Runners) -> None:
+    def refuse(call: ToolCall) -> str:
+        raise BadRequest("tools: nothing like it", param="tools")
+
+    runner = runners(ScriptedReplicas([says("", ("add", "{}"))]), ScriptedTools({"add": refuse}))
+    await runner.start(spec("refused"))
+    fault = outcome(await ended(runner, "refused")).fault
+    assert fault is not None
+    assert (fault.code, fault.message) == ("invalid_prompt", "tools: nothing like it")
+
+
 async def test_a_run_works_in_no_requests_context(runners: Runners) -> None:
     request: ContextVar[str] = ContextVar("request", default="none")
     seen: list[str] = []
@@ -102,6 +154,26 @@ async def test_a_run_works_in_no_requests_context(runners: Runners) -> None:
     await runner.start(spec("r0"))
     await ended(runner, "r0")
     assert seen == ["none"]
+
+
+HALF_A_CALL = [(("add", ""),), (("add", '{"a": 1}'),), (("add", "{}"), ("add", '{"a": '))]
+
+
+@pytest.mark.parametrize("calls", HALF_A_CALL, ids=["no arguments yet", "closed by the parser", "after a whole one"])
+@pytest.mark.parametrize(("finish", "reason"), [("length", "max_output_tokens"), ("stop", "stop_sequence")])
+async def test_no_call_of_a_turn_that_was_cut_is_run(
+    runners: Runners, calls: tuple[tuple[str, str], ...], finish: str, reason: str
+) -> None:
+    tools = ScriptedTools({"add": lambda call: "2"})
+    runner = runners(ScriptedReplicas([says("let me", *calls, finish=finish), says("done")]), tools)
+    run_id = f"cut-{finish}-{len(calls)}-{len(calls[0][1])}"
+    await runner.start(spec(run_id))
+    events = await ended(runner, run_id)
+    assert (tools.ran, words(events)) == ([], ["Accepted", "TurnIntent", "TurnResult", "Ended"])
+    assert (outcome(events).status, outcome(events).reason) == ("incomplete", reason)
+    state = fold(events)
+    assert state is not None
+    assert [call.arguments for call in state.calls] == [arguments for _, arguments in calls[:-1]]
 
 
 async def test_another_process_reads_the_same_log(runners: Runners) -> None:
@@ -129,10 +201,10 @@ async def test_calls_of_one_turn_overlap(runners: Runners) -> None:
 
 
 async def test_a_runner_that_dies_in_a_turn_is_followed_by_another(runners: Runners) -> None:
-    hangs = [TurnBegan(Rendering.FIRST, pack_ids([1])), TurnDelta(pack_ids([2]), "half "), asyncio.Event()]
+    hangs = [TurnBegan(PromptMode.FIRST, pack_ids([1])), TurnDelta(pack_ids([2]), "half "), asyncio.Event()]
     first = runners(ScriptedReplicas([hangs]))
     await first.start(spec("r4"))
-    await until(lambda: first.open_runs and len(first._tasks["r4"].journal.safe) == 3)
+    await until(lambda: first.open_runs and len(first.written("r4")) == 3)
     second = runners(ScriptedReplicas([says("whole")]))
     second.attend()  # nobody renews the first one's lease
     events = await ended(second, "r4")
@@ -144,7 +216,7 @@ async def test_a_runner_that_dies_in_a_turn_is_followed_by_another(runners: Runn
 async def test_a_run_that_another_ended_is_read_to_its_end_by_who_lost_it(runners: Runners) -> None:
     first = runners(ScriptedReplicas([[asyncio.Event()]]))
     await first.start(spec("lost"))
-    await until(lambda: len(first._tasks["lost"].journal.safe) == 2)
+    await until(lambda: len(first.written("lost")) == 2)
     second = runners(ScriptedReplicas([says("whole")]))
     second.attend()
     events = await ended(second, "lost")
@@ -159,7 +231,7 @@ async def test_a_clock_that_jumps_ends_no_run(runners: Runners, jumped_s: float)
     first = runners(ScriptedReplicas([[asyncio.Event()]]))
     asked = replace(spec(f"jump{jumped_s:.0f}"), created_s=time() - jumped_s)
     await first.start(asked)
-    await until(lambda: len(first._tasks[asked.id].journal.safe) == 2)
+    await until(lambda: len(first.written(asked.id)) == 2)
     second = runners(ScriptedReplicas([says("whole")]))
     second.attend()
     end = outcome(await ended(second, asked.id))
@@ -187,9 +259,9 @@ async def test_a_call_that_may_have_been_sent_is_never_sent_anew(runners: Runner
 
 async def test_the_old_runner_writes_nothing_more_once_it_was_followed(runners: Runners) -> None:
     go_on = asyncio.Event()
-    first = runners(ScriptedReplicas([[TurnBegan(Rendering.FIRST, b""), go_on, *says("late")[1:]]]))
+    first = runners(ScriptedReplicas([[TurnBegan(PromptMode.FIRST, b""), go_on, *says("late")[1:]]]))
     await first.start(spec("r6"))
-    await until(lambda: first.open_runs and len(first._tasks["r6"].journal.safe) == 2)
+    await until(lambda: first.open_runs and len(first.written("r6")) == 2)
     second = runners(ScriptedReplicas([says("whole")]))
     second.attend()
     events = await ended(second, "r6")
@@ -211,7 +283,7 @@ async def test_a_graceful_end_hands_over_at_once(runners: Runners) -> None:
 
 
 async def test_cancelling_stops_the_turn_and_the_tools(runners: Runners) -> None:
-    replicas = ScriptedReplicas([[TurnBegan(Rendering.FIRST, b""), asyncio.Event()]])
+    replicas = ScriptedReplicas([[TurnBegan(PromptMode.FIRST, b""), asyncio.Event()]])
     runner = runners(replicas)
     await runner.start(spec("r8"))
     await until(lambda: replicas.asked)
@@ -243,7 +315,7 @@ async def test_the_wall_time_is_a_bound(runners: Runners) -> None:
 
 
 async def test_a_turn_whose_replica_fails_is_asked_again_and_a_bad_request_is_not(runners: Runners) -> None:
-    from cluster.errors import UpstreamFailed
+    from cluster.core.errors import UpstreamFailed
 
     runner = runners(ScriptedReplicas([[UpstreamFailed("it died")], says("whole")]))
     await runner.start(spec("r11"))
@@ -330,7 +402,7 @@ async def test_a_store_that_forgot_everything_gets_the_whole_run_again() -> None
             ScriptedReplicas([says("", ("add", "{}")), [gate, *says("done")]]), ScriptedTools({"add": str})
         )
         await runner.start(spec("r23"), idempotency=Idempotency("key", b"body"))
-        await until(lambda: len(runner._tasks["r23"].journal.safe) > 5)
+        await until(lambda: len(runner.written("r23")) > 5)
         server.stop()
         server.start()
         other = runners(ScriptedReplicas([says("another")]))
@@ -354,11 +426,11 @@ async def test_a_run_whose_acceptance_timed_out_is_not_worked_on(runners: Runner
             await runner.start(spec("r25"))
     finally:
         os.kill(redis.pid, signal.SIGCONT)
-    await until(lambda: not runner._renouncing)
+    await until(lambda: not runner.uncertain_starts)
     other = runners(ScriptedReplicas([]))
     other.attend()
     await asyncio.sleep(2 * LEASE_S)
-    assert "r25" not in other._tasks
+    assert not other.written("r25")
     log = await other.load("r25", "t")
     assert log is None or outcome(log).status == "cancelled"
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig
+from cluster.config.schema import PolicyConfig
+from cluster.core.clock import ManualClock
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine, write_config_only_model

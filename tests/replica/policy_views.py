@@ -6,11 +6,12 @@ the host link, and attention for nothing. So T_fwd(1000) = 0.1 s, T_fwd = 0.01 s
 
 from dataclasses import replace
 
-from cluster.config import SloConfig
-from cluster.lifecycle import begin
-from cluster.program import Hints
-from cluster.registry import POLICIES
-from cluster.statistics import DurationStatistics, DurationTable
+from cluster.config.schema import SloConfig
+from cluster.core.lifecycle.machine import begin
+from cluster.core.program import Hints
+from cluster.core.registry import POLICIES
+from cluster.durations.statistics import DurationStatistics
+from cluster.durations.table import DurationTable
 from replicas.cost_model import CostModel
 from replicas.policy import Forecast, HoldView, KvPlace, LoadView, PauseView, Policy, ReplicaFacts, TurnView
 

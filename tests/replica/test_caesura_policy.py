@@ -2,20 +2,27 @@
 
 from dataclasses import replace
 from math import isfinite, isnan
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_views import COST, forecast, hold, load, observed, pause, turn
 
-from cluster.config import SloConfig
-from cluster.lifecycle import begin
-from cluster.program import Hints
-from cluster.statistics import DurationTable
-from replicas.policies.caesura import CaesuraParameters
-from replicas.policies.stopping import LONGEST_S, pressure
-from replicas.policies.triage import ALIVE, DRAWN, EPOCH_S, HOPELESS
+from cluster.config.schema import SloConfig
+from cluster.core.lifecycle.machine import begin
+from cluster.core.program import Hints
+from cluster.durations.table import DurationTable
+from replicas.policies.caesura import (
+    EPOCH_S,
+    LONGEST_S,
+    LOTTERY_WINNER,
+    SLO_FEASIBLE,
+    SLO_MISSED,
+    CaesuraParameters,
+    pressure,
+)
 from replicas.policy import Claimant, Forecast, Hold, HoldView, KvPlace, LoadView, PauseView, Release, Swap, TurnView
+from tests.replica.policy_views import COST, forecast, hold, load, observed, pause, turn
 
 REFILL_S = 1.0
 """Of the replica by hand: 10,000 tokens at 0.1 ms."""
@@ -31,64 +38,69 @@ def crowded(**changes: float) -> LoadView:
     return bounded(SloConfig(), **{"waiting": 10, "free_tokens": 0, **changes})
 
 
+def changed(part: Any, **constants: float) -> Any:
+    """An axis of the policy with other constants."""
+    return replace(part, **constants)
+
+
 def key(view: TurnView, **parameters: float) -> tuple[float, ...]:
-    return CaesuraParameters(**parameters).build().order.key(view)  # type: ignore[arg-type]
+    return changed(CaesuraParameters().build().order, **parameters).key(view)  # type: ignore[arg-type]
 
 
-STOPPING = CaesuraParameters(hold_worth=1.0).build().pause
+STOPPING = CaesuraParameters().build().pause
 
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_the_alive_come_before_the_hopeless_whatever_their_work() -> None:
+def test_feasible_turns_come_before_those_past_the_slo_whatever_their_work() -> None:
     alive = turn(bounded(SloConfig(ttft_s=10.0)), tokens=9000, forecast=forecast(output=1000.0))
     late = turn(bounded(SloConfig(ttft_s=1.0)), tokens=10, forecast=forecast(output=1.0))
-    assert key(alive, hopeless_share=0) < key(late, hopeless_share=0)
-    assert (key(alive)[0], key(late, hopeless_share=0)[0]) == (ALIVE, HOPELESS)
+    assert key(alive, lottery_share=0) < key(late, lottery_share=0)
+    assert (key(alive)[0], key(late, lottery_share=0)[0]) == (SLO_FEASIBLE, SLO_MISSED)
 
 
-def test_a_turn_is_hopeless_once_its_prefill_no_longer_fits_the_bound() -> None:
+def test_a_turn_misses_the_slo_once_its_prefill_no_longer_fits_the_bound() -> None:
     """1,000 tokens take 0.1 s and the steps around them 0.02 s: of a bound of 1 s, the last moment is at 0.88 s."""
     at = bounded(SloConfig(ttft_s=1.0))
-    assert key(turn(at, arrived_s=at.now_s - 0.87))[0] == ALIVE
-    assert key(turn(at, arrived_s=at.now_s - 0.89), hopeless_share=0)[0] == HOPELESS
+    assert key(turn(at, arrived_s=at.now_s - 0.87))[0] == SLO_FEASIBLE
+    assert key(turn(at, arrived_s=at.now_s - 0.89), lottery_share=0)[0] == SLO_MISSED
     held = turn(at, arrived_s=at.now_s - 0.89, cached_tokens=1000, kv=KvPlace.HELD)
-    assert key(held)[0] == ALIVE
+    assert key(held)[0] == SLO_FEASIBLE
 
 
-def test_a_program_that_was_late_once_is_hopeless() -> None:
+def test_a_program_that_was_late_once_has_missed_the_slo() -> None:
     view = turn(bounded(SloConfig(ttft_s=10.0)))
     late = replace(view, program=replace(view.program, on_time=False))
-    assert key(late, hopeless_share=0)[0] == HOPELESS
+    assert key(late, lottery_share=0)[0] == SLO_MISSED
 
 
 def test_a_preempted_turn_that_was_on_time_waits_for_no_first_token() -> None:
     at = bounded(SloConfig(ttft_s=1.0))
     view = turn(at, arrived_s=at.now_s - 9.0, preempted=True, generated_tokens=10, first_token_s=at.now_s - 8.5)
-    assert key(view)[0] == ALIVE
-    assert key(replace(view, first_token_s=at.now_s - 7.5), hopeless_share=0)[0] == HOPELESS
+    assert key(view)[0] == SLO_FEASIBLE
+    assert key(replace(view, first_token_s=at.now_s - 7.5), lottery_share=0)[0] == SLO_MISSED
 
 
-def test_a_program_too_slow_for_its_tokens_is_hopeless() -> None:
+def test_a_program_too_slow_for_its_tokens_has_missed_the_slo() -> None:
     """100 tokens of 10 ms after 0.12 s to the first and 2 s of waiting, no turn after it: 31.2 ms a token."""
     last = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
-    for bound_s, group in ((0.0313, ALIVE), (0.0311, HOPELESS)):
+    for bound_s, group in ((0.0313, SLO_FEASIBLE), (0.0311, SLO_MISSED)):
         at = bounded(SloConfig(ttft_s=None, normalized_latency_s=bound_s))
-        assert key(turn(at, arrived_s=at.now_s - 2.0, forecast=last), hopeless_share=0)[0] == group
+        assert key(turn(at, arrived_s=at.now_s - 2.0, forecast=last), lottery_share=0)[0] == group
 
 
 def test_time_that_earlier_turns_saved_counts() -> None:
     last = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
     at = bounded(SloConfig(ttft_s=None, normalized_latency_s=0.030))
     view = turn(at, arrived_s=at.now_s - 2.0, forecast=last)
-    assert key(replace(view, program=replace(view.program, busy_s=1.0, generated_tokens=100)))[0] == ALIVE
+    assert key(replace(view, program=replace(view.program, busy_s=1.0, generated_tokens=100)))[0] == SLO_FEASIBLE
 
 
-def test_a_turn_too_long_for_the_bound_on_turns_is_hopeless() -> None:
+def test_a_turn_too_long_for_the_bound_on_turns_has_missed_the_slo() -> None:
     """2 s of waiting, 0.12 s to the first token, 1 s of output."""
-    for bound_s, group in ((3.13, ALIVE), (3.11, HOPELESS)):
+    for bound_s, group in ((3.13, SLO_FEASIBLE), (3.11, SLO_MISSED)):
         at = bounded(SloConfig(ttft_s=None, e2e_s=bound_s))
-        assert key(turn(at, arrived_s=at.now_s - 2.0), hopeless_share=0)[0] == group
+        assert key(turn(at, arrived_s=at.now_s - 2.0), lottery_share=0)[0] == group
 
 
 LAST = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
@@ -100,10 +112,12 @@ def test_the_alive_rank_by_the_work_of_their_turn_and_of_all_later_ones() -> Non
     Three later turns of 100 tokens of output each and 200 of prompts together: 3/11 s and 0.02 s.
     """
     at = bounded(SloConfig(ttft_s=10.0))
-    assert key(turn(at, forecast=LAST)) == pytest.approx((ALIVE, 0.1 + 1.0 / 11))
+    assert key(turn(at, forecast=LAST)) == pytest.approx((SLO_FEASIBLE, 0.1 + 1.0 / 11))
     held = turn(at, forecast=LAST, cached_tokens=900, kv=KvPlace.HELD)
-    assert key(held) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
-    assert key(turn(at, forecast=Forecast(100.0, 2.0, 50.0, 500.0, 3.0))) == pytest.approx((ALIVE, 0.12 + 4.0 / 11))
+    assert key(held) == pytest.approx((SLO_FEASIBLE, 0.01 + 1.0 / 11))
+    assert key(turn(at, forecast=Forecast(100.0, 2.0, 50.0, 500.0, 3.0))) == pytest.approx(
+        (SLO_FEASIBLE, 0.12 + 4.0 / 11)
+    )
 
 
 def test_a_token_after_a_long_context_is_more_work() -> None:
@@ -115,59 +129,59 @@ def test_a_token_after_a_long_context_is_more_work() -> None:
 
 
 def room(view: TurnView, **parameters: float) -> float:
-    admission = CaesuraParameters(**parameters).build().admission  # type: ignore[arg-type]
+    admission = changed(CaesuraParameters().build().admission, **parameters)
     assert admission is not None
     return admission.room_share(view)
 
 
-def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_hopeless_turn_to_all() -> None:
+def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_turn_past_the_slo_to_all() -> None:
     at = bounded(SloConfig(ttft_s=1.0), waiting=10)
     new = turn(at, arrived_s=at.now_s, program=replace(begin("t/p", 40.0), turns=1))
     begun = replace(new, program=replace(new.program, turns=2))
     late = replace(begun, arrived_s=at.now_s - 2.0)
     tiered = replace(late, load=replace(at, facts=replace(at.facts, host_tokens=5000)))
     views = (new, begun, late, tiered)
-    shares = [room(view, newcomers_room=0.2, hopeless_room=0.5, hopeless_share=0) for view in views]
+    shares = [room(view, newcomer_headroom=0.2, missed_headroom=0.5, lottery_share=0) for view in views]
     assert shares == [0.2, 0.0, 0.4, 0.5]
 
 
-def test_the_hopeless_leave_no_room_where_nobody_is_on_time() -> None:
+def test_turns_past_the_slo_leave_no_room_where_nobody_is_on_time() -> None:
     late = turn(bounded(SloConfig(ttft_s=0.01), waiting=10, on_time_share=0.25))
-    assert room(late, hopeless_share=0, hopeless_room=0.5) == pytest.approx(0.1)
+    assert room(late, lottery_share=0, missed_headroom=0.5) == pytest.approx(0.1)
     never = replace(late, load=replace(late.load, on_time_share=0.0))
-    assert room(never, hopeless_share=0) == 0.0
+    assert room(never, lottery_share=0) == 0.0
 
 
-def test_the_hopeless_leave_less_room_the_fewer_wait() -> None:
+def test_turns_past_the_slo_leave_less_room_the_fewer_wait() -> None:
     """10 turns run: 3.5 that wait count as a crowd."""
     late = turn(bounded(SloConfig(ttft_s=0.01)))
     loads = [replace(late.load, waiting=waiting) for waiting in (0, 1, 2, 400)]
-    shares = [room(replace(late, load=at), hopeless_share=0, hopeless_room=0.5) for at in loads]
+    shares = [room(replace(late, load=at), lottery_share=0, missed_headroom=0.5) for at in loads]
     assert shares == pytest.approx([0.0, 0.4 / 3.5, 0.8 / 3.5, 0.4])
 
 
 def test_what_the_lottery_draws_and_whatever_no_slo_bounds_takes_what_there_is() -> None:
     late = turn(bounded(SloConfig(ttft_s=0.01)))
-    assert room(late, hopeless_share=1, hopeless_room=0.6) == 0.0
+    assert room(late, lottery_share=1, missed_headroom=0.6) == 0.0
     assert room(turn(bounded(SloConfig(ttft_s=None)))) == 0.0
 
 
-def test_the_hopeless_rank_by_what_their_programs_have_left() -> None:
+def test_turns_past_the_slo_rank_by_what_their_programs_have_left() -> None:
     at = bounded(SloConfig(ttft_s=0.1))
     little = turn(at, forecast=Forecast(100.0, 1.0, 10.0, 110.0, 1.0))
     much = turn(at, tokens=900, forecast=Forecast(100.0, 1.0, 10.0, 1100.0, 10.0))
-    assert key(little, hopeless_share=0) < key(much, hopeless_share=0)
+    assert key(little, lottery_share=0) < key(much, lottery_share=0)
 
 
-def test_the_hopeless_get_their_share_of_the_time_in_the_long_run() -> None:
-    """40 hopeless turns wait throughout: what is drawn of them costs the share of all epochs, and each is drawn."""
+def test_turns_past_the_slo_get_their_share_of_the_time_in_the_long_run() -> None:
+    """40 turns past the SLO wait throughout: what is drawn of them costs the share of all epochs, and each is drawn."""
     share, epochs = 0.1, 2000
     turns = [replace(turn(tokens=500 * (1 + number % 4)), program=begin(f"t/{number}", 0.0)) for number in range(40)]
     drawn_s, drawn = 0.0, set()
     for epoch in range(epochs):
         at = bounded(SloConfig(ttft_s=0.01), now_s=100.0 + epoch * EPOCH_S, waiting=len(turns))
         for view in turns:
-            if key(replace(view, load=at), hopeless_share=share)[0] == DRAWN:
+            if key(replace(view, load=at), lottery_share=share)[0] == LOTTERY_WINNER:
                 drawn.add(view.program.key)
                 drawn_s += COST.prefill_s(view.tokens) + 1.0 / 11
     assert drawn_s == pytest.approx(share * epochs * EPOCH_S, rel=0.1)
@@ -228,7 +242,7 @@ def test_a_hold_goes_on_while_the_tool_is_about_to_end_and_stops_where_only_a_lo
 
 def test_the_clients_word_on_a_pause_counts_more_than_what_was_seen() -> None:
     view = pause(crowded(), durations=table(*[60.0] * 9))
-    told = replace(view, forecast=replace(view.forecast, pause_s=0.1, pause_told=True))
+    told = replace(view, forecast=replace(view.forecast, pause_s=0.1, pause_hinted=True))
     assert isinstance(STOPPING.decide(view), Release)
     assert isinstance(STOPPING.decide(told), Hold)
 
@@ -245,7 +259,7 @@ def test_with_a_host_tier_holds_are_as_much_shorter_as_fetching_is_cheaper_than_
 def test_what_is_swapped_is_fetched_not_computed() -> None:
     at = bounded(SloConfig(ttft_s=10.0))
     swapped = turn(at, forecast=LAST, cached_tokens=1000, kv=KvPlace.SWAPPED)
-    assert key(swapped) == pytest.approx((ALIVE, 0.01 + 1.0 / 11))
+    assert key(swapped) == pytest.approx((SLO_FEASIBLE, 0.01 + 1.0 / 11))
 
 
 def test_a_client_can_ask_to_keep_the_cache() -> None:
@@ -253,7 +267,7 @@ def test_a_client_can_ask_to_keep_the_cache() -> None:
     assert STOPPING.decide(view) == Hold(107.0, "retention")
 
 
-def test_victims_are_the_hopeless_then_what_is_least_worth_its_memory() -> None:
+def test_victims_are_programs_past_the_slo_then_what_is_least_worth_its_memory() -> None:
     at = crowded()
     durations = DurationTable.of({"fast": observed(*[0.2] * 9), "slow": observed(*[60.0] * 9)})
     fast = hold(at, durations=durations, since_s=at.now_s, program=replace(begin("t/f", 99.0), tools=("fast",)))
@@ -267,14 +281,14 @@ def test_a_running_turn_and_a_starved_one_take_any_hold_and_a_waiting_one_what_d
     at = crowded()
     pays = hold(at, durations=table(*[0.2] * 9), since_s=at.now_s, program=replace(begin("p", 99.0), tools=("ls",)))
     long = replace(pays, durations=table(*[60.0] * 9))
-    hopeless = replace(pays, program=replace(pays.program, on_time=False))
-    for view in (pays, long, hopeless):
+    missed = replace(pays, program=replace(pays.program, on_time=False))
+    for view in (pays, long, missed):
         assert STOPPING.yields(view, Claimant.RUNNING)
         assert STOPPING.yields(view, Claimant.STARVED)
-    assert [STOPPING.yields(view, Claimant.WAITING) for view in (pays, long, hopeless)] == [False, True, False]
+    assert [STOPPING.yields(view, Claimant.WAITING) for view in (pays, long, missed)] == [False, True, False]
 
 
-def test_a_program_that_is_back_yields_to_a_waiting_turn_once_it_is_hopeless() -> None:
+def test_a_program_that_is_back_yields_to_a_waiting_turn_once_it_is_past_the_slo() -> None:
     at = bounded(SloConfig(ttft_s=1.0))
     back = hold(at, owner_waits=True, program=replace(begin("p", 0.0), last_event_s=at.now_s - 0.5))
     assert not STOPPING.yields(back, Claimant.WAITING)
@@ -287,7 +301,7 @@ def test_a_program_that_is_back_yields_to_a_waiting_turn_once_it_is_hopeless() -
 
 def test_the_budget_is_the_inverse_of_the_step_time() -> None:
     """0.1 ms a token: a bound of 50 ms is 500 tokens, if that many fit a step."""
-    tokens = CaesuraParameters(step_saturations=100.0).build().budget.tokens
+    tokens = changed(CaesuraParameters().build().budget, step_saturations=100.0).tokens
     assert tokens(bounded(SloConfig(tpot_s=0.05))) == 500
     assert tokens(bounded(SloConfig(tpot_s=0.2))) == 1000
     assert tokens(bounded(SloConfig(tpot_s=0.05), running=0)) == 1000
@@ -296,7 +310,7 @@ def test_the_budget_is_the_inverse_of_the_step_time() -> None:
 
 def test_prompts_are_spread_over_steps_that_read_the_weights_anyway() -> None:
     """100 tokens are computed in the time in which the weights are read."""
-    tokens = CaesuraParameters(step_saturations=2.0, min_prefill_tokens=30).build().budget.tokens
+    tokens = CaesuraParameters(min_prefill_tokens=30).build().budget.tokens
     assert tokens(bounded(SloConfig(), waiting=10, waiting_late=10)) == 100
     assert tokens(bounded(SloConfig(), waiting=10)) == 200
     assert tokens(bounded(SloConfig(), waiting=0, running=180)) == 210

@@ -17,17 +17,16 @@ from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers.hf import get_cached_tokenizer
 from vllm.tokenizers.mistral import MistralTokenizer
 
-import cluster.tiny
-from cluster.tiny.model import END
-from cluster.turn import pack_ids
+import replicas.tiny
+from cluster.core.turn import pack_ids
 from replicas.chat_text import ChatText
-from replicas.continuation import Again, Tokens, examine, rest_of_prompt
+from replicas.continuation import TOOLS, Again, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
-from replicas.template_samples import TOOLS
+from replicas.tiny.model import END
 from tools_runtime.text import sanitized
 
 TEMPLATES = Path(__file__).parent / "templates"
-BUILT_IN = Path(cluster.tiny.__file__).parent / "chat_template.jinja"
+BUILT_IN = Path(replicas.tiny.__file__).parent / "chat_template.jinja"
 
 HEADERS = ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"]
 PAIRS = [f"[{mark}{name}]" for name in ("INST", "AVAILABLE_TOOLS", "TOOL_RESULTS") for mark in ("", "/")]

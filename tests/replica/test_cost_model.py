@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import ConfigError
+from cluster.core.errors import ConfigError
 from replicas.cost_model import FILE_KEY, CostModel
 from replicas.presets import DEVICES, MODELS, preset, preset_names
 

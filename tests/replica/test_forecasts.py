@@ -2,11 +2,11 @@
 
 import pytest
 
-from cluster.program import Forecasted, Hints, ToolForecast
-from cluster.statistics import DurationTable
+from cluster.core.program import Hints, Prediction, ToolPrediction
+from cluster.durations.table import DurationTable
 from replicas.forecasts import Features, Forecaster
 
-FORESEEN = Forecasted(
+FORESEEN = Prediction(
     output_tokens=70.0,
     output_p90_tokens=200.0,
     pause_s=4.0,
@@ -14,7 +14,7 @@ FORESEEN = Forecasted(
     returned_tokens=300.0,
     later_tokens=9000.0,
     later_turns=6.0,
-    tools=(ToolForecast("search", 0.6, 0.5, 100.0), ToolForecast("bash:make", 0.3, 40.0, 900.0)),
+    tools=(ToolPrediction("search", 0.6, 0.5, 100.0), ToolPrediction("bash:make", 0.3, 40.0, 900.0)),
 )
 FEATURES = Features.of("search", 3, 1000)
 
@@ -40,7 +40,7 @@ def test_a_forecast_comes_before_what_was_learnt_and_is_nobodys_word() -> None:
     forecaster, durations = learnt()
     forecast = forecaster.of(FEATURES, Hints(), durations, last=False, foreseen=FORESEEN)
     assert (forecast.output_tokens, forecast.pause_s, forecast.returned_tokens) == (70.0, 4.0, 300.0)
-    assert (forecast.later_tokens, forecast.later_turns, forecast.pause_told) == (9000.0, 6.0, False)
+    assert (forecast.later_tokens, forecast.later_turns, forecast.pause_hinted) == (9000.0, 6.0, False)
 
 
 def test_a_hint_comes_before_a_forecast() -> None:
@@ -48,16 +48,16 @@ def test_a_hint_comes_before_a_forecast() -> None:
     forecaster, durations = learnt()
     forecast = forecaster.of(FEATURES, hints, durations, last=False, foreseen=FORESEEN)
     assert (forecast.output_tokens, forecast.pause_s, forecast.returned_tokens) == (5.0, 0.25, 7.0)
-    assert (forecast.later_tokens, forecast.later_turns, forecast.pause_told) == (9000.0, 1.0, True)
+    assert (forecast.later_tokens, forecast.later_turns, forecast.pause_hinted) == (9000.0, 1.0, True)
 
 
 def test_the_tool_that_is_called_corrects_the_pause() -> None:
     forecaster, durations = learnt()
     called = forecaster.of(FEATURES, Hints(expected_tool="bash:make"), durations, last=False, foreseen=FORESEEN)
     assert (called.pause_s, called.returned_tokens) == (40.0, 900.0)
-    unforeseen = forecaster.of(FEATURES, Hints(expected_tool="bash:ls"), durations, last=False, foreseen=FORESEEN)
-    assert unforeseen.pause_s == pytest.approx(0.1)
-    assert unforeseen.later_tokens == 9000.0
+    unpredicted = forecaster.of(FEATURES, Hints(expected_tool="bash:ls"), durations, last=False, foreseen=FORESEEN)
+    assert unpredicted.pause_s == pytest.approx(0.1)
+    assert unpredicted.later_tokens == 9000.0
 
 
 def test_after_a_last_turn_nothing_comes() -> None:

@@ -8,7 +8,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from cluster.errors import IntegrityError
+from cluster.core.errors import IntegrityError
 from replicas.hold_table import HoldTable
 
 
@@ -33,6 +33,17 @@ def test_expiry_is_told_once_in_order_and_follows_an_extension() -> None:
     assert table.expired(2.0) == ["soon"]
     assert table.expired(7.9) == []
     assert table.expired(9.0) == ["moved", "late"]
+
+
+def test_a_hold_that_every_review_extends_costs_no_memory() -> None:
+    table: HoldTable[int] = HoldTable(lambda blocks: None)
+    table.hold("a", [1], 1, since_s=0.0, until_s=1.0)
+    for review in range(1000):
+        table.extend("a", until_s=10.0 + review % 7)
+    table.extend("a", until_s=20.0)
+    table.check_integrity()
+    assert table.expired(19.0) == []
+    assert table.expired(20.0) == ["a"]
 
 
 @pytest.mark.parametrize("until_s", [float("inf"), float("nan"), -1.0])

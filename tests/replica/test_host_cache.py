@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext, make_offload_key
 
-from replicas.host_cache import HostCache, Standing
+from replicas.host_tier import HostCache, Standing
 
 CHUNK = 16
 
@@ -23,17 +23,17 @@ class Tier:
         self.now_s = 0.0
 
     def resident(self, program: str, saved_s: float = 1.0, pause_s: float = 1.0) -> None:
-        self.cache.tell(program, Standing(True, saved_s, pause_s, self.now_s), self.now_s)
+        self.cache.update(program, Standing(True, saved_s, pause_s, self.now_s), self.now_s)
 
     def away(self, program: str, saved_s: float = 1.0, pause_s: float = 1.0) -> None:
-        self.cache.tell(program, Standing(False, saved_s, pause_s, self.now_s), self.now_s)
+        self.cache.update(program, Standing(False, saved_s, pause_s, self.now_s), self.now_s)
 
     def turn(self, program: str | None, keys: list[OffloadKey], request: str = "r", stored_at_once: int = 100) -> int:
         """A turn comes, stores its chunks as vLLM does, and ends; chunks taken."""
         request = f"{program}-{request}"
         if program is not None:
             standing = self.cache.chunks.accounts[program].standing
-            self.cache.tell(program, standing, self.now_s, request)
+            self.cache.update(program, standing, self.now_s, request)
         ctx, taken = ReqContext(request), 0
         self.cache.on_new_request(ctx)
         self.cache.touch(keys, ctx)
@@ -118,7 +118,7 @@ def test_a_refused_turn_takes_nothing_behind_the_gap_until_it_is_reopened() -> N
     tier = Tier(8, share=0.5)
     keys = context("a", 6)
     tier.resident("a")
-    tier.cache.tell("a", Standing(True, 1.0, 1.0, 0.0), 0.0, "a-r")
+    tier.cache.update("a", Standing(True, 1.0, 1.0, 0.0), 0.0, "a-r")
     ctx = ReqContext("a-r")
     tier.cache.touch(keys, ctx)
     assert [len(tier.cache.prepare_store(keys[i : i + 1], ctx).keys_to_store) for i in range(6)] == [1, 1, 1, 1, 0, 0]  # type: ignore[union-attr]

@@ -1,11 +1,11 @@
 """Steps of the policy `caesura` are as large as the prompts under way need them to be in time."""
 
 import pytest
-from policy_views import load
 
-from cluster.config import SloConfig
+from cluster.config.schema import SloConfig
 from replicas.policies.caesura import CaesuraParameters
 from replicas.policy import LoadView, ReplicaFacts
+from tests.replica.policy_views import load
 
 SATURATION = 100
 """Tokens of a step that is no longer than one without prompts, 10 ms, on the replica of `policy_views`."""
@@ -18,7 +18,7 @@ def view(prefill_tokens: int, ttft_s: float | None = 1.0, running: int = 10) -> 
 
 
 def tokens(at: LoadView) -> int:
-    return CaesuraParameters(prompt_share=0.25).build().budget.tokens(at)
+    return CaesuraParameters().build().budget.tokens(at)
 
 
 @pytest.mark.parametrize("prefill_tokens", [0, 100, 1000])

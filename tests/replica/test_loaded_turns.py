@@ -9,15 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig
-from cluster.program import ProgramIdentity
+from cluster.config.schema import PolicyConfig
+from cluster.core.clock import ManualClock
+from cluster.core.program import ProgramIdentity
 from replicas.host_tier import kv_transfer_config
 from replicas.policy import RankKey, TurnView
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
-from replicas.virtual_engine import Shape, VirtualEngine, write_config_only_model
-from replicas.virtual_link import VirtualLink
+from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink, write_config_only_model
 
 BLOCK, BLOCKS = 16, 64
 LOAD_S = 1.0

@@ -3,19 +3,19 @@
 from dataclasses import replace
 
 import pytest
-from policy_views import forecast, hold, load, observed, pause, policy, turn
 
-from cluster.lifecycle import begin
-from cluster.program import Hints
-from cluster.statistics import DurationTable
-from replicas.policies import augserve, continuum_cost, waste
+from cluster.core.lifecycle.machine import begin
+from cluster.core.program import Hints
+from cluster.durations.table import DurationTable
+from replicas.policies import augserve, continuum, waste
 from replicas.policies.augserve import AugserveParameters, FreeMemoryBudget, TwoStage
-from replicas.policies.continuum_cost import ContinuumCostParameters
+from replicas.policies.baselines import AttainedService
+from replicas.policies.continuum import ContinuumCostParameters
 from replicas.policies.infercept import InferceptParameters, OriginalArrival, SaturationBudget
 from replicas.policies.mars import LampsParameters, MarsParameters, MemoryOverTime, growth
-from replicas.policies.plas import AttainedService
 from replicas.policies.waste import Handling, Paused, Wastes
 from replicas.policy import Claimant, Hold, KvPlace, Release, Swap
+from tests.replica.policy_views import forecast, hold, load, observed, pause, policy, turn
 
 # --- waste, InferCept eq. 1-5 -----------------------------------------------------------------------------------------
 
@@ -294,14 +294,14 @@ def test_plas_serves_the_least_served_first_then_by_arrival() -> None:
 def test_continuum2_pins_for_as_long_as_it_gains() -> None:
     """Of four calls one takes 8 s, three 1 s: at 4 s of gain 0.75 · 4 - 1 = 2; at 32 s 1 · 32 - 8 = 24 beats 23."""
     durations = observed(1.0, 1.0, 1.0, 8.0)
-    assert continuum_cost.best_ttl_s(durations, 4.0) == 1
-    assert continuum_cost.best_ttl_s(durations, 32.0) == 8
-    assert continuum_cost.best_ttl_s(durations, 1.0) == 0
+    assert continuum.best_ttl_s(durations, 4.0) == 1
+    assert continuum.best_ttl_s(durations, 32.0) == 8
+    assert continuum.best_ttl_s(durations, 1.0) == 0
 
 
 def test_continuum2_reloads_over_the_link_if_it_may() -> None:
-    assert continuum_cost.reload_s(load(), 1000) == pytest.approx(0.1)
-    assert continuum_cost.reload_s(load(host_tokens=1000), 1000) == pytest.approx(0.01)
+    assert continuum.reload_s(load(), 1000) == pytest.approx(0.1)
+    assert continuum.reload_s(load(host_tokens=1000), 1000) == pytest.approx(0.01)
 
 
 @pytest.mark.parametrize("name", ["continuum", "continuum2", "caesura"])

@@ -6,13 +6,13 @@ from math import isnan
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from policy_views import hold, load, observed, pause, policy, turn
 
-from cluster.statistics import DurationTable
+from cluster.durations.table import DurationTable
 from replicas.policies import waste
 from replicas.policies.infercept import MinWaste
 from replicas.policies.waste import LeastWaste, Predicted
 from replicas.policy import Claimant, Forecast, Hold, HoldView, KvPlace, LoadView, PauseView, Release, Swap, TurnView
+from tests.replica.policy_views import hold, load, observed, pause, policy, turn
 
 PAPERS = ("plas", "infercept", "lamps", "mars", "augserve", "continuum2")
 EVERY_PAPER = pytest.mark.parametrize("name", PAPERS)

@@ -5,12 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.lifecycle import begin
-from cluster.program import Hints, ProgramIdentity
-from cluster.registry import POLICIES
-from cluster.statistics import DurationTable
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.lifecycle.machine import begin
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.registry import POLICIES
+from cluster.durations.table import DurationTable
 from replicas.policy import (
     BudgetPolicy,
     Claimant,

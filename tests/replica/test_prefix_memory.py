@@ -5,8 +5,8 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.routing import MAX_PREFIXES, PREFIX_BLOCK_TOKENS, prefix_blocks, prompt_of, unpack_blocks
-from replicas.prefix_memory import PrefixMemory
+from cluster.core.replica_snapshot import MAX_PREFIXES, PREFIX_BLOCK_TOKENS, prefix_blocks, prompt_of, unpack_blocks
+from replicas.router_side import PrefixMemory
 
 
 def prompt(number: int, blocks: int) -> list[int]:

@@ -11,12 +11,11 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.clock import ManualClock
-from cluster.errors import ConfigError
-from replicas.cost_fit import StepSample, fit_steps
+from cluster.core.clock import ManualClock
+from cluster.core.errors import ConfigError
 from replicas.cost_model import CostModel
 from replicas.presets import preset
-from replicas.profile import _Window
+from replicas.profile import StepSample, _Window, fit_steps
 
 
 def samples_of(seconds: Callable[[StepSample], float]) -> list[StepSample]:

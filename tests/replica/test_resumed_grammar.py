@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from replicas.resumed_grammar import RESUMED_KEY, advance_grammars
+from replicas.vllm_patches import RESUMED_KEY, advance_grammars
 
 END = 9
 """The token that ends the reasoning."""

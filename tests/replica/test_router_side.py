@@ -7,13 +7,19 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ProgramMoved
-from cluster.observing.replica import Fallback
-from cluster.program import ProgramIdentity
-from cluster.routing import ReplicaSnapshot, prefix_blocks, program_name, prompt_of, unpack_blocks, unpack_names
+from cluster.core.errors import ProgramMoved
+from cluster.core.program import ProgramIdentity
+from cluster.core.replica_snapshot import (
+    ReplicaSnapshot,
+    prefix_blocks,
+    program_name,
+    prompt_of,
+    unpack_blocks,
+    unpack_names,
+)
+from cluster.observing.recorders import Fallback
 from replicas.control import ControlChannel, dispatch
-from replicas.fence import Fence
-from replicas.router_side import RouterSide
+from replicas.router_side import Fence, RouterSide
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import VirtualEngine
 
@@ -136,7 +142,7 @@ def test_the_refusal_survives_the_way_to_the_ingress() -> None:
 def test_the_fence_is_bounded_and_forgets_who_was_heard_of_first() -> None:
     fence = Fence(max_programs=2)
     for key in ("a", "b", "c"):
-        fence.tell(key, 5)
+        fence.raise_to(key, 5)
     assert len(fence) == 2
     assert fence.refuses("a", 1) is None
     assert fence.refuses("c", 4) == 5
@@ -144,6 +150,6 @@ def test_the_fence_is_bounded_and_forgets_who_was_heard_of_first() -> None:
 
 def test_the_fence_never_goes_back() -> None:
     fence = Fence()
-    fence.tell("a", 5)
-    fence.tell("a", 2)
+    fence.raise_to("a", 5)
+    fence.raise_to("a", 2)
     assert fence.refuses("a", 4) == 5

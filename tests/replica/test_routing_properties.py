@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.program import Hints, ProgramIdentity
-from cluster.routing import ReplicaSnapshot, program_name, unpack_names
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.replica_snapshot import ReplicaSnapshot, program_name, unpack_names
 from replicas.control import dispatch
 from replicas.presets import DEFAULT, preset
 from replicas.routing_view import routing_snapshot

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from cluster.clock import ManualClock
-from cluster.program import Hints, ProgramIdentity
-from cluster.routing import ReplicaSnapshot, program_name, unpack_names
+from cluster.core.clock import ManualClock
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.replica_snapshot import ReplicaSnapshot, program_name, unpack_names
 from replicas.control import dispatch
 from replicas.presets import DEFAULT, preset
 from replicas.routing_view import ACTIVE_WITHIN_S, HORIZONS_S, MAX_PAUSED, plain_snapshot, routing_snapshot

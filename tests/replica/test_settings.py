@@ -6,9 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.app import engine_kwargs
-from cluster.config import CaesuraConfig
-from cluster.config_source import load_config
-from cluster.errors import ConfigError
+from cluster.config.loader import load_config
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import ConfigError
 from replicas.presets import preset
 from replicas.settings import SchedulerSettings
 
@@ -87,7 +87,7 @@ def test_without_a_cost_model_the_preset_that_fits_is_taken(said: dict[str, Any]
 
 
 def test_a_replica_is_told_all_that_its_scheduler_decides_by() -> None:
-    config = load_config(None, {}, {"slo.ttft_s": 0.25, "control.hold_limit_s": 7, "policy.name": "mars"})
+    config = load_config(None, {}, {"slo.ttft_s": 0.25, "limits.max_pin_s": 7, "policy.name": "mars"})
     settings = SchedulerSettings.of(engine_kwargs(config)["additional_config"])
-    assert (settings.slo, settings.control, settings.policy) == (config.slo, config.control, config.policy)
+    assert (settings.slo, settings.limits, settings.policy) == (config.slo, config.limits, config.policy)
     assert (settings.cost.name, settings.tool_parser) == ("tiny/cpu", "hermes")

@@ -6,8 +6,8 @@ from collections.abc import Callable
 import pytest
 from vllm.v1.core.sched.output import SchedulerOutput
 
-from cluster.clock import ManualClock
-from cluster.program import ProgramIdentity
+from cluster.core.clock import ManualClock
+from cluster.core.program import ProgramIdentity
 from replicas.routing_view import routing_snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.step_pace import work_of

@@ -8,8 +8,8 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.request import RequestStatus
 
-from cluster.config import PolicyConfig
-from cluster.program import ProgramIdentity
+from cluster.config.schema import PolicyConfig
+from cluster.core.program import ProgramIdentity
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_engine import Shape, VirtualEngine

@@ -12,10 +12,11 @@ from typing import Any
 import pytest
 from vllm.v1.request import RequestStatus
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig
-from cluster.lifecycle import Phase
-from cluster.program import Hints, ProgramIdentity
+from cluster.config.schema import PolicyConfig
+from cluster.core.clock import ManualClock
+from cluster.core.lifecycle.events import ReleaseReason
+from cluster.core.lifecycle.machine import Phase
+from cluster.core.program import Hints, ProgramIdentity
 from replicas.control import dispatch, snapshot
 from replicas.host_tier import kv_transfer_config
 from replicas.policy import (
@@ -31,10 +32,7 @@ from replicas.policy import (
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.swapping import FETCHED_HOLD_S
-from replicas.tally import HoldEnd
-from replicas.views import load_view, turn_view
-from replicas.virtual_engine import Shape, VirtualEngine
-from replicas.virtual_link import VirtualLink
+from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
 
 BLOCK = 16
 BLOCKS = 64
@@ -122,7 +120,7 @@ class Tiered:
         return state.phase if state else None
 
     def cached(self, program: str) -> list[int]:
-        story = self.scheduler.programs.story(f"default/{program}")
+        story = self.scheduler.programs.to_public_dict(f"default/{program}")
         assert story is not None
         return [turn["cached_tokens"] for turn in story["turns"]]
 
@@ -186,7 +184,7 @@ def test_a_turn_without_a_fetch_loads_by_itself_and_ranks_as_swapped(tiered: Mak
     t.overwrite()
     t.arrive("a", 10)
     [request] = t.scheduler.waiting
-    view = turn_view(t.scheduler, request)
+    view = t.scheduler.views.waiting(request)
     assert (view.kv, view.cached_tokens, view.tokens) == (KvPlace.SWAPPED, 96, 115)
     t.drain()
     assert (t.cached("a"), t.scheduler.counters["fetched"]) == ([0, 96], 0)
@@ -205,14 +203,14 @@ def test_a_turn_that_comes_while_its_context_is_fetched_waits_and_uses_it(tiered
     assert {request: 115 - 96} in scheduled
     t.drain()
     assert (t.cached("a"), t.scheduler.counters["fetched"] - before) == ([0, 96], 1)
-    assert t.scheduler.tally.holds_ended[HoldEnd.USED] == 1
+    assert t.scheduler.stats.holds_ended[ReleaseReason.USED] == 1
 
 
 def test_a_fetch_is_seen_by_nobody(tiered: Make) -> None:
     t = tiered()
-    before = load_view(t.scheduler)
+    before = t.scheduler.load_now()
     t.fetching("a")
-    view = load_view(t.scheduler)
+    view = t.scheduler.load_now()
     assert (view.running, view.waiting, view.running_tokens) == (0, 0, 0)
     assert (view.held_tokens, view.free_tokens) == (96, before.free_tokens - 96)
     assert (t.scheduler.get_num_unfinished_requests(), len(t.scheduler.turns)) == (0, 0)
@@ -316,7 +314,7 @@ def test_a_hold_is_swapped_at_a_review(tiered: Make) -> None:
         t.step()
     t.drain()
     t.step()
-    assert (t.phase("a"), t.all_free, t.scheduler.tally.holds_ended[HoldEnd.SWAPPED]) == (Phase.SWAPPED, True, 1)
+    assert (t.phase("a"), t.all_free, t.scheduler.stats.holds_ended[ReleaseReason.SWAPPED]) == (Phase.SWAPPED, True, 1)
     t.overwrite()
     t.control("tool_finished", "a")
     t.drain()

@@ -8,15 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.lifecycle import Phase
-from cluster.program import Hints, ProgramIdentity
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.lifecycle.events import ReleaseReason
+from cluster.core.lifecycle.machine import Phase
+from cluster.core.program import Hints, ProgramIdentity
 from replicas.control import snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.settings import build_policy
-from replicas.tally import HoldEnd
-from replicas.tool_calls import ToolNames
+from replicas.turns import ToolNames
 from replicas.virtual_engine import VirtualEngine
 
 Replica = Callable[..., VirtualEngine]
@@ -68,6 +68,11 @@ class Programs:
     def held(self) -> set[str]:
         return {held.key.removeprefix("default/") for held in self.scheduler.holds}
 
+    def change_order(self, **constants: float) -> None:
+        """Give the policy's order, which is its admission too, other constants."""
+        order = replace(self.scheduler.policies.order, **constants)  # type: ignore[type-var]
+        self.scheduler.policies = replace(self.scheduler.policies, order=order, admission=order)
+
     def learn(self, tool: str, *seconds: float) -> None:
         for value in seconds:
             self.scheduler.durations.observe(tool, value)
@@ -91,11 +96,11 @@ def test_a_held_program_resumes_with_all_but_its_last_partial_block(programs: Ma
     # 104 tokens have KV (the 105th was sampled, not computed): 6 full blocks of 16 are found again.
     assert p.step() == {request: 115 - 6 * BLOCK}
     p.engine.run()
-    story = p.scheduler.programs.story("default/a")
+    story = p.scheduler.programs.to_public_dict("default/a")
     assert story is not None
     assert [turn["cached_tokens"] for turn in story["turns"]] == [0, 6 * BLOCK]
     assert story["turns"][0]["decision"] == "held 2.000s (ttl)"
-    assert p.scheduler.tally.holds_ended[HoldEnd.USED] == 1
+    assert p.scheduler.stats.holds_ended[ReleaseReason.USED] == 1
 
 
 def test_a_hold_survives_memory_pressure_that_evicts_the_prefix_cache(programs: Make) -> None:
@@ -106,7 +111,7 @@ def test_a_hold_survives_memory_pressure_that_evicts_the_prefix_cache(programs: 
         for other in "bcdefg":
             p.turn(other, new_tokens=700, output=1, last=True)
         p.turn("a", new_tokens=10)
-        story = p.scheduler.programs.story("default/a")
+        story = p.scheduler.programs.to_public_dict("default/a")
         assert story is not None
         assert story["turns"][1]["cached_tokens"] == cached, policy
 
@@ -122,7 +127,7 @@ def test_the_first_ttl_is_the_default_and_expiry_gives_the_blocks_back(programs:
     p.clock.advance(0.1)
     p.step()
     assert (p.phase("a"), p.engine.free_blocks()) == (Phase.RELEASED, free)
-    assert p.scheduler.tally.holds_ended[HoldEnd.EXPIRED] == 1
+    assert p.scheduler.stats.holds_ended[ReleaseReason.EXPIRED] == 1
 
 
 def test_the_ttl_is_the_tools_bound_scaled_by_turns(programs: Make) -> None:
@@ -146,11 +151,16 @@ def test_a_pause_expected_to_outlast_the_longest_ttl_is_not_pinned_for(programs:
     p = programs("continuum", max_ttl_s=10.0)
     p.learn("user_reply", 30.0, 31.0, 29.0, 30.0, 30.0)
     p.turn("a", 100, tool="user_reply")
-    story = p.scheduler.programs.story("default/a")
+    story = p.scheduler.programs.to_public_dict("default/a")
     assert story is not None
     assert (p.phase("a"), story["turns"][0]["decision"]) == (Phase.RELEASED, "released (long pause)")
     p.turn("b", 100, tool="ls")
-    assert p.scheduler.tally.numbers()["pauses"] == {"hold": {}, "swap": {}, "release": {"long pause": 2}}
+    decisions = p.scheduler.stats.numbers()["kv_retention_decisions"]
+    assert decisions == {
+        "hold": {},
+        "swap": {},
+        "release": {"long pause": 2},
+    }
 
 
 def test_the_snapshot_counts_what_the_tool_parser_could_not_read(programs: Make) -> None:
@@ -201,7 +211,7 @@ def test_when_nothing_runs_the_latest_programs_give_way_until_the_head_fits(prog
     head = p.arrive("d", new_tokens=500, last=True)
     assert list(p.step()) == [head]
     assert p.held() == {"a"}  # c went first, then b; a, that came first, kept its memory
-    assert p.scheduler.tally.holds_ended[HoldEnd.BROKEN_STARVED] == 2
+    assert p.scheduler.stats.holds_ended[ReleaseReason.BROKEN_STARVED] == 2
 
 
 def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: Make) -> None:
@@ -209,8 +219,8 @@ def test_a_running_turn_grows_into_holds_before_anything_is_preempted(programs: 
     p.turn("a", new_tokens=480)
     p.arrive("b", new_tokens=500, output=40, last=True)
     p.engine.run()
-    assert p.scheduler.tally.holds_ended[HoldEnd.BROKEN_RUNNING] == 1
-    story = p.scheduler.programs.story("default/b")
+    assert p.scheduler.stats.holds_ended[ReleaseReason.BROKEN_RUNNING] == 1
+    story = p.scheduler.programs.to_public_dict("default/b")
     assert story is not None
     assert story["turns"][0]["preemptions"] == 0
 
@@ -233,7 +243,7 @@ def test_a_turn_that_breaks_its_own_hold_is_admitted_though_another_ranks_first_
     p.contexts["a"] = [7] * (15 * BLOCK - 5)  # nothing of what is held
     b, a = p.arrive("b", new_tokens=5), p.arrive("a", new_tokens=0)
     assert p.step() == {a: 15 * BLOCK - 5}
-    assert p.scheduler.tally.holds_ended[HoldEnd.BROKEN_STARVED] == 1
+    assert p.scheduler.stats.holds_ended[ReleaseReason.BROKEN_STARVED] == 1
     assert list(p.step()) == [b]
 
 
@@ -263,7 +273,7 @@ def test_no_hold_outlasts_the_limit_even_if_the_client_asks(replica: Replica) ->
     identity = ProgramIdentity(program_id="a", hints=Hints(retention_s=1e9, expected_tool="x"))
     p.engine.submit("a1", range(3000, 3040), 1, identity)
     p.engine.run()
-    limit_s = p.scheduler.settings.control.hold_limit_s
+    limit_s = p.scheduler.settings.limits.max_pin_s
     assert p.scheduler.holds.get("default/a").until_s == limit_s  # type: ignore[union-attr]
     p.clock.advance(limit_s)
     p.step()
@@ -275,7 +285,8 @@ def test_what_the_client_asked_to_hold_is_neither_reviewed_nor_broken_for_a_wait
     programs: Make, retention_s: float | None, held: set[str]
 ) -> None:
     """The tool takes fifty times as long as such tools do, and a turn waits for the memory."""
-    p = programs("caesura", newcomers_room=0.0, hopeless_room=0.0)
+    p = programs("caesura")
+    p.change_order(newcomer_headroom=0.0, missed_headroom=0.0)
     p.learn("ls", 0.1, 0.1, 0.1)
     identity = ProgramIdentity(program_id="a", hints=Hints(retention_s=retention_s, expected_tool="ls"))
     p.engine.submit("a1", range(3000, 3320), 1, identity)
@@ -300,10 +311,10 @@ def test_the_wait_of_programs_that_had_lost_their_kv_is_known_and_no_other(progr
     p.clock.advance(3.0)
     p.engine.run()
     p.step()
-    assert p.scheduler.load.lost_queue_s == 3.0
+    assert p.scheduler.views.load.lost_queue_s == 3.0
     p.turn("b", 20)
     p.step()
-    assert p.scheduler.load.lost_queue_s == 1.5
+    assert p.scheduler.views.load.lost_queue_s == 1.5
     p.scheduler.use_policy(PolicyConfig(name="continuum"))
     p.turn("h", 100)
     assert p.held() == {"h"}
@@ -311,7 +322,7 @@ def test_the_wait_of_programs_that_had_lost_their_kv_is_known_and_no_other(progr
     p.clock.advance(9.0)
     p.step()
     p.step()
-    assert p.scheduler.load.lost_queue_s == 1.5
+    assert p.scheduler.views.load.lost_queue_s == 1.5
 
 
 def test_the_simplified_version_pins_for_short_tools_only(programs: Make) -> None:
@@ -343,10 +354,13 @@ def test_admission_goes_with_the_order_when_axes_mix() -> None:
     assert build_policy(PolicyConfig(name="mars", order="caesura")).admission == whole.admission is not None
 
 
-@pytest.mark.parametrize(("newcomers_room", "scheduled"), [(0.0, {"a1", "b1"}), (0.5, {"a1"})])
-def test_a_new_program_waits_until_it_leaves_room(programs: Make, newcomers_room: float, scheduled: set[str]) -> None:
+@pytest.mark.parametrize(("newcomer_headroom", "scheduled"), [(0.0, {"a1", "b1"}), (0.5, {"a1"})])
+def test_a_new_program_waits_until_it_leaves_room(
+    programs: Make, newcomer_headroom: float, scheduled: set[str]
+) -> None:
     """Of 1,008 tokens 400 run: 200 more would leave less than a half."""
-    p = programs("caesura", newcomers_room=newcomers_room)
+    p = programs("caesura")
+    p.change_order(newcomer_headroom=newcomer_headroom)
     p.arrive("a", new_tokens=400, output=3)
     p.step()
     p.arrive("b", new_tokens=200, last=True)
@@ -362,14 +376,14 @@ def test_the_load_tells_who_waits_and_can_no_longer_be_in_time(programs: Make) -
     p.step()
     p.arrive("b", new_tokens=500)
     p.step()
-    assert (p.scheduler.load.waiting, p.scheduler.load.waiting_late) == (1, 0)
+    assert (p.scheduler.views.load.waiting, p.scheduler.views.load.waiting_late) == (1, 0)
     p.clock.advance(2.0)
     for _ in range(10):  # ranks are taken again every eighth step
         p.step()
-    assert (p.scheduler.load.waiting_late, p.scheduler.load.waiting_in_time) == (1, 0)
+    assert (p.scheduler.views.load.waiting_late, p.scheduler.views.load.waiting_in_time) == (1, 0)
     p.scheduler.use_policy(PolicyConfig(name="mars"))
     p.step()
-    assert p.scheduler.load.waiting_late == 0
+    assert p.scheduler.views.load.waiting_late == 0
 
 
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:
@@ -386,6 +400,6 @@ def test_a_program_that_never_comes_back_is_forgotten(programs: Make) -> None:
     p.turn("a", 100)
     p.clock.advance(10.0)
     p.step()  # its hold expires
-    p.clock.advance(p.scheduler.settings.control.idle_program_s)
+    p.clock.advance(p.scheduler.settings.limits.program_ttl_s)
     p.step()
     assert (len(p.scheduler.programs), p.scheduler.programs.concluded) == (0, 1)

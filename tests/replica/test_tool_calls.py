@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 
-from cluster.tool_naming import MAX_NAME_LENGTH, MAX_NAMES, tool_names
-from replicas.tool_calls import MAX_TOKENS, ToolNames
+from cluster.durations.tool_names import MAX_NAME_LENGTH, MAX_NAMES, tool_names
+from replicas.turns import MAX_READ_TOKENS, ToolNames
 
 FORMATS = {
     "hermes": ('I look.\n<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call><|im_end|>', ("f",)),
@@ -233,7 +233,7 @@ def test_reads_marks_that_are_special_tokens(tiny_model: Path) -> None:
 
 def test_reads_the_last_tokens_only(tokenizer: Any) -> None:
     call = tokenizer.encode('<tool_call>{"name": "f", "arguments": {}}</tool_call>')
-    filler = tokenizer.encode("x") * MAX_TOKENS
+    filler = tokenizer.encode("x") * MAX_READ_TOKENS
     read = ToolNames(tokenizer, "hermes")
     assert read(call + filler) == ()
     assert read(filler + call) == ("f",)
@@ -252,7 +252,7 @@ def test_other_formats_are_left_to_vllms_parser(tokenizer: Any) -> None:
 def test_a_parser_that_cannot_be_made_is_done_without(
     tokenizer: Any, parser: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="replicas.tool_calls"):
+    with caplog.at_level(logging.WARNING, logger="replicas.turns"):
         read = ToolNames(tokenizer, parser)
         assert read(tokenizer.encode('{"name": "f", "arguments": {}}')) == ("f",)
     assert read.parser_failures == 1

@@ -3,7 +3,8 @@
 from pathlib import Path
 
 import pytest
-from recorded_runs import write_record
+
+from tests.report.recorded_runs import write_record
 
 
 @pytest.fixture

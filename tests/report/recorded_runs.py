@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from pathlib import Path
 
-from cluster.bench.record import Line, MemoryLine, PausePart, ProgramLine, RunLine, TurnPart, write
+from cluster.offline.bench.record import Line, MemoryLine, PausePart, ProgramLine, RunLine, TurnPart, write
 
 SLO = {"ttft_s": 1.0, "tpot_s": None, "e2e_s": None, "normalized_latency_s": 0.1}
 POLICIES = ("vllm", "caesura")
@@ -63,7 +63,7 @@ def program_line(run: int, number: int, policy: str) -> ProgramLine:
     )
     ours = policy == "caesura"
     turns = (
-        TurnPart(at_s, "ok", at_s + wait_s, first_end_s, wait_s, wait_s, 100, 20, 0, "held 2.000s (pays)" * ours),
+        TurnPart(at_s, "ok", at_s + wait_s, first_end_s, wait_s, wait_s, 100, 20, 0, "held" * ours, "pays" * ours),
         TurnPart(second_s, "ok", second_s + wait_s, second_end_s, wait_s, wait_s, 140, 20, 60, "released" * ours),
     )
     jct_s = 2 * wait_s + 2.0

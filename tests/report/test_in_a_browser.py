@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 from PIL import Image
-from recorded_runs import POLICIES, lines
 
-from cluster.bench.record import RunLine, write
-from cluster.report.page import render
-from cluster.report.reading import read
+from cluster.offline.bench.record import RunLine, write
+from cluster.offline.report.page import render
+from cluster.offline.report.reading import read
+from tests.report.recorded_runs import POLICIES, lines
 
 BROWSER = next((path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), "")
 pytestmark = pytest.mark.skipif(not BROWSER, reason="no browser is installed (Debian: apt-get install chromium)")

@@ -7,14 +7,14 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from recorded_runs import PROGRAMS, lines
 
-from cluster.bench.record import RunLine, write
 from cluster.cli import main
-from cluster.report.axes import Axis, linear, logarithmic
-from cluster.report.latency import steps
-from cluster.report.page import render
-from cluster.report.reading import read
+from cluster.offline.bench.record import RunLine, write
+from cluster.offline.report.drawing import Axis, linear, logarithmic
+from cluster.offline.report.page import render
+from cluster.offline.report.plots import steps
+from cluster.offline.report.reading import read
+from tests.report.recorded_runs import PROGRAMS, lines
 
 VOID = {"meta", "line", "polyline", "polygon", "rect", "circle"}
 

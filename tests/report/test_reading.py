@@ -4,13 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from recorded_runs import POLICIES, PROGRAMS, RATES, lines, summary
 
-from cluster.bench.record import write
-from cluster.errors import ConfigError
-from cluster.report.decisions import decided
-from cluster.report.load import focus
-from cluster.report.reading import Column, read
+from cluster.core.errors import ConfigError
+from cluster.offline.bench.record import write
+from cluster.offline.report.page import decided
+from cluster.offline.report.plots import focus
+from cluster.offline.report.reading import Column, read
+from tests.report.recorded_runs import POLICIES, PROGRAMS, RATES, lines, summary
 
 
 def result_line(policy: str, rate: float, **more: object) -> str:

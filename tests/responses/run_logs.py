@@ -1,13 +1,13 @@
 """Logs of runs, written by hand or at random, for the tests of what clients are told of them."""
 
-from cluster.run_events import (
+from cluster.core.tools import ToolOffer, function_object
+from cluster.core.turn import CallDelta
+from cluster.runs.events import (
     Accepted,
     Call,
-    CallPiece,
     Ended,
     Generated,
     Limits,
-    Offer,
     RunSpec,
     ToolAnswer,
     ToolIntent,
@@ -22,7 +22,16 @@ def offer(name="look", here=False, server=None, approval=False):
     tool = None if server is None else name
     name = name if server is None else f"{server}__{name}"
     function = {"name": name, "description": f"{name}!", "parameters": {"type": "object"}}
-    return Offer(name, function, here=here or server is not None, server=server, server_tool=tool, approval=approval)
+    return ToolOffer(
+        name, function, here=here or server is not None, server=server, server_tool=tool, approval=approval
+    )
+
+
+def listed(label, name, description="", read_only=False, parameters=None):
+    """A server's tool, as the tool runtime offers it."""
+    called = f"{label}__{name}"
+    function = function_object(called, description, parameters or {"type": "object"})
+    return ToolOffer(called, function, here=True, server_tool=name, owner=label, read_only=read_only)
 
 
 def spec(*offers, **fields):
@@ -50,7 +59,7 @@ def call(name, arguments="{}", turn=1, index=0, id=None):
 
 def piece(of):
     """A call, generated in one piece."""
-    return CallPiece(of.index, of.id, of.name, of.arguments)
+    return CallDelta(of.index, of.id, of.name, of.arguments)
 
 
 def result(turn=1, content="", *calls, reasoning="", finish="stop", prompt=10, cached=4, output=3):

@@ -4,13 +4,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from openai.types.responses import ResponseStreamEvent
 from pydantic import TypeAdapter
-from run_logs import LIMITS, call, offer, piece, result, spec
 
+from cluster.core.tools import Outcome
+from cluster.core.turn import CallDelta
 from cluster.responses.events import ResponseFold
-from cluster.run import AskTurn, AwaitLate, CallTools, Finish, Refuse, begin, next_step, step
-from cluster.run_events import (
+from cluster.runs.events import (
     Accepted,
-    CallPiece,
     Ended,
     Generated,
     LateAnswer,
@@ -21,7 +20,8 @@ from cluster.run_events import (
     decode,
     encode,
 )
-from cluster.tools import Outcome
+from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, begin, next_step, step
+from tests.responses.run_logs import LIMITS, call, offer, piece, result, spec
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
 OFFERS = (
@@ -91,7 +91,7 @@ def _turn(draw, number):
         pieces += [Generated(number, reasoning=text[:cut])] if text is reasoning else [Generated(number, text[:cut])]
     pieces += [Generated(number, calls=(piece(one),)) for one in calls if draw(st.booleans())]
     if draw(st.integers(0, 5)) == 0:
-        pieces.append(Generated(number, "?", calls=(CallPiece(0, "x", "look", "{"),)))
+        pieces.append(Generated(number, "?", calls=(CallDelta(0, "x", "look", "{"),)))
     if draw(st.integers(0, 4)) == 0:
         return pieces
     finish = draw(st.sampled_from(["stop", "length"]))
@@ -105,7 +105,7 @@ def read(log):
 
 @given(logs(), st.data())
 @settings(max_examples=150, deadline=None)
-def test_all_readers_number_alike(log, data):
+def test_all_readers_number_alike(log, data) -> None:
     at = data.draw(st.integers(1, len(log)))
     whole, reader = read(log)
     first, resumed = read([decode(encode(entry)) for entry in log[:at]])
@@ -116,7 +116,7 @@ def test_all_readers_number_alike(log, data):
 
 @given(logs())
 @settings(max_examples=150, deadline=None)
-def test_every_event_is_openais_and_the_numbers_have_no_gap(log):
+def test_every_event_is_openais_and_the_numbers_have_no_gap(log) -> None:
     events = [event for told in read(log)[0] for event in told]
     assert [event.sequence_number for event in events] == list(range(len(events)))
     for event in events:
@@ -125,7 +125,7 @@ def test_every_event_is_openais_and_the_numbers_have_no_gap(log):
 
 @given(logs())
 @settings(max_examples=150, deadline=None)
-def test_a_client_that_adds_the_events_up_has_the_response(log):
+def test_a_client_that_adds_the_events_up_has_the_response(log) -> None:
     told, reader = read(log)
     open_items, texts, done = {}, {}, {}
     for event in (event for entry in told for event in entry):
@@ -161,7 +161,7 @@ def _text(item):
 
 @given(logs())
 @settings(max_examples=150, deadline=None)
-def test_the_callers_calls_of_the_last_turn_are_complete_in_the_output(log):
+def test_the_callers_calls_of_the_last_turn_are_complete_in_the_output(log) -> None:
     _, reader = read(log)
     state = reader.state
     assert state.spec.limits == LIMITS

@@ -2,13 +2,12 @@
 
 import pytest
 from openai.types.responses import Response
-from run_logs import COMPLETED, accepted, call, offer, piece, result, tool_round, turn
 
+from cluster.core.turn import CallDelta
 from cluster.responses.events import ResponseFold
-from cluster.run_events import (
+from cluster.runs.events import (
     MAX_TURNS,
     MAX_WALL_TIME,
-    CallPiece,
     Ended,
     Fault,
     Generated,
@@ -17,6 +16,7 @@ from cluster.run_events import (
     ToolAnswer,
     TurnIntent,
 )
+from tests.responses.run_logs import COMPLETED, accepted, call, offer, piece, result, tool_round, turn
 
 CLOCK = offer("clock", here=True)
 READ = offer("read", server="docs")
@@ -41,7 +41,7 @@ def output(response):
     return [(item.type, getattr(item, "status", None)) for item in response.output]
 
 
-def test_an_answer_in_pieces():
+def test_an_answer_in_pieces() -> None:
     events, response = told(
         accepted(),
         TurnIntent(1),
@@ -71,7 +71,7 @@ def test_an_answer_in_pieces():
     assert events[2].item.id == events[4].item_id == response.output[0].id
 
 
-def test_reasoning_words_and_a_call_of_the_caller():
+def test_reasoning_words_and_a_call_of_the_caller() -> None:
     one = call("look", '{"at":1}')
     events, response = told(accepted(offer("look")), *turn(1, "let me see", one, reasoning="hm"), COMPLETED)
     assert names(events)[2:-1] == [
@@ -89,7 +89,7 @@ def test_reasoning_words_and_a_call_of_the_caller():
     assert output(response) == [("reasoning", "completed"), ("message", "completed"), ("function_call", "completed")]
 
 
-def test_a_registered_tool_is_a_call_and_its_output():
+def test_a_registered_tool_is_a_call_and_its_output() -> None:
     one = call("clock")
     events, response = told(
         accepted(CLOCK), *turn(1, "", one), *tool_round(one, text="noon"), *turn(2, "it is noon"), COMPLETED
@@ -101,7 +101,7 @@ def test_a_registered_tool_is_a_call_and_its_output():
     assert added == ["function_call", "function_call_output", "message"]
 
 
-def test_an_asynchronous_tool_has_two_outputs():
+def test_an_asynchronous_tool_has_two_outputs() -> None:
     one = call("clock")
     _, response = told(
         accepted(CLOCK),
@@ -117,7 +117,7 @@ def test_an_asynchronous_tool_has_two_outputs():
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_servers_tools_and_a_call_of_one():
+def test_a_servers_tools_and_a_call_of_one() -> None:
     one = call("docs__read", "{}")
     events, response = told(
         accepted(READ, echo={"told_servers": ["docs"]}), *turn(1, "", one), *tool_round(one), COMPLETED
@@ -132,7 +132,7 @@ def test_a_servers_tools_and_a_call_of_one():
     assert (ran.server_label, ran.name, ran.output, ran.status) == ("docs", "read", "found", "completed")
 
 
-def test_a_call_of_a_server_that_fails():
+def test_a_call_of_a_server_that_fails() -> None:
     one = call("docs__read", "{}")
     events, response = told(accepted(READ), *turn(1, "", one), *tool_round(one, outcome="timeout"), COMPLETED)
     assert "mcp_call.failed" in names(events)
@@ -140,7 +140,7 @@ def test_a_call_of_a_server_that_fails():
     assert (ran.status, ran.output, ran.error.content) == ("failed", None, [{"type": "text", "text": "found"}])
 
 
-def test_a_call_that_waits_for_consent_is_told_whole():
+def test_a_call_that_waits_for_consent_is_told_whole() -> None:
     one = call("docs__read", '{"a":1}')
     log = [accepted(offer("read", server="docs", approval=True)), *turn(1, "", one), COMPLETED]
     events, response = told(*log)
@@ -154,7 +154,7 @@ def test_a_call_that_waits_for_consent_is_told_whole():
     )
 
 
-def test_an_approved_call_is_run_before_the_first_turn():
+def test_an_approved_call_is_run_before_the_first_turn() -> None:
     one = call("docs__read", "{}", turn=0)
     events, response = told(
         accepted(READ, approved=(one,), echo={"approvals": ["mcpr_0"]}), *tool_round(one), *turn(1, "ok"), COMPLETED
@@ -167,7 +167,7 @@ def test_an_approved_call_is_run_before_the_first_turn():
     ]
 
 
-def test_an_approved_call_that_was_refused_is_told_too():
+def test_an_approved_call_that_was_refused_is_told_too() -> None:
     one = call("docs__read", "{}", turn=0)
     _, response = told(accepted(READ, approved=(one,)), ToolAnswer(0, 0, "refused", "no"), *turn(1, "ok"), COMPLETED)
     assert output(response) == [("mcp_call", "failed"), ("message", "completed")]
@@ -176,9 +176,9 @@ def test_an_approved_call_that_was_refused_is_told_too():
 # --- turns that are lost ----------------------------------------------------------------------------------------------
 
 
-def test_a_turn_that_is_tried_again_begins_new_items():
+def test_a_turn_that_is_tried_again_begins_new_items() -> None:
     one = call("clock", '{"zone":"here"}')
-    lost = Generated(1, "I think", "hm", (CallPiece(0, "call_lost", "clock", '{"zo'),))
+    lost = Generated(1, "I think", "hm", (CallDelta(0, "call_lost", "clock", '{"zo'),))
     events, response = told(
         accepted(CLOCK), TurnIntent(1), lost, TakenOver("r2"), TurnIntent(1, 2),
         Generated(1, calls=(piece(one),)), result(1, "", one), *tool_round(one), *turn(2, "noon"), COMPLETED,
@@ -198,18 +198,18 @@ def test_a_turn_that_is_tried_again_begins_new_items():
     assert complete == [one.id]
 
 
-def test_a_turn_that_was_lost_before_it_said_anything_leaves_nothing():
+def test_a_turn_that_was_lost_before_it_said_anything_leaves_nothing() -> None:
     events, response = told(accepted(), TurnIntent(1), TurnIntent(1, 2), *turn(1, "hello")[1:], COMPLETED)
     assert output(response) == [("message", "completed")]
     assert len(events) == 9
 
 
-def test_what_a_lost_attempt_began_to_call_is_forgotten():
+def test_what_a_lost_attempt_began_to_call_is_forgotten() -> None:
     one = call("look", "{}")
-    lost = Generated(1, calls=(CallPiece(0, "call_lost", None, '{"lost'),))
+    lost = Generated(1, calls=(CallDelta(0, "call_lost", None, '{"lost'),))
     _, response = told(
         accepted(offer("look")),
-        *[TurnIntent(1), lost, TurnIntent(1, 2), Generated(1, calls=(CallPiece(0, None, "look"),))],
+        *[TurnIntent(1), lost, TurnIntent(1, 2), Generated(1, calls=(CallDelta(0, None, "look"),))],
         *[result(1, "", one), COMPLETED],
     )
     assert output(response) == [("function_call", "completed")]
@@ -218,11 +218,11 @@ def test_what_a_lost_attempt_began_to_call_is_forgotten():
 # --- the result counts ------------------------------------------------------------------------------------------------
 
 
-def test_what_the_pieces_left_out_is_told_with_the_result():
+def test_what_the_pieces_left_out_is_told_with_the_result() -> None:
     calls = call("look", '{"at":1}'), call("look", index=1)
     events, response = told(
         accepted(offer("look")), TurnIntent(1),
-        Generated(1, "let me", calls=(CallPiece(0, calls[0].id, "look", '{"at'),)),
+        Generated(1, "let me", calls=(CallDelta(0, calls[0].id, "look", '{"at'),)),
         result(1, "let me see", *calls), COMPLETED,
     )  # fmt: skip
     assert response.output_text == "let me see"
@@ -232,21 +232,21 @@ def test_what_the_pieces_left_out_is_told_with_the_result():
     assert deltas == "let me see"
 
 
-def test_pieces_that_said_something_else_are_incomplete():
+def test_pieces_that_said_something_else_are_incomplete() -> None:
     one = call("look", "{}")
-    pieces = Generated(1, "wrong", calls=(CallPiece(0, "other", "look", "{}"), CallPiece(1, "more", "look", "{}")))
+    pieces = Generated(1, "wrong", calls=(CallDelta(0, "other", "look", "{}"), CallDelta(1, "more", "look", "{}")))
     _, response = told(accepted(offer("look")), TurnIntent(1), pieces, result(1, "right", one), COMPLETED)
     complete = [item for item in response.output if item.status == "completed"]
     assert [item.type for item in complete] == ["message", "function_call"]
     assert (complete[0].content[0].text, complete[1].call_id) == ("right", one.id)
 
 
-def test_a_call_whose_name_comes_late_begins_with_it():
+def test_a_call_whose_name_comes_late_begins_with_it() -> None:
     one = call("look", '{"a":1}')
     events, response = told(
         accepted(offer("look")), TurnIntent(1),
-        Generated(1, calls=(CallPiece(0, one.id, None, '{"a'),)),
-        Generated(1, calls=(CallPiece(0, None, "look", '":'),)),
+        Generated(1, calls=(CallDelta(0, one.id, None, '{"a'),)),
+        Generated(1, calls=(CallDelta(0, None, "look", '":'),)),
         result(1, "", one), COMPLETED,
     )  # fmt: skip
     assert [event.delta for event in events if event.type.endswith("delta")] == ['{"a":', "1}"]
@@ -256,7 +256,7 @@ def test_a_call_whose_name_comes_late_begins_with_it():
 # --- how it ends ------------------------------------------------------------------------------------------------------
 
 
-def test_in_the_background_it_is_queued_until_somebody_works_on_it():
+def test_in_the_background_it_is_queued_until_somebody_works_on_it() -> None:
     reader = ResponseFold()
     assert names(reader.feed(accepted(background=True))) == ["created", "queued"]
     assert reader.response.status == "queued"
@@ -264,7 +264,7 @@ def test_in_the_background_it_is_queued_until_somebody_works_on_it():
     assert reader.response.status == "in_progress"
 
 
-def test_tokens_are_counted_over_all_turns():
+def test_tokens_are_counted_over_all_turns() -> None:
     one = call("clock")
     _, response = told(
         accepted(CLOCK), TurnIntent(1), result(1, "", one, prompt=10, cached=0, output=5), *tool_round(one),
@@ -275,7 +275,7 @@ def test_tokens_are_counted_over_all_turns():
     assert usage.input_tokens_details.cached_tokens == 15
 
 
-def test_a_turn_that_was_cut_for_length():
+def test_a_turn_that_was_cut_for_length() -> None:
     _, response = told(
         accepted(), TurnIntent(1), result(1, "and so", finish="length"), Ended("incomplete", "max_output_tokens")
     )
@@ -284,13 +284,13 @@ def test_a_turn_that_was_cut_for_length():
 
 
 @pytest.mark.parametrize(("reason", "word"), [(MAX_TURNS, "max_messages"), (MAX_WALL_TIME, None)])
-def test_bounds_of_ours_have_openais_word_if_there_is_one(reason, word):
+def test_bounds_of_ours_have_openais_word_if_there_is_one(reason, word) -> None:
     events, response = told(accepted(), *turn(1, "x"), Ended("incomplete", reason))
     assert events[-1].type == "response.incomplete"
     assert (response.incomplete_details.reason, response.incomplete_details.detail) == (word, reason)
 
 
-def test_cancelled_in_the_midst_of_a_turn_and_of_a_call():
+def test_cancelled_in_the_midst_of_a_turn_and_of_a_call() -> None:
     one = call("docs__read", "{}")
     events, response = told(accepted(READ), *turn(1, "", one), TurnIntent(2), Generated(2, "I"), Ended("cancelled"))
     assert output(response) == [("mcp_call", "incomplete"), ("message", "incomplete")]
@@ -299,7 +299,7 @@ def test_cancelled_in_the_midst_of_a_turn_and_of_a_call():
     assert response.usage.output_tokens == 3
 
 
-def test_cancelled_before_anybody_worked_on_it():
+def test_cancelled_before_anybody_worked_on_it() -> None:
     events, response = told(accepted(background=True), Ended("cancelled"))
     assert names(events) == ["created", "queued", "incomplete"]
     assert response.status == "cancelled"
@@ -314,7 +314,7 @@ def test_cancelled_before_anybody_worked_on_it():
         (Fault("busy", "later", 429), "rate_limit_exceeded"),
     ],
 )
-def test_a_failure_has_a_code_of_openais_and_ours_beside_it(fault, code):
+def test_a_failure_has_a_code_of_openais_and_ours_beside_it(fault, code) -> None:
     events, response = told(accepted(), TurnIntent(1), Ended("failed", fault=fault))
     assert events[-1].type == "response.failed"
     error = response.error

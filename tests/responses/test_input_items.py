@@ -1,25 +1,25 @@
 """Items of a request's input as the messages that a chat template sees."""
 
 import pytest
-from run_logs import COMPLETED, LIMITS, accepted, call, offer, result, tool_round, turn
 
-from cluster.errors import BadRequest
-from cluster.program import ProgramIdentity
+from cluster.core.errors import BadRequest
+from cluster.core.program import ProgramIdentity
 from cluster.responses.events import ResponseFold
 from cluster.responses.request import read_request
-from cluster.responses.spec import Surroundings, run_spec
-from cluster.run import fold
-from cluster.run_events import Call, Ended, LateAnswer, Prior, ToolAnswer, ToolIntent, TurnIntent
+from cluster.responses.spec import RequestContext, run_spec
+from cluster.runs.events import Call, Ended, LateAnswer, Prior, ToolAnswer, ToolIntent, TurnIntent
+from cluster.runs.state import fold
+from tests.responses.run_logs import COMPLETED, LIMITS, accepted, call, listed, offer, result, tool_round, turn
 
 DOCS = {"type": "mcp", "server_label": "docs", "server_url": "https://docs.example/mcp"}
-LISTINGS = {"docs": [{"name": "docs__read", "description": "docs__read!", "parameters": {"type": "object"}}]}
+LISTINGS = {"docs": [listed("docs", "read", "docs__read!")]}
 LOOK = {"type": "function", "name": "look", "description": "look!", "parameters": {"type": "object"}}
 
 
 def run_of(*items, previous=None, **body):
     if previous is not None:
         body["previous_response_id"] = previous.spec.id
-    known = Surroundings("resp_2", 1.0, ProgramIdentity(), "m", LIMITS, listings=LISTINGS, previous=previous)
+    known = RequestContext("resp_2", 1.0, ProgramIdentity(), "m", LIMITS, listings=LISTINGS, previous=previous)
     return run_spec(read_request({"input": list(items), **body}), known).spec
 
 
@@ -60,7 +60,7 @@ def refused(*items, **fields):
 # --- what is said -----------------------------------------------------------------------------------------------------
 
 
-def test_messages_in_both_forms():
+def test_messages_in_both_forms() -> None:
     assert messages(
         {"type": "message", "role": "developer", "content": [{"type": "input_text", "text": "be brief"}]},
         user("a"),
@@ -76,7 +76,7 @@ def test_messages_in_both_forms():
     ]
 
 
-def test_a_turn_is_one_message_with_its_reasoning_words_and_calls():
+def test_a_turn_is_one_message_with_its_reasoning_words_and_calls() -> None:
     assert messages(
         user("where?"),
         {"type": "reasoning", "id": "rs_1", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
@@ -97,7 +97,7 @@ def test_a_turn_is_one_message_with_its_reasoning_words_and_calls():
     ]
 
 
-def test_answers_of_a_server_that_ran_before():
+def test_answers_of_a_server_that_ran_before() -> None:
     mcp = {"type": "mcp_call", "id": "m1", "server_label": "docs", "name": "read", "arguments": "{}"}
     failed = {"type": "mcp_tool_execution_error", "content": [{"type": "text", "text": "broken"}]}
     assert messages(
@@ -115,7 +115,7 @@ def test_answers_of_a_server_that_ran_before():
     ]
 
 
-def test_the_second_output_of_a_call_is_the_answer_of_an_asynchronous_tool():
+def test_the_second_output_of_a_call_is_the_answer_of_an_asynchronous_tool() -> None:
     assert messages(called(), output("c1", "started"), output("c1", "found")) == [
         asked(("c1", "look", "{}")),
         answered("c1", "started"),
@@ -123,12 +123,12 @@ def test_the_second_output_of_a_call_is_the_answer_of_an_asynchronous_tool():
     ]
 
 
-def test_a_call_without_its_output_is_refused():
+def test_a_call_without_its_output_is_refused() -> None:
     error = refused(user("x"), called("c9"))
     assert (error.message, error.param) == ("No tool output found for function call c9.", "input")
 
 
-def test_an_output_without_its_call_is_refused():
+def test_an_output_without_its_call_is_refused() -> None:
     assert refused(user("x"), output("c9")).param == "input.1.call_id"
 
 
@@ -143,14 +143,14 @@ def consent(id="r1", approve=True, **fields):
     return {"type": "mcp_approval_response", "approval_request_id": id, "approve": approve, **fields}
 
 
-def test_an_approved_call_is_run_before_the_first_turn():
+def test_an_approved_call_is_run_before_the_first_turn() -> None:
     made = run_of(user("read"), request(), consent(), tools=[DOCS])
     assert made.messages == (user("read"), asked(("r1", "docs__read", "{}")))
     assert made.approved == (Call(0, 0, "r1", "docs__read", "{}"),)
     assert made.echo["approvals"] == ["r1"]
 
 
-def test_a_denied_call_has_the_denial_for_an_answer():
+def test_a_denied_call_has_the_denial_for_an_answer() -> None:
     made = run_of(user("read"), request(), consent(approve=False, reason="no!"), user("go on"), tools=[DOCS])
     assert made.approved == ()
     assert list(made.messages)[2:] == [
@@ -159,7 +159,7 @@ def test_a_denied_call_has_the_denial_for_an_answer():
     ]
 
 
-def test_consent_that_was_used_is_not_used_again():
+def test_consent_that_was_used_is_not_used_again() -> None:
     ran = {"type": "mcp_call", "server_label": "docs", "name": "read", "arguments": "{}", "output": "text"}
     made = run_of(user("read"), request(), consent(), ran | {"id": "m1", "approval_request_id": "r1"}, tools=[DOCS])
     assert made.approved == ()
@@ -176,11 +176,24 @@ def test_consent_that_was_used_is_not_used_again():
     ],
     ids=["no answer", "no request", "two answers", "words before the run"],
 )
-def test_consent_that_fits_nothing_is_refused(items, param):
+def test_consent_that_fits_nothing_is_refused(items, param) -> None:
     assert refused(*items, tools=[DOCS]).param == param
 
 
-def test_an_approved_call_needs_its_server():
+def test_consent_to_a_call_that_was_asked_for_here_is_used_once() -> None:
+    """The id names the consent for the executor; an id that a client made up may stand for several calls."""
+    ours = f"mcpr_{'0' * 32}_t1c0"
+    [approved] = run_of(user("read"), request(ours), consent(ours), tools=[DOCS]).approved
+    assert approved.consent == ours
+
+
+def test_consent_is_to_a_servers_tool_and_not_to_a_name() -> None:
+    asked = {"type": "mcp_approval_request", "id": "r1", "server_label": "doc", "name": "s__read", "arguments": "{}"}
+    docs = {**DOCS, "server_label": "docs"}
+    assert "is not among them" in refused(user("read"), asked, consent(), tools=[docs]).message
+
+
+def test_an_approved_call_needs_its_server() -> None:
     assert refused(request(), consent()).param == "tools"
 
 
@@ -192,7 +205,7 @@ def ran(*events, offers=(), **fields):
     return fold([accepted(*offers, **fields), *events, COMPLETED])
 
 
-def test_a_conversation_goes_on_with_its_ids():
+def test_a_conversation_goes_on_with_its_ids() -> None:
     previous = ran(*turn(1, "hello"))
     made = run_of(user("more"), previous=previous)
     assert made.messages == (user("hi"), {"role": "assistant", "content": "hello"}, user("more"))
@@ -200,7 +213,7 @@ def test_a_conversation_goes_on_with_its_ids():
     assert (made.program, made.previous) == ("p", "resp_1")
 
 
-def test_other_instructions_replace_the_earlier_ones_and_their_ids_are_not_used():
+def test_other_instructions_replace_the_earlier_ones_and_their_ids_are_not_used() -> None:
     system = {"role": "system", "content": "be brief"}
     previous = ran(*turn(1, "hello"), messages=(system, user("hi")), echo={"instructions": "be brief"})
     same = run_of(user("more"), previous=previous, instructions="be brief")
@@ -213,14 +226,14 @@ def test_other_instructions_replace_the_earlier_ones_and_their_ids_are_not_used(
     assert (other.prior, none.prior) == (None, None)
 
 
-def test_ids_of_a_prompt_with_other_tools_are_not_used():
+def test_ids_of_a_prompt_with_other_tools_are_not_used() -> None:
     previous = ran(*turn(1, "hello"), offers=[offer("look")])
     assert run_of(user("more"), previous=previous, tools=[LOOK]).prior is not None
     assert run_of(user("more"), previous=previous).prior is None
     assert run_of(user("more"), previous=previous, tools=[LOOK], reasoning={"effort": "low"}).prior is None
 
 
-def test_the_callers_answers_complete_the_last_turn():
+def test_the_callers_answers_complete_the_last_turn() -> None:
     first, second = call("look"), call("look", index=1)
     previous = ran(*turn(1, "", first, second), offers=[offer("look")])
     made = messages(output(second.id, "two"), output(first.id, "one"), user("so?"), previous=previous)
@@ -229,14 +242,14 @@ def test_the_callers_answers_complete_the_last_turn():
     assert refused(output(first.id), output(second.id), output("c9"), previous=previous).param == "input.2.call_id"
 
 
-def test_answers_that_are_there_already_need_no_output():
+def test_answers_that_are_there_already_need_no_output() -> None:
     here, theirs = call("clock"), call("look", index=1)
     previous = ran(*turn(1, "", here, theirs), *tool_round(here), offers=[offer("clock", here=True), offer("look")])
     made = messages(output(theirs.id, "seen"), previous=previous)
     assert made[2:] == [answered(here.id, "found"), answered(theirs.id, "seen")]
 
 
-def test_consent_by_the_id_that_the_response_gave():
+def test_consent_by_the_id_that_the_response_gave() -> None:
     one = call("docs__read", '{"a":1}')
     log = [accepted(offer("read", server="docs", approval=True)), *turn(1, "", one), COMPLETED]
     reader = ResponseFold()
@@ -245,7 +258,7 @@ def test_consent_by_the_id_that_the_response_gave():
     asked_for = reader.response.output[-1]
     previous = fold(log)
     approved = run_of(consent(asked_for.id), previous=previous, tools=[DOCS])
-    assert approved.approved == (Call(0, 0, one.id, one.name, one.arguments),)
+    assert approved.approved == (Call(0, 0, one.id, one.name, one.arguments, asked_for.id),)
     assert approved.echo["approvals"] == [asked_for.id]
     assert approved.prior is not None
     denied = messages(consent(asked_for.id, approve=False), user("why?"), previous=previous, tools=[DOCS])
@@ -253,7 +266,7 @@ def test_consent_by_the_id_that_the_response_gave():
     assert "No approval response" in refused(user("well?"), previous=previous, tools=[DOCS]).message
 
 
-def test_calls_that_were_cut_short_are_told_as_such():
+def test_calls_that_were_cut_short_are_told_as_such() -> None:
     calls = call("clock"), call("clock", index=1)
     cut = [TurnIntent(1), result(1, "", *calls), ToolIntent(((1, 0), (1, 1))), ToolAnswer(1, 0, "ok", "noon")]
     previous = fold([accepted(offer("clock", here=True)), *cut, Ended("cancelled")])
@@ -264,7 +277,7 @@ def test_calls_that_were_cut_short_are_told_as_such():
     ]
 
 
-def test_what_an_asynchronous_tool_said_last_is_told_to_the_next_run():
+def test_what_an_asynchronous_tool_said_last_is_told_to_the_next_run() -> None:
     one = call("clock")
     late = LateAnswer(ToolAnswer(1, 0, "ok", "noon"))
     previous = ran(*turn(1, "", one), *tool_round(one, outcome="started", text="wait"), *turn(2, "bye"), late,
@@ -275,11 +288,11 @@ def test_what_an_asynchronous_tool_said_last_is_told_to_the_next_run():
     ]
 
 
-def test_a_response_that_is_not_done_cannot_be_followed():
+def test_a_response_that_is_not_done_cannot_be_followed() -> None:
     assert refused(user("x"), previous=fold([accepted()])).param == "previous_response_id"
 
 
-def test_servers_whose_tools_were_told_are_not_told_again():
+def test_servers_whose_tools_were_told_are_not_told_again() -> None:
     assert run_of(user("x"), tools=[DOCS]).echo["told_servers"] == ["docs"]
     known = {"type": "mcp_list_tools", "id": "l", "server_label": "docs", "tools": []}
     assert run_of(known, user("x"), tools=[DOCS]).echo["told_servers"] == []

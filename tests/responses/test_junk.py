@@ -4,19 +4,19 @@ import copy
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from run_logs import COMPLETED, LIMITS, accepted, call, offer, turn
 
-from cluster.errors import BadRequest
-from cluster.program import ProgramIdentity
-from cluster.responses.input_listing import input_items
+from cluster.core.errors import BadRequest
+from cluster.core.program import ProgramIdentity
+from cluster.responses.input_items import input_items
 from cluster.responses.request import read_request
-from cluster.responses.spec import Surroundings, run_spec
-from cluster.run import fold
-from cluster.run_events import Accepted, decode, encode
+from cluster.responses.spec import RequestContext, run_spec
+from cluster.runs.events import Accepted, decode, encode
+from cluster.runs.state import fold
+from tests.responses.run_logs import COMPLETED, LIMITS, accepted, call, listed, offer, turn
 
 LOOKED = call("look")
 PREVIOUS = fold([accepted(offer("look")), *turn(1, "", LOOKED), COMPLETED])
-LISTINGS = {"docs": [{"name": "docs__read", "description": "", "parameters": {"type": "object"}}]}
+LISTINGS = {"docs": [listed("docs", "read")]}
 BODY = {
     "model": "m",
     "instructions": "be brief",
@@ -90,10 +90,10 @@ def tampered(draw):
 
 def around(body):
     previous = PREVIOUS if body.get("previous_response_id") == "resp_1" else None
-    return Surroundings("resp_2", 1.0, ProgramIdentity(), "m", LIMITS, listings=LISTINGS, previous=previous)
+    return RequestContext("resp_2", 1.0, ProgramIdentity(), "m", LIMITS, listings=LISTINGS, previous=previous)
 
 
-def test_the_request_itself_is_fine():
+def test_the_request_itself_is_fine() -> None:
     made = run_spec(read_request(BODY), around(BODY)).spec
     assert [message["role"] for message in made.messages] == [
         *("system", "user", "assistant", "tool", "user", "assistant", "tool", "assistant", "tool"),
@@ -103,7 +103,7 @@ def test_the_request_itself_is_fine():
 
 @given(tampered())
 @settings(max_examples=600, deadline=None)
-def test_tampered_requests(body):
+def test_tampered_requests(body) -> None:
     try:
         made = run_spec(read_request(body), around(body)).spec
     except BadRequest as error:

@@ -4,23 +4,26 @@ import json
 
 import msgspec
 import pytest
-from run_logs import LIMITS
 
-from cluster.errors import BadRequest
-from cluster.program import ProgramIdentity
+from cluster.core.errors import BadRequest
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import ToolOffer, function_object
+from cluster.responses.offers import brought
 from cluster.responses.request import read_request
-from cluster.responses.spec import Surroundings, run_spec
-from cluster.run_events import Accepted, Limits, encode
+from cluster.responses.spec import RequestContext, run_spec
+from cluster.runs.events import Accepted, Limits, encode
+from tests.responses.run_logs import LIMITS, listed
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {"q": {}}}}
 DOCS = {"type": "mcp", "server_label": "docs", "server_url": "https://docs.example/mcp"}
 LISTINGS = {
     "docs": [
-        {"name": "docs__read", "description": "reads", "parameters": {"type": "object"}, "read_only": True},
-        {"name": "docs__write", "description": "writes", "parameters": {"type": "object"}},
+        listed("docs", "read", "reads", read_only=True),
+        listed("docs", "write", "writes"),
     ]
 }
-REGISTERED = {"clock": {"name": "clock", "description": "the time", "parameters": {"type": "object", "x": 1}}}
+CLOCK = {"type": "object", "x": 1}
+REGISTERED = {"clock": ToolOffer("clock", function_object("clock", "the time", CLOCK), here=True, owner="clock")}
 
 
 def around(**fields):
@@ -33,7 +36,7 @@ def around(**fields):
         "registered": REGISTERED,
         "listings": LISTINGS,
     }
-    return Surroundings(**{**known, **fields})
+    return RequestContext(**{**known, **fields})
 
 
 def wanted(**body):
@@ -44,7 +47,7 @@ def spec(**body):
     return wanted(**body).spec
 
 
-def test_a_plain_question():
+def test_a_plain_question() -> None:
     made = spec()
     assert made.messages == ({"role": "user", "content": "hi"},)
     assert (made.program, made.store, made.background, made.parallel) == ("resp_1", True, False, True)
@@ -52,27 +55,27 @@ def test_a_plain_question():
     assert made.limits == LIMITS
 
 
-def test_instructions_are_a_system_message_at_the_front():
+def test_instructions_are_a_system_message_at_the_front() -> None:
     made = spec(instructions="be brief")
     assert made.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})
 
 
-def test_a_program_that_the_request_names_is_kept():
+def test_a_program_that_the_request_names_is_kept() -> None:
     made = run_spec(read_request({"input": "hi"}), around(identity=ProgramIdentity("agent-7", tenant="t"))).spec
     assert (made.program, made.tenant) == ("agent-7", "t")
 
 
-def test_only_what_nobody_can_go_on_with_is_a_programs_last_run():
+def test_only_what_nobody_can_go_on_with_is_a_programs_last_run() -> None:
     named = run_spec(read_request({"input": "hi", "store": False}), around(identity=ProgramIdentity("agent-7"))).spec
     assert (spec().last, spec(store=False).last, named.last) == (False, True, False)
 
 
-def test_a_request_may_ask_for_less_than_the_operator_allows_and_not_for_more():
+def test_a_request_may_ask_for_less_than_the_operator_allows_and_not_for_more() -> None:
     made = spec(max_output_tokens=5, max_turns=2, max_tool_calls=10**6)
     assert made.limits == Limits(turns=2, tool_calls=16, output_tokens=5, wall_s=60.0, turn_attempts=3)
 
 
-def test_sampling_goes_to_each_turn_in_the_words_of_chat_completions():
+def test_sampling_goes_to_each_turn_in_the_words_of_chat_completions() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     made = spec(
         temperature=0,
@@ -93,7 +96,7 @@ def test_sampling_goes_to_each_turn_in_the_words_of_chat_completions():
     }
 
 
-def test_what_clients_send_for_openais_own_sake_is_no_error():
+def test_what_clients_send_for_openais_own_sake_is_no_error() -> None:
     made = spec(
         user="u",
         safety_identifier="s",
@@ -115,15 +118,15 @@ def test_what_clients_send_for_openais_own_sake_is_no_error():
 # --- tools ------------------------------------------------------------------------------------------------------------
 
 
-def test_a_function_is_the_callers_and_a_registered_tool_is_ours():
+def test_a_function_is_the_callers_and_a_registered_tool_is_ours() -> None:
     theirs, ours = spec(tools=[SEARCH, {"type": "function", "name": "clock", "server_side": True}]).offers
     assert not theirs.here
     assert theirs.function == {"name": "search", "parameters": SEARCH["parameters"]}
     assert ours.here
-    assert ours.function == REGISTERED["clock"]
+    assert ours == REGISTERED["clock"]
 
 
-def test_tools_of_a_server_have_its_label_and_need_consent_unless_the_request_says_otherwise():
+def test_tools_of_a_server_have_its_label_and_need_consent_unless_the_request_says_otherwise() -> None:
     made = spec(tools=[DOCS])
     assert [(one.name, one.server, one.server_tool, one.here) for one in made.offers] == [
         ("docs__read", "docs", "read", True),
@@ -142,7 +145,7 @@ def test_tools_of_a_server_have_its_label_and_need_consent_unless_the_request_sa
         ({"allowed_tools": []}, set()),
     ],
 )
-def test_a_request_may_want_some_of_a_servers_tools(fields, names):
+def test_a_request_may_want_some_of_a_servers_tools(fields, names) -> None:
     assert {one.name for one in spec(tools=[DOCS | fields]).offers} == names
 
 
@@ -157,12 +160,12 @@ def test_a_request_may_want_some_of_a_servers_tools(fields, names):
         ({"always": {"tool_names": ["read"]}}, {"docs__read", "docs__write"}),
     ],
 )
-def test_which_calls_need_consent(approval, asked):
+def test_which_calls_need_consent(approval, asked) -> None:
     offers = spec(tools=[DOCS | {"require_approval": approval}]).offers
     assert {one.name for one in offers if one.approval} == asked
 
 
-def test_secrets_are_beside_the_run_and_not_in_its_log():
+def test_secrets_are_beside_the_run_and_not_in_its_log() -> None:
     secret = DOCS | {"authorization": "token-1", "headers": {"X-Key": "token-2", "authorization": "token-3"}}
     made = wanted(tools=[secret])
     assert made.brought.secrets == {"docs": {"headers": {"X-Key": "token-2", "Authorization": "Bearer token-1"}}}
@@ -171,7 +174,7 @@ def test_secrets_are_beside_the_run_and_not_in_its_log():
     assert "token-" not in repr(read_request({"input": "hi", "tools": [secret]}))
 
 
-def test_choices_are_chat_completions():
+def test_choices_are_chat_completions() -> None:
     made = spec(
         tools=[SEARCH, DOCS],
         tool_choice="auto",
@@ -249,7 +252,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("body", "param"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
-def test_what_cannot_be_done_is_refused_by_its_field(body, param):
+def test_what_cannot_be_done_is_refused_by_its_field(body, param) -> None:
     with pytest.raises(BadRequest) as caught:
         wanted(**body)
     assert caught.value.param == param
@@ -257,7 +260,28 @@ def test_what_cannot_be_done_is_refused_by_its_field(body, param):
     assert caught.value.status in (400, 424)
 
 
-def test_a_spec_survives_its_log():
+def test_a_spec_survives_its_log() -> None:
     made = spec(tools=[SEARCH, DOCS], instructions="x", metadata={"a": "b"}, tool_choice="none")
     assert msgspec.msgpack.decode(msgspec.msgpack.encode(made), type=type(made)) == made
     assert json.dumps(made.echo)
+
+
+@pytest.mark.parametrize(
+    ("label", "says"),
+    [("docs__db", "must not contain '__'"), ("docs_", "nor end with '_'"), ("clock", "a tool of this cluster")],
+)
+def test_a_label_that_could_stand_for_something_else_is_refused(label, says) -> None:
+    """A server labelled X__db with a tool admin reached the operator's server X and its tool db__admin."""
+    with pytest.raises(BadRequest, match=says) as refused:
+        brought(read_request({"input": "hi", "tools": [SEARCH, DOCS | {"server_label": label}]}), taken={"clock"})
+    assert refused.value.param == "tools.1.server_label"
+
+
+def test_a_chosen_tool_of_a_server_is_found_by_both_names() -> None:
+    listings = {"docs": [listed("docs", "a.b")]}
+    chosen = {"type": "mcp", "server_label": "docs", "name": "a.b"}
+    body = {"input": "hi", "tools": [DOCS], "tool_choice": chosen}
+    made = run_spec(read_request(body), around(listings=listings)).spec
+    assert made.tool_choice == {"type": "function", "function": {"name": made.offers[0].name}}
+    with pytest.raises(BadRequest, match="not found"):
+        run_spec(read_request(body | {"tool_choice": {**chosen, "name": "a_b"}}), around(listings=listings))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from cluster.model_config import ClassRule
+from cluster.config.models import ClassRule
 from router.model_choice import Chosen, TurnFacts, choose_model
 
 CODING = (

@@ -6,20 +6,22 @@ from typing import Any
 
 import pytest
 
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.errors import BadRequest
-from cluster.model_classes import ModelClasses
-from cluster.placement_store import PlacementStore
-from cluster.program import Hints, ProgramIdentity
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import BadRequest
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.dispatch.model_selection import ModelSelection
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.placements import PlacementStore
 from router.model_choice import Chosen
 
 CONFIG = CaesuraConfig.model_validate(
     {
         "model": {"id": "org/small model"},
         "models": {"big": {}},
-        "classes": {"coding": [{"model": "big", "tools": ["bash"], "max_start_s": 1.0}, {"model": "org/small model"}]},
+        "model_routing": {
+            "coding": [{"model": "big", "tools": ["bash"], "max_start_s": 1.0}, {"model": "org/small model"}]
+        },
     }
 )
 SMALL, BIG = "org/small model", "big"
@@ -43,9 +45,9 @@ def redis() -> Iterator[EmbeddedRedis]:
         yield server
 
 
-def classes(url: str, loads: Loads) -> ModelClasses:
+def classes(url: str, loads: Loads) -> ModelSelection:
     store = PlacementStore(url, model="//classes", timeout_s=2.0, expiry_s=60.0, clock=MonotonicClock())
-    return ModelClasses(CONFIG, loads, store)
+    return ModelSelection(CONFIG, loads, store)
 
 
 def coding(tools: Any = None) -> dict[str, Any]:

@@ -7,12 +7,12 @@ from typing import Any
 import httpx
 import pytest
 from openai import OpenAI
-from tool_site import FLOOD_CAP_BYTES, ToolSite
 
-from cluster.config import CaesuraConfig
-from cluster.demo.tools import notes_server
-from cluster.demo.tools import tools as demo_tools
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.local.cluster import LocalCluster
+from cluster.offline.demo.tools import notes_server
+from cluster.offline.demo.tools import tools as demo_tools
+from tests.serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
 KV_BYTES = 32 << 20
 CONTEXT_TOKENS = 4096
@@ -36,7 +36,7 @@ def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
         # In half the digits two tokens may be equally likely, and the batch decides: one prompt would have two answers.
         "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32, "dtype": "float32"},
         "policy": {"name": "continuum"},
-        "store": {"refresh_s": 0.2},
+        "redis": {"refresh_s": 0.2},
     }
     return CaesuraConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})
 
@@ -77,8 +77,17 @@ def cluster(site: ToolSite, notes_url: str) -> Iterator[LocalCluster]:
         "parameters": BOOKING,
         "private_addresses": True,
     }
+    notes = {"note": {"type": "string"}, "priority": {"enum": ["low", "medium", "high"]}}
+    rest = {
+        "kind": "http",
+        "description": "Rest.",
+        "method": "POST",
+        "url": f"{site.url}/book",
+        "parameters": {"type": "object", "properties": notes, "additionalProperties": False},
+        "private_addresses": True,
+    }
     tools = demo_tools(notes_url)
-    tools["defined"] |= {"book": book, **plain_tools(site)}
+    tools["defined"] |= {"book": book, "rest": rest, **plain_tools(site)}
     tools |= {"request_kinds": ["mcp"], "request_networks": ["127.0.0.0/8"]}
     local = LocalCluster(cluster_config(tools=tools, programs={"lease_s": 2.0}))
     with local:

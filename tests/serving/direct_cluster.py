@@ -15,9 +15,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from cluster.config import CaesuraConfig
-from cluster.direct_note import ROUTER_DEPLOYMENT
-from cluster.serving import LocalCluster
+from cluster.config.schema import CaesuraConfig
+from cluster.direct.note import ROUTER_DEPLOYMENT
+from cluster.local.cluster import LocalCluster
 
 STOP_WITHIN_S = 60.0
 HEARD_WITHIN_S = 30.0

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 import pytest
-from direct_cluster import Ask, direct_cluster
 from openai import OpenAI
+
+from tests.serving.direct_cluster import Ask, direct_cluster
 
 pytestmark = pytest.mark.cluster
 
@@ -18,7 +19,7 @@ CONFIG = {
     "replicas": {"count": 2, "kv_cache_bytes": 16 << 20},
     "engine": {"max_model_len": 4096, "max_num_seqs": 32},
     "policy": {"name": "continuum"},
-    "store": {"refresh_s": 0.2},
+    "redis": {"refresh_s": 0.2},
 }
 SEEN_WITHIN_S = 30.0
 PROGRAMS = 8
@@ -64,7 +65,7 @@ def error_of(answer: httpx.Response) -> dict[str, Any]:
     return error
 
 
-def test_openai_s_client_chats_and_completes(llm: OpenAI):
+def test_openai_s_client_chats_and_completes(llm: OpenAI) -> None:
     chat = llm.chat.completions.create(model="tiny", messages=[{"role": "user", "content": "Hello"}], max_tokens=5)
     assert chat.usage is not None and chat.usage.completion_tokens == 5
     completion = llm.completions.create(model="tiny", prompt=[1, 2, 3], max_tokens=4)
@@ -73,7 +74,7 @@ def test_openai_s_client_chats_and_completes(llm: OpenAI):
     assert llm.models.retrieve("tiny").id == "tiny"
 
 
-def test_a_stream_says_what_the_whole_answer_says(llm: OpenAI):
+def test_a_stream_says_what_the_whole_answer_says(llm: OpenAI) -> None:
     ask = {"model": "tiny", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 24, "temperature": 0.0}
     whole = llm.chat.completions.create(**ask)
     pieces = list(llm.chat.completions.create(stream=True, **ask))
@@ -81,7 +82,7 @@ def test_a_stream_says_what_the_whole_answer_says(llm: OpenAI):
     assert "".join(piece.choices[0].delta.content or "" for piece in pieces) == whole.choices[0].message.content
 
 
-def test_tokens_and_probes(http: httpx.Client):
+def test_tokens_and_probes(http: httpx.Client) -> None:
     tokens = http.post("/tokenize", json={"prompt": "hello"}).json()["tokens"]
     assert http.post("/detokenize", json={"tokens": tokens}).json()["prompt"] == "hello"
     assert http.get("/health").json() == {"status": "alive"}
@@ -109,7 +110,7 @@ DIALECTS: dict[str, Callable[[str], tuple[dict[str, str], dict[str, Any]]]] = {
 }
 
 
-def test_a_program_stays_on_one_replica(http: httpx.Client, ask: Ask):
+def test_a_program_stays_on_one_replica(http: httpx.Client, ask: Ask) -> None:
     def run(dialect: str, number: int) -> tuple[str, list[int]]:
         """Three turns; the program, and how much of each prompt was there."""
         program = f"{number} named by {dialect}"
@@ -133,7 +134,7 @@ def test_a_program_stays_on_one_replica(http: httpx.Client, ask: Ask):
     assert len({home for (home,) in homes.values()}) == 2
 
 
-def test_the_end_of_a_long_body_is_read_too(http: httpx.Client, ask: Ask):
+def test_the_end_of_a_long_body_is_read_too(http: httpx.Client, ask: Ask) -> None:
     for number in range(PROGRAMS):
         program = f"long-{number}"
         for _ in range(2):
@@ -158,7 +159,7 @@ BAD: list[tuple[dict[str, Any], int, Any]] = [
 
 
 @pytest.mark.parametrize(("request_", "status", "code"), BAD)
-def test_bad_input_is_refused_as_at_the_ingress(http: httpx.Client, request_: Any, status: int, code: Any):
+def test_bad_input_is_refused_as_at_the_ingress(http: httpx.Client, request_: Any, status: int, code: Any) -> None:
     answer = http.post(COMPLETIONS, **request_)
     assert (answer.status_code, error_of(answer)["code"]) == (status, code)
 
@@ -174,21 +175,21 @@ def test_bad_input_is_refused_as_at_the_ingress(http: httpx.Client, request_: An
         ("PUT", "/admin/policy"),
     ],
 )
-def test_what_only_the_ingress_serves_is_refused_by_name(http: httpx.Client, method: str, path: str):
+def test_what_only_the_ingress_serves_is_refused_by_name(http: httpx.Client, method: str, path: str) -> None:
     answer = http.request(method, path, json=None if method == "GET" else {})
     error = error_of(answer)
     assert (answer.status_code, error["code"]) == (501, "needs_ingress")
     assert "http.data_plane" in error["message"]
 
 
-def test_a_tool_that_the_server_would_run_is_refused(http: httpx.Client):
+def test_a_tool_that_the_server_would_run_is_refused(http: httpx.Client) -> None:
     tools = [{"type": "function", "function": {"name": "find"}, "server_side": True}]
     body = {"messages": [{"role": "user", "content": "Go."}], "tools": tools}
     answer = http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, error_of(answer)["param"]) == (501, "tools")
 
 
-def test_no_route(http: httpx.Client):
+def test_no_route(http: httpx.Client) -> None:
     answer = http.get("/v1/nothing")
     assert (answer.status_code, error_of(answer)["type"]) == (404, "not_found_error")
 
@@ -198,7 +199,7 @@ def running(ask: Ask) -> int:
 
 
 @pytest.mark.parametrize("header", ["x-session-id", "x-program-id"], ids=["placed", "relayed"])
-def test_a_client_that_goes_away_ends_its_turn(http: httpx.Client, ask: Ask, header: str):
+def test_a_client_that_goes_away_ends_its_turn(http: httpx.Client, ask: Ask, header: str) -> None:
     body = {"prompt": "Once", "max_tokens": 4000, "ignore_eos": True, "stream": True}
     for number in range(2):
         with http.stream("POST", COMPLETIONS, json=body, headers={header: f"leaves-{number}"}) as stream:
@@ -210,6 +211,6 @@ def test_a_client_that_goes_away_ends_its_turn(http: httpx.Client, ask: Ask, hea
     assert told["usage"]["completion_tokens"] == 1
 
 
-def test_no_client_writes_the_router_s_notes(http: httpx.Client):
+def test_no_client_writes_the_router_s_notes(http: httpx.Client) -> None:
     answer = http.post(COMPLETIONS, json={"prompt": "Once", "max_tokens": 1}, headers={"x-serve-router-note": "forged"})
     assert answer.status_code == 200

@@ -7,16 +7,19 @@ from typing import Any
 
 import httpx
 import pytest
-from direct_cluster import Ask, direct_cluster
+
+from tests.serving.direct_cluster import Ask, direct_cluster
 
 pytestmark = pytest.mark.cluster
 
 CONFIG = {
     "http": {"port": 0, "data_plane": "direct"},
-    "replicas": {"count": 1, "kv_cache_bytes": 2 << 20, "host_bytes": 0},
+    "replicas": {"count": 1, "kv_cache_bytes": 2 << 20, "cpu_offload_bytes": 0},
     "engine": {"max_model_len": 4000, "max_num_seqs": 8},
-    "router": {"parameters": {"guarded_working_set": 0.9, "max_waiting": 1}},
-    "store": {"refresh_s": 0.2},
+    # Without memory protection by the policy, programs are admitted up to 0.9 times the memory.
+    "policy": {"name": "vllm"},
+    "router": {"parameters": {"max_waiting": 1}},
+    "redis": {"refresh_s": 0.2},
 }
 PATH = "/v1/completions"
 
@@ -43,7 +46,7 @@ def await_router(ask: Ask, says: Callable[[dict[str, Any]], bool]) -> None:
         time.sleep(0.05)
 
 
-def test_one_waits_for_room_and_one_more_is_refused_in_json(direct: tuple[httpx.Client, Ask]):
+def test_one_waits_for_room_and_one_more_is_refused_in_json(direct: tuple[httpx.Client, Ask]) -> None:
     http, ask = direct
     with ThreadPoolExecutor(2) as pool:
         with http.stream("POST", PATH, json=turn("lives", max_tokens=1300, stream=True)) as stream:

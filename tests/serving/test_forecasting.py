@@ -1,24 +1,25 @@
 """What an ingress learns of turns from the answers that pass by; no cluster."""
 
+import asyncio
 import json
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.errors import HttpError
-from cluster.forecasting import Forecasts, WatchedAnswers
-from cluster.http_errors import SSE_DONE
-from cluster.learnt_store import LearntStore
-from cluster.observing.forecasts import ForecastMetrics
+from cluster.api.openai import SSE_DONE
+from cluster.core.clock import ManualClock
+from cluster.core.errors import HttpError
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.stream import Progress, StreamChunk
+from cluster.core.turn import pack_ids
+from cluster.dispatch.failover import FailoverStream, ends_stream
+from cluster.dispatch.predictions import Predictions, WatchedAnswers
+from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.observing.meter import Meter
-from cluster.program import Hints, ProgramIdentity
-from cluster.stream import Progress, Told
-from cluster.stream_relay import Relay, ends_stream
-from cluster.turn import pack_ids
-from predictor_service.client import ForecastClient
+from cluster.observing.recorders import PredictionMetrics
+from cluster.store.predictor_state import PredictorStateStore
+from predictor_service.client import PredictionClient
 from predictor_service.predictor import Predictor
 from predictor_service.shared import SharedPredictor
 from predictor_service.statistics_model import StatisticsModel
@@ -55,25 +56,25 @@ def answer(tokens: int) -> Pieces:
 
 
 def stream(tokens: int) -> Pieces:
-    events = [Told(Progress(1, pack_ids([7])), b"data: {}\n\n") for _ in range(tokens)]
-    return Pieces(*events, Told(Progress(1), SSE_DONE))
+    events = [StreamChunk(Progress(1, pack_ids([7])), b"data: {}\n\n") for _ in range(tokens)]
+    return Pieces(*events, StreamChunk(Progress(1), SSE_DONE))
 
 
 class Door:
     def __init__(self, server: EmbeddedRedis) -> None:
         self.clock = ManualClock()
         self.predictor = Predictor(StatisticsModel())
-        store = LearntStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
-        client = ForecastClient(
+        store = PredictorStateStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
+        client = PredictionClient(
             SharedPredictor(self.predictor, store, 1.0, self.clock), None, deadline_s=0.005, clock=self.clock
         )
         self.client = client
-        self.forecasts = Forecasts(client, self.clock, 100.0, "tiny", ForecastMetrics(Meter(), "statistics"))
+        self.predictions = Predictions(client, self.clock, 100.0, "tiny", PredictionMetrics(Meter(), "statistics"))
 
     async def turn(
         self, identity: ProgramIdentity, body: dict[str, Any], pieces: Pieces, read: int | None = None
     ) -> Any:
-        turn = self.forecasts.turn(identity, body)
+        turn = self.predictions.turn(identity, body)
         told = await turn.identity()
 
         async def attempt(so_far: Progress | None) -> Pieces:
@@ -82,7 +83,7 @@ class Door:
         async def blame() -> None:
             raise AssertionError("nobody is to blame")
 
-        relay: Relay[bytes] = Relay(attempt, ends=ends_stream, error_map=_raise, blame=blame)
+        relay: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_stream, error_map=_raise, blame=blame)
         answers = WatchedAnswers(relay, turn)
         taken = 0
         async for _ in answers:
@@ -94,12 +95,12 @@ class Door:
 
     @property
     def compared(self) -> dict[str, int]:
-        compared: dict[str, int] = self.forecasts.view()["compared"]
+        compared: dict[str, int] = self.predictions.view()["compared"]
         return compared
 
     @property
     def error(self) -> float:
-        return float(self.forecasts.view()["mean_absolute_error"]["output_tokens"])
+        return float(self.predictions.view()["mean_absolute_error"]["output_tokens"])
 
 
 def _raise(error: BaseException) -> HttpError:
@@ -116,7 +117,7 @@ def server() -> Iterator[EmbeddedRedis]:
 async def door(server: EmbeddedRedis) -> AsyncIterator[Door]:
     made = Door(server)
     yield made
-    await made.forecasts.aclose()
+    await made.predictions.aclose()
 
 
 PROGRAM, LAST = ProgramIdentity("p"), ProgramIdentity("p", last_turn=True)
@@ -131,7 +132,7 @@ async def test_what_a_turn_generated_is_known_however_it_is_answered(door: Door,
     door.clock.advance(2.5)
     await door.turn(LAST, SECOND, made(10))
     assert door.compared == {"output_tokens": 2, "pause_s": 1}
-    assert len(door.forecasts.history) == 0
+    assert len(door.predictions.history) == 0
 
 
 async def test_programs_are_learnt_from(door: Door) -> None:
@@ -173,7 +174,7 @@ async def test_several_answers_to_one_turn_are_no_length(door: Door) -> None:
 async def test_a_turn_of_no_program_is_forecast(door: Door) -> None:
     told = await door.turn(ProgramIdentity(), FIRST, answer(40))
     assert told.forecast is not None
-    assert len(door.forecasts.history) == 0
+    assert len(door.predictions.history) == 0
 
 
 async def test_models_are_told_apart(door: Door) -> None:
@@ -189,8 +190,28 @@ async def test_a_bug_of_ours_costs_a_forecast_and_no_turn(door: Door, monkeypatc
     def broken(*_: Any, **__: Any) -> Any:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(door.forecasts.history, "ended", broken)
+    monkeypatch.setattr(door.predictions.history, "ended", broken)
     assert (await door.turn(PROGRAM, FIRST, answer(40))).forecast is not None
-    monkeypatch.setattr(door.forecasts.history, "arrived", broken)
+    monkeypatch.setattr(door.predictions.history, "arrived", broken)
     assert (await door.turn(PROGRAM, FIRST, answer(40))).forecast is None
-    assert door.forecasts.unread == 2
+    assert door.predictions.unread == 2
+
+
+async def test_a_sweep_that_fails_once_goes_on(door: Door, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs that end without a word, and the metrics, depend on the sweep for as long as the process lives."""
+    sweeps, went_on = 0, asyncio.Event()
+
+    def sweep(now_s: float) -> list[Any]:
+        nonlocal sweeps
+        sweeps += 1
+        if sweeps == 1:
+            raise ZeroDivisionError("a bug")
+        went_on.set()
+        return []
+
+    monkeypatch.setattr(door.predictions.history, "sweep", sweep)
+    monkeypatch.setattr("cluster.dispatch.predictions.SWEEP_S", 0.0)
+    monkeypatch.setattr("cluster.core.supervision.FIRST_BACKOFF_S", 0.0)
+    door.predictions.open()
+    async with asyncio.timeout(20):
+        await went_on.wait()

@@ -148,7 +148,7 @@ def body_of(path: str, fields: dict[str, Any]) -> dict[str, Any]:
 )
 def test_a_body_that_cannot_be_served(
     client: httpx.Client, path: str, fields: dict[str, Any], status: int, param: str | None, stream: bool
-):
+) -> None:
     body = body_of(path, {**({"stream": True} if stream else {}), **fields})
     answer = client.post(path, json=body)
     assert answer.status_code == status, answer.text
@@ -176,7 +176,9 @@ def test_a_body_that_cannot_be_served(
         (b"{}", {"x-long": "a" * 40_000}, 431),
     ],
 )
-def test_a_request_that_is_no_request(client: httpx.Client, content: bytes, headers: dict[str, str], status: int):
+def test_a_request_that_is_no_request(
+    client: httpx.Client, content: bytes, headers: dict[str, str], status: int
+) -> None:
     answer = client.post(COMPLETIONS, content=content, headers={"content-type": "application/json", **headers})
     assert answer.status_code == status, answer.text
     assert answer.json()["error"]["message"]
@@ -194,7 +196,7 @@ def test_a_request_that_is_no_request(client: httpx.Client, content: bytes, head
         {"x-request-id": "a" * 4000},
     ],
 )
-def test_headers_of_junk_never_break_anything(client: httpx.Client, headers: dict[str, Any]):
+def test_headers_of_junk_never_break_anything(client: httpx.Client, headers: dict[str, Any]) -> None:
     answer = client.post(COMPLETIONS, json=body_of(COMPLETIONS, {}), headers=headers)
     assert answer.status_code in (200, 400), answer.text
     assert answer.json()
@@ -212,14 +214,14 @@ def test_headers_of_junk_never_break_anything(client: httpx.Client, headers: dic
         ("/detokenize", {}, "tokens"),
     ],
 )
-def test_tokens_of_junk(client: httpx.Client, path: str, body: dict[str, Any], param: str | None):
+def test_tokens_of_junk(client: httpx.Client, path: str, body: dict[str, Any], param: str | None) -> None:
     answer = client.post(path, json={"model": MODEL, **body})
     assert answer.status_code == 400, answer.text
     assert param is None or answer.json()["error"]["param"].startswith(param)
 
 
 @pytest.mark.parametrize(("method", "path"), [("GET", "/nowhere"), ("DELETE", "/v1/models"), ("GET", CHAT)])
-def test_routes_that_are_none(client: httpx.Client, method: str, path: str):
+def test_routes_that_are_none(client: httpx.Client, method: str, path: str) -> None:
     answer = client.request(method, path)
     assert answer.status_code in (404, 405)
     assert json.loads(answer.text)["error"]["type"]

@@ -10,9 +10,9 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
-from cluster.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
-from cluster.http_calls import EventStream, first_answer
-from cluster.http_errors import MAX_MESSAGE_LENGTH, SSE_DONE, Boundary, error_body
+from cluster.api.openai import MAX_MESSAGE_LENGTH, SSE_DONE, ErrorBoundary, error_body
+from cluster.api.sse import RelayedStream, first_answer
+from cluster.core.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
 
 
 def as_error(exception: BaseException) -> HttpError:
@@ -21,24 +21,24 @@ def as_error(exception: BaseException) -> HttpError:
 
 def client_of(handler):
     limits = {"error_map": as_error, "max_header_bytes": 1000, "max_in_flight": 1, "limited_paths": {"/work"}}
-    boundary = Middleware(Boundary, **limits)
+    boundary = Middleware(ErrorBoundary, **limits)
     app = Starlette(routes=[Route("/work", handler), Route("/health", handler)], middleware=[boundary])
     return httpx.AsyncClient(transport=httpx.ASGITransport(app, raise_app_exceptions=False), base_url="http://test")
 
 
-def test_the_body_is_openais():
+def test_the_body_is_openais() -> None:
     error = BadRequest("no", param="messages.0.role", code="bad")
     told = {"message": "no", "type": "invalid_request_error", "param": "messages.0.role", "code": "bad"}
     assert error_body(error) == {"error": told}
 
 
-def test_the_code_falls_back_to_the_status_and_the_message_is_bounded():
+def test_the_code_falls_back_to_the_status_and_the_message_is_bounded() -> None:
     told = error_body(Overloaded("x" * 10_000))["error"]
     assert told["code"] == 503
     assert len(told["message"]) == MAX_MESSAGE_LENGTH
 
 
-async def test_an_unforeseen_exception_is_a_500_without_internals():
+async def test_an_unforeseen_exception_is_a_500_without_internals() -> None:
     async def handler(_):
         raise RuntimeError("secret")
 
@@ -49,7 +49,7 @@ async def test_an_unforeseen_exception_is_a_500_without_internals():
     assert answer.json()["error"]["message"] == "internal error"
 
 
-async def test_headers_above_the_limit_are_431():
+async def test_headers_above_the_limit_are_431() -> None:
     async def handler(_):
         return PlainTextResponse("ok")
 
@@ -59,7 +59,7 @@ async def test_headers_above_the_limit_are_431():
     assert answer.json()["error"]["type"] == "invalid_request_error"
 
 
-async def test_above_the_limit_in_flight_503_with_retry_after_and_probes_still_answer():
+async def test_above_the_limit_in_flight_503_with_retry_after_and_probes_still_answer() -> None:
     entered, leave = asyncio.Event(), asyncio.Event()
 
     async def body():
@@ -85,7 +85,7 @@ async def test_above_the_limit_in_flight_503_with_retry_after_and_probes_still_a
 class Pieces:
     """What a replica answers; an exception among the pieces is raised."""
 
-    def __init__(self, *pieces):
+    def __init__(self, *pieces) -> None:
         self._pieces = list(pieces)
         self.cancelled = False
 
@@ -102,7 +102,7 @@ class Pieces:
             raise piece
         return piece
 
-    def cancel(self):
+    def cancel(self) -> None:
         self.cancelled = True
 
 
@@ -110,11 +110,11 @@ async def told(first: bytes, rest: Pieces, *, within_s: float = 60.0):
     """The bytes that a client gets, and the error that the stream reported."""
     sent, breaks = [], []
     deadline_s = asyncio.get_running_loop().time() + within_s
-    stream = EventStream(
+    stream = RelayedStream(
         first, rest, deadline_s=deadline_s, error_map=as_error, on_break=lambda error, _: breaks.append(error)
     )
 
-    async def send(message):
+    async def send(message) -> None:
         sent.append(message)
 
     await stream({"type": "http"}, None, send)
@@ -124,7 +124,7 @@ async def told(first: bytes, rest: Pieces, *, within_s: float = 60.0):
     return b"".join(m["body"] for m in sent[1:]), breaks
 
 
-async def test_a_complete_stream_is_passed_on_as_it_is():
+async def test_a_complete_stream_is_passed_on_as_it_is() -> None:
     body, breaks = await told(b"data: 1\n\n", Pieces(b"data: 2\n\n" + SSE_DONE))
     assert body == b"data: 1\n\ndata: 2\n\n" + SSE_DONE
     assert breaks == []
@@ -138,7 +138,7 @@ async def test_a_complete_stream_is_passed_on_as_it_is():
         (Pieces(b"data: 2\n\n", RuntimeError("secret")), "internal error"),
     ],
 )
-async def test_a_broken_stream_ends_with_an_error_event_and_done(rest, message):
+async def test_a_broken_stream_ends_with_an_error_event_and_done(rest, message) -> None:
     body, breaks = await told(b"data: 1\n\n", rest)
     *_, event, done, end = body.split(b"\n\n")
     assert json.loads(event.removeprefix(b"data: "))["error"]["message"] == message
@@ -146,18 +146,18 @@ async def test_a_broken_stream_ends_with_an_error_event_and_done(rest, message):
     assert [error.message for error in breaks] == [message]
 
 
-async def test_a_stream_past_its_deadline_ends_with_an_error_event():
+async def test_a_stream_past_its_deadline_ends_with_an_error_event() -> None:
     body, breaks = await told(b"data: 1\n\n", Pieces(asyncio.Event()), within_s=0.0)
     assert body.endswith(b"}\n\n" + SSE_DONE)
     assert len(breaks) == 1
 
 
-async def test_a_call_without_an_answer_is_an_upstream_failure():
+async def test_a_call_without_an_answer_is_an_upstream_failure() -> None:
     with pytest.raises(UpstreamFailed):
         await first_answer(Pieces(), asyncio.get_running_loop().time() + 60)
 
 
-async def test_a_call_that_is_not_answered_in_time_is_cancelled():
+async def test_a_call_that_is_not_answered_in_time_is_cancelled() -> None:
     answers = Pieces(asyncio.Event())
     with pytest.raises(TimeoutError):
         await first_answer(answers, asyncio.get_running_loop().time())

@@ -11,8 +11,10 @@ import ray.serve.exceptions
 from fastapi import HTTPException
 from ray.serve.exceptions import BackPressureError
 
-from cluster import errors
-from cluster.errors import (
+from cluster.api.ray_errors import as_http_error
+from cluster.api.validation import field_path, validated
+from cluster.core import errors
+from cluster.core.errors import (
     BadRequest,
     ControlRefused,
     ControlTimeout,
@@ -21,8 +23,6 @@ from cluster.errors import (
     RunStoreUnavailable,
     RunUnknown,
 )
-from cluster.ray_errors import as_http_error
-from cluster.validation import field_path, validated
 
 
 def classes(module, root):
@@ -46,7 +46,7 @@ FOREIGN = [
 
 
 @pytest.mark.parametrize("kind", [k for k in FOREIGN if k is not HttpError and not issubclass(k, HttpError)])
-def test_the_map_is_total(kind):
+def test_the_map_is_total(kind) -> None:
     exception = bare(kind)
     if isinstance(exception, ray.exceptions.RayTaskError):
         exception.cause = RuntimeError("inside the replica")
@@ -75,25 +75,25 @@ def test_the_map_is_total(kind):
         (RuntimeError("secret"), 500, False),
     ],
 )
-def test_what_exceptions_mean(exception, status, retry):
+def test_what_exceptions_mean(exception, status, retry) -> None:
     mapped = as_http_error(exception)
     assert (mapped.status, mapped.retry_after_s is not None) == (status, retry)
     assert "secret" not in mapped.message
 
 
-def test_what_a_replica_raised_is_found_within_rays_wrapping():
+def test_what_a_replica_raised_is_found_within_rays_wrapping() -> None:
     wrapped = ray.exceptions.RayTaskError("f", "traceback", ControlRefused("why")).as_instanceof_cause()
     mapped = as_http_error(wrapped)
     assert (mapped.status, mapped.message) == (409, "why")
 
 
-def test_a_path_leads_through_the_body_and_not_through_types():
+def test_a_path_leads_through_the_body_and_not_through_types() -> None:
     body = {"messages": [{"role": "user", "content": 5}]}
     location = ("messages", 0, "ChatCompletionUserMessageParam", "content", "str")
     assert field_path(body, location) == ["messages", "0", "content"]
 
 
-def test_a_whole_body_at_fault_has_no_path():
+def test_a_whole_body_at_fault_has_no_path() -> None:
     class Pair(pydantic.BaseModel):
         a: int = 0
 
@@ -106,8 +106,8 @@ def test_a_whole_body_at_fault_has_no_path():
     assert caught.value.param is None
 
 
-def test_the_ingress_starts_without_vllm():
-    code = "import cluster.ingress, sys; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
+def test_the_ingress_starts_without_vllm() -> None:
+    code = "import cluster.http.ingress, sys; sys.exit('vllm' in sys.modules or 'torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
@@ -126,5 +126,5 @@ def test_the_ingress_starts_without_vllm():
         (RuntimeError("a bug"), False),
     ],
 )
-def test_only_a_replicas_death_is_a_loss_after_which_another_is_asked(exception, lost):
+def test_only_a_replicas_death_is_a_loss_after_which_another_is_asked(exception, lost) -> None:
     assert isinstance(as_http_error(exception), errors.ReplicaLost) is lost

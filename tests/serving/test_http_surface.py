@@ -10,8 +10,8 @@ import httpx
 import openai
 import pytest
 
-from cluster.registry import POLICIES
-from cluster.serving import LocalCluster
+from cluster.core.registry import POLICIES
+from cluster.local.cluster import LocalCluster
 
 MODEL = "tiny"
 
@@ -55,7 +55,7 @@ def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
         time.sleep(0.1)
 
 
-def test_probes_and_version(client: httpx.Client):
+def test_probes_and_version(client: httpx.Client) -> None:
     assert client.get("/health").json() == {"status": "alive"}
     assert client.get("/ready").json() == {"status": "ready", "model": MODEL}
     assert {"caesura", "vllm", "ray"} == client.get("/version").json().keys()
@@ -63,20 +63,20 @@ def test_probes_and_version(client: httpx.Client):
     assert "/v1/chat/completions" in client.get("/openapi.json").json()["paths"]
 
 
-def test_models(client: httpx.Client):
+def test_models(client: httpx.Client) -> None:
     (card,) = client.get("/v1/models").json()["data"]
     assert client.get(f"/v1/models/{MODEL}").json() == card
     assert client.get("/v1/models/other").status_code == 404
 
 
-def test_tokenize_and_back(client: httpx.Client):
+def test_tokenize_and_back(client: httpx.Client) -> None:
     tokens = client.post("/tokenize", json={"model": MODEL, "prompt": "Hello there"}).json()["tokens"]
     assert client.post("/detokenize", json={"model": MODEL, "tokens": tokens}).json()["prompt"] == "Hello there"
     assert client.post("/tokenize", json={"model": MODEL, "messages": HELLO}).json()["count"] > 1
 
 
 @pytest.mark.parametrize(("path", "body"), [("/v1/chat/completions", chat()), ("/v1/completions", completion())])
-def test_the_stream_says_what_the_answer_says(client: httpx.Client, path: str, body: dict[str, Any]):
+def test_the_stream_says_what_the_answer_says(client: httpx.Client, path: str, body: dict[str, Any]) -> None:
     body = {**body, "temperature": 0}
     whole = client.post(path, json=body)
     assert whole.status_code == 200
@@ -90,7 +90,7 @@ def test_the_stream_says_what_the_answer_says(client: httpx.Client, path: str, b
     assert usage["usage"]["completion_tokens"] == 8
 
 
-def test_token_ids_in_and_out(client: httpx.Client):
+def test_token_ids_in_and_out(client: httpx.Client) -> None:
     body = completion(prompt=[5, 6, 7], return_token_ids=True, ignore_eos=True, temperature=0)
     (choice,) = client.post("/v1/completions", json=body).json()["choices"]
     assert choice["prompt_token_ids"] == [5, 6, 7]
@@ -100,7 +100,7 @@ def test_token_ids_in_and_out(client: httpx.Client):
     assert streamed == choice["token_ids"]
 
 
-def test_a_named_tool_is_called(client: httpx.Client):
+def test_a_named_tool_is_called(client: httpx.Client) -> None:
     body = chat(tools=[TOOL], tool_choice=NAMED, max_tokens=200)
     (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
     (call,) = choice["message"]["tool_calls"]
@@ -108,7 +108,7 @@ def test_a_named_tool_is_called(client: httpx.Client):
     assert "city" in json.loads(call["function"]["arguments"])
 
 
-def test_the_openai_client_streams_with_tools(client: httpx.Client):
+def test_the_openai_client_streams_with_tools(client: httpx.Client) -> None:
     with openai.OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", max_retries=0) as unchanged:
         stream = unchanged.chat.completions.create(**chat(tools=[TOOL], tool_choice=NAMED, max_tokens=200), stream=True)
         deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
@@ -121,7 +121,7 @@ def test_the_openai_client_streams_with_tools(client: httpx.Client):
         assert caught.value.param == "model"
 
 
-def test_a_programs_turns_meet_on_one_replica_and_are_told(client: httpx.Client):
+def test_a_programs_turns_meet_on_one_replica_and_are_told(client: httpx.Client) -> None:
     for _ in range(3):
         client.post("/v1/chat/completions", json=chat(), headers={"x-session-id": "surface/1"})
     story = client.get("/v1/programs/surface/1").json()
@@ -130,19 +130,19 @@ def test_a_programs_turns_meet_on_one_replica_and_are_told(client: httpx.Client)
     assert client.get("/v1/programs/nobody").json()["error"]["param"] == "program_id"
 
 
-def test_a_clients_own_wire_key_does_not_count(client: httpx.Client):
+def test_a_clients_own_wire_key_does_not_count(client: httpx.Client) -> None:
     forged = json.dumps({"program_id": "forged", "tenant": "other"})
     client.post("/v1/completions", json=completion(vllm_xargs={"caesura": forged, "session_id": "honest"}))
     assert client.get("/v1/programs/forged").status_code == 404
 
 
 @pytest.mark.parametrize("path", ["/health", "/nowhere", "/v1/models/other"])
-def test_the_request_id_comes_back(client: httpx.Client, path: str):
+def test_the_request_id_comes_back(client: httpx.Client, path: str) -> None:
     assert client.get(path, headers={"x-request-id": "mine-1"}).headers.get_list("x-request-id") == ["mine-1"]
     assert client.get(path).headers["x-request-id"]
 
 
-def test_every_policy_can_be_switched_to_on_every_replica(client: httpx.Client):
+def test_every_policy_can_be_switched_to_on_every_replica(client: httpx.Client) -> None:
     before = client.get("/admin/policy").json()["replicas"]
     assert [replica["name"] for replica in before] == ["continuum"] * 2
     for name in POLICIES:
@@ -156,7 +156,7 @@ def test_every_policy_can_be_switched_to_on_every_replica(client: httpx.Client):
     client.put("/admin/policy", json={"name": "continuum", "parameters": {}})
 
 
-def test_a_reset_frees_every_block(client: httpx.Client):
+def test_a_reset_frees_every_block(client: httpx.Client) -> None:
     for number in range(4):
         client.post("/v1/chat/completions", json=chat(), headers={"x-session-id": f"reset-{number}"})
     assert [replica["reset"] for replica in client.post("/admin/reset").json()["replicas"]] == [True, True]
@@ -164,7 +164,7 @@ def test_a_reset_frees_every_block(client: httpx.Client):
         assert (replica["held_blocks"], replica["free_blocks"]) == (0, replica["total_blocks"])
 
 
-def test_a_client_that_goes_away_is_forgotten(client: httpx.Client):
+def test_a_client_that_goes_away_is_forgotten(client: httpx.Client) -> None:
     body = completion(stream=True, max_tokens=4000, ignore_eos=True)
     with client.stream("POST", "/v1/completions", json=body) as stream:
         pieces = stream.iter_bytes()
@@ -180,7 +180,7 @@ def test_a_client_that_goes_away_is_forgotten(client: httpx.Client):
     eventually(idle)
 
 
-async def test_above_the_limit_503_with_retry_after(cluster: LocalCluster):
+async def test_above_the_limit_503_with_retry_after(cluster: LocalCluster) -> None:
     body = completion(max_tokens=300, ignore_eos=True)
     async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as http:
         answers = await asyncio.gather(*(http.post("/v1/completions", json=body) for _ in range(96)))

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from cluster.cli import main
-from cluster.report.page import render
-from cluster.report.reading import read
-from cluster.serving import LocalCluster
+from cluster.local.cluster import LocalCluster
+from cluster.offline.report.page import render
+from cluster.offline.report.reading import read
 
 pytestmark = pytest.mark.cluster
 

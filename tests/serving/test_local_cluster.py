@@ -7,9 +7,9 @@ import psutil
 import pytest
 import ray
 
-from cluster import serving
-from cluster.config import CaesuraConfig
-from cluster.serving import LocalCluster, StartFailed
+from cluster.config.schema import CaesuraConfig
+from cluster.local import cluster as local_cluster
+from cluster.local.cluster import LocalCluster, StartFailed
 
 GAVE_UP = Exception("The current node timed out during startup. This could happen because ...")
 
@@ -45,9 +45,24 @@ def test_ray_is_started_again_without_what_it_left(
 ) -> None:
     rays = Rays(*failures)
     monkeypatch.setattr(ray, "init", rays)
-    monkeypatch.setattr(serving, "STOP_TIMEOUT_S", 1.0)
-    config = CaesuraConfig.model_validate({"http": {"port": 0}, "store": {"url": "redis://127.0.0.1:1"}})
+    monkeypatch.setattr(local_cluster, "STOP_TIMEOUT_S", 1.0)
+    config = CaesuraConfig.model_validate({"http": {"port": 0}, "redis": {"url": "redis://127.0.0.1:1"}})
     with pytest.raises(told):
         LocalCluster(config).start()
     assert rays.living_at_start == [0] * starts
     assert not any(one.is_running() and one.status() != "zombie" for one in rays.left)
+
+
+def test_the_environment_is_restored_without_a_moment_in_which_it_is_empty() -> None:
+    class Environment(dict[str, str]):
+        def clear(self) -> None:
+            raise AssertionError("other threads would see an empty environment")
+
+        def __delitem__(self, name: str) -> None:
+            assert name not in before, f"{name} would be missing for a moment"
+            super().__delitem__(name)
+
+    before = {"PATH": "/bin", "CHANGED": "old", "REMOVED": "1"}
+    environment = Environment({"PATH": "/bin", "CHANGED": "new", "ADDED": "2"})
+    local_cluster.restore_environment(environment, before)
+    assert environment == before

@@ -8,12 +8,12 @@ from typing import Any
 import httpx
 import psutil
 import pytest
-from tool_site import ToolSite
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.demo.calculator import calculate
-from cluster.serving import LocalCluster
+from cluster.local.cluster import LocalCluster
+from cluster.offline.demo.tools import calculate
+from tests.serving.tool_site import ToolSite
 
 pytestmark = pytest.mark.cluster
 

@@ -3,13 +3,15 @@
 import asyncio
 from typing import Any
 
-import garbage
 import pytest
 from ray.serve._private.proxy_response_generator import ProxyResponseGenerator
 from ray.serve.handle import DeploymentResponseGenerator
 
-from cluster import proxy_memory
-from cluster.http_front import middlewares
+from cluster.proxy.middleware import free_ended_answers, middlewares
+from tests import garbage
+
+RAYS_OWN = ProxyResponseGenerator._get_next_streaming_result
+RAYS_OWN = getattr(RAYS_OWN, "__wrapped__", RAYS_OWN)
 
 
 class Response(DeploymentResponseGenerator):
@@ -34,7 +36,7 @@ class Response(DeploymentResponseGenerator):
 def installed(monkeypatch: pytest.MonkeyPatch) -> None:
     now = ProxyResponseGenerator._get_next_streaming_result
     monkeypatch.setattr(ProxyResponseGenerator, "_get_next_streaming_result", now)  # as it was, afterwards
-    proxy_memory.install()
+    free_ended_answers()
 
 
 async def whole(*said: bytes | Exception) -> list[Any]:
@@ -42,9 +44,9 @@ async def whole(*said: bytes | Exception) -> list[Any]:
 
 
 async def test_an_answer_leaves_garbage_with_ray_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    """When this fails, `cluster.proxy_memory` can go."""
+    """When this fails, `free_ended_answers` can go."""
     # Another test of this process may have installed it.
-    monkeypatch.setattr(ProxyResponseGenerator, "_get_next_streaming_result", proxy_memory._next_of_ray)
+    monkeypatch.setattr(ProxyResponseGenerator, "_get_next_streaming_result", RAYS_OWN)
     with pytest.raises(AssertionError, match="left to the garbage collector"), garbage.none_of():
         for _ in range(garbage.TIMES):
             assert await whole(b"a", b"b") == [b"a", b"b"]
@@ -52,18 +54,18 @@ async def test_an_answer_leaves_garbage_with_ray_alone(monkeypatch: pytest.Monke
 
 @pytest.mark.usefixtures("installed")
 async def test_an_answer_leaves_no_garbage() -> None:
-    proxy_memory.install()  # twice is as good as once
+    free_ended_answers()  # twice is as good as once
     with garbage.none_of():
         for _ in range(garbage.TIMES):
             assert await whole(b"a", b"b") == [b"a", b"b"]
 
 
 def test_the_proxy_loads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ProxyResponseGenerator, "_get_next_streaming_result", proxy_memory._next_of_ray)
+    monkeypatch.setattr(ProxyResponseGenerator, "_get_next_streaming_result", RAYS_OWN)
     trimming: list[str] = []
-    monkeypatch.setattr("cluster.http_front.keep_trimmed", lambda: trimming.append("heap"))
+    monkeypatch.setattr("cluster.proxy.middleware.keep_trimmed", lambda: trimming.append("heap"))
     middlewares()
-    assert ProxyResponseGenerator._get_next_streaming_result is proxy_memory._next
+    assert ProxyResponseGenerator._get_next_streaming_result is not RAYS_OWN
     assert trimming == ["heap"]
 
 

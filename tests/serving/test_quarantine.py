@@ -2,9 +2,9 @@
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.errors import Quarantined
-from cluster.quarantine import REMEMBERED, Quarantine, digest_of
+from cluster.core.clock import ManualClock
+from cluster.core.errors import Quarantined
+from cluster.dispatch.quarantine import REMEMBERED, Quarantine, digest_of
 
 BODY = {"model": "tiny", "prompt": "Once", "temperature": 0.0}
 

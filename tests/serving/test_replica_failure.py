@@ -15,7 +15,7 @@ import httpx
 import psutil
 import pytest
 
-from cluster.serving import LocalCluster
+from cluster.local.cluster import LocalCluster
 
 pytestmark = pytest.mark.cluster
 

@@ -7,16 +7,16 @@ from typing import Any
 import httpx
 import pytest
 
-from cluster.clock import MonotonicClock
-from cluster.config import CaesuraConfig
-from cluster.direct_note import NOTE, RefusalNote, RouterNote
-from cluster.errors import HttpError, Overloaded, ProgramMoved
-from cluster.http_errors import SSE_DONE
-from cluster.observing.turns import TurnBook
-from cluster.ray_errors import as_http_error
-from cluster.stream import Progress, Told
-from replicas.http_app import LocalAnswers, http_app
-from replicas.turn_reports import TurnReports
+from cluster.api.openai import SSE_DONE
+from cluster.api.ray_errors import as_http_error
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import HttpError, Overloaded, ProgramMoved
+from cluster.core.stream import Progress, StreamChunk
+from cluster.direct.http_app import LocalAnswers, http_app
+from cluster.direct.note import NOTE, RefusalNote, RouterNote
+from cluster.direct.turn_reports import TurnReports
+from cluster.observing.slo_tracker import SloTracker
 
 TURN = {"prompt": "Once", "program_id": "p"}
 PATH = "/v1/completions"
@@ -31,7 +31,7 @@ class Replica:
         self.told: list[tuple[str, bool]] = []
         self.telling = asyncio.Event()
         self.telling_fails = 0
-        self.here: list[bytes | Told[bytes] | HttpError] = [b'{"from": "here"}']
+        self.here: list[bytes | StreamChunk[bytes] | HttpError] = [b'{"from": "here"}']
 
     async def answer(
         self,
@@ -41,14 +41,14 @@ class Replica:
         key: str | None,
         identity: str | None,
         epoch: int | None,
-    ) -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
+    ) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
         self.asked.append(("here", key))
         self.epochs.append(epoch)
         for piece in self.here:
             yield piece
 
     def relay(self, method: str, body: dict[str, Any], headers: dict[str, str], identity: str) -> LocalAnswers:
-        async def elsewhere() -> AsyncGenerator[bytes | Told[bytes] | HttpError]:
+        async def elsewhere() -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
             self.asked.append(("elsewhere", None))
             yield b'{"from": "elsewhere"}'
 
@@ -80,7 +80,7 @@ async def http(replica: Replica) -> AsyncIterator[httpx.AsyncClient]:
         replica.ready,
         reports,
         as_http_error,
-        TurnBook(CaesuraConfig(), MonotonicClock()),
+        SloTracker(CaesuraConfig(), MonotonicClock()),
     )
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://replica") as client:
         yield client
@@ -99,7 +99,7 @@ async def until(replica: Replica, condition: Callable[[], bool]) -> None:
             await replica.telling.wait()
 
 
-async def test_a_turn_that_the_router_placed_is_answered_here(http: httpx.AsyncClient, replica: Replica):
+async def test_a_turn_that_the_router_placed_is_answered_here(http: httpx.AsyncClient, replica: Replica) -> None:
     answer = await http.post(PATH, json=TURN, headers=noted(RouterNote("default/p", 1, "t1")))
     assert answer.json() == {"from": "here"}
     assert replica.epochs == [1]
@@ -109,37 +109,37 @@ async def test_a_turn_that_the_router_placed_is_answered_here(http: httpx.AsyncC
 @pytest.mark.parametrize("note", [RouterNote(), RouterNote("default/other")], ids=["no program", "another program"])
 async def test_a_program_that_the_router_did_not_see_is_served_where_it_lives(
     http: httpx.AsyncClient, replica: Replica, note: RouterNote
-):
+) -> None:
     assert (await http.post(PATH, json=TURN, headers=noted(note))).json() == {"from": "elsewhere"}
     assert replica.asked == [("elsewhere", None)]
 
 
-async def test_a_turn_of_no_program_is_answered_wherever_it_comes(http: httpx.AsyncClient, replica: Replica):
+async def test_a_turn_of_no_program_is_answered_wherever_it_comes(http: httpx.AsyncClient, replica: Replica) -> None:
     assert (await http.post(PATH, json={"prompt": "Once"})).json() == {"from": "here"}
     assert replica.asked == [("here", None)]
 
 
-async def test_a_turn_of_a_program_that_has_moved_follows_it(http: httpx.AsyncClient, replica: Replica):
+async def test_a_turn_of_a_program_that_has_moved_follows_it(http: httpx.AsyncClient, replica: Replica) -> None:
     replica.here = [ProgramMoved("it lives elsewhere", epoch=2)]
     answer = await http.post(PATH, json=TURN, headers=noted(RouterNote("default/p", 1, "t1")))
     assert answer.json() == {"from": "elsewhere"}
     await until(replica, lambda: replica.told == [("t1", True)])
 
 
-async def test_the_router_s_refusal_reaches_the_client(http: httpx.AsyncClient, replica: Replica):
-    refusal = RefusalNote.of(Overloaded("too long a wait", code="hopeless", retry_after_s=9))
+async def test_the_router_s_refusal_reaches_the_client(http: httpx.AsyncClient, replica: Replica) -> None:
+    refusal = RefusalNote.of(Overloaded("too long a wait", code="queue_timeout", retry_after_s=9))
     answer = await http.post(PATH, json=TURN, headers=noted(RouterNote(refusal=refusal)))
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "9")
     assert answer.json()["error"] == {
         "message": "too long a wait",
         "type": "overloaded_error",
         "param": None,
-        "code": "hopeless",
+        "code": "queue_timeout",
     }
     assert replica.asked == []
 
 
-async def test_a_turn_that_fails_is_over_too(http: httpx.AsyncClient, replica: Replica):
+async def test_a_turn_that_fails_is_over_too(http: httpx.AsyncClient, replica: Replica) -> None:
     replica.here = [Overloaded("full")]
     placed = noted(RouterNote("default/p", 1, "t1"))
     assert (await http.post(PATH, json=TURN, headers=placed)).status_code == 503
@@ -149,23 +149,64 @@ async def test_a_turn_that_fails_is_over_too(http: httpx.AsyncClient, replica: R
     assert replica.told == [("t1", False), ("t2", False), ("t3", False)]
 
 
-async def test_a_stream_that_breaks_says_so(http: httpx.AsyncClient, replica: Replica):
-    replica.here = [Told(Progress(events=1), b"data: {}\n\n"), Overloaded("full")]
+async def test_a_stream_that_breaks_says_so(http: httpx.AsyncClient, replica: Replica) -> None:
+    replica.here = [StreamChunk(Progress(events=1), b"data: {}\n\n"), Overloaded("full")]
     placed = noted(RouterNote("default/p", 1, "t1"))
     text = (await http.post(PATH, json=TURN, headers=placed)).content
     assert text.startswith(b'data: {}\n\ndata: {"error"')
     assert text.endswith(SSE_DONE)
 
 
-async def test_a_router_that_was_away_is_told_of_later_turns(http: httpx.AsyncClient, replica: Replica):
-    replica.telling_fails = 1
+async def test_ends_reach_a_router_that_was_away(http: httpx.AsyncClient, replica: Replica) -> None:
+    replica.telling_fails = 2
     await http.post(PATH, json=TURN, headers=noted(RouterNote("default/p", 1, "t1")))
     await until(replica, lambda: replica.telling_fails == 0)
     await http.post(PATH, json=TURN, headers=noted(RouterNote("default/p", 1, "t2")))
-    await until(replica, lambda: replica.told == [("t2", True)])
+    await until(replica, lambda: replica.told == [("t1", True), ("t2", True)])
 
 
-async def test_not_ready(http: httpx.AsyncClient):
+async def test_of_too_many_unreported_ends_the_oldest_are_given_up() -> None:
+    sent: list[tuple[str, bool]] = []
+    failures = 1
+
+    async def report(ended: Sequence[tuple[str, bool]], under_way: Sequence[str] | None) -> None:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise ConnectionError("the router is gone")
+        sent.extend(ended)
+        done.set()
+
+    done = asyncio.Event()
+    reports = TurnReports(report, limit=2, retry_s=0.0)
+    for turn in ("t1", "t2", "t3"):
+        reports.began(turn)
+        reports.ended(turn, complete=True)
+    async with asyncio.timeout(30):
+        await done.wait()
+    await reports.aclose()
+    assert sent == [("t2", True), ("t3", True)]
+
+
+async def test_a_busy_replica_still_lists_the_turns_under_way() -> None:
+    listed = asyncio.Event()
+
+    async def report(ended: Sequence[tuple[str, bool]], under_way: Sequence[str] | None) -> None:
+        if under_way == ["long"]:
+            listed.set()
+        reports.began("short")  # so that there is an end to report again
+        reports.ended("short", complete=True)
+
+    reports = TurnReports(report, period_s=0.2)
+    reports.began("long")
+    reports.began("short")
+    reports.ended("short", complete=True)
+    async with asyncio.timeout(30):
+        await listed.wait()
+    await reports.aclose()
+
+
+async def test_not_ready(http: httpx.AsyncClient) -> None:
     answer = await http.get("/ready")
     assert (answer.status_code, answer.headers["retry-after"]) == (503, "1")
     assert "loading" in answer.json()["error"]["message"]

@@ -8,7 +8,7 @@ import vllm.exceptions
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
-from cluster.errors import BadRequest, HttpError
+from cluster.core.errors import BadRequest, HttpError
 from replicas.requests import as_refusal, of_response, parse_request
 
 
@@ -32,7 +32,7 @@ from replicas.requests import as_refusal, of_response, parse_request
         ("detokenize", {"tokens": "x"}, "tokens"),
     ],
 )
-def test_a_field_at_fault_is_named(method, body, param):
+def test_a_field_at_fault_is_named(method, body, param) -> None:
     with pytest.raises(BadRequest) as caught:
         parse_request(method, body)
     assert caught.value.status == 400
@@ -42,7 +42,7 @@ def test_a_field_at_fault_is_named(method, body, param):
 @pytest.mark.parametrize(
     "kind", [k for _, k in inspect.getmembers(vllm.exceptions, inspect.isclass) if issubclass(k, Exception)]
 )
-def test_every_exception_of_vllm_means_something(kind):
+def test_every_exception_of_vllm_means_something(kind) -> None:
     error = kind.__new__(kind)  # without its constructor, whose arguments differ
     error.http_status = error.status_code = HTTPStatus.SERVICE_UNAVAILABLE
     refusal = as_refusal(error)
@@ -61,13 +61,13 @@ def test_every_exception_of_vllm_means_something(kind):
         (BadRequest("bad", status=413, param="x"), 413, "x"),
     ],
 )
-def test_what_exceptions_mean(exception, status, param):
+def test_what_exceptions_mean(exception, status, param) -> None:
     refusal = as_refusal(exception)
     assert (refusal.status, refusal.param) == (status, param)
     assert "secret" not in refusal.message
 
 
-def test_vllms_error_body_keeps_its_status_and_param():
+def test_vllms_error_body_keeps_its_status_and_param() -> None:
     answer = ErrorResponse(error=ErrorInfo(message="too long", type="BadRequestError", param="prompt", code=400))
     refusal = of_response(answer)
     assert (refusal.status, refusal.param, refusal.type) == (400, "prompt", "invalid_request_error")

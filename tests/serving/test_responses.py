@@ -7,10 +7,10 @@ from typing import Any
 import httpx
 import pytest
 from openai import ConflictError, NotFoundError, OpenAI
-from program_requests import BLOCK, ended, outputs, plan, runs, text_of, until
-from tool_site import COMMANDING, FLOOD_CAP_BYTES, ToolSite
 
-from cluster.serving import LocalCluster
+from cluster.local.cluster import LocalCluster
+from tests.serving.program_requests import BLOCK, ended, outputs, plan, runs, server_side, text_of, until
+from tests.serving.tool_site import COMMANDING, FLOOD_CAP_BYTES, ToolSite
 from tools_runtime.text import restored, sanitized
 
 pytestmark = pytest.mark.cluster
@@ -65,6 +65,36 @@ def test_a_stream_is_numbered_without_a_gap_and_adds_up_to_its_response(openai: 
     assert texts == said
     assert outputs(final)
     assert openai.responses.retrieve(final.id).to_dict() == final.to_dict()
+
+
+BUDGETS = (8, 16, 24, 32, 40, 56, 72)
+
+
+@pytest.mark.parametrize("form", ["plain", "stream", "background"])
+def test_a_budget_that_ends_within_a_call_runs_and_completes_none(openai: OpenAI, site: ToolSite, form: str) -> None:
+    """`book` is ours, `weather` the caller's. Some of the budgets end within the call."""
+    cut = 0
+    for budget in BUDGETS:
+        for name in ("rest", "weather"):
+            tools = [WEATHER] if name == "weather" else server_side("rest")
+            forced = {"tool_choices": [{"type": "function", "name": name}], "max_turns": 2}
+            asked: dict[str, Any] = {"model": "tiny", "input": "Go.", "tools": tools, "max_output_tokens": budget}
+            booked = len(site.bookings)
+            if form == "stream":
+                *_, last = openai.responses.create(**asked, extra_body=forced, stream=True)
+                response = last.response  # type: ignore[union-attr]
+            else:
+                response = openai.responses.create(**asked, extra_body=forced, background=form == "background")
+                response = ended(openai, response.id)
+            calls = [item for item in response.output if item.type == "function_call"]
+            if not calls or calls[0].status == "completed":
+                continue
+            cut += 1
+            assert (response.status, calls[0].status) == ("incomplete", "incomplete")
+            assert response.incomplete_details.reason == "max_output_tokens"
+            assert len(site.bookings) == booked
+            assert not outputs(response)
+    assert cut > 0, "no budget ended within a call: choose others"
 
 
 def test_a_background_response_is_polled_to_its_end(openai: OpenAI) -> None:

@@ -11,10 +11,10 @@ import httpx
 import pytest
 import ray
 from openai import APIStatusError, OpenAI
-from program_requests import ended, outputs, plan, runs, text_of, until
 from redis import Redis
 
-from cluster.serving import LocalCluster
+from cluster.local.cluster import LocalCluster
+from tests.serving.program_requests import ended, outputs, plan, runs, text_of, until
 
 pytestmark = pytest.mark.cluster
 
@@ -106,7 +106,7 @@ def test_a_request_brings_a_server_and_its_secret_reaches_only_that(
     response = openai.responses.create(**wanted, background=True)
     assert desk.said() == "waiting"
     # Whoever takes the run over needs it; this also shows that the search below finds something where there is.
-    assert held_by_redis(cluster.config.store.url, secret)
+    assert held_by_redis(cluster.config.redis.url, secret)
     openai.responses.cancel(response.id)
     done = ended(openai, response.id)
     listing = done.output[0]
@@ -119,7 +119,7 @@ def test_a_request_brings_a_server_and_its_secret_reaches_only_that(
     told += [event.to_json() for event in openai.responses.retrieve(response.id, stream=True)]
     for word in (secret, "s3cret-of-a-header"):
         assert not [text for text in told if word in text]
-        assert held_by_redis(cluster.config.store.url, word) == []
+        assert held_by_redis(cluster.config.redis.url, word) == []
         assert logs_with(word) == []
 
 

@@ -7,8 +7,8 @@ from ray._common.utils import Timer
 from ray.serve._private import deployment_state
 from ray.serve._private.utils import call_function_from_import_path
 
-from cluster.serve_clock import NeverBack
-from cluster.serving import ENVIRONMENT
+from cluster.local.cluster import ENVIRONMENT
+from cluster.local.serve_clock import NeverBack
 
 
 def test_a_clock_that_is_set_back_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

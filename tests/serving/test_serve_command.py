@@ -1,4 +1,4 @@
-"""`caesura serve` in the foreground: a readable start, a clean stop, nothing left behind."""
+"""`caesura serve` that is stopped while it starts; where it is `served`, its start and end in order are checked."""
 
 import os
 import signal
@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
@@ -22,6 +21,7 @@ engine: {max_model_len: 1024}
 CAESURA = str(Path(sys.executable).parent / "caesura")
 START_WITHIN_S = 150.0
 STOP_WITHIN_S = 60.0
+GONE_WITHIN_S = 30.0
 
 
 @pytest.fixture
@@ -46,22 +46,7 @@ def output_until(process: subprocess.Popen[str], end: str) -> str:
     raise AssertionError(f"it ended without {end!r}:\n{text}")
 
 
-def test_it_serves_until_ctrl_c_and_leaves_nothing(serving: subprocess.Popen[str]):
-    told = output_until(serving, "curl")
-    for step in ("tool statistics store", "Ray", "application", "1 x model tiny", "first answer"):
-        assert step in told
-    url = next(word for word in told.split() if word.startswith("http://"))
-    assert httpx.get(f"{url}/ready").status_code == 200
-    family = psutil.Process(serving.pid).children(recursive=True)
-    assert any(process.name() == "VLLM::EngineCore" for process in family)
-    os.killpg(serving.pid, signal.SIGINT)  # as a terminal does: to the whole foreground group
-    assert serving.wait(STOP_WITHIN_S) == 0
-    assert serving.stdout is not None and "stopped" in serving.stdout.read()
-    _, alive = psutil.wait_procs(family, timeout=5)
-    assert alive == []
-
-
-def test_ctrl_c_during_the_start_leaves_nothing(serving: subprocess.Popen[str]):
+def test_ctrl_c_during_the_start_leaves_nothing(serving: subprocess.Popen[str]) -> None:
     output_until(serving, "Ray")
     deadline = time.monotonic() + START_WITHIN_S
     family: list[psutil.Process] = []
@@ -70,18 +55,18 @@ def test_ctrl_c_during_the_start_leaves_nothing(serving: subprocess.Popen[str]):
         time.sleep(0.2)
     os.killpg(serving.pid, signal.SIGINT)
     serving.wait(STOP_WITHIN_S)
-    _, alive = psutil.wait_procs(family, timeout=5)
+    _, alive = psutil.wait_procs(family, timeout=GONE_WITHIN_S)
     assert alive == []
 
 
-def test_a_container_that_is_stopped_during_its_start_ends_in_order(serving: subprocess.Popen[str]):
+def test_a_container_that_is_stopped_during_its_start_ends_in_order(serving: subprocess.Popen[str]) -> None:
     output_until(serving, "application")  # from here on Ray has had handlers of its own
     serving.send_signal(signal.SIGTERM)
     assert serving.wait(STOP_WITHIN_S) == 0
     assert serving.stdout is not None and "stopped" in serving.stdout.read()
 
 
-def test_an_unknown_key_is_refused_at_once(tmp_path: Path):
+def test_an_unknown_key_is_refused_at_once(tmp_path: Path) -> None:
     file = tmp_path / "caesura.yaml"
     file.write_text("model: {sorce: tiny}\n")
     command = [CAESURA, "serve", "--config", str(file)]

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import HttpError, Overloaded, Quarantined, ReplicaLost
-from cluster.stream import Begun, Progress, Told, joined
-from cluster.stream_relay import SPARE_ATTEMPTS, STILLBORN_ATTEMPTS, Relay, ends_stream
+from cluster.core.errors import HttpError, Overloaded, Quarantined, ReplicaLost
+from cluster.core.stream import Begun, Progress, StreamChunk, joined
+from cluster.dispatch.failover import DEAD_ON_ARRIVAL_ATTEMPTS, ROOM_ATTEMPTS, FailoverStream, ends_stream
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: c\n\n", b"data: [DONE]\n\n"]
 BEGUN = Begun(b"prompt", 0)
@@ -31,7 +31,7 @@ class Replicas:
         count, end = self._lives.pop(0)
         sent = 0 if so_far is None else so_far.events
         pieces: list[Any] = [
-            Told(Progress(1, bytes([number]), b"1", self._begun if number == 0 else None), EVENTS[number])
+            StreamChunk(Progress(1, bytes([number]), b"1", self._begun if number == 0 else None), EVENTS[number])
             for number in range(sent, min(sent + count, len(EVENTS)))
         ]
         self.calls.append(Call([*pieces, *([] if end is None else [end])]))
@@ -73,11 +73,11 @@ class Blamed:
         self.count += 1
 
 
-def relay(replicas: Replicas, blamed: Blamed | None = None) -> Relay[bytes]:
-    return Relay(replicas, ends=ends_stream, error_map=as_error, blame=blamed or Blamed())
+def relay(replicas: Replicas, blamed: Blamed | None = None) -> FailoverStream[bytes]:
+    return FailoverStream(replicas, ends=ends_stream, error_map=as_error, blame=blamed or Blamed())
 
 
-async def told(relay: Relay[bytes]) -> list[bytes | HttpError]:
+async def told(relay: FailoverStream[bytes]) -> list[bytes | HttpError]:
     return [piece async for piece in relay]
 
 
@@ -107,7 +107,7 @@ async def test_an_answer_that_is_no_stream_is_asked_for_again_and_comes_once() -
         return calls.pop(0)
 
     calls = [Call([Death()]), Call([b"{}"])]
-    whole: Relay[bytes] = Relay(attempt, ends=ends_stream, error_map=as_error, blame=Blamed())
+    whole: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_stream, error_map=as_error, blame=Blamed())
     assert [piece async for piece in whole] == [b"{}"]
 
 
@@ -152,21 +152,21 @@ async def test_it_may_be_asked_again_all_the_same_while_nothing_was_told() -> No
 
 
 async def test_replicas_that_were_dead_before_are_not_blamed_on_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.stream_relay.STILLBORN_WAIT_S", 0.0)
+    monkeypatch.setattr("cluster.dispatch.failover.DEAD_ON_ARRIVAL_WAIT_S", 0.0)
     dead = [(0, ReplicaLost("dead", at_work=False))]
     assert await told(relay(Replicas(*dead * 5, (9, None)))) == EVENTS
     blamed = Blamed()
-    [end] = await told(relay(Replicas(*dead * STILLBORN_ATTEMPTS), blamed))
+    [end] = await told(relay(Replicas(*dead * DEAD_ON_ARRIVAL_ATTEMPTS), blamed))
     assert isinstance(end, ReplicaLost)
     assert blamed.count == 0
 
 
 async def test_what_was_begun_waits_for_a_replica_with_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.stream_relay.SPARE_WAIT_S", 0.0)
+    monkeypatch.setattr("cluster.dispatch.failover.ROOM_WAIT_S", 0.0)
     full = [(0, Overloaded("full"))]
     replicas, blamed = Replicas((2, Death()), *full * 3, (9, None)), Blamed()
     assert await told(relay(replicas, blamed)) == EVENTS
-    *events, end = await told(relay(Replicas((2, Death()), *full * SPARE_ATTEMPTS), blamed))
+    *events, end = await told(relay(Replicas((2, Death()), *full * ROOM_ATTEMPTS), blamed))
     assert events == EVENTS[:2]
     assert isinstance(end, ReplicaLost)
     assert blamed.count == 0

@@ -4,14 +4,14 @@ import asyncio
 
 import pytest
 
-from cluster.stream import Progress, Told
-from replicas.streaming import coalesce
+from cluster.core.stream import Progress, StreamChunk
+from replicas.requests import coalesce
 
 LONG_S = 3600.0
 
 
 def event(text):
-    return Told(Progress(events=1, token_ids=text.encode()), text)
+    return StreamChunk(Progress(events=1, token_ids=text.encode()), text)
 
 
 def data(piece):
@@ -19,7 +19,7 @@ def data(piece):
     return piece.data
 
 
-async def test_what_is_ready_together_travels_together_and_nothing_waits_at_the_end():
+async def test_what_is_ready_together_travels_together_and_nothing_waits_at_the_end() -> None:
     async def chunks():
         for text in ("a", "b", "c"):
             yield event(text)
@@ -27,7 +27,7 @@ async def test_what_is_ready_together_travels_together_and_nothing_waits_at_the_
     assert b"".join([data(piece) async for piece in coalesce(chunks(), LONG_S)]) == b"abc"
 
 
-async def test_the_first_piece_does_not_wait_for_the_interval():
+async def test_the_first_piece_does_not_wait_for_the_interval() -> None:
     go = asyncio.Event()
 
     async def chunks():
@@ -42,7 +42,7 @@ async def test_the_first_piece_does_not_wait_for_the_interval():
     assert [data(piece) async for piece in pieces] == [b"23"]
 
 
-async def test_what_comes_while_the_taker_is_busy_is_not_lost():
+async def test_what_comes_while_the_taker_is_busy_is_not_lost() -> None:
     busy = asyncio.Event()
 
     async def chunks():
@@ -60,17 +60,17 @@ async def test_what_comes_while_the_taker_is_busy_is_not_lost():
     assert b"".join(got) == b"abcd"
 
 
-async def test_what_is_no_event_passes_as_it_is_after_those_before_it():
+async def test_what_is_no_event_passes_as_it_is_after_those_before_it() -> None:
     refusal = object()
 
     async def chunks():
         yield event("a")
         yield refusal
 
-    assert [piece async for piece in coalesce(chunks(), LONG_S)] == [Told(Progress(1, b"a"), b"a"), refusal]
+    assert [piece async for piece in coalesce(chunks(), LONG_S)] == [StreamChunk(Progress(1, b"a"), b"a"), refusal]
 
 
-async def test_an_exception_comes_after_what_was_before_it():
+async def test_an_exception_comes_after_what_was_before_it() -> None:
     async def chunks():
         yield event("a")
         raise RuntimeError("broken")
@@ -82,7 +82,7 @@ async def test_an_exception_comes_after_what_was_before_it():
     assert got == [b"a"]
 
 
-async def test_closing_closes_the_source():
+async def test_closing_closes_the_source() -> None:
     closed = asyncio.Event()
 
     async def chunks():

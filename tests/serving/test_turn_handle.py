@@ -6,10 +6,10 @@ import pytest
 from ray import serve
 
 from cluster.app import APPLICATION
-from cluster.errors import HttpError, ProgramMoved
-from cluster.program import ProgramIdentity
-from cluster.routing import ROUTING_STATS_KEY, ReplicaSnapshot
-from cluster.turn import Continuation, Rendering, TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
+from cluster.core.errors import HttpError, ProgramMoved
+from cluster.core.program import ProgramIdentity
+from cluster.core.replica_snapshot import ROUTING_STATS_KEY, ReplicaSnapshot
+from cluster.core.turn import Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
 
 pytestmark = [pytest.mark.cluster]
 
@@ -45,7 +45,7 @@ def test_two_turns_through_the_handle(home: Any) -> None:
     answer = {"role": "assistant", "content": "".join(delta.content for delta in deltas)}
     body["messages"] = [*messages, answer, {"role": "user", "content": "More."}]
     began, *_, done = turn(home, body, Continuation(pack_ids(context), 2))
-    assert began.rendering is Rendering.CONTINUED
+    assert began.rendering is PromptMode.CONTINUED
     assert done.prompt_tokens == len(context) + len(unpack_ids(began.added_ids))
     assert done.cached_tokens >= len(context) - 32
 

@@ -6,9 +6,9 @@ import random
 from pathlib import Path
 
 import pytest
-from simulated import Bench
 
 from replicas.virtual_engine import write_config_only_model
+from tests.simulator.simulated import Bench
 
 
 @pytest.fixture(scope="session")

@@ -3,15 +3,15 @@
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from cluster.bench.replay import Job
-from cluster.bench.workload import PlannedProgram, PlannedTurn
-from cluster.clock import ManualClock
-from cluster.config import PolicyConfig, SloConfig
-from cluster.goodput import ProgramRecord
-from cluster.simulator.foresight import Foresight
-from cluster.simulator.routing import LeastPrograms, TurnRouter
-from cluster.simulator.settings import BASELINES, STOCK_NO_CACHE
-from cluster.simulator.simulation import Simulation
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.clock import ManualClock
+from cluster.core.slo import ProgramRecord
+from cluster.offline.bench.runner import Job
+from cluster.offline.bench.workload import PlannedProgram, PlannedTurn
+from cluster.offline.simulator.foresight import Foresight
+from cluster.offline.simulator.routing import LeastPrograms, TurnRouter
+from cluster.offline.simulator.settings import BASELINES, STOCK_NO_CACHE
+from cluster.offline.simulator.simulation import Simulation
 from replicas.cost_model import CostModel
 from replicas.virtual_engine import Shape
 from replicas.virtual_replica import VirtualReplica

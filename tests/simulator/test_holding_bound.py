@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from simulated import COST, program, turn
 
-from cluster.bench.workload import PlannedProgram
-from cluster.simulator.bound import FluidBound, Work, served_per_s
-from cluster.simulator.holding_bound import HoldingBound
+from cluster.offline.bench.workload import PlannedProgram
+from cluster.offline.simulator.bounds import FluidBound, HoldingBound, Work, served_per_s
+from tests.simulator.simulated import COST, program, turn
 
 BIG = 10**6
 COMPUTING = replace(COST, weights_s=0.0)
@@ -51,6 +50,13 @@ def test_replicas_add_up_and_below_capacity_all_are_served() -> None:
     assert three.capacity_per_s == pytest.approx(3 * one.capacity_per_s)
     assert one.goodput_per_s(one.capacity_per_s / 2) == one.capacity_per_s / 2
     assert one.capacity_per_s < one.goodput_per_s(2 * one.capacity_per_s) < 2 * one.capacity_per_s
+
+
+@pytest.mark.parametrize("load", [0.5, 2.0])
+def test_a_bound_is_a_plain_number_that_a_record_can_have(load: float) -> None:
+    bound = holding(program(turn(400, 50, "ls", 3.0), turn(10, 2)), program(turn(90, 9)))
+    assert type(bound.capacity_per_s) is float
+    assert type(bound.goodput_per_s(load * bound.capacity_per_s)) is float
 
 
 def test_served_programs_are_those_of_least_work_within_the_budget() -> None:

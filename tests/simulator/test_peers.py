@@ -4,11 +4,10 @@ from collections.abc import Sequence
 
 import pytest
 
-from cluster.program import ProgramIdentity
-from cluster.simulator.everywhere import Everywhere
-from cluster.simulator.kv_aware import KvAware
-from cluster.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, shared_prefix
-from cluster.simulator.routing import LeastPrograms, RoundRobin, Sent, SimulatedTurn, TurnRouter, Waits
+from cluster.core.program import ProgramIdentity
+from cluster.offline.simulator.peers import Everywhere, KvAware
+from cluster.offline.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, shared_prefix
+from cluster.offline.simulator.routing import LeastPrograms, RoundRobin, Sent, SimulatedTurn, TurnRouter, Waits
 
 
 def turn(program: str, index: int = 0, prompt: Sequence[int] = (50,) * 40, last: bool = False) -> SimulatedTurn:

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from test_simulate_command import REAL_TIME, caesura, lines, small
 
-from cluster.report.page import render
-from cluster.report.reading import read
+from cluster.offline.report.page import render
+from cluster.offline.report.reading import read
+from tests.simulator.test_simulate_command import REAL_TIME, caesura, lines, small
 
 
 def test_a_recorded_run_is_the_same_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, small_trace: Path) -> None:

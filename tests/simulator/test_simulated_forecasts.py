@@ -5,14 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.trace import programs_from_trace
-from cluster.errors import ConfigError
-from cluster.simulator.forecasts import DEALING_SEED, HALF, forecasts_of
-from cluster.simulator.foresight import Foresight
-from cluster.simulator.settings import SimulationSettings
-from predictor_service.examples import read_programs
+from cluster.core.errors import ConfigError
+from cluster.offline.bench.trace import programs_from_trace
+from cluster.offline.simulator.foresight import DEALING_SEED, HALF, Foresight, forecasts_of
+from cluster.offline.simulator.settings import SimulationSettings
+from predictor_service.examples import read_programs, split
 from predictor_service.predictor import Predictor
-from predictor_service.split import split
 from predictor_service.statistics_model import StatisticsModel
 
 
@@ -23,7 +21,7 @@ def test_every_turn_is_forecast_by_a_model_of_the_other_half(varied_trace: Path)
     assert other
     predictor = Predictor(StatisticsModel.fit(other))
     for program in one:
-        assert forecasts[program.program_id] == tuple(predictor.forecast([turn.context for turn in program.turns]))
+        assert forecasts[program.program_id] == tuple(predictor.predict([turn.context for turn in program.turns]))
     assert set(forecasts) == {program.program_id for program in one + other}
 
 

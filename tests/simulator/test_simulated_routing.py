@@ -8,18 +8,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from simulated import Bench, program, turn
 
-from cluster.bench.arrivals import Arrivals
-from cluster.bench.workload import PlannedProgram
-from cluster.errors import ConfigError
-from cluster.goodput import Outcome, ProgramRecord
-from cluster.simulator.front_router import FrontRouter
-from cluster.simulator.load import closed_loop
-from cluster.simulator.routed import InfiniteCache, RoutingSummary, turns_on
-from cluster.simulator.routers import ALL, EVERYWHERE, OURS, ROUTERS, Replicas, router_names
-from cluster.simulator.routing import TurnRouter
+from cluster.core.errors import ConfigError
+from cluster.core.slo import Outcome, ProgramRecord
+from cluster.offline.bench.arrivals import Arrivals
+from cluster.offline.bench.workload import PlannedProgram
+from cluster.offline.simulator.load import closed_loop
+from cluster.offline.simulator.routed import InfiniteCache, RoutingSummary, turns_on
+from cluster.offline.simulator.routers import ALL, EVERYWHERE, OURS, ROUTERS, FrontRouter, Replicas, router_names
+from cluster.offline.simulator.routing import TurnRouter
 from replicas.virtual_replica import VirtualReplica
+from tests.simulator.simulated import Bench, program, turn
 
 
 def router(name: str, **front: object) -> Callable[[Sequence[VirtualReplica]], TurnRouter]:
@@ -111,7 +110,7 @@ def test_a_program_that_waits_too_long_is_refused_and_recorded_so(bench: Bench) 
         assert record.jct_s is None and record.jct_wall_s is None
     found = summary(bench, records, 4.0)
     assert found.refused == len(refused)
-    assert found.decisions["hopeless"] == len(refused)
+    assert found.decisions["queue_timeout"] == len(refused)
     assert sum(record.outcome is Outcome.OK for record in records) == 4 - len(refused)
 
 

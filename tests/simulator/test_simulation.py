@@ -4,14 +4,14 @@ import random
 from dataclasses import replace
 
 import pytest
-from simulated import COST, Bench, program, turn
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
-from cluster.errors import IntegrityError
-from cluster.goodput import Outcome
-from cluster.registry import POLICIES
-from cluster.simulator.settings import BASELINES
+from cluster.core.errors import IntegrityError
+from cluster.core.registry import POLICIES
+from cluster.core.slo import Outcome
+from cluster.offline.simulator.settings import BASELINES
 from replicas.scheduler import AgentScheduler
+from tests.simulator.simulated import COST, Bench, program, turn
 
 HEADS = {"one": [1] * 16, "same": [1] * 16, "other": [2] * 16}
 EVERY = sorted({*POLICIES, *BASELINES})

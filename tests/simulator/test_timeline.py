@@ -2,8 +2,8 @@
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.simulator.timeline import Timeline
+from cluster.core.clock import ManualClock
+from cluster.offline.simulator.simulation import Timeline
 
 
 def test_events_happen_in_order_of_time_then_of_planning() -> None:

@@ -7,17 +7,17 @@ them all: whatever was cached is gone from the device.
 from dataclasses import replace
 
 import pytest
-from simulated import COST, Bench, program, turn
-from test_simulation import prefill_s
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
-from cluster.bench.workload import PlannedProgram
-from cluster.goodput import Outcome
-from cluster.simulator.settings import STOCK_NO_CACHE
-from replicas.host_cache import HostCache
-from replicas.virtual_link import VirtualLink
+from cluster.core.slo import Outcome
+from cluster.offline.bench.workload import PlannedProgram
+from cluster.offline.simulator.settings import STOCK_NO_CACHE
+from replicas.host_tier import HostCache
+from replicas.virtual_engine import VirtualLink
+from tests.simulator.simulated import COST, Bench, program, turn
+from tests.simulator.test_simulation import prefill_s
 
 SMALL = {"num_blocks": 33, "host_blocks": 200}
 SLOW = replace(COST, swap_token_s=1e-3)

@@ -3,17 +3,15 @@
 from dataclasses import replace
 
 import pytest
-from simulated import COST, program, turn
 
-from cluster.bench.arrivals import Arrivals
-from cluster.bench.workload import PlannedTurn
-from cluster.errors import ConfigError
-from cluster.goodput import Outcome, ProgramRecord, Slo, TurnRecord
-from cluster.simulator.bound import FluidBound
-from cluster.simulator.foresight import Foresight
-from cluster.simulator.load import Burst, plan
-from cluster.simulator.recovery import Recovery, Window
-from cluster.simulator.work import TurnWork, tokens_of, turns_of
+from cluster.core.errors import ConfigError
+from cluster.core.slo import Outcome, ProgramRecord, Slo, TurnRecord
+from cluster.offline.bench.arrivals import Arrivals
+from cluster.offline.bench.workload import PlannedTurn, TurnWork, tokens_of, turns_of
+from cluster.offline.simulator.bounds import FluidBound
+from cluster.offline.simulator.foresight import Foresight
+from cluster.offline.simulator.load import Burst, Recovery, Window, plan
+from tests.simulator.simulated import COST, program, turn
 
 HIDDEN = replace(turn(64, 32, "think", 1.0), kept_tokens=16)
 RESET = replace(turn(80, 4), reset=True)

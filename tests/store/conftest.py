@@ -6,20 +6,20 @@ from typing import Any
 import pytest
 import redis.asyncio
 
-from cluster.clock import ManualClock
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.run_store import RunStore
-from cluster.statistics import DurationTable
-from cluster.store import StatisticsStore
+from cluster.core.clock import ManualClock
+from cluster.durations.table import DurationTable
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.durations import DurationStore
+from cluster.store.runs.store import RunStore
 
-PATIENT_S = 10.0
+PATIENT_S = 60.0
 """An exchange takes a millisecond; a busy machine may need far more."""
 
 
 class Peer:
     """A writer: its own observations, and its store."""
 
-    def __init__(self, store: StatisticsStore) -> None:
+    def __init__(self, store: DurationStore) -> None:
         self.store = store
         self.table = DurationTable()
 
@@ -37,6 +37,10 @@ class Peer:
         return {tool: part.count for tool, part in others.items() if part.count}
 
 
+MakePeer = Callable[..., Peer]
+MakeRunStore = Callable[..., RunStore]
+
+
 @pytest.fixture
 def server() -> Iterator[EmbeddedRedis]:
     """An empty Redis."""
@@ -51,7 +55,7 @@ async def peer(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Peer]]:
 
     def make(name: str, **changes: Any) -> Peer:
         arguments = {"url": server.url, "model": "tiny", "timeout_s": PATIENT_S, "expiry_s": 3600.0} | changes
-        stores.append(StatisticsStore(writer=name, clock=ManualClock(), **arguments))
+        stores.append(DurationStore(writer=name, clock=ManualClock(), **arguments))
         return Peer(stores[-1])
 
     yield make

@@ -5,9 +5,9 @@ from urllib.parse import quote, urlsplit
 
 import pytest
 
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.errors import ConfigError
-from cluster.store import connect
+from cluster.core.errors import ConfigError
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.client import connect
 
 
 @pytest.mark.parametrize("connections", [None, 2])
@@ -23,5 +23,5 @@ async def test_the_file_says_the_password(tmp_path: Path, connections: int | Non
 
 
 def test_a_file_that_is_not_there_is_told(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"store\.url: password_file: cannot be read"):
+    with pytest.raises(ConfigError, match=r"redis\.url: password_file: cannot be read"):
         connect(f"redis://somewhere?password_file={tmp_path / 'nothing'}")

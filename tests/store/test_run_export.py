@@ -8,12 +8,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.errors import ConfigError
-from cluster.run_events import encode
-from cluster.run_export import PAGE, exported
-from cluster.run_log import NewRun
-from cluster.run_store import RunStore
+from cluster.core.errors import ConfigError
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.runs.events import encode
+from cluster.runs.export import PAGE, exported
+from cluster.store.runs.records import NewRun
+from cluster.store.runs.store import RunStore
 from predictor_service.examples import read_programs
 from tests.words.test_run_traces import LOG
 

@@ -1,18 +1,20 @@
 """Followers of a run read every item once and in order, whoever appends it and whatever Redis does meanwhile."""
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 
 import pytest
-from outages import SHORT_S, eventually, frozen, kill
+import redis.asyncio
 
-from cluster import run_followers
-from cluster.errors import RunStoreUnavailable, RunUnknown
-from cluster.run_followers import MAX_WAITING_BYTES, News, RunFollowers
-from cluster.run_log import NewRun
-from cluster.run_scripts import MAX_PAGE_ITEMS
-from cluster.run_store import FOLLOW_ITEMS, RunStore
-from cluster.store import StoreFailure
+from cluster.core.errors import RunStoreUnavailable, RunUnknown
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.client import StoreFailure
+from cluster.store.runs import followers as run_followers
+from cluster.store.runs.followers import MAX_WAITING_BYTES, LogUpdate, RunFollowers
+from cluster.store.runs.records import NewRun
+from cluster.store.runs.store import FOLLOW_ITEMS, MAX_PAGE_ITEMS, RunStore
+from tests.store.conftest import MakeRunStore
+from tests.store.outages import SHORT_S, eventually, frozen, kill
 
 RUN = NewRun("run", "tenant", "program")
 
@@ -48,7 +50,7 @@ class Reader:
         return self.seen
 
 
-async def test_followers_go_from_one_owner_to_the_next(ingress):
+async def test_followers_go_from_one_owner_to_the_next(ingress: MakeRunStore) -> None:
     a, b, c = ingress("a"), ingress("b"), ingress("c")
     await a.create(RUN, items(0, 3))
     readers = [Reader(store, start) for store in (a, b, c) for start in (0, 2, 5)]
@@ -67,7 +69,7 @@ async def test_followers_go_from_one_owner_to_the_next(ingress):
     assert [await reader.whole() for reader in after] == [items(0, 8), items(7, 8), [], []]
 
 
-async def test_a_log_of_many_pages_is_followed(ingress):
+async def test_a_log_of_many_pages_is_followed(ingress: MakeRunStore) -> None:
     a, count = ingress("a"), 2 * MAX_PAGE_ITEMS + 3
     await a.create(RUN, items(0, count))
     reader = Reader(a)
@@ -78,7 +80,7 @@ async def test_a_log_of_many_pages_is_followed(ingress):
     assert await Reader(a).whole() == items(0, count + 5 * FOLLOW_ITEMS), "closed already"
 
 
-async def test_many_runs_are_followed_over_one_connection(ingress, direct):
+async def test_many_runs_are_followed_over_one_connection(ingress: MakeRunStore, direct: redis.asyncio.Redis) -> None:
     a, b, count = ingress("a"), ingress("b"), 100
     names = [f"run-{number}" for number in range(count)]
     for name in names:
@@ -94,7 +96,7 @@ async def test_many_runs_are_followed_over_one_connection(ingress, direct):
     assert sum(client["cmd"] == "xread" for client in clients) == 1
 
 
-async def test_other_calls_go_on_beside_followers_that_wait(ingress):
+async def test_other_calls_go_on_beside_followers_that_wait(ingress: MakeRunStore) -> None:
     a = ingress("a")
     await a.create(RUN, items(0, 1))
     readers = [Reader(a) for _ in range(50)]
@@ -107,9 +109,11 @@ async def test_other_calls_go_on_beside_followers_that_wait(ingress):
     assert not a.failures
 
 
-async def test_a_new_follower_is_heard_while_others_wait(ingress, monkeypatch):
+async def test_a_new_follower_is_heard_while_others_wait(
+    ingress: MakeRunStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also where the read that the others share would take for ever."""
-    monkeypatch.setattr("cluster.run_store.FOLLOW_S", 1000.0)
+    monkeypatch.setattr("cluster.store.runs.store.FOLLOW_S", 1000.0)
     a = ingress("a")
     for name in ("silent", "run"):
         await a.create(NewRun(name, "tenant", "program"), items(0, 1))
@@ -126,12 +130,14 @@ async def test_a_new_follower_is_heard_while_others_wait(ingress, monkeypatch):
     silent.task.cancel()
 
 
-async def test_an_unknown_run_cannot_be_followed(ingress):
+async def test_an_unknown_run_cannot_be_followed(ingress: MakeRunStore) -> None:
     with pytest.raises(RunUnknown):
         await Reader(ingress("a")).whole()
 
 
-async def test_a_follower_waits_for_a_run_that_is_written_again(ingress, direct):
+async def test_a_follower_waits_for_a_run_that_is_written_again(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
     a, b = ingress("a"), ingress("b")
     await a.create(RUN, items(0, 3))
     reader = Reader(b)
@@ -143,11 +149,13 @@ async def test_a_follower_waits_for_a_run_that_is_written_again(ingress, direct)
     assert await reader.whole() == items(0, 5)
 
 
-async def test_its_owner_has_time_to_write_it_again(server, ingress, direct):
+async def test_its_owner_has_time_to_write_it_again(
+    server: EmbeddedRedis, ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
     a = ingress("a")
 
     class Patient(RunStore):
-        async def read(self, run_id, start=0, limit=None):
+        async def read(self, run_id: str, start: int = 0, limit: int | None = None):
             log = await super().read(run_id, start, limit)
             if log is None:
                 await a.create(RUN, items(0, 4))
@@ -164,7 +172,7 @@ async def test_its_owner_has_time_to_write_it_again(server, ingress, direct):
     await b.close()
 
 
-async def test_a_follower_of_a_run_that_is_lost_is_told(ingress, direct):
+async def test_a_follower_of_a_run_that_is_lost_is_told(ingress: MakeRunStore, direct: redis.asyncio.Redis) -> None:
     a, b = ingress("a"), ingress("b", lease_s=0.1)
     await a.create(RUN, items(0, 3))
     reader = Reader(b)
@@ -174,7 +182,9 @@ async def test_a_follower_of_a_run_that_is_lost_is_told(ingress, direct):
         await reader.whole()
 
 
-async def test_a_log_that_cannot_be_read_holds_up_no_other_for_long(ingress, direct):
+async def test_a_log_that_cannot_be_read_holds_up_no_other_for_long(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
     a, b = ingress("a"), ingress("b", lease_s=0.1)
     for name in ("run", "spoilt"):
         await a.create(NewRun(name, "tenant", "program"), items(0, 1))
@@ -189,7 +199,7 @@ async def test_a_log_that_cannot_be_read_holds_up_no_other_for_long(ingress, dir
         await spoilt.whole()
 
 
-async def test_an_outage_is_waited_out(server, ingress):
+async def test_an_outage_is_waited_out(server: EmbeddedRedis, ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b", timeout_s=SHORT_S, lease_s=0.1)
     await a.create(RUN, items(0, 3))
     reader = Reader(b)
@@ -213,22 +223,22 @@ async def test_an_outage_is_waited_out(server, ingress):
     assert await reader.whole() == items(0, 6)
 
 
-async def test_a_slow_follower_is_given_no_more_than_it_can_hold():
+async def test_a_slow_follower_is_given_no_more_than_it_can_hold() -> None:
     """It is left out until it has taken what waits for it, and then goes on where it was."""
     log = [bytes(MAX_WAITING_BYTES // 4) for _ in range(40)]
     reads = asyncio.Queue[int]()
 
-    async def read(wanted):
+    async def read(wanted: Mapping[str, int]):
         await asyncio.sleep(0)
         reads.put_nowait(wanted["run"])
         start = wanted["run"]
-        return {"run": News(start, log[start : start + 1], ended=start + 1 >= len(log))}
+        return {"run": LogUpdate(start, log[start : start + 1], ended=start + 1 >= len(log))}
 
-    async def ring():
+    async def interrupt() -> None:
         pass
 
-    followers = RunFollowers(read, ring)
-    with followers.tail("run", 0) as slow:
+    followers = RunFollowers(read, interrupt)
+    with followers.follower("run", 0) as slow:
         for _ in range(5):
             await reads.get()
         for _ in range(100):
@@ -243,33 +253,33 @@ async def test_a_slow_follower_is_given_no_more_than_it_can_hold():
     await followers.close()
 
 
-async def test_the_shared_read_goes_on_after_an_outage():
+async def test_the_shared_read_goes_on_after_an_outage() -> None:
     failures = 2
 
-    async def read(wanted):
+    async def read(wanted: Mapping[str, int]):
         nonlocal failures
         failures -= 1
         if failures >= 0:
             raise RunStoreUnavailable("away", StoreFailure.UNREACHABLE)
-        return {"run": News(wanted["run"], [b"item"], ended=True)}
+        return {"run": LogUpdate(wanted["run"], [b"item"], ended=True)}
 
-    async def ring():
+    async def interrupt():
         raise RunStoreUnavailable("away", StoreFailure.UNREACHABLE)
 
-    followers = RunFollowers(read, ring)
-    with followers.tail("run", 3) as tail:
-        assert await followers.take(tail, 60.0) == News(3, [b"item"], ended=True)
+    followers = RunFollowers(read, interrupt)
+    with followers.follower("run", 3) as follower:
+        assert await followers.take(follower, 60.0) == LogUpdate(3, [b"item"], ended=True)
     await followers.close()
 
 
-async def test_followers_of_one_log_at_different_places_get_what_is_theirs():
-    tails = [run_followers.Tail("run", start) for start in (0, 2, 4)]
-    for news in (News(0, [b"0", b"1", b"2"], False), News(2, [b"2", b"3"], True), News(9, [b"9"], True)):
-        for tail in tails:
-            tail.offer(news)
-    given = [await tail.take(0.01) for tail in tails]
+async def test_followers_of_one_log_at_different_places_get_what_is_theirs() -> None:
+    all_of = [run_followers.Follower("run", start) for start in (0, 2, 4)]
+    for news in (LogUpdate(0, [b"0", b"1", b"2"], False), LogUpdate(2, [b"2", b"3"], True), LogUpdate(9, [b"9"], True)):
+        for follower in all_of:
+            follower.offer(news)
+    given = [await follower.take(0.01) for follower in all_of]
     assert given == [
-        News(0, [b"0", b"1", b"2", b"3"], True),
-        News(2, [b"2", b"3"], True),
-        News(4, [], True),
+        LogUpdate(0, [b"0", b"1", b"2", b"3"], True),
+        LogUpdate(2, [b"2", b"3"], True),
+        LogUpdate(4, [], True),
     ]

@@ -3,12 +3,13 @@
 import asyncio
 
 import pytest
-from outages import eventually
+import redis.asyncio
 
-from cluster.errors import ConfigError, RunLeaseLost, RunLogGap, RunOpen, RunUnknown
-from cluster.run_log import AlreadyThere, Created, Idempotency, NewRun, Renewal
-from cluster.run_scripts import MAX_PAGE_BYTES, MAX_PAGE_ITEMS
-from cluster.run_store import RunStore
+from cluster.core.errors import ConfigError, RunLeaseLost, RunLogGap, RunOpen, RunUnknown
+from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun, Renewal
+from cluster.store.runs.store import MAX_PAGE_BYTES, MAX_PAGE_ITEMS, RunStore
+from tests.store.conftest import MakeRunStore
+from tests.store.outages import eventually
 
 RUN = NewRun("run", "tenant", "program", labels={"model": "tiny"}, secret=b"token")
 OPEN = "caesura:v1:{runs}:open"
@@ -37,7 +38,7 @@ async def claim(store: RunStore) -> list[str]:
     return await eventually(some)
 
 
-async def test_a_run_from_its_creation_to_its_end(ingress):
+async def test_a_run_from_its_creation_to_its_end(ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b")
     assert await b.read("run") is None
     assert await a.create(RUN, items(0, 1)) == Created("run")
@@ -58,7 +59,7 @@ async def test_a_run_from_its_creation_to_its_end(ingress):
     assert a.healthy and b.healthy and not a.failures and not b.failures
 
 
-async def test_an_append_that_is_repeated_changes_nothing(ingress):
+async def test_an_append_that_is_repeated_changes_nothing(ingress: MakeRunStore) -> None:
     a = ingress("a")
     await a.create(RUN, items(0, 2))
     for start, end in [(2, 4), (2, 4), (0, 3), (3, 6), (4, 4), (2, 7)]:
@@ -69,7 +70,7 @@ async def test_an_append_that_is_repeated_changes_nothing(ingress):
     assert await log_of(a) == items(0, 8)
 
 
-async def test_an_item_never_gets_another_content(ingress):
+async def test_an_item_never_gets_another_content(ingress: MakeRunStore) -> None:
     a = ingress("a")
     await a.create(RUN, items(0, 2))
     for start, others in [(1, [b"other"]), (0, [*items(0, 1), b"other", b"item 2"])]:
@@ -80,7 +81,7 @@ async def test_an_item_never_gets_another_content(ingress):
     assert await log_of(a) == items(0, 2)
 
 
-async def test_a_log_has_no_gaps(ingress):
+async def test_a_log_has_no_gaps(ingress: MakeRunStore) -> None:
     a = ingress("a")
     await a.create(RUN, items(0, 2))
     with pytest.raises(RunLogGap) as gap:
@@ -91,21 +92,21 @@ async def test_a_log_has_no_gaps(ingress):
     assert await log_of(a) == items(0, 4)
 
 
-async def test_a_log_begins_with_an_item_and_only_owners_with_a_name_write(ingress):
+async def test_a_log_begins_with_an_item_and_only_owners_with_a_name_write(ingress: MakeRunStore) -> None:
     with pytest.raises(ValueError, match="begins with an item"):
         await ingress("a").create(RUN, [])
     with pytest.raises(ValueError, match="numbered from 0"):
         await ingress("a").append("run", -1, items(0, 1))
     with pytest.raises(ValueError, match="name"):
         ingress("")
-    with pytest.raises(ConfigError, match=r"store\.url"):
+    with pytest.raises(ConfigError, match=r"redis\.url"):
         ingress("a", url="http://localhost")
 
 
 # --- owners ---------------------------------------------------------------------------------------------------------
 
 
-async def test_a_run_whose_ingress_died_goes_on_elsewhere(ingress):
+async def test_a_run_whose_ingress_died_goes_on_elsewhere(ingress: MakeRunStore) -> None:
     a, b = ingress("a", lease_s=0.1), ingress("b")
     await a.create(RUN, items(0, 2))
     await a.append("run", 2, items(2, 3))
@@ -127,7 +128,7 @@ async def test_a_run_whose_ingress_died_goes_on_elsewhere(ingress):
     assert await log_of(a) == [*items(0, 3), b"taken over", *items(4, 6)]
 
 
-async def test_renewal_keeps_a_run(ingress, direct):
+async def test_renewal_keeps_a_run(ingress: MakeRunStore, direct: redis.asyncio.Redis) -> None:
     a, b = ingress("a"), ingress("b")
     await a.create(RUN, items(0, 1))
     await direct.zadd(OPEN, {"run": 1})
@@ -136,7 +137,9 @@ async def test_renewal_keeps_a_run(ingress, direct):
     assert await a.renew([]) == renewal()
 
 
-async def test_a_lease_that_ended_unnoticed_is_still_the_owners(ingress, direct):
+async def test_a_lease_that_ended_unnoticed_is_still_the_owners(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
     a, b = ingress("a"), ingress("b")
     await a.create(RUN, items(0, 1))
     await direct.zadd(OPEN, {"run": 1})
@@ -145,7 +148,7 @@ async def test_a_lease_that_ended_unnoticed_is_still_the_owners(ingress, direct)
     assert await b.claim(10) == ["run"]
 
 
-async def test_what_an_ingress_works_on_leaves_room_for_what_it_claims(ingress):
+async def test_what_an_ingress_works_on_leaves_room_for_what_it_claims(ingress: MakeRunStore) -> None:
     a = ingress("a")
     for run_id in ("x", "y", "z"):
         await a.create(NewRun(run_id, "tenant", "program"), items(0, 1))
@@ -156,7 +159,7 @@ async def test_what_an_ingress_works_on_leaves_room_for_what_it_claims(ingress):
     assert await a.claim(10) == ["y"]
 
 
-async def test_a_run_is_not_lost_by_being_closed(ingress):
+async def test_a_run_is_not_lost_by_being_closed(ingress: MakeRunStore) -> None:
     """Its owner may renew it before it has heard that the end was written."""
     a, b = ingress("a"), ingress("b")
     await a.create(RUN, items(0, 1))
@@ -166,7 +169,7 @@ async def test_a_run_is_not_lost_by_being_closed(ingress):
     assert await b.renew(["run"]) == renewal(lost="run")
 
 
-async def test_what_is_released_can_be_claimed_at_once(ingress):
+async def test_what_is_released_can_be_claimed_at_once(ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b")
     for run_id in ("x", "y", "z"):
         await a.create(NewRun(run_id, "tenant", "program"), items(0, 1))
@@ -179,7 +182,7 @@ async def test_what_is_released_can_be_claimed_at_once(ingress):
     assert await a.renew(["x", "y", "z"]) == renewal(lost="x y")
 
 
-async def test_who_released_a_run_can_claim_it_again(ingress):
+async def test_who_released_a_run_can_claim_it_again(ingress: MakeRunStore) -> None:
     a = ingress("a")
     await a.create(RUN, items(0, 1))
     await a.release(["run"])
@@ -189,7 +192,7 @@ async def test_who_released_a_run_can_claim_it_again(ingress):
     await a.append("run", 1, items(1, 2))
 
 
-async def test_two_that_claim_at_once_get_different_runs(ingress):
+async def test_two_that_claim_at_once_get_different_runs(ingress: MakeRunStore) -> None:
     a, b, c = (ingress(name) for name in "abc")
     names = [f"run-{number}" for number in range(40)]
     for name in names:
@@ -199,7 +202,7 @@ async def test_two_that_claim_at_once_get_different_runs(ingress):
     assert sorted(run_id for ids in claimed for run_id in ids) == sorted(names)
 
 
-async def test_cancellation_is_told_with_the_renewal(ingress):
+async def test_cancellation_is_told_with_the_renewal(ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b")
     await a.create(RUN, items(0, 1))
     await a.create(NewRun("other", "tenant", "program"), items(0, 1))
@@ -217,7 +220,7 @@ async def test_cancellation_is_told_with_the_renewal(ingress):
 # --- idempotency ----------------------------------------------------------------------------------------------------
 
 
-async def test_a_request_that_is_sent_again_finds_its_run(ingress):
+async def test_a_request_that_is_sent_again_finds_its_run(ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b")
     first, again = (NewRun(name, "tenant", "program", idempotency=Idempotency("key", b"body")) for name in "12")
     other_body = NewRun("3", "tenant", "program", idempotency=Idempotency("key", b"another body"))
@@ -234,7 +237,7 @@ async def test_a_request_that_is_sent_again_finds_its_run(ingress):
     assert await b.create(again, items(0, 1)) == Created("2")
 
 
-async def test_of_requests_at_once_with_one_key_one_runs(ingress):
+async def test_of_requests_at_once_with_one_key_one_runs(ingress: MakeRunStore) -> None:
     stores = [ingress(name) for name in "abcd"]
     key = Idempotency("key", b"body")
     runs = [NewRun(f"run-{number}", "tenant", "program", idempotency=key) for number in range(40)]
@@ -248,7 +251,7 @@ async def test_of_requests_at_once_with_one_key_one_runs(ingress):
 # --- pages and lists ------------------------------------------------------------------------------------------------
 
 
-async def test_a_log_is_read_in_pages(ingress):
+async def test_a_log_is_read_in_pages(ingress: MakeRunStore) -> None:
     a = ingress("a")
     many = items(0, 2 * MAX_PAGE_ITEMS + 10)
     await a.create(RUN, many)
@@ -262,7 +265,7 @@ async def test_a_log_is_read_in_pages(ingress):
         assert list((await a.read("run", start, limit)).items) == expected
 
 
-async def test_a_page_is_bounded_in_bytes_but_has_an_item(ingress):
+async def test_a_page_is_bounded_in_bytes_but_has_an_item(ingress: MakeRunStore) -> None:
     a = ingress("a")
     large, half = bytes(MAX_PAGE_BYTES + 1), bytes(MAX_PAGE_BYTES // 2)
     await a.create(RUN, [large, half, half, b"1"])
@@ -270,7 +273,7 @@ async def test_a_page_is_bounded_in_bytes_but_has_an_item(ingress):
     assert lengths == [[len(large)], [len(half)] * 2, [len(half), 1], [1]]
 
 
-async def test_lists_are_by_tenant_and_program_the_newest_first(ingress):
+async def test_lists_are_by_tenant_and_program_the_newest_first(ingress: MakeRunStore) -> None:
     a, b = ingress("a"), ingress("b")
     places = [("t", "p"), ("t", "q"), ("t/p", ""), ("t", "p"), ("", "t/p"), ("t\ud800", "\0"), ("t", "p")]
     for number, (tenant, program) in enumerate(places):
@@ -293,7 +296,9 @@ async def test_lists_are_by_tenant_and_program_the_newest_first(ingress):
 # --- the end --------------------------------------------------------------------------------------------------------
 
 
-async def test_an_open_run_cannot_be_deleted_and_a_closed_one_leaves_nothing(ingress, direct):
+async def test_an_open_run_cannot_be_deleted_and_a_closed_one_leaves_nothing(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
     a = ingress("a")
     await a.create(NewRun("run", "tenant", "program", idempotency=Idempotency("key", b"body")), items(0, 1))
     with pytest.raises(RunOpen):
@@ -307,7 +312,9 @@ async def test_an_open_run_cannot_be_deleted_and_a_closed_one_leaves_nothing(ing
     assert await a.read("run") is None and await a.runs("tenant") == []
 
 
-async def test_everything_of_a_closed_run_expires_and_nothing_of_an_open_one(ingress, direct):
+async def test_everything_of_a_closed_run_expires_and_nothing_of_an_open_one(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
     a = ingress("a", retention_s=1000.0)
     for name in ("open", "closed"):
         await a.create(NewRun(name, "tenant", "program", idempotency=Idempotency(name, b"body")), items(0, 1))
@@ -320,7 +327,7 @@ async def test_everything_of_a_closed_run_expires_and_nothing_of_an_open_one(ing
             assert left_ms == -1, key
 
 
-async def test_expired_runs_leave_the_lists(ingress, direct):
+async def test_expired_runs_leave_the_lists(ingress: MakeRunStore, direct: redis.asyncio.Redis) -> None:
     a = ingress("a", retention_s=0.05)
     for name in ("x", "y"):
         await a.create(NewRun(name, "tenant", name), items(0, 1))

@@ -17,9 +17,10 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from cluster.errors import RunLeaseLost, RunLogGap, RunOpen, RunUnknown
-from cluster.run_log import AlreadyThere, Created, Idempotency, NewRun
-from cluster.run_store import RunStore
+from cluster.core.errors import RunLeaseLost, RunLogGap, RunOpen, RunUnknown
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun
+from cluster.store.runs.store import RunStore
 
 OWNERS = ("a", "b", "c")
 OPEN = "caesura:v1:{runs}:open"
@@ -165,7 +166,7 @@ class LogMachine(RuleBasedStateMachine):
         return [item async for batch in self.stores["b"].follow("run") for item in batch]
 
 
-def test_a_log_is_one_exact_sequence(server):
+def test_a_log_is_one_exact_sequence(server: EmbeddedRedis) -> None:
     LogMachine.url = server.url
     run_state_machine_as_test(
         LogMachine,

@@ -4,12 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from cluster.clock import ManualClock
-from cluster.config import StoreConfig
-from cluster.embedded_redis import EmbeddedRedis
-from cluster.statistics import LONGEST_S, OVERALL
-from cluster.tool_durations import SharedToolDurations, Spread, ToolDuration, ToolDurations
-from cluster.tools import Outcome, ToolResult
+from cluster.config.schema import RedisConfig
+from cluster.core.clock import ManualClock
+from cluster.core.tools import Outcome, ToolResult
+from cluster.durations.statistics import LONGEST_S
+from cluster.durations.table import OVERALL
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.durations import SharedToolDurations, Spread, ToolDuration, ToolDurations
 
 RESULT = ToolResult(
     "a", "bash", Outcome.OK, "", queue_s=0.5, run_s=2.0, attempts=1, statistics_name="bash:grep"
@@ -21,7 +22,7 @@ def always(seconds: float, count: int = 1) -> Spread:
 
 
 def shared(server: EmbeddedRedis, writer: str, model: str = "tiny") -> SharedToolDurations:
-    store = StoreConfig(url=server.url, timeout_s=10.0)
+    store = RedisConfig(url=server.url, timeout_s=10.0)
     return SharedToolDurations(store, model=model, writer=writer, clock=ManualClock())
 
 
@@ -77,7 +78,7 @@ async def test_two_writers_see_each_others_and_no_other_models(server: EmbeddedR
 
 
 async def test_without_the_store_a_writer_knows_its_own(server: EmbeddedRedis) -> None:
-    store = StoreConfig(url="redis://127.0.0.1:1", timeout_s=0.2)
+    store = RedisConfig(url="redis://127.0.0.1:1", timeout_s=0.2)
     async with SharedToolDurations(store, model="tiny", writer="one", clock=ManualClock()) as alone:
         alone.observe(RESULT)
         assert not await alone.exchange()

@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.errors import ConfigError
-from cluster.key_file import KeyFile
-from cluster.keys import Caller, Role, digest_of, keys_of, new_key, read_keys
+from cluster.auth.keys import Caller, KeyFile, Role, digest_of, keys_of, new_key, read_keys
+from cluster.core.errors import ConfigError
 
 NOW = datetime(2030, 1, 1, tzinfo=UTC)
 PLAIN = "a-plain-key-of-twenty-six"

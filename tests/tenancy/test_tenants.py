@@ -9,13 +9,12 @@ import yaml
 from pydantic import ValidationError
 from typer.testing import CliRunner
 
+from cluster.auth.keys import read_keys, utc_now
+from cluster.auth.tenants import TenantLimit, Tenants, kept_apart
 from cluster.cli import app
-from cluster.config import CaesuraConfig
-from cluster.errors import ConfigError
-from cluster.keys import read_keys, utc_now
-from cluster.routing import prefix_blocks, prompt_of, salt_of
-from cluster.tenant_limits import TenantLimit
-from cluster.tenants import Tenants, kept_apart
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import ConfigError
+from cluster.core.replica_snapshot import prefix_blocks, prompt_of, salt_of
 
 
 @dataclass(frozen=True)

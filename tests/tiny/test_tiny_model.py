@@ -12,10 +12,10 @@ from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer
 from typer.testing import CliRunner
 
-from cluster.commands.model import app
-from cluster.errors import ConfigError
-from cluster.tiny import model
-from cluster.tiny.model import SPECIAL_TOKENS, tiny_model_directory, write_tiny_model
+from cluster.core.errors import ConfigError
+from cluster.offline.commands.model import app
+from replicas.tiny import model
+from replicas.tiny.model import SPECIAL_TOKENS, tiny_model_directory, write_tiny_model
 
 TOOLS = [
     {
@@ -120,7 +120,7 @@ def test_longer_conversation_extends_the_shorter(tokenizer: Any, tools: Any, fir
 
 def test_same_seed_same_bytes_in_another_process(tiny_model: Path, tmp_path: Path) -> None:
     program = (
-        "import sys; from pathlib import Path; from cluster.tiny.model import write_tiny_model;"
+        "import sys; from pathlib import Path; from replicas.tiny.model import write_tiny_model;"
         "write_tiny_model(Path(sys.argv[1]))"
     )
     subprocess.run([sys.executable, "-c", program, str(tmp_path / "again")], check=True, timeout=120)

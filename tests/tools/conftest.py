@@ -1,6 +1,5 @@
 """Executors on a clock that the test moves, and real servers."""
 
-import os
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
@@ -9,21 +8,22 @@ from typing import Any
 
 import pytest
 import ray
-from scripted import SERVERS, ManualTimers, ScriptedKind
 
-from cluster.tool_config import ToolModel, ToolsConfig
-from tools_runtime.executor import ToolExecutor
+from cluster.config.tools import ToolModel, ToolsConfig
+from tests.tools.scripted import SERVERS, ManualTimers, ScriptedKind
+from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.host import ToolHost
-from tools_runtime.tool_table import Entry, ToolTable
+
+CONNECTED_WITHIN_S = 120.0
+"""An MCP server in Python imports for a second, or for many beside other work."""
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[None]:
-    """Ray on this machine, whose workers find this directory's modules."""
+    """Ray on this machine, whose workers find the tests' modules."""
     if ray.is_initialized():
         pytest.skip("this process has a Ray already: run `python -m pytest -m own_ray`")
-    here = str(Path(__file__).parent)
-    environment = {"env_vars": {"PYTHONPATH": os.pathsep.join((here, str(Path.cwd())))}}
+    environment = {"env_vars": {"PYTHONPATH": str(Path.cwd())}}
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
     ray.init("local", num_cpus=2, namespace="tests", runtime_env=environment, **quiet)
     yield
@@ -42,7 +42,7 @@ async def executor(clock: ManualTimers) -> AsyncIterator[Callable[..., ToolExecu
     made: list[ToolExecutor] = []
 
     def make(*tools: tuple[ScriptedKind, ToolModel], **options: Any) -> ToolExecutor:
-        entries = [Entry.of(kind.offers()[0].name, config, kind) for kind, config in tools]
+        entries = [Entry.of(kind.tools()[0].offer.name, config, kind) for kind, config in tools]
         made.append(ToolExecutor(ToolTable(entries), clock, **options))
         return made[-1]
 
@@ -80,7 +80,11 @@ async def open_tools() -> AsyncIterator[Callable[..., Awaitable[ToolHost]]]:
     hosts: list[ToolHost] = []
 
     async def start(defined: dict[str, dict[str, Any]], **said: Any) -> ToolHost:
-        host = ToolHost(ToolsConfig.model_validate({"defined": defined, **said}))
+        patient = {
+            name: {"connect_timeout_s": CONNECTED_WITHIN_S, **tool} if tool["kind"] == "mcp" else tool
+            for name, tool in defined.items()
+        }
+        host = ToolHost(ToolsConfig.model_validate({"defined": patient, **said}))
         hosts.append(host)
         await host.open()
         return host

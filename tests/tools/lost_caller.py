@@ -6,8 +6,8 @@ import sys
 import msgspec
 import ray
 
-from cluster.tool_config import ToolsConfig
-from cluster.tools import ToolCall
+from cluster.config.tools import ToolsConfig
+from cluster.core.tools import ToolCall
 from tools_runtime.actor import ToolActors
 
 

@@ -1,14 +1,13 @@
 """Clocks and tools that tests have in hand."""
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cluster.clock import ManualClock
-from cluster.tool_config import PythonTool, ToolModel
-from tools_runtime.kind import Invocation, Offer, SingleTool, ToolOutput
-from tools_runtime.timers import Timer
+from cluster.config.tools import PythonTool, ToolModel
+from cluster.core.clock import ManualClock
+from tools_runtime.kind import Invocation, SingleTool, Timer, ToolOutput
 
 SERVERS = Path(__file__).parent / "servers"
 
@@ -90,11 +89,6 @@ class ScriptedKind(SingleTool):
 def settings(**said: Any) -> ToolModel:
     """Settings that do not matter to a scripted kind, beside those that do."""
     return PythonTool.model_validate({"kind": "python", "entry": "tests:none", **said})
-
-
-def offered(offers: Sequence[Offer]) -> list[str]:
-    """Names of offers."""
-    return [offer.name for offer in offers]
 
 
 async def until(true: Callable[[], object]) -> None:

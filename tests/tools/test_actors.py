@@ -10,17 +10,17 @@ from typing import Any
 
 import pytest
 import ray
-from scripted import until
 
-from cluster.tool_config import ToolsConfig
-from cluster.tools import Outcome, ToolCall
+from cluster.config.tools import ToolsConfig
+from cluster.core.tools import Outcome, ToolCall
+from tests.tools.scripted import until
 from tools_runtime.actor import ToolActors
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
 
 
 def python(entry: str, **said: Any) -> dict[str, Any]:
-    return {"kind": "python", "entry": f"actor_tools:{entry}", **said}
+    return {"kind": "python", "entry": f"tests.tools.actor_tools:{entry}", **said}
 
 
 DEFINED = {
@@ -60,16 +60,18 @@ async def test_calls_spread_over_the_actors_and_stay_where_they_must(pool: ToolA
     assert (await pool.run(ToolCall("b", "bash", {"command": "echo hello"}))).text == "hello\n"
 
 
-async def test_an_actor_that_dies_takes_only_its_calls_and_comes_back(pool: ToolActors) -> None:
+async def test_an_actor_that_dies_takes_only_its_calls_and_comes_back(pool: ToolActors, tmp_path: Path) -> None:
     pids = await pool.ready()
     calls = [("wait", "w"), ("again", "a")]
+    marks = {(id, i): tmp_path / f"{id}{i}" for _, id in calls for i in range(4)}
     tasks = {
-        (name, i): asyncio.create_task(pool.run(ToolCall(f"{id}{i}", name, {"seconds": 6.0})))
+        (name, i): asyncio.create_task(
+            pool.run(ToolCall(f"{id}{i}", name, {"seconds": 6.0, "mark": str(marks[id, i])}))
+        )
         for name, id in calls
         for i in range(4)
     }
-    await until(lambda: sum(pool._outstanding) == 8)
-    await asyncio.sleep(0.5)  # they are on their way into the actors
+    await until(lambda: all(mark.exists() for mark in marks.values()))
     os.kill(pids[0], signal.SIGKILL)
     outcomes = {key: (await task).outcome for key, task in tasks.items()}
     assert Counter(outcomes["wait", i] for i in range(4)) == {Outcome.OK: 2, Outcome.UNKNOWN: 2}
@@ -97,9 +99,7 @@ async def test_an_asynchronous_call_is_told_later_through_the_pool(pool: ToolAct
     handle = await pool.run(ToolCall("a", "later", {"seconds": 0.5}, program="p"))
     assert handle.outcome is Outcome.STARTED
     assert (await pool.completion("p", "a")).text == "waited"
-    answer = await pool.poll("p", "a")
-    assert answer is not None
-    assert answer.outcome is Outcome.OK
+    assert (await pool.completion("p", "a")).outcome is Outcome.OK
     assert (await pool.completion("p", "nobody")).outcome is Outcome.UNKNOWN
     await pool.run(ToolCall("b", "later", {"seconds": 1000}, program="p"))
     for pid in await pool.ready():
@@ -123,7 +123,7 @@ async def test_five_hundred_calls_run_at_a_time(cluster: None) -> None:
     defined = {"wait": python("wait", concurrency=500)}
     pool = ToolActors(ToolsConfig.model_validate({"actors": 2, "defined": defined}))
     await pool.ready()
-    results = await pool.run_all([ToolCall(f"w{i}", "wait", {"seconds": 1.0}) for i in range(500)])
+    results = await asyncio.gather(*(pool.run(ToolCall(f"w{i}", "wait", {"seconds": 1.0})) for i in range(500)))
     assert Counter((result.outcome, result.text) for result in results) == {(Outcome.OK, "waited"): 500}
     assert [result.call_id for result in results] == [f"w{i}" for i in range(500)]
     pool.check_integrity()

@@ -1,7 +1,7 @@
 """When a process that belongs to nobody may end."""
 
-from cluster.clock import ManualClock
-from tools_runtime.attendance import Attendance
+from cluster.core.clock import ManualClock
+from tools_runtime.actor_process import Attendance
 
 
 def test_it_is_over_a_time_after_the_last_who_attended() -> None:

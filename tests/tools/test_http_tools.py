@@ -10,11 +10,11 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from servers.http_server import OPENAPI
 
-from cluster.errors import ToolRefused
-from cluster.tool_config import HttpTool
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.config.tools import HttpTool
+from cluster.core.errors import ToolRefused
+from cluster.core.tools import Outcome, ToolCall, ToolResult
+from tests.tools.servers.http_server import OPENAPI
 from tools_runtime.addresses import Resolver, is_public
 from tools_runtime.host import ToolHost
 from tools_runtime.kind import Invocation
@@ -128,8 +128,8 @@ async def test_an_openapi_operation(open_tools: OpenTools, base: str, tmp_path: 
     host = await open_tools({"put": {"kind": "http", "openapi": openapi, "private_addresses": True}})
     wrong = await host.run(ToolCall("a", "put", {"id": "x", "body": {}}))
     assert wrong.outcome is Outcome.REFUSED
-    assert "id: 'x' is not of type 'integer'" in wrong.text
-    assert "body: 'name' is a required property" in wrong.text
+    assert 'id: "x" is not of type "integer"' in wrong.text
+    assert 'body: "name" is a required property' in wrong.text
     assert (await host.offers())[0].description == "Change an item."
     arguments = {"id": 3, "dry": True, "X-Trace": "t\r\nEvil: 1", "body": {"name": "n", "parent": {"name": "p"}}}
     seen = json.loads((await host.run(ToolCall("a", "put", arguments))).text)

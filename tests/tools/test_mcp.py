@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from scripted import SERVERS, until
 
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolResult
+from tests.tools.scripted import SERVERS, until
 from tools_runtime.host import ToolHost
 from tools_runtime.kinds.mcp import McpKind
 
@@ -41,7 +41,7 @@ def version(host: ToolHost) -> str | None:
 
 
 async def ask(host: ToolHost, tool: str, arguments: dict[str, Any] | None = None, **said: Any) -> ToolResult:
-    return await host.run(ToolCall(said.pop("id", "a"), f"s__{tool}", arguments or {}, **said))
+    return await host.run(ToolCall(said.pop("id", "a"), f"s__{tool}", arguments or {}, owner="s", **said))
 
 
 CONNECTIONS = {
@@ -71,10 +71,10 @@ async def host(request: pytest.FixtureRequest, open_tools: OpenTools, serve: Ser
 
 async def test_calls_in_every_era_and_over_every_transport(host: ToolHost, tmp_path: Path) -> None:
     assert {offer.name for offer in await host.offers()} >= {"s__add", "s__slow", "s__fail"}
-    calls = [ToolCall(f"c{i}", "s__add", {"a": i, "b": 1}) for i in range(20)]
-    assert [result.text for result in await host.executor.run_all(calls)] == [str(i + 1) for i in range(20)]
+    calls = [ToolCall(f"c{i}", "s__add", {"a": i, "b": 1}, owner="s") for i in range(20)]
+    assert [result.text for result in await asyncio.gather(*map(host.run, calls))] == [str(i + 1) for i in range(20)]
     wrong = await ask(host, "add", {"a": "x", "b": 1})
-    assert (wrong.outcome, "a: 'x' is not of type 'integer'" in wrong.text) == (Outcome.REFUSED, True)
+    assert (wrong.outcome, 'a: "x" is not of type "integer"' in wrong.text) == (Outcome.REFUSED, True)
     failed = await ask(host, "fail")
     assert (failed.outcome, failed.text) == (Outcome.ERROR, "error: Error executing tool fail")
     large = await ask(host, "large", {"size": 3_000_000})
@@ -97,7 +97,7 @@ async def test_a_change_of_parameters_is_told(host: ToolHost, request: pytest.Fi
     while (result := await ask(host, "add", {"a": 1, "b": 2})).outcome is not Outcome.REFUSED:
         assert result.outcome is Outcome.ERROR
         await asyncio.sleep(0.01)
-    assert "'x' is a required property" in result.text
+    assert '"x" is a required property' in result.text
     assert result.text.endswith("(the server has changed this tool's parameters; they are now: x, y, z)")
     assert (await ask(host, "add", {"x": 1, "y": 2, "z": 3})).text == "6"
 
@@ -159,7 +159,7 @@ async def test_what_is_no_server_is_told_and_hurts_nobody(open_tools: OpenTools,
     assert result.outcome is Outcome.ERROR
     assert "the MCP server s cannot be reached" in result.text
     assert says in result.text
-    assert (await host.run(ToolCall("g", "good__add", {"a": 1, "b": 1}))).text == "2"
+    assert (await host.run(ToolCall("g", "good__add", {"a": 1, "b": 1}, owner="good"))).text == "2"
 
 
 async def test_private_addresses_are_refused_unless_allowed(open_tools: OpenTools, serve: Serve) -> None:

@@ -8,7 +8,7 @@ import time
 import psutil
 import pytest
 
-from cluster.errors import ToolRefused
+from cluster.core.errors import ToolRefused
 from tools_runtime.processes import read_bounded, spawn
 
 STARTER = """

@@ -8,16 +8,16 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted import until
 
-from cluster.tools import Outcome, ToolCall
+from cluster.core.tools import Outcome, ToolCall
+from tests.tools.scripted import until
 from tools_runtime.host import ToolHost
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 
 
 def tool(name: str, **said: Any) -> dict[str, dict[str, Any]]:
-    return {name: {"kind": "python", "entry": f"python_tools:{name}", **said}}
+    return {name: {"kind": "python", "entry": f"tests.tools.python_tools:{name}", **said}}
 
 
 async def test_a_function_answers_from_another_process_that_is_kept(open_tools: OpenTools) -> None:

@@ -5,9 +5,9 @@ from typing import Any
 
 import pytest
 
-from cluster.errors import ToolRefused
-from cluster.tools import Outcome, ToolCall
-from tools_runtime import registry
+from cluster.core.errors import ToolRefused
+from cluster.core.tools import Outcome, ToolCall
+from tools_runtime import host as hosting
 from tools_runtime.host import ToolHost
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
@@ -40,6 +40,8 @@ async def refusal(open_tools: OpenTools, definitions: Any, **allowed: Any) -> st
         ({"t": {**HTTP, "parameters": {"properties": {"a": {"$ref": "#"}}}}}, "circular"),
         ({"t": {**HTTP, "colour": "red"}}, "colour"),
         ({"two words": HTTP}, "should match"),
+        ({"mine__x": HTTP}, "must not contain '__'"),
+        ({"mine_": HTTP}, "nor end with '_'"),
         ({f"t{i}": HTTP for i in range(17)}, "may bring 16 tools, not 17"),
         ({"t": {**HTTP, "description": "x" * 300_000}}, "at most"),
         ({"t": {**HTTP, "parameters": {"a": {1, 2}}}}, "not JSON"),
@@ -57,7 +59,7 @@ async def test_nothing_is_allowed_unless_the_operator_says_so(open_tools: OpenTo
 async def test_a_server_that_a_request_brings_is_at_a_public_address(open_tools: OpenTools) -> None:
     host = await open_tools({}, request_kinds=["mcp"])
     server = {"s": {"kind": "mcp", "url": "http://169.254.169.254/mcp"}}
-    assert "is not a public address" in (await host.run(ToolCall("a", "s__x"), server)).text
+    assert "is not a public address" in (await host.run(ToolCall("a", "s__x", owner="s"), server)).text
 
 
 async def test_networks_that_the_operator_opens_and_no_others(open_tools: OpenTools) -> None:
@@ -71,7 +73,9 @@ async def test_networks_that_the_operator_opens_and_no_others(open_tools: OpenTo
 
 
 async def test_one_request_does_not_see_the_tools_of_another(open_tools: OpenTools) -> None:
-    host = await open_tools({"mine": {"kind": "python", "entry": "python_tools:add"}}, request_kinds=["http"])
+    host = await open_tools(
+        {"mine": {"kind": "python", "entry": "tests.tools.python_tools:add"}}, request_kinds=["http"]
+    )
     assert "not a public address" in (await host.run(ToolCall("a", "theirs"), {"theirs": HTTP})).text
     for definitions in (None, {"other": HTTP}):
         assert "there is no tool 'theirs'" in (await host.run(ToolCall("a", "theirs"), definitions)).text
@@ -79,7 +83,7 @@ async def test_one_request_does_not_see_the_tools_of_another(open_tools: OpenToo
 
 
 async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(registry, "MAX_TABLES", 2)
+    monkeypatch.setattr(hosting, "MAX_TABLES", 2)
     host = await open_tools({}, request_kinds=["http"])
     for i in range(5):
         await host.run(ToolCall("a", "t"), {"t": {**HTTP, "description": str(i)}})
@@ -90,7 +94,7 @@ async def test_the_tools_of_a_request_are_told_with_their_servers(
     open_tools: OpenTools, serve: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Requests reach public addresses only, of which a test has none.
-    monkeypatch.setattr(registry, "_NOT_FOR_REQUESTS", ())
+    monkeypatch.setattr(hosting, "_NOT_FOR_REQUESTS", ())
     _, port = serve("mcp_server.py", "http")
     theirs = {
         "s": {"kind": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "private_addresses": True},
@@ -103,7 +107,7 @@ async def test_the_tools_of_a_request_are_told_with_their_servers(
     assert (offers["t"].description, offers["t"].parameters["required"]) == ("Theirs.", ["id"])
     assert set(offers["s__add"].parameters["properties"]) == {"a", "b"}
     assert [offer.name for offer in await host.offers()] == ["mine"]
-    assert (await host.run(ToolCall("a", "s__add", {"a": 1, "b": 2}), theirs)).text == "3"
+    assert (await host.run(ToolCall("a", "s__add", {"a": 1, "b": 2}, owner="s"), theirs)).text == "3"
 
 
 @pytest.mark.parametrize(

@@ -4,12 +4,11 @@ import asyncio
 from collections.abc import Callable
 
 import pytest
-from scripted import ManualTimers, ScriptedKind, settings, settle
 
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolResult
+from tests.tools.scripted import ManualTimers, ScriptedKind, settings, settle
 from tools_runtime.executor import ToolExecutor
-from tools_runtime.kind import Invocation
-from tools_runtime.timers import sleep_until
+from tools_runtime.kind import Invocation, sleep_until
 
 Make = Callable[..., ToolExecutor]
 

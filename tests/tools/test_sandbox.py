@@ -8,11 +8,11 @@ from typing import Any
 
 import psutil
 import pytest
-from scripted import until
 
-from cluster.errors import ToolRefused
-from cluster.tool_config import CommandTool
-from cluster.tools import Outcome, ToolCall, ToolResult
+from cluster.config.tools import CommandTool
+from cluster.core.errors import ToolRefused
+from cluster.core.tools import Outcome, ToolCall, ToolResult
+from tests.tools.scripted import until
 from tools_runtime.host import ToolHost
 from tools_runtime.kinds.command import command_line
 

@@ -12,23 +12,23 @@ from pathlib import Path
 import msgspec
 import pytest
 import ray
-from scripted import until
 
-from cluster.errors import ToolRefused
-from cluster.tool_config import ToolsConfig
-from cluster.tools import Outcome, ToolCall
+from cluster.config.tools import ToolsConfig
+from cluster.core.errors import ToolRefused
+from cluster.core.tools import Outcome, ToolCall
+from tests.tools.scripted import until
 from tools_runtime.actor import ToolActors
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
 
 Pools = Callable[..., Awaitable[ToolActors]]
 
-NOTE = {"kind": "python", "entry": "actor_tools:note"}
+NOTE = {"kind": "python", "entry": "tests.tools.actor_tools:note"}
 DEFINED = {
     "note": NOTE,
     "again": {**NOTE, "idempotent": True},
     "later": {**NOTE, "asynchronous": True},
-    "kept_pid": {"kind": "python", "entry": "actor_tools:pid", "sticky": True},
+    "kept_pid": {"kind": "python", "entry": "tests.tools.actor_tools:pid", "sticky": True},
 }
 
 

@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from pydantic import ValidationError
 
-from cluster.config_source import config_schema, load_config
-from cluster.errors import ConfigError
-from cluster.registry import TOOL_KINDS
-from cluster.tool_config import ToolModel, ToolsConfig, owner_of
+from cluster.config.loader import config_schema, load_config
+from cluster.config.tools import ToolModel, ToolsConfig
+from cluster.core.errors import ConfigError
+from cluster.core.registry import TOOL_KINDS
 from tools_runtime.host import ToolHost
 
 
@@ -67,16 +68,10 @@ async def test_what_cannot_work_is_told_at_the_start(tool: dict[str, object], sa
         ToolHost(ToolsConfig.model_validate({"defined": {"t": tool}}))
 
 
-def test_whose_tool_it_is() -> None:
-    kinds = {"files": "mcp", "a__b": "mcp", "files__read": "http", "x": "python"}
-    owners = {
-        tool: owner_of(tool, kinds.get) for tool in ("files__list", "files__read", "a__b__c", "x", "files", "y__z")
-    }
-    assert owners == {
-        "files__list": "files",
-        "files__read": "files__read",
-        "a__b__c": "a__b",
-        "x": "x",
-        "files": None,
-        "y__z": None,
-    }
+def test_no_tool_has_a_name_that_a_servers_tool_could_have() -> None:
+    server, tool = {"kind": "mcp", "command": ["serve"]}, {"kind": "command", "argv": ["true"]}
+    ToolsConfig.model_validate({"defined": {"files": server, "files_read": tool, "a__b": tool}})
+    with pytest.raises(
+        ValidationError, match="files__read: the name could be that of a tool of the MCP server 'files'"
+    ):
+        ToolsConfig.model_validate({"defined": {"files": server, "files__read": tool}})

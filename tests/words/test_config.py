@@ -12,12 +12,12 @@ import yaml
 from typer.testing import CliRunner
 
 from cluster import cli
-from cluster.config import CaesuraConfig
-from cluster.config_source import config_schema, dump_config, load_config, parse_assignment
-from cluster.errors import ConfigError, TraceError
-from cluster.model_config import RESERVED_ENGINE_KWARGS, TINY
-from cluster.registry import POLICIES, ROUTERS
-from replicas.engine_arguments import unknown_engine_arguments
+from cluster.config.loader import RENAMED, _known_keys, config_schema, dump_config, load_config, parse_assignment
+from cluster.config.models import RESERVED_ENGINE_KWARGS, TINY
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import ConfigError, TraceError
+from cluster.core.registry import POLICIES, ROUTERS
+from replicas.settings import unknown_engine_arguments
 
 
 @pytest.fixture
@@ -60,7 +60,7 @@ def test_flags_override_variables_override_the_file(file: Path) -> None:
         ("CAESURA__SLO__TTFT_S", "null", "slo.ttft_s", None),
         ("CAESURA__SLO__TTFT_S", "1e1", "slo.ttft_s", 10.0),
         ("CAESURA__MODEL__ID", "org/name", "model.id", "org/name"),
-        ("CAESURA__STORE__URL", "redis://:secret@host:6379/0", "store.url", "redis://:secret@host:6379/0"),
+        ("CAESURA__REDIS__URL", "redis://:secret@host:6379/0", "redis.url", "redis://:secret@host:6379/0"),
         ("CAESURA__POLICY__PARAMETERS", "{ageing: 0.2}", "policy.parameters", {"ageing": 0.2}),
         ("CAESURA__ENGINE__MAX_MODEL_LEN", "4096", "engine", {"max_model_len": 4096}),
     ],
@@ -95,8 +95,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: classes, control, cost_model, engine, http, keys, logs, metrics, model, "
-        "models, policy, predictor, programs, replicas, router, slo, store, tenants, tools, tracing (got {}, line 1)",
+        "colours: unknown key; there are: auth, cost_model, engine, http, limits, logs, metrics, model, model_routing, "
+        "models, policy, predictor, programs, redis, replicas, router, slo, tenants, tools, tracing (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
@@ -114,8 +114,8 @@ FILES: dict[str, tuple[str, str]] = {
         "policy.parameters.delta: input should be less than 1 (got 2, line 4)",
     ),
     "unknown policy parameter": (
-        "policy: {parameters: {hold_wroth: 2}}\n",
-        "policy.parameters.hold_wroth: unknown key; did you mean policy.parameters.hold_worth? (got 2, line 1)",
+        "policy: {parameters: {agieng: 2}}\n",
+        "policy.parameters.agieng: unknown key; did you mean policy.parameters.ageing? (got 2, line 1)",
     ),
     "parameter of a policy without any": (
         "policy: {name: vllm, parameters: {delta: 0.1}}\n",
@@ -128,6 +128,46 @@ FILES: dict[str, tuple[str, str]] = {
     "key that is no text": ("5: x\n", "5: keys should be strings"),
     "long value": ("http: {port: " + "x" * 500 + "}\n", "http.port: input should be a valid integer"),
 }
+
+
+OLD_KEYS: list[tuple[str, str]] = [
+    ("store: {url: 'redis://h:1'}\n", "store: is called redis now (got "),
+    (
+        "control: {timeout_s: 1, hold_limit_s: 5}\n",
+        "control: is called limits now; control.hold_limit_s is called limits.max",
+    ),
+    ("limits: {idle_program_s: 5}\n", "limits.idle_program_s: is called limits.program_ttl_s now (got 5, line 1)"),
+    ("keys: {file: /k}\n", "keys: is called auth now (got "),
+    ("classes: {a: [{model: tiny}]}\n", "classes: is called model_routing now (got "),
+    ("replicas: {host_bytes: 0}\n", "replicas.host_bytes: is called replicas.cpu_offload_bytes now (got 0, line 1)"),
+    (
+        "models: {big: {replicas: {host_bytes: 0}}}\n",
+        "models.big.replicas.host_bytes: is called models.big.replicas.cpu_offload_bytes now (got 0, line 1)",
+    ),
+    ("predictor: {share_s: 1}\n", "predictor.share_s: is called predictor.sync_interval_s now (got 1, line 1)"),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), OLD_KEYS, ids=[text.partition("\n")[0] for text, _ in OLD_KEYS])
+def test_an_old_key_is_rejected_with_its_new_name(file: Path, text: str, complaint: str) -> None:
+    (line,) = complaints(file, text)
+    assert line.startswith(f"{file}: {complaint}")
+
+
+def test_an_old_key_in_the_environment_is_rejected_with_its_new_name(file: Path) -> None:
+    (line,) = complaints(file, "", {"CAESURA__STORE__URL": "redis://h:1"})
+    assert line.startswith("CAESURA__STORE__URL: store: is called redis now")
+
+
+def test_a_parameter_that_was_removed_is_named(file: Path) -> None:
+    (line,) = complaints(file, "policy: {name: vllm, parameters: {hopeless_share: 0.1}}\n")
+    assert line.startswith(f"{file}: policy.parameters.hopeless_share: is not a setting any more")
+
+
+@pytest.mark.parametrize("new", sorted({new for new in RENAMED.values() if new is not None}))
+def test_every_new_name_is_a_key(new: str) -> None:
+    *section, key = new.split(".")
+    assert key in _known_keys(tuple(section), {})
 
 
 @pytest.mark.parametrize("case", FILES)
@@ -267,8 +307,8 @@ def test_schema_has_the_parameters_of_every_policy(name: str) -> None:
 
 
 def test_parameters_of_a_router() -> None:
-    ours = load_config(None, {}, {"router.parameters.max_moves": 1, "control.idle_program_s": 60})
-    assert (ours.placement.max_moves, ours.placement.idle_program_s) == (1, 60.0)
+    ours = load_config(None, {}, {"router.parameters.max_moves": 1, "limits.program_ttl_s": 60})
+    assert (ours.placement.max_moves, ours.placement.program_ttl_s) == (1, 60.0)
     assert not list(jsonschema.Draft202012Validator(config_schema()).iter_errors(yaml.safe_load(dump_config(ours))))
     rays = load_config(None, {}, {"router.name": "consistent_hash", "router.parameters.num_fallback_replicas": 0})
     assert rays.placement is None
@@ -362,7 +402,9 @@ def test_main_tells_errors_without_a_traceback(
     assert capsys.readouterr().err == "trace.jsonl:3: arrival_s: must be a number\n"
 
 
-def test_what_other_libraries_do_to_the_shared_loader_does_not_matter(tmp_path, monkeypatch):
+def test_what_other_libraries_do_to_the_shared_loader_does_not_matter(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     constructors = yaml.SafeLoader.yaml_constructors
     monkeypatch.setitem(constructors, "tag:yaml.org,2002:timestamp", constructors["tag:yaml.org,2002:str"])
     path = tmp_path / "caesura.yaml"
@@ -374,7 +416,7 @@ def test_what_other_libraries_do_to_the_shared_loader_does_not_matter(tmp_path, 
 def test_a_complaint_repeats_no_secret(file: Path) -> None:
     tool = {"kind": "http", "headers": {"Authorization": "s3cret"}}
     wrong = {
-        "store.url": "reddis://user:s3cret@host/0",
+        "redis.url": "reddis://user:s3cret@host/0",
         "tracing.otlp_endpoint": "ftp://s3cret@host/",
         "tools.defined.a": tool,
         "tools.defined.b": {**tool, "url": "http://u:s3cret@host/"},

@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 
-from cluster.direct_turns import SILENCE_S, OpenTurns
+from cluster.direct.open_turns import SILENCE_S, OpenTurns
 from router.decisions import TurnRequest
-from router.places import KeyedPlaces, Placement
+from router.placement import Placement, SessionPlacer
 
 
 class ManualClock:
@@ -17,7 +17,7 @@ class ManualClock:
         return self.time_s
 
 
-class Noted(KeyedPlaces):
+class Noted(SessionPlacer):
     """Notes how turns end."""
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ def opened(turns: OpenTurns, places: Noted) -> Opened:
     return open_
 
 
-def test_a_turn_ends_as_its_replica_says(turns: OpenTurns, places: Noted, opened: Opened):
+def test_a_turn_ends_as_its_replica_says(turns: OpenTurns, places: Noted, opened: Opened) -> None:
     good, bad = opened("a", "r1"), opened("b", "r1")
     turns.told("r1", [(good, True), (bad, False), ("another-router-0", True)], None)
     turns.told("r1", [(good, False)], None)
@@ -66,7 +66,7 @@ def test_a_turn_ends_as_its_replica_says(turns: OpenTurns, places: Noted, opened
 
 def test_a_turn_under_way_is_kept_however_long_it_takes(
     turns: OpenTurns, places: Noted, opened: Opened, clock: ManualClock
-):
+) -> None:
     name = opened("a", "r1")
     for _ in range(5):
         clock.time_s += SILENCE_S - 1
@@ -75,7 +75,9 @@ def test_a_turn_under_way_is_kept_however_long_it_takes(
     assert places.ends == {}
 
 
-def test_a_request_that_never_arrived_is_given_up(turns: OpenTurns, places: Noted, opened: Opened, clock: ManualClock):
+def test_a_request_that_never_arrived_is_given_up(
+    turns: OpenTurns, places: Noted, opened: Opened, clock: ManualClock
+) -> None:
     opened("a", "r1")
     turns.told("r1", [], [])
     assert places.ends == {}  # it may be on its way
@@ -86,7 +88,7 @@ def test_a_request_that_never_arrived_is_given_up(turns: OpenTurns, places: Note
 
 def test_the_turns_of_a_replica_that_is_gone_are_given_up(
     turns: OpenTurns, places: Noted, opened: Opened, clock: ManualClock
-):
+) -> None:
     lost, kept = opened("a", "r1"), opened("b", "r2")
     turns.told("r1", [], [lost])
     clock.time_s += SILENCE_S + 1

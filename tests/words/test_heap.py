@@ -9,7 +9,7 @@ from multiprocessing import get_context
 import psutil
 import pytest
 
-from cluster import heap
+from cluster.core import malloc_trim as heap
 
 PIECE_BYTES, PIECES = 2048, 20_000
 MOST_OF_IT = 0.9 * PIECE_BYTES * PIECES

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.errors import BadRequest
-from cluster.identity import identify
-from cluster.identity_dialects import DIALECTS, MAX_NUMBER, Request
-from cluster.program import MAX_ID_LENGTH, WIRE_KEY, Hints, ProgramIdentity
+from cluster.core.errors import BadRequest
+from cluster.core.identity import identify
+from cluster.core.identity_dialects import DIALECTS, MAX_NUMBER, Request
+from cluster.core.program import MAX_ID_LENGTH, WIRE_KEY, Hints, ProgramIdentity
 
 CHAT = {"model": "tiny", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -391,3 +391,13 @@ def test_every_hint_has_a_source() -> None:
         if getattr(identity.hints, field.name) is not None
     }
     assert heard == {field.name for field in fields(Hints)}
+
+
+def test_an_object_that_comes_as_text_is_parsed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    text = '{"program_id": "p", "priority": 2, "expected_output_length": 5}'
+    parsed: list[str] = []
+    loads = json.loads
+    monkeypatch.setattr(json, "loads", lambda source: parsed.append(source) or loads(source))
+    identified = identify({}, {"vllm_xargs": {"agentic_context": text}})
+    assert (identified.identity.program_id, identified.identity.hints.expected_output_tokens) == ("p", 5)
+    assert parsed == [text]

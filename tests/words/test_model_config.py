@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.config_source import load_config
-from cluster.errors import ConfigError
+from cluster.config.loader import load_config
+from cluster.core.errors import ConfigError
 
 WRONG: dict[str, tuple[str, str]] = {
     "first model among the others": (
@@ -26,18 +26,21 @@ WRONG: dict[str, tuple[str, str]] = {
         "models.big.cost_model: preset 'nix': unknown model 'nix'",
     ),
     "key of a rule": (
-        "classes: {a: [{model: tiny, tool: x}]}\n",
-        "classes.a.0.tool: unknown key; did you mean classes.a.0.tools?",
+        "model_routing: {a: [{model: tiny, tool: x}]}\n",
+        "model_routing.a.0.tool: unknown key; did you mean model_routing.a.0.tools?",
     ),
     "rule to a model that is not served": (
-        "classes: {a: [{model: big}]}\n",
-        "classes: a: no model 'big' is served; there are: tiny",
+        "model_routing: {a: [{model: big}]}\n",
+        "model_routing: a: no model 'big' is served; there are: tiny",
     ),
     "class without a last resort": (
-        "classes: {a: [{model: tiny, tools: [x]}]}\n",
-        "classes: a: the last rule must name a model and no condition",
+        "model_routing: {a: [{model: tiny, tools: [x]}]}\n",
+        "model_routing: a: the last rule must name a model and no condition",
     ),
-    "class without rules": ("classes: {a: []}\n", "classes: a: the last rule must name a model and no condition"),
+    "class without rules": (
+        "model_routing: {a: []}\n",
+        "model_routing: a: the last rule must name a model and no condition",
+    ),
 }
 
 

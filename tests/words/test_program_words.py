@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.program import MAX_ID_LENGTH, Forecasted, Hints, ProgramIdentity, ToolForecast, tool_key
+from cluster.core.program import MAX_ID_LENGTH, Hints, Prediction, ProgramIdentity, ToolPrediction, tool_key
 
 IDS = st.none() | st.text(min_size=1, max_size=MAX_ID_LENGTH)
 SECONDS = st.none() | st.floats(min_value=0, allow_nan=False, allow_infinity=False)
@@ -21,8 +21,8 @@ HINTS = st.builds(
     retention_s=SECONDS,
 )
 NUMBERS = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
-TOOLS = st.lists(st.builds(ToolForecast, st.text(), NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple)
-FORECASTS = st.builds(Forecasted, *[NUMBERS] * 7, tools=TOOLS)
+TOOLS = st.lists(st.builds(ToolPrediction, st.text(), NUMBERS, NUMBERS, NUMBERS), max_size=3).map(tuple)
+FORECASTS = st.builds(Prediction, *[NUMBERS] * 7, tools=TOOLS)
 IDENTITIES = st.builds(
     ProgramIdentity,
     program_id=IDS,

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from cluster.routing import (
+from cluster.core.replica_snapshot import (
     PREFIX_BLOCK_TOKENS,
     ReplicaSnapshot,
     StepCosts,

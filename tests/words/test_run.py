@@ -5,8 +5,27 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.errors import IllegalTransition
-from cluster.run import (
+from cluster.core.errors import IllegalTransition
+from cluster.core.tools import ToolOffer
+from cluster.core.turn import pack_ids, unpack_ids
+from cluster.runs.events import (
+    Accepted,
+    Call,
+    Ended,
+    Generated,
+    LateAnswer,
+    Limits,
+    RunEvent,
+    RunSpec,
+    TakenOver,
+    ToolAnswer,
+    ToolIntent,
+    TurnIntent,
+    TurnResult,
+    decode,
+    encode,
+)
+from cluster.runs.state import (
     AskTurn,
     AwaitLate,
     CallTools,
@@ -18,28 +37,9 @@ from cluster.run import (
     next_step,
     worked_s,
 )
-from cluster.run_events import (
-    Accepted,
-    Call,
-    Ended,
-    Generated,
-    LateAnswer,
-    Limits,
-    Offer,
-    RunEvent,
-    RunSpec,
-    TakenOver,
-    ToolAnswer,
-    ToolIntent,
-    TurnIntent,
-    TurnResult,
-    decode,
-    encode,
-)
-from cluster.turn import pack_ids, unpack_ids
 
 LIMITS = Limits(turns=8, tool_calls=8, output_tokens=1000, wall_s=60.0, turn_attempts=2)
-OFFERS = (Offer("calc", {"name": "calc"}, here=True), Offer("ask_user", {"name": "ask_user"}, here=False))
+OFFERS = (ToolOffer("calc", {"name": "calc"}, here=True), ToolOffer("ask_user", {"name": "ask_user"}, here=False))
 QUESTION = {"role": "user", "content": "what is 6 x 7?"}
 
 
@@ -156,7 +156,7 @@ def test_without_tools_of_ours_an_unknown_call_is_the_caller_s() -> None:
 
 
 def test_a_call_that_needs_consent_ends_the_run_and_an_approved_one_begins_the_next() -> None:
-    careful = (Offer("rm", {"name": "rm"}, here=True, approval=True),)
+    careful = (ToolOffer("rm", {"name": "rm"}, here=True, approval=True),)
     log = [accepted(offers=careful), TurnIntent(1), result(1, call(1, name="rm"))]
     state = after(*log)
     assert next_step(state) == Finish("completed")

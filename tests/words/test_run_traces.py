@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from cluster.bench.trace import programs_from_trace
-from cluster.run_events import Call, LateAnswer, RunEvent, TakenOver, ToolAnswer, TurnResult
-from cluster.run_traces import run_trace
+from cluster.offline.bench.trace import programs_from_trace
+from cluster.runs.events import Call, LateAnswer, RunEvent, TakenOver, ToolAnswer, TurnResult
+from cluster.runs.export import run_trace
 from predictor_service.examples import read_programs
 from tests.words.test_run import accepted, call, ok
 

@@ -9,17 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.log_histogram import BINS_PER_OCTAVE, EXACT
-from cluster.program import without_class
-from cluster.statistics import (
-    LONGEST_S,
-    MAX_STATISTICS_BYTES,
-    MAX_TOOL_NAME_BYTES,
-    MAX_TOOLS,
-    OVERALL,
-    DurationStatistics,
-    DurationTable,
-)
+from cluster.core.program import without_class
+from cluster.durations.histogram import BINS_PER_OCTAVE, EXACT
+from cluster.durations.statistics import LONGEST_S, MAX_STATISTICS_BYTES, DurationStatistics
+from cluster.durations.table import MAX_TOOL_NAME_BYTES, MAX_TOOLS, OVERALL, DurationTable
 
 DURATIONS = st.floats(min_value=0, max_value=1e6, allow_subnormal=False)
 SAMPLES = st.lists(DURATIONS, max_size=60)
@@ -249,7 +242,8 @@ def test_damaged_bytes_are_refused(count: int, data: st.DataObject) -> None:
 
 
 def forged(body: bytes) -> bytes:
-    return struct.pack("<BI", 2, zlib.crc32(body)) + body
+    version = of([1.0]).to_bytes()[0]
+    return struct.pack("<BI", version, zlib.crc32(body)) + body
 
 
 @given(st.sampled_from([1, 4, 5, 80, 3000]), st.data())

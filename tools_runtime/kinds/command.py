@@ -13,8 +13,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cluster.errors import ConfigError, ToolFailed, ToolRefused
-from cluster.tool_config import CommandTool
+from cluster.config.tools import CommandTool
+from cluster.core.errors import ConfigError, ToolFailed, ToolRefused
 from tools_runtime.kind import Invocation, SingleTool, ToolOutput
 from tools_runtime.processes import AS_NOBODY, READ_BYTES, read_bounded, spawn
 

@@ -6,8 +6,8 @@ callers only see that their call was lost.
 """
 
 import asyncio
+import logging
 import os
-import re
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any
@@ -18,14 +18,16 @@ from mcp import Client, MCPError
 from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 from mcp_types.version import LATEST_MODERN_VERSION, MODERN_PROTOCOL_VERSIONS
 
-from cluster.errors import ToolError, ToolFailed, ToolUnknown
-from cluster.tool_config import SEPARATOR, McpTool
+from cluster.config.tools import McpTool, server_tool_name
+from cluster.core.errors import ToolError, ToolFailed, ToolUnknown
+from cluster.core.tools import ToolOffer, function_object
 from tools_runtime.addresses import Resolver
-from tools_runtime.kind import Invocation, Offer, ToolOutput
+from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput
 from tools_runtime.kinds.http import secret_headers
 from tools_runtime.mcp_streams import CUT, Limits, PipeStreams, http_streams
 from tools_runtime.schemas import ArgumentCheck
-from tools_runtime.timers import LoopClock, TimerClock
+
+logger = logging.getLogger("ray.serve")
 
 MAX_TOOLS = 512
 MAX_PAGES = 64
@@ -42,7 +44,6 @@ INHERITED = ("HOME", "LANG", "PATH", "TERM", "TZ", "USER")
 """Variables that a server process gets without being asked for."""
 
 _MODES = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
-_UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 
 
 class _Connection:
@@ -80,9 +81,7 @@ class McpKind:
         variables = secret_headers({variable: variable for variable in config.environment_from})
         inherited = {variable: os.environ[variable] for variable in INHERITED if variable in os.environ}
         self._environment = {**inherited, **variables, **config.environment}
-        self._offers: dict[str, Offer] = {}
-        self._names: dict[str, str] = {}
-        """As programs call a tool, to as the server does."""
+        self._tools: dict[str, KnownTool] = {}
         self.left_out: dict[str, str] = {}
         """Tools that the server lists but that cannot be used, with the reason."""
         self._serving: asyncio.Task[None] | None = None
@@ -96,11 +95,11 @@ class McpKind:
         with suppress(ToolError):
             await self._connection()
 
-    def offers(self) -> Sequence[Offer]:
+    def tools(self) -> Sequence[KnownTool]:
         """The tools that the server listed last."""
-        return tuple(self._offers.values())
+        return tuple(self._tools.values())
 
-    async def offer(self, name: str) -> Offer | None:
+    async def tool(self, name: str) -> KnownTool | None:
         """A tool of the server; its list is read again if the server said that it changed.
 
         Raises:
@@ -109,7 +108,7 @@ class McpKind:
         connection = await self._connection()
         if connection.stale.is_set():
             await self._list(connection)
-        return self._offers.get(name)
+        return self._tools.get(name)
 
     async def run(self, invocation: Invocation) -> ToolOutput:
         """Call the tool on the server.
@@ -123,7 +122,7 @@ class McpKind:
             result = await self._unless_ended(connection, self._call(connection, invocation))
         except MCPError as error:
             if error.code == types.HEADER_MISMATCH:
-                # Nothing was run: the server wants arguments in headers that its new listing tells of.
+                # Nothing was run: the server wants arguments in headers that its new listing names.
                 await self._list(connection)
                 result = await self._unless_ended(connection, self._call(connection, invocation))
             else:
@@ -204,9 +203,9 @@ class McpKind:
 
     async def _call(self, connection: _Connection, invocation: Invocation) -> types.CallToolResult:
         # Not Client.call_tool: that would check the answer against the server's own schema, in unbounded time.
-        request = types.CallToolRequest(
-            params=types.CallToolRequestParams(name=self._names[invocation.name], arguments=dict(invocation.arguments))
-        )
+        tool = self._tools[invocation.name].offer
+        params = types.CallToolRequestParams(name=tool.server_tool or tool.name, arguments=dict(invocation.arguments))
+        request = types.CallToolRequest(params=params)
         return await connection.client.session.send_request(request, types.CallToolResult)
 
     async def _unless_ended(self, connection: _Connection, call: Any) -> types.CallToolResult:
@@ -253,18 +252,17 @@ class McpKind:
             self._take(listed)
 
     def _take(self, listed: Sequence[types.Tool]) -> None:
-        offers: dict[str, Offer] = {}
-        names: dict[str, str] = {}
+        tools: dict[str, KnownTool] = {}
         self.left_out = {tool.name: "the server lists too many tools" for tool in listed[MAX_TOOLS:]}
         allowed = self._config.allowed_tools
         for tool in listed[:MAX_TOOLS]:
-            name = f"{self._name}{SEPARATOR}{_UNFIT.sub('_', tool.name)}"
+            name = server_tool_name(self._name, tool.name)
             if allowed is not None and tool.name not in allowed:
                 continue
-            if len(name) > MAX_NAME_LENGTH or name in offers:
+            if len(name) > MAX_NAME_LENGTH or name in tools:
                 self.left_out[tool.name] = f"its name {name!r} is too long, or taken"
                 continue
-            before = self._offers.get(name)
+            before = self._tools.get(name)
             try:
                 check = ArgumentCheck(tool.input_schema)
                 if before is not None and before.check.schema != check.schema:
@@ -275,10 +273,13 @@ class McpKind:
                 self.left_out[tool.name] = str(error)
                 continue
             read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
-            description = (tool.description or "")[:MAX_DESCRIPTION_LENGTH]
-            offers[name] = Offer(name, description, check, read_only, tool.name)
-            names[name] = tool.name
-        self._offers, self._names = offers, names
+            function = function_object(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check.schema)
+            offer = ToolOffer(name, function, here=True, server_tool=tool.name, owner=self._name, read_only=read_only)
+            tools[name] = KnownTool(offer, check)
+        self._tools = tools
+        if self.left_out:
+            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in self.left_out.items())
+            logger.warning("the MCP server %s has tools that cannot be used: %s", self._name, reasons[:2000])
 
     def _down(self, addition: str) -> ToolFailed:
         return ToolFailed(f"the MCP server {self._name} cannot be reached: {self._reason}{addition}", transient=True)

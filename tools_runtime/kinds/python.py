@@ -11,8 +11,8 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from cluster.errors import ConfigError, ToolError, ToolFailed, ToolRefused, ToolUnknown
-from cluster.tool_config import PythonTool
+from cluster.config.tools import PythonTool
+from cluster.core.errors import ConfigError, ToolError, ToolFailed, ToolRefused, ToolUnknown
 from tools_runtime import python_worker
 from tools_runtime.kind import Invocation, SingleTool, ToolOutput
 from tools_runtime.processes import Child, spawn

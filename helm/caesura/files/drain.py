@@ -47,7 +47,7 @@ def command_of(entry: Path) -> bytes:
 def drained(node_id: str, left_s: float) -> bool:
     """Whether the cluster has taken the order to drain this node.
 
-    It is told no deadline: with one, Serve stops a replica before another is ready if its longest turn could not end.
+    It gets no deadline: with one, Serve stops a replica before another is ready if its longest turn could not end.
     """
     command = ["ray", "drain-node", f"--node-id={node_id}", "--reason", "DRAIN_NODE_REASON_PREEMPTION"]
     command += ["--reason-message", "pod ends"]

@@ -1,7 +1,7 @@
 """A seat: its Deployment's size, which KEDA decides, is the number of replicas that is wanted.
 
-Seats count themselves by the addresses behind their Service's name; the one with the lowest tells Ray Serve. A count
-that has just gone down is told only when it has stayed down: a seat that moves to another node is not one less.
+Seats count themselves by the addresses behind their Service's name; the one with the lowest reports to Ray Serve.
+A lower count is reported only after it has stayed lower, because a seat that moves to another node is not one less.
 """
 
 import json
@@ -18,7 +18,7 @@ APPLICATION = "caesura"
 PERIOD_S = 5.0
 TIMEOUT_S = 10.0
 LOWER_AFTER = 12
-"""Counts in a row that are lower before it is told: a minute."""
+"""Counts in a row that are lower before it is reported: a minute."""
 
 
 @dataclass
@@ -78,7 +78,7 @@ def main() -> None:
             if there[0] == here:
                 scale(os.environ["DASHBOARD"], os.environ["DEPLOYMENT"], replicas)
         except (URLError, OSError, KeyError, ValueError) as error:
-            # The cluster starts, moves or ends; what was told last stands.
+            # The cluster starts, moves or ends; the last report stands.
             print(f"not told: {type(error).__name__}: {error}", flush=True)
         time.sleep(PERIOD_S)
 

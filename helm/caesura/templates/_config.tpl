@@ -5,9 +5,9 @@
 {{- if include "caesura.redis.needsPassword" . -}}
 {{- $url = printf "%s?password_file=/etc/caesura/redis/password" $url -}}
 {{- end -}}
-{{- $known := dict "store" (dict "url" $url) "http" (dict "host" "0.0.0.0" "port" 8000) -}}
+{{- $known := dict "redis" (dict "url" $url) "http" (dict "host" "0.0.0.0" "port" 8000) -}}
 {{- if .Values.keys.enabled -}}
-{{- $_ := set $known "keys" (dict "file" "/etc/caesura/keys/keys.yaml") -}}
+{{- $_ := set $known "auth" (dict "file" "/etc/caesura/keys/keys.yaml") -}}
 {{- end -}}
 {{- mergeOverwrite $config $known | toYaml -}}
 {{- end -}}

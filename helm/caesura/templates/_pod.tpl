@@ -136,8 +136,8 @@ spec:
 - {name: MALLOC_ARENA_MAX, value: "2"}
 - {name: RAY_JEMALLOC_LIB_PATH, value: ""}
 - {name: RAY_task_events_report_interval_ms, value: "0"}
-- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: cluster.http_front.middlewares}
-- {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: cluster.serve_clock.never_back}
+- {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: cluster.proxy.middleware.middlewares}
+- {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: cluster.local.serve_clock.never_back}
 - name: CAESURA_MAX_IN_FLIGHT
   value: {{ mul (dig "http" "max_concurrent_requests" 1024 $values.config | int64) (dig "http" "ingress_replicas" 1 $values.config | int64) | quote }}
 {{- if include "caesura.isDirect" .root }}

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 
-from outsiders.guarded import Guarded, guarded_cluster
+from tests.faults.outsiders.guarded import Guarded, guarded_cluster
 
 
 @pytest.fixture(scope="package")

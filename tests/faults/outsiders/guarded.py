@@ -13,10 +13,10 @@ from typing import Any
 import httpx
 import psutil
 import yaml
-from serving.served import serving
-from stand import MARK, marked, title_of
 
-from cluster.embedded_redis import EmbeddedRedis
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.faults.stand import MARK, marked, title_of
+from tests.serving.served import serving
 
 WORKERS = (
     "ServeReplica:",
@@ -157,8 +157,8 @@ def config_of(directory: Path, redis: EmbeddedRedis, sink: Sink) -> dict[str, An
         "http": {"port": 0, "max_concurrent_requests": MAX_IN_FLIGHT, "max_body_bytes": 1 << 20},
         "replicas": {"count": 1, "kv_cache_bytes": 32 << 20},
         "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32},
-        "store": {"url": redis.url, "refresh_s": 0.2},
-        "keys": {"file": str(directory / "keys.yaml")},
+        "redis": {"url": redis.url, "refresh_s": 0.2},
+        "auth": {"file": str(directory / "keys.yaml")},
         "tenants": {
             "noisy": {"max_concurrent": OF_THE_NOISY, "requests_per_s": OF_THE_NOISY_PER_S, "burst": OF_THE_NOISY}
         },

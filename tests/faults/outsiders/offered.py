@@ -15,10 +15,10 @@ from threading import Thread
 from typing import Any
 
 import httpx
-from stand import until
-from under_load import ANSWERED_WITHIN_S, CONNECTIONS, Ended, Outcome, ask
 
-from outsiders.guarded import Guarded, bearer
+from tests.faults.outsiders.guarded import Guarded, bearer
+from tests.faults.stand import until
+from tests.faults.under_load import ANSWERED_WITHIN_S, CONNECTIONS, Ended, Outcome, ask
 
 PATH = "/v1/completions"
 TOKENS = 8
@@ -77,9 +77,20 @@ async def opened(
     return ended
 
 
-def done(ended: list[Ended]) -> list[float]:
-    """Latencies of those that were answered."""
-    return [one.latency_s for one in ended if one.outcome is Outcome.DONE]
+def answered(ended: list[Ended]) -> list[Ended]:
+    """Those that were answered."""
+    return [one for one in ended if one.outcome is Outcome.DONE]
+
+
+def latencies_of_all(ended: list[Ended]) -> list[float]:
+    """Seconds until each was answered.
+
+    Raises:
+        AssertionError: one was not, or there are none.
+    """
+    others = [one for one in ended if one.outcome is not Outcome.DONE]
+    assert ended and not others, f"{len(others)} of {len(ended)} were not answered: {others[:3]}"
+    return [one.latency_s for one in ended]
 
 
 def at_once(cluster: Guarded, key: str, count: int) -> tuple[list[Ended], float]:

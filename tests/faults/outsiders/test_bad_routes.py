@@ -14,12 +14,12 @@ import schemathesis.specs.openapi.schemas  # now: later, beside threads, CPython
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from hypothesis.errors import Unsatisfiable
-from promises import percentile
 from schemathesis import GenerationMode
 
-from cluster.config import PolicyConfig
+from cluster.config.schema import PolicyConfig
 from cluster.responses.request import CreateResponse
-from outsiders.guarded import Guarded, bearer
+from tests.faults.outsiders.guarded import Guarded, bearer
+from tests.faults.promises import percentile
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from promises import percentile
 
-from outsiders.guarded import KEYS, Guarded
+from tests.faults.outsiders.guarded import KEYS, Guarded
+from tests.faults.promises import percentile
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -93,13 +93,13 @@ PARTIAL: dict[str, bytes] = {
 
 
 @dataclass(frozen=True)
-class Told:
+class StreamChunk:
     status: int
     is_json: bool
     took_s: float
 
 
-def answer(port: int, data: bytes) -> Told:
+def answer(port: int, data: bytes) -> StreamChunk:
     """The first answer on a connection of its own. The status is 0 where it was closed without one."""
     with socket.create_connection(("127.0.0.1", port), ANSWER_WITHIN_S) as link:
         began = time.perf_counter()
@@ -117,7 +117,7 @@ def answer(port: int, data: bytes) -> Told:
             pass
         took_s = time.perf_counter() - began
     head, _, body = got.partition(b"\r\n\r\n")
-    return Told(int(head.split()[1]) if head else 0, _is_error(body), took_s)
+    return StreamChunk(int(head.split()[1]) if head else 0, _is_error(body), took_s)
 
 
 def _length(got: bytes) -> int:

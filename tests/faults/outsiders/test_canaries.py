@@ -10,9 +10,9 @@ import httpx
 import psutil
 import pytest
 import redis
-from serving.served import ROOT
 
-from outsiders.guarded import KEYS, SECRET, Guarded
+from tests.faults.outsiders.guarded import KEYS, SECRET, Guarded
+from tests.serving.served import ROOT
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -108,8 +108,8 @@ def _around(text: str, secret: str) -> str:
 def complaints() -> list[str]:
     """What `caesura config check` says of wrong values that hold secrets."""
     wrong = {
-        "store.url": f"reddis://:{SECRET}@redis:6379/0",
-        "store.urls": f"redis://:{SECRET}@redis:6379/0",
+        "redis.url": f"reddis://:{SECRET}@redis:6379/0",
+        "redis.urls": f"redis://:{SECRET}@redis:6379/0",
         "tracing.otlp_endpoint": f"ftp://user:{SECRET}@collector/",
         "tools.defined": {"t": {"kind": "http", "url": f"http://user:{SECRET}@a/", "headers": {"Authorization": 5}}},
     }

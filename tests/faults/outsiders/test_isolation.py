@@ -8,7 +8,7 @@ from typing import Any
 import httpx
 import pytest
 
-from outsiders.guarded import Guarded
+from tests.faults.outsiders.guarded import Guarded
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 

@@ -4,9 +4,10 @@ import socket
 from collections import Counter
 from threading import Thread
 
-from under_load import Outcome
+import pytest
 
-from outsiders.offered import burst
+from tests.faults.outsiders.offered import burst, latencies_of_all
+from tests.faults.under_load import Ended, Outcome
 
 ANSWERS = (
     b"HTTP/1.1 200 OK\r\nContent-Length: 0\r\n\r\n",
@@ -42,6 +43,16 @@ def test_whoever_is_not_answered_is_lost() -> None:
     }
     assert [one.retry_after for one in ended if one.outcome is Outcome.REFUSED] == ["3"]
     assert took_s >= 0.5
+
+
+@pytest.mark.parametrize("outcome", [Outcome.LOST, Outcome.REFUSED, Outcome.ERROR])
+def test_latencies_are_of_clients_that_were_all_answered(outcome: Outcome) -> None:
+    served = Ended(Outcome.DONE, 200, "", 0.5, 0.5)
+    assert latencies_of_all([served, served]) == [0.5, 0.5]
+    with pytest.raises(AssertionError, match="1 of 2 were not answered"):
+        latencies_of_all([served, Ended(outcome, 503, "", 0.1, 0.1)])
+    with pytest.raises(AssertionError):
+        latencies_of_all([])
 
 
 def test_a_connection_that_is_reset_is_lost() -> None:

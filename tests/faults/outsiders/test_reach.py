@@ -10,8 +10,8 @@ import psutil
 import pytest
 import redis
 
-from cluster.http_keys import OPEN_PATHS
-from outsiders.guarded import Guarded
+from cluster.auth.middleware import OPEN_PATHS
+from tests.faults.outsiders.guarded import Guarded
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

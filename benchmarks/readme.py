@@ -1,0 +1,144 @@
+"""Writes benchmarks/README.md from the kept results: ``python -m benchmarks.readme``.
+
+`kept.yaml` has the page's text, and names the rows and fields of each file in `results/` that the page shows.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+HERE = Path(__file__).parent
+PAGE = HERE / "README.md"
+RESULTS = HERE / "results"
+
+Row = Mapping[str, Any]
+
+REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"max": max, "sum": sum, "mean": statistics.fmean}
+
+
+class KeptError(ValueError):
+    """`kept.yaml` asks a result for something that it does not have."""
+
+
+def main() -> int:
+    """Write the page; with ``--check`` only compare it (exit status 1 if it is not current)."""
+    page = render()
+    if "--check" in sys.argv[1:]:
+        return 0 if PAGE.read_text() == page else 1
+    PAGE.write_text(page)
+    return 0
+
+
+def render() -> str:
+    """The page.
+
+    Raises:
+        KeptError: an entry of `kept.yaml` matches no row, or names a field that the rows lack.
+    """
+    kept = yaml.safe_load((HERE / "kept.yaml").read_text())
+    lines = [
+        kept["head"],
+        "## Micro-benchmarks",
+        "",
+        "| what | measured | command | date, commit |",
+        "| --- | --- | --- | --- |",
+    ]
+    lines += [_figures(entry) for entry in kept["figures"]]
+    lines.append(kept["simulated"].rstrip())
+    for entry in kept["tables"]:
+        lines += ["", *_table(entry)]
+    lines.append(kept["faults"].rstrip())
+    lines += [_promises(name) for name in ("faults", "soak")]
+    return "\n".join(lines) + "\n"
+
+
+def _figures(entry: Row) -> str:
+    record = _record(entry)
+    figures = []
+    for figure in entry["figures"]:
+        values = [
+            value
+            for row in _matching(entry, record["rows"], figure["where"])
+            for value in _values(row, figure["field"])
+        ]
+        if not values:
+            raise KeptError(f"{entry['file']}: no row has {figure['field']} where {figure['where']}")
+        figures.append(figure["text"].format(number(REDUCE[figure.get("reduce", "mean")](values))))
+    return f"| {entry['title']} | {', '.join(figures)} | `{record['command']}` | {record['date']}, {record['commit']} |"
+
+
+def _table(entry: Row) -> list[str]:
+    record = _record(entry)
+    rows = _matching(entry, record["rows"], entry.get("where", {}))
+    group, across, columns = entry["group"], entry.get("across"), entry["columns"]
+    steps: list[Any] = sorted({row[across] for row in rows}) if across else [None]
+    head = [*group, *(f"{text} {number(step)}" if across else text for text in columns.values() for step in steps)]
+    table = [f"| {' | '.join(head)} |", "| " + " | ".join("---" for _ in head) + " |"]
+    keys = dict.fromkeys(tuple(row[name] for name in group) for row in rows if all(name in row for name in group))
+    for key in keys:
+        cells = [f"`{part}`" for part in key]
+        for field in columns:
+            for step in steps:
+                of = [row for row in rows if all(row.get(n) == v for n, v in zip(group, key, strict=True))]
+                of = [row for row in of if across is None or row[across] == step]
+                values = [value for row in of for value in _values(row, field)]
+                cells.append(number(statistics.fmean(values)) if values else "")
+        table.append(f"| {' | '.join(cells)} |")
+    text = [entry["text"].strip(), ""] if "text" in entry else []
+    file = entry["file"]
+    source = f"`{record['command']}`, {record['date']}, commit {record['commit']}, `results/{file}`"
+    return [f"### {entry['title']}", "", *text, *table, "", source]
+
+
+def _promises(name: str) -> str:
+    rows = [line.split("|") for line in (RESULTS / f"{name}.md").read_text().splitlines()[2:]]
+    kept = sum(row[-3].strip() == "yes" for row in rows)
+    return f"| `make {name}` | {len(rows)} | {kept} | `results/{name}.md` |"
+
+
+def _record(entry: Row) -> dict[str, Any]:
+    """A result's rows, command, date and commit; what the file does not say stands in `kept.yaml`."""
+    path = RESULTS / entry["file"]
+    if path.suffix == ".jsonl":
+        record: dict[str, Any] = {"rows": [json.loads(line) for line in path.read_text().splitlines()]}
+    else:
+        record = json.loads(path.read_text())
+    named = {key: entry[key] for key in ("command", "date", "commit") if key in entry}
+    merged = named | record | ({"command": entry["command"]} if "command" in entry else {})
+    missing = {"command", "date", "commit", "rows"} - set(merged)
+    if missing:
+        raise KeptError(f"{entry['file']}: neither it nor kept.yaml has {', '.join(sorted(missing))}")
+    return merged
+
+
+def _matching(entry: Row, rows: Iterable[Row], where: Row) -> list[Row]:
+    found = [row for row in rows if all(row.get(name) == value for name, value in where.items())]
+    if not found:
+        raise KeptError(f"{entry['file']}: no row matches {dict(where)}")
+    return found
+
+
+def _values(row: Row, field: str) -> Sequence[float]:
+    """The numbers under a dotted field of one row: none, one, or a list's."""
+    value: Any = row
+    for name in field.split("."):
+        if not isinstance(value, Mapping) or name not in value:
+            return []
+        value = value[name]
+    return value if isinstance(value, list) else [value]
+
+
+def number(value: float) -> str:
+    """A number with three significant digits; whole numbers and those from 100 on without decimals."""
+    if isinstance(value, int) or float(value).is_integer() or abs(value) >= 100:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if abs(value) >= 0.001 else f"{value:.2g}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

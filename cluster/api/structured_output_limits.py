@@ -1,0 +1,127 @@
+"""Limits on the schemas, grammars and regular expressions that an engine compiles for a request.
+
+vLLM compiles them on few threads and cannot stop a compilation that has begun: a handful of huge ones, even of requests
+that were aborted, block all structured output of a replica. Measured with xgrammar and a vocabulary of 131,000 tokens:
+a property costs about 1 ms, and a position of a bounded string (`maxLength`, `.{0,n}`) about 50 ms.
+"""
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from cluster.core.errors import BadRequest
+
+MAX_CHARACTERS = 64 << 10
+"""Names, values and patterns that one request has compiled. Descriptions are not compiled and do not count."""
+MAX_PARTS = 5000
+"""Keys and list items of a schema, choices, and alternatives of a grammar or regular expression."""
+MAX_STATES = 1024
+"""Estimated automaton states of bounded repetitions."""
+STATES_OF_ONE = 256
+"""One bounded repetition counts as this many states at most: its cost hardly grows beyond that, nested or not."""
+
+CODE = "structured_output_too_complex"
+
+_AS_TEXT = frozenset({"json", "structural_tag"})
+"""Keys of `structured_outputs` whose value may be JSON in a string."""
+_ANNOTATIONS = frozenset({"title", "description", "$comment"})
+_LENGTHS = ("minLength", "maxLength")
+_PATTERNS = frozenset({"pattern", "regex", "grammar"})
+_REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
+
+
+def check_structured_output(body: Mapping[str, Any]) -> None:
+    """Reject what would take too long to compile.
+
+    Args:
+        body: of a chat completion, a completion or a response; fields of a wrong type are left for vLLM to reject.
+
+    Raises:
+        BadRequest: 400; `param` names the field.
+    """
+    for param, compiled in _compiled(body):
+        _check(param, compiled)
+
+
+def _compiled(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """What the engine compiles for this request, by the name of its field."""
+    for param in ("response_format", "structured_outputs"):
+        if isinstance(body.get(param), Mapping):
+            yield param, body[param]
+    text = body.get("text")
+    if isinstance(text, Mapping) and isinstance(text.get("format"), Mapping):
+        yield "text.format", text["format"]
+    tools = body.get("tools")
+    if isinstance(tools, list):
+        choice = body.get("tool_choice")
+        is_forced = choice == "required" or isinstance(choice, Mapping)
+        # Chat completions have a tool's fields in its `function`, responses beside its `type`.
+        functions = [tool.get("function", tool) for tool in tools if isinstance(tool, Mapping)]
+        yield (
+            "tools",
+            [
+                function.get("parameters")
+                for function in functions
+                if isinstance(function, Mapping) and (is_forced or function.get("strict") is True)
+            ],
+        )
+
+
+def _check(param: str, compiled: Any) -> None:
+    cost = _Cost()
+    cost.add(compiled)
+    for what, found, limit in (
+        ("characters", cost.characters, MAX_CHARACTERS),
+        ("properties, values and alternatives", cost.parts, MAX_PARTS),
+        ("states of bounded repetitions", cost.states, MAX_STATES),
+    ):
+        if found > limit:
+            message = f"{param}: has {found} {what}; at most {limit} are compiled for one request"
+            raise BadRequest(message, param=param, code=CODE)
+
+
+class _Cost:
+    """The estimated cost of what is compiled."""
+
+    def __init__(self) -> None:
+        self.characters = self.parts = self.states = 0
+
+    def add(self, compiled: Any) -> None:
+        """Add the cost of a schema, or of an object that has schemas, grammars and patterns in it."""
+        left = [compiled]
+        while left:
+            value = left.pop()
+            if isinstance(value, str):
+                self.characters += len(value)
+            elif isinstance(value, list):
+                self.parts += len(value)
+                left += value
+            elif isinstance(value, Mapping):
+                self.parts += len(value)
+                self.states += max((_length(value.get(key)) for key in _LENGTHS), default=0)
+                left += [part for key, part in value.items() if self._is_left(key, part)]
+                left += [_parsed(value[key]) for key in _AS_TEXT & value.keys()]
+
+    def _is_left(self, key: str, part: Any) -> bool:
+        """Add a key and, where it is a text, its value; whether the value is still to be added."""
+        self.characters += len(key)
+        if key in _AS_TEXT:
+            return False
+        if key in _PATTERNS and isinstance(part, str):
+            # What is quoted or escaped in a pattern counts, too.
+            self.parts += part.count("|")
+            for repetition in _REPETITION.finditer(part):
+                self.states += max(_length(int(bound[:9] or 0)) for bound in repetition.groups())
+        return not (key in _ANNOTATIONS and isinstance(part, str))
+
+
+def _length(bound: Any) -> int:
+    return int(min(bound, STATES_OF_ONE)) if isinstance(bound, int | float) and bound > 0 else 0
+
+
+def _parsed(value: Any) -> Any:
+    try:
+        return json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError):
+        return None  # vLLM rejects it

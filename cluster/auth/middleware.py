@@ -1,0 +1,147 @@
+"""Authentication, authorisation and rate limits: a request's key decides its tenant, its routes and its limits.
+
+This stands inside `api_openai.ErrorBoundary`, which renders its rejections, and before every route: a new path needs a
+key unless it is in `OPEN_PATHS`.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.requests import Request
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from cluster.auth.keys import ANYBODY, Caller, Role, key_file
+from cluster.auth.tenants import TenantLimit, TenantLimits, Tenants
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import Forbidden, TooManyRequests, Unauthorized
+
+OPEN_PATHS = frozenset({"/health", "/ready"})
+"""The paths that need no key: probes."""
+
+CALLER: Final = "caesura.caller"
+"""The key of the caller in the ASGI scope."""
+
+KEY_HEADERS = (b"authorization", b"x-api-key")
+"""Removed before a route sees the request: no key may reach a log, a replica or a tool."""
+
+BEARER = "bearer "
+
+FindKey = Callable[[str], Caller | None]
+
+
+class AuthMiddleware:
+    """Pure ASGI middleware.
+
+    Args:
+        app: serves authenticated requests.
+        config: the keys' file, and the tenants' limits.
+        limited_paths: the paths that make work for a replica; the others are not counted.
+        on_rejection: called with the headers and the tenant of each request that is over a limit.
+        find: finds a key's caller; None: the configuration's file does, and without a file every caller is
+            `auth_keys.ANYBODY`.
+        clock: measures the limits.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        config: CaesuraConfig,
+        limited_paths: frozenset[str],
+        on_rejection: Callable[[Headers, str], None] = lambda headers, tenant: None,
+        find: FindKey | None = None,
+        clock: Clock | None = None,
+    ) -> None:
+        self._app = app
+        self._limited_paths = limited_paths
+        self._on_rejection = on_rejection
+        self._limits = TenantLimits(Tenants(config).limits(), TenantLimit(), clock or MonotonicClock())
+        self._find = find
+        if find is None and config.auth.file is not None:
+            self._find = key_file(Path(config.auth.file)).find
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """ASGI entry.
+
+        Raises:
+            Unauthorized: no key, or one that opens nothing.
+            Forbidden: a key that does not open this.
+            TooManyRequests: more than the tenant may.
+        """
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        if scope["path"] in OPEN_PATHS:
+            await self._app(_without_keys(scope, ANYBODY), receive, send)
+            return
+        caller = self._caller(scope)
+        scope = _without_keys(scope, caller)
+        if scope["path"] not in self._limited_paths:
+            await self._app(scope, receive, send)
+            return
+        try:
+            allowance = self._limits.enter(caller.tenant)
+        except TooManyRequests:
+            self._on_rejection(Headers(scope=scope), caller.tenant)
+            raise
+
+        async def with_headers(message: Message) -> None:
+            if allowance is not None and message["type"] == "http.response.start":
+                MutableHeaders(scope=message).update(allowance.headers())
+            await send(message)
+
+        try:
+            await self._app(scope, receive, with_headers)
+        finally:
+            self._limits.leave(caller.tenant)
+
+    def _caller(self, scope: Scope) -> Caller:
+        if self._find is None:
+            return ANYBODY
+        key = _key_of(scope)
+        if key is None:
+            raise Unauthorized("no API key: send it as `Authorization: Bearer KEY`")
+        caller = self._find(key)
+        if caller is None:
+            raise Unauthorized("this API key is unknown or has expired")
+        role = role_of(scope["path"])
+        if not caller.may(role):
+            raise Forbidden(f"this API key has no role {role.value!r}")
+        return caller
+
+
+def role_of(path: str) -> Role:
+    """The role that a path needs."""
+    if path == "/admin" or path.startswith("/admin/"):
+        return Role.ADMIN
+    return Role.METRICS if path == "/metrics" else Role.SERVE
+
+
+def caller_of(request: Request) -> Caller:
+    """Whose request it is. The direct data plane has no keys: there it is `ANYBODY`."""
+    caller = request.scope.get(CALLER, ANYBODY)
+    assert isinstance(caller, Caller)
+    return caller
+
+
+def _key_of(scope: Scope) -> str | None:
+    value = _single_value(scope, b"authorization")
+    if value[: len(BEARER)].lower() == BEARER:
+        return value[len(BEARER) :].strip()
+    return _single_value(scope, b"x-api-key").strip() or None
+
+
+def _single_value(scope: Scope, header: bytes) -> str:
+    """A header's value; empty without the header. Of two different values, a proxy may have checked the other one."""
+    values = {value for name, value in scope["headers"] if name == header}
+    if len(values) > 1:
+        raise Unauthorized(f"the header {header.decode()} is there more than once, with different keys")
+    return str(b"".join(values).decode("latin-1"))
+
+
+def _without_keys(scope: Scope, caller: Caller) -> Scope:
+    kept = [header for header in scope["headers"] if header[0] not in KEY_HEADERS]
+    return {**scope, "headers": kept, CALLER: caller}

@@ -1,0 +1,138 @@
+"""Whose turn is this? Headers and bodies of every dialect that agent clients speak, read into one ProgramIdentity.
+
+Each field (program, parent, last turn, every hint) is taken from the first source that says it, in the order of
+``cluster.core.identity_dialects.DIALECTS``; a later source that says something else is a conflict, never an error.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, fields
+from json import JSONDecodeError, JSONDecoder
+from typing import Any
+
+from cluster.core.errors import BadRequest, HttpError
+from cluster.core.identity_dialects import DIALECTS, Claim, Request, identifier
+from cluster.core.program import DEFAULT_TENANT, WIRE_KEY, Hints, ProgramIdentity
+
+_HINTS = frozenset(field.name for field in fields(Hints))
+
+# The wire key is ours alone: a client that sent it would speak to the scheduler in another tenant's name.
+_CONSUMED = frozenset(path for dialect in DIALECTS for path in dialect.consumes) | {f"vllm_xargs.{WIRE_KEY}"}
+
+VISIBLE_HEADERS = ("x-session-id",)
+"""Headers of the client that HAProxy passes on and that name a program."""
+
+
+@dataclass(frozen=True, slots=True)
+class Identified:
+    """A request, and who asks."""
+
+    identity: ProgramIdentity
+    body: dict[str, Any]
+    """The body without the fields in which a dialect spoke; the fields that vLLM serves from are as they were."""
+    conflicts: tuple[str, ...]
+    """For people: one for each source that disagrees with a source before it."""
+
+
+def identify(headers: Mapping[str, str], body: Mapping[str, Any], tenant: str = DEFAULT_TENANT) -> Identified:
+    """Read a request's identity and hints. Neither argument is changed.
+
+    Args:
+        headers: of the HTTP request; names in any case, with ``-`` or ``_``.
+        body: the parsed JSON object.
+        tenant: who the caller found the client to be; ids of different tenants never meet.
+
+    Raises:
+        BadRequest: an id or hint that cannot be used; ``param`` is its header or the dotted path in the body.
+    """
+    request = Request.of(headers, body)
+    kept, conflicts = _first_of_each(claim for dialect in DIALECTS for claim in dialect.extract(request))
+    said: dict[str, Any] = {field: claim.value for field, claim in kept.items()}
+    hints = Hints(**{field: said.pop(field) for field in _HINTS & said.keys()})
+    if said.get("parent_id") == said.get("program_id"):
+        said.pop("parent_id", None)  # the root of a tree names itself in some dialects
+    identity = ProgramIdentity(tenant=_tenant(tenant), hints=hints, **said)
+    return Identified(identity, _without_dialects(body), tuple(conflicts))
+
+
+def _first_of_each(claims: Iterable[Claim]) -> tuple[dict[str, Claim], list[str]]:
+    kept: dict[str, Claim] = {}
+    conflicts = []
+    for claim in claims:
+        first = kept.setdefault(claim.field, claim)
+        if first.value != claim.value:
+            conflicts.append(
+                f"{claim.field}: {first.source} says {first.value!r}, which counts; {claim.source} says {claim.value!r}"
+            )
+    return kept, conflicts
+
+
+def _tenant(tenant: str) -> str:
+    # A slash would let one tenant's key (tenant/program) equal another's.
+    if "/" in tenant:
+        raise BadRequest("a tenant's name has no '/'", param="tenant")
+    return identifier("tenant", tenant) or DEFAULT_TENANT
+
+
+def _without_dialects(body: Mapping[str, Any]) -> dict[str, Any]:
+    cleaned = {key: value for key, value in body.items() if key not in _CONSUMED}
+    if xargs := body.get("vllm_xargs"):
+        cleaned["vllm_xargs"] = {key: value for key, value in xargs.items() if f"vllm_xargs.{key}" not in _CONSUMED}
+        if not cleaned["vllm_xargs"]:
+            del cleaned["vllm_xargs"]
+    return cleaned
+
+
+def seen_turn(headers: Mapping[str, str], raw: bytes) -> tuple[ProgramIdentity, dict[str, Any]]:
+    """The identity and the body of a request as far as HAProxy shows them. A replica rejects wrong requests."""
+    visible = {name: headers[name] for name in VISIBLE_HEADERS if name in headers}
+    body = visible_fields(raw)
+    for seen in (body, {}):
+        try:
+            return identify(visible, seen, DEFAULT_TENANT).identity, body
+        except HttpError:
+            continue
+    return ProgramIdentity(), body
+
+
+def visible_fields(raw: bytes) -> dict[str, Any]:
+    """The fields of a JSON object, also where its end is missing; empty for anything else."""
+    text = raw.decode("utf-8", errors="ignore")
+    try:
+        whole = json.loads(text)
+    except (ValueError, RecursionError):
+        return _fields_before_the_cut(text)
+    return whole if isinstance(whole, dict) else {}
+
+
+def _fields_before_the_cut(text: str) -> dict[str, Any]:
+    decoder = JSONDecoder()
+    found: dict[str, Any] = {}
+    at = _after(text, 0, "{")
+    while at is not None:
+        try:
+            key, at = decoder.raw_decode(text, at)
+            value_at = _after(text, at, ":")
+            if value_at is None or not isinstance(key, str):
+                break
+            value, at = decoder.raw_decode(text, value_at)
+        except (JSONDecodeError, RecursionError):
+            break
+        end = _behind_space(text, at)
+        if text[end : end + 1] not in (",", "}"):
+            break  # a number may go on behind the cut, which may also be in the middle of its exponent
+        found[key] = value
+        at = _after(text, at, ",")
+    return found
+
+
+def _after(text: str, at: int, mark: str) -> int | None:
+    """Where the next value begins, if ``mark`` stands before it."""
+    at = _behind_space(text, at)
+    return _behind_space(text, at + 1) if text[at : at + 1] == mark else None
+
+
+def _behind_space(text: str, at: int) -> int:
+    while at < len(text) and text[at].isspace():
+        at += 1
+    return at

@@ -1,0 +1,125 @@
+"""The one place where plug-ins are named: a new policy, router or tool kind is one new file and one line here.
+
+Entries are dotted ``module:attribute`` paths, resolved on first use, so that this module imports nothing and a choice
+that is not made costs nothing. Configuration choices and CLI help come from here.
+"""
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+from cluster.core.errors import ConfigError
+
+
+class Registry(Mapping[str, str]):
+    """Names of one kind of plug-in, each with the path of what implements it."""
+
+    def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
+        self.kind = kind
+        self._entries = dict(entries)
+
+    def __getitem__(self, name: str) -> str:
+        return self._entries[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def load(self, name: str) -> Any:
+        """The object registered under ``name``.
+
+        Raises:
+            ConfigError: no such name; the message lists the names there are.
+        """
+        if name not in self._entries:
+            raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self._entries)}")
+        return _attribute(self._entries[name])
+
+
+def read_cost_model(source: str) -> Any:
+    """The cost model of a preset's name, or of a file that `caesura profile` wrote.
+
+    Raises:
+        ConfigError: no such preset, or not such a file.
+    """
+    return _attribute("replicas.presets:cost_model")(source)
+
+
+def _attribute(path: str) -> Any:
+    module, _, attribute = path.partition(":")
+    return getattr(import_module(module), attribute)
+
+
+POLICIES = Registry(
+    "policy",
+    {
+        "caesura": "replicas.policies.caesura:CaesuraParameters",
+        "vllm": "replicas.policies.baselines:VllmParameters",
+        "plas": "replicas.policies.baselines:PlasParameters",
+        "infercept": "replicas.policies.infercept:InferceptParameters",
+        "lamps": "replicas.policies.mars:LampsParameters",
+        "mars": "replicas.policies.mars:MarsParameters",
+        "augserve": "replicas.policies.augserve:AugserveParameters",
+        "continuum": "replicas.policies.continuum:ContinuumParameters",
+        "continuum2": "replicas.policies.continuum:ContinuumCostParameters",
+    },
+)
+
+OUR_ROUTER = "caesura"
+"""The router that places programs; the others are Ray's, and send each program where its key says."""
+
+ROUTERS = Registry(
+    "router",
+    {
+        OUR_ROUTER: "router.pinned_router:PinnedRequestRouter",
+        "consistent_hash": "ray.serve.experimental.consistent_hash_router:ConsistentHashRouter",
+        "power_of_two": "ray.serve._private.request_router:PowerOfTwoChoicesRequestRouter",
+        "prefix_affinity": "router.prefix_affinity:PrefixAffinityRouter",
+    },
+)
+
+FILTERS = Registry(
+    "filter",
+    {
+        "model": "router.placement_policy:SameModel",
+        "health": "router.placement_policy:NotSuspect",
+        "capacity": "router.placement_policy:LargeEnough",
+        "tenant": "router.placement_policy:TenantSpread",
+        "drain": "router.placement_policy:NotDraining",
+    },
+)
+
+SCORERS = Registry(
+    "scorer",
+    {
+        "start": "router.placement_policy:Start",
+        "missing": "router.placement_policy:Missing",
+        "pace": "router.placement_policy:Pace",
+        "memory": "router.placement_policy:Memory",
+    },
+)
+
+ROUTER_PARAMETERS = Registry("router with parameters of its own", {OUR_ROUTER: "router.settings:RouterSettings"})
+"""Their classes; Ray's routers take keyword arguments, which nobody checks before they are started."""
+
+TOOL_KINDS = Registry(
+    "tool kind",
+    {
+        "python": "tools_runtime.kinds.python:PythonKind",
+        "http": "tools_runtime.kinds.http:HttpKind",
+        "command": "tools_runtime.kinds.command:CommandKind",
+        "mcp": "tools_runtime.kinds.mcp:McpKind",
+    },
+)
+
+PREDICTORS = Registry(
+    "predictor",
+    {
+        "statistics": "predictor_service.statistics_model:StatisticsModel",
+        "encoder": "predictor_service.encoder:EncoderModel",
+        "tabular": "predictor_service.tabular:TabularModel",
+    },
+)
+"""Models of forecasts: each has `fit(programs)`, `save(directory)`, `load(directory)` and what it answers."""

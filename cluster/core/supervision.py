@@ -1,0 +1,125 @@
+"""Background tasks of one owner: a loop that fails is logged, counted and started again; it never ends unseen.
+
+The owner starts its loops and one-off jobs here, and closes them here. A Ray deployment raises from `check_health`
+while `healthy` is False, so that Ray replaces a process whose loops keep failing.
+"""
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.core.clock import Clock
+
+logger = logging.getLogger("ray.serve")
+
+FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
+"""A loop is started again after this long; the wait doubles with each failure in a row, up to the maximum."""
+RECOVERED_S = 60.0
+"""A loop that has run for so long is in order again: its next failure is the first of a new row."""
+UNHEALTHY_AFTER = 5
+"""So many failures in a row make the owner unhealthy."""
+
+
+@dataclass(slots=True)
+class _Loop:
+    task: asyncio.Task[None]
+    started_s: float
+    failures_in_a_row: int = 0
+
+
+class SupervisedTasks:
+    """The background tasks of one owner.
+
+    Args:
+        owner: names the owner in log lines.
+        clock: measures how long a loop has run.
+        sleep: waits before a loop is started again.
+    """
+
+    def __init__(
+        self, owner: str, clock: Clock, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
+    ) -> None:
+        self.failures: Counter[str] = Counter()
+        """Unexpected exceptions since the start, by the name of the task."""
+        self._owner = owner
+        self._clock = clock
+        self._sleep = sleep
+        self._loops: dict[str, _Loop] = {}
+        self._jobs: set[asyncio.Task[bool]] = set()
+
+    def start(self, name: str, loop: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        """Run a loop until `aclose`. It is called again after each exception; when it returns, it is over.
+
+        Args:
+            name: unique among the loops of this owner; used in log lines and counters.
+            loop: makes the loop's coroutine, and makes it anew after a failure.
+
+        Raises:
+            ValueError: a loop of this name runs already.
+        """
+        if name in self._loops:
+            raise ValueError(f"{self._owner} already runs a loop named {name!r}")
+        task = asyncio.create_task(self._supervise(name, loop), name=f"{self._owner}: {name}")
+        self._loops[name] = _Loop(task, self._clock.now_s())
+
+    def run(self, name: str, job: Coroutine[Any, Any, object]) -> None:
+        """Run a job once, in the background. Its exception is logged and counted; nobody waits for its result."""
+        self._jobs.add(task := asyncio.create_task(self._fails(name, job), name=f"{self._owner}: {name}"))
+        task.add_done_callback(self._jobs.discard)
+
+    @property
+    def pending_jobs(self) -> int:
+        """Jobs that have not ended."""
+        return len(self._jobs)
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """The loops that keep failing. A loop leaves this list when it has run for `RECOVERED_S` again."""
+        now_s = self._clock.now_s()
+        return tuple(
+            name
+            for name, loop in self._loops.items()
+            if loop.failures_in_a_row >= UNHEALTHY_AFTER and now_s - loop.started_s < RECOVERED_S
+        )
+
+    @property
+    def healthy(self) -> bool:
+        """Whether no loop keeps failing."""
+        return not self.failed
+
+    async def aclose(self) -> None:
+        """Cancel all loops and jobs, and wait until they have ended."""
+        tasks = [*(loop.task for loop in self._loops.values()), *self._jobs]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        self._loops.clear()
+
+    async def _supervise(self, name: str, loop: Callable[[], Coroutine[Any, Any, object]]) -> None:
+        while await self._fails(name, loop()):
+            state = self._loops[name]
+            if self._clock.now_s() - state.started_s >= RECOVERED_S:
+                state.failures_in_a_row = 0
+            # The exponent is bounded, since a loop may fail for as long as the process lives.
+            backoff_s = min(MAX_BACKOFF_S, FIRST_BACKOFF_S * 2 ** min(16, state.failures_in_a_row))
+            state.failures_in_a_row += 1
+            state.started_s = self._clock.now_s() + backoff_s
+            await self._sleep(backoff_s)
+        del self._loops[name]
+
+    async def _fails(self, name: str, work: Coroutine[Any, Any, object]) -> bool:
+        """Run the work; whether it ended with an exception. The cancellation of this task passes."""
+        task = asyncio.current_task()
+        try:
+            await work
+        except (Exception, asyncio.CancelledError) as error:
+            if task is not None and task.cancelling():
+                raise asyncio.CancelledError from error
+            # Without a cancellation of this task, the work awaited something that was cancelled elsewhere.
+            self.failures[name] += 1
+            logger.exception("%s: background task %r failed", self._owner, name)
+            return True
+        return False

@@ -1,0 +1,123 @@
+"""Which model a request is for: the one it names, or the one that the class it names leads its program to."""
+
+import asyncio
+from collections import OrderedDict
+from collections.abc import Mapping
+from typing import Any, Protocol
+from urllib.parse import quote, unquote
+
+from cluster.api.openai import no_model
+from cluster.config.models import CLASS_PREFIX, ClassRule
+from cluster.config.schema import CaesuraConfig
+from cluster.core.program import ProgramIdentity
+from cluster.core.replica_snapshot import Home
+from cluster.dispatch.placed_calls import prompt_tokens
+from router.model_choice import Chosen, TurnFacts, choose_model
+
+MAX_PROGRAMS = 100_000
+"""Programs whose model is remembered; the store knows the others."""
+
+
+class Loads(Protocol):
+    """How busy the models are."""
+
+    def start_s(self) -> Mapping[str, float | None]:
+        """By model, seconds within which a turn is expected to start; None: no replica is there."""
+        ...
+
+
+class Homes(Protocol):
+    """A `PlacementStore`: here a program and class have a model where programs have a replica."""
+
+    async def claim(self, key: str, home: Home) -> Home | None:
+        """The home that holds; None: the store does not answer."""
+        ...
+
+
+class ModelSelection:
+    """Leads programs to models. A program stays with the model that its class chose, on every ingress.
+
+    Args:
+        config: the whole configuration.
+        loads: how busy the models are.
+        homes: where the choices of all ingresses are.
+    """
+
+    def __init__(self, config: CaesuraConfig, loads: Loads, homes: Homes) -> None:
+        self._served = config.served
+        self._default = config.model.id
+        self._classes = config.model_routing
+        self._loads = loads
+        self._homes = homes
+        self._chosen: OrderedDict[str, str] = OrderedDict()
+        self._choosing: dict[str, asyncio.Task[str]] = {}
+        self.counters: dict[Chosen, int] = dict.fromkeys(Chosen, 0)
+
+    def check(self, model: str | None) -> None:
+        """Is this a model, or a class, that there is? None: nothing was named.
+
+        Raises:
+            BadRequest: 404, it is not.
+        """
+        if model is None or model in self._served:
+            return
+        name = model.removeprefix(CLASS_PREFIX)
+        if name == model or name not in self._classes:
+            raise no_model(model)
+
+    async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
+        """The id of the model that a request is for.
+
+        Args:
+            body: of the request; its `model` has been checked.
+            identity: whose turn it is; None: it is no turn.
+        """
+        named = body.get("model")
+        if named is None:
+            return self._default
+        if named in self._served:
+            return str(named)
+        name = str(named).removeprefix(CLASS_PREFIX)
+        if identity is None or identity.key is None:
+            return self._choose(self._classes[name], body, identity)
+        key = f"{name}/{identity.key}"
+        if key not in self._chosen:
+            if key not in self._choosing:
+                self._choosing[key] = asyncio.create_task(self._agree(key, name, body, identity))
+            self._remember(key, await asyncio.shield(self._choosing[key]))
+        self._chosen.move_to_end(key)
+        return self._chosen[key]
+
+    async def _agree(self, key: str, name: str, body: Mapping[str, Any], identity: ProgramIdentity) -> str:
+        """What is chosen here, or what another ingress has chosen."""
+        try:
+            model = self._choose(self._classes[name], body, identity)
+            held = await self._homes.claim(key, Home(quote(model, safe=""), 1))
+            agreed = model if held is None else unquote(held.replica)
+            return agreed if agreed in self._served else model
+        finally:
+            del self._choosing[key]
+
+    def _choose(self, rules: tuple[ClassRule, ...], body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
+        choice = choose_model(rules, turn_facts(body, identity), self._loads.start_s())
+        self.counters[choice.reason] += 1
+        return choice.model
+
+    def _remember(self, key: str, model: str) -> None:
+        self._chosen[key] = model
+        while len(self._chosen) > MAX_PROGRAMS:
+            self._chosen.popitem(last=False)
+
+
+def turn_facts(body: Mapping[str, Any], identity: ProgramIdentity | None) -> TurnFacts:
+    """What rules ask of a request: chat completions name a tool in its function, responses beside its type."""
+    names: set[str] = set()
+    offered = body.get("tools")
+    for tool in offered if isinstance(offered, list) else ():
+        if isinstance(tool, dict):
+            function = tool.get("function")
+            name = function.get("name") if isinstance(function, dict) else tool.get("name")
+            names |= {name} if isinstance(name, str) else set()
+    if identity is not None:
+        names |= {tool for tool in (identity.hints.last_tool, identity.hints.expected_tool) if tool is not None}
+    return TurnFacts(frozenset(names), prompt_tokens(body))

@@ -1,0 +1,112 @@
+"""The placement of one model's programs in one ingress process: engine, store, snapshots, metrics."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock
+from cluster.core.supervision import SupervisedTasks
+from cluster.dispatch.quarantine import Quarantine
+from cluster.observing.meter import Meter
+from cluster.observing.recorders import RouterMetrics
+from cluster.store.placements import PlacementStore
+from router.decisions import Placed, Refused
+from router.placement import Fallback, Placer, SessionPlacer
+from router.placement_engine import PlacementEngine
+from router.program_placer import ProgramPlacer
+from router.settings import RouterSettings
+from router.snapshots import HUB
+
+METRICS_PERIOD_S = 1.0
+"""Gauges go stale in Ray unless they are set about so often."""
+
+
+class PlacementService:
+    """Makes, opens and closes the parts.
+
+    Args:
+        replicas: a handle to the `ProgramServer`s of a model.
+        config: the whole configuration, as that model sees it.
+        clock: for all of the router.
+    """
+
+    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig, clock: Clock) -> None:
+        self._tasks = SupervisedTasks(f"the placement of {config.model.id}", clock)
+        self._deployment = replicas.deployment_name
+        self._calls = replicas.options(stream=False)
+        self._program_placer: ProgramPlacer | None = None
+        self._store: PlacementStore | None = None
+        self.placer: Placer = SessionPlacer(config.router.name)
+        self.quarantine = Quarantine(clock, config.router.quarantine_s)
+        if (settings := config.placement) is not None:
+            self.placer = self._program_placer = self._make_placer(config, settings, clock)
+        self._metrics = RouterMetrics(Meter({"model": config.model.id}, enabled=config.metrics.enabled))
+        self._unsubscribe: Callable[[], None] | None = None
+
+    def _make_placer(self, config: CaesuraConfig, settings: RouterSettings, clock: Clock) -> ProgramPlacer:
+        idle_s = settings.program_ttl_s
+        self._store = store = PlacementStore(
+            config.redis.url, model=config.model.id, timeout_s=config.redis.timeout_s, expiry_s=idle_s, clock=clock
+        )
+        self.quarantine = Quarantine(clock, config.router.quarantine_s, store)
+        return ProgramPlacer(
+            PlacementEngine(settings, config.slo, config.model.id),
+            store,
+            clock,
+            tasks=self._tasks,
+            moved_away=self._moved_away,
+            idle_s=idle_s,
+            max_programs=settings.max_programs,
+        )
+
+    @property
+    def ours(self) -> bool:
+        """Whether we place programs; else Ray's own router sends them by their keys."""
+        return self._program_placer is not None
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Background loops that keep failing; see `SupervisedTasks.failed`."""
+        return self._tasks.failed
+
+    async def _moved_away(self, replica: str, key: str, epoch: int) -> None:
+        await self._calls.options(session_id=replica).moved_away.remote(key, epoch)
+
+    def open(self) -> None:
+        """Subscribe to the replicas' snapshots, and start the background loops."""
+        if (placer := self._program_placer) is not None:
+            self._unsubscribe = HUB.subscribe(self._deployment, placer.observe)
+            self._tasks.start("attend", placer.attend)
+            self._tasks.start("record metrics", lambda: self._record_metrics(placer))
+
+    def view(self) -> dict[str, Any]:
+        """The placement by this ingress, for operators."""
+        tasks = {"failures": dict(self._tasks.failures), "failed": list(self._tasks.failed)}
+        return {**self.placer.view(), "unreadable_snapshots": HUB.unreadable, "background": tasks}
+
+    async def aclose(self) -> None:
+        """Stop. Programs keep their homes."""
+        if self._unsubscribe is not None:
+            self._unsubscribe()
+        await self._tasks.aclose()
+        if self._program_placer is not None:
+            await self._program_placer.aclose()
+
+    async def _record_metrics(self, placer: ProgramPlacer) -> None:
+        while True:
+            self._metrics.record(
+                waiting=placer.waiting,
+                waits_s=placer.take_waits_s(),
+                ages_s=[age_s for age_s in placer.replicas.ages_s().values() if age_s is not None],
+                states=placer.replicas.states(),
+                moves=placer.moves,
+                placements={reason: placer.placements[reason] for reason in Placed},
+                refusals={reason: placer.refusals[reason] for reason in Refused},
+                fallbacks={kind: placer.fallbacks[kind] for kind in Fallback},
+            )
+            if self._store is not None:
+                self._metrics.record_store(self._store.failures, up=self._store.healthy)
+            await asyncio.sleep(METRICS_PERIOD_S)

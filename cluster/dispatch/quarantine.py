@@ -1,0 +1,104 @@
+"""Quarantine of requests under which replicas died: they are rejected for a while.
+
+A request is known by a digest of its tenant, method and body, without the fields that only identify the client. The
+same request with another user or id kills replicas as well.
+"""
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from hashlib import blake2b
+from typing import Any, Protocol
+
+import msgspec
+
+from cluster.core.clock import Clock
+from cluster.core.errors import Quarantined
+
+NAMES = frozenset(
+    {
+        "user",
+        "metadata",
+        "request_id",
+        "session_id",
+        "prompt_cache_key",
+        "safety_identifier",
+        "stream",
+        "stream_options",
+    }
+)
+"""Fields of a body that do not change the engine's work."""
+
+REMEMBERED = 1024
+"""Requests that are remembered; of more, the oldest are forgotten."""
+
+_JSON = msgspec.json.Encoder(order="deterministic")
+
+
+def digest_of(method: str, tenant: str, body: Mapping[str, Any]) -> str:
+    """A digest of the request's content."""
+    content = {name: value for name, value in body.items() if name not in NAMES}
+    try:
+        packed = _JSON.encode(content)
+    except (TypeError, ValueError, OverflowError):  # lone surrogates, integers beyond 64 bits
+        packed = repr(sorted(content.items(), key=str)).encode("utf-8", "surrogatepass")
+    parts = (method.encode(), tenant.encode("utf-8", "surrogatepass"), packed)
+    return blake2b(b"\0".join(parts), digest_size=16).hexdigest()
+
+
+class SharedQuarantine(Protocol):
+    """The quarantine that all ingresses share."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether its last call was answered; otherwise it is not called."""
+        ...
+
+    async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
+        """Add a request; None: the store does not answer."""
+        ...
+
+    async def is_quarantined(self, digest: str) -> bool | None:
+        """Whether a request is in it; None: the store does not answer."""
+        ...
+
+
+class Quarantine:
+    """The quarantine of this ingress, and the shared one.
+
+    Args:
+        clock: for the expiry.
+        expiry_s: a request is rejected for this long.
+        shared: the shared quarantine; None: there is only this ingress.
+    """
+
+    def __init__(self, clock: Clock, expiry_s: float, shared: SharedQuarantine | None = None) -> None:
+        self._clock = clock
+        self._expiry_s = expiry_s
+        self._shared = shared
+        self._until_s: OrderedDict[str, float] = OrderedDict()
+
+    async def check(self, digest: str) -> None:
+        """Check a request.
+
+        Raises:
+            Quarantined: replicas died under it.
+        """
+        until_s = self._until_s.get(digest)
+        if until_s is not None and until_s <= self._clock.now_s():
+            del self._until_s[digest]
+            until_s = None
+        if until_s is not None or await self._in_shared(digest):
+            raise Quarantined("replicas died under this request; it is rejected for a while", code="quarantined")
+
+    async def add(self, digest: str) -> None:
+        """Reject this request from now on."""
+        self._until_s[digest] = self._clock.now_s() + self._expiry_s
+        self._until_s.move_to_end(digest)
+        if len(self._until_s) > REMEMBERED:
+            self._until_s.popitem(last=False)
+        if self._shared is not None:
+            await self._shared.quarantine(digest, self._expiry_s)
+
+    async def _in_shared(self, digest: str) -> bool:
+        shared = self._shared
+        return shared is not None and shared.healthy and bool(await shared.is_quarantined(digest))

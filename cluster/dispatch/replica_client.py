@@ -1,0 +1,231 @@
+"""Calls of one model's replicas by their Serve handle, each to the right replica."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any
+from uuid import uuid4
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.api.openai import REQUEST_ID
+from cluster.api.ray_errors import as_http_error, is_loss
+from cluster.core.errors import ControlTimeout, HttpError
+from cluster.core.program import ProgramIdentity
+from cluster.core.stream import Progress
+from cluster.core.turn import Continuation, TurnDone, TurnPiece
+from cluster.dispatch.failover import FailoverStream, ends_stream
+from cluster.dispatch.placed_calls import Calls, FailoverAttempts, turn_request
+from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers
+from cluster.dispatch.quarantine import Quarantine, digest_of
+from cluster.observing.trace_context import NullTraces, TracedTurn, Traces, with_trace
+from router.decisions import TurnRequest
+from router.placement import Placement, Placer
+
+BROADCAST_SLACK_S = 5.0
+"""A broadcast may take so much longer than one call."""
+
+
+class ReplicaClient:
+    """Calls the replica that a program is bound to, a replica by its id, or all replicas.
+
+    Args:
+        replicas: a handle to `ProgramServer`.
+        placer: places turns.
+        quarantine: the turns that are rejected.
+        timeout_s: bounds each control call.
+        predictions: predicts turns.
+        traces: records turns.
+    """
+
+    def __init__(
+        self,
+        replicas: DeploymentHandle,
+        placer: Placer,
+        quarantine: Quarantine,
+        timeout_s: float,
+        predictions: Predictions | NullPredictions,
+        traces: Traces | None = None,
+    ) -> None:
+        self._streams = replicas.options(stream=True)
+        self._calls = replicas.options(stream=False)
+        self._placer = placer
+        self._quarantine = quarantine
+        self._timeout_s = timeout_s
+        self._predictions = predictions
+        self._traces = traces or NullTraces()
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def answers(
+        self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
+    ) -> WatchedAnswers:
+        """The answer to a client's turn, as bytes. Where a replica dies, another one continues it."""
+        turn = self._turn(method, identity, body)
+
+        def call(whose: ProgramIdentity, placement: Placement, resume_state: Progress | None) -> Calls[Any]:
+            turn.placed(placement.session, placement.reason)
+            handle = self._streams.options(session_id=placement.session)
+            arguments = (
+                method,
+                body,
+                with_trace(headers, whose),
+                whose.key,
+                whose.encode(),
+                placement.epoch,
+                resume_state,
+            )
+            made: Calls[Any] = handle.answer.remote(*arguments)
+            return made
+
+        _, stream = self._failover_stream(method, body, identity, turn, call, ends_stream)
+        return WatchedAnswers(stream, turn)
+
+    def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any]) -> TracedTurn:
+        expected = self._predictions.turn(identity, body)
+        return self._traces.turn(expected, method, str(body.get("model")), identity)
+
+    def _failover_stream(
+        self,
+        method: str,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        turn: PredictedTurn,
+        call: Callable[[ProgramIdentity, Placement, Progress | None], Calls[Any]],
+        ends: Callable[[Any], bool],
+    ) -> tuple[FailoverAttempts, FailoverStream[Any]]:
+        digest = digest_of(method, identity.tenant, body)
+        quarantine = self._quarantine
+        whose = identity
+
+        async def request() -> TurnRequest:
+            nonlocal whose
+            whose = await turn.identity()
+            return turn_request(whose, body)
+
+        attempts = FailoverAttempts(
+            self._placer,
+            request,
+            lambda placement, resume_state: call(whose, placement, resume_state),
+            lambda: quarantine.check(digest),
+        )
+        return attempts, FailoverStream(
+            attempts, ends=ends, error_map=as_http_error, blame=lambda: quarantine.add(digest)
+        )
+
+    def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
+        """The answer of any replica to a request that is no turn."""
+        made: Calls[bytes | HttpError] = self._streams.answer.remote(method, body, headers, None, None)
+        return made
+
+    async def turn(
+        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+    ) -> AsyncIterator[TurnPiece | HttpError]:
+        """The pieces of a turn. If it fails, its last piece is the error. Closing the iterator stops the replica.
+
+        Where a replica dies, another one continues. The last piece does not wait for the end of the replica's call.
+        """
+        headers = {REQUEST_ID: uuid4().hex}
+        turn = self._turn("turn", identity, body)
+
+        def call(whose: ProgramIdentity, placement: Placement, resume_state: Progress | None) -> Calls[Any]:
+            turn.placed(placement.session, placement.reason)
+            handle = self._streams.options(session_id=placement.session)
+            arguments = (
+                dict(body),
+                with_trace(headers, whose),
+                key,
+                whose.encode(),
+                continuation,
+                placement.epoch,
+                resume_state,
+            )
+            made: Calls[Any] = handle.turn.remote(*arguments)
+            return made
+
+        attempts, stream = self._failover_stream("turn", body, identity, turn, call, _ends_turn)
+        try:
+            async for batch in stream:
+                if isinstance(batch, HttpError):
+                    yield batch
+                    break
+                if isinstance(last := batch[-1], TurnDone):
+                    attempts.over(context_tokens=last.prompt_tokens + last.output_tokens)
+                    turn.over(output_tokens=last.output_tokens, prompt_tokens=last.prompt_tokens)
+                for piece in batch:
+                    yield piece
+        except Exception as error:  # noqa: BLE001 - the boundary: Ray's exceptions end here
+            yield as_http_error(error)
+        finally:
+            stream.cancel()
+            turn.over(output_tokens=None)
+
+    # --- control calls ------------------------------------------------------------------------------------------------
+
+    async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
+        """Run an operation of the side channel on the program's home. Do nothing if the program has no home.
+
+        Raises:
+            ControlTimeout: the replica did not answer in time. Whether it acted is unknown.
+            Exception: what Ray or the replica raised.
+        """
+        session = await self._placer.session_of(key)
+        if session is None:
+            return
+        try:
+            await self.to(session, "control", operation, {"key": key, **payload})
+        finally:
+            if operation == "end":
+                self._placer.forget(key)
+
+    async def story(self, key: str) -> dict[str, Any] | None:
+        """What the replicas know of a program; its home is asked first.
+
+        Raises:
+            ControlTimeout: they did not answer.
+        """
+        session = await self._placer.session_of(key, fresh=True)
+        try:
+            if session is not None and (story := await self.to(session, "program_story", key)):
+                known: dict[str, Any] = story
+                return known
+        except Exception as error:
+            if not is_loss(error):
+                raise
+        others = await self.broadcast("program_story", key)
+        return next((other for other in others if isinstance(other, dict) and other), None)
+
+    async def to(self, replica: str, method: str, *arguments: Any) -> Any:
+        """Call a replica by its id.
+
+        Raises:
+            ReplicaGone: it is not there.
+            ControlTimeout: it did not answer in time. Whether it acted is unknown.
+            Exception: what else Ray or the replica raised.
+        """
+        try:
+            async with asyncio.timeout(self._timeout_s):
+                return await getattr(self._calls.options(session_id=replica), method).remote(*arguments)
+        except TimeoutError as error:
+            raise ControlTimeout(f"{method}: replica {replica!r} did not answer within {self._timeout_s} s") from error
+
+    async def ready(self) -> None:
+        """Return when a replica has answered; raise what prevents it."""
+        await self._calls.ready.remote()
+
+    async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
+        """Each replica's answer, or the exception that it raised.
+
+        Raises:
+            ControlTimeout: not all answered in time.
+        """
+        timeout_s = self._timeout_s + BROADCAST_SLACK_S
+        call = self._calls.broadcast(method, *arguments)
+        try:
+            answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
+        except TimeoutError as error:
+            raise ControlTimeout(f"{method}: not all replicas answered within {timeout_s} s") from error
+        return answers
+
+
+def _ends_turn(pieces: tuple[TurnPiece, ...]) -> bool:
+    return isinstance(pieces[-1], TurnDone)

@@ -1,0 +1,196 @@
+"""The replicas of all models, as the rest of an ingress calls them."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import AsyncExitStack, suppress
+from typing import Any, TypeVar
+
+from ray.serve.handle import DeploymentHandle
+
+from cluster.auth.tenants import kept_apart
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock
+from cluster.core.errors import HttpError, ReplicaGone
+from cluster.core.program import ProgramIdentity
+from cluster.core.turn import Continuation, TurnPiece
+from cluster.dispatch.model_selection import ModelSelection
+from cluster.dispatch.placed_calls import Calls
+from cluster.dispatch.placement_service import PlacementService
+from cluster.dispatch.predictions import NullPredictions, Predictions, WatchedAnswers
+from cluster.dispatch.replica_client import ReplicaClient
+from cluster.observing.trace_context import Traces
+from cluster.store.placements import PlacementStore
+
+Result = TypeVar("Result")
+
+CLASSES = "//classes"
+"""Where the store keeps which models programs were led to; no model's id, which it stands in place of."""
+
+
+class ReplicaClients:
+    """A client and a placement for each model.
+
+    Args:
+        replicas: by model, a handle to its `ProgramServer`s.
+        config: the whole configuration.
+        clock: for all of the routers.
+        name: the name of this ingress process.
+        predictions: predicts turns.
+        traces: records turns and ends of programs.
+    """
+
+    def __init__(
+        self,
+        replicas: Mapping[str, DeploymentHandle],
+        config: CaesuraConfig,
+        clock: Clock,
+        name: str,
+        predictions: Predictions | NullPredictions,
+        traces: Traces,
+    ) -> None:
+        served = config.served
+        self._name = name
+        self._default = config.model.id
+        self._predictions = predictions
+        self._traces = traces
+        self._placements = {model: PlacementService(handle, served[model], clock) for model, handle in replicas.items()}
+        self._clients = {
+            model: ReplicaClient(
+                handle,
+                self._placements[model].placer,
+                self._placements[model].quarantine,
+                config.limits.timeout_s,
+                predictions,
+                traces,
+            )
+            for model, handle in replicas.items()
+        }
+        self._homes = PlacementStore(
+            config.redis.url,
+            model=CLASSES,
+            timeout_s=config.redis.timeout_s,
+            expiry_s=config.limits.program_ttl_s,
+            clock=clock,
+        )
+        self.classes = ModelSelection(config, self, self._homes)
+
+    @property
+    def ours(self) -> bool:
+        """Whether we place programs; else Ray's own router sends them by their keys."""
+        return all(placement.ours for placement in self._placements.values())
+
+    def open(self) -> None:
+        """Begin to place programs."""
+        for placement in self._placements.values():
+            placement.open()
+        self._predictions.open()
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the background loops that keep failing."""
+        routers = (f"{model}: {name}" for model, placing in self._placements.items() for name in placing.failed)
+        return (*self._predictions.failed, *routers)
+
+    async def aclose(self) -> None:
+        """Stop. Programs keep their homes."""
+        async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._homes.close)
+            for placement in self._placements.values():
+                stack.push_async_callback(placement.aclose)
+            stack.push_async_callback(self._predictions.aclose)
+
+    def start_s(self) -> Mapping[str, float | None]:
+        """By model, seconds within which a turn is expected to start; None: there is no replica."""
+        return {model: placement.placer.start_s() for model, placement in self._placements.items()}
+
+    def view(self) -> dict[str, Any]:
+        """The placement by this ingress, for operators."""
+        models = {model: placement.view() for model, placement in self._placements.items()}
+        chosen = {reason.value: n for reason, n in self.classes.counters.items()}
+        return {"ingress": self._name, "models": models, "classes": chosen}
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    def answers(
+        self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
+    ) -> WatchedAnswers:
+        """The answer to a client's turn, as bytes. Where a replica dies, another one continues it."""
+        return self._of(body).answers(method, kept_apart(body, identity.tenant), headers, identity)
+
+    def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
+        """The answer of any replica to a request that is no turn."""
+        return self._of(body).plain(method, body, headers)
+
+    def turn(
+        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+    ) -> AsyncIterator[TurnPiece | HttpError]:
+        """The pieces of a turn of a program that the cluster runs; see `ReplicaClient.turn`."""
+        return self._of(body).turn(key, kept_apart(body, identity.tenant), identity, continuation)
+
+    def _of(self, body: Mapping[str, Any]) -> ReplicaClient:
+        return self._clients[body.get("model") or self._default]
+
+    # --- the side channel ---------------------------------------------------------------------------------------------
+
+    async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
+        """Run an operation of the side channel on each model's replica that the program is bound to.
+
+        Raises:
+            Exception: what Ray or a replica raised, after all models have been asked.
+        """
+        if operation == "end":
+            self._predictions.program_ended(key)
+            self._traces.program_ended(key)
+        _raise_first(await self._of_each(lambda client: client.tell(key, operation, payload)))
+
+    async def story(self, key: str) -> dict[str, Any] | None:
+        """What the first model that knows the program reports of it.
+
+        Raises:
+            ControlTimeout: they did not answer, and no other model knows it.
+        """
+        stories = await self._of_each(lambda client: client.story(key))
+        for story in stories:
+            if story is not None and not isinstance(story, BaseException):
+                return story
+        _raise_first(stories)
+        return None
+
+    async def to(self, replica: str, method: str, *arguments: Any) -> Any:
+        """Call a replica by its id.
+
+        Raises:
+            ReplicaGone: it is not there.
+            ControlTimeout: it did not answer in time.
+            Exception: what else Ray or the replica raised.
+        """
+        *others, last = self._clients.values()
+        for client in others:
+            with suppress(ReplicaGone):
+                return await client.to(replica, method, *arguments)
+        return await last.to(replica, method, *arguments)
+
+    async def ready(self) -> None:
+        """Return when a replica of each model has answered; raise what prevents one."""
+        _raise_first(await self._of_each(ReplicaClient.ready))
+
+    async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
+        """Each replica's answer, or the exception that it raised.
+
+        Raises:
+            ControlTimeout: not all answered in time.
+        """
+        answers = await self._of_each(lambda client: client.broadcast(method, *arguments))
+        return [one for of_model in _raise_first(answers) for one in of_model]
+
+    async def _of_each(self, call: Callable[[ReplicaClient], Awaitable[Result]]) -> list[Result | BaseException]:
+        """What comes of a call of each model, all at the same time: the failure of one stops none of the others."""
+        return await asyncio.gather(*(call(client) for client in self._clients.values()), return_exceptions=True)
+
+
+def _raise_first(outcomes: Sequence[Result | BaseException]) -> list[Result]:
+    """The results, if there are no exceptions among them."""
+    for outcome in outcomes:
+        if isinstance(outcome, BaseException):
+            raise outcome
+    return [outcome for outcome in outcomes if not isinstance(outcome, BaseException)]

@@ -1,0 +1,123 @@
+"""A request's body: read within bounds, parsed strictly, before anything else looks at it."""
+
+import asyncio
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.types import Receive
+
+from cluster.core.errors import BadRequest
+
+JSON_TYPES = ("application/json", "text/json")
+
+BODY_WITHIN_S = 60.0
+"""From its headers on: who sends a body slowly holds a place among `http.max_concurrent_requests`."""
+
+NO_BODY_STATUS = 499
+"""The client went away before its request was complete (nobody reads the answer; it is for our own log)."""
+
+_LONE_SURROGATE_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]")
+
+
+async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> bytes:
+    """The whole body of an ASGI request.
+
+    Raises:
+        BadRequest: 413 as soon as it is known to be longer than ``max_bytes``, 415 if it does not claim to be JSON, 408
+            if it has not come within BODY_WITHIN_S.
+    """
+    kind = headers.get("content-type", JSON_TYPES[0]).partition(";")[0].strip().lower()
+    if kind not in JSON_TYPES and not kind.endswith("+json"):
+        raise BadRequest(f"content type {kind!r} is not supported; send application/json", status=415)
+    declared = headers.get("content-length", "")
+    if declared.isdecimal() and int(declared) > max_bytes:
+        raise _too_large(max_bytes)
+    try:
+        async with asyncio.timeout(BODY_WITHIN_S):
+            return await _all_of(receive, max_bytes)
+    except TimeoutError:
+        raise BadRequest(f"the body did not come within {BODY_WITHIN_S:g} s", status=408) from None
+
+
+async def _all_of(receive: Receive, max_bytes: int) -> bytes:
+    chunks: list[bytes] = []
+    size = 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise BadRequest("the client went away", status=NO_BODY_STATUS)
+        chunk: bytes = message.get("body", b"")
+        size += len(chunk)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        chunks.append(chunk)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
+
+
+def parse_object(raw: bytes, max_depth: int) -> dict[str, Any]:
+    """The JSON object in ``raw``.
+
+    Raises:
+        BadRequest: not UTF-8, not JSON (NaN and Infinity are not), a key twice in one object, text that is not Unicode,
+            nested deeper than ``max_depth``, or not an object.
+    """
+    try:
+        text = raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise BadRequest(f"the body is not UTF-8: byte {error.start} is invalid", code="invalid_utf8") from error
+    try:
+        value = json.loads(text, parse_constant=_refuse_constant, object_pairs_hook=_unique)
+    except RecursionError as error:
+        raise _too_deep(max_depth) from error
+    except ValueError as error:
+        raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
+    if not isinstance(value, dict):
+        raise BadRequest("the body must be a JSON object", code="invalid_json")
+    # Counting brackets is cheap; a body with no more of them than the limit cannot be too deep.
+    if raw.count(b"{") + raw.count(b"[") > max_depth and _deeper_than(value, max_depth):
+        raise _too_deep(max_depth)
+    if _LONE_SURROGATE_SUSPECT.search(raw):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            raise BadRequest("the body has a lone surrogate, which is not text", code="invalid_unicode") from error
+    return value
+
+
+def _refuse_constant(name: str) -> float:
+    raise ValueError(f"{name} is not a JSON number")
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        seen: set[str] = set()
+        for key, _ in pairs:
+            if key in seen:
+                raise ValueError(f"key {key[:64]!r} stands twice in one object")
+            seen.add(key)
+    return found
+
+
+def _deeper_than(value: Any, limit: int) -> bool:
+    level = [value]
+    for _ in range(limit):
+        level = [child for parent in level for child in _children(parent) if isinstance(child, dict | list)]
+        if not level:
+            return False
+    return True
+
+
+def _children(parent: dict[str, Any] | list[Any]) -> Any:
+    return parent.values() if isinstance(parent, dict) else parent
+
+
+def _too_large(max_bytes: int) -> BadRequest:
+    return BadRequest(f"the body is longer than {max_bytes} bytes", status=413, code="body_too_large")
+
+
+def _too_deep(max_depth: int) -> BadRequest:
+    return BadRequest(f"the JSON is nested deeper than {max_depth}", code="json_too_deep")

@@ -1,0 +1,104 @@
+"""Chat completions whose tools the cluster runs: `/v1/chat/completions` with tools marked `server_side`."""
+
+import asyncio
+import json
+from collections.abc import AsyncIterator, Mapping
+from contextlib import aclosing
+from time import time
+from typing import Any
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.api.openai import SSE_DONE, ErrorMap, error_event
+from cluster.api.sse import ClientGone, unless_gone
+from cluster.config.schema import CaesuraConfig
+from cluster.core.program import ProgramIdentity
+from cluster.http.body import NO_BODY_STATUS
+from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
+from cluster.runs.chat_api import ChatFold, chat_spec, deltas
+from cluster.runs.events import RunSpec
+from cluster.runs.runner import ProgramRunner
+
+ID_PREFIX = "chatcmpl-"
+
+
+class ChatPrograms:
+    """The handler of a chat completion that is a whole program.
+
+    Args:
+        runner: has the runs.
+        offers: knows the tools.
+        config: the whole configuration.
+        error_map: what an exception means to a client; total.
+    """
+
+    def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig, error_map: ErrorMap) -> None:
+        self._runner = runner
+        self._offers = offers
+        self._config = config
+        self._error_map = error_map
+        self._abandon = Abandon(runner)
+
+    async def create(
+        self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
+    ) -> Response:
+        """Run the program, and answer whole or as a stream. ``arrived_s``: when it came, by the runner's clock.
+
+        Raises:
+            HttpError: it cannot be done, or it failed.
+        """
+        registered = {one.name: one for one in await self._offers(identity.tenant, None)}
+        spec = chat_spec(
+            body,
+            run_id=f"{ID_PREFIX}{uuid4().hex}",
+            created_s=time(),
+            identity=identity,
+            model=body["model"],
+            limits=limits(self._config),
+            registered=registered,
+        )
+        idempotency = read_idempotency(http, "chat", body)
+        started = await self._runner.start(spec, idempotency=idempotency, arrived_s=arrived_s)
+        run_id, stays = started.run_id, idempotency is not None
+        if body.get("stream"):
+            options = body.get("stream_options")
+            usage = isinstance(options, dict) and bool(options.get("include_usage"))
+            pieces = self._pieces(spec, run_id, usage)
+            return EventStream(pieces, None if stays else lambda: self._abandon(run_id))
+        try:
+            return JSONResponse(await unless_gone(http.receive, self._completion(spec, run_id)))
+        except ClientGone:
+            if not stays:
+                self._abandon(run_id)
+            return Response(status_code=NO_BODY_STATUS)
+        except asyncio.CancelledError:
+            if not stays:
+                self._abandon(run_id)
+            raise
+
+    async def _completion(self, spec: RunSpec, run_id: str) -> dict[str, Any]:
+        fold = ChatFold(spec)
+        async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
+            async for batch in batches:
+                for event in batch:
+                    fold.feed(event)
+        return fold.completion()
+
+    async def _pieces(self, spec: RunSpec, run_id: str, usage: bool) -> AsyncIterator[bytes]:
+        """A stream's bytes, to its end. It never ends silently: what breaks it becomes an error event."""
+        fold = ChatFold(spec)
+        try:
+            async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
+                async for chunk in deltas(fold, batches):
+                    yield _sse(chunk)
+            if usage:
+                yield _sse(fold.usage_chunk())
+            yield SSE_DONE
+        except Exception as error:  # noqa: BLE001 - mapped, and sent to the client; the status is sent
+            yield error_event(self._error_map(error))
+
+
+def _sse(chunk: Mapping[str, Any]) -> bytes:
+    return b"data: " + json.dumps(chunk, separators=(",", ":")).encode() + b"\n\n"

@@ -1,0 +1,398 @@
+"""HTTP: OpenAI's routes, programs, probes and administration, over a handle to the replicas.
+
+A turn passes the bounds (`http_body`) and gets its identity (`identity`). Then it goes to the replica that has the
+program (`session_id` of the handle), and its answer comes back as bytes (`api_sse`). Bodies are validated by vLLM's own
+models, in the replica: this process knows nothing of vLLM, and starts in a third of the time.
+"""
+
+import asyncio
+from collections.abc import Callable
+from contextlib import AsyncExitStack
+from pathlib import Path
+from time import time
+from typing import Any, Literal, Protocol
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.responses import JSONResponse, Response
+
+from cluster.api.openai import (
+    LIMITED_PATHS,
+    RESPONSES,
+    RETRY_AFTER_S,
+    TOKEN_PATHS,
+    TURN_PATHS,
+    ErrorBoundary,
+    error_response,
+    no_model,
+)
+from cluster.api.ray_errors import as_http_error
+from cluster.api.sse import Answers, EventStream
+from cluster.api.validation import validated
+from cluster.auth.keys import key_file
+from cluster.auth.middleware import AuthMiddleware, caller_of
+from cluster.auth.tenants import Tenants
+from cluster.config.schema import CaesuraConfig, PolicyConfig
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
+from cluster.core.malloc_trim import keep_trimmed
+from cluster.dispatch.predictions import predictions
+from cluster.dispatch.replica_clients import ReplicaClients
+from cluster.http.chat import ChatPrograms
+from cluster.http.requests import (
+    TurnReader,
+    answered,
+    model_card,
+    passed_headers,
+    version_of,
+    versions,
+)
+from cluster.http.responses import ResponseRoutes
+from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
+from cluster.http.services import ProgramService
+from cluster.observing.logs import configure as configure_logs
+from cluster.observing.meter import Meter
+from cluster.observing.scrape import ClusterScrape
+from cluster.observing.slo_tracker import MeasuredAnswers, SloTracker, record_rejection, set_process_tracker
+from cluster.observing.tracing import traces
+from cluster.runs.chat_api import asks_for_loop
+
+READY_TIMEOUT_S = 5.0
+
+Route = Callable[[FastAPI], Callable[[Any], Any]]
+
+
+class Part(Protocol):
+    """Something that an ingress has opened."""
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the background loops that keep failing."""
+        ...
+
+    async def aclose(self) -> None:
+        """Stop."""
+        ...
+
+
+def ingress_class(config: CaesuraConfig) -> type[Any]:
+    """The deployment class, with its routes and middleware as ``config`` wants them."""
+    app = FastAPI(
+        title="Caesura",
+        version=version_of("caesura"),
+        middleware=[
+            Middleware(
+                ErrorBoundary,
+                error_map=as_http_error,
+                max_header_bytes=config.http.max_header_bytes,
+                max_in_flight=config.http.max_concurrent_requests,
+                limited_paths=LIMITED_PATHS,
+                on_overload=record_rejection,
+            ),
+            Middleware(AuthMiddleware, config=config, limited_paths=LIMITED_PATHS, on_rejection=record_rejection),
+        ],
+        exception_handlers={
+            HttpError: _error_response,
+            HTTPException: _error_response,
+            RequestValidationError: _error_response,
+        },
+    )
+    endpoints: dict[str, Route] = {
+        "chat": lambda app: app.post(TURN_PATHS["chat"]),
+        "completions": lambda app: app.post(TURN_PATHS["completions"]),
+        "tokenize": lambda app: app.post(TOKEN_PATHS["tokenize"]),
+        "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
+        "models": lambda app: app.get("/v1/models"),
+        "model": lambda app: app.get("/v1/models/{model_id:path}"),
+        "create_response": lambda app: app.post(RESPONSES),
+        "response": lambda app: app.get(RESPONSES + "/{response_id}"),
+        "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
+        "delete_response": lambda app: app.delete(RESPONSES + "/{response_id}"),
+        "input_items": lambda app: app.get(RESPONSES + "/{response_id}/input_items"),
+        "programs": lambda app: app.get("/v1/programs"),
+        "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
+        "program": lambda app: app.get("/v1/programs/{program_id:path}"),
+        "tools": lambda app: app.get("/v1/tools"),
+        "metrics": lambda app: app.get("/metrics"),
+        "health": lambda app: app.get("/health"),
+        "ready": lambda app: app.get("/ready"),
+        "version": lambda app: app.get("/version"),
+    }
+    if config.http.admin:
+        endpoints |= {
+            "policy": lambda app: app.get("/admin/policy"),
+            "set_policy": lambda app: app.put("/admin/policy"),
+            "reset": lambda app: app.post("/admin/reset"),
+            "statistics": lambda app: app.get("/admin/statistics"),
+            "drain": lambda app: app.post("/admin/drain"),
+            "router": lambda app: app.get("/admin/router"),
+            "predictor": lambda app: app.get("/admin/predictor"),
+        }
+    # Routes belong to a class of their own, since Ray binds them to the class that it is given.
+    handlers = {name: route(app)(getattr(ProgramIngress, name)) for name, route in endpoints.items()}
+    made: type[Any] = serve.ingress(app)(type("Ingress", (ProgramIngress,), handlers))
+    return made
+
+
+class ProgramIngress:
+    """The handlers. A route's docstring appears in /docs."""
+
+    _parts: tuple[Part, ...] = ()
+    """What runs in the background, those opened first at the beginning."""
+
+    async def __init__(  # type: ignore[misc]
+        self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig, predictor: DeploymentHandle | None = None
+    ) -> None:
+        configure_logs(config.logs, "ingress")
+        try:
+            await self._open(replicas, config, predictor)
+        except BaseException:
+            await self.__del__()
+            raise
+
+    async def _open(
+        self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig, predictor: DeploymentHandle | None
+    ) -> None:
+        self._config = config
+        self._started = int(time())
+        clock, name = MonotonicClock(), f"ingress-{uuid4().hex}"
+        self._predictions = predictions(config, clock, name, predictor)
+        self._traces = traces(config, "ingress")
+        self._fleet = ReplicaClients(replicas, config, clock, name, self._predictions, self._traces)
+        self._turns = SloTracker.for_ingresses(config, clock, config.http.ingress_replicas)
+        self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
+        parts = (self._service.runner, self._service.offers, config, as_http_error)
+        self._responses = ResponseRoutes(*parts)
+        self._chat_programs = ChatPrograms(*parts)
+        self._programs = ProgramRoutes(self._service.runner, self._fleet.story)
+        self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
+        self._tenants = Tenants(config)
+        self._reader = TurnReader(config, self._fleet.classes)
+        self._scrape = ClusterScrape(clock, Meter(enabled=config.metrics.enabled))
+        set_process_tracker(self._turns)
+        self._turns.open()
+        self._adopt(self._turns)
+        if config.auth.file is not None:
+            keys = key_file(Path(config.auth.file))
+            keys.open()
+            keys.watch(config.auth.reload_s)
+            self._adopt(keys)
+        self._fleet.open()
+        self._adopt(self._fleet)
+        self._adopt(self._service)
+        await self._service.open()
+        keep_trimmed()
+
+    def _adopt(self, part: Part) -> None:
+        """Close this part at the end, before those adopted earlier, and report its failing loops."""
+        self._parts = (*self._parts, part)
+
+    async def __del__(self) -> None:
+        """Called by Ray Serve when this process is to end. Each part is closed, whatever another raises."""
+        async with AsyncExitStack() as stack:
+            parts, self._parts = self._parts, ()
+            if hasattr(self, "_traces"):
+                stack.push_async_callback(asyncio.to_thread, self._traces.close)
+            if hasattr(self, "_scrape"):
+                stack.push_async_callback(self._scrape.aclose)
+            for part in parts:
+                stack.push_async_callback(part.aclose)
+
+    async def check_health(self) -> None:
+        """Called by Ray Serve, which replaces this process if it raises.
+
+        Raises:
+            RuntimeError: a background loop keeps failing.
+        """
+        if failed := [name for part in self._parts for name in part.failed]:
+            raise RuntimeError(f"background loops keep failing: {', '.join(failed)}")
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    async def chat(self, request: Request) -> Response:
+        """OpenAI's chat completions, streaming or not, with tools."""
+        return await self._turn(request, "chat")
+
+    async def completions(self, request: Request) -> Response:
+        """OpenAI's completions; the prompt may be token ids, and `return_token_ids` gives those generated."""
+        return await self._turn(request, "completions")
+
+    async def _turn(self, request: Request, method: str) -> Response:
+        arrived_s = self._turns.arrival_s(request.headers)
+        body, identity = await self._reader.identified(request)
+        if method == "chat" and asks_for_loop(body):
+            return await self._chat_programs.create(request, body, identity, arrived_s)
+        answers = MeasuredAnswers(
+            self._fleet.answers(method, body, passed_headers(request.headers), identity),
+            self._turns.begin(body["model"], identity, arrived_s),
+            as_http_error,
+        )
+        response = await self._answered(answers)
+        if not isinstance(response, EventStream):
+            answers.cancel()
+        return response
+
+    async def tokenize(self, request: Request) -> Response:
+        """Token ids of a prompt, or of messages in the model's chat template."""
+        return await self._plain(request, "tokenize")
+
+    async def detokenize(self, request: Request) -> Response:
+        """Text of token ids."""
+        return await self._plain(request, "detokenize")
+
+    async def _plain(self, request: Request, method: str) -> Response:
+        body = await self._reader.body(request)
+        return await self._answered(self._fleet.plain(method, body, passed_headers(request.headers)))
+
+    async def _answered(self, answers: Answers) -> Response:
+        return await answered(answers, self._config.http.request_timeout_s, as_http_error)
+
+    # --- responses ----------------------------------------------------------------------------------------------------
+
+    async def create_response(self, request: Request) -> Response:
+        """OpenAI's responses: a whole program in one request, its tools run by the cluster where they are registered
+        (`server_side: true`) or on an MCP server that the request brings.
+        """
+        arrived_s = self._turns.arrival_s(request.headers)
+        body, identity = await self._reader.identified(request)
+        return await self._responses.create(request, body, identity, arrived_s)
+
+    async def response(
+        self, request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
+    ) -> Response:
+        """A response as it stands, or its events after a number."""
+        tenant = caller_of(request).tenant
+        return await self._responses.show(tenant, response_id, stream=stream, starting_after=starting_after)
+
+    async def cancel_response(self, request: Request, response_id: str) -> Response:
+        """End a response."""
+        return await self._responses.cancel(caller_of(request).tenant, response_id)
+
+    async def delete_response(self, request: Request, response_id: str) -> Response:
+        """Forget a response that has ended."""
+        return await self._responses.delete(caller_of(request).tenant, response_id)
+
+    async def input_items(
+        self,
+        request: Request,
+        response_id: str,
+        order: Literal["asc", "desc"] = "desc",
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Response:
+        """The items of a response's input."""
+        tenant = caller_of(request).tenant
+        return await self._responses.input_items(tenant, response_id, order=order, limit=limit, after=after)
+
+    # --- models and programs ------------------------------------------------------------------------------------------
+
+    async def models(self, request: Request) -> Response:
+        """The models served that the caller may use."""
+        tenant = caller_of(request).tenant
+        allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
+        return JSONResponse({"object": "list", "data": [model_card(model, self._started) for model in allowed]})
+
+    async def model(self, request: Request, model_id: str) -> Response:
+        """One model."""
+        if model_id not in self._config.served or not self._tenants.may_name(caller_of(request).tenant, model_id):
+            raise no_model(model_id)
+        return JSONResponse(model_card(model_id, self._started))
+
+    async def programs(self, request: Request, limit: int = 100) -> Response:
+        """The programs that ran on the server, those begun last first."""
+        return await self._programs.list(caller_of(request).tenant, limit)
+
+    async def program(self, request: Request, program_id: str, include: str = "") -> Response:
+        """What became of a program: its phase, turns, pauses and decisions, from the replica that has it, and its runs
+        on the server; `include=token_ids` adds the exact ids of every turn.
+        """
+        tenant = caller_of(request).tenant
+        return await self._programs.show(tenant, program_id, token_ids="token_ids" in include.split(","))
+
+    async def cancel_program(self, request: Request, program_id: str) -> Response:
+        """End all of a program's runs on the server."""
+        return await self._programs.cancel(caller_of(request).tenant, program_id)
+
+    async def tools(self, request: Request) -> Response:
+        """The tools that are registered and the caller may use, and how long each runs and waits."""
+        return await self._tools.list(caller_of(request).tenant)
+
+    async def metrics(self) -> Response:
+        """Caesura's and vLLM's metrics of the whole cluster, in Prometheus' text format."""
+        return await self._scrape.response()
+
+    # --- probes -------------------------------------------------------------------------------------------------------
+
+    async def health(self) -> Response:
+        """Alive: this process answers. No replica is asked."""
+        return JSONResponse({"status": "alive"})
+
+    async def ready(self) -> Response:
+        """A model answers: 200, else 503 with Retry-After."""
+        try:
+            async with asyncio.timeout(READY_TIMEOUT_S):
+                await self._fleet.ready()
+        except Exception as error:  # a probe: whatever keeps the model from answering is its answer
+            raise Overloaded(
+                f"no model answers: {as_http_error(error).message}", retry_after_s=RETRY_AFTER_S
+            ) from error
+        return JSONResponse({"status": "ready", "model": self._config.model.id})
+
+    async def version(self) -> Response:
+        """Versions of what serves."""
+        return versions()
+
+    # --- administration -----------------------------------------------------------------------------------------------
+
+    async def policy(self) -> Response:
+        """The policy of each replica."""
+        return _per_replica(await self._fleet.broadcast("control", "policy", {}))
+
+    async def set_policy(self, request: Request) -> Response:
+        """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`; without parameters, those of the
+        configuration if it names this policy. A replica that is started later begins with the configuration's policy.
+        """
+        body = await self._reader.json(request)
+        configured = self._config.policy
+        if "parameters" not in body and body.get("name") == configured.name:
+            body = {"name": configured.name, "parameters": configured.parameters}
+        policy = validated(PolicyConfig, body)
+        return _per_replica(await self._fleet.broadcast("set_policy", policy.model_dump(exclude_none=True)))
+
+    async def reset(self) -> Response:
+        """End all holds and empty the prefix caches."""
+        return _per_replica(await self._fleet.broadcast("reset_caches"))
+
+    async def statistics(self) -> Response:
+        """The scheduler's numbers of each replica, now."""
+        return _per_replica(await self._fleet.broadcast("snapshot"))
+
+    async def drain(self, request: Request) -> Response:
+        """Empty a replica, or end that: `{"replica": id, "drain": true}`. Its programs leave at their next pause."""
+        return await drain(self._fleet, await self._reader.json(request))
+
+    async def router(self) -> Response:
+        """What this ingress's router knows and did: programs, who waits, the replicas as it sees them, its counters."""
+        return JSONResponse(self._fleet.view())
+
+    async def predictor(self) -> Response:
+        """Who forecasts this ingress's turns, how far off that was, and what has been learnt."""
+        return JSONResponse(self._predictions.view())
+
+
+def _per_replica(answers: list[Any]) -> Response:
+    """Each replica's answer; 200 if all succeeded, else the status of the first failure."""
+    failures = [as_http_error(answer) for answer in answers if isinstance(answer, BaseException)]
+    results = [{"error": as_http_error(a).message} if isinstance(a, BaseException) else a for a in answers]
+    if failures:
+        raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {results}", status=failures[0].status)
+    return JSONResponse({"replicas": results})
+
+
+async def _error_response(_: Request, error: Exception) -> Response:
+    return error_response(as_http_error(error))

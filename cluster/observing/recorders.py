@@ -1,0 +1,217 @@
+"""Recorders: each exports the numbers of one component as metrics of the catalogue.
+
+`record` of a recorder is to be called about once a second, since Ray drops gauges that are not set.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from enum import StrEnum
+from typing import Any
+
+from cluster.core.tools import Outcome, ToolResult
+from cluster.core.turn import PromptMode
+from cluster.observing import catalogue as metrics
+from cluster.observing.catalogue import CATALOGUE
+from cluster.observing.meter import Meter
+
+
+class Fallback(StrEnum):
+    """What a replica does without."""
+
+    STORE_UNREACHABLE = "store_unreachable"
+    """The tool statistics of other replicas are the last known ones."""
+    CONTROL_TIMEOUT = "control_timeout"
+    """The scheduler did not answer; its numbers and statistics are those of the last exchange."""
+
+
+class ReplicaState(StrEnum):
+    """Whether a replica accepts programs."""
+
+    UP = "up"
+    DRAINING = "draining"
+    """Its programs leave at their next pause."""
+
+
+class ReplicaMetrics:
+    """The metrics of one replica.
+
+    Args:
+        meter: records, with the label ``model``.
+    """
+
+    COMPONENT = "replica"
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._policies: set[str] = set()
+        self._meter.begin(metrics.REPLICA_STARTS)
+
+    def started(self) -> None:
+        """Count a start; called once the model is loaded."""
+        self._meter.add(metrics.REPLICA_STARTS, 1)
+
+    def record(self, snapshot: Mapping[str, Any]) -> None:
+        """Export a snapshot of `replicas.control`."""
+        for metric in CATALOGUE:
+            if metric.snapshot:
+                self._meter.record(metric, snapshot[metric.snapshot])
+        self._policies.add(snapshot["policy"])
+        in_force = {policy: float(policy == snapshot["policy"]) for policy in self._policies}
+        self._meter.record(metrics.POLICY, in_force)
+        # Each decision has a series from the start, with a reason that every policy may have.
+        decisions = {
+            decision: reasons or {"policy": 0} for decision, reasons in snapshot["kv_retention_decisions"].items()
+        }
+        self._meter.record(metrics.KV_RETENTION_DECISIONS, decisions)
+        token_bytes = snapshot["token_bytes"]
+        wasted = {reason: amount * token_bytes for reason, amount in snapshot["wasted_token_seconds"].items()}
+        self._meter.record(metrics.WASTED, wasted)
+        copied = {direction: snapshot[f"{direction}_tokens"] * token_bytes for direction in ("stored", "fetched")}
+        self._meter.record(metrics.KV_OFFLOAD_BYTES, copied)
+
+    def observe(self, observations: Mapping[str, Any]) -> None:
+        """Add what was observed since the last call; see `replicas.stats`."""
+        for turn in ("first", "resumed"):
+            for seconds in observations[f"queue_{turn}"]:
+                self._meter.observe(metrics.QUEUE_S, seconds, turn=turn)
+        for seconds in observations["hold"]:
+            self._meter.observe(metrics.KV_PIN_S, seconds)
+
+    def record_state(self, now: ReplicaState) -> None:
+        """Export whether the replica accepts programs."""
+        self._meter.record(metrics.REPLICA_UP, {state: float(state is now) for state in ReplicaState})
+
+    def record_store(self, failures: Mapping[Any, int], *, up: bool) -> None:
+        """Export the store's failures since the start, and whether the last exchange succeeded."""
+        _record_store(self._meter, self.COMPONENT, failures, up)
+
+    def fell_back(self, kind: Fallback) -> None:
+        """Count one degraded decision."""
+        self._meter.add(metrics.DEGRADED_DECISIONS, 1, component=self.COMPONENT, reason=kind.value)
+
+    def rendered(self, rendering: PromptMode) -> None:
+        """Count one turn whose prompt has been rendered."""
+        self._meter.add(metrics.TURN_PROMPTS, 1, mode=rendering.value)
+
+
+class RouterMetrics:
+    """The metrics of one ingress's router, for one model.
+
+    Args:
+        meter: records, with the label ``model``.
+    """
+
+    COMPONENT = "router"
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+        self._meter.begin(metrics.PROGRAM_MIGRATIONS)
+
+    def record(
+        self,
+        *,
+        waiting: int,
+        waits_s: Sequence[float],
+        ages_s: Sequence[float],
+        states: Mapping[Any, int],
+        moves: int,
+        placements: Mapping[Any, int],
+        refusals: Mapping[Any, int],
+        fallbacks: Mapping[Any, int],
+    ) -> None:
+        """Export the router's numbers.
+
+        Args:
+            waiting: turns in the admission queue.
+            waits_s: queueing times of the turns that were admitted since the last call.
+            ages_s: ages of the replicas' snapshots.
+            states: number of replicas in each state.
+            moves: programs that migrated, since the start; so are the others.
+            placements: routing decisions by reason.
+            refusals: rejected turns by reason.
+            fallbacks: degraded decisions by reason.
+        """
+        self._meter.set(metrics.WAITING_TURNS, waiting)
+        for wait_s in waits_s:
+            self._meter.observe(metrics.ADMISSION_S, wait_s)
+        self._meter.record(metrics.REPLICAS, states)
+        self._meter.record(metrics.PROGRAM_MIGRATIONS, moves)
+        self._meter.set(metrics.SNAPSHOT_AGE, max(ages_s, default=0.0))
+        self._meter.record(metrics.ROUTING_DECISIONS, placements)
+        self._meter.record(metrics.REQUESTS_REJECTED, refusals)
+        self._meter.record(metrics.DEGRADED_DECISIONS, {self.COMPONENT: fallbacks})
+
+    def record_store(self, failures: Mapping[Any, int], *, up: bool) -> None:
+        """Export the placement store's failures since the start, and whether the last call succeeded."""
+        _record_store(self._meter, self.COMPONENT, failures, up)
+
+
+class ProgramMetrics:
+    """The metrics of one program runner.
+
+    Args:
+        meter: records, with the label ``model``.
+    """
+
+    def __init__(self, meter: Meter) -> None:
+        self._meter = meter
+
+    def record(self, open_programs: int, totals: Mapping[str, int]) -> None:
+        """Export how many programs run, and the events since the start."""
+        self._meter.set(metrics.OPEN_PROGRAMS, open_programs)
+        self._meter.record(metrics.PROGRAM_EVENTS, totals)
+
+
+class ToolMetrics:
+    """The metrics of one process that runs tools.
+
+    Args:
+        meter: records.
+        tools: names of the configuration's entries; each has a series of successful calls from the start.
+    """
+
+    def __init__(self, meter: Meter, tools: Iterable[str]) -> None:
+        self._meter = meter
+        for tool in tools:
+            meter.begin(metrics.TOOL_CALLS, tool=tool, outcome=Outcome.OK.value)
+
+    def record(self, tool: str, result: ToolResult) -> None:
+        """Count one call that ended."""
+        self._meter.add(metrics.TOOL_CALLS, 1, tool=tool, outcome=result.outcome.value)
+        self._meter.observe(metrics.TOOL_QUEUE_SECONDS, result.queue_s, tool=tool)
+        if result.attempts:
+            self._meter.observe(metrics.TOOL_SECONDS, result.run_s, tool=tool)
+
+
+class PredictionMetrics:
+    """The metrics of one ingress's predictions.
+
+    Args:
+        meter: records.
+        mode: `predictor.mode`.
+    """
+
+    def __init__(self, meter: Meter, mode: str) -> None:
+        self._meter = meter
+        self._mode = mode
+
+    def waited(self, seconds: float) -> None:
+        """Add the time that a turn waited for its prediction."""
+        self._meter.observe(metrics.PREDICTION_SECONDS, seconds, mode=self._mode)
+
+    def record(self, sources: Mapping[Any, int], errors: Mapping[str, Sequence[float]]) -> None:
+        """Export the totals since the start.
+
+        Args:
+            sources: number of predictions by source.
+            errors: by quantity, how many predictions were compared, the sum of their errors, and of the actual values.
+        """
+        self._meter.record(metrics.PREDICTIONS, sources)
+        for quantity, (compared, error, actual) in errors.items():
+            self._meter.record(metrics.PREDICTIONS_COMPARED, compared, quantity=quantity)
+            self._meter.record(metrics.PREDICTION_ERROR, error, quantity=quantity)
+            self._meter.record(metrics.PREDICTION_ACTUAL, actual, quantity=quantity)
+
+
+def _record_store(meter: Meter, component: str, failures: Mapping[Any, int], up: bool) -> None:
+    meter.set(metrics.STORE_UP, float(up), component=component)
+    meter.record(metrics.STORE_FAILURES, {component: failures})

@@ -1,0 +1,425 @@
+"""What clients experience, recorded at an ingress: each turn from its arrival to its last token, and its program.
+
+An answer that is not a stream has its first token together with its last. A request that the client got wrong (400,
+404, 413, 422) is not a turn.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from http import HTTPStatus
+from time import time
+from typing import Protocol, Self
+
+from cluster.api.openai import SSE_DONE, ErrorMap, contains_error, usage_of
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import Clock
+from cluster.core.errors import HttpError, Overloaded, Quarantined
+from cluster.core.identity import seen_turn
+from cluster.core.program import DEFAULT_TENANT, ProgramIdentity
+from cluster.core.slo import Bound, Outcome, Slo, TurnRecord, Verdict
+from cluster.core.supervision import SupervisedTasks
+from cluster.observing import catalogue as metrics
+from cluster.observing.meter import Meter
+from cluster.observing.program_tracker import (
+    DegradedVerdict,
+    EndedProgram,
+    ProgramTracker,
+    Served,
+    SharedSloTracker,
+    TurnEnd,
+    outside_turns,
+    single_turn_program,
+)
+from cluster.store.slo_sums import SloSumStore
+
+OTHER_TENANTS = "other"
+"""The label of tenants that the configuration does not name, since clients must not create labels."""
+COMPONENT = "slo_tracker"
+EXCHANGE_PERIOD_S = 0.5
+
+REQUEST_START = "x-request-start"
+"""The header in which proxies send when they received a request: seconds, milli- or microseconds, after `t=` or not."""
+_SCALES = ((1e11, 1.0), (1e14, 1e-3), (1e17, 1e-6))
+"""Upper bounds of Unix times in seconds, milli- and microseconds; the range of each unit begins in 1973."""
+
+
+def request_start(value: str) -> float | None:
+    """The Unix time of such a header in seconds; None if it cannot be one."""
+    try:
+        number = float(value.strip().removeprefix("t="))
+    except ValueError:
+        return None
+    return next((number * scale for bound, scale in _SCALES if 0 < number < bound), None)
+
+
+def waited_s(headers: Mapping[str, str], wall_s: float, limit_s: float) -> float:
+    """Seconds that a request waited in proxies before it arrived here.
+
+    Args:
+        headers: of the request.
+        wall_s: Unix time now. A proxy's clock that is ahead of this counts as no wait.
+        limit_s: upper bound of the result.
+    """
+    started_s = request_start(headers.get(REQUEST_START, ""))
+    return 0.0 if started_s is None else min(max(0.0, wall_s - started_s), limit_s)
+
+
+class SloTracker:
+    """The turns of one ingress, and their programs.
+
+    Args:
+        config: SLO bounds, tenants, and whether metrics are recorded.
+        clock: for all latencies.
+        shared: sums programs over several ingresses; None: there is one ingress.
+        wall: Unix time.
+        sleep: waits between two exchanges.
+    """
+
+    def __init__(
+        self,
+        config: CaesuraConfig,
+        clock: Clock,
+        shared: SharedSloTracker | None = None,
+        *,
+        wall: Callable[[], float] = time,
+        sleep: Callable[[float], Awaitable[object]] = asyncio.sleep,
+    ) -> None:
+        self.enabled = config.metrics.enabled
+        self._config = config
+        self._clock = clock
+        self._wall = wall
+        self._sleep = sleep
+        self._shared = shared
+        self._meter = Meter(enabled=self.enabled)
+        self._programs = ProgramTracker(config.limits.program_ttl_s, config.limits.max_programs)
+        self._served = config.served
+        self._slos: dict[Served, Slo] = {}
+        self._tasks = SupervisedTasks(COMPONENT, clock, sleep=sleep)
+
+    @classmethod
+    def for_ingresses(cls, config: CaesuraConfig, clock: Clock, number: int) -> "SloTracker":
+        """The tracker of one of ``number`` ingresses.
+
+        Raises:
+            ConfigError: the store's URL cannot be used.
+        """
+        if number == 1 or not config.metrics.enabled:
+            return cls(config, clock)
+        idle_s = config.limits.program_ttl_s
+        # The sums outlive the idle time, so that they are still there when an ingress finds the program idle.
+        store = SloSumStore(config.redis.url, timeout_s=config.redis.timeout_s, expiry_s=2 * idle_s, clock=clock)
+        return cls(config, clock, SharedSloTracker(store, clock, idle_s))
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the background loops that keep failing."""
+        return self._tasks.failed
+
+    def open(self) -> None:
+        """Export each series before the first turn, and start to judge programs that have ended or are idle."""
+        if self.enabled:
+            for model in self._served:
+                for tenant in {DEFAULT_TENANT, *self._config.tenants}:
+                    self._begin_series(Served(model, tenant))
+                for reason in DegradedVerdict:
+                    self._meter.begin(metrics.DEGRADED_DECISIONS, **_degraded(model, reason))
+            self._tasks.start("judge programs", self._judge_forever)
+
+    async def aclose(self) -> None:
+        """Stop."""
+        await self._tasks.aclose()
+        if self._shared is not None:
+            await self._shared.store.close()
+
+    def arrival_s(self, headers: Mapping[str, str]) -> float:
+        """The time on the clock at which the current request arrived."""
+        now_s = self._clock.now_s()
+        if not self._config.http.trust_request_start:
+            return now_s
+        return now_s - waited_s(headers, self._wall(), self._config.http.request_timeout_s)
+
+    def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
+        """A turn has arrived."""
+        served = Served(model, identity.tenant if self._is_named(identity.tenant) else OTHER_TENANTS)
+        slo = self._slo_of(served)
+        if identity.key is not None and self.enabled:
+            self._programs.turn_began(served, slo, identity.key, arrived_s, self._clock.now_s())
+        return MeasuredTurn(self, served, slo, identity, arrived_s)
+
+    def record_rejection(self, headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
+        """A turn was rejected before its body was read, so its model is not known, nor what else the body contains."""
+        identity = replace(seen_turn(headers, b"")[0], tenant=tenant)
+        self.begin(self._config.model.id, identity, self.arrival_s(headers)).over(Outcome.REJECTED)
+
+    def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
+        """A program has ended; an outcome other than OK has a cause outside its turns."""
+        if (ended := self._programs.program_ended(key, outcome)) is None:
+            return
+        if self._shared is not None and outcome is not Outcome.OK:
+            end = TurnEnd(outside_turns(outcome), False, None)
+            self._shared.turn_ended(key, ended.served, end, self._clock.now_s())
+        self._program_over(ended)
+
+    def sweep(self) -> None:
+        """Judge the programs that have been idle for too long."""
+        for ended in self._programs.sweep(self._clock.now_s()):
+            self._program_over(ended)
+
+    async def exchange(self) -> None:
+        """Exchange turns with the other ingresses, and judge the programs that are due. Alone, do nothing."""
+        if self._shared is None:
+            return
+        exchanged = await self._shared.exchange()
+        for served in exchanged.new:
+            self._meter.add(metrics.PROGRAMS, 1, **served._asdict())
+        for ended in exchanged.judged:
+            self._judge(ended)
+        for (model, reason), number in exchanged.degraded.items():
+            self._meter.add(metrics.DEGRADED_DECISIONS, number, **_degraded(model, reason))
+        self._meter.set(metrics.STORE_UP, float(self._shared.store.healthy), component=COMPONENT)
+        self._meter.record(metrics.STORE_FAILURES, {COMPONENT: self._shared.store.failures})
+
+    # --- called by a MeasuredTurn -------------------------------------------------------------------------------------
+
+    def now_s(self) -> float:
+        """The clock's time."""
+        return self._clock.now_s()
+
+    @property
+    def timeout_s(self) -> float:
+        """A turn that took this long was not abandoned by its client."""
+        return self._config.http.request_timeout_s
+
+    def turn_withdrawn(self, identity: ProgramIdentity) -> None:
+        """The request was not a turn."""
+        if identity.key is not None and (ended := self._programs.turn_withdrawn(identity.key, self._clock.now_s())):
+            self._program_over(ended)
+
+    def turn_ended(self, served: Served, slo: Slo, identity: ProgramIdentity, turn: TurnRecord) -> None:
+        """Record a turn that has ended."""
+        self._record(served, slo, turn)
+        if identity.key is None:
+            self._meter.add(metrics.PROGRAMS, 1, **served._asdict())
+            self._judge(single_turn_program(served, slo, turn))
+            return
+        end = self._programs.turn_ended(identity.key, turn, self._clock.now_s(), last=identity.last_turn)
+        if end is None:
+            return
+        if self._shared is not None:
+            self._shared.turn_ended(identity.key, served, end, turn.intended_start_s)
+        elif end.first:
+            self._meter.add(metrics.PROGRAMS, 1, **served._asdict())
+        if end.ended is not None:
+            self._program_over(end.ended)
+
+    def _program_over(self, program: EndedProgram) -> None:
+        if self._shared is None:
+            self._judge(program)
+        else:
+            self._shared.program_ended(program)
+
+    # --- recording ----------------------------------------------------------------------------------------------------
+
+    def _record(self, served: Served, slo: Slo, turn: TurnRecord) -> None:
+        meter, labels = self._meter, served._asdict()
+        meter.add(metrics.REQUESTS, 1, **labels, outcome=turn.outcome.value)
+        if turn.outcome is not Outcome.OK:
+            return
+        missed = slo.missed(turn)
+        if not missed:
+            meter.add(metrics.GOOD_REQUESTS, 1, **labels)
+        for bound in missed:
+            meter.add(metrics.SLO_MISSES, 1, **labels, bound=bound.value)
+        for metric, seconds in (
+            (metrics.TTFT, turn.ttft_s),
+            (metrics.TPOT, turn.tpot_s),
+            (metrics.E2E, turn.e2e_s),
+            (metrics.NORMALIZED, turn.normalized_latency_s),
+        ):
+            if seconds is not None and not (metric is metrics.TPOT and turn.first_token_s == turn.last_token_s):
+                meter.observe(metric, seconds, **labels)
+
+    def _judge(self, program: EndedProgram) -> None:
+        meter, labels, verdict = self._meter, program.served._asdict(), program.verdict
+        meter.add(metrics.PROGRAM_ENDS, 1, **labels, verdict=verdict.value)
+        if verdict in (Verdict.GOOD, Verdict.LATE):
+            meter.observe(metrics.PROGRAM_S, program.tally.e2e_s, **labels)
+            meter.observe(metrics.PROGRAM_WALL_S, program.wall_s, **labels)
+            meter.observe(metrics.PROGRAM_TURNS, program.tally.turns, **labels)
+
+    def _begin_series(self, served: Served) -> None:
+        begin, labels = self._meter.begin, served._asdict()
+        begin(metrics.GOOD_REQUESTS, **labels)
+        begin(metrics.PROGRAMS, **labels)
+        for outcome in Outcome:
+            begin(metrics.REQUESTS, **labels, outcome=outcome.value)
+        for bound in Bound:
+            begin(metrics.SLO_MISSES, **labels, bound=bound.value)
+        for verdict in Verdict:
+            begin(metrics.PROGRAM_ENDS, **labels, verdict=verdict.value)
+
+    def _slo_of(self, served: Served) -> Slo:
+        if (slo := self._slos.get(served)) is None:
+            slo = self._slos[served] = self._served[served.model].slo_of(served.tenant).bounds
+        return slo
+
+    def _is_named(self, tenant: str) -> bool:
+        return tenant == DEFAULT_TENANT or tenant in self._config.tenants
+
+    async def _judge_forever(self) -> None:
+        while True:
+            await self._sleep(EXCHANGE_PERIOD_S)
+            self.sweep()
+            await self.exchange()
+
+
+def _degraded(model: str, reason: DegradedVerdict) -> dict[str, str]:
+    return {"model": model, "component": COMPONENT, "reason": reason.value}
+
+
+class MeasuredTurn:
+    """A turn in flight."""
+
+    def __init__(
+        self, tracker: SloTracker, served: Served, slo: Slo, identity: ProgramIdentity, arrived_s: float
+    ) -> None:
+        self._tracker = tracker
+        self._served = served
+        self._slo = slo
+        self._identity = identity
+        self._arrived_s = arrived_s
+        self._first_token_s: float | None = None
+        self._last_token_s: float | None = None
+        self._tokens = 0
+        self._over = not tracker.enabled
+
+    def received(self, tokens: int) -> None:
+        """The answer has this many tokens so far."""
+        if tokens > self._tokens:
+            self._tokens = tokens
+            self._last_token_s = self._tracker.now_s()
+            if self._first_token_s is None:
+                self._first_token_s = self._last_token_s
+
+    def over(self, outcome: Outcome | None) -> None:
+        """The turn has ended; None: the request was not a turn. Only the first call counts."""
+        if self._over:
+            return
+        self._over = True
+        if outcome is None:
+            self._tracker.turn_withdrawn(self._identity)
+            return
+        now_s = self._tracker.now_s()
+        last_token_s = now_s if self._last_token_s is None else self._last_token_s
+        record = TurnRecord(
+            program_id="",
+            index=0,
+            intended_start_s=self._arrived_s,
+            outcome=outcome,
+            first_token_s=last_token_s if self._first_token_s is None else self._first_token_s,
+            last_token_s=last_token_s,
+            output_tokens=self._tokens,
+        )
+        self._tracker.turn_ended(self._served, self._slo, self._identity, record)
+
+    def gone(self) -> None:
+        """Nobody waits for the turn any more: it timed out, or its client disconnected."""
+        late = self._tracker.now_s() - self._arrived_s >= self._tracker.timeout_s
+        self.over(Outcome.TIMED_OUT if late else Outcome.UNFINISHED)
+
+
+# --- rejections by middleware -----------------------------------------------------------------------------------------
+
+
+class _Process:
+    """Holds the tracker of this process. Ray unpickles the middleware before the tracker exists."""
+
+    tracker: SloTracker | None = None
+
+
+def set_process_tracker(tracker: SloTracker) -> None:
+    """Make this the tracker to which `record_rejection` reports."""
+    _Process.tracker = tracker
+
+
+def record_rejection(headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
+    """Call `SloTracker.record_rejection` of this process's tracker, if there is one."""
+    if _Process.tracker is not None:
+        _Process.tracker.record_rejection(headers, tenant)
+
+
+# --- answers ----------------------------------------------------------------------------------------------------------
+
+_TIMEOUTS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.GATEWAY_TIMEOUT)
+
+
+def outcome_of(error: HttpError) -> Outcome | None:
+    """The outcome of a turn that ended with this error; None: the client got the request wrong, so it is not a turn."""
+    if isinstance(error, Overloaded):
+        return Outcome.REJECTED
+    if error.status in _TIMEOUTS:
+        return Outcome.TIMED_OUT
+    if error.status < HTTPStatus.INTERNAL_SERVER_ERROR and not isinstance(error, Quarantined):
+        return None
+    return Outcome.FAILED
+
+
+class CountedAnswers(Protocol):
+    """The pieces of an answer, and the number of tokens in them."""
+
+    @property
+    def output_tokens(self) -> int:
+        """Tokens of the stream so far."""
+        ...
+
+    def __aiter__(self) -> Self: ...
+
+    async def __anext__(self) -> bytes | HttpError: ...
+
+    def cancel(self) -> None:
+        """Stop the work on the answer; harmless after its end."""
+        ...
+
+
+class MeasuredAnswers:
+    """Passes a turn's answer on to the client, and records the turn.
+
+    Args:
+        answers: the answer.
+        turn: the turn that it answers.
+        error_map: maps every exception to an HTTP error.
+    """
+
+    def __init__(self, answers: CountedAnswers, turn: MeasuredTurn, error_map: ErrorMap) -> None:
+        self._answers = answers
+        self._turn = turn
+        self._error_map = error_map
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes | HttpError:
+        try:
+            piece = await anext(self._answers)
+        except StopAsyncIteration:
+            self._turn.over(Outcome.FAILED)
+            raise
+        except Exception as error:
+            self._turn.over(outcome_of(self._error_map(error)))
+            raise
+        if isinstance(piece, HttpError):
+            self._turn.over(outcome_of(piece))
+        elif piece.startswith(b"{"):
+            self._turn.received(usage_of(piece).completion or 0)
+            self._turn.over(Outcome.OK)
+        else:
+            self._turn.received(self._answers.output_tokens)
+            if piece.endswith(SSE_DONE):
+                self._turn.over(Outcome.FAILED if contains_error(piece) else Outcome.OK)
+        return piece
+
+    def cancel(self) -> None:
+        """The client has the whole answer, or no longer wants it."""
+        self._answers.cancel()
+        self._turn.gone()

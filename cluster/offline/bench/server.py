@@ -1,0 +1,142 @@
+"""The routes of a server that a benchmark needs beside the turns: policy, reset, histories of programs, memory."""
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager, suppress
+from dataclasses import replace
+from typing import Any
+from urllib.parse import quote
+
+import aiohttp
+
+from cluster.core.clock import Clock
+from cluster.core.errors import ConfigError
+from cluster.core.slo import ProgramRecord
+from cluster.offline.bench.history import MemorySample, MemoryUse, ProgramHistory
+
+ADMIN_TIMEOUT_S = 60.0
+"""A policy switch or a reset reaches every replica within this time."""
+HISTORY_TIMEOUT_S = 10.0
+HISTORIES_AT_ONCE = 16
+
+
+class Server:
+    """The server at ``url``."""
+
+    def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
+        self._session = session
+        self._url = url
+
+    async def first_model(self) -> str:
+        """The first model that the server lists.
+
+        Raises:
+            ConfigError: the server is not there, or lists none.
+        """
+        listed = await self._call("GET", "/v1/models", "--url")
+        try:
+            return str(listed["data"][0]["id"])
+        except (KeyError, IndexError, TypeError) as error:
+            raise ConfigError(f"--url: {self._url}/v1/models lists no model; name one with --model") from error
+
+    async def switch_policy(self, name: str) -> None:
+        """Schedule by policy ``name`` from now on.
+
+        Raises:
+            ConfigError: the server cannot.
+        """
+        await self._call("PUT", "/admin/policy", "--policies", {"name": name})
+
+    async def reset(self) -> None:
+        """Forget every program and every cached prefix.
+
+        Raises:
+            ConfigError: the server cannot.
+        """
+        await self._call("POST", "/admin/reset", "--policies")
+
+    async def histories(self, programs: Sequence[ProgramRecord]) -> dict[str, ProgramHistory]:
+        """What the server knows of each program, by its id; programs of which it knows nothing are left out."""
+        gate = asyncio.Semaphore(HISTORIES_AT_ONCE)
+
+        async def history(program: ProgramRecord) -> Any:
+            async with gate:
+                return await self._history(program.program_id)
+
+        answers = await asyncio.gather(*(history(program) for program in programs))
+        pairs = zip(programs, answers, strict=True)
+        return {program.program_id: ProgramHistory.of(answer) for program, answer in pairs if answer is not None}
+
+    async def statistics(self) -> list[Mapping[str, Any]]:
+        """The numbers of each replica, now; empty where the server does not report them."""
+        answer = await self._get("/admin/statistics", {})
+        replicas = answer.get("replicas") if isinstance(answer, dict) else None
+        return replicas if isinstance(replicas, list) else []
+
+    async def versions(self) -> dict[str, str]:
+        """Of what serves; empty where it does not report them."""
+        answer = await self._get("/version", {})
+        return {str(name): str(value) for name, value in answer.items()} if isinstance(answer, dict) else {}
+
+    async def _history(self, program_id: str) -> Any:
+        return await self._get(f"/v1/programs/{quote(program_id, safe='')}", {"x-session-id": program_id})
+
+    async def _get(self, path: str, headers: Mapping[str, str]) -> Any:
+        """The decoded answer; None where there is none."""
+        timeout = aiohttp.ClientTimeout(total=HISTORY_TIMEOUT_S)
+        try:
+            async with self._session.get(self._url + path, headers=headers, timeout=timeout) as response:
+                return await response.json(content_type=None) if response.status == 200 else None
+        except (aiohttp.ClientError, TimeoutError, ValueError):
+            return None
+
+    async def _call(self, method: str, path: str, flag: str, body: object = None) -> Any:
+        timeout = aiohttp.ClientTimeout(total=ADMIN_TIMEOUT_S)
+        try:
+            async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
+                if response.status != 200:
+                    text = (await response.text(errors="replace"))[:500]
+                    raise ConfigError(f"{flag}: {method} {self._url}{path} answered {response.status}: {text}")
+                return await response.json(content_type=None)
+        except (aiohttp.ClientError, TimeoutError, ValueError) as error:
+            raise ConfigError(f"{flag}: {method} {self._url}{path}: {error or type(error).__name__}") from error
+
+
+def with_waits(program: ProgramRecord, history: ProgramHistory | None) -> ProgramRecord:
+    """The record, with what the server knows of each turn's waiting; unchanged where it knows nothing."""
+    if history is None:
+        return program
+    waits_s = history.waits_s + (None,) * len(program.turns)
+    turns = (
+        t if wait_s is None else replace(t, queue_s=wait_s) for t, wait_s in zip(program.turns, waits_s, strict=False)
+    )
+    return replace(program, turns=tuple(turns))
+
+
+PERIOD_S = 0.25
+"""Between two looks. Each asks every replica's scheduler: about a millisecond between two of its steps."""
+
+
+@asynccontextmanager
+async def watched(server: Server, clock: Clock, *, on: bool) -> AsyncIterator[list[MemorySample]]:
+    """What is seen until the block ends; nothing where it is not to be recorded."""
+    seen: list[MemorySample] = []
+    if not on:
+        yield seen
+        return
+    task = asyncio.create_task(_look_for_ever(server, clock, seen))
+    try:
+        yield seen
+    finally:
+        task.cancel()
+        with suppress(asyncio.CancelledError):
+            await task
+
+
+async def _look_for_ever(server: Server, clock: Clock, seen: list[MemorySample]) -> None:
+    while True:
+        at_s = clock.now_s()
+        replicas = await server.statistics()
+        if replicas:
+            seen.append((at_s, sum(map(MemoryUse.of, replicas), MemoryUse(0, 0, 0, 0))))
+        await asyncio.sleep(PERIOD_S)

@@ -1,0 +1,180 @@
+"""What one run of `caesura bench` does. Every value is checked here; a bad one names its flag."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from cluster.core.errors import ConfigError
+from cluster.core.slo import Slo
+from cluster.offline.bench.arrivals import Arrivals
+from cluster.offline.bench.infercept import builtin_workload
+from cluster.offline.bench.trace import programs_from_trace
+from cluster.offline.bench.workload import Shaping, Workload
+
+INFERCEPT = "infercept"
+BUILTIN_PROGRAMS = 1200
+"""Programs in the pool of the built-in workload: 200 of each type."""
+MAX_PROGRAMS = 100_000
+"""Programs of one block; more is a slip of the keyboard."""
+AS_SERVED = "as-served"
+"""The name in results of whatever policy the server runs, where none is asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class BenchSettings:
+    """One run: ``blocks`` times each policy, each time the same programs and arrivals for all policies of the block."""
+
+    url: str
+    model: str | None = None
+    """None: the first one that the server lists."""
+    trace: Path | None = None
+    """A trace file; None: the workload named ``workload``."""
+    workload: str = INFERCEPT
+    missing_tool_s: float | None = None
+    only_recorded: bool = False
+    shaping: Shaping = field(default_factory=Shaping)
+    policies: tuple[str, ...] = ()
+    """Empty: the server is left as it is."""
+    rate_per_s: float = 1.0
+    """Programs per second."""
+    arrivals: str = "poisson"
+    duration_s: float | None = 60.0
+    """Seconds of arrivals in one block; None: ``count`` decides."""
+    count: int | None = None
+    """Programs of one block; None: ``duration_s`` decides."""
+    warmup_s: float = 0.0
+    """Programs meant to arrive in these first seconds of a block are run and accounted for, not measured."""
+    blocks: int = 1
+    seed: int = 0
+    slo: Slo = field(default_factory=Slo)
+    turn_timeout_s: float = 600.0
+    drain_s: float = 120.0
+    """Seconds after a block's last arrival for the programs under way to end."""
+    command: str = ""
+    """What made this run, for its results."""
+    record: bool = False
+    """Look at the server's memory during the run."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        require(_is_http(self.url), "--url", self.url, "is not an http:// or https:// URL")
+        require(self.workload == INFERCEPT, "--workload", self.workload, f"is unknown; there is: {INFERCEPT}")
+        require_positive(
+            {
+                "--rate": self.rate_per_s,
+                "--duration-s": self.duration_s,
+                "--count": self.count,
+                "--blocks": self.blocks,
+                "--slo-ttft": self.slo.ttft_s,
+                "--slo-tpot": self.slo.tpot_s,
+                "--slo-e2e": self.slo.e2e_s,
+                "--slo-norm": self.slo.normalized_latency_s,
+                "--turn-timeout-s": self.turn_timeout_s,
+            }
+        )
+        require_zero_or_more({"--warmup-s": self.warmup_s, "--drain-s": self.drain_s, "--seed": self.seed})
+        check_shaping(self.shaping, self.missing_tool_s)
+        Arrivals.parse(self.arrivals, self.rate_per_s)
+        require(len(set(self.policies)) == len(self.policies), "--policies", ",".join(self.policies), "repeats a name")
+        if (self.count is None) == (self.duration_s is None):
+            raise ConfigError("--count, --duration-s: give one of them")
+        require(self.window_s > 0, "--warmup-s", self.warmup_s, "leaves nothing to measure")
+        programs = self.count if self.count is not None else self.rate_per_s * (self.duration_s or 0.0)
+        flag = "--count" if self.count is not None else "--rate"
+        require(programs <= MAX_PROGRAMS, flag, programs, f"programs in a block: {MAX_PROGRAMS} at most")
+
+    @property
+    def process(self) -> Arrivals:
+        """The arrival process."""
+        return Arrivals.parse(self.arrivals, self.rate_per_s)
+
+    @property
+    def window_s(self) -> float:
+        """Measured seconds of one block: those of arrivals (for a fixed count, at its rate) without the warm-up."""
+        span_s = self.duration_s if self.duration_s is not None else (self.count or 0) / self.rate_per_s
+        return span_s - self.warmup_s
+
+    @property
+    def policy_names(self) -> tuple[str, ...]:
+        """The columns of the results."""
+        return self.policies or (AS_SERVED,)
+
+    def load(self) -> Workload:
+        """The pool of programs.
+
+        Raises:
+            TraceError: the trace file cannot be used.
+            ConfigError: no program fits.
+        """
+        return load_pool(self.trace, self.missing_tool_s, self.only_recorded, self.shaping, self.seed, "--max-context")
+
+
+@lru_cache(maxsize=4)
+def _recorded(trace: Path | None, missing_tool_s: float | None, only_recorded: bool, seed: int) -> Workload:
+    if trace is None:
+        return builtin_workload(seed, BUILTIN_PROGRAMS)
+    return programs_from_trace(trace, missing_tool_s, only_recorded)
+
+
+def load_pool(
+    trace: Path | None, missing_tool_s: float | None, only_recorded: bool, shaping: Shaping, seed: int, flags: str
+) -> Workload:
+    """The programs of a trace, or those that are built in, cut to fit.
+
+    Raises:
+        TraceError: the trace file cannot be used.
+        ConfigError: no program fits; names ``flags``.
+    """
+    shaped = _recorded(trace, missing_tool_s, only_recorded, seed).shaped(shaping, seed)
+    if not shaped.programs:
+        raise ConfigError(f"{flags}: none of {shaped.dropped} programs fits {shaping.max_context} tokens")
+    return shaped
+
+
+def check_shaping(shaping: Shaping, missing_tool_s: float | None) -> None:
+    """Refuse what cannot be done to programs.
+
+    Raises:
+        ConfigError: names the flag.
+    """
+    require_positive(
+        {
+            "--scale-lengths": shaping.scale_lengths,
+            "--max-context": shaping.max_context,
+            "--max-turns": shaping.max_turns,
+            "--limit": shaping.limit,
+        }
+    )
+    require_zero_or_more({"--scale-tools": shaping.scale_tools, "--missing-tool-s": missing_tool_s})
+
+
+def require_positive(values: Mapping[str, float | None]) -> None:
+    """Raise ConfigError unless each value, by its flag, is None or more than 0."""
+    for flag, value in values.items():
+        require(value is None or 0 < value < float("inf"), flag, value, "must be more than 0, and finite")
+
+
+def require_zero_or_more(values: Mapping[str, float | None]) -> None:
+    """Raise ConfigError unless each value, by its flag, is None, 0 or more."""
+    for flag, value in values.items():
+        require(value is None or 0 <= value < float("inf"), flag, value, "must be 0 or more, and finite")
+
+
+def require(holds: bool, flag: str, value: object, message: str) -> None:
+    """Raise ConfigError, with the flag and its value, unless ``holds``."""
+    if not holds:
+        raise ConfigError(f"{flag}: {value} {message}")
+
+
+def _is_http(url: str) -> bool:
+    try:
+        scheme, host = urlsplit(url)[:2]
+    except ValueError:
+        return False
+    return scheme in ("http", "https") and host != ""

@@ -1,0 +1,221 @@
+"""What is replayed: agent programs as lengths and pauses, cut to fit a server, and the token ids of their prompts."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from zlib import crc32
+
+import numpy as np
+
+MIN_OUTPUT_TOKENS = 1
+"""A completion cannot generate nothing; a turn that the trace recorded without output is replayed with this many."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedTurn:
+    """One generation. Lengths in tokens."""
+
+    fresh_tokens: int
+    """Prompt tokens after the kept context: the tool's result and a new prompt. Without a context: the whole prompt."""
+    output_tokens: int
+    kept_tokens: int
+    """Of the output, how many last tokens stay in the next turn's context (hidden reasoning is not sent again)."""
+    tool: str | None = None
+    """The tool called by this turn; None: none, or the last turn."""
+    pause_s: float = 0.0
+    """Seconds from this turn's end to the next turn's intended start."""
+    reset: bool = False
+    """The context does not extend the turn before: only the shared prefix is reusable."""
+
+
+@dataclass(frozen=True, slots=True)
+class PlannedProgram:
+    """One agent job. The first turn, and each ``reset`` one, starts with ``prefix_tokens`` ids of ``prefix_group``."""
+
+    program_id: str
+    kind: str
+    turns: tuple[PlannedTurn, ...]
+    prefix_group: str | None = None
+    prefix_tokens: int = 0
+
+    def contexts(self) -> list[int]:
+        """Prompt tokens of each turn."""
+        contexts: list[int] = []
+        kept = 0
+        for turn in self.turns:
+            contexts.append(turn.fresh_tokens + (0 if turn.reset else kept))
+            kept = contexts[-1] + turn.kept_tokens
+        return contexts
+
+    @property
+    def peak_tokens(self) -> int:
+        """Prompt and output tokens of its longest turn."""
+        return max(context + turn.output_tokens for context, turn in zip(self.contexts(), self.turns, strict=True))
+
+
+@dataclass(frozen=True, slots=True)
+class Shaping:
+    """How recorded programs are cut to fit a server."""
+
+    scale_lengths: float = 1.0
+    scale_tools: float = 1.0
+    max_context: int | None = None
+    """Tokens; programs whose longest turn needs more are dropped."""
+    max_turns: int | None = None
+    """Later turns are cut off."""
+    limit: int | None = None
+    """Programs that are kept, drawn by the seed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """The pool that arrivals draw from, and what was left out of it."""
+
+    name: str
+    programs: tuple[PlannedProgram, ...]
+    dropped: int = 0
+    """Programs that exceed ``Shaping.max_context``."""
+    notes: tuple[str, ...] = ()
+    """What a reader of the results has to know, one sentence each."""
+
+    def shaped(self, shaping: Shaping, seed: int) -> "Workload":
+        """Cut off turns, scale, drop what does not fit, shuffle by ``seed`` and keep ``limit``: in this order."""
+        scaled = [_scaled(_cut(program, shaping.max_turns), shaping) for program in self.programs]
+        fitting = [p for p in scaled if shaping.max_context is None or p.peak_tokens <= shaping.max_context]
+        order = np.random.default_rng(seed).permutation(len(fitting))[: shaping.limit]
+        return replace(
+            self, programs=tuple(fitting[i] for i in order), dropped=self.dropped + len(scaled) - len(fitting)
+        )
+
+
+def draw(programs: Sequence[PlannedProgram], count: int, rng: np.random.Generator) -> list[PlannedProgram]:
+    """``count`` programs: each once in random order, then again in another order, as often as needed.
+
+    Raises:
+        ValueError: ``programs`` is empty.
+    """
+    if not programs:
+        raise ValueError("no programs to draw from")
+    drawn: list[PlannedProgram] = []
+    while len(drawn) < count:
+        drawn.extend(programs[i] for i in rng.permutation(len(programs))[: count - len(drawn)])
+    return drawn
+
+
+def prefix_notes(programs: Iterable[PlannedProgram]) -> tuple[str, ...]:
+    """Says that programs name a shared prefix whose length nobody recorded, if some do."""
+    unknown = sum(program.prefix_group is not None and program.prefix_tokens == 0 for program in programs)
+    if not unknown:
+        return ()
+    return (f"{unknown} programs name a shared prefix without its length: they are replayed with nothing shared",)
+
+
+def _cut(program: PlannedProgram, max_turns: int | None) -> PlannedProgram:
+    if max_turns is None or len(program.turns) <= max_turns:
+        return program
+    kept = program.turns[:max_turns]
+    return replace(program, turns=(*kept[:-1], replace(kept[-1], tool=None, pause_s=0.0)))
+
+
+def _scaled(program: PlannedProgram, shaping: Shaping) -> PlannedProgram:
+    by = shaping.scale_lengths
+    turns = []
+    for index, turn in enumerate(program.turns):
+        output = max(MIN_OUTPUT_TOKENS, round(turn.output_tokens * by))
+        starts = index == 0 or turn.reset
+        turns.append(
+            replace(
+                turn,
+                fresh_tokens=max(1 if starts else 0, round(turn.fresh_tokens * by)),
+                output_tokens=output,
+                kept_tokens=min(output, round(turn.kept_tokens * by))
+                if turn.kept_tokens < turn.output_tokens
+                else output,
+                pause_s=turn.pause_s * shaping.scale_tools,
+            )
+        )
+    return replace(program, turns=tuple(turns), prefix_tokens=round(program.prefix_tokens * by))
+
+
+@dataclass(frozen=True, slots=True)
+class TurnWork:
+    """One turn. Lengths in tokens."""
+
+    prompt_tokens: int
+    """Of the whole prompt."""
+    new_tokens: int
+    """Of the prompt, those that no turn before has sent or generated at the same place."""
+    output_tokens: int
+    returned_tokens: int
+    """What the next turn's prompt has beyond this turn's prompt and output; 0 for a last turn."""
+
+
+def turns_of(program: PlannedProgram) -> list[TurnWork]:
+    """The program's turns. The shared prefix counts as new in the first turn only: it survives a ``reset``.
+
+    Where a turn's output is not sent again as a whole (hidden reasoning), what is kept of it moves to another place in
+    the context, and is new in the turn after it.
+    """
+    contexts = program.contexts()
+    works: list[TurnWork] = []
+    for index, turn in enumerate(program.turns):
+        new = turn.fresh_tokens
+        if index and turn.reset:
+            new -= min(program.prefix_tokens, new)
+        elif index and (before := program.turns[index - 1]).kept_tokens < before.output_tokens:
+            new += before.kept_tokens
+        following = contexts[index + 1] if index + 1 < len(contexts) else 0
+        works.append(
+            TurnWork(
+                prompt_tokens=contexts[index],
+                new_tokens=new,
+                output_tokens=turn.output_tokens,
+                returned_tokens=max(0, following - contexts[index] - turn.output_tokens),
+            )
+        )
+    return works
+
+
+def tokens_of(works: Sequence[TurnWork]) -> int:
+    """Tokens to compute: new prompt tokens and outputs."""
+    return sum(work.new_tokens + work.output_tokens for work in works)
+
+
+TOKEN_IDS = range(32, 256)
+"""Ids that every byte-level or sentence-piece vocabulary has, past the special ones that many put first."""
+
+
+class Conversation:
+    """Builds each turn's prompt so that it extends the ids of the turn before exactly.
+
+    Programs of the same ``prefix_group`` start with the same ids under the same ``seed``.
+    """
+
+    def __init__(self, program: PlannedProgram, seed: tuple[int, ...]) -> None:
+        self._rng = np.random.default_rng(seed)
+        self._prefix: list[int] = []
+        if program.prefix_group is not None:
+            group = np.random.default_rng([seed[0], crc32(program.prefix_group.encode())])
+            self._prefix = _random_ids(group, program.prefix_tokens)
+        self._ids: list[int] = []
+        self._known = 0
+
+    def prompt(self, turn: PlannedTurn) -> tuple[list[int], int]:
+        """The ids to send, and how many of them, from the start, the turn before had sent or generated."""
+        if not self._ids or turn.reset:
+            self._known = len(self._prefix[: turn.fresh_tokens]) if self._ids else 0
+            self._ids = self._prefix[: turn.fresh_tokens]
+            self._ids = self._ids + _random_ids(self._rng, turn.fresh_tokens - len(self._ids))
+        else:
+            self._ids = self._ids + _random_ids(self._rng, turn.fresh_tokens)
+        return self._ids, self._known
+
+    def answered(self, generated: list[int], kept_tokens: int) -> None:
+        """Take over the last ``kept_tokens`` of what was generated: what was hidden came before them."""
+        sent = len(self._ids)
+        self._ids = self._ids + generated[len(generated) - kept_tokens :]
+        self._known = len(self._ids) if kept_tokens == len(generated) else sent
+
+
+def _random_ids(rng: np.random.Generator, count: int) -> list[int]:
+    ids: list[int] = rng.integers(TOKEN_IDS.start, TOKEN_IDS.stop, size=count).tolist()
+    return ids

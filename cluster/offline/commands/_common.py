@@ -1,0 +1,127 @@
+"""What commands share: questions to a running server, where results go, steps on a terminal, lists of files.
+
+Here, and in every command, what is heavy to import is imported where it is used, so that ``caesura --help`` is instant.
+"""
+
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from typer.core import TyperCommand
+
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import ConfigError
+
+Url = Annotated[str, typer.Option(help="The server.")]
+DEFAULT_URL = "http://127.0.0.1:8000"
+TIMEOUT_S = 30.0
+
+UNKNOWN = 1
+"""Exit status where the server has no answer."""
+
+
+def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """What the server answers.
+
+    Raises:
+        Exit: it has no answer; the reason is on stderr.
+    """
+    import httpx
+
+    from cluster.auth.keys import client_headers
+
+    try:
+        headers = client_headers()
+        answer = httpx.request(method, url.rstrip("/") + path, params=parameters, headers=headers, timeout=TIMEOUT_S)
+        body: dict[str, Any] = answer.json()
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        typer.echo(f"{url}: {error}", err=True)
+        raise typer.Exit(UNKNOWN) from error
+    if not answer.is_success:
+        typer.echo(f"{url}: {body.get('error', {}).get('message', answer.status_code)}", err=True)
+        raise typer.Exit(UNKNOWN)
+    return body
+
+
+@dataclass(frozen=True, slots=True)
+class Outputs:
+    """None: not wanted."""
+
+    json_lines: Path | None = None
+    record: Path | None = None
+    plots: Path | None = None
+    """A folder."""
+
+    def check(self) -> None:
+        """Fail before a run of minutes, not after it.
+
+        Raises:
+            ConfigError: one of them cannot be written.
+        """
+        for flag, path in {"--json": self.json_lines, "--record": self.record}.items():
+            if path is not None:
+                _write(flag, path.touch)
+        if self.plots is not None:
+            plots = self.plots
+            _write("--plots", lambda: plots.mkdir(parents=True, exist_ok=True))
+
+
+def _write(flag: str, write: Callable[[], None]) -> None:
+    try:
+        write()
+    except OSError as error:
+        raise ConfigError(f"{flag}: {error}") from error
+
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+
+def timed_steps(console: "Console") -> Callable[[str], AbstractContextManager[None]]:
+    """The ``step`` of a `LocalCluster`: each step of its start and stop, with the time that it took.
+
+    A terminal shows the step that goes on; elsewhere stderr has a line about it every ten seconds.
+    """
+    from cluster.offline.bench.terminal import heartbeat
+
+    clock = MonotonicClock()
+
+    @contextmanager
+    def step(name: str) -> Iterator[None]:
+        began_s = clock.now_s()
+        waiting = heartbeat(lambda: f"{clock.now_s() - began_s:6.0f} s  {name}", sys.stderr)
+        with console.status(name) if console.is_terminal else waiting:
+            yield
+        console.print(f"  {name:<32} {clock.now_s() - began_s:6.1f} s")
+
+    return step
+
+
+FILE_LISTS = ("--traces", "--text")
+
+
+class FileListsCommand(TyperCommand):
+    """A command whose options FILE_LISTS take one file or several, or are repeated."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """See click."""
+        return super().parse_args(ctx, repeated(args))
+
+
+def repeated(args: Sequence[str]) -> list[str]:
+    """The same arguments with a file list's option before each of its files."""
+    written: list[str] = []
+    option: str | None = None
+    for arg in args:
+        if arg.startswith("-"):
+            option = arg if arg in FILE_LISTS else None
+            written.append(arg)
+        elif option is not None and written[-1] != option:
+            written += [option, arg]
+        else:
+            written.append(arg)
+    return written

@@ -1,0 +1,102 @@
+"""`caesura bench`: replay agent programs against a running server, and compare policies."""
+
+import asyncio
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.offline.commands._common import Outputs
+
+if TYPE_CHECKING:
+    from cluster.offline.bench.settings import BenchSettings
+
+
+def bench(
+    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    model: Annotated[str | None, typer.Option(help="Default: the first one that the server lists.")] = None,
+    trace: Annotated[Path | None, typer.Option(help="Programs to replay: .jsonl or .jsonl.gz.")] = None,
+    workload: Annotated[str, typer.Option(help="Built-in programs, without --trace.")] = "infercept",
+    missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
+    only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
+    policies: Annotated[str, typer.Option(help="a,b: compare these. Empty: leave the server as it is.")] = "",
+    rate: Annotated[float, typer.Option(help="Programs per second.")] = 1.0,
+    arrivals: Annotated[str, typer.Option(help="poisson, or gamma:CV (burstier above CV 1).")] = "poisson",
+    duration_s: Annotated[float | None, typer.Option(help="Seconds of arrivals a block. Default: 60.")] = None,
+    count: Annotated[int | None, typer.Option(help="Programs a block, in place of --duration-s.")] = None,
+    warmup_s: Annotated[float, typer.Option(help="First seconds of a block that are not measured.")] = 0.0,
+    blocks: Annotated[int, typer.Option(help="Times that each policy runs, in turns.")] = 1,
+    scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
+    scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
+    max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
+    seed: Annotated[int, typer.Option(help="Same seed, same programs, arrivals and token ids.")] = 0,
+    slo_ttft: Annotated[float | None, typer.Option(help="Bound: seconds to the first token. Default: 1.")] = None,
+    slo_tpot: Annotated[float | None, typer.Option(help="Bound: seconds per token after the first.")] = None,
+    slo_e2e: Annotated[float | None, typer.Option(help="Bound: seconds to the end of a turn.")] = None,
+    slo_norm: Annotated[float | None, typer.Option(help="Bound: seconds without tools per token.")] = None,
+    turn_timeout_s: Annotated[float, typer.Option(help="A turn that takes longer has failed.")] = 600.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 120.0,
+    json: Annotated[Path | None, typer.Option(help="Write one JSON line a policy.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write all programs and memory, for caesura report.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show everything that was measured.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+) -> None:
+    """Replay agent programs in an open loop: goodput, latencies and cache use, policy by policy."""
+    from cluster.core.slo import Slo
+    from cluster.offline.bench.settings import BenchSettings
+    from cluster.offline.bench.workload import Shaping
+
+    bounds = (slo_ttft, slo_tpot, slo_e2e, slo_norm)
+    settings = BenchSettings(
+        url=url,
+        model=model,
+        trace=trace,
+        workload=workload,
+        missing_tool_s=missing_tool_s,
+        only_recorded=only_recorded,
+        shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
+        policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+        rate_per_s=rate,
+        arrivals=arrivals,
+        duration_s=60.0 if duration_s is None and count is None else duration_s,
+        count=count,
+        warmup_s=warmup_s,
+        blocks=blocks,
+        seed=seed,
+        slo=Slo(1.0) if bounds == (None,) * 4 else Slo(*bounds),
+        turn_timeout_s=turn_timeout_s,
+        drain_s=drain_s,
+        command=shlex.join(["caesura", *sys.argv[1:]]),
+        record=record is not None,
+    )
+    _run(settings, Outputs(json, record, plots), verbose=verbose, quiet=quiet)
+
+
+def _run(settings: "BenchSettings", outputs: Outputs, *, verbose: bool, quiet: bool) -> None:
+    from rich.console import Console
+
+    from cluster.offline.bench.record import bench_lines, write
+    from cluster.offline.bench.runner import run_bench
+    from cluster.offline.bench.tables import print_report, write_json_lines
+    from cluster.offline.bench.terminal import RunProgress
+
+    outputs.check()
+    console = Console(quiet=quiet)
+    with RunProgress(settings.blocks, quiet=quiet) as progress:
+        result = asyncio.run(run_bench(settings, progress))
+    print_report(result, console, verbose=verbose)
+    if outputs.json_lines is not None:
+        write_json_lines(result, outputs.json_lines)
+    if outputs.record is not None:
+        write(bench_lines(result), outputs.record)
+    if outputs.plots is not None:
+        from cluster.offline.report.plots import write_plots
+        from cluster.offline.report.reading import Runs, runs_of
+
+        for path in write_plots(Runs(runs_of(bench_lines(result))), outputs.plots):
+            console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,100 @@
+"""`caesura config` and `caesura keys`: show, check and describe the configuration, and make and check API keys."""
+
+import json
+import os
+from collections import Counter
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from cluster.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cluster.config.schema import CaesuraConfig
+
+app = typer.Typer(no_args_is_help=True, help="Show, check or describe the configuration.")
+
+ConfigFile = Annotated[
+    Path | None,
+    typer.Option("--config", "-c", metavar="FILE", help="YAML file; without it the defaults: the built-in model."),
+]
+Assignments = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY.PATH=VALUE", help="Override one key; the value is YAML. May be repeated."),
+]
+
+
+def read_config(file: Path | None, assignments: list[str] | None) -> "CaesuraConfig":
+    """The configuration of a command: the file, then CAESURA__ variables, then --set.
+
+    Raises:
+        ConfigError: what is wrong, one line for each.
+    """
+    from cluster.config.loader import load_config, parse_assignment
+
+    return load_config(file, os.environ, dict(parse_assignment(text) for text in assignments or ()))
+
+
+@app.command()
+def show(config: ConfigFile = None, assignments: Assignments = None) -> None:
+    """Print the configuration in effect as YAML, every default filled in."""
+    from cluster.config.loader import dump_config
+
+    typer.echo(dump_config(read_config(config, assignments)), nl=False)
+
+
+@app.command()
+def check(config: ConfigFile = None, assignments: Assignments = None) -> None:
+    """Tell whether the configuration can be used; exit status 2 if not."""
+    from cluster.config.loader import BUILT_IN
+
+    name = BUILT_IN if config is None else str(config)
+    engine = read_config(config, assignments).engine
+    if engine:
+        from replicas.settings import unknown_engine_arguments
+
+        if unknown := unknown_engine_arguments(engine):
+            raise ConfigError("\n".join(f"{name}: engine.{key}: vLLM has no such engine argument" for key in unknown))
+    typer.echo(f"{name} is valid")
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema of the configuration file."""
+    from cluster.config.loader import config_schema
+
+    typer.echo(json.dumps(config_schema(), indent=2))
+
+
+keys_app = typer.Typer(no_args_is_help=True, help="API keys: make them, and look a file of them over.")
+
+
+@keys_app.command("new")
+def new_key_entry(
+    tenant: Annotated[str, typer.Option(help="Whose it is to be.")],
+    role: Annotated[
+        list[str] | None, typer.Option(help="What it opens: serve (the default), metrics or admin; may be given again.")
+    ] = None,
+    name: Annotated[str, typer.Option(help="For people: shown in logs, where the key never is.")] = "",
+) -> None:
+    """Make a key: itself, which is shown only now, and the entry for the file of `auth.file`, which has its digest."""
+    import yaml
+
+    from cluster.auth.keys import digest_of, keys_of, new_key
+
+    key = new_key()
+    entry = {"tenant": tenant, "sha256": digest_of(key), "roles": role or ["serve"], **({"name": name} if name else {})}
+    keys_of({"keys": [entry]}, "caesura keys new")
+    typer.echo(f"# The key, shown only now: {key}")
+    typer.echo(yaml.safe_dump([entry], sort_keys=False).rstrip())
+
+
+@keys_app.command("check")
+def check_keys(file: Annotated[Path, typer.Argument(help="A file as `auth.file` names it.")]) -> None:
+    """Look a file of keys over: how many there are, of whom, and what they open."""
+    from cluster.auth.keys import read_keys
+
+    of = Counter((caller.tenant, ", ".join(sorted(caller.roles))) for caller in read_keys(file).callers())
+    for (tenant, roles), count in sorted(of.items()):
+        typer.echo(f"{tenant}: {count} ({roles})")

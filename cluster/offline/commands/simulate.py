@@ -1,0 +1,186 @@
+"""`caesura simulate`: replay agent programs on real schedulers under virtual time, and compare policies."""
+
+import math
+import os
+import shlex
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+
+import typer
+
+from cluster.core.errors import ConfigError
+from cluster.offline.commands._common import Outputs
+
+if TYPE_CHECKING:
+    from cluster.offline.bench.terminal import RunProgress
+    from cluster.offline.bench.workload import Workload
+    from cluster.offline.simulator.run import RunResult
+    from cluster.offline.simulator.settings import SimulationSettings
+
+T = TypeVar("T")
+
+
+def simulate(
+    policies: Annotated[str, typer.Option(help="a,b, or all: every registered policy and the baselines.")] = "all",
+    rates: Annotated[str, typer.Option(help="Programs per second: one, or several with commas.")] = "1",
+    trace: Annotated[Path | None, typer.Option(help="Programs to replay: .jsonl or .jsonl.gz.")] = None,
+    preset: Annotated[str, typer.Option(help="model/device, or a cost model's .json file.")] = "opt-13b/h800",
+    minutes: Annotated[float, typer.Option(help="Measured minutes of arrivals.")] = 12.0,
+    warmup: Annotated[float, typer.Option(help="Minutes of arrivals before, not measured.")] = 2.0,
+    drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 300.0,
+    seed: Annotated[str, typer.Option(help="One, or several with commas: each is a run.")] = "0",
+    host_gib: Annotated[float, typer.Option(help="Host memory for KV of each replica, GiB; 0: no host tier.")] = 0.0,
+    slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,
+    slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
+    oracle: Annotated[bool | None, typer.Option(help="Give lengths and durations. Default: as the papers.")] = None,
+    forecasts: Annotated[str | None, typer.Option(help="Predictor of what is not given: statistics, ...")] = None,
+    noise: Annotated[float, typer.Option(help="p: error N(0, p x value) of each given value.")] = 0.0,
+    arrivals: Annotated[
+        str, typer.Option(help="poisson, gamma:CV (burstier above CV 1) or recorded:PATH.")
+    ] = "poisson",
+    burst: Annotated[str | None, typer.Option(help="RATE:START_S:LENGTH_S: another rate for a while.")] = None,
+    replicas: Annotated[int, typer.Option(help="Replicas.")] = 1,
+    router: Annotated[str, typer.Option(help="Places turns on replicas: a,b, or all.")] = "least_programs",
+    max_ongoing: Annotated[
+        int | None, typer.Option(help="Turns a replica takes at a time from others' routers.")
+    ] = None,
+    imbalanced: Annotated[float, typer.Option(help="Turns by which prefix_affinity lets replicas differ.")] = math.inf,
+    under_way: Annotated[int | None, typer.Option(help="Closed loop of so many programs, whatever the rate.")] = None,
+    missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
+    only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
+    scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
+    scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
+    max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
+    max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
+    limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
+    max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, at most.")] = 2048,
+    max_seqs: Annotated[int, typer.Option(help="Turns that run at a time, at most.")] = 256,
+    set_: Annotated[list[str] | None, typer.Option("--set", help="policy.parameter=value; repeatable.")] = None,
+    front: Annotated[list[str] | None, typer.Option(help="parameter=value of the router caesura; repeatable.")] = None,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 1,
+    json: Annotated[Path | None, typer.Option(help="Write one JSON line a run.")] = None,
+    record: Annotated[Path | None, typer.Option(help="Write all programs and memory, for caesura report.")] = None,
+    plots: Annotated[Path | None, typer.Option(help="Write SVG plots into this folder.")] = None,
+    verbose: Annotated[bool, typer.Option("--verbose", help="Show everything that was measured.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table.")] = False,
+) -> None:
+    """Replay agent programs on real schedulers under virtual time: goodput, latencies and cache use, side by side."""
+    from cluster.offline.bench.terminal import RunProgress
+
+    # Both are read once, when vLLM is imported: here, and in the processes that --jobs starts.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    with RunProgress(quiet=quiet) as progress:
+        from cluster.config.loader import parse_assignment
+        from cluster.offline.bench.workload import Shaping
+        from cluster.offline.simulator.routers import router_names
+        from cluster.offline.simulator.settings import SimulationSettings, policy_names
+
+        settings = SimulationSettings(
+            policies=policy_names(policies),
+            rates_per_s=_list("--rates", rates, float),
+            preset=preset,
+            trace=trace,
+            missing_tool_s=missing_tool_s,
+            only_recorded=only_recorded,
+            shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
+            minutes=minutes,
+            warmup_minutes=warmup,
+            drain_s=drain_s,
+            seeds=_list("--seed", seed, int),
+            host_gib=host_gib,
+            slo_ttft_s=slo_ttft,
+            slo_norm_x=slo_norm_x,
+            noise=noise,
+            oracle=oracle,
+            forecasts=forecasts,
+            arrivals=arrivals,
+            burst=burst,
+            replicas=replicas,
+            routers=router_names(router),
+            max_ongoing=max_ongoing,
+            imbalanced_threshold=imbalanced,
+            under_way=under_way,
+            max_batched_tokens=max_batched_tokens,
+            max_num_seqs=max_seqs,
+            parameters=_parameters(set_ or []),
+            front=dict(parse_assignment(text) for text in front or []),
+            command=shlex.join(["caesura", *sys.argv[1:]]),
+            record=record is not None,
+        )
+        results, workload = _run(settings, jobs, Outputs(json, record, plots), progress)
+    _show(results, workload, settings, plots, quiet=quiet, verbose=verbose)
+
+
+def _run(
+    settings: "SimulationSettings", jobs: int, outputs: Outputs, progress: "RunProgress"
+) -> "tuple[list[RunResult], Workload]":
+    """The results of all runs, each written as soon as it is there, and the programs that were replayed last."""
+    from cluster.offline.bench.record import write
+    from cluster.offline.simulator.report import json_line, record_lines
+    from cluster.offline.simulator.run import load_workload, runs_of, simulate_all
+
+    outputs.check()
+    for seed in settings.seeds:
+        workload = load_workload(settings, seed)
+    results: list[RunResult] = []
+    progress.begin("runs", len(runs_of(settings)))
+    for result in simulate_all(settings, jobs):
+        results.append(result)
+        progress.advance(f"{result.run.policy} at {result.run.rate_per_s:g}/s")
+        if outputs.json_lines is not None:
+            with outputs.json_lines.open("w" if len(results) == 1 else "a") as file:
+                file.write(json_line(result, settings))
+        if outputs.record is not None:
+            write(record_lines(len(results), result, settings), outputs.record, more=len(results) > 1)
+            results[-1] = replace(result, recorded=None)
+    return results, workload
+
+
+def _show(
+    results: "list[RunResult]",
+    workload: "Workload",
+    settings: "SimulationSettings",
+    plots: Path | None,
+    *,
+    quiet: bool,
+    verbose: bool,
+) -> None:
+    from rich.console import Console
+
+    from cluster.offline.report.plots import write_plots
+    from cluster.offline.report.reading import Run, Runs
+    from cluster.offline.simulator.report import print_report, run_line
+
+    console = Console(quiet=quiet)
+    print_report(results, settings, console, verbose=verbose)
+    console.print(f"Programs in the pool: {len(workload.programs)}; dropped as too long: {workload.dropped}.")
+    for note in workload.notes:
+        console.print(f"Note: {note}.", markup=False, highlight=False, soft_wrap=True)
+    if plots is not None:
+        runs = Runs([Run(run_line(number, result, settings), "") for number, result in enumerate(results)])
+        for path in write_plots(runs, plots):
+            console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
+
+
+def _list(flag: str, text: str, read: Callable[[str], T]) -> tuple[T, ...]:
+    try:
+        return tuple(read(part) for part in text.split(","))
+    except ValueError as error:
+        raise ConfigError(f"{flag}: {error}") from None
+
+
+def _parameters(assignments: list[str]) -> dict[str, dict[str, Any]]:
+    from cluster.config.loader import parse_assignment
+
+    parameters: dict[str, dict[str, Any]] = {}
+    for text in assignments:
+        key, value = parse_assignment(text)
+        policy, dot, name = key.partition(".")
+        if not dot or not name:
+            raise ConfigError(f"--set {key}: must be policy.parameter=value")
+        parameters.setdefault(policy, {})[name] = value
+    return parameters

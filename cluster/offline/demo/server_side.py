@@ -1,0 +1,139 @@
+"""The demo's second part: whole programs in one request each, their tools run by the cluster."""
+
+import asyncio
+import json
+import statistics
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+from openai import AsyncOpenAI
+from openai.types.responses import Response
+from rich.console import Console
+from rich.table import Table
+
+from cluster.core.errors import IntegrityError
+from cluster.offline.bench.terminal import print_table
+from cluster.offline.demo.tools import calculate
+
+PLAN = ("calculator", "shell", "notes__add", "calculator", "notes__add")
+"""The tool that each turn has to call; the turn after them answers. A random model would call none by itself."""
+
+PROGRAMS = 12
+AT_ONCE = 2
+"""So few that their contexts fit into one replica's memory: what is computed again is the resumption's own doing."""
+MAX_OUTPUT_TOKENS = 700
+"""Of a whole program."""
+TIMEOUT_S = 120.0
+PROMPT = "You have a calculator, a shell and a notebook. Work on task {number}, step by step, then sum up. "
+FILLER = "Each step takes one tool, its answer is part of what you know in the next step, and nothing is forgotten. "
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSide:
+    """What the programs did, as the server reports it."""
+
+    programs: int
+    turns: int
+    outcomes: dict[tuple[str, str], int]
+    """Calls, by tool and outcome."""
+    run_s: dict[str, list[float]]
+    """By tool."""
+    resumes: int
+    recomputed: list[int]
+    """Prompt tokens of each turn after a program's first that were not in the cache, without those that were new."""
+    continued: int
+    """Turns whose prompt was the exact ids before it and the new ones."""
+
+
+def request(number: int, model: str) -> dict[str, Any]:
+    """One program, for `client.responses.create`."""
+    return {
+        "model": model,
+        "input": PROMPT.format(number=number) + FILLER * 12,
+        "tools": [{"type": "function", "name": name, "server_side": True} for name in sorted(set(PLAN))],
+        "max_output_tokens": MAX_OUTPUT_TOKENS,
+        "temperature": 1.0,
+        "extra_body": {"tool_choices": [{"type": "function", "name": name} for name in PLAN]},
+        "extra_headers": {"x-session-id": f"demo-{number}"},
+    }
+
+
+async def run_programs(url: str, model: str) -> ServerSide:
+    """Run them, check each tool's answer, and collect what the server reports of them.
+
+    Raises:
+        IntegrityError: a program did not end, or a call was not really executed.
+    """
+    async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0) as client:
+        room = asyncio.Semaphore(AT_ONCE)
+
+        async def respond(number: int) -> Response:
+            async with room:
+                response: Response = await client.responses.create(**request(number, model))
+                return response
+
+        responses = await asyncio.gather(*map(respond, range(PROGRAMS)))
+    for response in responses:
+        require_executed(response)
+    async with httpx.AsyncClient(base_url=url, timeout=TIMEOUT_S) as http:
+        programs = [(await http.get(f"/v1/programs/demo-{number}")).json() for number in range(PROGRAMS)]
+    return collected(programs)
+
+
+def require_executed(response: Response) -> None:
+    """Every planned call is in the output, and the calculator's answers are right.
+
+    Raises:
+        IntegrityError: not so.
+    """
+    items = [item.model_dump() for item in response.output]
+    called = [item["name"] for item in items if item["type"] == "function_call"]
+    if called[: len(PLAN)] != list(PLAN):
+        raise IntegrityError(f"{response.id} is {response.status} and called {called}, not {list(PLAN)}")
+    answers = {item["call_id"]: item["output"] for item in items if item["type"] == "function_call_output"}
+    for item in items:
+        if item["type"] == "function_call" and item["name"] == "calculator":
+            wanted = calculate(**json.loads(item["arguments"]))
+            if answers[item["call_id"]] != wanted:
+                raise IntegrityError(f"the calculator answered {answers[item['call_id']]!r}, not {wanted!r}")
+
+
+def collected(programs: Sequence[dict[str, Any]]) -> ServerSide:
+    """Sums over what `/v1/programs/{id}` returns."""
+    turns = [turn for program in programs for run in program["runs"] for turn in run["turns"]]
+    calls = [call for turn in turns for call in turn["calls"]]
+    run_s: dict[str, list[float]] = {}
+    for call in calls:
+        run_s.setdefault(call["name"], []).append(call["run_s"])
+    recomputed: list[int] = []
+    for program in programs:
+        for run in program["runs"]:
+            for before, turn in zip(run["turns"], run["turns"][1:], strict=False):
+                known = before["prompt_tokens"] + before["output_tokens"]
+                recomputed.append(max(0, known - turn["cached_tokens"]))
+    return ServerSide(
+        programs=len(programs),
+        turns=len(turns),
+        outcomes=dict(Counter((call["name"], str(call["outcome"])) for call in calls)),
+        run_s=run_s,
+        resumes=len(recomputed),
+        recomputed=recomputed,
+        continued=sum(turn["rendering"] == "continued" for turn in turns),
+    )
+
+
+def print_server_side(ran: ServerSide, console: Console) -> None:
+    """For people."""
+    table = Table("tool", "outcome", "calls", "median run", title="Tool calls, each really executed")
+    for (tool, outcome), number in sorted(ran.outcomes.items()):
+        table.add_row(tool, outcome, str(number), f"{1000 * statistics.median(ran.run_s[tool]):.1f} ms")
+    print_table(table, console)
+    console.print(
+        f"{ran.programs} programs, {ran.turns} turns, one HTTP request each. {ran.continued} of {ran.resumes} later"
+        f" turns went on from the exact token ids; of the context before them"
+        f" {statistics.median(ran.recomputed):.0f} tokens were computed again in the median,"
+        f" {max(ran.recomputed)} at most."
+    )

@@ -1,0 +1,221 @@
+"""What terminals show of a running server: a frame of `caesura top`, and the parts of `caesura status`."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.offline.bench.history import MemoryUse
+from cluster.offline.live_view.look import Look
+from cluster.offline.live_view.now import GoodputNow, Now, ReplicaNow, now_of
+
+BAR_CELLS = 32
+PROGRAMS_SHOWN = 8
+UNKNOWN = "-"
+KINDS = (
+    ("running", "█", "blue"),
+    ("held", "▓", "yellow"),
+    ("cached", "▒", "green"),
+    ("empty", "░", "bright_black"),
+)
+"""Of memory: the letters differ, too, for those without colours."""
+
+
+def frame(url: str, looks: Sequence[Look]) -> RenderableType:
+    """What is known after these looks, the last one now."""
+    last, now = looks[-1], now_of(looks)
+    parts: list[RenderableType] = [_head(url, last, now), _goodput(now.goodput), _front(now), Text()]
+    parts.append(_replicas(now.replicas) if now.replicas else Text(_no_replicas(last), style="yellow"))
+    parts += [_legend(), *_programs(last)]
+    return Group(*parts)
+
+
+def memory_bar(use: MemoryUse, cells: int = BAR_CELLS) -> Text:
+    """``cells`` letters, each kind in proportion; what there is at all has one."""
+    bar = Text()
+    if not use.capacity:
+        return Text(UNKNOWN)
+    exact = [cells * getattr(use, kind) / use.capacity for kind, _, _ in KINDS]
+    counts = [max(int(share), 1 if share > 0 else 0) for share in exact]
+    # What rounding has left, or taken, is that of the largest part: it is least visible there.
+    counts[exact.index(max(exact))] += cells - sum(counts)
+    for (_, letter, colour), count in zip(KINDS, counts, strict=True):
+        bar.append(letter * count, style=colour)
+    return bar
+
+
+def _head(url: str, last: Look, now: Now) -> Text:
+    ready = Text("ready", "green") if "ready" in last.answers else Text("not ready", "red")
+    policies = ", ".join(sorted({replica.policy for replica in now.replicas})) or UNKNOWN
+    models = ", ".join(str(card.get("id")) for card in last.answers.get("models", {}).get("data", []))
+    version = last.answers["version"]["caesura"]
+    return Text.assemble((f"caesura {version}", "bold"), f"  {url}  ", ready, f"  {models}  policy {policies}")
+
+
+def _goodput(goodput: GoodputNow) -> Text:
+    if {goodput.programs, goodput.offered, goodput.all_requests} == {None}:
+        return Text("goodput    unknown: /metrics has none of Caesura's counters (yet)", style="bright_black")
+    share = UNKNOWN if goodput.attainment is None else f"{goodput.attainment:.0%} of those that ended"
+    return Text.assemble(
+        "goodput    ",
+        (f"{_rate(goodput.programs)} programs/s", "bold"),
+        f" ({share}; {_rate(goodput.offered)} offered)",
+        f"   {_rate(goodput.requests)} of {_rate(goodput.all_requests)} requests/s",
+        (f"   over {goodput.window_s:.0f} s", "bright_black"),
+    )
+
+
+def _front(now: Now) -> Text:
+    decided = sum(sum(replica.decisions_per_s.values()) for replica in now.replicas)
+    known = any(replica.decisions_per_s for replica in now.replicas)
+    return Text(
+        f"decisions  {_rate(decided if known else None)}/s at pauses, {_rate(now.placements_per_s)}/s placements"
+        f"   waiting at the front {now.waiting_at_front}, moves {now.moves}, refused {now.refusals}"
+    )
+
+
+def _replicas(replicas: Sequence[ReplicaNow]) -> Table:
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for column in ("replica", "memory", "run", "wait", "programs", "hold/s", "swap/s", "rel./s", "host", "pace"):
+        table.add_column(column, justify="left" if column in ("replica", "memory") else "right", no_wrap=True)
+    for replica in replicas:
+        name = Text(replica.name[-12:])
+        if replica.draining:
+            name.append(" drains", style="yellow")
+        use = replica.memory
+        host = f"{use.host / use.host_capacity:.0%}" if use.host_capacity else UNKNOWN
+        rates = (_rate(replica.decisions_per_s.get(kind)) for kind in ("hold", "swap", "release"))
+        counts = (str(count) for count in (replica.running, replica.waiting, replica.programs))
+        pace = UNKNOWN if replica.pace is None else f"{replica.pace:.2f}"
+        table.add_row(name, memory_bar(use), *counts, *rates, host, pace)
+    return table
+
+
+def _legend() -> Text:
+    text = Text(style="bright_black")
+    for kind, letter, colour in KINDS:
+        text.append(f"{letter} ", style=colour).append(f"{'free' if kind == 'empty' else kind}  ")
+    return text
+
+
+def _programs(last: Look) -> list[RenderableType]:
+    listed = last.answers.get("programs", {}).get("data", [])
+    if not listed:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for name in ("programs run by the cluster", "status", "runs", "model"):
+        table.add_column(name, overflow="fold")
+    for program in listed[:PROGRAMS_SHOWN]:
+        table.add_row(*(str(program.get(key)) for key in ("id", "status", "runs", "model")))
+    return [Text(), table]
+
+
+def _no_replicas(last: Look) -> str:
+    return f"replicas are unknown: {last.errors.get('statistics', 'there are none')}"
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return UNKNOWN
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
+
+
+class State(StrEnum):
+    """Of a part."""
+
+    OK = "ok"
+    TROUBLE = "trouble"
+    UNKNOWN = "unknown"
+    """The server does not report it: its administration is off, or this key does not open it."""
+
+
+COLOURS = {State.OK: "green", State.TROUBLE: "red", State.UNKNOWN: "bright_black"}
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One row."""
+
+    name: str
+    state: State
+    detail: str
+
+
+def parts_of(look: Look) -> list[Part]:
+    """All parts of a server."""
+    return [_ingress(look), _replicas_part(look), _policy(look), _store(look), _predictor(look), _versions(look)]
+
+
+def is_well(parts: list[Part]) -> bool:
+    """Nothing is in trouble. What is unknown is not."""
+    return all(part.state is not State.TROUBLE for part in parts)
+
+
+def as_json(url: str, parts: list[Part]) -> dict[str, Any]:
+    """The same, for scripts."""
+    return {"url": url, "ok": is_well(parts), "parts": [asdict(part) for part in parts]}
+
+
+def table(parts: list[Part]) -> Table:
+    """The same, for people."""
+    rows = Table("", "state", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for part in parts:
+        rows.add_row(part.name, Text(part.state, COLOURS[part.state]), part.detail)
+    return rows
+
+
+def _ingress(look: Look) -> Part:
+    models = ", ".join(str(card.get("id")) for card in look.answers.get("models", {}).get("data", []))
+    if "ready" in look.answers:
+        return Part("ingress", State.OK, f"serves {models}" if models else "serves")
+    return Part("ingress", State.TROUBLE, look.errors.get("ready", "not ready"))
+
+
+def _replicas_part(look: Look) -> Part:
+    if "statistics" not in look.answers:
+        # Without an answer of every replica there is none: that is trouble, unless nobody may ask.
+        why = look.errors.get("statistics", "")
+        return Part("replicas", State.UNKNOWN if _closed(look, why) else State.TROUBLE, why)
+    replicas = look.replicas()
+    draining = sum(bool(replica.get("draining")) for replica in replicas)
+    text = f"{len(replicas)} answer" + (f", {draining} of them draining" if draining else "")
+    return Part("replicas", State.OK if len(replicas) > draining else State.TROUBLE, text)
+
+
+def _policy(look: Look) -> Part:
+    names = sorted({str(replica.get("policy")) for replica in look.replicas()})
+    if not names:
+        return Part("policy", State.UNKNOWN, look.errors.get("statistics", ""))
+    return Part("policy", State.OK if len(names) == 1 else State.TROUBLE, " and ".join(names))
+
+
+def _store(look: Look) -> Part:
+    stores = [view["store"] for view in look.routers().values() if isinstance(view.get("store"), Mapping)]
+    if not stores:
+        return Part("store", State.UNKNOWN, look.errors.get("router", "this router has none"))
+    failures = sum(sum(store.get("failures", {}).values()) for store in stores)
+    well = all(store.get("healthy") for store in stores)
+    text = f"{'up' if well else 'down'}, {failures} failed exchanges since the start"
+    return Part("store", State.OK if well else State.TROUBLE, text)
+
+
+def _predictor(look: Look) -> Part:
+    status = look.answers.get("predictor")
+    if not isinstance(status, Mapping):
+        return Part("predictor", State.UNKNOWN, look.errors.get("predictor", ""))
+    answered = {kind: count for kind, count in status.get("answered", {}).items() if count}
+    mode = status.get("mode", "on")
+    return Part("predictor", State.OK, ", ".join([str(mode), *(f"{kind} {n}" for kind, n in answered.items())]))
+
+
+def _versions(look: Look) -> Part:
+    return Part("versions", State.OK, ", ".join(f"{name} {value}" for name, value in look.answers["version"].items()))
+
+
+def _closed(look: Look, why: str) -> bool:
+    """Is all of the administration closed to us, whatever its state?"""
+    return why == look.errors.get("router") == look.errors.get("predictor")

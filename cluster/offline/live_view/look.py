@@ -1,0 +1,143 @@
+"""One look at a running server through its HTTP routes: what each of them returned, or why it did not."""
+
+import asyncio
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+from cluster.auth.keys import KEY_VARIABLE, client_headers
+from cluster.core.clock import Clock
+from cluster.observing.catalogue import PREFIX
+
+TIMEOUT_S = 10.0
+ROUTES = {
+    "health": "/health",
+    "ready": "/ready",
+    "version": "/version",
+    "models": "/v1/models",
+    "programs": "/v1/programs?limit=20",
+    "statistics": "/admin/statistics",
+    "router": "/admin/router",
+    "predictor": "/admin/predictor",
+    "metrics": "/metrics",
+}
+"""What is asked, by the name that it has in a `Look`."""
+
+
+WANTS_KEY = f"401: it wants an API key; set {KEY_VARIABLE}"
+
+
+class NoServer(Exception):
+    """There is no server, or it is not Caesura's, or it wants another key. The message is one line."""
+
+
+Sample = tuple[str, tuple[tuple[str, str], ...]]
+"""Of a metric: its name and its labels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Look:
+    """What a server reported at a moment."""
+
+    at_s: float
+    answers: Mapping[str, Any] = field(default_factory=dict)
+    """Decoded responses, by the names of `ROUTES`."""
+    errors: Mapping[str, str] = field(default_factory=dict)
+    """Why there is no answer, by the same names."""
+    samples: Mapping[Sample, float] = field(default_factory=dict)
+    """Of Caesura's counters and gauges."""
+
+    def total(self, name: str, **labels: str) -> float | None:
+        """Of all samples of this name with these labels together; None: there is none."""
+        wanted = set(labels.items())
+        found = [value for (sample, its), value in self.samples.items() if sample == name and wanted <= set(its)]
+        return sum(found) if found else None
+
+    def replicas(self) -> list[Mapping[str, Any]]:
+        """The statistics of each, as far as they are known."""
+        answer = self.answers.get("statistics")
+        replicas = answer.get("replicas") if isinstance(answer, dict) else None
+        return [replica for replica in replicas or [] if isinstance(replica, dict)]
+
+    def routers(self) -> Mapping[str, Mapping[str, Any]]:
+        """By model, what this ingress's router knows."""
+        answer = self.answers.get("router")
+        models = answer.get("models", {}) if isinstance(answer, dict) else {}
+        return {name: view for name, view in models.items() if isinstance(view, dict)}
+
+
+async def look(client: httpx.AsyncClient, clock: Clock) -> Look:
+    """Ask every route at once.
+
+    Raises:
+        NoServer: there is nobody to ask.
+    """
+    at_s = clock.now_s()
+    responses = await asyncio.gather(*(_ask(client, path) for path in ROUTES.values()), return_exceptions=True)
+    answers: dict[str, Any] = {}
+    errors: dict[str, str] = {}
+    samples: dict[Sample, float] = {}
+    for name, answer in zip(ROUTES, responses, strict=True):
+        if isinstance(answer, httpx.HTTPError | httpx.InvalidURL | ValueError):
+            errors[name] = str(answer) or type(answer).__name__
+        elif isinstance(answer, BaseException):
+            raise answer
+        elif name == "metrics" and answer.is_success:
+            samples = _samples(answer.text)
+        elif answer.is_success:
+            answers[name] = answer.json()
+        else:
+            errors[name] = _why(answer)
+    if "health" in errors:
+        raise NoServer(errors["health"])
+    if errors.get("version") == WANTS_KEY:
+        raise NoServer(WANTS_KEY)
+    if not isinstance(answers.get("version"), dict) or "caesura" not in answers["version"]:
+        raise NoServer("it responses, but not as Caesura does")
+    return Look(at_s, answers, errors, samples)
+
+
+def client_of(url: str) -> httpx.AsyncClient:
+    """With the key of the environment, if there is one.
+
+    Raises:
+        NoServer: this is no URL.
+    """
+    try:
+        # Of one machine's own choosing: certificates are checked as httpx does.
+        return httpx.AsyncClient(base_url=url.rstrip("/"), headers=client_headers(), timeout=TIMEOUT_S)
+    except (httpx.InvalidURL, ValueError) as error:
+        raise NoServer(str(error)) from error
+
+
+async def _ask(client: httpx.AsyncClient, path: str) -> httpx.Response:
+    answer = await client.get(path)
+    if answer.is_success and not path.startswith("/metrics"):
+        answer.json()
+    return answer
+
+
+def _why(answer: httpx.Response) -> str:
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
+        return WANTS_KEY
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
+
+
+def _samples(text: str) -> dict[Sample, float]:
+    """Junk among them is no reason to show nothing."""
+    found: dict[Sample, float] = {}
+    try:
+        for family in text_string_to_metric_families(text):
+            if family.name.startswith(PREFIX) and family.type != "histogram":
+                for sample in family.samples:
+                    found[sample.name, tuple(sorted(sample.labels.items()))] = float(sample.value)
+    except ValueError:
+        return found
+    return found

@@ -1,0 +1,129 @@
+"""What a server does now: rates between two looks at it, and its memory by what it is used for. Pure."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.observing.catalogue import GOOD_REQUESTS, PROGRAM_ENDS, PROGRAMS, REQUESTS
+from cluster.offline.bench.history import MemoryUse, integer
+from cluster.offline.live_view.look import Look
+
+DECISIONS = ("hold", "swap", "release")
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaNow:
+    """One replica."""
+
+    name: str
+    policy: str
+    draining: bool
+    running: int
+    waiting: int
+    programs: int
+    memory: MemoryUse
+    decisions_per_s: Mapping[str, float]
+    """By `DECISIONS`; empty until there is a look before."""
+    pace: float | None
+    """Measured step time over the cost model's."""
+
+
+@dataclass(frozen=True, slots=True)
+class GoodputNow:
+    """Per second, over ``window_s``; None: the server does not export its metrics."""
+
+    window_s: float
+    programs: float | None
+    """Good ones that ended."""
+    ended: float | None
+    offered: float | None
+    requests: float | None
+    """Good ones."""
+    all_requests: float | None
+
+    @property
+    def attainment(self) -> float | None:
+        """Good programs over those that ended."""
+        return self.programs / self.ended if self.programs is not None and self.ended else None
+
+
+@dataclass(frozen=True, slots=True)
+class Now:
+    """All of it."""
+
+    replicas: tuple[ReplicaNow, ...]
+    goodput: GoodputNow
+    waiting_at_front: int
+    placements_per_s: float | None
+    moves: int
+    refusals: int
+
+
+def now_of(looks: Sequence[Look], window_s: float = 2.0) -> Now:
+    """Of looks in their order, the last one now: decisions over ``window_s`` or more, goodput since the first look."""
+    last, first = looks[-1], looks[0]
+    before = next((seen for seen in reversed(looks[:-1]) if last.at_s - seen.at_s >= window_s), first)
+    earlier = {str(statistics.get("replica")): statistics for statistics in before.replicas()}
+    seconds = last.at_s - before.at_s
+    routers = list(last.routers().values())
+    placed = [_placements(seen) for seen in (before, last)]
+    return Now(
+        replicas=tuple(
+            _replica(statistics, earlier.get(str(statistics.get("replica"))), seconds) for statistics in last.replicas()
+        ),
+        goodput=_goodput(first, last),
+        waiting_at_front=sum(integer(view.get("waiting")) for view in routers),
+        placements_per_s=(placed[1] - placed[0]) / seconds if seconds > 0 else None,
+        moves=sum(integer(view.get("moves")) for view in routers),
+        refusals=sum(sum(map(integer, _mapping(view.get("refusals")).values())) for view in routers),
+    )
+
+
+def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> ReplicaNow:
+    rates: dict[str, float] = {}
+    # A replica that was started again under its name counts from 0.
+    if before is not None and seconds > 0:
+        rates = {kind: max(0, _decided(statistics, kind) - _decided(before, kind)) / seconds for kind in DECISIONS}
+    pace = statistics.get("step_time_ratio")
+    return ReplicaNow(
+        name=str(statistics.get("replica", "?")),
+        policy=str(statistics.get("policy", "?")),
+        draining=bool(statistics.get("draining")),
+        running=integer(statistics.get("running")),
+        waiting=integer(statistics.get("waiting")),
+        programs=integer(statistics.get("programs")),
+        memory=MemoryUse.of(statistics),
+        decisions_per_s=rates,
+        pace=float(pace) if isinstance(pace, int | float) else None,
+    )
+
+
+def _decided(statistics: Mapping[str, Any], kind: str) -> int:
+    return sum(map(integer, _mapping(_mapping(statistics.get("kv_retention_decisions")).get(kind)).values()))
+
+
+def _placements(seen: Look) -> int:
+    return sum(sum(map(integer, _mapping(view.get("placements")).values())) for view in seen.routers().values())
+
+
+def _goodput(first: Look, last: Look) -> GoodputNow:
+    seconds = last.at_s - first.at_s
+
+    def rate(name: str, **labels: str) -> float | None:
+        after = last.total(name, **labels)
+        if after is None or seconds <= 0:
+            return None
+        return max(0.0, after - (first.total(name, **labels) or 0.0)) / seconds
+
+    return GoodputNow(
+        window_s=seconds,
+        programs=rate(PROGRAM_ENDS.exported, verdict="good"),
+        ended=rate(PROGRAM_ENDS.exported),
+        offered=rate(PROGRAMS.exported),
+        requests=rate(GOOD_REQUESTS.exported),
+        all_requests=rate(REQUESTS.exported),
+    )
+
+
+def _mapping(value: object) -> Mapping[str, Any]:
+    return value if isinstance(value, Mapping) else {}

@@ -1,0 +1,242 @@
+"""The fluid bound: what no scheduler can exceed on a device of this cost model, however it orders and caches.
+
+Take a program's work once, as if nothing were ever computed twice, waited for or divided badly:
+
+    steps   s = max(K' / capacity, (P + D) / N, D / B)
+    seconds w = s · overhead + D · sequence + max(s · weights, (P + D) · token) + max(K · context, Q · pair)
+
+P: new prompt tokens; D: decodes, one for each output token but a turn's first; K: the contexts of all decodes added
+up, K' without the prefixes that programs share; Q: pairs of a prompt token and one that it attends to. N tokens and B
+sequences are the bounds of a step. The steps are as few as memory allows (the decodes of one step have their contexts
+in memory together), so weights and overhead are shared as widely as can be; a sum of maxima is never below the maximum
+of the sums, so each ``max`` is taken once, over the pool. A shared prefix is computed, and kept, by none of them.
+
+Capacity is 1 / mean(w) programs per second and replica. At a higher rate goodput counts programs, so the bound serves
+those with the least work and leaves the others: programs in ascending order of w until the device is full.
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+
+import numpy as np
+import numpy.typing as npt
+
+from cluster.offline.bench.workload import PlannedProgram, turns_of
+from replicas.cost_model import CostModel
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True)
+class FluidBound:
+    """Of one pool of programs on ``replicas`` devices."""
+
+    seconds: tuple[float, ...]
+    """Of each program of the pool, ascending."""
+    replicas: int
+
+    @classmethod
+    def of(
+        cls,
+        pool: Sequence[PlannedProgram],
+        cost: CostModel,
+        max_batched_tokens: int,
+        max_num_seqs: int,
+        replicas: int = 1,
+    ) -> "FluidBound":
+        """The bound for programs drawn evenly from ``pool``."""
+        seconds = Work.of(pool).seconds(cost, max_batched_tokens, max_num_seqs, cost.kv_capacity_tokens)
+        return cls(tuple(np.sort(seconds).tolist()), replicas)
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Programs per second that can all be served."""
+        return self.replicas * len(self.seconds) / sum(self.seconds)
+
+    def goodput_per_s(self, rate_per_s: float) -> float:
+        """Programs per second that can be good when ``rate_per_s`` are offered."""
+        return self.replicas * served_per_s(np.array(self.seconds), rate_per_s / self.replicas)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The sums of each program of a pool. Shapes: [programs]."""
+
+    prompts: Floats
+    """P."""
+    decodes: Floats
+    """D."""
+    contexts: Floats
+    """K."""
+    own_contexts: Floats
+    """K'."""
+    pairs: Floats
+    """Q."""
+
+    @classmethod
+    def of(cls, pool: Sequence[PlannedProgram]) -> "Work":
+        """Of each program of ``pool``, in order."""
+        return cls(*np.array([_sums(program) for program in pool], float).T)
+
+    def seconds(
+        self,
+        cost: CostModel,
+        max_batched_tokens: int,
+        max_num_seqs: int,
+        capacity_tokens: float,
+        mixture: float | None = None,
+    ) -> Floats:
+        """w: GPU seconds of each program, shape [programs].
+
+        Args:
+            cost: of the device.
+            max_batched_tokens: N.
+            max_num_seqs: B.
+            capacity_tokens: tokens that running turns may have in memory.
+            mixture: share of the weights' roof in the linear layers' bound, the rest is compute's; None takes the
+                larger of the two.
+        """
+        tokens = self.prompts + self.decodes
+        steps = _larger(self.own_contexts / capacity_tokens, tokens / max_batched_tokens, self.decodes / max_num_seqs)
+        reading, computing = steps * cost.weights_s, tokens * cost.token_s
+        linear = _larger(reading, computing) if mixture is None else mixture * reading + (1 - mixture) * computing
+        return (
+            steps * cost.overhead_s
+            + self.decodes * cost.sequence_s
+            + linear
+            + _larger(self.contexts * cost.context_s, self.pairs * cost.pair_s)
+        )
+
+
+def served_per_s(seconds: Floats, rate_per_s: float, budget_s: float = 1.0) -> float:
+    """Programs per second that can be served, those of least work first.
+
+    Args:
+        seconds: of each program of a pool, ascending.
+        rate_per_s: at which programs are drawn evenly from the pool.
+        budget_s: seconds to spend in each.
+    """
+    load = np.cumsum(seconds) * rate_per_s / len(seconds)
+    served = int(np.searchsorted(load, budget_s, side="right"))
+    if served == len(seconds):
+        return rate_per_s
+    before = float(load[served - 1]) if served else 0.0
+    part = (budget_s - before) / (float(load[served]) - before)
+    return float(rate_per_s * (served + part) / len(seconds))
+
+
+def _larger(*terms: Floats) -> Floats:
+    """Of sums over the pool, the one that is largest in all: it bounds them together from below."""
+    return max(terms, key=lambda term: float(term.sum()))
+
+
+def _sums(program: PlannedProgram) -> tuple[float, float, float, float, float]:
+    """(P, D, K, K', Q). A turn's last token is sampled but not computed: it is new in the next turn's prompt."""
+    prompts = decodes = contexts = own_contexts = pairs = 0.0
+    for index, work in enumerate(turns_of(program)):
+        shared = min(program.prefix_tokens, work.new_tokens) if index == 0 else 0
+        before = program.turns[index - 1] if index and not program.turns[index].reset else None
+        sampled = 1 if before is not None and before.kept_tokens == before.output_tokens else 0
+        new = work.new_tokens - shared + sampled
+        prompts += new
+        pairs += new * (2 * work.prompt_tokens - new + 1) / 2
+        steps = work.output_tokens - 1
+        decodes += steps
+        grown = steps * (steps + 1) / 2
+        contexts += steps * work.prompt_tokens + grown
+        own_contexts += steps * (work.prompt_tokens - min(program.prefix_tokens, work.prompt_tokens)) + grown
+    return prompts, decodes, contexts, own_contexts, pairs
+
+
+INTERVALS = 24
+"""Of the part of the memory that is held."""
+PAUSES_S = (0.0, *np.geomspace(0.1, 1000.0, 25).tolist(), float("inf"))
+"""Pauses at which holding and computing again may cost the same: each gives a price."""
+MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
+"""Shares of the roof that reads weights."""
+
+
+@dataclass(frozen=True)
+class HoldingBound:
+    """The fluid bound of one pool on ``replicas`` devices where a lost context can only be computed again.
+
+    Between two turns a program's KV is held, which takes memory from the running turns, or it is not, and what the next
+    turn would have reused is computed again. Let H be the tokens held in the mean. Then, with the symbols of this
+    module, T a pause, L the tokens that the turn after it could reuse, x the part of them held:
+
+        GPU     sum over programs of  w(capacity - H) + sum over pauses of (1 - x) · L · token   <= 1 second a second
+        memory  sum over pauses of x · L · T                                                      <= H
+
+    The most programs that both admit is a linear program, bounded from above by its dual at any price q of a token's
+    memory for a second, in GPU seconds: a pause then costs min(L · token, q · L · T), and there are 1 + q · H seconds
+    to spend. The least of many q is taken, the largest of many H; each interval of H counts with its better end.
+    Recomputed tokens count only where the linear layers compute and do not just read weights, so that the two roofs are
+    weighed against each other as well: of max(s · weights, n · token) any mixture is a lower bound.
+    """
+
+    pool: Sequence[PlannedProgram]
+    cost: CostModel
+    max_batched_tokens: int
+    max_num_seqs: int
+    replicas: int = 1
+
+    @property
+    def capacity_per_s(self) -> float:
+        """Programs per second that can all be served."""
+        return self.replicas * max(
+            min(budget_s / float(seconds.mean()) for budget_s, seconds in prices) for prices in self._duals
+        )
+
+    def goodput_per_s(self, rate_per_s: float) -> float:
+        """Programs per second that can be good when ``rate_per_s`` are offered."""
+        rate = rate_per_s / self.replicas
+        return self.replicas * max(
+            min(served_per_s(seconds, rate, budget_s) for budget_s, seconds in prices) for prices in self._duals
+        )
+
+    @cached_property
+    def _duals(self) -> list[list[tuple[float, Floats]]]:
+        """Of each interval of H, and of each price and mixture: the budget, and each program's seconds, ascending."""
+        edges = np.linspace(0.0, self.cost.kv_capacity_tokens, INTERVALS + 1)
+        return [list(self._prices(*interval)) for interval in pairwise(edges)]
+
+    def _prices(self, held_least: float, held_most: float) -> Iterator[tuple[float, Floats]]:
+        cost, work = self.cost, self._work
+        tokens, pauses_s, owners = self._pauses
+        room = cost.kv_capacity_tokens - held_least
+        for mixture in MIXTURES:
+            own = work.seconds(cost, self.max_batched_tokens, self.max_num_seqs, room, mixture)
+            again = tokens * cost.token_s * (1.0 - mixture)
+            for even_s in PAUSES_S:
+                # At the price q = token_s / even_s, held tokens cost token_s · pause / even_s.
+                price = cost.token_s / even_s if even_s else 0.0
+                paid = np.minimum(again, price * tokens * pauses_s) if even_s else np.zeros_like(again)
+                seconds = own + np.bincount(owners, weights=paid, minlength=len(own))
+                yield float(1.0 + price * held_most), np.sort(seconds)
+
+    @cached_property
+    def _work(self) -> Work:
+        return Work.of(self.pool)
+
+    @cached_property
+    def _pauses(self) -> tuple[Floats, Floats, np.ndarray[tuple[int], np.dtype[np.int64]]]:
+        """(L, T, whose) of every pause of the pool."""
+        rows = [
+            (reusable, turn.pause_s, index)
+            for index, program in enumerate(self.pool)
+            for turn, reusable in zip(program.turns, _reusable_tokens(program), strict=False)
+        ]
+        columns = np.array(rows, float).reshape(-1, 3).T
+        return columns[0], columns[1], columns[2].astype(np.int64)
+
+
+def _reusable_tokens(program: PlannedProgram) -> list[int]:
+    """After each turn but the last: tokens whose KV the next turn can use, without the prefix that programs share."""
+    reusable: list[int] = []
+    for turn, following, context in zip(program.turns, program.turns[1:], program.contexts(), strict=False):
+        kept = turn.output_tokens if turn.kept_tokens == turn.output_tokens else 0
+        own = context + kept - min(program.prefix_tokens, context)
+        reusable.append(0 if following.reset else own)
+    return reusable

@@ -1,0 +1,103 @@
+"""What a simulated client sends with its turns: the tool that a turn calls and, as an oracle, the future.
+
+Forecasts are those that the predictor service would make, each by a model that has not seen the program's group.
+
+The groups are dealt to two halves; a model fitted on one forecasts the other. So all of a trace can be replayed, and
+the numbers are comparable with those of replays with an oracle, or without hints.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+
+from cluster.core.errors import ConfigError
+from cluster.core.program import Hints, Prediction, ProgramIdentity
+from cluster.core.registry import PREDICTORS
+from cluster.offline.bench.workload import PlannedProgram, TurnWork, tokens_of, turns_of
+from predictor_service.examples import read_programs, split
+from predictor_service.predictor import Predictor
+from predictor_service.statistics_model import StatisticsModel
+
+HALF = 0.5
+DEALING_SEED = 0
+
+Forecasts = Mapping[str, tuple[Prediction, ...]]
+"""By program, one for each turn."""
+
+
+@lru_cache(maxsize=4)
+def forecasts_of(trace: Path, name: str) -> Forecasts:
+    """Of all programs of ``trace``, by the registered predictor ``name``; texts are not read.
+
+    Raises:
+        TraceError: the trace cannot be used.
+        ConfigError: no such predictor, or a trace of one group.
+    """
+    model = PREDICTORS.load(name)
+    halves = split(read_programs([trace]), DEALING_SEED, HALF)
+    if not all(halves):
+        raise ConfigError(f"--forecasts: {trace}: its programs are of one group, so that none can be learnt from")
+    found: dict[str, tuple[Prediction, ...]] = {}
+    for asked, learnt in (halves, halves[::-1]):
+        statistics = StatisticsModel.fit(learnt)
+        fitted = statistics if model is StatisticsModel else model.fit(learnt)
+        predictor = Predictor(
+            statistics,
+            None if fitted is statistics else fitted,
+            fitted if fitted is not statistics and hasattr(fitted, "durations") else None,
+        )
+        for program in asked:
+            found[program.program_id] = tuple(predictor.predict([turn.context for turn in program.turns]))
+    return found
+
+
+NOISE_STREAM = 0x6E6F6973
+"""Sets the forecasts' random numbers apart from those of the same program's token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class Foresight:
+    """How much of the future a turn's hints contain."""
+
+    oracle: bool = False
+    """Hints contain lengths and durations; else only the tool's name, as those of live clients do."""
+    noise: float = 0.0
+    """p: each value m becomes max(0, m + N(0, p·m)), the error that the papers inject."""
+    forecasts: Forecasts = field(default_factory=dict)
+    """What a predictor forecasts beside the hints."""
+
+    def identities(self, name: str, program: PlannedProgram, seed: tuple[int, ...]) -> list[ProgramIdentity]:
+        """One for each turn; the same for the same ``seed``, whatever the policy."""
+        works = turns_of(program)
+        rng = np.random.default_rng([*seed, NOISE_STREAM])
+        last = len(works) - 1
+        identities: list[ProgramIdentity] = []
+        for index, turn in enumerate(program.turns):
+            hints = Hints(
+                expected_tool=turn.tool,
+                last_tool=program.turns[index - 1].tool if index else None,
+            )
+            if self.oracle:
+                hints = self._with_oracle(hints, turn.pause_s, works[index:], rng)
+            forecasts = self.forecasts.get(program.program_id)
+            forecast = None if forecasts is None else forecasts[index]
+            identities.append(ProgramIdentity(program_id=name, last_turn=index == last, hints=hints, forecast=forecast))
+        return identities
+
+    def _with_oracle(self, hints: Hints, pause_s: float, works: list[TurnWork], rng: np.random.Generator) -> Hints:
+        """``works``: this turn's and those after it. Five numbers are drawn, whatever the noise."""
+        true = np.array(
+            [works[0].output_tokens, pause_s, works[0].returned_tokens, tokens_of(works[1:]), len(works) - 1], float
+        )
+        output, pause, returned, later, turns = np.maximum(0.0, true + self.noise * true * rng.standard_normal(5))
+        return replace(
+            hints,
+            expected_output_tokens=round(output),
+            expected_pause_s=float(pause),
+            expected_returned_tokens=round(returned),
+            expected_later_tokens=round(later),
+            expected_later_turns=round(turns),
+        )

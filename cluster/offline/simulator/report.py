@@ -1,0 +1,222 @@
+"""Shows simulated runs: JSON lines, a table a rate with the policies side by side, and a plot of goodput over rate."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from cluster.offline.bench.metrics import ROUTING, mean, shown
+from cluster.offline.bench.record import Line, RunLine, lines_of, versions
+from cluster.offline.bench.results import measures
+from cluster.offline.bench.terminal import print_comparison, print_table
+from cluster.offline.simulator.load import RECOVERED, Recovery
+from cluster.offline.simulator.run import RunResult
+from cluster.offline.simulator.settings import (
+    BASELINES,
+    BLOCK_SIZE,
+    SECONDS_PER_MINUTE,
+    STOCK_NO_CACHE,
+    SimulationSettings,
+)
+
+BOUND = "fluid bound"
+
+
+def wall_s_per_minute(result: RunResult) -> float:
+    """Real seconds for a minute of arrivals at one replica; what came after the last arrival is counted in."""
+    return result.wall_s / (result.arrivals_s / SECONDS_PER_MINUTE) / result.replicas
+
+
+def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
+    """One JSON line. The keys of `caesura bench`, and ``simulation`` for what only a simulator has.
+
+    Times are seconds unless the key ends otherwise, ``goodput_*`` and ``*_per_s`` per second. ``wasted_gib_s``: KV on
+    hold plus, while a step recomputes, the KV of its batch in the proportion of recomputed to scheduled tokens,
+    integrated over the measured window. ``schedule_ms`` and ``wall_s_per_minute`` are real time, all else is virtual.
+    ``stored_tokens`` and ``loaded_tokens``: KV that went to the host tier and came back, over the whole run.
+    ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
+    """
+    run = result.run
+    return {
+        "policy": run.policy,
+        "router": run.router,
+        "preset": settings.preset,
+        "rate": run.rate_per_s,
+        "seed": run.seed,
+        "host_gib": settings.host_gib,
+        **measures(result.summary),
+        "wasted_gib_s": result.wasted_gib_s,
+        "schedule_ms": {"mean": result.schedule_ms.mean, "p99": result.schedule_ms.p99},
+        "wall_s_per_minute": wall_s_per_minute(result),
+        "command": settings.command,
+        "simulation": {
+            "oracle": settings.sees_the_future(run.policy),
+            "noise": settings.noise,
+            "forecasts": settings.forecasts,
+            "arrivals": settings.arrivals,
+            "replicas": result.replicas,
+            "parameters": dict(settings.parameters.get(run.policy, {})),
+            "slo": asdict(settings.goodput_slo()),
+            "jct_all_s": result.jct_all_s,
+            "jct_wall_all_s": result.jct_wall_all_s,
+            "tokens_per_s": result.summary.tokens_per_s,
+            "under_way": settings.under_way,
+            "max_ongoing": settings.max_ongoing,
+            "front": dict(settings.front),
+            "routing": asdict(result.routing),
+            "capacity_per_s": result.capacity_per_s,
+            "bound_per_s": result.bound_per_s,
+            "preemptions": result.preemptions,
+            "tier": settings.tier(run.policy),
+            "stored_tokens": result.stored_tokens,
+            "loaded_tokens": result.loaded_tokens,
+            "steps": result.steps,
+            "simulated_s": result.simulated_s,
+            "recovery": None if result.recovery is None else _recovery_json(result.recovery),
+        },
+    }
+
+
+def json_line(result: RunResult, settings: SimulationSettings) -> str:
+    """As :func:`as_json`, with its newline."""
+    return json.dumps(as_json(result, settings)) + "\n"
+
+
+def run_line(number: int, result: RunResult, settings: SimulationSettings) -> RunLine:
+    """The head of a run's record; ``number`` is its own in the file."""
+    run = result.run
+    return RunLine(
+        run=number,
+        policy=run.policy,
+        router=run.router if result.replicas > 1 else "",
+        preset=settings.preset,
+        rate=run.rate_per_s,
+        seed=run.seed,
+        window_s=(settings.warmup_s, settings.arrivals_s),
+        slo=asdict(settings.goodput_slo()),
+        summary=measures(result.summary) | {"wasted_gib_s": result.wasted_gib_s, "bound_per_s": result.bound_per_s},
+        versions=versions(),
+        command=settings.command,
+        capacity_tokens=settings.blocks * BLOCK_SIZE * result.replicas,
+    )
+
+
+def record_lines(number: int, result: RunResult, settings: SimulationSettings) -> Iterator[Line]:
+    """Of a run that was recorded."""
+    assert result.recorded is not None, "the run was not recorded"
+    return lines_of(run_line(number, result, settings), result.recorded, settings.goodput_slo())
+
+
+def print_report(
+    results: Sequence[RunResult], settings: SimulationSettings, console: Console, *, verbose: bool = False
+) -> None:
+    """A table a rate, the burst if there was one, and what a reader has to know."""
+    leave_out = ROUTING if settings.replicas == 1 else ""
+    for rate in settings.rates_per_s:
+        of_rate = [result for result in results if result.run.rate_per_s == rate]
+        columns = {
+            label: [as_json(r, settings) for r in of_rate if (r.run.policy, r.run.router) == column]
+            for column, label in _columns(settings).items()
+        }
+        print_comparison(_title(of_rate, settings, rate), columns, console, verbose=verbose, leave_out=leave_out)
+    if settings.burst is not None:
+        print_table(_recovery_table(results, settings), console)
+    for line in _footnotes(results, settings, verbose=verbose):
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _title(of_rate: Sequence[RunResult], settings: SimulationSettings, rate: float) -> str:
+    of_seeds = f", mean of {len(settings.seeds)} seeds" if len(settings.seeds) > 1 else ""
+    trace = settings.trace.name if settings.trace else "built-in workload"
+    bound = f"{BOUND} {shown(mean([result.bound_per_s for result in of_rate]))} good programs/s"
+    return f"{_load(settings, rate)}: {trace} on {settings.preset}{_replicas(settings)}{of_seeds}; {bound}"
+
+
+def _load(settings: SimulationSettings, rate: float) -> str:
+    if settings.under_way is not None:
+        return f"{settings.under_way} programs under way"
+    return f"{rate:g} programs/s, {settings.arrivals}"
+
+
+def _replicas(settings: SimulationSettings) -> str:
+    return f" x {settings.replicas}" if settings.replicas > 1 else ""
+
+
+def _columns(settings: SimulationSettings) -> dict[tuple[str, str], str]:
+    """What is compared, policy and router, and what it is called: by its router only where there are several."""
+    several = len(settings.routers) > 1
+    return {
+        (policy, router): f"{policy}\n{router}" if several else policy
+        for policy in settings.policies
+        for router in settings.routers
+    }
+
+
+def _recovery_table(results: Sequence[RunResult], settings: SimulationSettings) -> Table:
+    """A row a run: runs may be many, the windows of a burst are few."""
+    recoveries = [(result, result.recovery) for result in results if result.recovery is not None]
+    table = Table(title="SLO attainment in windows of 30 s, by intended arrival (seconds from the start)")
+    table.box, table.pad_edge, table.title_justify = box.SIMPLE_HEAD, False, "left"
+    table.add_column("run")
+    for window in recoveries[0][1].windows if recoveries else ():
+        table.add_column(f"{window.start_s:g}", justify="right")
+    table.add_column(f"{RECOVERED:.0%} again", justify="right")
+    for result, recovery in recoveries:
+        label = _columns(settings)[result.run.policy, result.run.router].replace("\n", ", ")
+        name = f"{label}, {result.run.rate_per_s:g}/s, seed {result.run.seed}"
+        table.add_row(name, *(shown(window.attainment) for window in recovery.windows), _after(recovery))
+    return table
+
+
+def _after(recovery: Recovery) -> str:
+    return "never" if recovery.recovered_s is None else f"after {recovery.recovered_s:g} s"
+
+
+def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, verbose: bool) -> list[str]:
+    slo = settings.goodput_slo()
+    informed = [policy for policy in settings.policies if settings.sees_the_future(policy)]
+    learn = [policy for policy in settings.policies if policy not in (*informed, *BASELINES)]
+    noise = f" with errors of N(0, {settings.noise:g} x value)" if settings.noise else ""
+    lines = [] if verbose else ["All that was measured: --verbose, or the lines of --json."]
+    lines += [
+        "Completion: seconds from arrival to the last token, without tools. Latencies: turns that are ok.",
+        f"Good: TTFT of each turn <= {slo.ttft_s:g} s, and the program's time without tools / its tokens <= "
+        f"{slo.normalized_latency_s:.4g} s = {settings.slo_norm_x:g} x {settings.cost_model().decode_step_s():.4g} s, "
+        "a step that decodes one sequence without a context.",
+    ]
+    if any(policy in BASELINES for policy in settings.policies):
+        which = ", ".join(f"{name} ({settings.tier(name)})" for name in settings.policies if name in BASELINES)
+        lines.append(f"vLLM's own scheduler class, untouched: {which}.")
+    if settings.host_gib:
+        lines.append(
+            "Host tier, of each replica: vLLM's offloading connector, by its own rules (LRU) for the baseline, by "
+            f"Caesura's for the others, none for {STOCK_NO_CACHE}. What a turn generates is kept there, too, which is "
+            "not vLLM's default."
+        )
+    if settings.replicas > 1:
+        lines.append("A program that was refused counts for the JCTs of all as if it were waiting until the run's end.")
+    if informed:
+        lines.append(f"Given true lengths and durations{noise}: {', '.join(informed)}.")
+    if learn:
+        by = f", and forecasts of {settings.forecasts} fitted on other groups" if settings.forecasts else ""
+        lines.append(f"Know the tool's name and what they have learnt in the run{by}: {', '.join(learn)}.")
+    capacity = mean([result.capacity_per_s for result in results])
+    restore = "restored from the host for nothing" if settings.host_gib else "held in memory or computed again"
+    lines.append(
+        f"Fluid bound: capacity {shown(capacity)} programs/s if steps are as full as memory allows and contexts are "
+        f"{restore}, as is best; beyond it, the programs of least work are served."
+    )
+    if settings.command:
+        lines.append(f"Command: {settings.command}")
+    return lines
+
+
+def _recovery_json(recovery: Recovery) -> dict[str, Any]:
+    return {
+        "recovered_s": recovery.recovered_s,
+        "windows": [{**asdict(window), "attainment": window.attainment} for window in recovery.windows],
+    }

@@ -1,0 +1,231 @@
+"""The routers of the simulator, by name, and ours: the very `Front` that the ingress runs.
+
+Every replica is looked at once a second, and its snapshot reaches the front half a second later: as late as a live
+replica's reaches an ingress. There is one front, and a store that answers at once.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+from pydantic import ValidationError
+
+from cluster.config.schema import SloConfig
+from cluster.core.errors import ConfigError
+from cluster.core.replica_snapshot import ReplicaSnapshot, prefix_blocks
+from cluster.offline.simulator.peers import Everywhere, KvAware
+from cluster.offline.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, replica_name
+from cluster.offline.simulator.routing import (
+    Answer,
+    LeastPrograms,
+    RoundRobin,
+    Sent,
+    SimulatedTurn,
+    TurnedAway,
+    TurnRouter,
+    Waits,
+)
+from replicas.control import dispatch
+from replicas.router_side import PrefixMemory
+from replicas.routing_view import plain_snapshot, routing_snapshot
+from replicas.scheduler import AgentScheduler
+from replicas.virtual_engine import chained_hashes
+from replicas.virtual_replica import VirtualReplica
+from router.decisions import Go, Refuse, TurnRequest, Wait
+from router.placement_engine import PlacementEngine
+from router.settings import EngineSettings
+
+TICK_S = 0.5
+"""Snapshots are made at every second tick and sent at the one after it."""
+
+Look = Callable[[int, str, int], ReplicaSnapshot]
+"""A replica's snapshot now, by its index, its name and the snapshot's number; its prefixes are filled in here."""
+
+
+class FrontRouter:
+    """Asks a front.
+
+    Args:
+        front: made for these replicas, with no time behind it.
+        names: the replicas' unique ids, by index.
+        look: makes snapshots.
+        released: called with the key of a program and the index of the replica that it has moved away from.
+    """
+
+    tick_s: float | None = TICK_S
+
+    def __init__(
+        self, front: PlacementEngine, names: Sequence[str], look: Look, released: Callable[[str, int], None]
+    ) -> None:
+        self.front = front
+        self._names = names
+        self._indices = {name: index for index, name in enumerate(names)}
+        self._look = look
+        self._released = released
+        self._prefixes = [PrefixMemory() for _ in names]
+        self._turns: dict[str, SimulatedTurn] = {}
+        """That are not decided."""
+        self._number = 0
+        self._seen: dict[str, ReplicaSnapshot | None] | None = None
+        front.observe(self._snapshots(), 0.0)
+
+    def route(self, turn: SimulatedTurn, now_s: float) -> Answer:
+        """See TurnRouter."""
+        self._turns[turn.turn_id] = turn
+        identity = turn.identity
+        request = TurnRequest(
+            key=turn.program,
+            tenant=identity.tenant,
+            prompt_tokens=len(turn.prompt),
+            prefix=prefix_blocks(turn.prompt),
+            last=identity.last_turn,
+            hints=identity.hints,
+            forecast=identity.forecast,
+        )
+        decision = self.front.turn(turn.turn_id, request, now_s)
+        return Waits() if isinstance(decision, Wait) else self._decided(turn.turn_id, decision, now_s)
+
+    def waited(self, now_s: float) -> Sequence[tuple[str, Sent | TurnedAway]]:
+        """See TurnRouter."""
+        return [(turn_id, self._decided(turn_id, decision, now_s)) for turn_id, decision in self.front.admitted(now_s)]
+
+    def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
+        """See TurnRouter."""
+        self.front.ended(turn.turn_id, now_s, context_tokens=context_tokens)
+        if turn.identity.last_turn:
+            self.front.forget(turn.program, now_s)
+
+    def tick(self, now_s: float) -> None:
+        """See TurnRouter."""
+        if self._seen is None:
+            self._seen = self._snapshots()
+        else:
+            self.front.observe(self._seen, now_s)
+            self._seen = None
+
+    def _snapshots(self) -> dict[str, ReplicaSnapshot | None]:
+        self._number += 1
+        return {name: self._snapshot(index) for index, name in enumerate(self._names)}
+
+    def _snapshot(self, index: int) -> ReplicaSnapshot:
+        snapshot = self._look(index, self._names[index], self._number)
+        return msgspec.structs.replace(snapshot, prefixes=self._prefixes[index].packed())
+
+    def _decided(self, turn_id: str, decision: Go | Refuse, now_s: float) -> Sent | TurnedAway:
+        turn = self._turns.pop(turn_id)
+        if isinstance(decision, Refuse):
+            self.front.ended(turn_id, now_s)
+            return TurnedAway(decision.reason.value, decision.retry_after_s)
+        replica = self._indices[decision.home.replica]
+        self.front.settle(turn.program, decision.home, now_s)
+        self._prefixes[replica].serve(turn.program, turn.prompt)
+        moved_from = None if decision.moved_from is None else self._indices[decision.moved_from]
+        if moved_from is not None:
+            self._released(turn.program, moved_from)
+        return Sent(replica, decision.reason.value, moved_from)
+
+
+ALL = "all"
+OURS = "caesura"
+LEAST_PROGRAMS = "least_programs"
+EVERYWHERE = "everywhere"
+"""No router that could be built: a bound for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replicas:
+    """What a router is made for."""
+
+    replicas: Sequence[VirtualReplica]
+    seed: int
+    max_ongoing: int | None = None
+    """Turns that a peer's replica takes at a time; None: any number."""
+    imbalanced_threshold: float = float("inf")
+    """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    slo: SloConfig = field(default_factory=SloConfig)
+    front: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of our front that differ from its defaults."""
+
+
+def _caesura(made: Replicas) -> TurnRouter:
+    names = [replica_name(index) for index in range(len(made.replicas))]
+
+    def look(index: int, name: str, number: int) -> ReplicaSnapshot:
+        replica = made.replicas[index]
+        scheduler = replica.engine.scheduler
+        if isinstance(scheduler, AgentScheduler):
+            return routing_snapshot(scheduler, name, "", number, draining=False)
+        return plain_snapshot(scheduler, replica.cost, name, "", number, draining=False)
+
+    def release(program: str, index: int) -> None:
+        scheduler = made.replicas[index].engine.scheduler
+        if isinstance(scheduler, AgentScheduler):
+            dispatch(scheduler, "release", {"key": program})
+
+    return FrontRouter(PlacementEngine(front_settings(made.front), made.slo), names, look, release)
+
+
+def front_settings(parameters: Mapping[str, Any]) -> EngineSettings:
+    """Our front's, by what differs from the defaults.
+
+    Raises:
+        ConfigError: no such parameter, or not such a value.
+    """
+    try:
+        return EngineSettings.model_validate(parameters)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"--front {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+
+
+def _kv_aware(made: Replicas) -> TurnRouter:
+    engines = [replica.engine for replica in made.replicas]
+    block_size = engines[0].shape.block_size
+    return KvAware(
+        len(engines),
+        lambda prompt: chained_hashes(prompt, block_size),
+        lambda index, hashes: engines[index].cached_blocks(hashes),
+        lambda index, turn_id: made.replicas[index].is_prefilled(turn_id),
+        made.max_ongoing,
+    )
+
+
+def _everywhere(made: Replicas) -> TurnRouter:
+    engines, cost = [replica.engine for replica in made.replicas], made.replicas[0].cost
+    block_size = engines[0].shape.block_size
+    return Everywhere(
+        len(engines),
+        lambda prompt: chained_hashes(prompt, block_size),
+        lambda index, hashes: engines[index].cached_blocks(hashes),
+        lambda index, prompt, blocks: engines[index].fill_cache(prompt, blocks * block_size),
+        lambda prompt: cost.sequence_s + cost.token_s + len(prompt) * cost.context_s,
+        made.max_ongoing,
+    )
+
+
+ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
+    OURS: _caesura,
+    "kv_aware": _kv_aware,
+    EVERYWHERE: _everywhere,
+    "prefix_affinity": lambda made: PrefixAffinity(
+        len(made.replicas), made.seed, made.max_ongoing, made.imbalanced_threshold
+    ),
+    "consistent_hash": lambda made: ConsistentHash(len(made.replicas), made.max_ongoing),
+    "power_of_two": lambda made: PowerOfTwo(len(made.replicas), made.seed, made.max_ongoing),
+    "round_robin": lambda made: RoundRobin(len(made.replicas), made.max_ongoing),
+    LEAST_PROGRAMS: lambda made: LeastPrograms(len(made.replicas), made.max_ongoing),
+}
+
+
+def router_names(text: str) -> tuple[str, ...]:
+    """``all`` that could be built, or names with commas between them."""
+    if text.strip() == ALL:
+        return tuple(name for name in ROUTERS if name != EVERYWHERE)
+    return tuple(n.strip() for n in text.split(",") if n.strip())
+
+
+def check_router(name: str) -> None:
+    """Raise ConfigError unless there is a router of this name."""
+    if name not in ROUTERS:
+        raise ConfigError(f"--router: unknown router {name!r}; choose {ALL} or some of: {', '.join(sorted(ROUTERS))}")

@@ -1,0 +1,305 @@
+"""One run: one policy, one rate, one seed; and all of them, on as many processes as asked for."""
+
+import gc
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import chain
+from multiprocessing import get_context
+from pathlib import Path
+
+from cluster.core.clock import ManualClock
+from cluster.core.program import ProgramIdentity
+from cluster.core.slo import ProgramRecord
+from cluster.offline.bench.arrivals import Arrivals
+from cluster.offline.bench.history import MemorySample, MemoryUse, ProgramHistory
+from cluster.offline.bench.metrics import mean
+from cluster.offline.bench.record import Recorded
+from cluster.offline.bench.results import Distribution, Summary, summarize, tokens_between
+from cluster.offline.bench.settings import load_pool
+from cluster.offline.bench.workload import Workload
+from cluster.offline.simulator.bounds import FluidBound, HoldingBound
+from cluster.offline.simulator.foresight import Forecasts, Foresight, forecasts_of
+from cluster.offline.simulator.load import Recovery, closed_loop, plan
+from cluster.offline.simulator.routed import Routed, RoutingSummary, turns_on
+from cluster.offline.simulator.routers import ROUTERS, Replicas
+from cluster.offline.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
+from cluster.offline.simulator.simulation import Simulation
+from replicas.scheduler import AgentScheduler
+from replicas.stats import KvUse
+from replicas.virtual_engine import Shape, write_config_only_model
+from replicas.virtual_replica import VirtualReplica
+
+SAMPLES = 600
+"""Looks at the memory of one run: more than a plot has points."""
+
+
+@dataclass(slots=True)
+class MemoryWatch:
+    """Looks at all replicas now and then. It plans nothing itself, so that a watched simulation is the same."""
+
+    replicas: Sequence[VirtualReplica]
+    clock: ManualClock
+    every_s: float
+    seen: list[MemorySample] = field(default_factory=list)
+    _next_s: float = 0.0
+
+    def __call__(self) -> None:
+        """Something has happened: look, if it is time to."""
+        now_s = self.clock.now_s()
+        if now_s < self._next_s:
+            return
+        self._next_s = now_s + self.every_s
+        self.seen.append((now_s, memory_of(self.replicas)))
+
+
+def memory_of(replicas: Sequence[VirtualReplica]) -> MemoryUse:
+    """Of all replicas together."""
+    total = MemoryUse(0, 0, 0, 0)
+    for replica in replicas:
+        scheduler, size = replica.engine.scheduler, replica.engine.shape.block_size
+        ours = isinstance(scheduler, AgentScheduler)
+        use = KvUse.of(scheduler.kv_cache_manager.block_pool, scheduler.holds.num_blocks if ours else 0)
+        host = scheduler.swapping.used_tokens if ours else 0
+        total += MemoryUse(use.running * size, use.held * size, use.cached * size, use.empty * size, host)
+    return total
+
+
+def histories_of(replicas: Sequence[VirtualReplica], programs: Sequence[ProgramRecord]) -> list[ProgramHistory]:
+    """Of each program, what the replicas that had it recorded; stock vLLM records nothing."""
+    return [_history(replicas, program) for program in programs]
+
+
+def _history(replicas: Sequence[VirtualReplica], program: ProgramRecord) -> ProgramHistory:
+    key = str(ProgramIdentity(program.program_id).key)
+    schedulers = [r.engine.scheduler for r in replicas if isinstance(r.engine.scheduler, AgentScheduler)]
+    reports = [found for scheduler in schedulers if (found := scheduler.programs.to_public_dict(key)) is not None]
+    if len(reports) == 1:
+        return ProgramHistory.of(reports[0])
+    turns = sorted(chain.from_iterable(each["turns"] for each in reports), key=lambda turn: turn["arrived_s"])
+    # Each replica's events make a history of their own: what one let go, another cannot hold.
+    pauses = chain.from_iterable(ProgramHistory.of(each).pauses for each in reports)
+    merged = ProgramHistory.of({"turns": turns})
+    return ProgramHistory(
+        merged.arrivals_s, merged.waits_s, merged.decisions, tuple(sorted(pauses, key=lambda p: p.from_s))
+    )
+
+
+MILLISECONDS = 1e3
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What is simulated."""
+
+    policy: str
+    rate_per_s: float
+    seed: int
+    router: str
+
+
+@dataclass(frozen=True, slots=True)
+class RunResult:
+    """What came of it."""
+
+    run: Run
+    summary: Summary
+    """Of the programs meant to arrive in the measured window."""
+    jct_all_s: float | None
+    """Mean job completion time without tools, unfinished programs included with the time they have taken so far, and
+    refused ones with all the time from then on."""
+    jct_wall_all_s: float | None
+    """The same with tools."""
+    routing: RoutingSummary
+    wasted_gib_s: float
+    """During the measured window: KV on hold, and KV of each step's batch in proportion to what the step recomputes."""
+    schedule_ms: Distribution
+    """Real milliseconds of one ``schedule()``."""
+    preemptions: int
+    stored_tokens: int
+    """Tokens whose KV went to the host tier, over the whole run."""
+    loaded_tokens: int
+    """Tokens whose KV came back from it."""
+    steps: int
+    replicas: int
+    arrivals_s: float
+    """Virtual seconds of arrivals."""
+    simulated_s: float
+    """Virtual seconds until all was over."""
+    wall_s: float
+    capacity_per_s: float
+    """Programs per second that the fluid bound lets all be served."""
+    bound_per_s: float
+    """Goodput that the fluid bound allows at this rate."""
+    recovery: Recovery | None
+    """Where there is a burst."""
+    recorded: Recorded | None = None
+    """Where the run is recorded."""
+
+
+def runs_of(settings: SimulationSettings) -> list[Run]:
+    """By rate, seed, policy and router."""
+    return [
+        Run(policy, rate, seed, router)
+        for rate in settings.rates_per_s
+        for seed in settings.seeds
+        for policy in settings.policies
+        for router in settings.routers
+    ]
+
+
+def load_workload(settings: SimulationSettings, seed: int) -> Workload:
+    """The pool of programs: those that fit the memory of a replica, and ``--max-context`` where it is given.
+
+    Raises:
+        TraceError: the trace file cannot be used.
+        ConfigError: no program fits.
+    """
+    traced = (settings.trace, settings.missing_tool_s, settings.only_recorded)
+    return load_pool(*traced, settings.fitting(), seed, "--preset, --max-context")
+
+
+def _forecasts(settings: SimulationSettings) -> Forecasts:
+    if settings.forecasts is None or settings.trace is None:
+        return {}
+    return forecasts_of(settings.trace, settings.forecasts)
+
+
+def simulate(settings: SimulationSettings, run: Run) -> RunResult:
+    """Simulate one run; the same result every time, but for what is measured in real time.
+
+    Raises:
+        TraceError, ConfigError: see :func:`load_workload`.
+        IntegrityError: a replica's blocks do not add up: a bug.
+    """
+    pool = load_workload(settings, run.seed).programs
+    process = Arrivals.parse(settings.arrivals, run.rate_per_s)
+    jobs, successors = plan(pool, process, settings.arrivals_s, run.seed, settings.other_rate), None
+    if settings.under_way is not None:
+        jobs, successors = closed_loop(pool, settings.under_way, settings.warmup_s / 2, run.seed)
+    clock = ManualClock()
+    peak_tokens = max(program.peak_tokens for program in pool)
+    replicas = _replicas(settings, run, clock, peak_tokens)
+    foresight = Foresight(settings.sees_the_future(run.policy), settings.noise, _forecasts(settings))
+    made_for = Replicas(
+        replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
+    )
+    router = ROUTERS[run.router](made_for)
+    watch = MemoryWatch(replicas, clock, (settings.arrivals_s + settings.drain_s) / SAMPLES)
+    simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watch if settings.record else None)
+    marks: list[Mark] = []
+    for mark_s in (settings.warmup_s, settings.arrivals_s):
+        simulation.timeline.at(mark_s, lambda: marks.append(_mark(replicas)))
+    began = time.perf_counter()
+    gc.freeze()  # vLLM's modules: a hundred thousand objects that each collection would walk through
+    try:
+        records = simulation.run(settings.arrivals_s + settings.drain_s)
+    finally:
+        gc.unfreeze()
+    ended = Ended(records, simulation.routed, clock.now_s(), time.perf_counter() - began)
+    result = _result(settings, run, ended, replicas, marks)
+    if not settings.record:
+        return result
+    return replace(result, recorded=Recorded(records, histories_of(replicas, records), watch.seen, start_s=0.0))
+
+
+def simulate_all(settings: SimulationSettings, jobs: int) -> Iterator[RunResult]:
+    """Every run, in order: in this process, or on as many as ``jobs`` if they are more than one."""
+    runs = runs_of(settings)
+    one = partial(simulate, settings)
+    if jobs == 1:
+        yield from map(one, runs)
+        return
+    with get_context("spawn").Pool(min(jobs, len(runs))) as pool:
+        yield from pool.imap(one, runs)
+
+
+def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_tokens: int) -> list[VirtualReplica]:
+    cost = settings.cost_model()
+    shape = Shape(
+        num_blocks=settings.blocks + 1,  # vLLM's null block
+        block_size=BLOCK_SIZE,
+        max_num_seqs=settings.max_num_seqs,
+        max_num_batched_tokens=settings.max_batched_tokens,
+        max_model_len=max(peak_tokens + 1, settings.max_batched_tokens),
+        prefix_caching=run.policy != STOCK_NO_CACHE,
+        host_blocks=settings.host_blocks(run.policy),
+    )
+    policy = settings.policy_config(run.policy)
+    with tempfile.TemporaryDirectory() as directory:
+        model = write_config_only_model(Path(directory), shape.max_model_len)
+        return [
+            VirtualReplica.build(policy, cost, settings.slo(), shape, model, clock) for _ in range(settings.replicas)
+        ]
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """Of each replica, up to some moment."""
+
+    wasted: list[float]
+    busy_s: list[float]
+
+
+def _mark(replicas: Sequence[VirtualReplica]) -> Mark:
+    wastes = [replica.settled_waste() for replica in replicas]
+    return Mark([waste.held + waste.recomputed for waste in wastes], [replica.busy_s for replica in replicas])
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A simulation that is over."""
+
+    records: Sequence[ProgramRecord]
+    routed: Routed
+    simulated_s: float
+    wall_s: float
+
+
+def _result(
+    settings: SimulationSettings, run: Run, ended: Ended, replicas: Sequence[VirtualReplica], marks: Sequence[Mark]
+) -> RunResult:
+    records, simulated_s = ended.records, ended.simulated_s
+    measured = [r for r in records if settings.warmup_s <= r.arrival_s < settings.arrivals_s]
+    slo = settings.goodput_slo()
+    cost = settings.cost_model()
+    pool = load_workload(settings, run.seed).programs
+    limits = (cost, settings.max_batched_tokens, settings.max_num_seqs, settings.replicas)
+    bound = FluidBound.of(pool, *limits) if settings.host_gib else HoldingBound(pool, *limits)
+    start, end = marks
+    busy_s = [after - before for before, after in zip(start.busy_s, end.busy_s, strict=True)]
+    turns = turns_on(records, ended.routed, len(replicas), settings.warmup_s, settings.arrivals_s)
+    tokens = tokens_between(records, settings.warmup_s, settings.arrivals_s)
+    burst = settings.other_rate
+    return RunResult(
+        run=run,
+        summary=summarize(run.policy, measured, slo, settings.window_s, tokens),
+        jct_all_s=mean([_spent_s(record, simulated_s) for record in measured]),
+        jct_wall_all_s=mean([_spent_wall_s(record, simulated_s) for record in measured]),
+        routing=RoutingSummary.of(measured, ended.routed, turns, busy_s, simulated_s),
+        wasted_gib_s=(sum(end.wasted) - sum(start.wasted)) * cost.kv_bytes_per_token / GIB,
+        schedule_ms=Distribution.of(s * MILLISECONDS for replica in replicas for s in replica.schedule_s),
+        preemptions=sum(replica.preemptions for replica in replicas),
+        stored_tokens=sum(replica.link.stored_tokens for replica in replicas if replica.link),
+        loaded_tokens=sum(replica.link.loaded_tokens for replica in replicas if replica.link),
+        steps=sum(len(replica.schedule_s) for replica in replicas),
+        replicas=len(replicas),
+        arrivals_s=settings.arrivals_s,
+        simulated_s=simulated_s,
+        wall_s=ended.wall_s,
+        capacity_per_s=bound.capacity_per_s,
+        bound_per_s=bound.goodput_per_s(run.rate_per_s),
+        recovery=Recovery.of(records, slo, burst, settings.arrivals_s) if burst else None,
+    )
+
+
+def _spent_s(program: ProgramRecord, now_s: float) -> float:
+    """Seconds without tools that a program has taken up to ``now_s``: its completion time if it has completed."""
+    return sum((now_s if t.last_token_s is None else t.last_token_s) - t.intended_start_s for t in program.turns)
+
+
+def _spent_wall_s(program: ProgramRecord, now_s: float) -> float:
+    """The same with tools."""
+    return now_s - program.arrival_s if program.jct_wall_s is None else program.jct_wall_s

@@ -1,0 +1,241 @@
+"""What one call of `caesura simulate` does. Every value is checked here; a bad one names its flag."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from cluster.config.schema import PolicyConfig, SloConfig
+from cluster.core.errors import ConfigError
+from cluster.core.registry import POLICIES, PREDICTORS
+from cluster.core.slo import Slo
+from cluster.offline.bench.arrivals import Arrivals
+from cluster.offline.bench.settings import MAX_PROGRAMS, check_shaping, require, require_positive, require_zero_or_more
+from cluster.offline.bench.workload import Shaping
+from cluster.offline.simulator.load import Burst
+from cluster.offline.simulator.routers import LEAST_PROGRAMS, check_router, front_settings
+from replicas.cost_model import CostModel
+from replicas.presets import cost_model
+
+ALL = "all"
+STOCK = "vllm"
+"""vLLM's own scheduler class, untouched, its prefix cache on."""
+STOCK_NO_CACHE = "vllm-nocache"
+"""The same with the prefix cache off: the baseline of the papers' time."""
+BASELINES = (STOCK_NO_CACHE, STOCK)
+CLAIRVOYANT = "clairvoyant"
+"""A policy of this name, if there is one, is a limit and no competitor; ``all`` has it last."""
+INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
+"""Policies that are given true lengths and durations unless a flag decides otherwise, as their papers assume."""
+BLOCK_SIZE = 16
+"""Tokens of a KV block: vLLM's default on GPUs."""
+GIB = 1 << 30
+SECONDS_PER_MINUTE = 60.0
+
+
+@dataclass(frozen=True, slots=True)
+class SimulationSettings:
+    """Every policy at every rate with every seed, each a run of its own."""
+
+    policies: tuple[str, ...]
+    rates_per_s: tuple[float, ...]
+    """Programs per second."""
+    preset: str = "opt-13b/h800"
+    """A preset's name, or the path of a saved cost model."""
+    trace: Path | None = None
+    """None: the built-in workload."""
+    missing_tool_s: float | None = None
+    only_recorded: bool = False
+    shaping: Shaping = field(default_factory=Shaping)
+    minutes: float = 12.0
+    """Measured, by intended arrival, after the warm-up."""
+    warmup_minutes: float = 2.0
+    drain_s: float = 300.0
+    """Seconds after the last arrival for the programs under way to end; their tools alone may take minutes."""
+    seeds: tuple[int, ...] = (0,)
+    host_gib: float = 0.0
+    """Host memory for KV of each replica; 0: there is no host tier. `vllm-nocache` never has one."""
+    slo_ttft_s: float = 1.0
+    slo_norm_x: float = 10.0
+    """Bound on a program's seconds without tools per token, in iteration times."""
+    noise: float = 0.0
+    oracle: bool | None = None
+    """Give the policies lengths and durations; None: those of ``INFORMED``."""
+    forecasts: str | None = None
+    """A registered predictor, which forecasts what is not given; None: replicas learn means as they go."""
+    arrivals: str = "poisson"
+    burst: str | None = None
+    """``RATE:START_S:LENGTH_S``, see :class:`cluster.offline.simulator.load.Burst`."""
+    replicas: int = 1
+    routers: tuple[str, ...] = (LEAST_PROGRAMS,)
+    max_ongoing: int | None = None
+    """Turns that a replica takes at a time from a router that is not ours; None: any number."""
+    imbalanced_threshold: float = float("inf")
+    """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    front: Mapping[str, Any] = field(default_factory=dict)
+    """Parameters of our router that differ from its defaults."""
+    under_way: int | None = None
+    """Closed loop: so many programs are under way at all times, whatever the rate; None: an open loop."""
+    max_batched_tokens: int = 2048
+    max_num_seqs: int = 256
+    parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Of a policy: parameters that differ from its defaults."""
+    command: str = ""
+    record: bool = False
+    """Keep what a record of the run has beside its summary."""
+
+    def __post_init__(self) -> None:
+        """Refuse what cannot be run.
+
+        Raises:
+            ConfigError: names the flag.
+        """
+        require_positive(
+            {
+                "--rates": min(self.rates_per_s, default=0.0),
+                "--minutes": self.minutes,
+                "--slo-ttft": self.slo_ttft_s,
+                "--slo-norm-x": self.slo_norm_x,
+                "--replicas": self.replicas,
+                "--max-ongoing": self.max_ongoing,
+                "--under-way": self.under_way,
+                "--max-batched-tokens": self.max_batched_tokens,
+                "--max-seqs": self.max_num_seqs,
+            }
+        )
+        require_zero_or_more(
+            {
+                "--warmup": self.warmup_minutes,
+                "--drain-s": self.drain_s,
+                "--noise": self.noise,
+                "--host-gib": self.host_gib,
+                "--seed": min(self.seeds, default=-1),
+            }
+        )
+        check_shaping(self.shaping, self.missing_tool_s)
+        require(self.imbalanced_threshold >= 0, "--imbalanced", self.imbalanced_threshold, "must be 0 or more")
+        listed = {"--policies": self.policies, "--router": self.routers, "--rates": self.rates_per_s}
+        for flag, values in {**listed, "--seed": self.seeds}.items():
+            text = ",".join(map(str, values))
+            require(len(set(values)) == len(values) > 0, flag, text, "is empty or repeats a value")
+        if self.max_batched_tokens < self.max_num_seqs:
+            raise ConfigError(f"--max-batched-tokens: {self.max_batched_tokens} is less than --max-seqs")
+        if self.forecasts is not None:
+            self._check_forecasts(self.forecasts)
+        Arrivals.parse(self.arrivals, 1.0)
+        programs = max(self.rates_per_s) * self.arrivals_s
+        require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
+        if self.other_rate is not None and self.other_rate.end_s > self.arrivals_s:
+            raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
+        if self.host_gib and not self.host_blocks(STOCK):
+            raise ConfigError(f"--host-gib: {self.host_gib} is less than the KV of one block")
+        for name in self.parameters:
+            if name not in self.policies or name in BASELINES:
+                raise ConfigError(f"--set {name}: no policy of that name is simulated with parameters")
+        for name in self.policies:
+            self.policy_config(name)
+        for name in self.routers:
+            check_router(name)
+        front_settings(self.front)
+        if self.under_way is not None and (self.burst is not None or len(self.rates_per_s) > 1):
+            raise ConfigError("--under-way: programs come as others end; there are neither rates nor a burst")
+
+    def _check_forecasts(self, name: str) -> None:
+        if name not in PREDICTORS:
+            raise ConfigError(f"--forecasts: no predictor {name!r}; choose one of: {', '.join(PREDICTORS)}")
+        shaping = self.shaping
+        if self.trace is None or (shaping.scale_lengths, shaping.scale_tools, shaping.max_turns) != (1.0, 1.0, None):
+            raise ConfigError("--forecasts: of a --trace as it was recorded, neither scaled nor cut")
+
+    @property
+    def warmup_s(self) -> float:
+        """Seconds of arrivals that are not measured."""
+        return self.warmup_minutes * SECONDS_PER_MINUTE
+
+    @property
+    def window_s(self) -> float:
+        """Seconds of arrivals that are measured."""
+        return self.minutes * SECONDS_PER_MINUTE
+
+    @property
+    def arrivals_s(self) -> float:
+        """Seconds of arrivals."""
+        return self.warmup_s + self.window_s
+
+    @property
+    def other_rate(self) -> Burst | None:
+        """The burst, if there is one."""
+        return None if self.burst is None else Burst.parse(self.burst)
+
+    def cost_model(self) -> CostModel:
+        """What steps cost, and the size of the KV cache.
+
+        Raises:
+            ConfigError: no such preset or file.
+        """
+        return cost_model(self.preset)
+
+    @property
+    def blocks(self) -> int:
+        """KV blocks of one replica that turns can use."""
+        return self.cost_model().kv_capacity_tokens // BLOCK_SIZE
+
+    def host_blocks(self, policy: str) -> int:
+        """Blocks of the host tier that one replica of ``policy`` has; 0: none."""
+        if policy == STOCK_NO_CACHE:
+            return 0
+        return int(self.host_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
+
+    def tier(self, policy: str) -> str:
+        """In words, what of KV outlives a turn that has ended."""
+        if policy == STOCK_NO_CACHE:
+            return "prefix cache off, no host tier"
+        return f"prefix cache on, {f'host tier {self.host_gib:g} GiB' if self.host_gib else 'no host tier'}"
+
+    def fitting(self) -> Shaping:
+        """How programs are cut: none may need more than the memory of one replica."""
+        memory_tokens = self.blocks * BLOCK_SIZE
+        return replace(self.shaping, max_context=min(memory_tokens, self.shaping.max_context or memory_tokens))
+
+    def policy_config(self, name: str) -> PolicyConfig | None:
+        """The policy of an AgentScheduler; None: a baseline, on vLLM's own class.
+
+        Raises:
+            ConfigError: no such policy or parameter.
+        """
+        if name in BASELINES:
+            return None
+        if name not in POLICIES:
+            known = ", ".join(sorted({*BASELINES, *POLICIES}))
+            raise ConfigError(f"--policies: unknown policy {name!r}; choose {ALL} or some of: {known}")
+        parameters = dict(self.parameters.get(name, {}))
+        try:
+            POLICIES.load(name).model_validate(parameters)
+        except ValidationError as error:
+            first = error.errors(include_url=False)[0]
+            raise ConfigError(f"--set {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        return PolicyConfig(name=name, parameters=parameters)
+
+    def sees_the_future(self, name: str) -> bool:
+        """Whether ``name`` is given true lengths and durations, or noisy ones; stock vLLM would ignore them."""
+        return name not in BASELINES and (name in INFORMED if self.oracle is None else self.oracle)
+
+    def slo(self) -> SloConfig:
+        """The bounds. The iteration time is that of a step which decodes one sequence without a context."""
+        norm_s = self.slo_norm_x * self.cost_model().decode_step_s()
+        return SloConfig(ttft_s=self.slo_ttft_s, normalized_latency_s=norm_s)
+
+    def goodput_slo(self) -> Slo:
+        """The same, as the metrics want it."""
+        slo = self.slo()
+        return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
+
+
+def policy_names(text: str) -> tuple[str, ...]:
+    """``all``, or names with commas between them."""
+    if text.strip() != ALL:
+        return tuple(name.strip() for name in text.split(",") if name.strip())
+    limits = [name for name in POLICIES if name == CLAIRVOYANT]
+    return (*BASELINES, *(name for name in POLICIES if name not in (*BASELINES, CLAIRVOYANT)), *limits)

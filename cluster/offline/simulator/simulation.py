@@ -1,0 +1,290 @@
+"""Programs on virtual replicas: arrivals, turns, the router and tool pauses, on one virtual clock."""
+
+import heapq
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+
+from cluster.core.clock import ManualClock
+from cluster.core.program import ProgramIdentity
+from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
+from cluster.offline.bench.runner import Job
+from cluster.offline.bench.workload import Conversation
+from cluster.offline.simulator.foresight import Foresight
+from cluster.offline.simulator.routed import InfiniteCache, RoutedTurn
+from cluster.offline.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway, TurnRouter
+from replicas.virtual_replica import VirtualReplica, VirtualTurn
+
+
+class Timeline:
+    """Events on one clock. Those of the same time happen in the order in which they were planned.
+
+    Args:
+        clock: moved to each event's time before it happens; never backwards.
+        settled: called after all events of one time, before the next time.
+    """
+
+    def __init__(self, clock: ManualClock, settled: Callable[[], None]) -> None:
+        self._clock = clock
+        self._settled = settled
+        self._events: list[tuple[float, int, Callable[[], None]]] = []
+        self._numbers = itertools.count()
+
+    def at(self, at_s: float, event: Callable[[], None]) -> None:
+        """Plan ``event``.
+
+        Raises:
+            ValueError: ``at_s`` is in the past.
+        """
+        if at_s < self._clock.now_s():
+            raise ValueError(f"an event at {at_s}, but it is {self._clock.now_s()}")
+        heapq.heappush(self._events, (at_s, next(self._numbers), event))
+
+    def run(self, until_s: float) -> None:
+        """Let everything happen up to ``until_s``, that included; ends earlier when nothing is planned any more."""
+        events = self._events
+        while events and events[0][0] <= until_s:
+            now_s = events[0][0]
+            self._clock.move_to(now_s)
+            while events and events[0][0] == now_s:
+                heapq.heappop(events)[2]()
+            self._settled()
+
+
+@dataclass(slots=True)
+class _Program:
+    """One job under way."""
+
+    job: Job
+    conversation: Conversation
+    identities: list[ProgramIdentity]
+    arrival_s: float
+    due_s: float
+    known_tokens: int = 0
+    done: list[TurnRecord] = field(default_factory=list)
+    turn: SimulatedTurn | None = None
+    """Due: on its way, under way, or waiting at the router."""
+    under_way: VirtualTurn | None = None
+    """The same on its replica."""
+
+    def turn_record(self, outcome: Outcome) -> TurnRecord:
+        """Of the turn that is due."""
+        assert self.turn is not None, f"{self.job.program_id} has no turn due"
+        record = TurnRecord(
+            program_id=self.job.program_id,
+            index=len(self.done),
+            intended_start_s=self.due_s,
+            outcome=outcome,
+            prompt_tokens=len(self.turn.prompt),
+            previous_context_tokens=self.known_tokens,
+        )
+        turn = self.under_way
+        if turn is None:
+            return record
+        return replace(
+            record,
+            first_token_s=turn.first_token_s,
+            last_token_s=turn.last_token_s,
+            output_tokens=turn.request.num_output_tokens,
+            cached_tokens=turn.cached_tokens,
+            fetched_tokens=turn.fetched_tokens,
+            queue_s=None if turn.admitted_s is None else turn.admitted_s - turn.submitted_s,
+        )
+
+
+class Simulation:
+    """Runs ``jobs`` on ``replicas``, which share ``clock``. Use it once.
+
+    Args:
+        jobs: in the order of their arrivals.
+        replicas: which the router knows by their indices.
+        clock: theirs.
+        foresight: what clients send with their turns.
+        router: asked for each turn.
+        successors: jobs whose arrivals do not count: each comes when a program has ended, or when one that was refused
+            may come again. None: what has ended is not followed by another.
+        watch: called after all that happens at a time; it changes nothing.
+    """
+
+    def __init__(
+        self,
+        jobs: Sequence[Job],
+        replicas: Sequence[VirtualReplica],
+        clock: ManualClock,
+        foresight: Foresight,
+        router: TurnRouter,
+        successors: Iterator[Job] | None = None,
+        watch: Callable[[], None] | None = None,
+    ) -> None:
+        self.timeline = Timeline(clock, self._begin_steps)
+        self.routed: dict[tuple[str, int], RoutedTurn] = {}
+        """Of every turn that became due, by its program's id and its index."""
+        self._jobs = list(jobs)
+        self._replicas = replicas
+        self._clock = clock
+        self._foresight = foresight
+        self._router = router
+        self._successors = successors
+        self._watch = watch
+        self._infinite = InfiniteCache(replicas[0].engine.shape.block_size)
+        self._steps = [0] * len(replicas)
+        """Begun on each replica."""
+        self._ready: set[int] = set()
+        """Replicas to which something has happened since they were asked for a step last."""
+        self._programs: dict[str, _Program] = {}
+        self._by_turn: dict[str, _Program] = {}
+        """Programs with a turn due, by its id."""
+        self._left = len(jobs)
+        """Programs that have not ended."""
+        for job in jobs:
+            self.timeline.at(clock.now_s() + job.arrival_s, partial(self._arrive, job))
+        if router.tick_s is not None:
+            self.timeline.at(clock.now_s() + router.tick_s, partial(self._tick, router.tick_s))
+
+    def run(self, until_s: float) -> list[ProgramRecord]:
+        """Simulate up to ``until_s`` on the clock, or until all programs have ended; one record a job, in order.
+
+        Raises:
+            IntegrityError: a replica's blocks do not add up in the end.
+        """
+        self.timeline.run(until_s)
+        for replica in self._replicas:
+            replica.check_integrity()
+        return [self._record(job) for job in self._jobs]
+
+    def _arrive(self, job: Job) -> None:
+        now_s = self._clock.now_s()
+        program = self._programs[job.program_id] = _Program(
+            job=job,
+            conversation=Conversation(job.program, job.seed),
+            identities=self._foresight.identities(job.program_id, job.program, job.seed),
+            arrival_s=now_s,
+            due_s=now_s,
+        )
+        self._due(program)
+
+    def _due(self, program: _Program) -> None:
+        """The program's next turn is due now: the router is asked."""
+        index, planned = len(program.done), program.job.program
+        prompt, program.known_tokens = program.conversation.prompt(planned.turns[index])
+        identity = program.identities[index]
+        assert identity.key is not None
+        turn = SimulatedTurn(f"{program.job.program_id}.{index}", identity.key, index, prompt, identity)
+        program.turn = turn
+        self._by_turn[turn.turn_id] = program
+        self.routed[program.job.program_id, index] = RoutedTurn(
+            program.due_s, self._infinite.reusable(planned, index, len(prompt), program.known_tokens)
+        )
+        self._answered(program, self._router.route(turn, self._clock.now_s()))
+
+    def _answered(self, program: _Program, answer: Answer) -> None:
+        """The turn goes to a replica, waits, or ends its program."""
+        routed = self.routed[program.job.program_id, len(program.done)]
+        if isinstance(answer, Sent):
+            routed.reason, routed.replica, routed.sent_s = answer.reason, answer.replica, self._clock.now_s()
+            routed.moved = answer.moved_from is not None
+            way_s = self._replicas[answer.replica].cost.turn_s
+            if way_s:
+                self.timeline.at(self._clock.now_s() + way_s, partial(self._submit, program, answer.replica))
+            else:
+                self._submit(program, answer.replica)
+        elif isinstance(answer, TurnedAway):
+            routed.reason, routed.sent_s = answer.reason, self._clock.now_s()
+            program.done.append(program.turn_record(Outcome.REJECTED))
+            self._over(program, answer.retry_after_s)
+
+    def _waited(self) -> None:
+        for turn_id, answer in self._router.waited(self._clock.now_s()):
+            self._answered(self._by_turn[turn_id], answer)
+
+    def _tick(self, every_s: float) -> None:
+        self._router.tick(self._clock.now_s())
+        self._waited()
+        if self._left:
+            self.timeline.at(self._clock.now_s() + every_s, partial(self._tick, every_s))
+
+    def _submit(self, program: _Program, replica: int) -> None:
+        """The turn has come to its replica."""
+        turn = program.turn
+        assert turn is not None
+        planned = program.job.program.turns[turn.index]
+        program.under_way = self._replicas[replica].submit(
+            turn.turn_id, turn.prompt, planned.output_tokens, turn.identity, program.known_tokens
+        )
+        self._ready.add(replica)
+
+    def _begin_steps(self) -> None:
+        while self._ready:
+            ready = sorted(self._ready)
+            self._ready.clear()
+            for index in ready:
+                self._begin_step(index)
+        if self._watch is not None:
+            self._watch()
+
+    def _begin_step(self, index: int) -> None:
+        replica = self._replicas[index]
+        if replica.interrupted:
+            self._end_step(index, self._steps[index])
+        if replica.busy:
+            return
+        seconds = replica.begin_step()
+        if seconds is not None:
+            self._steps[index] += 1
+            self.timeline.at(self._clock.now_s() + seconds, partial(self._end_step, index, self._steps[index]))
+
+    def _end_step(self, index: int, step: int) -> None:
+        """The ``step``-th step of a replica ends, unless a turn that arrived has ended it before."""
+        if step != self._steps[index] or not self._replicas[index].busy:
+            return
+        self._ready.add(index)
+        for turn in self._replicas[index].end_step():
+            self._turn_ended(self._by_turn.pop(turn.request.request_id), turn, index)
+
+    def _turn_ended(self, program: _Program, turn: VirtualTurn, replica: int) -> None:
+        planned = program.job.program.turns[len(program.done)]
+        program.done.append(program.turn_record(Outcome.OK))
+        due, program.turn, program.under_way = program.turn, None, None
+        assert due is not None
+        self._router.ended(due, replica, turn.request.num_tokens, self._clock.now_s())
+        if len(program.done) == len(program.job.program.turns):
+            self._over(program, 0.0)
+        else:
+            program.conversation.answered(turn.generated, planned.kept_tokens)
+            program.due_s = self._clock.now_s() + planned.pause_s
+            self.timeline.at(program.due_s, partial(self._due, program))
+        self._waited()
+
+    def _over(self, program: _Program, again_s: float) -> None:
+        """It has ended, or was refused and may come again after so long."""
+        if program.turn is not None:
+            self._by_turn.pop(program.turn.turn_id)
+            program.turn = None
+        if self._successors is None:
+            self._left -= 1
+            return
+        job = next(self._successors)
+        self._jobs.append(job)
+        self.timeline.at(self._clock.now_s() + again_s, partial(self._arrive, job))
+
+    def _record(self, job: Job) -> ProgramRecord:
+        """The program as it stands; a turn that is due is an unfinished one."""
+        program = self._programs.get(job.program_id)
+        turns = list(program.done) if program else []
+        if program is not None and program.turn is not None:
+            turns.append(program.turn_record(Outcome.UNFINISHED))
+        planned = len(job.program.turns)
+        outcome = Outcome.UNFINISHED
+        if turns and turns[-1].outcome is Outcome.REJECTED:
+            outcome = Outcome.REJECTED
+        elif sum(turn.outcome is Outcome.OK for turn in turns) == planned:
+            outcome = Outcome.OK
+        return ProgramRecord(
+            program_id=job.program_id,
+            arrival_s=program.arrival_s if program else job.arrival_s,
+            outcome=outcome,
+            turns=tuple(turns),
+            planned_turns=planned,
+            kind=job.program.kind,
+        )

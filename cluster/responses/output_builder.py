@@ -1,0 +1,336 @@
+"""How a response's output grows: items that begin, get longer and end, each step an event."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+from openai.types.responses import (
+    ResponseContentPartAddedEvent,
+    ResponseContentPartDoneEvent,
+    ResponseFunctionCallArgumentsDeltaEvent,
+    ResponseFunctionCallArgumentsDoneEvent,
+    ResponseMcpCallArgumentsDeltaEvent,
+    ResponseMcpCallArgumentsDoneEvent,
+    ResponseMcpCallCompletedEvent,
+    ResponseMcpCallFailedEvent,
+    ResponseMcpCallInProgressEvent,
+    ResponseMcpListToolsCompletedEvent,
+    ResponseMcpListToolsInProgressEvent,
+    ResponseOutputItem,
+    ResponseOutputItemAddedEvent,
+    ResponseOutputItemDoneEvent,
+    ResponseReasoningTextDeltaEvent,
+    ResponseReasoningTextDoneEvent,
+    ResponseStreamEvent,
+    ResponseTextDeltaEvent,
+    ResponseTextDoneEvent,
+)
+from openai.types.responses.response_output_item import McpListTools
+
+from cluster.core.tools import Outcome, ToolOffer
+from cluster.core.turn import CallDelta
+from cluster.responses.output import (
+    CallItem,
+    FunctionCallItem,
+    Item,
+    ItemStatus,
+    McpCallItem,
+    MessageItem,
+    ReasoningItem,
+    TextItem,
+    WholeItem,
+    approval_request,
+    approval_request_id,
+    function_output,
+    output_item_id,
+    tool_list,
+)
+from cluster.runs.events import Call, ToolAnswer, TurnResult
+
+Place = tuple[int, int]
+
+
+@dataclass(slots=True)
+class _Nameless:
+    """A call of which the id or the name has not been generated yet."""
+
+    call_id: str | None = None
+    name: str | None = None
+    arguments: str = ""
+
+
+class OutputBuilder:
+    """The output, and the events that were not taken yet.
+
+    Args:
+        run_id: whose items' ids follow from it.
+        offers: the tools that the model may call.
+        approvals: requests for approval that the run's approved calls answer, in their order.
+    """
+
+    def __init__(self, run_id: str, offers: tuple[ToolOffer, ...], approvals: tuple[str, ...] = ()) -> None:
+        self._run_id = run_id
+        self._offers = offers
+        self._by_name = {offer.name: offer for offer in offers}
+        self._approvals = approvals
+        self._items: list[Item] = []
+        self._events: list[ResponseStreamEvent] = []
+        self._number = 0
+        # Of the attempt under way:
+        self._attempt: list[Item] = []
+        self._open_text: TextItem | None = None
+        self._sent = {MessageItem: "", ReasoningItem: ""}
+        self._nameless: dict[Place, _Nameless] = {}
+        # Of the whole run:
+        self._calls: dict[Place, CallItem] = {}
+
+    def models(self) -> list[ResponseOutputItem]:
+        """The items as they stand."""
+        return [item.model() for item in self._items]
+
+    def take(self) -> list[ResponseStreamEvent]:
+        """The events since it was asked last."""
+        taken, self._events = self._events, []
+        return taken
+
+    def emit(self, kind: Any, **fields: Any) -> None:
+        """One more event."""
+        self._events.append(kind(sequence_number=self._number, **fields))
+        self._number += 1
+
+    # --- a turn -------------------------------------------------------------------------------------------------------
+
+    def add_reasoning(self, delta: str) -> None:
+        """More reasoning."""
+        self._grow_text(ReasoningItem, delta)
+
+    def add_text(self, delta: str) -> None:
+        """More text."""
+        self._grow_text(MessageItem, delta)
+
+    def call_piece(self, turn: int, piece: CallDelta) -> None:
+        """More of a call."""
+        place = (turn, piece.index)
+        item = self._calls.get(place)
+        if item is not None:
+            self._grow_call(item, piece.arguments)
+            return
+        known = self._nameless.setdefault(place, _Nameless())
+        known.call_id = piece.id or known.call_id
+        known.name = piece.name or known.name
+        known.arguments += piece.arguments
+        if known.call_id is None or known.name is None or self._needs_approval(known.name):
+            return  # a call that waits for consent is shown when it is complete
+        del self._nameless[place]
+        self._grow_call(self._begin_call(place, known.call_id, known.name), known.arguments)
+
+    def finish_turn(self, result: TurnResult) -> None:
+        """The turn's items are done; what its pieces left out comes now."""
+        self._complete_text(ReasoningItem, result.reasoning)
+        self._complete_text(MessageItem, result.content)
+        self._end_text("incomplete" if result.finish_reason == "length" else "completed")
+        asked = {call.place: call for call in result.calls}
+        for place, item in list(self._calls.items()):
+            call = asked.get(place)
+            if place[0] == result.turn and (call is None or not _is_same(item, call)):
+                self._abandon(item)
+                del self._calls[place]
+        for call in result.calls:
+            self._finish_call(call)
+        self._forget_attempt()
+
+    def lose_attempt(self) -> None:
+        """The turn is tried again, or never: what it has generated so far does not count."""
+        self._end_text("incomplete")
+        for item in self._attempt:
+            if isinstance(item, FunctionCallItem | McpCallItem):
+                self._abandon(item)
+            item.status = "incomplete"
+        lost = {item.index for item in self._attempt}
+        self._calls = {place: item for place, item in self._calls.items() if item.index not in lost}
+        self._forget_attempt()
+
+    def end(self) -> None:
+        """Nothing grows any more."""
+        self.lose_attempt()
+        for item in self._calls.values():
+            if item.status == "in_progress":
+                self._abandon(item)
+
+    def _forget_attempt(self) -> None:
+        self._attempt.clear()
+        self._nameless.clear()
+        self._sent = {MessageItem: "", ReasoningItem: ""}
+
+    # --- text ---------------------------------------------------------------------------------------------------------
+
+    def _grow_text(self, kind: type[MessageItem] | type[ReasoningItem], delta: str) -> None:
+        if not isinstance(self._open_text, kind):
+            self._end_text("completed")
+            prefix = "msg" if kind is MessageItem else "rs"
+            item = kind(self._next_id(prefix), len(self._items))
+            self._attempt.append(item)
+            self._add(item)
+            self._emit_at(item, ResponseContentPartAddedEvent, "content_part.added", content_index=0, part=_part(item))
+            self._open_text = item
+        item = self._open_text
+        item.text += delta
+        self._sent[kind] += delta
+        if isinstance(item, MessageItem):
+            self._emit_at(item, ResponseTextDeltaEvent, "output_text.delta", content_index=0, delta=delta, logprobs=[])
+        else:
+            self._emit_at(item, ResponseReasoningTextDeltaEvent, "reasoning_text.delta", content_index=0, delta=delta)
+
+    def _complete_text(self, kind: type[MessageItem] | type[ReasoningItem], whole: str) -> None:
+        sent = self._sent[kind]
+        if not whole.startswith(sent):
+            # The pieces were another text. The result is what the conversation goes on with.
+            if isinstance(self._open_text, kind):
+                self._end_text("incomplete")
+            for item in self._attempt:
+                if isinstance(item, kind):
+                    item.status = "incomplete"
+            sent = ""
+        if len(whole) > len(sent):
+            self._grow_text(kind, whole[len(sent) :])
+
+    def _end_text(self, status: ItemStatus) -> None:
+        item, self._open_text = self._open_text, None
+        if item is None:
+            return
+        item.status = status
+        if isinstance(item, MessageItem):
+            self._emit_at(item, ResponseTextDoneEvent, "output_text.done", content_index=0, text=item.text, logprobs=[])
+        else:
+            self._emit_at(item, ResponseReasoningTextDoneEvent, "reasoning_text.done", content_index=0, text=item.text)
+        self._emit_at(item, ResponseContentPartDoneEvent, "content_part.done", content_index=0, part=_part(item))
+        self._done(item)
+
+    # --- calls --------------------------------------------------------------------------------------------------------
+
+    def begin_approved(self, calls: Iterable[Call]) -> None:
+        """Calls of an earlier response, consented to, are about to be run."""
+        for call in calls:
+            if call.turn == 0 and call.place not in self._calls:
+                item = self._begin_call(call.place, call.id, call.name)
+                self._grow_call(item, call.arguments)
+                self._end_arguments(item)
+
+    def answered(self, answer: ToolAnswer) -> None:
+        """A tool that ran here has answered."""
+        item = self._calls[answer.place]
+        if isinstance(item, FunctionCallItem):
+            output_id = self._next_id("fco")
+            output = function_output(output_id, item.call_id, answer)
+            self._add_whole(WholeItem(output_id, len(self._items), output))
+        elif answer.outcome != Outcome.STARTED:
+            item.take(answer)
+            if item.status == "completed":
+                self._emit_at(item, ResponseMcpCallCompletedEvent, "mcp_call.completed")
+            else:
+                self._emit_at(item, ResponseMcpCallFailedEvent, "mcp_call.failed")
+            self._done(item)
+
+    def _begin_call(self, place: Place, call_id: str, name: str) -> CallItem:
+        self._end_text("completed")
+        offer = self._by_name.get(name)
+        index = len(self._items)
+        item: CallItem
+        if offer is None or offer.server is None:
+            item = FunctionCallItem(self._next_id("fc"), index, call_id, name)
+        else:
+            answers = self._approvals[place[1]] if place[0] == 0 and place[1] < len(self._approvals) else None
+            tool = offer.server_tool or name
+            item = McpCallItem(self._next_id("mcp"), index, call_id, name, offer.server, tool, answers)
+        self._calls[place] = item
+        if place[0]:  # an approved call belongs to no turn of this run
+            self._attempt.append(item)
+        self._add(item)
+        if isinstance(item, McpCallItem):
+            self._emit_at(item, ResponseMcpCallInProgressEvent, "mcp_call.in_progress")
+        return item
+
+    def _grow_call(self, item: CallItem, delta: str) -> None:
+        if not delta:
+            return
+        item.text += delta
+        if isinstance(item, McpCallItem):
+            self._emit_at(item, ResponseMcpCallArgumentsDeltaEvent, "mcp_call_arguments.delta", delta=delta)
+        else:
+            self._emit_at(item, ResponseFunctionCallArgumentsDeltaEvent, "function_call_arguments.delta", delta=delta)
+
+    def _finish_call(self, call: Call) -> None:
+        offer = self._by_name.get(call.name)
+        if offer is not None and offer.approval:
+            request_id = approval_request_id(self._run_id, call)
+            whole = approval_request(request_id, offer, call)
+            self._add_whole(WholeItem(request_id, len(self._items), whole))
+            return
+        item = self._calls.get(call.place)
+        if item is None:
+            item = self._begin_call(call.place, call.id, call.name)
+        self._grow_call(item, call.arguments[len(item.text) :])
+        self._end_arguments(item)
+        if isinstance(item, FunctionCallItem):
+            item.status = "completed"
+            self._done(item)
+
+    def _end_arguments(self, item: CallItem) -> None:
+        if isinstance(item, McpCallItem):
+            done: Any = ResponseMcpCallArgumentsDoneEvent
+            self._emit_at(item, done, "mcp_call_arguments.done", arguments=item.text)
+        else:
+            done = ResponseFunctionCallArgumentsDoneEvent
+            self._emit_at(item, done, "function_call_arguments.done", arguments=item.text)
+
+    def _abandon(self, item: CallItem) -> None:
+        """The item ends without its end: its arguments may be half."""
+        item.status = "incomplete"
+        self._done(item)
+
+    def _needs_approval(self, name: str) -> bool:
+        offer = self._by_name.get(name)
+        return offer is not None and offer.approval
+
+    # --- items --------------------------------------------------------------------------------------------------------
+
+    def list_tools(self, label: str) -> None:
+        """Add the item that lists the tools of a server."""
+        item_id = self._next_id("mcpl")
+        whole = tool_list(item_id, label, self._offers)
+        empty = McpListTools(id=item_id, type="mcp_list_tools", server_label=label, tools=[])
+        item = WholeItem(item_id, len(self._items), empty)
+        self._add(item)
+        self._emit_at(item, ResponseMcpListToolsInProgressEvent, "mcp_list_tools.in_progress")
+        self._emit_at(item, ResponseMcpListToolsCompletedEvent, "mcp_list_tools.completed")
+        item.whole = whole
+        self._done(item)
+
+    def _next_id(self, prefix: str) -> str:
+        return output_item_id(prefix, self._run_id, len(self._items))
+
+    def _add(self, item: Item) -> None:
+        self._items.append(item)
+        self.emit(
+            ResponseOutputItemAddedEvent, type="response.output_item.added", output_index=item.index, item=item.model()
+        )
+
+    def _add_whole(self, item: WholeItem) -> None:
+        self._add(item)
+        self._done(item)
+
+    def _done(self, item: Item) -> None:
+        self.emit(
+            ResponseOutputItemDoneEvent, type="response.output_item.done", output_index=item.index, item=item.model()
+        )
+
+    def _emit_at(self, item: Item, kind: Any, name: str, **fields: Any) -> None:
+        self.emit(kind, type=f"response.{name}", item_id=item.id, output_index=item.index, **fields)
+
+
+def _part(item: TextItem) -> dict[str, Any]:
+    return item.part().model_dump()
+
+
+def _is_same(item: CallItem, call: Call) -> bool:
+    return item.call_id == call.id and item.name == call.name and call.arguments.startswith(item.text)

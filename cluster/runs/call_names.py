@@ -1,0 +1,26 @@
+"""What a tool call is called where durations are learnt."""
+
+import json
+from collections.abc import Callable
+
+from cluster.config.tools import ToolsConfig
+from cluster.core.tools import statistics_name
+
+CallNaming = Callable[[str, str, str | None], str]
+"""Of a tool's name, a call's arguments as JSON text, and the tool's owner (`cluster.core.tools.ToolOffer`)."""
+
+
+def naming(tools: ToolsConfig) -> CallNaming:
+    """Under which name a call's duration is learnt: as the executor names it, from the configuration alone."""
+
+    def known_as(name: str, arguments: str, owner: str | None) -> str:
+        entry = tools.defined.get(owner or name)
+        if entry is None or entry.argument_class is None:
+            return name
+        try:
+            values = json.loads(arguments)
+        except ValueError:
+            return name
+        return statistics_name(name, values.get(entry.argument_class) if isinstance(values, dict) else None)
+
+    return known_as

@@ -1,0 +1,241 @@
+"""Chat completions that ask for the loop: tools marked `server_side` are run by the cluster, turn after turn.
+
+The answer is one assistant message with the text of all turns; the calls between them are the cluster's own affair. A
+client that wants to see them asks `/v1/responses` or `/v1/programs`.
+"""
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+
+from cluster.core.errors import BadRequest, HttpError
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import ToolOffer
+from cluster.runs.events import STOP_SEQUENCE, Ended, Fault, Generated, Limits, RunEvent, RunSpec, TurnResult
+
+MARK = "server_side"
+"""The key of a tool that the cluster runs."""
+
+BETWEEN_TURNS = "\n\n"
+"""Between the texts of two turns."""
+
+_OWN = frozenset(
+    ("messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "model", "store", "user")
+)
+_UNFIT = ("n", "logprobs", "top_logprobs", "prompt_logprobs", "echo", "return_token_ids", "kv_transfer_params")
+_BOUNDS = {"max_turns": "turns", "max_tool_calls": "tool_calls"}
+
+
+def asks_for_loop(body: Mapping[str, Any]) -> bool:
+    """A tool of this request is marked."""
+    tools = body.get("tools")
+    return isinstance(tools, list) and any(isinstance(tool, dict) and MARK in tool for tool in tools)
+
+
+def chat_spec(
+    body: Mapping[str, Any],
+    *,
+    run_id: str,
+    created_s: float,
+    identity: ProgramIdentity,
+    model: str,
+    limits: Limits,
+    registered: Mapping[str, ToolOffer],
+) -> RunSpec:
+    """The run that a chat completions body asks for. vLLM's own fields are checked by the first turn's replica.
+
+    Args:
+        body: without the fields that name its program it is.
+        run_id: a new one.
+        created_s: Unix time.
+        identity: whose program it is.
+        model: as clients name it.
+        limits: the operator's; the request may ask for less.
+        registered: the operator's tools by name.
+
+    Raises:
+        BadRequest: with the field at fault.
+    """
+    for name in _UNFIT:
+        if body.get(name) not in (None, False, 1 if name == "n" else None):
+            raise _bad(name, "is not supported together with tools that the cluster runs")
+    if not isinstance(body.get("messages"), list):
+        raise _bad("messages", "must be a list")
+    offers = tuple(_offer(tool, registered, f"tools.{place}") for place, tool in enumerate(body["tools"]))
+    sampling = {name: value for name, value in body.items() if name not in _OWN and name not in _BOUNDS}
+    asked = {field: _bound(body, name, getattr(limits, field)) for name, field in _BOUNDS.items()}
+    for name in ("max_tokens", "max_completion_tokens"):
+        sampling.pop(name, None)
+        if body.get(name) is not None:
+            asked["output_tokens"] = _bound(body, name, limits.output_tokens)
+    own = identity.program_id or run_id
+    return RunSpec(
+        id=run_id,
+        api="chat",
+        tenant=identity.tenant,
+        program=own,
+        identity=identity.encode(),
+        model=model,
+        created_s=created_s,
+        limits=msgspec.structs.replace(limits, **asked),
+        messages=tuple(body["messages"]),
+        offers=offers,
+        tool_choice=body.get("tool_choice"),
+        parallel=body.get("parallel_tool_calls") is not False,
+        sampling=sampling,
+        store=body.get("store") is True,
+        last=identity.program_id is None,
+    )
+
+
+def _offer(tool: Any, registered: Mapping[str, ToolOffer], param: str) -> ToolOffer:
+    function = tool.get("function") if isinstance(tool, dict) else None
+    name = function.get("name") if isinstance(function, dict) else None
+    if not isinstance(name, str):
+        raise _bad(f"{param}.function.name", "must be a string")
+    if tool.get(MARK) is not True:
+        raise _bad(param, "tools that the caller runs cannot be mixed with those that the cluster runs")
+    known = registered.get(name)
+    if known is None:
+        there_are = ", ".join(sorted(registered)) or "none"
+        raise _bad(f"{param}.function.name", f"no tool {name[:200]!r} is registered; registered are: {there_are}")
+    return known
+
+
+def _bound(body: Mapping[str, Any], name: str, most: int) -> int:
+    value = body.get(name)
+    if value is None:
+        return most
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise _bad(name, "must be a positive integer")
+    return min(value, most)
+
+
+def _bad(param: str, message: str) -> BadRequest:
+    return BadRequest(f"{param}: {message}", param=param)
+
+
+class ChatFold:
+    """A run's events as a chat completion, whole or in chunks.
+
+    Args:
+        spec: what was asked for.
+    """
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._texts: list[str] = []
+        self._reasoning: list[str] = []
+        self._turns: list[TurnResult] = []
+        self._turn = 0
+        self._has_text = False
+        """Something was generated in an earlier turn."""
+        self.ended: Ended | None = None
+
+    def feed(self, event: RunEvent) -> dict[str, Any] | None:
+        """The delta that ``event`` adds to the message, if any."""
+        match event:
+            case Generated():
+                return self._generated(event)
+            case TurnResult():
+                self._turns.append(event)
+                self._has_text = self._has_text or bool(event.content)
+                self._texts.append(event.content)
+                self._reasoning.append(event.reasoning)
+            case Ended():
+                self.ended = event
+        return None
+
+    def _generated(self, event: Generated) -> dict[str, Any] | None:
+        delta: dict[str, Any] = {}
+        if event.content:
+            between = BETWEEN_TURNS if self._has_text and event.turn != self._turn else ""
+            self._turn = event.turn
+            delta["content"] = between + event.content
+        if event.reasoning:
+            delta["reasoning"] = event.reasoning
+        return delta or None
+
+    def completion(self) -> dict[str, Any]:
+        """The whole answer.
+
+        Raises:
+            HttpError: the run failed, or was cancelled.
+        """
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": BETWEEN_TURNS.join(text for text in self._texts if text),
+        }
+        if any(self._reasoning):
+            message["reasoning"] = "".join(self._reasoning)
+        choice = {"index": 0, "message": message, "finish_reason": self.finish_reason(), "logprobs": None}
+        return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage(), "caesura": self._summary()}
+
+    def chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        """A chunk with ``delta``."""
+        choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
+        return {**self._head("chat.completion.chunk"), "choices": [choice]}
+
+    def usage_chunk(self) -> dict[str, Any]:
+        """The chunk that `stream_options.include_usage` asks for."""
+        return {
+            **self._head("chat.completion.chunk"),
+            "choices": [],
+            "usage": self.usage(),
+            "caesura": self._summary(),
+        }
+
+    def finish_reason(self) -> str:
+        """Of the run that has ended.
+
+        Raises:
+            HttpError: the run failed, or was cancelled.
+        """
+        ended = self.ended
+        if ended is None or ended.status == "cancelled":
+            raise HttpError("the program was cancelled", code="cancelled")
+        if ended.status == "failed":
+            raise as_error(ended.fault)
+        return "stop" if ended.status == "completed" or ended.reason == STOP_SEQUENCE else "length"
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all turns."""
+        prompt = sum(turn.prompt_tokens for turn in self._turns)
+        output = sum(turn.output_tokens for turn in self._turns)
+        cached = sum(turn.cached_tokens for turn in self._turns)
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": output,
+            "total_tokens": prompt + output,
+            "prompt_tokens_details": {"cached_tokens": cached},
+        }
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self._spec.id, "object": kind, "created": int(self._spec.created_s), "model": self._spec.model}
+
+    def _summary(self) -> dict[str, Any]:
+        calls = sum(len(turn.calls) for turn in self._turns)
+        return {"program": self._spec.program, "turns": len(self._turns), "tool_calls": calls}
+
+
+def as_error(fault: Fault | None) -> HttpError:
+    """A failed run's fault, as a client sees it."""
+    if fault is None:
+        return HttpError("the program failed")
+    kind = BadRequest if fault.status < 500 else HttpError
+    return kind(fault.message, status=fault.status, param=fault.param, code=fault.code)
+
+
+async def deltas(fold: ChatFold, batches: AsyncIterator[Sequence[RunEvent]]) -> AsyncIterator[dict[str, Any]]:
+    """The chunks of a stream, to its end.
+
+    Raises:
+        HttpError: the run failed, or was cancelled.
+    """
+    yield fold.chunk({"role": "assistant", "content": ""})
+    async for batch in batches:
+        for event in batch:
+            if (delta := fold.feed(event)) is not None:
+                yield fold.chunk(delta)
+    yield fold.chunk({}, fold.finish_reason())

@@ -1,0 +1,163 @@
+"""The log of one run, in the process that works on it: written in order, read by its followers once it is safe.
+
+What is recorded here is readable at once by the runner's own fold, and by anybody else only after the store has it: an
+event's number never changes, whoever is asked for it. While the store is away the journal tries again; it holds all of
+the run, so that it can write it anew into a store that has forgotten it.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import replace
+
+from cluster.core.errors import RunLeaseLost, RunLogGap, RunStoreUnavailable, RunUnknown
+from cluster.runs.events import Ended, RunEvent, encode
+from cluster.store.runs.records import AlreadyThere, NewRun
+from cluster.store.runs.store import RunStore
+
+logger = logging.getLogger("ray.serve")
+
+FIRST_RETRY_S = 0.05
+LAST_RETRY_S = 1.0
+"""Bounds of the waits between two attempts to reach the store."""
+
+
+class Journal:
+    """One run's events, and the task that writes them.
+
+    Args:
+        store: where they go.
+        run: how the store knows it.
+        events: what the store has already.
+    """
+
+    def __init__(self, store: RunStore, run: NewRun, events: Sequence[RunEvent]) -> None:
+        self.run = run
+        self._store = store
+        self._events = list(events)
+        self._encoded = [encode(event) for event in events]
+        self._durable = len(events)
+        self._lost = False
+        self._forgotten = False
+        """The store knows nothing of the run."""
+        self._news = asyncio.Event()
+        """Something is to be written."""
+        self._progress = asyncio.Event()
+        """Set, and replaced, when something has been written or the lease is lost."""
+        self._writer = asyncio.create_task(self._write_for_ever())
+
+    @property
+    def safe(self) -> Sequence[RunEvent]:
+        """What the store has."""
+        return self._events[: self._durable]
+
+    @property
+    def lost(self) -> bool:
+        """The run is somebody else's, and has gone on there."""
+        return self._lost
+
+    @property
+    def closed(self) -> bool:
+        """Nothing more will be written: the end is safe, or the run is somebody else's."""
+        return self._lost or (self._durable == len(self._events) and self._ended)
+
+    def record(self, *events: RunEvent) -> None:
+        """Add events; they are written soon."""
+        self._events += events
+        self._encoded += [encode(event) for event in events]
+        self._news.set()
+
+    async def flush(self) -> None:
+        """Wait until everything recorded so far is safe.
+
+        Raises:
+            RunLeaseLost: the run is somebody else's now.
+        """
+        target = len(self._events)
+        while self._durable < target and not self._lost:
+            await self._progress.wait()
+        if self._lost:
+            raise RunLeaseLost(f"run {self.run.id} is worked on by another runner")
+
+    async def follow(self, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
+        """Events from number ``start`` on, as they become safe; ends after the last one.
+
+        Raises:
+            RunLeaseLost: the run is somebody else's now; what came so far is right.
+        """
+        while True:
+            progress = self._progress
+            if start < self._durable:
+                batch = self._events[start : self._durable]
+                start += len(batch)
+                yield batch
+            elif self._lost:
+                raise RunLeaseLost(f"run {self.run.id} is worked on by another runner")
+            elif self.closed:
+                return
+            else:
+                await progress.wait()
+
+    def write_again(self) -> None:
+        """The store has lost the run: give it all that there is."""
+        self._forgotten = True
+        self._news.set()
+
+    def abandon(self) -> None:
+        """Write nothing more: the run is somebody else's."""
+        self._lost = True
+        self._writer.cancel()
+        self._announce()
+
+    @property
+    def _ended(self) -> bool:
+        return bool(self._events) and isinstance(self._events[-1], Ended)
+
+    def _announce(self) -> None:
+        before, self._progress = self._progress, asyncio.Event()
+        before.set()
+
+    async def _write_for_ever(self) -> None:
+        wait_s = FIRST_RETRY_S
+        while not self.closed:
+            await self._news.wait()
+            self._news.clear()
+            try:
+                await self._write()
+                wait_s = FIRST_RETRY_S
+            except RunStoreUnavailable as error:
+                logger.warning("run %s waits for its store: %s", self.run.id, error)
+                await asyncio.sleep(wait_s)
+                wait_s = min(2 * wait_s, LAST_RETRY_S)
+                self._news.set()
+            except RunLeaseLost:
+                self._lost = True
+                self._announce()
+            except Exception:  # nobody may wait for ever for a writer that has stopped: the run is left to others
+                logger.exception("run %s cannot be written", self.run.id)
+                self._lost = True
+                self._announce()
+
+    async def _write(self) -> None:
+        end = len(self._encoded)
+        last = self._events[end - 1]
+        ended = last if isinstance(last, Ended) else None
+        try:
+            if not self._forgotten and self._durable < end:
+                await self._append(self._durable, self._encoded[self._durable : end], ended)
+        except (RunUnknown, RunLogGap):
+            self._forgotten = True
+        if self._forgotten:
+            # The store was emptied under us. All of the run is here; its idempotency key may be another's by now.
+            if isinstance(await self._store.create(self.run, self._encoded[:end]), AlreadyThere):
+                self.run = replace(self.run, idempotency=None)
+                await self._store.create(self.run, self._encoded[:end])
+            if ended is not None:
+                await self._append(end, [], ended)
+            self._forgotten = False
+        self._durable = end
+        self._announce()
+
+    async def _append(self, start: int, items: Sequence[bytes], ended: Ended | None) -> None:
+        status = None if ended is None else ended.status
+        await self._store.append(self.run.id, start, items, status=status, final=ended is not None)

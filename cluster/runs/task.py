@@ -1,0 +1,494 @@
+"""One run at work: asks what comes next, does it, and records what became of it, until the run has ended.
+
+Nothing is acted on before its intent is in the log. What a turn or a tool costs in time is bounded by the run's own
+limits; what fails is retried where that is harmless, and else becomes the run's outcome.
+"""
+
+import asyncio
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Protocol
+
+from cluster.core.clock import Clock
+from cluster.core.errors import HttpError, Overloaded, RunLeaseLost
+from cluster.core.program import ProgramIdentity
+from cluster.core.tools import Outcome, ToolCall, ToolResult, split_complete
+from cluster.core.turn import (
+    ID_BYTES,
+    CallDelta,
+    Continuation,
+    PromptMode,
+    TurnBegan,
+    TurnDelta,
+    TurnDone,
+    TurnPiece,
+)
+from cluster.observing.logs import bind
+from cluster.runs.call_names import CallNaming
+from cluster.runs.events import (
+    MAX_WALL_TIME,
+    Call,
+    Ended,
+    Fault,
+    Generated,
+    LateAnswer,
+    RunEvent,
+    ToolAnswer,
+    ToolIntent,
+    TurnIntent,
+    TurnResult,
+)
+from cluster.runs.journal import Journal
+from cluster.runs.slo import RunWatch
+from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, next_step, step
+
+logger = logging.getLogger("ray.serve")
+
+RETRY_S = 0.5
+"""Wait before a turn is asked for again."""
+
+NOTIFY_AFTER_S = 0.03
+"""Seconds that a tool works before the scheduler is notified that it does."""
+
+NOTIFY_TIMEOUT_S = 10.0
+"""Seconds for one notification of the scheduler; it is given up then."""
+
+END_S = 5.0
+"""Seconds that a run whose time is up has to stop its tools and write its end."""
+
+
+class Replicas(Protocol):
+    """Where turns run."""
+
+    def turn(
+        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+    ) -> AsyncIterator[TurnPiece | HttpError]:
+        """The pieces of a turn on the replica that has the program; closing the iterator stops it."""
+        ...
+
+    async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
+        """Run an operation of the side channel on the replica that has the program."""
+        ...
+
+
+class Tools(Protocol):
+    """Where tools run: `tools_runtime.actor.ToolActors`."""
+
+    async def run(
+        self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
+    ) -> ToolResult:
+        """The call's one outcome."""
+        ...
+
+    async def completion(self, program: str, call_id: str) -> ToolResult:
+        """The answer of an asynchronous call, when it is there."""
+        ...
+
+    async def cancel(self, program: str, call_id: str) -> bool:
+        """End a call."""
+        ...
+
+
+class RunTask:
+    """A run at work.
+
+    Args:
+        state: the run as its log has it.
+        journal: where events go.
+        replicas: run turns.
+        tools: run tools.
+        clock: for durations and the run's bound in time.
+        left_s: seconds until its bound in time.
+        definitions: the tools that the request brought, with their secrets.
+        known_as: the name under which a call's duration is learnt.
+        observe: receives each tool's result.
+        watch: receives the progress of its turns.
+    """
+
+    def __init__(
+        self,
+        state: RunState,
+        journal: Journal,
+        replicas: Replicas,
+        tools: Tools,
+        clock: Clock,
+        *,
+        left_s: float,
+        definitions: Mapping[str, Any],
+        known_as: CallNaming,
+        observe: Callable[[ToolResult], object],
+        watch: RunWatch,
+    ) -> None:
+        self.state = state
+        self.journal = journal
+        self._replicas = replicas
+        self._tools = tools
+        self._clock = clock
+        self._definitions = definitions
+        self._known_as = known_as
+        self._observe = observe
+        self._watched = watch
+        self._began_s = clock.now_s()
+        self._deadline_s = self._began_s + left_s
+        self._key = f"{state.spec.tenant}/{state.spec.program}"
+        self._traceparent = ProgramIdentity.decode(state.spec.identity).traceparent
+        self._late: dict[tuple[int, int], asyncio.Task[None]] = {}
+        self._notifications: set[asyncio.Task[None]] = set()
+        """On their way to the replica."""
+        self._work: asyncio.Task[None] | None = None
+
+    async def run(self) -> None:
+        """Work until the run has ended, or is somebody else's.
+
+        Raises:
+            RunLeaseLost: it is somebody else's.
+        """
+        bind(program=self._key, run=self.state.spec.id)
+        self._work = asyncio.create_task(self._until_done())
+        try:
+            done, _ = await asyncio.wait((self._work,), timeout=self._left_s)
+            if not done:
+                await self._stop_work()
+                self._end(Finish("incomplete", MAX_WALL_TIME))
+            elif self._work.cancelled():
+                self._end(Finish("cancelled"))
+            elif isinstance(error := self._work.exception(), RunLeaseLost):
+                raise error
+            elif error is not None:
+                self._end(Finish("failed", fault=_fault(error)))
+            await self.journal.flush()
+            if self.state.spec.last:
+                self._notify("end")
+            elif self.state.ended is not None and self.state.ended.status == "cancelled":
+                self._notify("release")  # most likely nobody comes back for what is held for its next turn
+        finally:
+            self._watched.ended(self.state.ended)
+            await self._stop_work()
+            await self._stop_late()
+
+    def cancel(self) -> None:
+        """End the run: the turn and the tools under way are stopped."""
+        if self._work is not None:
+            self._work.cancel()
+
+    def abandon(self) -> None:
+        """Stop: the run is somebody else's. Nothing more is written, and no end is recorded."""
+        self._watched.ended(None)
+        self.journal.abandon()
+        self.cancel()
+
+    @property
+    def _left_s(self) -> float:
+        return max(0.0, self._deadline_s - self._clock.now_s())
+
+    # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _until_done(self) -> None:
+        for place in self.state.late:
+            self._watch(self._call(place), resumed=True)
+        while (todo := next_step(self.state)) is not None:
+            match todo:
+                case AskTurn():
+                    await self._turn(todo)
+                case CallTools():
+                    await self._call_tools(todo)
+                case Refuse():
+                    self._record(*todo.answers)
+                case AwaitLate():
+                    await asyncio.wait(self._late.values(), return_when=asyncio.FIRST_COMPLETED)
+                case Finish():
+                    self._end(todo)
+
+    def _record(self, *events: RunEvent) -> None:
+        for event in events:
+            self.state = step(self.state, event)
+        self.journal.record(*events)
+
+    def _end(self, finish: Finish) -> None:
+        if self.state.ended is None:
+            # Counted from its beginning: the wall clock may have been set back since.
+            spec = self.state.spec
+            took_s = spec.limits.wall_s - (self._deadline_s - self._clock.now_s())
+            self._record(Ended(finish.status, finish.reason, finish.fault, spec.created_s + took_s))
+
+    # --- turns --------------------------------------------------------------------------------------------------------
+
+    async def _turn(self, todo: AskTurn) -> None:
+        self._record(TurnIntent(todo.turn, todo.attempt))
+        self._watched.turn()
+        await self.journal.flush()
+        while True:
+            try:
+                await self._ask(todo)
+                return
+            except Overloaded as error:
+                # Nothing was begun: it is not the turn's fault, and an accepted program is not given up for it.
+                await asyncio.sleep(error.retry_after_s or RETRY_S)
+            except HttpError as error:
+                if error.status < 500:
+                    raise
+                logger.warning("turn %d of run %s failed: %s", todo.turn, self.state.spec.id, error.message)
+                await asyncio.sleep(RETRY_S)
+                return
+
+    async def _ask(self, todo: AskTurn) -> None:
+        bind(turn=todo.turn)
+        state, began_s = self.state, self._clock.now_s()
+        prior = Continuation(state.token_ids, state.covered) if state.token_ids else None
+        turn = TurnText(todo.turn)
+        pieces = self._replicas.turn(
+            self._key, turn_body(state, todo), turn_identity(state, todo, self._known_as), prior
+        )
+        async with aclosing(pieces):  # type: ignore[type-var]
+            async for piece in pieces:
+                if isinstance(piece, HttpError):
+                    raise piece
+                if (news := turn.take(piece)) is not None:
+                    self._record(news)
+                self._watched.received(turn.tokens)
+        self._record(turn.result(began_s - self._began_s, self._clock.now_s() - self._began_s))
+        self._watched.answered()
+
+    # --- tools --------------------------------------------------------------------------------------------------------
+
+    async def _call_tools(self, todo: CallTools) -> None:
+        if not todo.resumed:
+            self._record(ToolIntent(tuple(call.place for call in todo.calls)))
+        await self.journal.flush()
+        finished = asyncio.Event()
+        notification = self._background(self._notify_round(todo.calls, finished))
+        try:
+            await _all([self._run_tool(call, resumed=todo.resumed) for call in todo.calls])
+        except BaseException:
+            notification.cancel()
+            raise
+        finished.set()
+
+    async def _run_tool(self, call: Call, *, resumed: bool) -> None:
+        result = await self._tools.run(self._tool_call(call), self._definitions, resumed=resumed)
+        self._record(_answer(call, result))
+        if result.outcome is Outcome.STARTED:
+            self._watch(call, resumed=False)
+        else:
+            self._observe(result)
+
+    def _watch(self, call: Call, *, resumed: bool) -> None:
+        task = asyncio.create_task(self._until_late(call, resumed))
+        self._late[call.place] = task
+        task.add_done_callback(lambda _: self._late.pop(call.place, None))
+
+    async def _until_late(self, call: Call, resumed: bool) -> None:
+        tool_call = self._tool_call(call)
+        try:
+            result = await self._late_result(tool_call, resumed)
+        except Exception:  # a defect of what runs tools is this call's outcome, and not the end of its run
+            logger.exception("the asynchronous call %s has no known outcome", tool_call.id)
+            text = f"{Outcome.UNKNOWN}: what became of {call.name} is not known; it may have taken effect"
+            result = ToolResult(tool_call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
+        self._record(LateAnswer(_answer(call, result)))
+        self._observe(result)
+
+    async def _late_result(self, call: ToolCall, resumed: bool) -> ToolResult:
+        if resumed:
+            result = await self._tools.run(call, self._definitions, resumed=True)
+            if result.outcome is not Outcome.STARTED:
+                return result
+        return await self._tools.completion(call.program, call.id)
+
+    def _call(self, place: tuple[int, int]) -> Call:
+        calls = (*self.state.spec.approved, *(call for turn in self.state.turns for call in turn.calls))
+        return next(call for call in calls if call.place == place)
+
+    def _tool_call(self, call: Call) -> ToolCall:
+        """As the tool runtime knows it; the same whoever's turn it is to run it."""
+        own = f"{self.state.spec.id}/{call.turn}.{call.index}"
+        offer = self.state.offer(call.name)
+        return ToolCall(
+            own,
+            call.name,
+            call.arguments,
+            program=self._key,
+            idempotency_key=own,
+            deadline_s=self._left_s,
+            traceparent=self._traceparent,
+            owner=None if offer is None else offer.owner or offer.server,
+            consent=call.consent and f"{self.state.spec.tenant}/{call.consent}",
+        )
+
+    async def _stop_work(self) -> None:
+        if self._work is not None and not self._work.done():
+            self._work.cancel()
+            await asyncio.wait((self._work,), timeout=END_S)
+
+    async def _stop_late(self) -> None:
+        for place, task in list(self._late.items()):
+            task.cancel()
+            call = self._tool_call(self._call(place))
+            await self._tools.cancel(call.program, call.id)
+
+    # --- notifications of the scheduler ------------------------------------------------------------------------------
+
+    def _notify(self, operation: str, **payload: Any) -> None:
+        self._background(self._notified(operation, payload))
+
+    async def _notify_round(self, calls: Sequence[Call], finished: asyncio.Event) -> None:
+        """Notify the replica of a round of tools, in order; other notifications do not wait for it.
+
+        A tool that answers at once is not worth two messages: the next turn shows the same as soon.
+        """
+        try:
+            await asyncio.wait_for(finished.wait(), NOTIFY_AFTER_S)
+        except TimeoutError:
+            tools = [self.state.known_as(call, self._known_as) for call in calls]
+            await self._notified("tool_started", {"tools": tools})
+            await finished.wait()
+            await self._notified("tool_finished", {})
+
+    async def _notified(self, operation: str, payload: Mapping[str, Any]) -> None:
+        try:
+            async with asyncio.timeout(NOTIFY_TIMEOUT_S):
+                await self._replicas.tell(self._key, operation, payload)
+        except Exception as error:  # noqa: BLE001 - knowledge, not duty: the scheduler goes by what it sees itself
+            logger.debug("%s of %s: %r", operation, self._key, error)
+
+    def _background(self, work: Coroutine[Any, Any, None]) -> "asyncio.Task[None]":
+        task = asyncio.create_task(work)
+        self._notifications.add(task)
+        task.add_done_callback(self._notifications.discard)
+        return task
+
+
+def _answer(call: Call, result: ToolResult) -> ToolAnswer:
+    return ToolAnswer(
+        call.turn,
+        call.index,
+        result.outcome,
+        result.text,
+        truncated=result.truncated,
+        queue_s=result.queue_s,
+        run_s=result.run_s,
+        attempts=result.attempts,
+    )
+
+
+def _fault(error: BaseException) -> Fault:
+    if isinstance(error, HttpError):
+        code = "invalid_prompt" if error.status < 500 else "server_error"
+        return Fault(code, error.message, error.status, error.param)
+    logger.error("a run failed", exc_info=error)
+    return Fault("server_error", "internal error")
+
+
+async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
+    """All of it together. Where one fails, the others are stopped, and its own exception is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+# --- a turn -----------------------------------------------------------------------------------------------------------
+
+
+def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
+    """A chat completions body with the whole conversation."""
+    spec = state.spec
+    body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
+    body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
+    if spec.offers:
+        body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
+        body["parallel_tool_calls"] = spec.parallel
+        if todo.tool_choice is not None:
+            body["tool_choice"] = todo.tool_choice
+    return body
+
+
+def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> ProgramIdentity:
+    """Whose turn it is, with what is known of the tools before and after it."""
+    identity = ProgramIdentity.decode(state.spec.identity)
+    hints = identity.hints
+    if state.calls:
+        hints = replace(hints, last_tool="+".join(sorted(state.known_as(call, known_as) for call in state.calls)))
+    if isinstance(todo.tool_choice, dict):
+        named = todo.tool_choice.get("function", {}).get("name")
+        hints = replace(hints, expected_tool=named or hints.expected_tool)
+    return replace(identity, tenant=state.spec.tenant, program_id=state.spec.program, hints=hints)
+
+
+class TurnText:
+    """A turn's pieces, put together."""
+
+    def __init__(self, number: int) -> None:
+        self._number = number
+        self._began: TurnBegan | None = None
+        self._done: TurnDone | None = None
+        self._ids = bytearray()
+        self._content: list[str] = []
+        self._reasoning: list[str] = []
+        self._calls: dict[int, list[CallDelta]] = {}
+
+    def take(self, piece: TurnPiece) -> Generated | None:
+        """The entry of the log that it makes, if any."""
+        match piece:
+            case TurnBegan():
+                self._began = piece
+            case TurnDone():
+                self._done = piece
+            case TurnDelta():
+                return self._take(piece)
+        return None
+
+    def _take(self, piece: TurnDelta) -> Generated | None:
+        self._ids += piece.token_ids
+        self._content.append(piece.content)
+        self._reasoning.append(piece.reasoning)
+        for part in piece.calls:
+            self._calls.setdefault(part.index, []).append(part)
+        if not (piece.content or piece.reasoning or piece.calls):
+            return None
+        return Generated(self._number, piece.content, piece.reasoning, piece.calls)
+
+    @property
+    def tokens(self) -> int:
+        """How many have come."""
+        return len(self._ids) // ID_BYTES
+
+    def result(self, began_s: float, ended_s: float) -> TurnResult:
+        """The whole turn.
+
+        Raises:
+            HttpError: the replica ended before the turn did.
+        """
+        if self._began is None or self._done is None:
+            raise HttpError("the replica ended before the turn was complete", status=502)
+        done = self._done
+        calls = [_joined(self._number, index, pieces) for index, pieces in sorted(self._calls.items())]
+        complete, unfinished = split_complete(calls, done.finish_reason)
+        return TurnResult(
+            self._number,
+            self._began.rendering is PromptMode.CONTINUED,
+            self._began.rendering,
+            self._began.added_ids,
+            bytes(self._ids),
+            done.finish_reason,
+            done.prompt_tokens,
+            done.cached_tokens,
+            done.output_tokens,
+            began_s,
+            ended_s,
+            "".join(self._content),
+            "".join(self._reasoning),
+            complete,
+            unfinished,
+        )
+
+
+def _joined(turn: int, index: int, pieces: Sequence[CallDelta]) -> Call:
+    call_id = next((piece.id for piece in pieces if piece.id), f"call_{turn}_{index}")
+    name = "".join(piece.name for piece in pieces if piece.name)
+    return Call(turn, index, call_id, name, "".join(piece.arguments for piece in pieces))

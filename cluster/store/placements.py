@@ -1,0 +1,156 @@
+"""The homes of programs in Redis, on which all ingresses agree, and the quarantine of requests.
+
+A home is a replica and an epoch, which grows with each move (fencing). Each write is one script on one key. Of two
+ingresses that race, exactly one wins, and both get the result. Nothing here raises: without Redis the answer is None.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+import msgspec
+
+from cluster.core.clock import Clock
+from cluster.core.replica_snapshot import Home
+from cluster.store.client import (
+    RedisStore,
+    StoreFailure,
+    StoreUnavailable,
+    key_space,
+    lua,
+    milliseconds,
+    quoted,
+)
+
+MAX_CONNECTIONS = 16
+"""Connections for calls; further calls wait for one."""
+MAX_TOUCHED = 512
+"""Homes that one script touches, so that it does not delay other calls."""
+
+_SCRIPT = lua("cluster.store", "placements.lua")
+
+_Answer = TypeVar("_Answer")
+_Held = tuple[bytes | None, bytes | None, int]
+_HELD_ANSWER: type[_Held] = cast(Any, _Held)
+
+
+class PlacementStore(RedisStore):
+    """One ingress's access to the homes of programs and to the quarantine.
+
+    Every call ends within about ``timeout_s`` and raises nothing. None means that the store did not answer; `failures`
+    counts the reasons. Whether something was written is then unknown, and the call may be repeated.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        model: programs have a home for each model.
+        timeout_s: bounds every call.
+        expiry_s: a home that was not touched for this long expires.
+        clock: measures how long the store was unavailable.
+
+    Raises:
+        ConfigError: the URL cannot be used.
+    """
+
+    def __init__(self, url: str, *, model: str, timeout_s: float, expiry_s: float, clock: Clock) -> None:
+        super().__init__(
+            url,
+            name="the store of placements",
+            degraded="programs are placed without the store",
+            timeout_s=timeout_s,
+            clock=clock,
+            connections=MAX_CONNECTIONS,
+        )
+        self._expiry_ms = milliseconds(expiry_s)
+        self._space = key_space(model)
+
+    # --- homes --------------------------------------------------------------------------------------------------------
+
+    async def claim(self, key: str, home: Home) -> Home | None:
+        """Bind the program to ``home``, unless it has a home of the same or a later epoch. Returns its home."""
+        return self._home(await self._held("claim", key, home.replica, max(1, home.epoch), self._expiry_ms))
+
+    async def move(self, key: str, from_epoch: int, replica: str) -> Home | None:
+        """Bind the program to ``replica`` with the next epoch, unless its home has a later epoch than ``from_epoch``.
+
+        Returns:
+            The program's home now, which another ingress may have written.
+        """
+        return self._home(await self._held("move", key, from_epoch, replica, self._expiry_ms))
+
+    async def get(self, key: str) -> tuple[Home | None] | None:
+        """``(home,)``, or ``(None,)`` if the program has none; None: the store did not answer."""
+        held = await self._held("get", key)
+        return None if held is None else (self._home(held),)
+
+    async def touch(self, homes: Mapping[str, Home]) -> frozenset[str] | None:
+        """Renew the expiry of homes. Returns the programs that have another home in the store, or none.
+
+        Without homes this only probes the store.
+        """
+        others: set[str] = set()
+        keys = list(homes)
+        for start in range(0, max(1, len(keys)), MAX_TOUCHED):
+            batch = keys[start : start + MAX_TOUCHED]
+            expected = [f"{homes[key].epoch} {homes[key].replica}" for key in batch]
+            keys_of_batch = [self._of(key) for key in batch]
+            places = await self._call("touch", keys_of_batch, [self._expiry_ms, *expected], list[int])
+            if places is None:
+                return None
+            others |= {batch[place - 1] for place in places}
+        return frozenset(others)
+
+    async def forget(self, key: str, epoch: int) -> bool | None:
+        """Delete the home of a program that has ended, unless its epoch is later. Returns whether there was one."""
+        forgotten = await self._call("forget", [self._of(key)], [epoch], int)
+        return None if forgotten is None else bool(forgotten)
+
+    # --- quarantine ---------------------------------------------------------------------------------------------------
+
+    async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
+        """Quarantine the request with this digest for ``ttl_s``."""
+        try:
+            async with self.request():
+                await self.redis.set(self._mark(digest), b"1", px=milliseconds(ttl_s))
+        except StoreUnavailable:
+            return None
+        return True
+
+    async def is_quarantined(self, digest: str) -> bool | None:
+        """Whether the request with this digest is in quarantine."""
+        try:
+            async with self.request():
+                return bool(await self.redis.exists(self._mark(digest)))
+        except StoreUnavailable:
+            return None
+
+    # --- Redis --------------------------------------------------------------------------------------------------------
+
+    def _of(self, key: str) -> str:
+        return f"{self._space}:home:{quoted(key)}"
+
+    def _mark(self, digest: str) -> str:
+        return f"{self._space}:quarantine:{quoted(digest)}"
+
+    async def _held(self, operation: str, key: str, *arguments: Any) -> _Held | None:
+        return await self._call(operation, [self._of(key)], arguments, _HELD_ANSWER)
+
+    async def _call(
+        self, operation: str, keys: Sequence[str], arguments: Sequence[Any], kind: type[_Answer]
+    ) -> _Answer | None:
+        try:
+            return await self.run(_SCRIPT, keys, [operation, *arguments], kind)
+        except StoreUnavailable:
+            return None
+
+    def _home(self, held: _Held | None) -> Home | None:
+        if held is None:
+            return None
+        epoch, replica, corrupt = held
+        if corrupt:
+            self.failures[StoreFailure.CORRUPT] += 1
+        if epoch is None or replica is None:
+            return None
+        try:
+            return Home(replica.decode(), int(epoch))
+        except ValueError as error:
+            self.count(msgspec.ValidationError(f"no home of ours: {error}"))
+            return None

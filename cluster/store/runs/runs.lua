@@ -1,0 +1,298 @@
+-- The Lua scripts of `cluster.store.runs.store`, each one step that nobody sees half done, and the names of the keys.
+--
+--     run:ID           hash: tenant, program, created_us, status, labels, owner, and while they apply closed, cancel,
+--                      secret, idempotency (the name of its key)
+--     log:ID           stream: item n is the field `i` of the entry 0-(n+1); the entry 1-1 ends a closed log
+--     open             zset: open runs by the end of their lease
+--     ended            zset: TENANT/PROGRAM/ID of closed runs by the time when their keys expire
+--     tenant:TENANT, program:TENANT/PROGRAM
+--                      zsets: ids of runs by creation
+--     idempotency:TENANT/KEY
+--                      hash: run, fingerprint
+--     wake:OWNER       stream: an entry says that the followers of a process want to read something else
+--
+-- Ids, tenants and the like are percent-encoded, so that a slash separates them. Times are microseconds of the Redis
+-- server's clock. A run of which something is lost, or of another kind, counts as unknown.
+--
+-- KEYS[1] is one of the keys, for whoever has to find their node; the others' names follow from ids, some of which are
+-- only read inside. Where memory is short, Redis refuses a script's first write if it takes some, and none after that: so
+-- leases and ends begin with a write that takes none.
+local space = 'caesura:v1:{runs}:'
+
+local function now_us()
+  local time = redis.call('TIME')
+  return time[1] * 1000000 + time[2]
+end
+
+local function is(key, kind) return redis.call('TYPE', key).ok == kind end
+
+local function free_of_others(key, kind)
+  local found = redis.call('TYPE', key).ok
+  if found ~= kind and found ~= 'none' then redis.call('DEL', key) end
+end
+
+local function get(id, ...) return redis.call('HMGET', space .. 'run:' .. id, ...) end
+
+local function is_run(id)
+  if not is(space .. 'run:' .. id, 'hash') or not is(space .. 'log:' .. id, 'stream') then return false end
+  local there = get(id, 'owner', 'tenant', 'program', 'created_us', 'status', 'labels')
+  for i = 1, 6 do
+    if not there[i] then return false end
+  end
+  return true
+end
+
+local function although_memory_is_short() redis.call('PERSIST', space .. 'open') end
+
+local function head(id)
+  return get(id, 'tenant', 'program', 'created_us', 'status', 'labels', 'closed', 'cancel')
+end
+
+local function length(id)
+  local closed = get(id, 'closed')[1] and 1 or 0
+  return redis.call('XLEN', space .. 'log:' .. id) - closed
+end
+
+local function entry(number) return string.format('0-%d', number + 1) end
+
+-- The items are ARGV from `first` on, numbered from `start`.
+local function differs(id, start, first)
+  local log, there = space .. 'log:' .. id, length(id)
+  for i = first, math.min(#ARGV, first + there - start - 1) do
+    local at = entry(start + i - first)
+    local found = redis.call('XRANGE', log, at, at)[1]
+    if not found or found[2][2] ~= ARGV[i] then return true end
+  end
+  return false
+end
+
+local function append(id, start, first)
+  local log, there = space .. 'log:' .. id, length(id)
+  for i = math.max(first, first + there - start), #ARGV do
+    redis.call('XADD', log, entry(start + i - first), 'i', ARGV[i])
+  end
+end
+
+local function indexes(tenant, program)
+  return space .. 'tenant:' .. tenant, space .. 'program:' .. tenant .. '/' .. program
+end
+
+local function sweep(now)
+  local ended = space .. 'ended'
+  if not is(ended, 'zset') then return end
+  for _, place in ipairs(redis.call('ZRANGEBYSCORE', ended, '-inf', now, 'LIMIT', 0, 64)) do
+    local tenant, program, id = string.match(place, '^([^/]*)/([^/]*)/([^/]*)$')
+    if id then
+      for _, index in ipairs({indexes(tenant, program)}) do
+        if is(index, 'zset') then redis.call('ZREM', index, id) end
+      end
+    end
+    redis.call('ZREM', ended, place)
+  end
+end
+
+local operations = {}
+
+-- ARGV: id, owner, lease in us, status, tenant, program, labels, 1 if there is a secret, the secret, TENANT/KEY or
+-- nothing, the body's fingerprint, items. Answers: how it went, and for `known` the other run and whether its body is
+-- the same.
+function operations.create()
+  local id, owner, lease_us, status, tenant, program = unpack(ARGV, 1, 6)
+  local meta, log, open = space .. 'run:' .. id, space .. 'log:' .. id, space .. 'open'
+  local key = ARGV[10] ~= '' and space .. 'idempotency:' .. ARGV[10]
+  local now = now_us()
+  if key and is(key, 'hash') then
+    local known = redis.call('HMGET', key, 'run', 'fingerprint')
+    if known[1] and known[1] ~= id and is_run(known[1]) then
+      return {'known', known[1], known[2] == ARGV[11] and 1 or 0}
+    end
+  end
+  if is_run(id) then
+    local there = get(id, 'owner', 'closed')
+    if there[1] ~= owner or there[2] or differs(id, 0, 12) then return {'lost'} end
+    append(id, 0, 12)
+  else
+    if redis.call('EXISTS', meta, log) > 0 then redis.call('DEL', meta, log) end
+    redis.call('HSET', meta, 'owner', owner, 'tenant', tenant, 'program', program, 'created_us',
+      string.format('%d', now), 'status', status, 'labels', ARGV[7])
+    if ARGV[8] == '1' then redis.call('HSET', meta, 'secret', ARGV[9]) end
+    append(id, 0, 12)
+    for _, index in ipairs({indexes(tenant, program)}) do
+      free_of_others(index, 'zset')
+      redis.call('ZADD', index, now, id)
+    end
+  end
+  if key then
+    redis.call('DEL', key)
+    redis.call('HSET', key, 'run', id, 'fingerprint', ARGV[11])
+    redis.call('HSET', meta, 'idempotency', key)
+  end
+  free_of_others(open, 'zset')
+  redis.call('ZADD', open, now + lease_us, id)
+  free_of_others(space .. 'ended', 'zset')
+  redis.call('ZREM', space .. 'ended', tenant .. '/' .. program .. '/' .. id)
+  sweep(now)
+  return {'ok'}
+end
+
+-- ARGV: id, owner, number of the first item, status or nothing, 1 to close, retention in ms, items.
+-- Answers: how it went, and for `gap` the number that is expected.
+function operations.append()
+  local id, owner, start, status = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
+  local final, retention_ms = ARGV[5] == '1', tonumber(ARGV[6])
+  if not is_run(id) then return {'unknown'} end
+  local meta, log = space .. 'run:' .. id, space .. 'log:' .. id
+  local there = get(id, 'owner', 'closed', 'idempotency', 'tenant', 'program')
+  if there[1] ~= owner then return {'lost'} end
+  if start > length(id) then return {'gap', length(id)} end
+  if differs(id, start, 7) then return {'lost'} end
+  if there[2] then
+    local repeated = final and start + #ARGV - 6 <= length(id)
+    return {repeated and 'ok' or 'lost'}
+  end
+  if final then redis.call('HDEL', meta, 'secret', 'cancel') end
+  append(id, start, 7)
+  if status ~= '' then redis.call('HSET', meta, 'status', status) end
+  if not final then return {'ok'} end
+  redis.call('HSET', meta, 'closed', '1')
+  redis.call('XADD', log, '1-1', 'end', '1')
+  redis.call('PEXPIRE', meta, retention_ms)
+  redis.call('PEXPIRE', log, retention_ms)
+  if there[3] and is(there[3], 'hash') and redis.call('HGET', there[3], 'run') == id then
+    redis.call('PEXPIRE', there[3], retention_ms)
+  end
+  if is(space .. 'open', 'zset') then redis.call('ZREM', space .. 'open', id) end
+  local now = now_us()
+  free_of_others(space .. 'ended', 'zset')
+  redis.call('ZADD', space .. 'ended', now + retention_ms * 1000 + 1000000,
+    there[4] .. '/' .. there[5] .. '/' .. id)
+  sweep(now)
+  return {'ok'}
+end
+
+-- ARGV: id, number of the first item, most items, most bytes. Answers: nothing, or one page: the head, the log's length,
+-- the items.
+function operations.read()
+  local id, at, most, bytes = ARGV[1], tonumber(ARGV[2]), tonumber(ARGV[3]), tonumber(ARGV[4])
+  if not is_run(id) then return {} end
+  local there, items = length(id), {}
+  for number = at, math.min(there, at + most) - 1 do
+    local found = redis.call('XRANGE', space .. 'log:' .. id, entry(number), entry(number))[1]
+    if not found then break end
+    bytes = bytes - #found[2][2]
+    if bytes < 0 and #items > 0 then break end
+    items[#items + 1] = found[2][2]
+  end
+  return {{head(id), there, items}}
+end
+
+-- ARGV: owner, lease in us, ids. Answers: the lost ones, the unknown ones, those to be cancelled.
+function operations.renew()
+  local owner, ends = ARGV[1], now_us() + tonumber(ARGV[2])
+  local open, lost, unknown, cancelled = space .. 'open', {}, {}, {}
+  although_memory_is_short()
+  free_of_others(open, 'zset')
+  for i = 3, #ARGV do
+    local id = ARGV[i]
+    if not is_run(id) then
+      unknown[#unknown + 1] = id
+    else
+      local there = get(id, 'owner', 'closed', 'cancel')
+      if there[1] ~= owner then
+        lost[#lost + 1] = id
+      elseif not there[2] then
+        redis.call('ZADD', open, ends, id)
+        if there[3] then cancelled[#cancelled + 1] = id end
+      end
+    end
+  end
+  return {lost, unknown, cancelled}
+end
+
+-- ARGV: owner, lease in us, how many, ids to be left alone. Answers: ids.
+function operations.claim()
+  local now, open, most, held, claimed = now_us(), space .. 'open', tonumber(ARGV[3]), {}, {}
+  although_memory_is_short()
+  free_of_others(open, 'zset')
+  for i = 4, #ARGV do held[ARGV[i]] = true end
+  for _, id in ipairs(redis.call('ZRANGEBYSCORE', open, '-inf', now, 'LIMIT', 0, most + #ARGV - 3)) do
+    if not is_run(id) or get(id, 'closed')[1] then
+      redis.call('ZREM', open, id)
+    elseif #claimed < most and not held[id] then
+      redis.call('HSET', space .. 'run:' .. id, 'owner', ARGV[1])
+      redis.call('ZADD', open, now + tonumber(ARGV[2]), id)
+      claimed[#claimed + 1] = id
+    end
+  end
+  sweep(now)
+  return claimed
+end
+
+-- ARGV: owner, ids. Answers: how many there were.
+function operations.release()
+  local open, released = space .. 'open', 0
+  although_memory_is_short()
+  free_of_others(open, 'zset')
+  for i = 2, #ARGV do
+    local id = ARGV[i]
+    local there = is_run(id) and get(id, 'owner', 'closed')
+    if there and there[1] == ARGV[1] and not there[2] then
+      redis.call('HSET', space .. 'run:' .. id, 'owner', '')
+      redis.call('ZADD', open, 0, id)
+      released = released + 1
+    end
+  end
+  return released
+end
+
+-- ARGV: id. Answers: whether it is open.
+function operations.cancel()
+  if not is_run(ARGV[1]) or get(ARGV[1], 'closed')[1] then return 0 end
+  although_memory_is_short()
+  redis.call('HSET', space .. 'run:' .. ARGV[1], 'cancel', '1')
+  return 1
+end
+
+-- ARGV: id. Answers: the secret, if there is one.
+function operations.secret()
+  return is_run(ARGV[1]) and get(ARGV[1], 'secret') or {}
+end
+
+-- KEYS[1]: the index. ARGV: how many, the creation that all are before. Answers: ids with heads.
+function operations.list()
+  local index, most, kept = KEYS[1], tonumber(ARGV[1]), {}
+  if not is(index, 'zset') then return kept end
+  while true do
+    local ids = redis.call('ZREVRANGEBYSCORE', index, ARGV[2], '-inf', 'LIMIT', #kept, most)
+    if #ids == 0 then return kept end
+    for _, id in ipairs(ids) do
+      if is_run(id) then
+        kept[#kept + 1] = {id, head(id)}
+        if #kept == most then return kept end
+      else
+        redis.call('ZREM', index, id)
+      end
+    end
+  end
+end
+
+-- ARGV: id. Answers: how it went.
+function operations.delete()
+  local id = ARGV[1]
+  if not is_run(id) then return 'unknown' end
+  local there = get(id, 'closed', 'idempotency', 'tenant', 'program')
+  if not there[1] then return 'open' end
+  redis.call('DEL', space .. 'run:' .. id, space .. 'log:' .. id)
+  if there[2] and is(there[2], 'hash') and redis.call('HGET', there[2], 'run') == id then
+    redis.call('DEL', there[2])
+  end
+  for _, index in ipairs({indexes(there[3], there[4])}) do
+    if is(index, 'zset') then redis.call('ZREM', index, id) end
+  end
+  if is(space .. 'ended', 'zset') then
+    redis.call('ZREM', space .. 'ended', there[3] .. '/' .. there[4] .. '/' .. id)
+  end
+  return 'ok'
+end
+
+return operations[table.remove(ARGV, 1)]()

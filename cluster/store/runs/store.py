@@ -1,0 +1,372 @@
+"""The logs of runs, in Redis: what any ingress needs to go on with a program whose ingress died.
+
+A run's log is a sequence of opaque items, numbered from 0. An item that was acknowledged stays at its number, and its
+number never gets another content. A run is worked on by one owner at a time, through a lease: others may claim it when
+the lease has ended, and from then on the former owner's writes are refused. Only Redis's clock decides.
+"""
+
+from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, TypeVar
+from urllib.parse import unquote_to_bytes
+
+import msgspec
+
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import RunLeaseLost, RunLogGap, RunOpen, RunStoreUnavailable, RunUnknown
+from cluster.store.client import (
+    RedisStore,
+    StoreFailure,
+    StoreUnavailable,
+    connect,
+    lua,
+    milliseconds,
+    quoted,
+)
+from cluster.store.runs.followers import LogUpdate, RunFollowers
+from cluster.store.runs.records import AlreadyThere, Created, NewRun, Renewal, RunHead, RunLog
+
+SPACE = "caesura:v1:{runs}:"
+"""Runs' keys, as runs.lua names them. The braces put all of them on one node of a Redis cluster."""
+END = b"1-1"
+"""The entry that ends a closed log; greater than the id of any item."""
+MAX_LISTED = 1000
+"""Runs in a page of a list."""
+MAX_PAGE_ITEMS = 1024
+MAX_PAGE_BYTES = 8 << 20
+"""Of a page of a log; a single larger item is a page, too."""
+MAX_CONNECTIONS = 16
+"""For calls; more wait for one. Followers share another."""
+FOLLOW_S = 0.5
+"""How long the followers' read waits at the server, so that one which Redis has lost is noticed."""
+FOLLOW_ITEMS = 16
+"""Most items of one log in the answer to it."""
+WAKE_KEY_S = 60
+"""The key that interrupts a process's read expires so long after its last use."""
+
+_SCRIPT = lua("cluster.store.runs", "runs.lua")
+
+_Head = tuple[bytes, bytes, bytes, bytes, bytes, bytes | None, bytes | None]
+_Answer = TypeVar("_Answer")
+
+
+class RunStore(RedisStore):
+    """One owner's access to the runs.
+
+    Every call ends within about ``timeout_s``, a follower's wait apart. What goes wrong there is a
+    `RunStoreUnavailable`; whether a write was done is then unknown, and it can be repeated.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        owner: this process's name, unique and never used again.
+        timeout_s: bounds every call.
+        lease_s: a run that was not renewed for so long can be claimed.
+        retention_s: what is left of a closed run is forgotten after this time.
+        clock: measures how long the store was gone.
+
+    Raises:
+        ConfigError: the URL cannot be used.
+        ValueError: the owner has no name.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        owner: str,
+        timeout_s: float,
+        lease_s: float,
+        retention_s: float,
+        clock: Clock | None = None,
+    ) -> None:
+        if not owner:
+            raise ValueError("an owner needs a name")
+        super().__init__(
+            url,
+            name="the log of programs",
+            degraded="the log of programs is out of reach",
+            timeout_s=timeout_s,
+            clock=clock or MonotonicClock(),
+            connections=MAX_CONNECTIONS,
+        )
+        self._owner = owner
+        self._lease_s = lease_s
+        self._lease_us = max(1, int(lease_s * 1e6))
+        self._retention_ms = milliseconds(retention_s)
+        self._following = connect(url, connections=1)
+        self._followers = RunFollowers(self._news, self._interrupt_read)
+        self._wake_key, self._wake_seen = f"{SPACE}wake:{quoted(owner)}", b"0-0"
+
+    # --- what an owner writes -----------------------------------------------------------------------------------------
+
+    async def create(self, run: NewRun, items: Sequence[bytes]) -> Created | AlreadyThere:
+        """Open ``run`` with the first items of its log, leased to this owner.
+
+        Again, by the same owner with the same items, is harmless: after an unknown outcome, or to write the whole log
+        again to a Redis that has lost it. Then leave the idempotency key out if it may be another run's by now.
+
+        Raises:
+            RunLeaseLost: the run is there and another's, closed, or has other items.
+            RunStoreUnavailable: the outcome is unknown.
+            ValueError: there are no items.
+        """
+        if not items:
+            raise ValueError("a log begins with an item")
+        tenant, again = quoted(run.tenant), run.idempotency
+        arguments: list[Any] = [quoted(run.id), self._owner, self._lease_us, run.status, tenant, quoted(run.program)]
+        arguments += [msgspec.json.encode(dict(run.labels)), int(run.secret is not None), run.secret or b""]
+        arguments += [f"{tenant}/{quoted(again.key)}", again.fingerprint] if again else ["", b""]
+        answer = await self._call("create", [*arguments, *items], list[bytes | int])
+        match answer:
+            case [b"ok"]:
+                return Created(run.id)
+            case [b"known", bytes() as other, same]:
+                return AlreadyThere(_plain(other), same_body=bool(same))
+            case [b"lost"]:
+                raise _lost(run.id)
+        raise self._strange(answer)
+
+    async def append(
+        self, run_id: str, start: int, items: Sequence[bytes], *, status: str | None = None, final: bool = False
+    ) -> None:
+        """Append ``items``, numbered from ``start``; those that are there already are skipped.
+
+        Args:
+            run_id: a run that this owner holds.
+            start: number of the first item.
+            items: any number of them.
+            status: the run's from now on.
+            final: closes the run: its secret is forgotten at once, the rest of it after the retention time.
+
+        Raises:
+            RunLeaseLost: the run is another's, or closed, or the items there are others.
+            RunUnknown: Redis has lost it: create it again, with all items.
+            RunLogGap: Redis has lost items before ``start``: append from ``expected`` on.
+            RunStoreUnavailable: the outcome is unknown.
+        """
+        if start < 0:
+            raise ValueError(f"items are numbered from 0, not {start}")
+        arguments: list[Any] = [quoted(run_id), self._owner, start, status or "", int(final), self._retention_ms]
+        answer = await self._call("append", [*arguments, *items], list[bytes | int])
+        match answer:
+            case [b"ok"]:
+                return
+            case [b"lost"]:
+                raise _lost(run_id)
+            case [b"unknown"]:
+                raise RunUnknown(f"run {run_id} is not in the store")
+            case [b"gap", int() as expected]:
+                raise RunLogGap(f"run {run_id}: item {start} after {expected} items", expected)
+            case _:
+                raise self._strange(answer)
+
+    async def renew(self, run_ids: Collection[str]) -> Renewal:
+        """Renew the leases of all runs that this process works on, in one round trip.
+
+        A lease that has ended is renewed, too, if nobody has claimed the run.
+        """
+        if not run_ids:
+            return Renewal(frozenset(), frozenset(), frozenset())
+        arguments = [self._owner, self._lease_us, *map(quoted, run_ids)]
+        answer = await self._call("renew", arguments, tuple[list[bytes], list[bytes], list[bytes]])
+        return Renewal(*(frozenset(map(_plain, ids)) for ids in answer))
+
+    async def claim(self, limit: int, working: Collection[str] = ()) -> list[str]:
+        """Take over up to ``limit`` open runs whose lease has ended, the longest ended first.
+
+        Args:
+            limit: how many.
+            working: runs that this process works on, and so leaves alone: their lease may have ended unnoticed, and
+                may have been another's meanwhile. Other runs of its own it claims like anybody's: those released, and
+                those whose creation was given up, its outcome unknown.
+        """
+        arguments = [self._owner, self._lease_us, max(0, limit), *map(quoted, working)]
+        return [_plain(run_id) for run_id in await self._call("claim", arguments, list[bytes])]
+
+    async def release(self, run_ids: Collection[str]) -> None:
+        """Stop working on these runs: anybody may claim them at once. Those of others are left alone."""
+        if run_ids:
+            await self._call("release", [self._owner, *map(quoted, run_ids)], int)
+
+    # --- what anybody asks --------------------------------------------------------------------------------------------
+
+    async def read(self, run_id: str, start: int = 0, limit: int | None = None) -> RunLog | None:
+        """A page of the log from item ``start`` on; None: there is no such run.
+
+        A page ends after `MAX_PAGE_ITEMS`, `MAX_PAGE_BYTES` (at least one item) or ``limit``: see `RunLog.more`.
+        """
+        most = MAX_PAGE_ITEMS if limit is None else min(max(0, limit), MAX_PAGE_ITEMS)
+        start = max(0, start)
+        arguments = [quoted(run_id), start, most, MAX_PAGE_BYTES]
+        answer = await self._call("read", arguments, list[tuple[_Head, int, tuple[bytes, ...]]])
+        if not answer:
+            return None
+        fields, length, items = answer[0]
+        try:
+            return RunLog(_head(run_id, fields), start, items, length)
+        except msgspec.ValidationError as error:
+            raise self._strange(error) from error
+
+    async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[list[bytes]]:
+        """The items from ``start`` on, in batches as they come, until the log is closed.
+
+        It waits for as long as nobody works on the run, and while Redis does not answer: the caller has the deadline.
+
+        Raises:
+            RunUnknown: there is no such run, or Redis has lost it and nobody created it again for a lease's time.
+            RunStoreUnavailable: Redis did not answer at the beginning.
+        """
+        log = await self.read(run_id, start)
+        if log is None:
+            raise RunUnknown(f"run {run_id} is not in the store")
+        position, unknown = max(0, start), False
+        while True:
+            if log is not None:
+                if log.items:
+                    position = log.end
+                    yield list(log.items)
+                if log.closed and not log.more:
+                    return
+            if log is None or not log.more:
+                with self._followers.follower(run_id, position) as follower:
+                    while (news := await self._followers.take(follower, self._lease_s)) is not None:
+                        if news.items:
+                            yield list(news.items)
+                        if news.ended:
+                            return
+                    position = follower.position
+            try:
+                log = await self.read(run_id, position)
+            except RunStoreUnavailable:
+                log, unknown = None, False
+                continue
+            if log is None and unknown:
+                raise RunUnknown(f"the store has lost run {run_id}")
+            unknown = log is None
+
+    async def ask_cancel(self, run_id: str) -> bool:
+        """Have the owner cancel the run at its next renewal. False: it is unknown or closed."""
+        return bool(await self._call("cancel", [quoted(run_id)], int))
+
+    async def secret(self, run_id: str) -> bytes | None:
+        """The run's secret; None: it has none, or it is closed or unknown."""
+        answer = await self._call("secret", [quoted(run_id)], list[bytes | None])
+        return answer[0] if answer else None
+
+    async def runs(
+        self, tenant: str, *, program: str | None = None, limit: int = 100, before: float | None = None
+    ) -> list[RunHead]:
+        """A tenant's runs, or those of one program, the newest first; at most `MAX_LISTED`.
+
+        Args:
+            tenant: whose runs.
+            program: only of this program.
+            limit: how many.
+            before: the ``created_s`` of the last run of the page before.
+        """
+        name = f"tenant:{quoted(tenant)}" if program is None else f"program:{quoted(tenant)}/{quoted(program)}"
+        most = min(limit, MAX_LISTED)
+        if most <= 0:
+            return []
+        arguments = [most, "+inf" if before is None else f"({round(before * 1e6)}"]
+        answer = await self._call("list", arguments, list[tuple[bytes, _Head]], key=SPACE + name)
+        heads = []
+        for run_id, fields in answer:
+            try:
+                heads.append(_head(_plain(run_id), fields))
+            except msgspec.ValidationError:
+                self.failures[StoreFailure.CORRUPT] += 1
+        return heads
+
+    async def delete(self, run_id: str) -> bool:
+        """Forget a closed run: its log, its place in lists, its idempotency key. False: it is unknown.
+
+        Raises:
+            RunOpen: it is not closed.
+        """
+        answer = await self._call("delete", [quoted(run_id)], bytes)
+        if answer == b"open":
+            raise RunOpen(f"run {run_id} is open")
+        return answer == b"ok"
+
+    async def close(self) -> None:
+        """Close the connections. Runs that are held stay so until their leases end: see :meth:`release`."""
+        await self._followers.close()
+        await self._following.aclose()
+        await super().close()
+
+    # --- Redis --------------------------------------------------------------------------------------------------------
+
+    async def _call(
+        self, operation: str, arguments: Sequence[Any], kind: type[_Answer], *, key: str = SPACE + "open"
+    ) -> _Answer:
+        with _unavailable():
+            return await self.run(_SCRIPT, [key], [operation, *arguments], kind)
+
+    async def _news(self, wanted: Mapping[str, int]) -> Mapping[str, LogUpdate]:
+        logs = {f"{SPACE}log:{quoted(run_id)}".encode(): run_id for run_id in wanted}
+        places: dict[Any, Any] = {key: f"0-{wanted[run_id]}" for key, run_id in logs.items()}
+        with _unavailable():
+            async with self.request(extra_s=FOLLOW_S):
+                answer = await self._following.xread(
+                    places | {self._wake_key: self._wake_seen}, count=FOLLOW_ITEMS, block=int(FOLLOW_S * 1000)
+                )
+                found = msgspec.convert(answer, list[tuple[bytes, list[tuple[bytes, dict[bytes, bytes]]]]])
+        news = {}
+        for key, entries in found:
+            run_id = logs.get(key)
+            if run_id is None:
+                self._wake_seen = entries[-1][0]
+                continue
+            items = [fields.get(b"i", b"") for place, fields in entries if place != END]
+            news[run_id] = LogUpdate(wanted[run_id], items, ended=entries[-1][0] == END)
+        return news
+
+    async def _interrupt_read(self) -> None:
+        with _unavailable():
+            async with self.request(), self.redis.pipeline() as pipeline:
+                pipeline.xadd(self._wake_key, {"": ""}, maxlen=1, approximate=False)
+                pipeline.expire(self._wake_key, WAKE_KEY_S)
+                await pipeline.execute()
+
+    def _strange(self, problem: object) -> RunStoreUnavailable:
+        reason = self.count(msgspec.ValidationError(f"no answer of ours: {problem!r:.100}"))
+        return _as_unavailable(reason)
+
+
+def _as_unavailable(reason: StoreFailure) -> RunStoreUnavailable:
+    return RunStoreUnavailable(f"the log of programs cannot be used now ({reason})", reason)
+
+
+@contextmanager
+def _unavailable() -> Iterator[None]:
+    try:
+        yield
+    except StoreUnavailable as error:
+        raise _as_unavailable(error.reason) from error
+
+
+def _lost(run_id: str) -> RunLeaseLost:
+    return RunLeaseLost(f"run {run_id} is another's by now, or closed")
+
+
+def _plain(quoted: bytes) -> str:
+    return unquote_to_bytes(quoted).decode(errors="surrogatepass")
+
+
+def _head(run_id: str, fields: _Head) -> RunHead:
+    """Raises ValidationError: they are not what was written."""
+    tenant, program, created_us, status, labels, closed, cancel = fields
+    try:
+        return RunHead(
+            run_id,
+            _plain(tenant),
+            _plain(program),
+            created_s=int(created_us) / 1e6,
+            status=status.decode(),
+            labels=msgspec.json.decode(labels, type=dict[str, str]),
+            open=closed is None,
+            cancel_asked=cancel is not None,
+        )
+    except (ValueError, msgspec.MsgspecError) as error:
+        raise msgspec.ValidationError(f"run {run_id} is damaged: {error}") from error

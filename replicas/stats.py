@@ -1,0 +1,395 @@
+"""What a scheduler counts: totals, observations one by one, wasted KV, and notes of traced turns.
+
+Nothing is exported from here, as the engine's process has no Ray. The replica asks about once a second and records
+(`replicas.control`, `cluster.observing`). Totals only grow, so that an answer that is lost loses nothing. Observations
+and notes are sent again until the replica acknowledges their number.
+
+A step costs two additions here, and a look whether a turn computes again what was computed before.
+"""
+
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import islice
+from typing import Any, Generic, TypeVar
+
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.request import Request
+
+from cluster.core.lifecycle.events import PauseReason, ReleaseReason
+from replicas.cached_prefix import CachedPrefixes
+from replicas.hold_table import HoldOrigin, HoldTable
+from replicas.program_table import KvDecision, ProgramTable, TurnRecord
+from replicas.turns import Turn
+
+MAX_OBSERVED = 16_384
+"""Observations that are kept until the replica asks. Of more, the oldest are lost."""
+MAX_NOTES = 8192
+"""Notes of traced turns that are kept until the replica asks."""
+MAX_UNDER_WAY = 16
+"""Steps that an engine has under way at once, at most."""
+SAMPLED_BLOCKS = 4096
+"""Blocks of a larger pool that are looked at, evenly spread. The cached part is then right within about two percent,
+and the look takes 0.3 ms of an engine that serves."""
+
+Item = TypeVar("Item")
+
+
+class Part(StrEnum):
+    """A part of an admitted turn's prompt."""
+
+    NEW = "new"
+    REUSED = "reused"
+    """Its KV was on the device."""
+    FETCHED = "fetched"
+    """It came from the host tier, before the turn or with it."""
+    RECOMPUTED = "recomputed"
+    """It was computed for the program before, and is computed again."""
+
+
+class Seen(StrEnum):
+    """What is observed one by one, in seconds."""
+
+    QUEUE_FIRST = "queue_first"
+    """From arrival to admission, of a program's first turn."""
+    QUEUE_RESUMED = "queue_resumed"
+    """The same of a turn that comes after a pause."""
+    HOLD = "hold"
+    """The time for which a program's KV was held."""
+
+
+@dataclass(frozen=True, slots=True)
+class Fresh(Generic[Item]):
+    """What a reader does not have yet."""
+
+    number: int
+    """How many items there were in all; the reader acknowledges it with its next call."""
+    lost: int
+    """Items that the reader never had and that are gone."""
+    items: tuple[Item, ...]
+
+
+class RingBuffer(Generic[Item]):
+    """The latest items, numbered, for a reader that asks now and then and acknowledges what it has.
+
+    Args:
+        limit: of more items, the oldest are lost.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._items: deque[Item] = deque(maxlen=limit)
+        self.number = 0
+        """How many items were put in."""
+
+    def put(self, item: Item) -> None:
+        """Add an item."""
+        self._items.append(item)
+        self.number += 1
+
+    def __iter__(self) -> Iterator[Item]:
+        return iter(self._items)
+
+    def since(self, taken: int) -> Fresh[Item]:
+        """What came after the first ``taken``. A reader that has more than there ever were knew another buffer."""
+        taken = taken if 0 <= taken <= self.number else 0
+        wanted = self.number - taken
+        kept = min(wanted, len(self._items))
+        return Fresh(self.number, wanted - kept, tuple(islice(self._items, len(self._items) - kept, None)))
+
+
+@dataclass(slots=True)
+class Waste:
+    """KV that did nothing, integrated over time up to the last call, in tokens times seconds.
+
+    These are the two terms of InferCept's eq. 1 that a replica can see. Simulated replicas use the same definition.
+    """
+
+    held: float = 0.0
+    """KV of paused programs, and of turns that wait, on hold."""
+    recomputed: float = 0.0
+    """KV of each step's batch, in the proportion of recomputed to scheduled tokens: the program's own KV and that of
+    the others that run beside it while it is computed again."""
+    _settled_s: float = field(default=0.0, repr=False, compare=False)
+
+    def settle(self, now_s: float, held_tokens: int) -> None:
+        """Add up what was held since the last call. It has to be called before ``held_tokens`` changes."""
+        self.held += held_tokens * (now_s - self._settled_s)
+        self._settled_s = now_s
+
+    def recompute(self, again: int, total: int, context: int, seconds: float) -> None:
+        """Add a step of ``total`` tokens, ``again`` of them computed before, beside ``context`` tokens of KV."""
+        self.recomputed += again / total * seconds * context
+
+
+def computed_again(length: int, tokens: int, known_tokens: int) -> int:
+    """How many of a step's ``tokens`` of one turn were computed at some time before.
+
+    Args:
+        length: what is computed of the turn once the step is done.
+        tokens: of the step.
+        known_tokens: leading tokens whose KV was computed at some time.
+    """
+    return max(0, min(length, known_tokens) - (length - tokens))
+
+
+@dataclass(frozen=True, slots=True)
+class KvUse:
+    """What a replica's KV blocks are used for. The four numbers are all blocks that there are."""
+
+    running: int
+    """Allocated to turns, those included that wait preempted or for a load."""
+    held: int
+    """Of paused programs, and nobody else's."""
+    cached: int
+    """Free for whoever needs them; until then the prefix cache could use what is in them."""
+    empty: int
+
+    @classmethod
+    def of(cls, pool: BlockPool, held_blocks: int = 0) -> "KvUse":
+        """The use between two steps. A prefix that two holds share, or a hold and a running turn, counts as held."""
+        total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
+        held = min(held_blocks, total - free)
+        cached = min(free, cached_blocks(pool.blocks))
+        return cls(running=total - free - held, held=held, cached=cached, empty=free - cached)
+
+
+def cached_blocks(blocks: Sequence[Any]) -> int:
+    """How many of a pool's blocks are free and known to the prefix cache; of a large pool, a sample is looked at."""
+    stride = -(-len(blocks) // SAMPLED_BLOCKS)
+    found = sum(1 for block in blocks[::stride] if block.ref_cnt == 0 and block.block_hash is not None)
+    return found * stride
+
+
+class TurnTraces:
+    """Times of turns whose identity has a trace parent. The replica makes spans of them; the engine has the times."""
+
+    def __init__(self) -> None:
+        self.notes: RingBuffer[dict[str, Any]] = RingBuffer(MAX_NOTES)
+        self._holds: dict[str, str] = {}
+
+    def turn_ended(self, turn: Turn, record: TurnRecord, now_s: float) -> None:
+        """A turn has ended, and what becomes of its program's KV is decided."""
+        traceparent = turn.identity.traceparent
+        if traceparent is None:
+            return
+        self.notes.put(
+            {
+                "what": "turn",
+                "traceparent": traceparent,
+                "arrived_s": turn.arrived_s,
+                "admitted_s": turn.admitted_s,
+                "first_token_s": turn.first_token_s,
+                "ended_s": now_s,
+                "prompt_tokens": record.prompt_tokens,
+                "cached_tokens": record.cached_tokens,
+                "output_tokens": record.output_tokens,
+                "preemptions": record.preemptions,
+                "tools": list(record.tools),
+                "outcome": record.outcome,
+                "decision": record.decision_text,
+            }
+        )
+
+    def hold_began(self, key: str, turn: Turn) -> None:
+        """The program is held after this turn."""
+        if turn.identity.traceparent is not None:
+            self._holds[key] = turn.identity.traceparent
+
+    def hold_ended(self, key: str, since_s: float, until_s: float, reason: ReleaseReason) -> None:
+        """The program's hold has ended."""
+        traceparent = self._holds.pop(key, None)
+        if traceparent is not None:
+            times = {"since_s": since_s, "until_s": until_s}
+            self.notes.put({"what": "hold", "traceparent": traceparent, "how": reason.label, **times})
+
+
+class Stats:
+    """One scheduler's numbers since its start.
+
+    Args:
+        now_s: the scheduler's clock.
+        programs: its programs.
+        holds: its holds.
+        cached_prefixes: what paused programs left in the prefix cache.
+        requests: vLLM's requests by id.
+        block_tokens: tokens of a block's hash.
+        starvation_s: a turn that waits longer for its admission is starved.
+    """
+
+    def __init__(
+        self,
+        *,
+        now_s: Callable[[], float],
+        programs: ProgramTable,
+        holds: HoldTable[KVCacheBlock],
+        cached_prefixes: CachedPrefixes,
+        requests: Mapping[str, Request],
+        block_tokens: int,
+        starvation_s: float,
+    ) -> None:
+        self._now_s = now_s
+        self._programs = programs
+        self._holds = holds
+        self._cached_prefixes = cached_prefixes
+        self._requests = requests
+        self._block_tokens = block_tokens
+        self._starvation_s = starvation_s
+        self.traces = TurnTraces()
+        self.pauses: Counter[tuple[KvDecision, PauseReason]] = Counter()
+        self.holds_ended: Counter[ReleaseReason] = Counter()
+        self.context_tokens: Counter[Part] = Counter()
+        self.starved = 0
+        self.steps = 0
+        self.scheduled_tokens = 0
+        self.waste = Waste()
+        self._observed: RingBuffer[tuple[Seen, float]] = RingBuffer(MAX_OBSERVED)
+        self._known: dict[str, int] = {}
+        """By request id, of turns that compute again: how many leading tokens were computed before."""
+        self._again: deque[tuple[SchedulerOutput, int, int]] = deque(maxlen=MAX_UNDER_WAY)
+        """Steps under way that compute again: how much of it, and the batch's KV."""
+
+    # --- events -------------------------------------------------------------------------------------------------------
+
+    def paused(self, decision: KvDecision, reason: PauseReason) -> None:
+        """A program pauses, and this was done with its KV."""
+        # A policy from elsewhere may give any text, but a metric's labels have to be few.
+        self.pauses[decision, reason if isinstance(reason, PauseReason) else PauseReason.OTHER] += 1
+
+    def holds_change(self) -> None:
+        """A hold is about to begin or to end."""
+        self.waste.settle(self._now_s(), self._holds.num_tokens)
+
+    def hold_ends(self, key: str, reason: ReleaseReason) -> None:
+        """The program's hold is about to end."""
+        self.holds_change()
+        held = self._holds.get(key)
+        if held is not None:
+            now_s = self._now_s()
+            self.holds_ended[reason] += 1
+            self._observed.put((Seen.HOLD, now_s - held.since_s))
+            self.traces.hold_ended(key, held.since_s, now_s, reason)
+
+    def admitted(self, request: Request, turn: Turn, local: int, remote: int) -> None:
+        """A turn has its memory for the first time; the event has not been applied to its program yet.
+
+        Args:
+            request: the turn's.
+            turn: what is noted of it.
+            local: tokens whose KV was on the device.
+            remote: tokens whose KV the host tier brings.
+        """
+        assert turn.admitted_s is not None, "the scheduler sets it first"
+        waited_s = turn.admitted_s - turn.arrived_s
+        key, known, resumed = turn.key, 0, False
+        if key is not None:
+            resumed = self._programs[key].turns > 1
+            held = self._holds.get(key)
+            if held is not None and held.origin is HoldOrigin.FETCHED:
+                fetched = min(local, held.tokens)
+                local, remote = local - fetched, remote + fetched
+            known = self._known_tokens(key, request) if resumed else 0
+        self._observed.put((Seen.QUEUE_RESUMED if resumed else Seen.QUEUE_FIRST, waited_s))
+        self._waited(waited_s)
+        there = local + remote
+        again = max(0, known - there)
+        self.context_tokens[Part.REUSED] += local
+        self.context_tokens[Part.FETCHED] += remote
+        self.context_tokens[Part.RECOMPUTED] += again
+        self.context_tokens[Part.NEW] += max(0, int(request.num_tokens) - there - again)
+        if again:
+            self._known[request.request_id] = known
+
+    def preempted(self, request: Request) -> None:
+        """A running turn is about to lose its memory."""
+        computed = min(int(request.num_computed_tokens), int(request.num_tokens))
+        self._known[request.request_id] = max(computed, self._known.get(request.request_id, 0))
+
+    def ended(self, request: Request, turn: Turn) -> None:
+        """A turn has ended, whatever its outcome."""
+        self._known.pop(request.request_id, None)
+        if turn.admitted_s is None:
+            self._waited(self._now_s() - turn.arrived_s)
+
+    def step_began(self, output: SchedulerOutput) -> None:
+        """A step was scheduled."""
+        total = output.total_num_scheduled_tokens
+        if not total:
+            return
+        self.steps += 1
+        self.scheduled_tokens += total
+        if self._known:
+            self._note_again(output)
+
+    def step_ended(self, output: SchedulerOutput, took_s: float) -> None:
+        """The tokens of a step have come."""
+        if self._again and self._again[0][0] is output:
+            _, again, context = self._again.popleft()
+            self.waste.recompute(again, output.total_num_scheduled_tokens, context, took_s)
+
+    # --- for the replica ----------------------------------------------------------------------------------------------
+
+    def observations(self, taken: int | None) -> dict[str, Any]:
+        """What was observed since the replica had ``taken`` observations; None: it wants none.
+
+        The replica acknowledges ``number`` with its next call.
+        """
+        if taken is None:
+            return {"number": self._observed.number}
+        fresh = self._observed.since(taken)
+        values: dict[str, list[float]] = {str(seen): [] for seen in Seen}
+        for seen, value in fresh.items:
+            values[seen].append(value)
+        return {"number": fresh.number, "lost": fresh.lost, **values}
+
+    def numbers(self) -> dict[str, Any]:
+        """The totals as plain values; ``wasted`` in tokens times seconds."""
+        self.holds_change()
+        pauses: dict[str, dict[str, int]] = {str(decision): {} for decision in KvDecision}
+        for (decision, reason), count in self.pauses.items():
+            pauses[decision][str(reason)] = count
+        ends = dict.fromkeys((reason.label for reason in ReleaseReason), 0)
+        for ended, count in self.holds_ended.items():
+            ends[ended.label] += count
+        return {
+            "kv_retention_decisions": pauses,
+            "kv_pins_released": ends,
+            "context_tokens": {str(part): self.context_tokens[part] for part in Part},
+            "wasted_token_seconds": {"held": self.waste.held, "recomputed": self.waste.recomputed},
+            "starved_turns": self.starved,
+            "steps": self.steps,
+            "scheduled_tokens": self.scheduled_tokens,
+        }
+
+    def _waited(self, seconds: float) -> None:
+        self.starved += seconds > self._starvation_s
+
+    def _known_tokens(self, key: str, request: Request) -> int:
+        """Leading tokens of the prompt that were computed for the program before: to an eighth where it has changed."""
+        known = min(self._programs[key].context_tokens, int(request.num_tokens))
+        prefix = self._cached_prefixes.get(key)
+        if prefix is None or not prefix.marks or not request.block_hashes:
+            return known
+        common = 0
+        for tokens, block_hash in prefix.marks:
+            if not _has(request.block_hashes, tokens // self._block_tokens - 1, block_hash):
+                return min(known, common)
+            common = tokens
+        return known
+
+    def _note_again(self, output: SchedulerOutput) -> None:
+        requests, scheduled, recomputed = self._requests, output.num_scheduled_tokens, 0
+        for request_id in [request_id for request_id in self._known if request_id in scheduled]:
+            length = requests[request_id].num_computed_tokens  # vLLM counts the step's own already
+            recomputed += computed_again(length, scheduled[request_id], self._known[request_id])
+            if length >= self._known[request_id]:
+                del self._known[request_id]
+        if recomputed:
+            context = sum(requests[request_id].num_computed_tokens for request_id in scheduled)
+            self._again.append((output, recomputed, context))
+
+
+def _has(hashes: Sequence[bytes], index: int, block_hash: bytes) -> bool:
+    return 0 <= index < len(hashes) and hashes[index] == block_hash

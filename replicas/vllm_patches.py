@@ -1,0 +1,299 @@
+"""All that changes vLLM 0.29.0 or calls its private names, with the reason for each and when it can be deleted.
+
+`install_utility`: EngineCore has no hook for calls to a scheduler plug-in. Delete it when vLLM has one.
+    Contract: tests/contracts/test_vllm_engine.py, the calls that round trip.
+`wrap_allocate_slots`: admissions and shortages of memory have no hook. Delete it when vLLM asks one before it preempts.
+    Contract: tests/contracts/test_vllm_contracts.py, the keywords of ``allocate_slots``.
+`LoadingScheduler`: vLLM loads for turns only, and a program is fetched before its turn comes. Delete it when a
+    connector can be asked to prefetch. Contract: tests/contracts/test_host_tier.py.
+`stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
+    stores computed tokens only. Contract: tests/contracts/test_host_tier.py.
+`advance_grammars`: a resumed turn's tokens are a part of the prompt, at which grammars do not look. Delete it when vLLM
+    resumes streams. Contract: tests/contracts/test_resumption.py.
+`forked_engine_core`: vLLM spawns its engine inside a Ray actor, which costs all imports again on CPU. Delete it when
+    the method can be configured there. Contract: tests/contracts/test_vllm_contracts.py, the start method.
+
+Beside these, `replicas.amx` is a plugin of vLLM, `replicas.host_tier` and `replicas.host_tier` are classes that vLLM's
+connector asks for, and `replicas.scheduler` lists what it overrides.
+"""
+
+import ctypes
+import gc
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.utils import system_utils
+from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.request import Request, RequestStatus
+
+from cluster.core.malloc_trim import trim
+
+# --- the engine -------------------------------------------------------------------------------------------------------
+
+
+def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict[str, Any]]) -> None:
+    """Give EngineCore, in this process, a utility method that runs an operation on its scheduler."""
+
+    def utility(core: Any, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
+        return run(core.scheduler, operation, payload)
+
+    setattr(EngineCore, name, utility)
+
+
+# --- memory -----------------------------------------------------------------------------------------------------------
+
+
+def wrap_allocate_slots(
+    manager: KVCacheManager,
+    *,
+    may_admit: Callable[[Request], bool],
+    break_hold: Callable[[Request], bool],
+    on_admitted: Callable[[Request, int, int], None],
+) -> None:
+    """Let every allocation of a scheduler ask and report.
+
+    This runs for every running turn at every step: a closure over the names that it needs, nothing else on that path.
+
+    Args:
+        manager: the scheduler's.
+        may_admit: whether a waiting turn may have memory at all.
+        break_hold: gives the blocks of one hold back for this request. False: none yields.
+        on_admitted: a waiting turn has its memory, with so many tokens from the prefix cache and from the connector.
+    """
+    allocate_slots = manager.allocate_slots
+    running = RequestStatus.RUNNING
+
+    def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
+        if request.status is not running and not may_admit(request):
+            return None
+        blocks = allocate_slots(request, num_new_tokens, **kwargs)
+        if blocks is not None and request.status is running:
+            return blocks
+        while blocks is None and break_hold(request):
+            blocks = allocate_slots(request, num_new_tokens, **kwargs)
+        if blocks is not None and request.status is not running:
+            local, remote = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_external_computed_tokens", 0)
+            on_admitted(request, local, remote)
+        return blocks
+
+    manager.allocate_slots = allocate
+
+
+# --- loads from the host tier -----------------------------------------------------------------------------------------
+
+
+class FoundContext(NamedTuple):
+    """What the replica has of a context, from its first token on."""
+
+    blocks: KVCacheBlocks
+    """Those of the prefix cache."""
+    local: int
+    """Tokens of ``blocks``."""
+    remote: int
+    """Tokens after these that the host has."""
+
+
+class LoadingScheduler(AsyncScheduler):
+    """vLLM's scheduler, which can also load a context from the host before a turn asks for it.
+
+    A load is a request among ``requests``, so that vLLM keeps stepping until it is done, but in no queue.
+
+    Names of vLLM that are used here: requests, connector, finished_recving_kv_req_ids, needs_kv_cache_zeroing,
+    _get_local_prefix_cache_hit, _inflight_prefill_reserved_blocks, _skip_zero_block_ids, _update_waiting_for_remote_kv.
+    """
+
+    def register_load(self, request: Request) -> None:
+        """Make the load known to vLLM and its connector."""
+        self.requests[request.request_id] = request
+        self.connector.on_new_request(request)
+
+    def find_context(self, request: Request) -> FoundContext | None:
+        """What prefix cache and host have of a load's context; None while the host's part is being moved."""
+        blocks, local, *_ = self._get_local_prefix_cache_hit(request)
+        if local % self.block_size:
+            blocks, local = self.kv_cache_manager.empty_kv_cache_blocks, 0
+        remote, _ = self.connector.get_num_new_matched_tokens(request, local)
+        return None if remote is None else FoundContext(blocks, local, remote)
+
+    def begin_load(self, request: Request, found: FoundContext) -> bool:
+        """Allocate as vLLM does it for a waiting turn whose context the connector loads. False: there is no memory."""
+        manager, request_id = self.kv_cache_manager, request.request_id
+        # The class's own method, as the wrapper of `wrap_allocate_slots` would break holds.
+        allocated = KVCacheManager.allocate_slots(
+            manager,
+            request,
+            0,
+            num_new_computed_tokens=found.local,
+            new_computed_blocks=found.blocks,
+            num_external_computed_tokens=found.remote,
+            delay_cache_blocks=True,
+            reserved_blocks=self._inflight_prefill_reserved_blocks(),
+            has_scheduled_reqs=bool(self.running),
+        )
+        if allocated is None:
+            return False
+        self.connector.update_state_after_alloc(request, manager.get_blocks(request_id), found.remote)
+        request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
+        request.num_computed_tokens = found.local + found.remote
+        if self.needs_kv_cache_zeroing:
+            written = manager.get_zeroing_block_ids_in_range(request_id, found.local, found.local + found.remote)
+            self._skip_zero_block_ids.update(written)
+        return True
+
+    def complete_load(self, request: Request) -> bool:
+        """Take over what has been loaded; False: it is still under way."""
+        if request.request_id not in self.finished_recving_kv_req_ids:
+            return False
+        tokens = request.num_computed_tokens
+        self._update_waiting_for_remote_kv(request)
+        request.num_computed_tokens, request.status = tokens, RequestStatus.FINISHED_ABORTED
+        return True
+
+    def abort_load(self, request_id: str) -> None:
+        """Give up a load. Its memory is freed when the transfer, if one is under way, has ended."""
+        self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    def take_cached(self, found: FoundContext) -> list[KVCacheBlock]:
+        """Own the blocks that the prefix cache has of a context."""
+        blocks = [block for group in found.blocks.blocks for block in group]
+        self.kv_cache_manager.block_pool.touch(blocks)
+        return blocks
+
+    def take_blocks(self, request: Request) -> Sequence[KVCacheBlock]:
+        """Own a request's blocks: vLLM frees them no more, and knows the request no more."""
+        blocks: Sequence[KVCacheBlock] = self.kv_cache_manager.pop_blocks_for_free(request)
+        del self.requests[request.request_id]
+        return blocks
+
+
+def stop_storing_after(offloading: OffloadingConnectorScheduler, request: Request) -> None:
+    """A turn has ended: let the connector store no more of it than was computed.
+
+    vLLM stores the last block when its tokens fill it, although the last token has no KV: whoever loads that block
+    later computes with garbage. (With ``offload_prompt_only`` it does not come to that.)
+    """
+    status = offloading._req_status.get(request.request_id)
+    if status is not None:
+        computed = max(0, min(request.num_computed_tokens, request.num_tokens - 1))
+        bound = status.max_offload_tokens
+        status.max_offload_tokens = computed if bound is None else min(bound, computed)
+
+
+def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bool:
+    """Let the connector offer a turn's chunks once more; False: it does not know the turn."""
+    status = offloading._req_status.get(request_id)
+    if status is None:
+        return False
+    for group in status.group_states:
+        group.next_stored_chunk_idx = 0
+    return True
+
+
+def transfers_under_way(offloading: OffloadingConnectorScheduler) -> bool:
+    """Whether the connector has transfers that it must not be reset with twice between two steps."""
+    return bool(offloading._current_batch_jobs_to_flush)
+
+
+# --- grammars of resumed turns ----------------------------------------------------------------------------------------
+
+RESUMED_KEY = "caesura_resumed"
+"""The key of ``SamplingParams.extra_args`` with how many of the prompt's last tokens are this turn's output."""
+
+
+def resumed_tokens(request: Any) -> int:
+    """How many of the last tokens of the prompt of vLLM's ``request`` were generated elsewhere."""
+    extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
+    known: int = extra.get(RESUMED_KEY, 0)
+    return known
+
+
+def advance_grammars(manager: Any) -> None:
+    """Let every grammar that ``manager`` makes from now on begin where its request does."""
+    create = manager._create_grammar
+
+    def advanced(request: Any) -> Any:
+        grammar = create(request)
+        known = resumed_tokens(request)
+        if known:
+            ids = _without_reasoning(manager, request, list(request.prompt_token_ids), known)
+            if ids and not grammar.accept_tokens(request.request_id, ids):
+                raise ValueError("the tokens that were generated elsewhere do not fit the grammar")
+        return grammar
+
+    manager._create_grammar = advanced
+
+
+def _without_reasoning(manager: Any, request: Any, ids: list[int], known: int) -> Sequence[int]:
+    """The known tokens that are the grammar's; notes in ``request`` where among them the reasoning ended."""
+    asked = request.structured_output_request
+    reasoner = manager._get_reasoner(request)
+    if manager.enable_in_reasoning or asked.reasoning_ended is True or reasoner is None:
+        return ids[-known:]
+    begin = len(ids) - known
+    if asked.reasoning_ended is None and reasoner.is_reasoning_end(ids[:begin]):
+        asked.reasoning_ended = True
+        return ids[begin:]
+    asked.reasoning_ended = False
+    for position in range(begin, len(ids)):
+        if reasoner.is_reasoning_end_streaming(ids[: position + 1], [ids[position]]):
+            asked.reasoning_ended = True
+            return ids[position + 1 :]
+    return ()
+
+
+# --- the engine's process on CPU --------------------------------------------------------------------------------------
+
+METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
+PR_SET_PDEATHSIG = 1
+
+TITLE = "VLLM::EngineCore"
+"""vLLM's own name for the process; after a fork from a Ray worker it cannot set it itself."""
+
+_libc = ctypes.CDLL(None)
+_set_title: Callable[[str], None] | None = None
+"""None: a fork is not ours to prepare."""
+
+
+@contextmanager
+def forked_engine_core(set_title: Callable[[str], None]) -> Iterator[None]:
+    """Within, vLLM forks its engine process. Linux only, and not after CUDA has been initialised.
+
+    The fork shares what the replica has imported, and starts without importing. vLLM spawns inside a Ray actor, since a
+    fork inherits the locks and sockets of Ray's threads. EngineCore uses neither: vLLM's engine loop alone runs in it,
+    and a multiprocessing child ends without the parent's exit handlers. It must not outlive the replica, whose sockets
+    it holds open: the kernel ends it with its parent.
+
+    Args:
+        set_title: gives a process its title.
+    """
+    global _set_title
+    before, asked = os.environ.get(METHOD), system_utils.is_in_ray_actor
+    # What is garbage, or would be moved by a collection, would be copied in the child page by page.
+    gc.collect()
+    trim()
+    gc.freeze()
+    _set_title, os.environ[METHOD], system_utils.is_in_ray_actor = set_title, "fork", lambda: False
+    try:
+        yield
+    finally:
+        _set_title, system_utils.is_in_ray_actor = None, asked
+        if before is None:
+            del os.environ[METHOD]
+        else:
+            os.environ[METHOD] = before
+
+
+def _prepare_engine_core() -> None:
+    if _set_title is not None:
+        _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        _set_title(TITLE)
+
+
+os.register_at_fork(after_in_child=_prepare_engine_core)

@@ -1,0 +1,306 @@
+"""Which replica a turn is placed on: filters, then scorers, then the least sum of lost seconds. Pure.
+
+Placement that all ingresses have to agree on without the store uses rendezvous hashing with bounded loads. Each pair of
+a key and a replica has a weight, and the key goes to the replica with the greatest weight (Thaler and Ravishankar,
+1998), or to the next one where that replica has more than its share (as in Mirrokni et al., "Consistent hashing with
+bounded loads", 2018). A replica that comes or goes changes the placement of its own keys only.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from hashlib import blake2b
+from math import ceil
+from typing import ClassVar, NamedTuple, Protocol
+
+from cluster.core.registry import FILTERS, SCORERS
+from router.candidate import Arrival, Candidate, Gap, gap
+from router.settings import EngineSettings
+
+# --- rendezvous hashing -----------------------------------------------------------------------------------------------
+
+
+def weight(key: str, replica: str) -> int:
+    """Rendezvous weight of a pair, in [0, 2**64)."""
+    pair = f"{len(key)}\n{key}{replica}".encode("utf-8", "surrogatepass")
+    return int.from_bytes(blake2b(pair, digest_size=8).digest(), "little")
+
+
+def ranked(key: str, replicas: Iterable[str]) -> list[str]:
+    """The replicas by descending weight for ``key``."""
+    return sorted(replicas, key=lambda replica: (-weight(key, replica), replica))
+
+
+def bounded(key: str, programs: Mapping[str, int], bound: float) -> str | None:
+    """The replica of ``key`` under bounded loads; None where there is no replica.
+
+    Args:
+        key: the key to place.
+        programs: the programs of each replica.
+        bound: no replica gets more than so many times the mean, rounded up; at least 1.
+    """
+    if not programs:
+        return None
+    limit = ceil(bound * (sum(programs.values()) + 1) / len(programs))
+    order = ranked(key, programs)
+    return next((replica for replica in order if programs[replica] + 1 <= limit), order[0])
+
+
+# --- filters ----------------------------------------------------------------------------------------------------------
+
+
+class Filter(Protocol):
+    """Which of the replicas may take the turn? The answer is a part of them, in their order, and deterministic."""
+
+    required: ClassVar[bool]
+    """True: a replica that does not pass is never used. False: the filter is skipped where no replica passes."""
+    local_only: ClassVar[bool]
+    """It uses knowledge of this ingress alone, so that ingresses that must agree cannot use it."""
+
+    def keep(self, turn: Arrival, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """The replicas that pass."""
+        ...
+
+
+class SameModel:
+    """Keeps replicas that serve this router's model, or have not published their model."""
+
+    required: ClassVar[bool] = True
+    local_only: ClassVar[bool] = False
+
+    def __init__(self, settings: EngineSettings, model: str | None) -> None:
+        self._model = model
+
+    def keep(self, turn: Arrival, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """See `Filter`."""
+        model = self._model
+        return [one for one in candidates if model is None or one.model is None or one.model == model]
+
+
+class _StatelessFilter:
+    def __init__(self, settings: EngineSettings, model: str | None) -> None:
+        pass
+
+
+class NotSuspect(_StatelessFilter):
+    """Keeps replicas that have not failed a turn recently: a replica may be dead for a while before Ray reports it."""
+
+    required: ClassVar[bool] = False
+    local_only: ClassVar[bool] = True
+
+    def keep(self, turn: Arrival, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """See `Filter`."""
+        return [one for one in candidates if not one.suspect]
+
+
+class LargeEnough(_StatelessFilter):
+    """Keeps replicas whose whole memory would take the turn."""
+
+    required: ClassVar[bool] = False
+    local_only: ClassVar[bool] = False
+
+    def keep(self, turn: Arrival, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """See `Filter`."""
+        needed = turn.expected.prompt_tokens + turn.expected.output_tokens
+        return [one for one in candidates if needed <= one.load.kv_tokens]
+
+
+class TenantSpread:
+    """Keeps the tenant's part of the replicas, by rendezvous hashing of the tenant: its load stays on them."""
+
+    required: ClassVar[bool] = False
+    local_only: ClassVar[bool] = False
+
+    def __init__(self, settings: EngineSettings, model: str | None) -> None:
+        self._spread = settings.tenant_spread
+
+    def keep(self, turn: Arrival, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """See `Filter`."""
+        if self._spread >= 1:
+            return list(candidates)
+        part = _tenant_replicas(turn.tenant, tuple(one.replica for one in candidates), self._spread)
+        return [one for one in candidates if one.replica in part]
+
+
+class NotDraining(_StatelessFilter):
+    """Keeps replicas that are not draining."""
+
+    required: ClassVar[bool] = True
+    local_only: ClassVar[bool] = False
+
+    def keep(self, turn: Arrival, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """See `Filter`."""
+        return [one for one in candidates if not one.draining]
+
+
+@lru_cache(maxsize=4096)
+def _tenant_replicas(tenant: str, replicas: tuple[str, ...], spread: float) -> frozenset[str]:
+    return frozenset(ranked(tenant, replicas)[: ceil(spread * len(replicas))])
+
+
+# --- scorers ----------------------------------------------------------------------------------------------------------
+
+
+class Scorer(Protocol):
+    """How many seconds are lost, for one reason, if the turn's program is bound to the replica?
+
+    The answer is finite, never negative, and deterministic. Placement minimises the weighted sum of all scorers, so a
+    loss that is equal on every replica need not be counted.
+    """
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """``gap``: the part of the turn's prompt that is missing on the replica."""
+        ...
+
+
+class Start:
+    """Time until the turn starts: the backlog, resuming programs, and memory that has to be freed."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """The backlog's time; where memory is short, also the part of the running turns that has to end first."""
+        load = candidate.load
+        short = gap.compute_tokens + gap.fetch_tokens + candidate.backlog_tokens - load.free_tokens
+        if short <= 0 or load.running_tokens <= 0:
+            return candidate.start_s
+        return candidate.start_s + candidate.residual_s * min(1.0, short / load.running_tokens)
+
+
+class Missing:
+    """Time to compute the missing prompt, or to fetch it from the host tier."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """See `Scorer`."""
+        return gap.seconds(candidate.load)
+
+
+class Pace:
+    """Decode time: the program's own, and what it adds to the iterations of the other programs.
+
+    An iteration is counted with all programs that run, wait, or resume within seconds. The turns that run now would
+    mislead, since a replica whose memory is full runs few and looks fast. All bound programs would mislead too, since a
+    program that pauses for minutes slows nobody. Counting the others' loss places long contexts where few programs
+    have to wait while they are read.
+    """
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """Own output tokens, times the iteration's length and what the program adds to it for each of the others."""
+        own_s = candidate.load.sequence_s + turn.expected.context_tokens * candidate.load.context_s
+        if turn.home == candidate.replica:  # the program is one of the active ones
+            others, step_s = max(0.0, candidate.active - 1), candidate.active_step_s
+        else:
+            others, step_s = candidate.active, candidate.active_step_s + own_s
+        return turn.expected.outputs * (step_s + others * own_s)
+
+
+class Memory:
+    """Time to restore KV that will have been evicted at later turns, where the bound programs exceed the memory."""
+
+    def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
+        """The evicted part of the context, at each later turn; from the host tier as far as that reaches."""
+        expected, load = turn.expected, candidate.load
+        needed = 0.0 if turn.home == candidate.replica else candidate.needs(expected)
+        wanted = candidate.occupied_tokens + needed
+        over = wanted - load.kv_tokens
+        if over <= 0:
+            return 0.0
+        fetched = min(over, load.host_tokens) / wanted
+        computed = max(0.0, over - load.host_tokens) / wanted
+        token_s = fetched * 2 * load.swap_token_s + computed * load.token_s
+        return expected.later_turns * expected.context_tokens * token_s
+
+
+# --- the choice -------------------------------------------------------------------------------------------------------
+
+
+class Choice(NamedTuple):
+    """A replica for a turn."""
+
+    candidate: Candidate
+    gap: Gap
+    """The part of the prompt that is missing there."""
+    seconds: float
+    """Sum of the weighted scorers."""
+
+    @property
+    def first_token_s(self) -> float:
+        """Expected time to the turn's first token."""
+        return self.candidate.start_s + self.gap.seconds(self.candidate.load)
+
+
+@dataclass(frozen=True)
+class PlacementPolicy:
+    """The filters and scorers that the settings name."""
+
+    filters: tuple[Filter, ...]
+    scorers: tuple[tuple[Scorer, float], ...]
+    """Each with its weight."""
+
+    @classmethod
+    def of(cls, settings: EngineSettings, model: str | None = None) -> "PlacementPolicy":
+        """``model`` None accepts replicas of any model."""
+        return cls(
+            filters=tuple(FILTERS.load(name)(settings, model) for name in settings.filters),
+            scorers=tuple((SCORERS.load(name)(), factor) for name, factor in settings.scorers.items() if factor > 0),
+        )
+
+    def eligible(
+        self, turn: Arrival, candidates: Sequence[Candidate], *, deterministic: bool = False
+    ) -> list[Candidate]:
+        """The replicas that may take the turn; never one that has failed it.
+
+        ``deterministic``: decide by what every ingress knows.
+        """
+        left = [one for one in candidates if one.replica not in turn.avoid] if turn.avoid else list(candidates)
+        for each in self.filters:
+            if deterministic and each.local_only:
+                continue
+            passed = each.keep(turn, left)
+            if passed or each.required:
+                left = passed
+        return left
+
+    def score(self, turn: Arrival, candidate: Candidate, guess: int = 0) -> Choice:
+        """The choice of this replica with its score; ``guess``: see `gap`."""
+        missing = gap(turn, candidate, guess)
+        seconds = 0.0
+        for scorer, factor in self.scorers:
+            seconds += factor * scorer.seconds(turn, candidate, missing)
+        return Choice(candidate, missing, seconds)
+
+    def best(self, turn: Arrival, candidates: Sequence[Candidate]) -> Choice | None:
+        """The replica with the least loss; of equals the one with the fewest programs, then by rendezvous weight."""
+        choices: list[Choice] = []
+        guess = 0
+        for one in candidates:
+            choices.append(self.score(turn, one, guess))
+            guess = choices[-1].gap.shared_blocks or guess
+        if not choices:
+            return None
+        least = min(choice.seconds for choice in choices)
+        equals = [choice for choice in choices if choice.seconds <= least]
+        if len(equals) == 1:
+            return equals[0]
+        return min(
+            equals,
+            key=lambda one: (one.candidate.programs, -weight(turn.key, one.candidate.replica), one.candidate.replica),
+        )
+
+
+def migration_pays(turn: Arrival, here: Choice, there: Choice, settings: EngineSettings, ttft_s: float | None) -> bool:
+    """Whether a program gains from a migration by more than its cost and the margins of the settings.
+
+    Args:
+        turn: the program's next turn.
+        here: its home.
+        there: the best other replica.
+        settings: hysteresis, gain and margin.
+        ttft_s: the SLO of the time to the first token, if there is one. A turn that meets it at home never moves to a
+            replica where it would miss it.
+    """
+    if ttft_s is not None and here.first_token_s <= ttft_s < there.first_token_s:
+        return False
+    cost_s = max(0.0, there.gap.compute_tokens - here.gap.compute_tokens) * there.candidate.load.token_s
+    # A program whose KV at home is gone is as free to move as a new program.
+    missing = here.gap.compute_tokens / max(1, turn.expected.prompt_tokens)
+    margin_s = settings.move_gain_s + settings.move_margin * (1 - min(1.0, missing)) * here.seconds
+    return here.seconds - there.seconds > settings.hysteresis * cost_s + margin_s

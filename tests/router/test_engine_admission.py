@@ -1,0 +1,291 @@
+"""Who waits at the engine, for how long, and who goes first."""
+
+from collections import Counter
+from typing import Any
+
+import pytest
+
+from cluster.config.schema import SloConfig
+from router.decisions import Go, Home, Placed, Refuse, Refused, Wait
+from router.placement_engine import PlacementEngine
+from router.settings import EngineSettings
+from tests.router.router_views import request, snapshot
+
+PLAIN = {"expected_later_turns": 0, "expected_later_tokens": 0, "expected_output_tokens": 0}
+"""A program of one turn that needs its prompt and no more."""
+HALF = 50_000
+
+
+class Site:
+    """A replica that takes two programs of HALF, and a engine; programs end when told to."""
+
+    def __init__(
+        self, slo: SloConfig | None = None, replicas: int = 1, *, guards_memory: bool = False, **settings: Any
+    ) -> None:
+        self.engine = PlacementEngine(EngineSettings(working_set=1.0, **settings), slo)
+        self.guards_memory = guards_memory
+        self.replicas, self.number, self.now_s = replicas, 0, 0.0
+        self.living: dict[str, str] = {}
+        self.refused: dict[str, Refuse] = {}
+        self.order: list[str] = []
+        self.look()
+
+    def look(self) -> None:
+        """A snapshot that knows no program but by the engine's own counting."""
+        self.number += 1
+        shown = {
+            f"r{i}": snapshot(f"r{i}", self.number, guards_memory=self.guards_memory) for i in range(self.replicas)
+        }
+        if self.number == 1:
+            self.engine.observe(shown, self.now_s)
+
+    def come(self, key: str, tokens: int = HALF, tenant: str = "a", **fields: Any) -> Go | Wait | Refuse:
+        turn = request(key, tokens, tenant, **{**PLAIN, **fields})
+        decision = self.engine.turn(f"turn of {key}", turn, self.now_s)
+        if isinstance(decision, Go):
+            self.living[key] = decision.home.replica
+        return decision
+
+    def end(self, key: str) -> None:
+        self.engine.ended(f"turn of {key}", self.now_s, context_tokens=0)
+        self.engine.forget(key, self.now_s)
+        del self.living[key]
+
+    def admit(self) -> list[str]:
+        """Who goes now."""
+        went = []
+        for turn_id, decision in self.engine.admitted(self.now_s):
+            key = turn_id.removeprefix("turn of ")
+            if isinstance(decision, Go):
+                went.append(key)
+                self.living[key] = decision.home.replica
+            else:
+                self.refused[key] = decision
+        self.order += went
+        self.engine.check_integrity()
+        return went
+
+    def serve_all(self, step_s: float = 1.0) -> list[str]:
+        """End the programs one by one until nobody waits; the order of admission."""
+        while self.engine.waiting and self.living:
+            self.now_s += step_s
+            self.end(next(iter(self.living)))
+            self.admit()
+        return self.order
+
+
+def test_a_replica_that_guards_its_memory_takes_more() -> None:
+    site = Site(guards_memory=True, guarded_working_set=2.0)
+    assert all(isinstance(site.come(key), Go) for key in "abcd")
+    assert isinstance(site.come("e"), Wait)
+
+
+def test_the_least_work_goes_first_among_those_of_a_tenant() -> None:
+    site = Site(aged_share=1e-9, stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert [site.come(f"p{n}", n) for n in (40_000, 30_000, 45_000)] == [Wait()] * 3
+    site.end("x")
+    assert site.admit() == ["p30000"]
+    site.end("y")
+    assert site.admit() == ["p40000"]
+
+
+def test_whoever_waits_longest_goes_too_however_many_small_ones_come() -> None:
+    site = Site(aged_share=0.25, stale_s=1e6)
+    site.come("x"), site.come("y")
+    site.come("large", HALF)
+    for number in range(40):
+        site.come(f"small{number}", 26_000)
+    for _ in range(12):
+        site.now_s += 1.0
+        site.end(next(iter(site.living)))
+        site.admit()
+    assert "large" in site.order[:6]
+
+
+def test_one_larger_than_any_replica_is_admitted_to_an_empty_one_and_blocks_the_others_meanwhile_on_one_only() -> None:
+    site = Site(aged_share=0.5, stale_s=1e6, replicas=2)
+    for key in ("v", "w", "x", "y"):
+        site.come(key)
+    assert site.come("huge", 150_000) == Wait()
+    for number in range(30):
+        site.come(f"p{number}", HALF)
+    order = site.serve_all()
+    assert "huge" in order[:8]
+    assert sorted(order) == sorted(["huge", *(f"p{n}" for n in range(30))])
+
+
+def test_on_an_empty_replica_one_larger_than_it_goes_at_once() -> None:
+    assert isinstance(Site().come("huge", 10**7), Go)
+
+
+def test_tenants_take_turns_by_weight_whoever_came_first() -> None:
+    site = Site(tenant_weights={"b": 3.0}, stale_s=1e6, aged_share=0.125)
+    site.come("x"), site.come("y")
+    for number in range(40):
+        site.come(f"a{number}", tenant="a")
+    for number in range(40):
+        site.come(f"b{number}", tenant="b")
+    first = Counter(key[0] for key in site.serve_all()[:40])
+    assert 8 <= first["a"] <= 12 and 28 <= first["b"] <= 32
+
+
+def test_a_tenant_that_comes_later_does_not_have_to_wait_for_anothers_whole_queue_nor_gets_everything() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x"), site.come("y")
+    for number in range(60):
+        site.come(f"a{number}", tenant="a")
+    for _ in range(30):
+        site.now_s += 1.0
+        site.end(next(iter(site.living)))
+        site.admit()
+    for number in range(10):
+        site.come(f"b{number}", tenant="b")
+    order = site.serve_all()[30:]
+    assert Counter(key[0] for key in order[:10]) == {"a": 5, "b": 5}
+
+
+def test_those_that_can_still_be_in_time_go_before_those_that_cannot() -> None:
+    site = Site(SloConfig(ttft_s=3.0), stale_s=1e6, aged_share=1e-9)
+    site.come("x"), site.come("y")
+    site.come("late", 40_000)
+    site.now_s = 10.0
+    site.come("timely", HALF)
+    site.end("x")
+    assert site.admit() == ["timely"]
+
+
+def test_nobody_waits_longer_than_allowed_and_a_deadline_counts() -> None:
+    site = Site(max_wait_s=60.0, stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert site.come("patient") == Wait()
+    assert site.come("urgent", deadline_s=20.0) == Wait()
+    site.now_s = 21.0
+    assert site.admit() == [] and set(site.refused) == {"urgent"}
+    site.now_s = 60.0
+    assert site.admit() == [] and set(site.refused) == {"urgent", "patient"}
+    assert {refuse.reason for refuse in site.refused.values()} == {Refused.QUEUE_TIMEOUT}
+    assert all(refuse.retry_after_s >= 1 for refuse in site.refused.values())
+
+
+def test_where_nothing_was_admitted_for_long_more_are_refused_at_once() -> None:
+    site = Site(max_wait_s=100.0, stale_s=1e6)
+    site.come("x"), site.come("y"), site.come("first")
+    site.now_s = 99.0
+    decisions = [site.come(f"p{number}") for number in range(30)]
+    refused = [one for one in decisions if isinstance(one, Refuse)]
+    assert refused and {one.reason for one in refused} == {Refused.QUEUE_TIMEOUT}
+    assert refused[-1].retry_after_s > 100
+
+
+def test_a_full_queue_refuses_and_makes_room_for_a_tenant_that_has_less_than_its_share() -> None:
+    site = Site(max_waiting=10, max_wait_s=1e6, stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert [site.come(f"a{number}") for number in range(10)] == [Wait()] * 10
+    full = site.come("a10")
+    assert isinstance(full, Refuse) and full.reason is Refused.QUEUE_FULL
+    assert [site.come(f"b{number}", tenant="b") for number in range(5)] == [Wait()] * 5
+    over = site.come("b5", tenant="b")
+    assert isinstance(over, Refuse) and over.reason is Refused.TENANT_SHARE
+    site.admit()
+    assert {key: one.reason for key, one in site.refused.items()} == {
+        f"a{number}": Refused.TENANT_SHARE for number in range(5, 10)
+    }
+
+
+def test_a_turn_that_is_gone_waits_no_longer_and_its_program_goes_with_its_last() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x"), site.come("y")
+    site.come("p")
+    site.engine.turn("another", request("p", HALF, **PLAIN), 0.0)
+    assert site.engine.waiting == 1
+    site.engine.ended("another", 0.1)
+    assert site.engine.waiting == 1
+    site.engine.ended("turn of p", 0.1)
+    assert site.engine.waiting == 0
+
+
+def test_all_turns_of_a_waiting_program_go_together() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x"), site.come("y")
+    site.come("p")
+    assert site.engine.turn("another", request("p", HALF, **PLAIN), 0.0) == Wait()
+    site.end("x")
+    assert dict(site.engine.admitted(0.1)) == {turn: Go(Home("r0", 1), Placed.NEW) for turn in ("turn of p", "another")}
+
+
+def test_turns_wait_no_longer_for_a_program_that_another_ingress_has_admitted() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert site.come("p") == Wait()
+    site.engine.settle("p", Home("r0", 4), 0.5)
+    assert site.engine.admitted(0.5) == [("turn of p", Go(Home("r0", 4), Placed.JOINED))]
+    site.engine.check_integrity()
+
+
+def test_a_child_of_a_program_that_waits_for_it_does_not_wait_one_at_a_time() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert isinstance(site.come("x/child1", parent_key="x"), Go)
+    assert site.come("x/child2", parent_key="x") == Wait()
+    site.end("x/child1")
+    assert site.admit() == ["x/child2"]
+
+
+@pytest.mark.parametrize("resident", [True, False])
+def test_a_program_that_a_replica_already_has_is_admitted(resident: bool) -> None:
+    engine = PlacementEngine()
+    full = {"working_set_tokens": 1e6, "residents": ["p"] if resident else []}
+    engine.observe({"r0": snapshot("r0", **full)}, 0.0)
+    decision = engine.turn("t", request("p"), 0.1)
+    assert isinstance(decision, Go if resident else Wait)
+
+
+def test_programs_that_were_thought_longer_and_never_came_back_make_room_though_nobody_said_so() -> None:
+    engine = PlacementEngine(EngineSettings(working_set=1.0))
+    engine.observe({"r": snapshot("r", 1, kv_tokens=20_000)}, 0.0)
+    keys = []
+    for number in range(50):
+        key = f"p{number}"
+        if not isinstance(engine.turn(key, request(key), number / 100), Go):
+            break
+        engine.ended(key, number / 100, context_tokens=10)
+        keys.append(key)
+    else:
+        raise AssertionError("nobody ever waits")
+    there = {"programs": len(keys), "working_set_tokens": 10.0 * len(keys), "residents": [f"a/{k}" for k in keys]}
+    for number in (2, 3, 4):
+        engine.observe({"r": snapshot("r", number, kv_tokens=20_000, **there)}, 60.0 + number)
+    assert not engine.admitted(64.0)
+    # Their replica gives them up: hardly one of them still counts.
+    for number in (5, 6, 7):
+        engine.observe({"r": snapshot("r", number, kv_tokens=20_000)}, 120.0 + number)
+    ((admitted, decision),) = engine.admitted(128.0)
+    assert isinstance(decision, Go) and admitted not in keys
+    engine.check_integrity()
+
+
+@pytest.mark.parametrize("later_tokens", [14_000, 34_000], ids=["of half the memory", "as large as the memory"])
+@pytest.mark.parametrize(
+    ("alive", "soon", "waits"),
+    [(10, 10.0, True), (10, 6.0, True), (10, 0.1, False), (8, 8.0, True), (2, 0.1, False), (0, 0.0, False)],
+)
+def test_nobody_waits_for_growth_of_programs_that_come_back_late_if_at_all(
+    later_tokens: int, alive: int, soon: float, waits: bool
+) -> None:
+    engine = PlacementEngine(EngineSettings(working_set=1.0))
+    engine.observe({"r": snapshot("r", 1, kv_tokens=200_000)}, 0.0)
+    size = {"expected_later_turns": 10, "expected_output_tokens": 100}
+    keys = [f"p{number}" for number in range(10)]
+    for key in keys:
+        turn = request(key, expected_later_tokens=34_000, **size)
+        assert isinstance(engine.turn(key, turn, 0.1), Go)
+        engine.ended(key, 1.0, context_tokens=10_000)
+    # Their replica has become small, or they are thought longer than they are; it expects so many of them back.
+    there = {"programs": alive, "working_set_tokens": 20.0, "working_set_programs": soon}
+    there["residents"] = [f"a/{key}" for key in keys]
+    for number in (2, 3, 4):
+        engine.observe({"r": snapshot("r", number, kv_tokens=20_000, **there)}, 60.0 + number)
+    decision = engine.turn("t", request("late", expected_later_tokens=later_tokens, **size), 64.0)
+    assert isinstance(decision, Wait if waits else Go)
+    engine.check_integrity()

@@ -1,0 +1,37 @@
+"""The proxy counts the requests that it rejects itself."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.observing.catalogue import REQUESTS, REQUESTS_REJECTED, Metric
+from cluster.proxy import middleware as proxy_middleware
+from cluster.proxy.middleware import Rejections
+
+
+class RecordedMeter:
+    def __init__(self) -> None:
+        self.counts: list[tuple[str, float, str]] = []
+
+    def add(self, metric: Metric, amount: float, /, **labels: str) -> None:
+        self.counts.append((metric.name, amount, labels.get("reason", labels.get("outcome", ""))))
+
+
+async def test_rejections_are_recorded_together_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(proxy_middleware, "RECORD_DELAY_S", 0.01)
+    meter: Any = RecordedMeter()
+    rejections = Rejections(meter)
+    for reason in ("overload", "overload", "tenant_rate"):
+        rejections.count(reason)
+    assert meter.counts == []
+    await asyncio.sleep(0.05)
+    first = [
+        (REQUESTS_REJECTED.name, 2, "overload"),
+        (REQUESTS_REJECTED.name, 1, "tenant_rate"),
+        (REQUESTS.name, 3, "rejected"),
+    ]
+    assert meter.counts == first
+    rejections.count("overload")
+    await asyncio.sleep(0.05)
+    assert meter.counts == [*first, (REQUESTS_REJECTED.name, 1, "overload"), (REQUESTS.name, 1, "rejected")]
