@@ -162,7 +162,7 @@ async def test_a_call_whose_home_died_too(
 async def test_a_call_that_was_sent_elsewhere_is_found(pools: Pools, tmp_path: Path) -> None:
     pool, successor = await pools(), await pools()
     call = noting(tmp_path / "file", seconds=4.0)
-    home = pool._actors.living[pool._home(call, pool._settings("note", {})) or 0]
+    home = pool._actors.living[pool._home(call, pool._settings(call, {})) or 0]
     os.kill((await pool.ready())[home], signal.SIGKILL)
     await until(lambda: home not in pool._actors.living)
     first = asyncio.create_task(pool.run(call))
@@ -178,6 +178,7 @@ async def test_the_tools_of_a_request_are_refused_or_judged_by_what_they_say(poo
     with pytest.raises(ToolRefused, match="of the kinds: none"):
         await pool.offers(theirs)
     assert (await pool.run(ToolCall("c", "t"), theirs)).outcome is Outcome.REFUSED
-    again = {name: pool._settings(name, theirs).idempotent for name in ("s__add", "t", "u", "nobody", "note", "again")}
+    names = ("s__add", "t", "u", "nobody", "note", "again")
+    again = {name: pool._settings(ToolCall("c", name), theirs).idempotent for name in names}
     assert again == {"s__add": False, "t": True, "u": False, "nobody": False, "note": False, "again": True}
     assert {offer.owner for offer in await pool.offers()} == set(DEFINED)
