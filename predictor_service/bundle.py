@@ -1,7 +1,7 @@
-"""A trained model as a directory: its files, and `bundle.json`, which describes them.
+"""Writes and reads bundles: directories with the files of a trained model, and `bundle.json`, which describes them.
 
-`bundle.json` is written last and has every other file's SHA-256. So half a bundle, or one with a changed byte, is
-rejected by the name of the file. Files are tensors (safetensors), text and msgpack: none of them can contain a program.
+`bundle.json` is written last and contains the SHA-256 of every other file. An incomplete or changed bundle is therefore
+rejected, with the name of the file. Files are tensors (safetensors), text or msgpack, and cannot contain code.
 """
 
 import hashlib
@@ -24,7 +24,7 @@ from cluster.core.registry import PREDICTORS
 from predictor_service.examples import ProgramExample
 
 FORMAT = 1
-"""Raised with every change of what files mean."""
+"""Version of the format. Raise it with every change of the files' meaning."""
 NOTE, WEIGHTS = "bundle.json", "model.safetensors"
 MAX_FILE_BYTES = 2 << 30
 
@@ -34,22 +34,22 @@ class Origin:
     """The programs that a model was trained on."""
 
     data_sha256: str | None = None
-    """See `data_hash`; None: not known."""
+    """Hash of the data, see `data_hash`; None if it is unknown."""
     programs: int = 0
     sources: tuple[str, ...] = ()
     split_seed: int | None = None
-    """Of the split whose train side it was; None: all of the data."""
+    """Seed of the split whose train side was used; None if all of the data was used."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
-    """Its scores by source on the test side, for people to read."""
+    """The model's scores by source on the test side, for information only."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredModel:
-    """A model with what its bundle says of it."""
+    """A model with its name and its origin."""
 
     name: str
     model: Any
-    """Answers what models of its name answer, see `predictor_service.model`."""
+    """The model, with the protocols of `predictor_service.model` that models of its name have."""
     origin: Origin
 
     def save(self, directory: Path) -> None:
@@ -63,23 +63,23 @@ class StoredModel:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bundle:
-    """The content of the directory."""
+    """The content of a bundle's directory."""
 
     model: str
-    """Its name in the registry."""
+    """Name of the model in the registry."""
     features_version: int
     origin: Origin
     tensors: Mapping[str, NDArray[np.float32]] = field(default_factory=dict)
     parts: Mapping[str, bytes] = field(default_factory=dict)
-    """Other files, by name."""
+    """Content of the other files, by name."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """The model's own."""
+    """Settings of the model."""
 
     def part(self, name: str) -> bytes:
-        """Another file's content.
+        """Return the content of one of the `parts`.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: there is no file of this name.
         """
         if name not in self.parts:
             raise ValueError(f"{name}: is not in the bundle")
@@ -87,7 +87,7 @@ class Bundle:
 
     @contextmanager
     def reading(self, directory: Path) -> Iterator[None]:
-        """Turns a ValueError about the content into a ConfigError that names the directory."""
+        """Turn a ValueError about the content into a ConfigError that names the directory."""
         try:
             yield
         except ValueError as error:
@@ -113,14 +113,15 @@ class _Note(BaseModel):
     origin: _Origin
     settings: dict[str, Any]
     files: dict[Annotated[str, Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]*$")], str]
-    """SHA-256 by name."""
+    """SHA-256 of each file, by name."""
 
 
 def load_model(directory: Path) -> StoredModel:
-    """The model of a bundle, whichever registered one it is.
+    """Load the model of a bundle, which may be any registered one.
 
     Raises:
-        ConfigError: it is no whole bundle of a registered model in this version; names file and field.
+        ConfigError: it is no complete bundle of a registered model in this version; the message names the file and the
+            field.
     """
     bundle = read_bundle(directory)
     if bundle.model not in PREDICTORS:
@@ -129,13 +130,13 @@ def load_model(directory: Path) -> StoredModel:
 
 
 def data_hash(programs: Iterable[ProgramExample]) -> str:
-    """SHA-256 over all that a model can learn from these programs, whatever their order."""
+    """Return a SHA-256 over everything that a model can learn from these programs. Their order does not matter."""
     digests = sorted(hashlib.sha256(repr(program).encode("utf-8", "backslashreplace")).digest() for program in programs)
     return hashlib.sha256(b"".join(digests)).hexdigest()
 
 
 def write_bundle(directory: Path, bundle: Bundle) -> None:
-    """Write or replace the bundle in ``directory``, which is made where it is not there.
+    """Write or replace the bundle in ``directory``, which is created if necessary.
 
     Raises:
         ConfigError: it cannot be written.
@@ -167,16 +168,16 @@ def write_bundle(directory: Path, bundle: Bundle) -> None:
 
 
 def read_bundle(directory: Path, model: str | None = None, features_version: int | None = None) -> Bundle:
-    """The bundle of a directory.
+    """Read the bundle of a directory.
 
     Args:
-        directory: where it is.
-        model: the name that it must have; None: any.
-        features_version: the version that it must have; None: any.
+        directory: the directory.
+        model: the name that the model must have; None accepts any.
+        features_version: the version of the features that it must have; None accepts any.
 
     Raises:
-        ConfigError: there is none, a file is missing or is not the one that was written, or it is of another format,
-            model or version of features; names file and field.
+        ConfigError: there is no bundle, a file is missing or changed, or the format, the model or the version of the
+            features is another one; the message names the file and the field.
     """
     note = _read_note(directory / NOTE)
     for field_name, found, wanted in (
@@ -233,7 +234,7 @@ def _content(path: Path) -> bytes:
 
 
 def _replace(path: Path, content: bytes) -> None:
-    """Atomic: a reader sees the old file or the new one."""
+    """Replace a file atomically: a reader sees either the old file or the new one."""
     new = path.with_name(path.name + ".new")
     new.write_bytes(content)
     new.replace(path)

@@ -1,8 +1,8 @@
-"""An ingress's client of the predictor: it answers within a deadline, and never with an error.
+"""The client with which an ingress predicts turns. It returns within a deadline, and it never raises.
 
-The service is asked if there is one. If its answer is late or broken, the client's own statistics answer; who answered
-and why is counted. Observations of turns go to the service in the background. What the service does not take is learnt
-here, and reaches it through the store.
+The client asks the predictor service if there is one. If the answer is late or invalid, the client's own statistics
+make the prediction. Counters record the source of each prediction. Observations of turns are sent to the service in
+the background. The client learns from those that the service does not accept, and shares them through the store.
 """
 
 import asyncio
@@ -24,53 +24,53 @@ from predictor_service.shared import SharedPredictor, Trained, shared_predictor
 logger = logging.getLogger(__name__)
 
 MAX_IN_FLIGHT = 64
-"""Requests that the service has not answered; with more it counts as overloaded, and is not asked."""
+"""Unanswered requests with which the service counts as overloaded, so that it is not asked."""
 FAILURES = 5
-"""After so many failures in a row the circuit to the service is open: it is not asked."""
+"""Failures in a row after which the circuit to the service opens, so that it is not asked."""
 REST_S = 1.0
-"""The circuit stays open for so long; then one request probes the service, and nobody waits for it."""
+"""Seconds for which the circuit stays open. Then one request probes the service, and no turn waits for it."""
 FLUSH_S = 0.25
-"""Between two deliveries of observations."""
+"""Seconds between two deliveries of observations."""
 DELIVERY_S = 2.0
-"""The timeout of one delivery."""
+"""Timeout of one delivery, in seconds."""
 MAX_QUEUED = 4096
-"""Observations that wait for their delivery; beyond that the oldest are dropped."""
+"""Observations that may wait for their delivery. The oldest ones are dropped first."""
 BATCH = 256
-"""Observations of one delivery."""
+"""Observations in one delivery, at most."""
 
 
 class ServiceUnreachable(Exception):
-    """Nobody answers."""
+    """The service cannot be reached."""
 
 
 class ServiceOverloaded(Exception):
-    """It has too much to do."""
+    """The service is overloaded and rejects the request."""
 
 
 class PredictionService(Protocol):
     """The predictor service, over any transport."""
 
     async def predict(self, turn: TurnContext) -> Prediction:
-        """Ask it; to be cancelled at any time.
+        """Return the prediction of a turn. The call may be cancelled at any time.
 
         Raises:
-            ServiceUnreachable: nobody answers.
-            ServiceOverloaded: it refuses.
+            ServiceUnreachable: the service cannot be reached.
+            ServiceOverloaded: the service rejects the request.
         """
         ...
 
     async def observe(self, observations: Sequence[Observation]) -> None:
-        """Send it observations.
+        """Send observations to the service.
 
         Raises:
-            ServiceUnreachable: nobody answers.
-            ServiceOverloaded: it refuses.
+            ServiceUnreachable: the service cannot be reached.
+            ServiceOverloaded: the service rejects the request.
         """
         ...
 
 
 class Answered(StrEnum):
-    """Who made a prediction, and why not the service. Label of a metric."""
+    """The source of a prediction, or the reason why it is not the service. This is the label of a metric."""
 
     SERVICE = "service"
     STATISTICS = "statistics"
@@ -85,17 +85,17 @@ class Answered(StrEnum):
     RESTING = "resting"
     """The service failed too often, and is not asked for a while."""
     NOBODY = "nobody"
-    """The statistics failed, too: there is no prediction."""
+    """The statistics failed as well, so that there is no prediction."""
 
 
 class PredictionClient:
-    """Asks the service, or its own statistics.
+    """Requests predictions from the service, or makes them from its own statistics.
 
     Args:
-        local: its own statistics, shared with those of others.
-        service: None: there is none.
-        deadline_s: within which `predict` answers.
-        clock: for the open circuit, and to measure how long its own statistics take.
+        local: the statistics of this process, which are shared with those of other processes.
+        service: the predictor service; None if there is none.
+        deadline_s: seconds within which `predict` returns.
+        clock: times the open circuit, and measures how long the statistics take.
     """
 
     def __init__(
@@ -113,12 +113,12 @@ class PredictionClient:
         self._failures = 0
         self._rests_until_s = 0.0
         self._local_s = 0.0
-        """A moving average of the time that its own statistics take."""
+        """Moving average of the seconds that a prediction by the statistics takes."""
         self._tasks = SupervisedTasks("predictor client", clock)
 
     @property
     def in_flight(self) -> int:
-        """Questions that the service has not answered."""
+        """Number of requests that the service has not answered."""
         return len(self._in_flight)
 
     @property
@@ -127,7 +127,7 @@ class PredictionClient:
         return self._tasks.healthy
 
     async def predict(self, turn: TurnContext) -> Prediction | None:
-        """The prediction of a turn, within the deadline; None: there is none."""
+        """Return the prediction of a turn within the deadline, or None if there is none."""
         answer = await self._ask(turn)
         if isinstance(answer, Prediction):
             self.counters[Answered.SERVICE] += 1
@@ -144,7 +144,7 @@ class PredictionClient:
         return prediction
 
     def observe(self, observations: Sequence[Observation]) -> None:
-        """Learn from observations, here or in the service."""
+        """Learn from observations in this process, or queue them for the service."""
         if self._service is None:
             self._local.learn(observations)
             return
@@ -154,7 +154,7 @@ class PredictionClient:
             self.forgotten += 1
 
     def view(self) -> dict[str, Any]:
-        """For operators."""
+        """Return the client's state for operators."""
         return {
             "service": self._service is not None,
             "in_flight": self.in_flight,
@@ -171,7 +171,7 @@ class PredictionClient:
             self._tasks.start("delivery", lambda: self._deliver_for_ever(service))
 
     async def aclose(self) -> None:
-        """Stop; observations that were not delivered are learnt here, and written to the store."""
+        """Stop. Learn from the observations that were not delivered, and write the result to the store."""
         for question in self._in_flight:
             question.cancel()
         await self._tasks.aclose()
@@ -182,7 +182,7 @@ class PredictionClient:
     # --- the service --------------------------------------------------------------------------------------------------
 
     async def _ask(self, turn: TurnContext) -> Prediction | Answered:
-        """The service's answer, or why there is none."""
+        """Return the prediction of the service, or the reason why there is none."""
         if self._service is None:
             return Answered.STATISTICS
         if len(self._in_flight) >= MAX_IN_FLIGHT:
@@ -193,7 +193,7 @@ class PredictionClient:
                 self._probe(self._begin(self._service, turn))
             return Answered.RESTING
         question = self._begin(self._service, turn)
-        # The rest of the deadline is for its own answer. The loop may wake a millisecond late, which is epoll's unit.
+        # The rest of the deadline is left to the statistics. The event loop may wake up 1 ms late, the unit of epoll.
         wait_s = max(0.0, self._deadline_s - self._local_s)
         try:
             await asyncio.wait((question,), timeout=wait_s)
@@ -202,14 +202,14 @@ class PredictionClient:
         return self._judged(question) if question.done() else self._failed(Answered.DEADLINE)
 
     def _begin(self, service: PredictionService, turn: TurnContext) -> "asyncio.Task[Prediction]":
-        # In a context of its own, because Ray Serve would take it for a part of the request and mix up their ids.
+        # The task has its own context, because Ray Serve would treat it as a part of the request and mix up their ids.
         question = asyncio.get_running_loop().create_task(_coroutine(service, turn), context=Context())
         self._in_flight.add(question)
         question.add_done_callback(self._in_flight.discard)
         return question
 
     def _probe(self, question: "asyncio.Task[Prediction]") -> None:
-        """Ask without waiting; an answer closes the circuit."""
+        """Let a request probe the service without waiting for it. An answer closes the circuit."""
         asyncio.get_running_loop().call_later(REST_S, question.cancel)
         question.add_done_callback(self._judged)
 
@@ -245,7 +245,7 @@ class PredictionClient:
             await self.deliver(service)
 
     async def deliver(self, service: PredictionService) -> None:
-        """Send observations to the service; those that it does not take are learnt here."""
+        """Send the queued observations to the service. Learn here from those that it does not accept."""
         while self._queue:
             batch = list(islice(self._queue, BATCH))
             for _ in batch:
@@ -268,7 +268,7 @@ async def _coroutine(service: PredictionService, turn: TurnContext) -> Predictio
 def prediction_client(
     config: CaesuraConfig, clock: Clock, writer: str, service: PredictionService | None
 ) -> PredictionClient | None:
-    """An ingress's client; None: the configuration wants no predictions.
+    """Make the client of an ingress. Return None if the configuration disables predictions.
 
     Raises:
         ConfigError: the store's URL or the bundle cannot be used.

@@ -1,7 +1,7 @@
-"""A forecast is a distribution: shares of bins, each spread evenly over its bin.
+"""Distributions of lengths (tokens) and durations (seconds): shares of bins, each spread evenly over its bin.
 
-Lengths are tokens, durations seconds. Length bins are those of the papers (AugServe: 50 of 10 tokens) and go on in
-equal ratios; duration bins have equal ratios from a millisecond on.
+The first length bins are those of the papers (AugServe: 50 bins of 10 tokens); the later ones have equal ratios.
+Duration bins have equal ratios from one millisecond on.
 """
 
 from dataclasses import dataclass
@@ -18,33 +18,33 @@ BINS_PER_DECADE = 20
 
 _FEW = np.arange(TEN_TOKEN_BINS + 1) * 10.0
 LENGTH_EDGES: Floats = np.concatenate([_FEW, np.geomspace(_FEW[-1], MOST_TOKENS, 41)[1:]])
-"""Tokens; a length n is in the bin from the edge below n up to n: the bins are (0, 10], (10, 20] ..."""
+"""Edges of length bins, in tokens. A bin includes its upper edge: (0, 10], (10, 20] ..."""
 DURATION_EDGES: Floats = np.concatenate(
     [[0.0], np.geomspace(SHORTEST_S, MOST_S, round(BINS_PER_DECADE * np.log10(MOST_S / SHORTEST_S)) + 1)]
 )
-"""Seconds."""
+"""Edges of duration bins, in seconds."""
 
 
 def bin_of(edges: Floats, values: Floats) -> NDArray[np.int64]:
-    """The bins of values, the last one for those beyond it; values below the first edge are in the first."""
+    """Return the bin of each value. Values outside the edges belong to the first or the last bin."""
     return np.clip(np.searchsorted(edges, values, side="left") - 1, 0, len(edges) - 2)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Distribution:
-    """Of a value of at least 0."""
+    """The distribution of a value that is not negative."""
 
     edges: Floats
-    """Ascending, shape [bins + 1]; shared between distributions and never written."""
+    """Ascending edges of the bins, shape [bins + 1]. Distributions share the array, so it is never written."""
     shares: Floats
-    """Of the bins, shape [bins]; not negative, together 1."""
+    """Shares of the bins, shape [bins]. They are not negative and sum up to 1."""
 
     @classmethod
     def of_counts(cls, edges: Floats, counts: Floats) -> "Distribution":
-        """In proportion to ``counts``.
+        """Make the distribution that is proportional to ``counts``.
 
         Raises:
-            ValueError: there are none, or some are negative or not finite.
+            ValueError: all counts are 0, or some are negative or not finite.
         """
         total = float(counts.sum())
         if not (np.isfinite(total) and total > 0 and counts.min() >= 0):
@@ -57,12 +57,12 @@ class Distribution:
         return float(self.shares @ (self.edges[:-1] + self.edges[1:])) / 2
 
     def share_up_to(self, value: float) -> float:
-        """P(X <= value)."""
+        """Return P(X <= value)."""
         cumulated = np.concatenate([[0.0], np.cumsum(self.shares)])
         return min(1.0, float(np.interp(value, self.edges, cumulated)))
 
     def quantile(self, q: float) -> float:
-        """The value that a share ``q`` does not exceed.
+        """Return the value that X does not exceed with the probability ``q``.
 
         Raises:
             ValueError: ``q`` is not in [0, 1].
@@ -80,13 +80,13 @@ class Distribution:
         return float(self.edges[index - 1] + part * (self.edges[index] - self.edges[index - 1]))
 
     def survival(self, value: float) -> float:
-        """P(X > value)."""
+        """Return P(X > value)."""
         return max(0.0, 1.0 - self.share_up_to(value))
 
     def crps(self, value: float) -> float:
-        """Continuous ranked probability score against what happened: the integral of (F(x) - 1[x >= value])², exactly.
+        """Return the continuous ranked probability score: the exact integral of (F(x) - 1[x >= value])².
 
-        In units of the value; least is best; of a point it is the absolute error.
+        The score has the unit of the value, and a lower score is better. For a point, it is the absolute error.
         """
         edges = np.unique(np.concatenate([self.edges, [value]]))
         cumulated = np.interp(edges, self.edges, np.concatenate([[0.0], np.cumsum(self.shares)]))

@@ -1,8 +1,8 @@
-"""The model `encoder`, the papers' configuration: a pretrained text encoder that classifies the prompt into bins.
+"""The model `encoder`, as in the papers: a pretrained text encoder that classifies the prompt into bins.
 
-AugServe fine-tunes BERT on the prompt; LAMPS and MARS classify the embedding that OPT-125M has of the last token. Any
-checkpoint of Hugging Face's `AutoModelForSequenceClassification` can be the base, from a directory on this machine. The
-model reads the text alone: a turn without text gets the forecast of an empty text.
+AugServe fine-tunes BERT on the prompt. LAMPS and MARS classify OPT-125M's embedding of the last token. The base can be
+any local checkpoint of Hugging Face's `AutoModelForSequenceClassification`. The model reads only text: a turn without
+text gets the forecast of an empty text.
 """
 
 import tempfile
@@ -23,35 +23,35 @@ from predictor_service.examples import ProgramExample, TurnExample, in_test
 from predictor_service.model import Remaining, TurnContext
 
 TURN_COUNT_EDGES: Floats = np.concatenate([np.arange(9) - 0.5, np.round(np.geomspace(9, 512, 18)) - 0.5])
-"""Turns that are left: a bin for each number up to 7, then bins in about equal ratios."""
+"""Edges of the bins of remaining turns: one bin for each number up to 7, then bins of about equal ratios."""
 BINS = (len(LENGTH_EDGES) - 1, len(LENGTH_EDGES) - 1, len(TURN_COUNT_EDGES) - 1)
-"""The classes: of the length, of the tokens that are left, and of the turns that are left."""
+"""Numbers of classes of the length, of the remaining tokens and of the remaining turns."""
 INPUT_VERSION = 2
-"""In the place of the features' version. Raise it when a text becomes other tokens, or the classes change."""
+"""Stands for the version of the features. Raise it when the tokens of a text or the classes change."""
 MOST_TOKENS = 512
-"""Of a text, the last ones; fewer where the base has room for fewer."""
+"""Tokens of a text that are read: the last ones, and no more than the base has positions for."""
 MOST_CHARACTERS_A_TOKEN = 8
-"""A longer text would be cut by the tokenizer anyway."""
+"""Characters per token to which a text is cut before the tokenizer cuts it to `MOST_TOKENS`."""
 
 MOST_TURNS, LEAST_TURNS = 12_000, 20
-"""To train on; of more turns, so many are drawn."""
+"""Turns to train on, at most and at least. Of more turns, `MOST_TURNS` are drawn at random."""
 PASSES, LEAST_STEPS, MOST_PASSES = 4, 600, 24
-"""Few turns are passed more often."""
+"""Least number of passes, least number of steps, and largest number of passes. Few turns get more passes."""
 BATCH = 32
 BASE_LEARNING_RATE, HEAD_LEARNING_RATE = 5e-5, 1e-3
 HELD_OUT_SHARE, HELD_OUT_SEED = 0.15, 7919
-"""Groups that are not trained on: the weights of the pass that forecasts them best are kept."""
+"""Share and seed of the held-out groups. The weights of the pass that forecasts these groups best are kept."""
 
 _MODEL = "encoder"
 _TURN_MIDDLES: Floats = (TURN_COUNT_EDGES[:-1] + TURN_COUNT_EDGES[1:]) / 2
 
 
 class EncoderModel:
-    """Lengths and remaining work from text alone.
+    """Predicts lengths and remaining work from text.
 
     Args:
-        tokenizer: Hugging Face's.
-        network: a sequence classifier of Hugging Face's; it is asked and never changed.
+        tokenizer: a tokenizer of Hugging Face.
+        network: a sequence classifier of Hugging Face. It is never changed.
     """
 
     def __init__(self, tokenizer: Any, network: Any) -> None:
@@ -67,7 +67,7 @@ class EncoderModel:
         return self.lengths_and_remaining(turns)[1]
 
     def lengths_and_remaining(self, turns: Sequence[TurnContext]) -> tuple[Sequence[Distribution], Sequence[Remaining]]:
-        """Both answers at the price of one."""
+        """Predict both for each turn in one computation."""
         if not turns:
             return [], []
         ids = _token_ids(self.tokenizer, [turn.text for turn in turns])
@@ -86,7 +86,7 @@ class EncoderModel:
         """Fine-tune the checkpoint in ``base`` on ``programs``, on one core.
 
         Raises:
-            ConfigError: there is no such checkpoint, or too little to learn from.
+            ConfigError: there is no such checkpoint, or too little data.
         """
         chosen = _drawn(programs, seed)
         fit = [turn for group, turn in chosen if not in_test(group, HELD_OUT_SEED, HELD_OUT_SHARE)]
@@ -108,7 +108,7 @@ class EncoderModel:
         return cls(tokenizer, network)
 
     def save(self, directory: Path, origin: Origin | None = None) -> None:
-        """Write a bundle, the network and its tokenizer in it.
+        """Write a bundle with the network and its tokenizer.
 
         Raises:
             ConfigError: it cannot be written.
@@ -122,10 +122,10 @@ class EncoderModel:
 
     @classmethod
     def load(cls, directory: Path) -> "EncoderModel":
-        """Read what `save` wrote.
+        """Read a bundle that `save` wrote.
 
         Raises:
-            ConfigError: it is no whole bundle of this model and version; names file and field.
+            ConfigError: it is no complete bundle of this model and version; the message names the file and the field.
         """
         bundle = read_bundle(directory, _MODEL, INPUT_VERSION)
         with bundle.reading(directory), tempfile.TemporaryDirectory() as beside:
@@ -147,7 +147,7 @@ class EncoderModel:
 
 @contextmanager
 def _reading(path: Path) -> Iterator[None]:
-    """Turns Hugging Face's errors about files into a ConfigError that names ``path``."""
+    """Turn Hugging Face's errors about files into a ConfigError that names ``path``."""
     try:
         yield
     except (OSError, ValueError, KeyError, TypeError) as error:
@@ -156,7 +156,7 @@ def _reading(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _one_core(seed: int) -> Iterator[None]:
-    """Torch on one core, so that others' work on the machine goes on; the same seed gives the same numbers."""
+    """Run Torch on one core, to leave the others to other work. The same seed gives the same numbers."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -168,7 +168,7 @@ def _one_core(seed: int) -> Iterator[None]:
 
 
 def _tokenizer(path: Path) -> Any:
-    """Of a directory; it keeps the end of a text."""
+    """Read the tokenizer of a directory. It keeps the end of a long text."""
     tokenizer = AutoTokenizer.from_pretrained(str(path), local_files_only=True)
     tokenizer.truncation_side = "left"
     tokenizer.padding_side = "right"
@@ -180,13 +180,13 @@ def _tokenizer(path: Path) -> Any:
 
 
 def _bound(tokenizer: Any, config: Any) -> None:
-    """A text has no more tokens than the network has positions for."""
+    """Limit the tokens of a text to the network's positions."""
     positions = getattr(config, "max_position_embeddings", None) or MOST_TOKENS
     tokenizer.model_max_length = min(MOST_TOKENS, positions, tokenizer.model_max_length)
 
 
 def _token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
-    """Of each text at least one."""
+    """Return the token ids of each text, at least one."""
     most = MOST_CHARACTERS_A_TOKEN * tokenizer.model_max_length
     plain = [text[-most:].encode("utf-8", "replace").decode("utf-8") for text in texts]
     ids = tokenizer(plain, truncation=True, padding=False)["input_ids"]
@@ -194,13 +194,13 @@ def _token_ids(tokenizer: Any, texts: Sequence[str]) -> list[list[int]]:
 
 
 def _logits(network: Any, tokenizer: Any, ids: Sequence[Sequence[int]]) -> Any:
-    """Shape [texts, all classes]."""
+    """Return the logits of all classes, shape [texts, sum of `BINS`]."""
     inputs = tokenizer.pad({"input_ids": list(ids)}, return_tensors="pt")
     return network(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits
 
 
 def _drawn(programs: Sequence[ProgramExample], seed: int) -> list[tuple[str, TurnExample]]:
-    """Turns with a text, each with its group; if none has any, all turns."""
+    """Draw turns that have a text, each with its group. If no turn has a text, draw from all turns."""
     turns = [(program.split_group, turn) for program in programs for turn in program.turns]
     turns = [(group, turn) for group, turn in turns if turn.context.text] or turns
     order = np.random.default_rng(seed).permutation(len(turns))[:MOST_TURNS]
@@ -208,7 +208,7 @@ def _drawn(programs: Sequence[ProgramExample], seed: int) -> list[tuple[str, Tur
 
 
 def _classes(turns: Sequence[TurnExample]) -> Any:
-    """Shape [turns, 3]."""
+    """Return the true classes of turns, shape [turns, 3]."""
     lengths = np.array([turn.outcome.output_tokens for turn in turns], dtype=np.float64)
     remaining = np.array([turn.remaining for turn in turns], dtype=np.float64)
     columns = (
@@ -226,7 +226,7 @@ def _train(
     held_out: Sequence[TurnExample],
     generator: np.random.Generator,
 ) -> None:
-    """Leaves the network with the weights of its best pass."""
+    """Train the network in place. It ends with the weights of its best pass on ``held_out``."""
     ids, classes = _token_ids(tokenizer, [turn.context.text for turn in fit]), _classes(fit)
     held_out_ids, held_out_classes = _token_ids(tokenizer, [turn.context.text for turn in held_out]), _classes(held_out)
     base = {id(weight) for weight in network.base_model.parameters()}
@@ -266,6 +266,6 @@ def _batches(order: NDArray[np.int64]) -> list[list[int]]:
 
 
 def _loss(logits: Any, classes: Any) -> Any:
-    """The sum of the cross entropies of the three questions."""
+    """Return the sum of the cross entropies of the three questions."""
     parts = logits.split(BINS, dim=1)
     return sum(torch.nn.functional.cross_entropy(part, classes[:, at]) for at, part in enumerate(parts))

@@ -1,4 +1,4 @@
-"""Fits models to one side of a split, and scores them on the other: see `predictor_service.examples.split`."""
+"""Fits models to one side of a split, and scores them on the other side (`predictor_service.examples.split`)."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -27,14 +27,14 @@ from predictor_service.scores import (
 from predictor_service.statistics_model import StatisticsModel
 
 ONLINE = ", learning"
-"""Follows the name of a model that learns from the programs it is tested on, each after it was forecast."""
+"""Suffix of the name of a model that also learns from the tested programs, from each turn after its forecast."""
 ENCODER = "encoder"
-"""The registered model that needs a base."""
+"""Name of the registered model that needs a base."""
 
 
 @dataclass(slots=True)
 class _Asked:
-    """Forecasts, and what happened."""
+    """Forecasts, and the examples with their outcomes."""
 
     lengths: list[Distribution] = field(default_factory=list)
     remaining: list[Remaining] = field(default_factory=list)
@@ -87,7 +87,7 @@ def _known(forecasts: Sequence[Distribution], happened: Sequence[float | None]) 
 
 
 def scores(name: str, model: Any, programs: Sequence[ProgramExample]) -> list[SourceScores]:
-    """A model that stays as it is, on each source in the order in which they come."""
+    """Score a model that does not learn, on each source in the order of its first program."""
     asked: dict[str, _Asked] = {}
     for program in programs:
         asked.setdefault(program.source, _Asked()).ask(model, program.turns)
@@ -95,7 +95,7 @@ def scores(name: str, model: Any, programs: Sequence[ProgramExample]) -> list[So
 
 
 def scores_online(name: str, model: Any, programs: Sequence[ProgramExample]) -> list[SourceScores]:
-    """A Learner that learns from each turn once it has forecast it, the programs one after another."""
+    """Score a Learner that learns from each turn after its forecast, one program after another."""
     asked: dict[str, _Asked] = {}
     for program in programs:
         answers = asked.setdefault(program.source, _Asked())
@@ -107,10 +107,10 @@ def scores_online(name: str, model: Any, programs: Sequence[ProgramExample]) -> 
 
 
 def fitted(name: str, programs: Sequence[ProgramExample], base: Path | None) -> Any:
-    """The registered model ``name``, fitted to ``programs``; of the encoder, the checkpoint ``base`` fine-tuned.
+    """Fit the registered model ``name`` to ``programs``. The encoder is fine-tuned from the checkpoint ``base``.
 
     Raises:
-        ConfigError: no such model, no base, or too little to learn from.
+        ConfigError: there is no such model, the base is missing, or there is too little data.
     """
     model = PREDICTORS.load(name)
     if name != ENCODER:
@@ -130,15 +130,15 @@ def evaluated(
     base: Path | None = None,
     on_finished: Callable[[str], None] = lambda _: None,
 ) -> list[SourceScores]:
-    """The scores of baselines and models, fitted on one side and tested on the other.
+    """Return the scores of baselines and models, fitted on one side of a split and tested on the other.
 
     Args:
-        programs: of both sides.
-        seed: of the split.
-        names: registered models.
-        ready: models by name that need no fitting; they have not seen the other side.
+        programs: the programs of both sides.
+        seed: the seed of the split.
+        names: names of registered models.
+        ready: fitted models by name; they must not have seen the test side.
         base: see `fitted`.
-        on_finished: called with the name of each model that is finished.
+        on_finished: called with the name of each model after its evaluation.
 
     Raises:
         ConfigError: a name is not registered, or a side of the split is empty.
@@ -161,16 +161,16 @@ def evaluated(
 
 
 def trained(name: str, programs: Sequence[ProgramExample], seed: int | None, base: Path | None = None) -> StoredModel:
-    """The model ``name``, with its scores by source on programs that it has not seen.
+    """Train the model ``name``, and score it by source on programs that it has not seen.
 
     Args:
-        name: in the registry.
-        programs: of both sides.
-        seed: of the split; None: trained on all programs, and so without scores.
+        name: the name in the registry.
+        programs: the programs of both sides.
+        seed: the seed of the split; None trains on all programs and gives no scores.
         base: see `fitted`.
 
     Raises:
-        ConfigError: no such model, or too little to learn from.
+        ConfigError: there is no such model, or too little data.
     """
     train, test = (list(programs), []) if seed is None else split(programs, seed)
     if not train:
@@ -185,10 +185,10 @@ def trained(name: str, programs: Sequence[ProgramExample], seed: int | None, bas
 
 
 def check_unseen(stored: StoredModel, seed: int) -> None:
-    """Checks that the model was not trained on the programs that ``seed`` selects for the test.
+    """Check that the model was not trained on the programs that ``seed`` selects for the test.
 
     Raises:
-        ConfigError: it was, or may have been.
+        ConfigError: the model was trained on them, or may have been.
     """
     learnt = stored.origin.split_seed
     if learnt != seed:
@@ -199,13 +199,13 @@ def check_unseen(stored: StoredModel, seed: int) -> None:
 # --- baselines: the mean per tool, and an exponential distribution of that mean (InferCept) ---
 
 _POINT = 1e-9
-"""Width of a distribution that is a number."""
+"""Width of a distribution that stands for a single number."""
 Key = tuple[str, str]
-"""A source and a tool."""
+"""A source, and a tool without the class of its arguments."""
 
 
 class _Means:
-    """Of the values of a source's tool; where there were none, of all values."""
+    """The mean of the values of a source's tool, or of all values if it has none."""
 
     def __init__(self) -> None:
         self._sums: dict[Key | None, list[float]] = defaultdict(lambda: [0.0, 0.0])
@@ -221,7 +221,7 @@ class _Means:
 
 
 class PerToolMean:
-    """Means of the train side, per source and tool: of a turn, the tool whose result it brings."""
+    """Baseline: means of the train side by source and tool. A turn belongs to the tool whose result it contains."""
 
     def __init__(self) -> None:
         self._length, self._left_tokens, self._left_turns = _Means(), _Means(), _Means()
@@ -230,7 +230,7 @@ class PerToolMean:
 
     @classmethod
     def fit(cls, programs: Iterable[ProgramExample]) -> "PerToolMean":
-        """From what is known of ``programs``."""
+        """Compute the means over ``programs``."""
         model = cls()
         for program in programs:
             for turn in program.turns:
@@ -244,7 +244,7 @@ class PerToolMean:
         return model
 
     def lengths(self, turns: Sequence[TurnContext]) -> Sequence[Distribution]:
-        """See `LengthModel`; a number, on edges of its own."""
+        """See `LengthModel`. Each distribution is a single number on its own edges."""
         return [self._spread(self._length.of(_brought(turn)), LENGTH_EDGES) for turn in turns]
 
     def remaining(self, turns: Sequence[TurnContext]) -> Sequence[Remaining]:
@@ -255,7 +255,7 @@ class PerToolMean:
         ]
 
     def tools(self, turns: Sequence[TurnContext]) -> Sequence[Mapping[str, float]]:
-        """See `ToolModel`: shares after the same tool."""
+        """See `ToolModel`. The probabilities are the shares after the same tool."""
         return [self._shares(_brought(turn)) for turn in turns]
 
     def durations(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
@@ -284,7 +284,7 @@ class PerToolMean:
 
 
 class PerToolExponential(PerToolMean):
-    """The same means, each with an exponential distribution."""
+    """Baseline: an exponential distribution with each mean of `PerToolMean` (InferCept)."""
 
     def _spread(self, mean: float, edges: Floats) -> Distribution:
         below = -np.expm1(-edges / max(mean, _POINT))

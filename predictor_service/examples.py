@@ -1,4 +1,4 @@
-"""Recorded programs as what models are asked and what became of it: the input of training and evaluation.
+"""Reads recorded programs as examples: the inputs of models and their outcomes, for training and evaluation.
 
 Programs are lines of trace files (`cluster.core.recorded_turn`). Texts are lines of other files, joined by program and
 turn.
@@ -28,37 +28,37 @@ from predictor_service.model import (
 )
 
 TEST_SHARE = 0.3
-"""Of the groups of programs, the part that is tested on. Programs of one group are of the same task."""
+"""Share of the groups of programs that are used for the test. Programs of one group have the same task."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnExample:
-    """One turn, what came of it and what came after."""
+    """One turn with its outcome, and the work and the pause after it."""
 
     context: TurnContext
     outcome: TurnOutcome
     remaining: tuple[int, int]
-    """After the turn: tokens that later turns need computed, of prompts and outputs; later turns."""
+    """Tokens of prompts and outputs that later turns need computed, and the number of later turns."""
     pause: PauseContext | None = None
-    """None: the turn called nothing, or was the last."""
+    """The pause after the turn; None if the turn called no tool or was the last one."""
     pause_outcome: PauseOutcome | None = None
-    """None: there was no pause, or nothing of it was recorded."""
+    """The outcome of the pause; None if there was no pause or nothing of it was recorded."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramExample:
-    """One program."""
+    """One recorded program."""
 
     program_id: str
     source: str
     split_group: str
-    """Programs of one group are of the same task: they are trained on or tested on together."""
+    """Group of programs with the same task. All programs of a group are on the same side of a split."""
     turns: tuple[TurnExample, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class TurnText:
-    """What is kept of a turn's texts, see `TurnContext.text` and `PauseContext.arguments`."""
+    """The texts of a turn, cut like `TurnContext.text` and `PauseContext.arguments`."""
 
     prompt: str = ""
     arguments: str = ""
@@ -74,15 +74,15 @@ class _TextRow(BaseModel):
 
 
 Texts = Mapping[tuple[str, int], TurnText]
-"""By program and turn."""
+"""Texts by program id and index of the turn."""
 
 
 def read_programs(traces: Sequence[Path], texts: Sequence[Path] = ()) -> list[ProgramExample]:
-    """All programs of ``traces`` in the files' order, with what ``texts`` have of their turns.
+    """Read all programs of ``traces`` in the order of the files, with the texts of their turns from ``texts``.
 
     Raises:
-        TraceError: a file cannot be read, a line cannot be used, a program is there twice, or a file of texts has
-            none of these programs; names the file, the line and the key.
+        TraceError: a file cannot be read, a line cannot be used, a program occurs twice, or a file of texts contains
+            none of these programs; the message names the file, the line and the key.
     """
     rows: dict[str, tuple[Path, str, RecordedProgram]] = {}
     for path in traces:
@@ -104,7 +104,7 @@ def read_programs(traces: Sequence[Path], texts: Sequence[Path] = ()) -> list[Pr
 
 
 def program_example(row: RecordedProgram, source: str, texts: Texts) -> ProgramExample:
-    """One program, whose lengths add up."""
+    """Make the example of one program, whose lengths have been checked."""
     new = [_new_tokens(row, index) for index in range(len(row.turns))]
     contexts = _contexts(row, source, texts, new)
     work = [_computed_tokens(row, index) for index in range(len(row.turns))]
@@ -127,26 +127,26 @@ def program_example(row: RecordedProgram, source: str, texts: Texts) -> ProgramE
 
 
 def teach(learner: Learner, program: ProgramExample) -> None:
-    """All of a program, in its order."""
+    """Let a learner learn from a whole program, in the order of its turns."""
     for turn in program.turns:
         teach_turn(learner, turn)
     teach_end(learner, program)
 
 
 def teach_turn(learner: Learner, turn: TurnExample) -> None:
-    """A turn, and the pause after it."""
+    """Let a learner learn from a turn and the pause after it."""
     learner.turn_ended(turn.context, turn.outcome)
     if turn.pause is not None and turn.pause_outcome is not None:
         learner.pause_ended(turn.pause, turn.pause_outcome)
 
 
 def teach_end(learner: Learner, program: ProgramExample) -> None:
-    """What was left after each of its turns."""
+    """Let a learner learn from the end of a program: the work that was left after each of its turns."""
     learner.program_ended([turn.context for turn in program.turns], [turn.remaining for turn in program.turns])
 
 
 def arguments_of(output: str) -> str:
-    """The text of a reply's tool calls: from the first recorded call on, else its last fenced block, else nothing."""
+    """Return the text of a reply's tool calls: the part after the first call, else the last fenced block, else ""."""
     if call := _CALL.search(output):
         return output[call.end() :][:MAX_ARGUMENTS]
     blocks = _BLOCK.findall(output)
@@ -184,7 +184,7 @@ def _contexts(row: RecordedProgram, source: str, texts: Texts, new: Sequence[int
 
 
 def _new_tokens(row: RecordedProgram, index: int) -> int:
-    """Of the prompt, what the turn before had not; of a turn that starts another context, all but the shared prefix."""
+    """Return the prompt tokens that the turn before did not have. After a reset: all but the shared prefix."""
     turn = row.turns[index]
     if index == 0:
         return turn.context_tokens
@@ -196,9 +196,9 @@ def _new_tokens(row: RecordedProgram, index: int) -> int:
 
 
 def _computed_tokens(row: RecordedProgram, index: int) -> int:
-    """Tokens that a turn needs computed on a server that keeps everything.
+    """Return the tokens that a turn needs computed on a server that never evicts KV.
 
-    What is kept of an output of which something is not sent again moves to another place in the context, and is new.
+    If only a part of an output is sent again, this part moves to another place in the context and counts as new.
     """
     turn = row.turns[index]
     moved = 0
@@ -208,7 +208,7 @@ def _computed_tokens(row: RecordedProgram, index: int) -> int:
 
 
 def _returned(row: RecordedProgram, index: int, new: Sequence[int]) -> int | None:
-    """What the turn's call brought to the next prompt; None: not known."""
+    """Return the tokens that the turn's call added to the next prompt; None if they are unknown."""
     starts_another = row.turns[index + 1].reset is not None
     return row.turns[index].tool_return_tokens if starts_another else new[index + 1]
 
@@ -224,7 +224,7 @@ def _stem(path: Path) -> str:
 
 
 def in_test(split_group: str, seed: int, test_share: float = TEST_SHARE) -> bool:
-    """Whether a group is tested on. Nothing else is asked: it is the same whatever files are read, in any order."""
+    """Return whether a group is used for the test. The result does not depend on the files that are read."""
     digest = blake2b(f"{seed}/{split_group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) < test_share * 2**64
 
@@ -232,7 +232,7 @@ def in_test(split_group: str, seed: int, test_share: float = TEST_SHARE) -> bool
 def split(
     programs: Iterable[ProgramExample], seed: int, test_share: float = TEST_SHARE
 ) -> tuple[list[ProgramExample], list[ProgramExample]]:
-    """Those to train on and those to test on, in their order. The share is met in the mean, by groups."""
+    """Return the programs to train on and those to test on, in their order. The groups meet the share on average."""
     sides: tuple[list[ProgramExample], list[ProgramExample]] = ([], [])
     for program in programs:
         sides[in_test(program.split_group, seed, test_share)].append(program)

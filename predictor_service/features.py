@@ -1,7 +1,7 @@
 """The features of the model `tabular`: a context as a vector of float32.
 
-Whatever a context contains, every number is finite and small. Names and words are hashed by CRC-32, which is the same
-in every process.
+For any context, all numbers are finite and small. Names and words are hashed by CRC-32, which is the same in every
+process.
 """
 
 import math
@@ -21,15 +21,15 @@ FEATURES_VERSION = 2
 Vectors = NDArray[np.float32]
 
 CLASS_MARK = ":"
-"""Between a tool and the class of its arguments, as in keys of tool statistics."""
+"""Separator between a tool and the class of its arguments, as in keys of tool statistics."""
 LAST_TOOLS = 3
 SOURCE_BUCKETS, TOOL_BUCKETS, KEY_BUCKETS = 16, 24, 48
 TURN_WORD_BUCKETS, ARGUMENT_WORD_BUCKETS = 256, 256
 HEAD, TAIL = 384, 640
-"""The words of so many characters at the beginning and the end of a text are features."""
+"""Characters at the beginning and at the end of a text whose words become features."""
 MOST_WORDS = 192
 LARGEST = 30.0
-"""No feature is larger."""
+"""Upper bound of every feature."""
 
 _WORD = re.compile(rb"[A-Za-z_]{2,24}|[0-9]+|[^\sA-Za-z_0-9]")
 _CUES = (
@@ -52,17 +52,17 @@ _TURN_ONLY = _TURN_NUMBERS + SOURCE_BUCKETS + LAST_TOOLS * (TOOL_BUCKETS + KEY_B
 TURN_FEATURES = _TURN_ONLY + TURN_WORD_BUCKETS
 """Length of a turn's vector."""
 PAUSE_FEATURES = _TURN_ONLY + _PAUSE_NUMBERS + TOOL_BUCKETS + 2 * KEY_BUCKETS + ARGUMENT_WORD_BUCKETS
-"""Length of a pause's vector: its turn's without the words of the prompt, and its own."""
+"""Length of a pause's vector: its turn's features without the words of the prompt, and its own features."""
 _KEPT_TURNS = 256
 
 
 def turn_features(turns: Sequence[TurnContext]) -> Vectors:
-    """Shape [turns, TURN_FEATURES]."""
+    """Return the features of turns, shape [turns, TURN_FEATURES]."""
     return _stacked([_turn_row(turn) for turn in turns], TURN_FEATURES)
 
 
 def pause_features(pauses: Sequence[PauseContext]) -> Vectors:
-    """Shape [pauses, PAUSE_FEATURES]."""
+    """Return the features of pauses, shape [pauses, PAUSE_FEATURES]."""
     return _stacked([_pause_row(pause) for pause in pauses], PAUSE_FEATURES)
 
 
@@ -72,7 +72,7 @@ def _stacked(rows: Sequence[Vectors], length: int) -> Vectors:
 
 @lru_cache(maxsize=_KEPT_TURNS)
 def _turn_row(turn: TurnContext) -> Vectors:
-    """Read-only. A turn is asked about again with each tool that it may call, and when its pause begins."""
+    """Return a turn's features, which are read-only. They are cached for the pauses that may follow the turn."""
     row = np.zeros(TURN_FEATURES, dtype=np.float32)
     text = _ends(turn.text)
     position = _finite(turn.position)
@@ -132,7 +132,7 @@ def _pause_row(pause: PauseContext) -> Vectors:
 
 
 def _history(values: Sequence[float | None], scale: Callable[[float], float]) -> list[float]:
-    """The last four values and whether they are known; then the mean, the maximum, the deviation and the count."""
+    """Return the last four values, whether each is known, and the mean, maximum, deviation and count of all."""
     scaled = [None if value is None else scale(value) for value in values[:HISTORY]]
     known = [value for value in scaled if value is not None]
     first = list(scaled[:4]) + [None] * (4 - min(4, len(scaled)))
@@ -177,7 +177,7 @@ def _bucket(name: str, buckets: int) -> int:
 
 
 def _write_words(row: Vectors, text: bytes) -> None:
-    """Signed feature hashing, scaled to the same norm for every text."""
+    """Write the words of a text by signed feature hashing, with the same norm for every text."""
     words = _WORD.findall(text)
     if len(words) > MOST_WORDS:
         words = words[: MOST_WORDS // 3] + words[-2 * MOST_WORDS // 3 :]

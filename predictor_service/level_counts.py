@@ -1,8 +1,8 @@
-"""Counts at levels from the general to the particular, each level drawn to the one above it.
+"""Counts at levels from the general to the specific. Each level is shrunk towards its parent.
 
-A level that has seen n values forecasts (counts + κ · parent) / (n + κ): one that has seen little says what its parent
-says. Of the levels that were not added to for longest those that have seen least are forgotten, and where a level has
-seen much its old counts fade.
+A level with n values predicts (counts + κ · parent) / (n + κ), so that a level with few values predicts what its parent
+predicts. When there are too many levels, the one with the fewest values among the least recently used is dropped. The
+counts of a level with many values are halved, so that old values lose weight.
 """
 
 import math
@@ -19,35 +19,35 @@ from cluster.durations.table import decode_tool, encode_tool
 from predictor_service.distribution import Floats
 
 Key = tuple[str, ...]
-"""A level's name; ``()`` stands above all."""
+"""Name of a level. ``()`` is the most general level."""
 HistogramRow = tuple[list[bytes], bytes, bytes]
-"""A level as it is stored: its name, the numbers of its bins (uint16) and their counts (float32), little-endian."""
+"""A stored level: its name, the indices of its bins (uint16) and their counts (float32), both little-endian."""
 NameRow = tuple[list[bytes], dict[bytes, float]]
-"""The same of names: each with its count."""
+"""A stored level of names: its own name, and each counted name with its count."""
 
 MOST_LEVELS = 8192
 OLDEST = 16
-"""Levels not added to for longest, of which the one that has seen least is forgotten when there are too many."""
+"""Number of least recently used levels among which the one with the fewest values is dropped."""
 MOST_SEEN = 4096.0
-"""A level that has seen more halves its counts: what changes is learnt anew."""
+"""Values from which on a level halves its counts, so that it follows changes."""
 MOST_NAMES = 128
-"""Names that a level tells apart; beyond them the least seen is forgotten."""
+"""Names that a level counts, at most. The name with the lowest count is dropped first."""
 MOST_PARTS = 8
-"""Of a level's name."""
+"""Parts of a level's name, at most."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where something is counted and looked up."""
+    """The levels at which a value is counted and looked up."""
 
     trunk: Sequence[Key]
-    """The general first."""
+    """Levels of which each one refines the one before it. The most general level comes first."""
     views: Sequence["View"] = ()
-    """Of other things that are known, beside one another."""
+    """Levels beside the trunk, each of which uses another feature."""
 
     @property
     def keys(self) -> tuple[Key, ...]:
-        """All of them."""
+        """The keys of all levels."""
         return (*self.trunk, *(view.key for view in self.views))
 
 
@@ -57,31 +57,31 @@ class View:
 
     key: Key
     depth: int
-    """Of the trunk's level that it is drawn to, and that it is compared with: what it adds to that is what it tells."""
+    """Index of its parent, the trunk's level that the view is shrunk towards and compared with."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shrinkage:
-    """How much a level leans on what is above it, in values seen."""
+    """How strongly levels are shrunk towards their parents. κ is in numbers of values."""
 
     trunk: Sequence[float]
-    """κ of its levels, the general first; the last one is that of all later levels, too."""
+    """κ of each trunk level, with the most general level first. The last one also applies to all later levels."""
     view: float = 8.0
-    """κ of a view."""
+    """κ of every view."""
     weight: float = 0.7
-    """Of what a view adds to the trunk; views tell in part the same, so that 1 would be too sure."""
+    """Weight of the information that views add to the trunk. It is below 1 because views overlap."""
     general: float = 0.05
-    """Share that the trunk's second level has in every answer: tasks differ more than one task's turns tell."""
+    """Share of the trunk's second level in every prediction, as tasks differ more than the turns of one task show."""
 
 
 class LevelHistograms:
-    """Numbers in bins.
+    """Histograms of numbers at levels.
 
     Args:
-        edges: ascending, shape [bins + 1].
-        typical: the mean that is expected where nothing was seen.
-        shrinkage: of all its levels.
-        most_levels: kept at a time.
+        edges: ascending edges of the bins, shape [bins + 1].
+        typical: the expected mean before the first value.
+        shrinkage: how its levels are shrunk towards their parents.
+        most_levels: number of levels that are kept.
     """
 
     def __init__(self, edges: Floats, typical: float, shrinkage: Shrinkage, most_levels: int = MOST_LEVELS) -> None:
@@ -91,12 +91,12 @@ class LevelHistograms:
         self._most = most_levels
         self._own: OrderedDict[Key, Floats] = OrderedDict()
         self._others: Mapping[Key, Floats] = {}
-        # Lomax's distribution of shape 2: the tail is long, and yet there is a mean.
+        # The prior is a Lomax distribution of shape 2, which has a long tail and a finite mean.
         below = 1 - (1 + np.maximum(edges, 0.0) / typical) ** -2.0
         self._nothing: Floats = np.diff(below) / (below[-1] - below[0])
 
     def add(self, place: Place, value: float) -> None:
-        """A number was seen at every level of ``place``."""
+        """Count a number at every level of ``place``."""
         number = min(max(bisect_left(self._edges, value) - 1, 0), self._bins - 1)
         for key in place.keys:
             counts = self._own.get(key)
@@ -110,9 +110,9 @@ class LevelHistograms:
         self._forget()
 
     def shares(self, place: Place) -> Floats:
-        """Of the bins, together 1.
+        """Return the predicted shares of the bins, which sum up to 1.
 
-        Views are pooled as if what each adds to its parent, the ratio of their shares, were evidence of its own.
+        Each view contributes the ratio of its shares to its parent's. The ratios are multiplied, as if independent.
         """
         shares = self._nothing
         kappas = self._shrinkage.trunk
@@ -135,7 +135,7 @@ class LevelHistograms:
         return answer
 
     def _drawn(self, key: Key, parent: Floats, kappa: float) -> Floats:
-        """What a level says; ``parent`` itself where it has seen nothing."""
+        """Return the shares of a level after shrinkage; ``parent`` itself if the level has no values."""
         counts = self._counts(key)
         if counts is None:
             return parent
@@ -143,7 +143,7 @@ class LevelHistograms:
         return shares
 
     def rows(self) -> list[HistogramRow]:
-        """One's own counts, the levels that were added to last at the end."""
+        """Return this writer's counts, with the most recently used levels at the end."""
         rows = []
         for key, counts in self._own.items():
             numbers = np.flatnonzero(counts)
@@ -151,10 +151,10 @@ class LevelHistograms:
         return rows
 
     def put(self, rows: Iterable[HistogramRow]) -> None:
-        """Add what ``rows`` gave, to one's own.
+        """Add the result of ``rows`` to this writer's counts.
 
         Raises:
-            ValueError: they are not rows of such counts; nothing was changed.
+            ValueError: these are not rows of such counts; nothing was changed.
         """
         for key, counts in self._read(rows).items():
             before = self._own.pop(key, None)
@@ -162,7 +162,7 @@ class LevelHistograms:
         self._forget()
 
     def replace_others(self, others: Iterable[Iterable[HistogramRow]]) -> None:
-        """From now on these are the counts of others, each writer's ``rows``.
+        """Replace the counts of the other writers by the ``rows`` of each of them.
 
         Raises:
             ValueError: see ``put``.
@@ -195,10 +195,10 @@ class LevelHistograms:
 
 
 class LevelNames:
-    """Names. A level is drawn to its parent by as much as it tells names apart (Witten and Bell, 1991).
+    """Counts of names at levels. κ of a level is its number of different names (Witten and Bell, 1991).
 
     Args:
-        most_levels: kept at a time.
+        most_levels: number of levels that are kept.
     """
 
     def __init__(self, most_levels: int = MOST_LEVELS) -> None:
@@ -207,7 +207,7 @@ class LevelNames:
         self._others: Mapping[Key, Mapping[str, float]] = {}
 
     def add(self, path: Sequence[Key], name: str) -> None:
-        """A name was seen at every level of ``path``, the general first."""
+        """Count a name at every level of ``path``, whose most general level comes first."""
         for key in path:
             seen = self._own.setdefault(key, {})
             self._own.move_to_end(key)
@@ -220,7 +220,7 @@ class LevelNames:
         self._forget()
 
     def shares(self, path: Sequence[Key]) -> dict[str, float]:
-        """Of the names that were seen, together 1; empty if none was."""
+        """Return the shares of all counted names, which sum up to 1; empty if there are none."""
         shares: dict[str, float] = {}
         rest = 1.0
         levels = [seen for key in path if (seen := self._seen(key))]
@@ -272,15 +272,15 @@ class LevelNames:
 
 
 def encode_key(key: Key) -> list[bytes]:
-    """A level's name as bytes; tools are named by models, which can write any code point."""
+    """Encode a level's name as bytes. Models name tools, and may write any code point."""
     return [encode_tool(part) for part in key]
 
 
 def decode_key(name: Sequence[bytes]) -> Key:
-    """The inverse of ``encode_key``.
+    """Decode the result of ``encode_key``.
 
     Raises:
-        ValueError: it has too many parts, or one that is too long or no text.
+        ValueError: the name has too many parts, or a part is too long or is no text.
     """
     if len(name) > MOST_PARTS:
         raise ValueError(f"a level's name has at most {MOST_PARTS} parts, not {len(name)}")
@@ -288,10 +288,10 @@ def decode_key(name: Sequence[bytes]) -> Key:
 
 
 def checked_count(count: float) -> float:
-    """``count``.
+    """Return ``count``.
 
     Raises:
-        ValueError: it counts nothing.
+        ValueError: it is not finite or not positive.
     """
     if not (math.isfinite(count) and count > 0):
         raise ValueError(f"not a count: {count}")

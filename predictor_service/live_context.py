@@ -1,7 +1,7 @@
-"""What a request shows of its program: the earlier turns in its messages, what is new, and the tools on offer.
+"""Reads from a request what it contains about its program: the earlier turns, the new text and the offered tools.
 
-Bodies are read before vLLM has checked them: nothing is refused, and what makes no sense is as if it were not there.
-Lengths are characters; how many of them are a token is learnt where exact counts are known (`live_history`).
+Bodies are read before vLLM has validated them. Nothing is rejected here, and invalid parts are ignored. Lengths are in
+characters. `live_history` learns how many characters a token has from requests with exact token counts.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,54 +13,54 @@ from cluster.durations.tool_names import bounded, classed, tool_names
 from predictor_service.model import HISTORY, MAX_ARGUMENTS, MAX_TEXT, NO_TOOL
 
 MAX_OFFERED = 128
-"""Tools on offer that are counted."""
+"""Offered tools that are read from a request, at most."""
 MAX_READ = 1 << 16
-"""Characters of one turn's text in which calls are looked for, the last ones."""
+"""Characters at the end of a turn's text in which tool calls are searched for."""
 ASSISTANT = "assistant"
 
 
 @dataclass(slots=True)
 class ShownTurn:
-    """An earlier turn."""
+    """An earlier turn, as the messages of a request show it."""
 
     output_chars: int = 0
     calls: list[tuple[str, str]] = field(default_factory=list)
-    """Keys and arguments."""
+    """Each call's key of tool statistics and its arguments."""
     texts: list[str] = field(default_factory=list)
     returned_chars: int = 0
-    """What came between it and the next turn."""
+    """Characters of the messages between this turn and the next one."""
 
     @property
     def tool(self) -> str:
-        """Which tools it called, as a key of tool statistics."""
+        """The tools that the turn called, as a key of tool statistics."""
         keys = tuple(key for key, _ in self.calls) or tool_names("\n".join(self.texts)[-MAX_READ:])
         return tool_key(keys) if keys else NO_TOOL
 
     @property
     def arguments(self) -> str:
-        """Of its calls."""
+        """The arguments of its calls, cut to `MAX_ARGUMENTS` characters."""
         return "\n".join(arguments for _, arguments in self.calls)[:MAX_ARGUMENTS]
 
 
 @dataclass(frozen=True, slots=True)
 class ShownRequest:
-    """A request."""
+    """A request, as far as it is needed for a prediction."""
 
     structured: bool = False
-    """It has messages: earlier turns can be distinguished. Otherwise it is one prompt."""
+    """Whether the request has messages, so that earlier turns can be distinguished. Otherwise it has a single prompt."""
     position: int = 0
-    """Earlier turns that it shows."""
+    """Number of earlier turns in the request."""
     turns: Sequence[ShownTurn] = ()
-    """The most recent first, at most HISTORY of them."""
+    """The earlier turns, at most `HISTORY` of them, with the most recent one first."""
     new_chars: int = 0
-    """What came after the last turn; of a prompt, all of it."""
+    """Characters after the last turn; for a prompt, all of its characters."""
     text: str = ""
-    """Its end."""
+    """The end of the new text, at most `MAX_TEXT` characters."""
     offered: tuple[str, ...] = ()
 
 
 def shown(body: Mapping[str, Any]) -> ShownRequest:
-    """Read a body of `/v1/chat/completions`, `/v1/completions` or `/v1/responses`. Never raises."""
+    """Read the body of `/v1/chat/completions`, `/v1/completions` or `/v1/responses`. This never raises."""
     offered = _offered(body.get("tools"))
     messages = body.get("messages")
     if not isinstance(messages, list):
@@ -110,7 +110,7 @@ def _add(turn: ShownTurn, message: Mapping[str, Any], texts: Sequence[str]) -> N
 
 
 def _texts(content: object) -> list[str]:
-    """Of a message's content: text, or parts of which some are."""
+    """Return the texts of a message's content, which is a text or a list of parts."""
     if isinstance(content, str):
         return [content]
     parts = (part.get("text", part.get("output")) for part in _dicts(content))
@@ -118,14 +118,14 @@ def _texts(content: object) -> list[str]:
 
 
 def _offered(tools: object) -> tuple[str, ...]:
-    """The names in a body's `tools`, nested as in chat completions or flat as in responses."""
+    """Return the tool names in a body's `tools`, which are nested in chat completions and flat in responses."""
     named = (tool.get("function", tool) for tool in _dicts(tools)[:MAX_OFFERED])
     names = (one.get("name") for one in named if isinstance(one, dict))
     return tuple(name for name in names if isinstance(name, str))
 
 
 def _messages(items: object) -> list[dict[str, Any]] | None:
-    """The `input` of a response as messages; None: it is not one."""
+    """Return the `input` of a response as messages, or None if it is not one."""
     if isinstance(items, str):
         return [{"role": "user", "content": items}]
     if not isinstance(items, list):

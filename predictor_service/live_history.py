@@ -1,7 +1,7 @@
-"""What a door to the replicas has seen of programs: from it come the contexts of their turns, and what models learn.
+"""The history of the programs that one process serves. It gives the contexts of turns and the observations of models.
 
-What became of a turn is complete when the program's next turn comes, or the program ends: only then is it known what
-the turn called, how long that took and what it brought. Pure: every method is given the time, in seconds.
+The outcome of a turn is complete when the program's next turn arrives or the program ends. Only then are the called
+tool, its duration and its result known. The module is pure: every method is given the time, in seconds.
 """
 
 from collections import OrderedDict, deque
@@ -23,37 +23,37 @@ from predictor_service.model import (
 )
 
 MAX_TURNS = 256
-"""Turns of one program whose outcome is known."""
+"""Turns with a known outcome that are kept of one program."""
 CHARS_PER_TOKEN = 4.0
-"""Until exact counts are known."""
+"""Characters of a token, until exact token counts are known."""
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0
-"""Of a token, in the mean over a prompt."""
+"""Bounds of the mean number of characters of a prompt's tokens."""
 RECENT = 32
-"""Prompts that the mean is mostly of."""
+"""Number of recent prompts that dominate the mean number of characters of a token."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrived:
-    """A turn that has come."""
+    """A turn that has arrived."""
 
     key: str
-    """The program, unique in the cluster."""
+    """Key of the program, which is unique in the cluster."""
     shown: ShownRequest
     source: str
-    """See `TurnContext`."""
+    """The kind of the program: see `TurnContext.source`."""
     prompt_tokens: int
-    """Estimated."""
+    """Estimated number of prompt tokens."""
     last: bool = False
-    """The client says that its program ends with it."""
+    """Whether the client declares this turn to be the program's last one."""
     last_tool: str | None = None
-    """Whose result it brings, if the client says so; a key of tool statistics."""
+    """The tool whose result the turn brings, as a key of tool statistics; None if the client does not name it."""
     expected_tool: str | None = None
-    """What it is going to call, if the client says so."""
+    """The tool that the turn will call; None if the client does not name it."""
 
 
 @dataclass(slots=True)
 class _Ended:
-    """A turn of which is not known yet what it called."""
+    """A turn that has ended, and whose tool call is not known yet."""
 
     context: TurnContext
     arrived: Arrived
@@ -64,15 +64,15 @@ class _Ended:
 @dataclass(slots=True)
 class _Program:
     turns: int = 0
-    """That have come."""
+    """Number of turns that have arrived."""
     open: int = 0
     outputs: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    """The most recent first, as the three that follow."""
+    """Output tokens of each turn. Here and in the next three fields, the most recent turn comes first."""
     tools: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
     durations_s: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY))
     returned: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
     work: list[tuple[TurnContext, int]] = field(default_factory=list)
-    """Of each turn: its context without text, and the tokens that were computed for it."""
+    """For each turn, its context without the text, and the number of tokens that were computed for it."""
     pending: _Ended | None = None
     seen_s: float = 0.0
 
@@ -81,8 +81,8 @@ class LiveHistory:
     """The programs of one process.
 
     Args:
-        max_programs: above it, the one that was seen least recently is as if it had ended.
-        idle_s: a program without a turn for so long has ended.
+        max_programs: number of programs that are kept; the least recently used program counts as ended first.
+        idle_s: seconds without a turn after which a program counts as ended.
     """
 
     def __init__(self, max_programs: int, idle_s: float) -> None:
@@ -96,7 +96,7 @@ class LiveHistory:
         return len(self._programs)
 
     def arrived(self, turn: Arrived, now_s: float) -> tuple[TurnContext, list[Observation]]:
-        """The context of a turn that has come; and what is known now of the one before it."""
+        """Return the context of a turn that has arrived, and the observations of the turn before it."""
         program = self._programs.setdefault(turn.key, _Program())
         self._programs.move_to_end(turn.key)
         program.seen_s = now_s
@@ -109,7 +109,7 @@ class LiveHistory:
         return context, news
 
     def single(self, turn: Arrived) -> TurnContext:
-        """The context of a turn of no program."""
+        """Return the context of a turn that belongs to no program."""
         return self._context(_Program(), turn)
 
     def ended(
@@ -121,14 +121,14 @@ class LiveHistory:
         output_tokens: int | None,
         prompt_tokens: int | None = None,
     ) -> list[Observation]:
-        """A turn is over.
+        """Record the end of a turn, and return the observations if its program ends with it.
 
         Args:
-            turn: as `arrived` got it.
-            context: that `arrived` answered.
-            now_s: when.
-            output_tokens: that it generated; None: it did not come to its proper end, or nobody knows.
-            prompt_tokens: exactly, where that is known.
+            turn: the argument of `arrived`.
+            context: the result of `arrived`.
+            now_s: time of the end.
+            output_tokens: number of generated tokens; None if the turn failed or the number is unknown.
+            prompt_tokens: exact number of prompt tokens; None if it is unknown.
         """
         if prompt_tokens is not None:
             self._count(turn, prompt_tokens)
@@ -148,11 +148,11 @@ class LiveHistory:
         return self._over(turn.key) if turn.last and not program.open else []
 
     def program_ended(self, key: str) -> list[Observation]:
-        """Somebody says so."""
+        """End a program explicitly, and return its last observations."""
         return self._over(key)
 
     def sweep(self, now_s: float) -> list[Observation]:
-        """Programs that were idle for too long have ended."""
+        """End the programs that have been idle for too long, and return their last observations."""
         news: list[Observation] = []
         for key, program in list(self._programs.items()):
             if now_s - program.seen_s < self._idle_s:
@@ -164,7 +164,7 @@ class LiveHistory:
     def _context(self, program: _Program, turn: Arrived) -> TurnContext:
         request = turn.shown
         shown = request.turns
-        # What was seen is exact, and what the messages show an estimate; earlier turns were perhaps seen elsewhere.
+        # Recorded turns are exact. The messages give estimates of earlier turns, which another process may have served.
         seen = len(program.outputs)
         estimated = shown[seen:HISTORY]
         new_tokens = self._tokens(request.new_chars)
@@ -185,10 +185,10 @@ class LiveHistory:
         )
 
     def _returned(self, program: _Program, turn: Arrived, now_s: float) -> list[Observation]:
-        """What the turn before called has returned."""
+        """Return the observations of the turn before, whose tools have returned."""
         before, program.pending = program.pending, None
         if before is None or turn.shown.position > before.context.position + 1:
-            return []  # nothing to say, or turns in between were seen elsewhere
+            return []  # there is no such turn, or another process served turns in between
         tool, arguments = _called(before, turn)
         if tool is None:
             return []
@@ -224,7 +224,7 @@ class LiveHistory:
         return round(chars / self._chars_per_token)
 
     def _count(self, turn: Arrived, prompt_tokens: int) -> None:
-        """Learn how long a token is, from a prompt all of which was shown."""
+        """Update the mean number of characters of a token from a first turn, whose request shows all of its prompt."""
         if turn.shown.structured and turn.shown.position == 0 and turn.shown.new_chars and prompt_tokens > 0:
             chars = min(max(turn.shown.new_chars / prompt_tokens, LEAST_CHARS), MOST_CHARS)
             self._prompts = min(self._prompts + 1, RECENT)
@@ -232,18 +232,18 @@ class LiveHistory:
 
 
 def _offered(turn: Arrived) -> tuple[str, ...]:
-    """A tool that the client names is the only one."""
+    """Return the offered tools. A tool that the client expects is the only one."""
     if turn.expected_tool is None:
         return turn.shown.offered
     return tuple(without_class(turn.expected_tool).split(KEY_MARK))
 
 
 def _called(before: _Ended, turn: Arrived) -> tuple[str | None, str]:
-    """What the turn before called, with which arguments; None: that cannot be seen."""
+    """Return the tool that the turn before called, or None if it is unknown, and its arguments."""
     shown = turn.shown.turns[0] if turn.shown.turns else None
     arguments = shown.arguments if shown is not None else ""
     said = turn.last_tool or before.arrived.expected_tool
     if said is not None:
         return said, arguments
-    # It goes on without having called anything: it waited for its user, as the replicas see it.
+    # A program that continues without a tool call has waited for its user. The replicas treat it alike.
     return (None, "") if shown is None else (shown.tool or USER_REPLY, arguments)

@@ -1,8 +1,8 @@
-"""What a model is asked, what it answers, and what it learns from while it serves.
+"""The inputs and outputs of predictor models, and the observations from which they learn while they serve.
 
-The inputs are the same from a recorded trace and from a live request, so that a model that was trained on one serves
-the other. Answers are in the order of the questions, one for each. A model never raises for what it is asked: what it
-does not know, it answers from what all programs have in common.
+The inputs have the same form in a recorded trace and in a live request, so that a model trained on traces can serve
+requests. A model returns one answer for each input, in their order. It never raises because of an input: for an unknown
+program, it answers with the statistics of all programs.
 """
 
 import math
@@ -13,62 +13,62 @@ from typing import Protocol
 from predictor_service.distribution import Distribution
 
 HISTORY = 8
-"""A context has so many earlier turns, the most recent one first."""
+"""Earlier turns in a context, at most. The most recent one comes first."""
 MAX_TEXT = 4096
-"""Characters of a prompt's text; of a longer one the last."""
+"""Characters of a prompt's text that are kept: the last ones."""
 MAX_ARGUMENTS = 4096
-"""Characters of a call's arguments; of longer ones the first."""
+"""Characters of a call's arguments that are kept: the first ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnContext:
-    """A turn that is about to be generated. Lengths in tokens, histories the most recent first."""
+    """A turn that is about to be generated. Lengths are in tokens. Histories have the most recent turn first."""
 
     source: str = ""
-    """The kind of the program: a trace's name, or a tenant and a model."""
+    """Kind of the program: the name of a trace, or a tenant and a model."""
     position: int = 0
-    """Turns before it."""
+    """Number of turns of the program before this one."""
     prompt_tokens: int = 0
     new_tokens: int = 0
-    """Tokens of the prompt that the turn before had not: a tool's result, a user's message."""
+    """Prompt tokens that the turn before did not have, such as a tool's result or a user's message."""
     outputs: tuple[int, ...] = ()
-    """Tokens that the turns before generated, at most HISTORY of them."""
+    """Output tokens of the earlier turns, at most `HISTORY` of them."""
     tools: tuple[str, ...] = ()
-    """Tools that the turns before called, as keys of tool statistics (`bash:grep`), at most HISTORY of them."""
+    """Tools that the earlier turns called, as keys of tool statistics (`bash:grep`), at most `HISTORY` of them."""
     durations_s: tuple[float | None, ...] = ()
-    """Durations of those calls; None: not known."""
+    """Durations of those calls in seconds; None if a duration is unknown."""
     returned: tuple[int, ...] = ()
     """Prompt tokens that those calls returned."""
     text: str = ""
-    """The new text of the prompt; of a long text the end."""
+    """The new text of the prompt, cut to its last `MAX_TEXT` characters."""
     offered: tuple[str, ...] = ()
-    """Names of the tools that the turn may call; empty: not known."""
+    """Names of the tools that the turn may call; empty if they are unknown."""
 
 
 @dataclass(frozen=True, slots=True)
 class PauseContext:
-    """A pause that begins: the turn has ended in a tool call."""
+    """A pause that begins because a turn has ended with a tool call."""
 
     turn: TurnContext
     tool: str
     """The called tool, as a key of tool statistics."""
     output_tokens: int = 0
     arguments: str = ""
-    """The call's arguments as text, of long ones the beginning."""
+    """The call's arguments as text, cut to their first `MAX_ARGUMENTS` characters."""
 
 
 NO_TOOL = ""
-"""The tool of a turn that calls none: the program ends, or waits for its user."""
+"""Stands for the tool of a turn that calls none, because the program ends or waits for its user."""
 
 
 @dataclass(frozen=True, slots=True)
 class Remaining:
-    """The rest of a program after the turn in question."""
+    """The work that a program has left after a turn."""
 
     tokens: Distribution
-    """Tokens of prompts and outputs that will have to be computed."""
+    """Number of tokens of prompts and outputs that have to be computed."""
     turns: float
-    """Expected."""
+    """Expected number of turns."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,10 +77,10 @@ class TurnOutcome:
 
     output_tokens: int
     tool: str
-    """NO_TOOL: none."""
+    """Key of the called tool; `NO_TOOL` if the turn called none."""
     arguments: str = ""
     last: bool = False
-    """The program ended with it."""
+    """Whether the program ended with this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,56 +88,56 @@ class PauseOutcome:
     """The outcome of a pause."""
 
     duration_s: float | None = None
-    """None: not recorded."""
+    """Duration of the pause in seconds; None if it was not recorded."""
     returned_tokens: int | None = None
-    """Prompt tokens that the next turn had beyond this one's prompt and output; None: not known."""
+    """Prompt tokens of the next turn beyond this turn's prompt and output; None if they are unknown."""
 
 
 class LengthModel(Protocol):
-    """How many tokens will these turns generate?"""
+    """Predicts how many tokens turns generate, and the work that follows them."""
 
     def lengths(self, turns: Sequence[TurnContext]) -> Sequence[Distribution]:
-        """Tokens, on LENGTH_EDGES."""
+        """Predict the output tokens of each turn, on `LENGTH_EDGES`."""
         ...
 
     def remaining(self, turns: Sequence[TurnContext]) -> Sequence[Remaining]:
-        """What comes after them?"""
+        """Predict the work that each turn's program has left after it."""
         ...
 
 
 class ToolModel(Protocol):
-    """Which tool will these turns call?"""
+    """Predicts which tool turns call."""
 
     def tools(self, turns: Sequence[TurnContext]) -> Sequence[Mapping[str, float]]:
-        """Probabilities of tools' keys, NO_TOOL among them; together 1."""
+        """Predict the probability of each tool's key, including `NO_TOOL`. They sum up to 1."""
         ...
 
 
 class DurationModel(Protocol):
-    """How long will these pauses be, from their beginning?"""
+    """Predicts the duration of pauses from their beginning, and the tokens that they return."""
 
     def durations(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
-        """Seconds, on DURATION_EDGES."""
+        """Predict the seconds of each pause, on `DURATION_EDGES`."""
         ...
 
     def returned(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
-        """Prompt tokens that the calls return, on LENGTH_EDGES."""
+        """Predict the prompt tokens that each call returns, on `LENGTH_EDGES`."""
         ...
 
 
 class Learner(Protocol):
-    """A model that learns while it serves. Nonsense (NaN, negative) raises ValueError and changes nothing."""
+    """A model that learns while it serves. An invalid number (NaN, negative) raises ValueError and changes nothing."""
 
     def turn_ended(self, turn: TurnContext, outcome: TurnOutcome) -> None:
-        """A turn has been generated."""
+        """Learn from a turn that has been generated."""
         ...
 
     def pause_ended(self, pause: PauseContext, outcome: PauseOutcome) -> None:
-        """A tool has returned."""
+        """Learn from a pause whose tool has returned."""
         ...
 
     def program_ended(self, turns: Sequence[TurnContext], remaining: Sequence[tuple[int, int]]) -> None:
-        """A program is over: after each of its turns came (tokens to compute, turns)."""
+        """Learn from a program that has ended. ``remaining``: after each turn, (tokens to compute, turns)."""
         ...
 
 
@@ -159,18 +159,18 @@ class PauseSeen:
 
 @dataclass(frozen=True, slots=True)
 class ProgramSeen:
-    """A program that is over."""
+    """A program that has ended."""
 
     turns: Sequence[TurnContext]
     remaining: Sequence[tuple[int, int]]
-    """After each of its turns: tokens to compute, turns."""
+    """After each of its turns, the tokens that had to be computed, and the number of turns."""
 
 
 Observation = TurnSeen | PauseSeen | ProgramSeen
 
 
 def learn(learner: Learner, observation: Observation) -> bool:
-    """Let a model learn from an observation; False: it makes no sense, and nothing was learnt."""
+    """Let a model learn from an observation. Return False if the observation is invalid and nothing was learnt."""
     try:
         match observation:
             case TurnSeen():
@@ -185,7 +185,7 @@ def learn(learner: Learner, observation: Observation) -> bool:
 
 
 def sensible(observation: Observation) -> bool:
-    """Whether its numbers are finite and not negative."""
+    """Return whether the numbers of an observation are finite and not negative."""
     match observation:
         case TurnSeen(outcome=TurnOutcome(output_tokens=tokens)):
             return _at_least_0(tokens)

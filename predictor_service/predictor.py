@@ -1,6 +1,7 @@
-"""A trained model, statistics that learn while they serve, and the correction of the model's drift.
+"""The predictor: a trained model, statistics that learn while they serve, and a correction of the model's drift.
 
-Plain: no Ray, no clock, no I/O. `shared.py` shares what is learnt, `service.py` and `client.py` serve it.
+The module uses no Ray, no clock and no I/O. `shared.py` shares the statistics; `service.py` and `client.py` serve
+predictions.
 """
 
 from collections import OrderedDict
@@ -31,11 +32,11 @@ from predictor_service.model import (
 from predictor_service.statistics_model import StatisticsModel
 
 MOST_TOOLS = 3
-"""A prediction names so many tools of a turn, the most probable ones."""
+"""Tools that a prediction names, at most: the most probable ones."""
 LEAST_SHARE = 0.02
-"""A less probable tool is not named."""
+"""Least probability of a tool that a prediction names."""
 MOST = 1e9
-"""No number of a prediction is larger."""
+"""Upper bound of every number in a prediction."""
 VERSION = 1
 LENGTH_UNIT, DURATION_UNIT_S = 1.0, 0.01
 
@@ -43,36 +44,36 @@ LENGTH_UNIT, DURATION_UNIT_S = 1.0, 0.01
 # --- drift ---
 
 RECENT = 400
-"""A mean error is mostly of so many observations."""
+"""Number of recent observations that dominate a mean error."""
 PRIOR = 30.0
-"""Observations without an error that are added to those of a key."""
+"""Observations with an error of 0 that are added to those of each key."""
 MOST_DRIFT = log(8.0)
-"""No distribution is stretched or squeezed by more."""
+"""Logarithm of the largest factor by which a distribution is stretched or compressed."""
 MAX_KEYS = 2048
 
 Key = tuple[str, ...]
 DriftRow = tuple[list[bytes], float, float]
-"""A key, its observations and their mean error."""
+"""A key, the number of its observations, and their mean error."""
 
 
 class Drift:
-    """Corrects a trained model for what has changed since its training.
+    """Corrects the predictions of a trained model for changes since its training.
 
-    Errors are ratios: by source and tool, the mean of log(actual) - E[log(predicted)] of recent observations. With few
-    observations the mean is drawn to 0. A predicted distribution is stretched by the ratio. The least recently used key
-    is dropped first.
+    The error of a source and tool is the mean of log(actual) - E[log(predicted)] over recent observations. With few
+    observations, the mean is shrunk towards 0. A predicted distribution is stretched by the ratio. The least recently
+    used key is dropped first.
 
     Args:
-        unit: errors are of log(1 + value / unit).
+        unit: errors are differences of log(1 + value / unit).
     """
 
     def __init__(self, unit: float) -> None:
         self._unit = unit
         self._means: OrderedDict[Key, tuple[float, float]] = OrderedDict()
-        """Observations, at most RECENT; their mean error."""
+        """By key, the number of observations (at most `RECENT`), and their mean error."""
 
     def observe(self, key: Key, forecast: Distribution, actual: float) -> None:
-        """Compare an uncorrected forecast with what happened. Values that make no sense are ignored."""
+        """Compare an uncorrected forecast with the actual value. Invalid values are ignored."""
         if not (isfinite(actual) and actual >= 0):
             return
         error = log1p(actual / self._unit) - self._expected(forecast)
@@ -86,21 +87,21 @@ class Drift:
             self._means.popitem(last=False)
 
     def ratio(self, key: Key) -> float:
-        """The factor for the forecasts of ``key``."""
+        """Return the factor for the forecasts of ``key``."""
         count, mean = self._means.get(key, (0.0, 0.0))
         return exp(min(max(mean * count / (count + PRIOR), -MOST_DRIFT), MOST_DRIFT))
 
     def corrected(self, key: Key, forecast: Distribution) -> Distribution:
-        """The forecast, stretched; on the same edges."""
+        """Return the forecast stretched by the key's ratio, on the same edges."""
         ratio = self.ratio(key)
         return forecast if abs(ratio - 1) < 0.01 else stretched(forecast, ratio)
 
     def rows(self) -> list[DriftRow]:
-        """All mean errors, for other writers."""
+        """Return all mean errors, for other writers."""
         return [(encode_key(key), count, mean) for key, (count, mean) in self._means.items()]
 
     def fill(self, rows: Iterable[DriftRow]) -> None:
-        """Take another writer's mean errors for the keys that are unknown here.
+        """Use another writer's mean errors for the keys that are unknown here.
 
         Raises:
             ValueError: a key is malformed.
@@ -112,7 +113,7 @@ class Drift:
             self._means.popitem(last=False)
 
     def ratios(self) -> Mapping[str, float]:
-        """By key, for operators."""
+        """Return the factor of each key, for operators."""
         return {" ".join(key): self.ratio(key) for key in self._means}
 
     def _expected(self, forecast: Distribution) -> float:
@@ -121,7 +122,7 @@ class Drift:
 
 
 def stretched(distribution: Distribution, ratio: float) -> Distribution:
-    """The distribution of ``ratio`` times the value, on the same edges; what is beyond the edges is in the last bin."""
+    """Return the distribution of ``ratio`` times the value, on the same edges. The last bin is open."""
     edges = distribution.edges
     cumulated = np.concatenate([[0.0], np.cumsum(distribution.shares)])
     at = np.interp(edges / ratio, edges, cumulated)
@@ -134,26 +135,26 @@ def stretched(distribution: Distribution, ratio: float) -> Distribution:
 
 @runtime_checkable
 class JointLengthModel(Protocol):
-    """A LengthModel that answers both questions at the price of one."""
+    """A LengthModel that predicts lengths and remaining work in one computation."""
 
     def lengths_and_remaining(self, turns: Sequence[TurnContext]) -> tuple[Sequence[Distribution], Sequence[Remaining]]:
-        """See `LengthModel`."""
+        """Predict both for each turn: see `LengthModel`."""
         ...
 
 
 @runtime_checkable
 class JointDurationModel(Protocol):
-    """A DurationModel that answers both questions at the price of one."""
+    """A DurationModel that predicts durations and returned tokens in one computation."""
 
     def durations_and_returned(
         self, pauses: Sequence[PauseContext]
     ) -> tuple[Sequence[Distribution], Sequence[Distribution]]:
-        """See `DurationModel`."""
+        """Predict both for each pause: see `DurationModel`."""
         ...
 
 
 class _State(msgspec.Struct, array_like=True):
-    """The bytes' format, in msgpack."""
+    """The stored format, in msgpack."""
 
     version: int
     statistics: bytes
@@ -165,13 +166,13 @@ class Predictor:
     """Predicts turns, and learns from them.
 
     Args:
-        statistics: learns while it serves; answers what the trained models do not.
-        lengths: a trained model; None: the statistics.
-        durations: the same for pauses.
-        base: `StatisticsModel.to_bytes` of what was seen before, that the statistics begin with; as another writer's.
+        statistics: learns while it serves, and predicts what the trained models do not.
+        lengths: a trained model of lengths; None uses the statistics.
+        durations: a trained model of pauses; None uses the statistics.
+        base: `StatisticsModel.to_bytes` of earlier observations, which count as those of another writer.
 
     Raises:
-        ValueError: ``base`` is no such bytes.
+        ValueError: ``base`` cannot be decoded.
     """
 
     def __init__(
@@ -185,15 +186,15 @@ class Predictor:
         self._base = () if base is None else (base,)
         statistics.replace_others(self._base)
         self.nonsense = 0
-        """Observations that made no sense."""
+        """Number of invalid observations."""
         self.broken = 0
-        """Answers of trained models that were no distributions."""
+        """Number of answers of trained models that were no distributions."""
         self.length_drift, self.duration_drift = Drift(LENGTH_UNIT), Drift(DURATION_UNIT_S)
         self._lengths = lengths
         self._durations = durations
 
     def predict(self, turns: Sequence[TurnContext]) -> list[Prediction]:
-        """One for each turn, in their order."""
+        """Return one prediction for each turn, in their order."""
         lengths, remaining = self._of_turns(turns)
         shares = self.statistics.tools(turns)
         likely = [_likely(each) for each in shares]
@@ -210,7 +211,7 @@ class Predictor:
         return made
 
     def learn(self, observations: Sequence[Observation]) -> None:
-        """Learn from observations. Those that make no sense are counted, and change nothing."""
+        """Learn from observations. Invalid ones are counted, and change nothing."""
         good = [one for one in observations if sensible(one)]
         self.nonsense += len(observations) - len(good)
         self._learn_drift(good)
@@ -220,17 +221,17 @@ class Predictor:
     # --- sharing and keeping ---
 
     def to_bytes(self) -> bytes:
-        """What this one has learnt itself: statistics and drift."""
+        """Encode the statistics and the drift that this predictor has learnt itself."""
         state = _State(VERSION, self.statistics.to_bytes(), self.length_drift.rows(), self.duration_drift.rows())
         return bytes(msgspec.msgpack.encode(state))
 
     def replace_others(self, others: Iterable[bytes]) -> None:
-        """From now on these ``to_bytes`` are what other writers have learnt.
+        """Replace what other writers have learnt by these ``to_bytes``.
 
-        Their drift counts for keys of which nothing was seen here.
+        Their drift is used for keys without an observation here.
 
         Raises:
-            ValueError: they are no such bytes.
+            ValueError: the bytes cannot be decoded.
         """
         states = [_state(data) for data in others]
         self.statistics.replace_others([*self._base, *(state.statistics for state in states)])
@@ -291,7 +292,7 @@ class Predictor:
 
 
 def readable(data: bytes) -> bool:
-    """Whether these are a predictor's ``to_bytes``."""
+    """Return whether these bytes are the result of `Predictor.to_bytes`."""
     try:
         Predictor(StatisticsModel()).replace_others([data])
     except ValueError:
@@ -310,7 +311,7 @@ def _state(data: bytes) -> _State:
 
 
 def _likely(shares: Mapping[str, float]) -> list[tuple[str, float]]:
-    """The tools that a prediction names, the most probable first."""
+    """Return the tools that a prediction names, with the most probable one first."""
     called = [(tool, share) for tool, share in shares.items() if tool != NO_TOOL and share >= LEAST_SHARE]
     return nlargest(MOST_TOOLS, called, key=lambda one: one[1])
 
@@ -321,7 +322,14 @@ def _prediction(
     tools: Sequence[tuple[str, float, Distribution, Distribution]],
     calls: float,
 ) -> Prediction:
-    """``tools``: each with its probability, how long it takes and what it brings; ``calls``: that there is any."""
+    """Make a prediction.
+
+    Args:
+        length: the turn's output tokens.
+        ahead: the program's remaining work.
+        tools: each tool's name, probability, duration and returned tokens.
+        calls: the probability that the turn calls any tool.
+    """
     named = tuple(
         ToolPrediction(tool, _number(share), _number(duration.mean), _number(returned.mean))
         for tool, share, duration, returned in tools
@@ -329,7 +337,7 @@ def _prediction(
     covered = sum(one.share for one in named)
     pause_s = returned_tokens = pause_p50_s = 0.0
     if covered > 0:
-        # The tools that are not named are assumed to be like those that are.
+        # The tools that are not named are assumed to behave like the named ones.
         pause_s = calls * sum(one.share * one.pause_s for one in named) / covered
         returned_tokens = calls * sum(one.share * one.returned_tokens for one in named) / covered
         mixed = sum((share * duration.shares for _, share, duration, _ in tools), np.zeros(len(DURATION_EDGES) - 1))
@@ -347,12 +355,12 @@ def _prediction(
 
 
 def _number(value: float) -> float:
-    """A finite number in four digits, which is short as JSON."""
+    """Return a finite number rounded to four digits, so that its JSON is short."""
     return float(f"{min(max(float(value), 0.0), MOST):.4g}")
 
 
 def _is_distribution(distribution: Distribution, edges: Floats) -> bool:
-    """Whether a trained model's answer is a distribution on these edges."""
+    """Return whether a trained model's answer is a distribution on these edges."""
     return len(distribution.shares) == len(edges) - 1 and isfinite(distribution.mean)
 
 

@@ -1,4 +1,4 @@
-"""Scores of forecasts whose outcome is known, and their tables. Pure."""
+"""Scores of forecasts with known outcomes, and tables of scores. The module is pure."""
 
 import json
 import math
@@ -14,41 +14,41 @@ from predictor_service.distribution import TEN_TOKEN_BINS, Distribution, Floats
 INTERVAL = 0.9
 TEN = 10.0
 LEAST_PROBABILITY = 1e-6
-"""Of what happened, for the logarithm: what a model thought impossible costs 13.8."""
+"""Least probability in the logarithmic loss, so that an outcome with the probability 0 costs 13.8 nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class NumberScores:
-    """Of forecasts of one number, in its unit; a forecast's own number is its median."""
+    """Scores of forecasts of one quantity, in its unit. The point forecast is the median."""
 
     count: int
     mae: float
     """Mean absolute error."""
     crps: float
-    """Continuous ranked probability score, in the mean: that of a point is its absolute error."""
+    """Mean continuous ranked probability score. For a point forecast, it is the absolute error."""
     coverage: float
-    """Share of what happened within the middle 90%, its bounds included; 0.9 is best."""
+    """Share of outcomes within the central 90% interval, including its bounds. 0.9 is the best value."""
     within_5: float
     within_15: float
     bin_accuracy: float
-    """Share whose likeliest of 50 bins of 10 was that of what happened; the last one has all beyond, too."""
+    """Share of forecasts whose most probable bin is the outcome's, of 50 bins of 10; the last bin is open."""
     rank_correlation: float | None
-    """Spearman's, between medians and what happened; None where one of them is always the same."""
+    """Spearman's correlation of medians and outcomes; None if one of them is constant."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolScores:
-    """Of forecasts of the tool that a turn calls."""
+    """Scores of forecasts of the tool that a turn calls."""
 
     count: int
     top_1: float
     log_loss: float
-    """Nats."""
+    """Mean logarithmic loss in nats."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankScores:
-    """Of forecasts of what programs have left, which order them: only the order counts."""
+    """Rank correlations of forecasts of remaining work. Only the order matters, because the forecasts rank programs."""
 
     count: int
     tokens: float | None
@@ -57,7 +57,7 @@ class RankScores:
 
 @dataclass(frozen=True, slots=True)
 class SourceScores:
-    """One model on one source's programs; None: it does not answer this, or there was nothing to answer."""
+    """Scores of one model on the programs of one source. None: the model does not predict this, or there is no data."""
 
     model: str
     source: str
@@ -69,7 +69,7 @@ class SourceScores:
 
 
 def number_scores(forecasts: Sequence[Distribution], happened: Sequence[float]) -> NumberScores | None:
-    """None of nothing."""
+    """Score forecasts against their outcomes. Return None if there are none."""
     if not forecasts:
         return None
     true = np.asarray(happened, float)
@@ -93,7 +93,7 @@ def number_scores(forecasts: Sequence[Distribution], happened: Sequence[float]) 
 
 
 def tool_scores(forecasts: Sequence[Mapping[str, float]], happened: Sequence[str]) -> ToolScores | None:
-    """None of nothing."""
+    """Score forecasts against their outcomes. Return None if there are none."""
     if not forecasts:
         return None
     pairs = list(zip(forecasts, happened, strict=True))
@@ -103,7 +103,7 @@ def tool_scores(forecasts: Sequence[Mapping[str, float]], happened: Sequence[str
 
 
 def rank_correlation(one: ArrayLike, other: ArrayLike) -> float | None:
-    """Spearman's: of the ranks, equal values sharing theirs. None where one side has fewer than two values."""
+    """Return Spearman's correlation, with equal ranks for equal values. None if one side has fewer than two values."""
     ranks, others = _ranks(one), _ranks(other)
     if len(ranks) < 2 or not ranks.std() or not others.std():
         return None
@@ -129,7 +129,7 @@ def _likeliest_bin(forecast: Distribution) -> int:
 # --- tables ---
 
 PER_TOOL_EXPONENTIAL = "per-tool exponential"
-"""The baseline of `AGAINST`."""
+"""Name of the baseline of the column `AGAINST`."""
 AGAINST = "to exponential"
 MEAN = "mean of sources"
 
@@ -172,22 +172,22 @@ _TABLES: Mapping[str, tuple[str, Mapping[str, str]]] = {
         {"turns": "count", "rank of tokens": "tokens", "rank of turns": "turns"},
     ),
 }
-"""By title: the field of `SourceScores`, and by column the score of the field."""
+"""By title of a table: the field of `SourceScores`, and by column the score in this field."""
 _COUNTS = ("turns", "pauses")
 _DIGITS = {"MAE": 2, "CRPS": 2}
 
 Cells = Mapping[str, float | None]
-"""By column."""
+"""Values by column."""
 
 
 def tables(found: Sequence[SourceScores]) -> str:
-    """A Markdown table for each question that was answered."""
+    """Return a Markdown table for each question that was answered."""
     made = (_table(title, _rows(found, question, columns)) for title, (question, columns) in _TABLES.items())
     return "\n\n".join(table for table in made if table is not None)
 
 
 def json_lines(found: Sequence[SourceScores], about: Mapping[str, Any]) -> str:
-    """One line a model and source, each with ``about``."""
+    """Return one JSON line for each model and source, each with the keys of ``about``."""
     return "".join(json.dumps({**about, **asdict(scores)}) + "\n" for scores in found)
 
 
@@ -210,7 +210,7 @@ def _rows(found: Sequence[SourceScores], question: str, columns: Mapping[str, st
 
 
 def _against(scores: SourceScores, found: Sequence[SourceScores]) -> float | None:
-    """The CRPS of durations as a part of that of an exponential distribution of each tool's mean."""
+    """Return the CRPS of durations divided by that of an exponential distribution with each tool's mean."""
     wanted = (PER_TOOL_EXPONENTIAL, scores.source)
     baseline = next((each.durations for each in found if (each.model, each.source) == wanted), None)
     return scores.durations.crps / baseline.crps if scores.durations and baseline and baseline.crps else None

@@ -1,7 +1,7 @@
 """The predictor service: a Ray Serve deployment over a plain predictor, and its client over a Ray handle.
 
-Requests that come together are answered together. What is learnt is written to the store every few seconds and at the
-end; a replica that starts reads what all have learnt. The service needs no GPU.
+Requests that wait at the same time are answered as one batch. The statistics are written to the store periodically and
+at the end. A replica that starts reads the statistics of all. The service needs no GPU.
 """
 
 import asyncio
@@ -25,9 +25,9 @@ from predictor_service.shared import Trained, shared_predictor
 
 DEPLOYMENT = "Predictor"
 MOST_TOGETHER = 4
-"""Requests that are answered together: more would keep the first of them waiting."""
+"""Largest batch of requests. A larger one would delay its first request."""
 MOST_AT_WORK = 256
-"""Requests that a replica has taken; more wait at the ingresses."""
+"""Ongoing requests of a replica. Further requests wait at the ingresses."""
 HEALTH_CHECK_PERIOD_S = 5.0
 
 
@@ -39,7 +39,7 @@ class PredictorServer:
         clock = MonotonicClock()
         self._shared = shared_predictor(config, clock, f"predictor-{uuid4().hex}", trained)
         self._tasks = SupervisedTasks("predictor service", clock)
-        # What others have learnt is there before the first request; without the store it comes later.
+        # The others' statistics are read before the first request, or later if the store does not answer.
         await self._shared.exchange()
         self._tasks.start("exchange", self._shared.exchange_for_ever)
 
@@ -52,7 +52,7 @@ class PredictorServer:
         max_batch_size=MOST_TOGETHER, batch_wait_timeout_s=0.0
     )
     async def predict(self, turns: list[TurnContext]) -> list[Prediction]:
-        """Called with one turn; Ray Serve makes a batch of the calls that wait."""
+        """Predict turns. A caller passes a single turn, and Ray Serve makes a batch of the waiting calls."""
         return self._shared.predict(turns)
 
     async def observe(self, observations: Sequence[Observation]) -> None:
@@ -60,17 +60,17 @@ class PredictorServer:
         self._shared.learn(observations)
 
     async def check_health(self) -> None:
-        """Raises if Ray should replace this process."""
+        """Raise if Ray should replace this process."""
         if not self._tasks.healthy:
             raise RuntimeError(f"background tasks keep failing: {', '.join(self._tasks.failed)}")
 
     async def view(self) -> dict[str, Any]:
-        """For operators."""
+        """Return the state for operators."""
         return self._shared.view()
 
 
 def predictor_application(config: CaesuraConfig) -> Application:
-    """The deployment."""
+    """Make the deployment of the service, bound to its configuration."""
     section = config.predictor
     deployment = serve.deployment(
         PredictorServer,
@@ -84,7 +84,7 @@ def predictor_application(config: CaesuraConfig) -> Application:
 
 
 class ServiceHandle:
-    """The service over a handle of Ray Serve."""
+    """Calls the predictor service over a handle of Ray Serve."""
 
     def __init__(self, handle: DeploymentHandle) -> None:
         self._handle = handle
@@ -109,5 +109,5 @@ async def _answer(response: Any) -> Any:
         raise ServiceOverloaded(str(error)) from error
     except (RayError, DeploymentUnavailableError) as error:
         if getattr(error, "cause", None) is not None:
-            raise  # the service's own exception: it is reachable, and broken
+            raise  # the service itself raised: it is reachable, but fails
         raise ServiceUnreachable(str(error)) from error

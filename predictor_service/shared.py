@@ -1,4 +1,4 @@
-"""A predictor that shares what it learns with the other processes' predictors through the store."""
+"""A predictor that shares its statistics with the predictors of other processes through the store."""
 
 import asyncio
 import logging
@@ -19,25 +19,25 @@ from predictor_service.statistics_model import StatisticsModel
 logger = logging.getLogger(__name__)
 
 LEAST_REST = 50
-"""An exchange is followed by so many times its own duration without one."""
+"""After an exchange, the next one begins no earlier than this many times its duration later."""
 SPACE = "//predictor"
-"""The name under which everything is shared. It has no model's id: a program's source names its model."""
+"""Name under which all statistics are shared. It contains no model id, because a program's source names its model."""
 
 
 class SharedPredictor:
-    """One writer's predictor.
+    """The predictor of one writer.
 
     Args:
         predictor: predicts and learns.
-        store: where the writers' statistics are shared.
-        period_s: between two exchanges; longer where they take long.
+        store: shares the statistics of all writers.
+        period_s: seconds between two exchanges; the pause is longer after a slow exchange.
         clock: measures the exchanges.
     """
 
     def __init__(self, predictor: Predictor, store: PredictorStateStore, period_s: float, clock: Clock) -> None:
         self.predictor = predictor
         self.unreadable = 0
-        """Other writers' parts that could not be read."""
+        """Number of other writers' parts that could not be read."""
         self._store = store
         self._period_s = period_s
         self._clock = clock
@@ -57,12 +57,12 @@ class SharedPredictor:
         self.predictor.learn(observations)
 
     async def exchange(self) -> bool:
-        """Write what was learnt here and read what the others learnt; False: the store did not answer."""
+        """Write the own statistics and read those of the others. Return False if the store did not answer."""
         parts = await self._store.exchange(self._own())
         if parts is None:
             return False
         if parts != self._seen:
-            # In a thread, because others' statistics take up to half a second to read. They are swapped in at once.
+            # A thread reads the others' statistics, which takes up to 0.5 s, and then replaces them at once.
             self._taken = await asyncio.to_thread(self._take, parts)
             self._seen = dict(parts)
         return True
@@ -73,7 +73,7 @@ class SharedPredictor:
         return taken
 
     async def exchange_for_ever(self) -> None:
-        """Exchange until it is cancelled. A failed exchange is tried again at the next one's time."""
+        """Exchange periodically until cancelled. A failed exchange is repeated at the time of the next one."""
         while True:
             began_s = self._clock.now_s()
             await self.exchange()
@@ -81,7 +81,7 @@ class SharedPredictor:
             await asyncio.sleep(max(self._period_s, LEAST_REST * took_s))
 
     def view(self) -> dict[str, Any]:
-        """For operators."""
+        """Return the state for operators."""
         return {
             "learnt": self._learnt,
             "writers": len(self._taken),
@@ -93,7 +93,7 @@ class SharedPredictor:
         }
 
     async def aclose(self) -> None:
-        """Write what was learnt last, and close the connection."""
+        """Write the latest statistics, and close the connection."""
         await self.exchange()
         await self._store.close()
 
@@ -119,19 +119,19 @@ class SharedPredictor:
 
 @dataclass(frozen=True, slots=True)
 class Trained:
-    """A trained model, and the statistics of its bundle; by default neither."""
+    """A trained model and the statistics of its bundle. By default there are none."""
 
     model: Any = None
-    """A LengthModel, and a DurationModel if it has `durations`; None: only statistics predict."""
+    """A LengthModel, which is also a DurationModel if it has `durations`. None: only statistics predict."""
     statistics: bytes | None = None
     """`StatisticsModel.to_bytes`."""
 
     @classmethod
     def of(cls, bundle: str | None) -> "Trained":
-        """Read a bundle; None: neither.
+        """Read a bundle. None gives neither a model nor statistics.
 
         Raises:
-            ConfigError: it cannot be used; names the file.
+            ConfigError: the bundle cannot be used; the message names the file.
         """
         if bundle is None:
             return cls()
@@ -142,17 +142,17 @@ class Trained:
         return cls(model, own.to_bytes() if isinstance(own, StatisticsModel) else None)
 
     def predictor(self) -> Predictor:
-        """A predictor that goes on learning from there."""
+        """Make a predictor that begins with the model and the statistics, and continues to learn."""
         statistics = StatisticsModel()
         model = self.model
-        if hasattr(model, "with_prior"):  # it corrects the statistics that learn while they serve
+        if hasattr(model, "with_prior"):  # the model corrects the statistics that learn while they serve
             model = model.with_prior(statistics)
         durations = model if hasattr(model, "durations") else None
         return Predictor(statistics, model, durations, self.statistics)
 
 
 def shared_predictor(config: CaesuraConfig, clock: Clock, writer: str, trained: Trained) -> SharedPredictor:
-    """A predictor that is shared under ``writer``'s name.
+    """Make a predictor that is shared under the name of ``writer``.
 
     Raises:
         ConfigError: the store's URL cannot be used.

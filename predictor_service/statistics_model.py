@@ -1,7 +1,7 @@
-"""The model `statistics`: what happened in turns like this one, counted at levels, each drawn to the one above it.
+"""The model `statistics`: it counts the outcomes of similar turns at levels (`predictor_service.level_counts`).
 
-It learns from each turn at once, while it serves. It reads no text: the features of a turn are its source, its
-position, and the tools and lengths before it.
+The model learns from each turn at once, while it serves. It reads no text. The features of a turn are its source, its
+position, and the tools and lengths of the turns before it.
 """
 
 import math
@@ -36,25 +36,25 @@ FILE = "statistics.msgpack"
 VERSION = 1
 LARGEST_BYTES = 256 << 20
 MOST_TOKENS_SEEN = 1 << 31
-"""Of one length: more is nonsense."""
+"""Largest valid length in tokens."""
 
 TURN_EDGES: Floats = np.concatenate([np.arange(65) - 0.5, np.geomspace(64, 4096, 33)[1:]])
-"""Turns that are left: one bin each, then bins of equal ratios."""
+"""Edges of the bins of remaining turns: one bin for each number up to 64, then bins of equal ratios."""
 _TURN_CENTRES = (TURN_EDGES[:-1] + TURN_EDGES[1:]) / 2
 
 _LENGTH = Shrinkage(trunk=(1.0, 4.0, 4.0, 8.0), weight=0.65, general=0.03)
 _PAUSE = Shrinkage(trunk=(1.0, 3.0), general=0.14)
 _REMAINING = Shrinkage(trunk=(1.0, 4.0, 8.0))
 _PER_DECADE = 3
-"""Classes of durations."""
+"""Classes of durations per decade."""
 _CALLS = 3
-"""The same calls before, whose durations are averaged."""
+"""Earlier calls of the same kind whose durations are averaged, at most."""
 _SMALL_SHARE = 0.02
-"""Of tools that are offered and were never called, together."""
+"""Total probability of the offered tools that were never called."""
 
 
 class _Store(msgspec.Struct, array_like=True):
-    """The bytes' format: after a CRC-32 of it, in msgpack."""
+    """The stored format, in msgpack after its CRC-32."""
 
     version: int
     histograms: dict[str, list[HistogramRow]]
@@ -62,7 +62,7 @@ class _Store(msgspec.Struct, array_like=True):
 
 
 class StatisticsModel:
-    """See the module. A LengthModel, ToolModel, DurationModel and Learner; one thread at a time."""
+    """A LengthModel, ToolModel, DurationModel and Learner. It must be used by one thread at a time."""
 
     def __init__(self) -> None:
         self._lengths = LevelHistograms(LENGTH_EDGES, 200.0, _LENGTH)
@@ -98,7 +98,7 @@ class StatisticsModel:
         return answers
 
     def tools(self, turns: Sequence[TurnContext]) -> list[Mapping[str, float]]:
-        """See `ToolModel`; where tools are offered, only those, NO_TOOL and waiting for the user are expected."""
+        """See `ToolModel`. If tools are offered, only those, `NO_TOOL` and waiting for the user are predicted."""
         return [_offered(self._tools.shares(_tool_path(turn)), turn.offered) for turn in turns]
 
     def durations(self, pauses: Sequence[PauseContext]) -> list[Distribution]:
@@ -141,7 +141,7 @@ class StatisticsModel:
 
     @classmethod
     def fit(cls, programs: Iterable[ProgramExample]) -> Self:
-        """A model that has seen ``programs``."""
+        """Make a model that has learnt from ``programs``."""
         model = cls()
         for program in programs:
             teach(model, program)
@@ -150,27 +150,27 @@ class StatisticsModel:
     # --- sharing and keeping ---
 
     def to_bytes(self) -> bytes:
-        """What this one has seen itself, without what others told."""
+        """Encode this model's own counts, without those of other writers."""
         rows = {name: table.rows() for name, table in self._histograms.items()}
         content = msgspec.msgpack.encode(_Store(VERSION, rows, self._tools.rows()))
         return zlib.crc32(content).to_bytes(4) + content
 
     @classmethod
     def from_bytes(cls, data: bytes) -> Self:
-        """The inverse of ``to_bytes``.
+        """Decode the result of ``to_bytes``.
 
         Raises:
-            ValueError: these are no such bytes, they were damaged, or are of another version.
+            ValueError: the bytes are damaged, are no statistics, or have another version.
         """
         model = cls()
         model.merge(data)
         return model
 
     def merge(self, data: bytes) -> None:
-        """Add another's ``to_bytes`` to one's own.
+        """Add the ``to_bytes`` of another model to this model's own counts.
 
         Raises:
-            ValueError: see ``from_bytes``; something may have been added.
+            ValueError: see ``from_bytes``; a part of the counts may have been added.
         """
         store = _decoded(data)
         for name, table in self._histograms.items():
@@ -178,7 +178,7 @@ class StatisticsModel:
         self._tools.put(store.names)
 
     def replace_others(self, others: Iterable[bytes]) -> None:
-        """From now on these ``to_bytes`` are what other writers have seen; read beside one's own, never written.
+        """Replace the counts of other writers by these ``to_bytes``. They are used in predictions, but never written.
 
         Raises:
             ValueError: see ``from_bytes``.
@@ -198,10 +198,10 @@ class StatisticsModel:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Read what `save` wrote.
+        """Read a bundle that `save` wrote.
 
         Raises:
-            ConfigError: it is no whole bundle of this model and version; names file and field.
+            ConfigError: it is no complete bundle of this model and version; the message names the file and the field.
         """
         bundle = read_bundle(directory, _MODEL, VERSION)
         with bundle.reading(directory):
@@ -241,11 +241,11 @@ def _length_place(turn: TurnContext) -> Place:
 
 
 def _remaining_place(turn: TurnContext) -> Place:
-    """All turns of one program have the same end: what is special to it must not name a level."""
+    """Return the levels of the remaining work. No level may be specific to one program, whose turns share one end."""
     source = _name(turn.source)
     trunk: list[Key] = [(), (source,), (source, _position_class(turn.position))]
     if not turn.tools:
-        # Only one turn of a program is its first: what kind of job it is, the prompt's size tells.
+        # Only one turn of a program is its first one, so the size of its prompt may name a level.
         return Place(trunk, [View((*trunk[-1], "prompt", _size_class(turn.prompt_tokens, 1.0)), 2)])
     return Place(trunk, [View((source, "last", _last_tool(turn), _tool_before(turn)), 1)])
 
@@ -291,7 +291,7 @@ def _tool_before(turn: TurnContext) -> str:
 
 
 def _typical(lengths: Sequence[int]) -> float:
-    """Their geometric mean, of a first turn 0."""
+    """Return the geometric mean of lengths (of 1 + length, minus 1); 0 for a first turn."""
     return (
         math.expm1(sum(math.log1p(min(max(0, length), MOST_TOKENS_SEEN)) for length in lengths) / len(lengths))
         if lengths
@@ -308,7 +308,7 @@ def _last_tool(turn: TurnContext) -> str:
 
 
 def _position_class(position: int) -> str:
-    """Positions one by one at first, later in octaves' thirds."""
+    """Return a class of positions: one class for each position below 8, then three classes per octave."""
     return f"~{int(3 * math.log2(min(position, MOST_TOKENS_SEEN)))}" if position >= 8 else str(position)
 
 
@@ -318,7 +318,7 @@ def _duration_class(seconds: Sequence[float]) -> str:
 
 
 def _name(text: str) -> str:
-    """A name that is too long to be kept counts as one with all such."""
+    """Return the name under which a name is counted. All names that are too long to be kept share one."""
     return (
         text
         if len(text) <= MAX_TOOL_NAME_BYTES // 4 or len(text.encode("utf-8", "surrogatepass")) <= MAX_TOOL_NAME_BYTES

@@ -1,8 +1,8 @@
 """The model `tabular`: gradient-boosted trees (LightGBM) that correct the statistics' forecasts.
 
-For each question, trees predict the normal score of the value in the statistics' distribution: by how many standard
-deviations it will be above what the statistics expect. The answer is that distribution, shifted by the prediction and
-stretched by the error of the predictions on programs that the trees were not trained on.
+For each question, trees predict the normal score of the value in the statistics' distribution, which is its distance
+from the median in standard deviations. The answer is that distribution, shifted by the prediction and stretched by the
+error of the predictions on held-out programs.
 """
 
 from collections.abc import Mapping, Sequence
@@ -33,16 +33,16 @@ from predictor_service.model import DurationModel, LengthModel, PauseContext, Re
 from predictor_service.statistics_model import StatisticsModel
 
 PRIOR_SHARE = 0.2
-"""The statistics' own part of every answer. Statistics that go on learning are followed where the trees have seen
-nothing like it."""
+"""Weight of the statistics' own distribution in every answer. With it, answers follow statistics that learn online,
+even for turns that the trees do not know."""
 FOLDS = 5
-"""Parts of the groups. A part is forecast by statistics that were fitted to the others; the last one stops training."""
+"""Folds of the groups. Each fold is forecast by statistics of the others. The last one decides when training stops."""
 MOST_TURNS = 60_000
-"""To train on: of more, so many are drawn, program by program."""
+"""Turns to train on, at most. Of more turns, programs are drawn at random."""
 LEAST_ROWS = 20
-"""To train on, and as many to stop by."""
+"""Least number of rows to train on, and of rows in the last fold."""
 MOST_ROUNDS, PATIENCE_ROUNDS = 600, 20
-"""Rounds of boosting; it stops after so many without an improvement on the last part."""
+"""Rounds of boosting at most, and rounds without an improvement on the last fold after which it stops."""
 PARAMETERS = {
     "objective": "l2",
     "learning_rate": 0.1,
@@ -59,17 +59,17 @@ PARAMETERS = {
     "verbosity": -1,
 }
 LARGEST_SCORE = 3.7
-"""Normal scores are clipped here: 1 in 10,000 values is beyond."""
+"""Bound at which normal scores are clipped. About 1 in 10,000 values is beyond it on each side."""
 LEAST_CUMULATED = 1e-9
 SPREAD_PRIOR = 50
-"""Rows with a spread of 1 that are added to those of a source, for which there may be few."""
+"""Rows with a spread of 1 that are added to each source's rows, as a source may have few of them."""
 MOST_TURNS_LEFT = 4096.0
 
 _MODEL, _STATISTICS = "tabular", "statistics.bin"
 LENGTHS, REMAINING, TURNS, DURATIONS, RETURNED = QUESTIONS = ("lengths", "remaining", "turns", "durations", "returned")
 _EDGES = {LENGTHS: LENGTH_EDGES, REMAINING: LENGTH_EDGES, DURATIONS: DURATION_EDGES, RETURNED: LENGTH_EDGES}
 _TURN_INPUTS, _PAUSE_INPUTS = TURN_FEATURES + 7, PAUSE_FEATURES + 6
-"""The features, and three numbers of each prior distribution; of turns the expected number of turns, too."""
+"""Inputs of the trees: the features, three numbers of each prior distribution and, for turns, the expected turns."""
 _SPREADS = TypeAdapter(dict[str, dict[str, Annotated[float, Field(gt=0, lt=100)]]])
 
 
@@ -79,11 +79,11 @@ class Prior(LengthModel, DurationModel, Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Inputs:
-    """The features of turns or pauses, and the prior's answers by question."""
+    """The features of turns or pauses, and the prior's answers to each question."""
 
     features: Vectors
     priors: Mapping[str, Floats]
-    """Shares of bins, shape [rows, bins]; of TURNS the expected number, shape [rows]."""
+    """By question, the shares of bins, shape [rows, bins]; for `TURNS`, the expected number, shape [rows]."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -93,10 +93,10 @@ class Correction:
     trees: Any
     """A `lightgbm.Booster`."""
     spreads: Mapping[str, float]
-    """By source, the standard deviation of the normal scores around their predictions; "" is for unknown sources."""
+    """By source, the standard deviation of normal scores around their predictions. The key "" is for other sources."""
 
     def shares(self, inputs: Inputs, question: str, sources: Sequence[str]) -> Floats:
-        """The prior's distributions, shifted and stretched."""
+        """Return the prior's distributions after the shift and the stretch, shape [rows, bins]."""
         prior = inputs.priors[question]
         spread = np.array([[self.spreads.get(source, self.spreads[""])] for source in sources])
         shift = self.trees.predict(inputs.features, num_threads=1)[:, None]
@@ -108,7 +108,7 @@ class Correction:
 
 
 def turn_inputs(turns: Sequence[TurnContext], prior: LengthModel) -> Inputs:
-    """The inputs of the trees for turns."""
+    """Make the inputs of the trees for turns."""
     lengths = _stacked(prior.lengths(turns), LENGTH_EDGES)
     later = prior.remaining(turns)
     remaining = _stacked([answer.tokens for answer in later], LENGTH_EDGES)
@@ -119,7 +119,7 @@ def turn_inputs(turns: Sequence[TurnContext], prior: LengthModel) -> Inputs:
 
 
 def pause_inputs(pauses: Sequence[PauseContext], prior: DurationModel) -> Inputs:
-    """The inputs of the trees for pauses."""
+    """Make the inputs of the trees for pauses."""
     durations = _stacked(prior.durations(pauses), DURATION_EDGES)
     returned = _stacked(prior.returned(pauses), LENGTH_EDGES)
     summaries = [_summary(durations, DURATION_EDGES), _summary(returned, LENGTH_EDGES)]
@@ -128,13 +128,13 @@ def pause_inputs(pauses: Sequence[PauseContext], prior: DurationModel) -> Inputs
 
 
 class TabularModel:
-    """Lengths, remaining work and durations.
+    """Predicts lengths, remaining work, durations and returned tokens.
 
     Args:
-        statistics: fitted to the programs that the trees were trained on.
-        corrections: by question; the prior's answer stands where there is none.
-        prior: the model that is corrected; None: ``statistics``. Statistics that go on learning while they serve can
-            stand here, and what they learn shows in the answers.
+        statistics: statistics fitted to the programs that the trees were trained on.
+        corrections: corrections by question. A question without one gets the prior's answer.
+        prior: the model that is corrected; None uses ``statistics``. It may be statistics that learn while they serve,
+            so that the answers follow them.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class TabularModel:
         self._prior: Prior = statistics if prior is None else prior
 
     def with_prior(self, prior: Prior) -> "TabularModel":
-        """The same trees on top of other statistics."""
+        """Return a model with the same trees that corrects other statistics."""
         return TabularModel(self.statistics, self._corrections, prior)
 
     def lengths(self, turns: Sequence[TurnContext]) -> Sequence[Distribution]:
@@ -157,7 +157,7 @@ class TabularModel:
         return self.lengths_and_remaining(turns)[1]
 
     def lengths_and_remaining(self, turns: Sequence[TurnContext]) -> tuple[Sequence[Distribution], Sequence[Remaining]]:
-        """Both answers; the features are computed once."""
+        """Predict both quantities. The features are computed once."""
         if not turns:
             return [], []
         inputs, sources = turn_inputs(turns, self._prior), [turn.source for turn in turns]
@@ -180,7 +180,7 @@ class TabularModel:
     def durations_and_returned(
         self, pauses: Sequence[PauseContext]
     ) -> tuple[Sequence[Distribution], Sequence[Distribution]]:
-        """Both answers; the features are computed once."""
+        """Predict both quantities. The features are computed once."""
         if not pauses:
             return [], []
         inputs, sources = pause_inputs(pauses, self._prior), [pause.turn.source for pause in pauses]
@@ -195,11 +195,11 @@ class TabularModel:
     def fit(cls, programs: Sequence[ProgramExample], seed: int = 0) -> "TabularModel":
         """Train on ``programs``, on one core.
 
-        The trees see only forecasts of statistics that were fitted without the row's own group of programs, as they
-        will when they serve. Otherwise they would trust what the statistics know by heart.
+        The trees see only forecasts of statistics that were fitted without the row's own group of programs, as in
+        serving. Otherwise they would trust statistics that have already seen the row.
 
         Raises:
-            ConfigError: there is too little to learn from.
+            ConfigError: there is too little data.
         """
         drawn = _drawn(programs, seed)
         folds = [[program for program in drawn if fold_of(program.split_group, seed) == fold] for fold in range(FOLDS)]
@@ -236,10 +236,10 @@ class TabularModel:
 
     @classmethod
     def load(cls, directory: Path) -> "TabularModel":
-        """Read what `save` wrote.
+        """Read a bundle that `save` wrote.
 
         Raises:
-            ConfigError: it is no whole bundle of this model and version; names file and field.
+            ConfigError: it is no complete bundle of this model and version; the message names the file and the field.
         """
         bundle = read_bundle(directory, _MODEL, FEATURES_VERSION)
         with bundle.reading(directory):
@@ -253,7 +253,7 @@ class TabularModel:
 
 
 def fold_of(group: str, seed: int) -> int:
-    """The part that a group is in: the same whatever the others are, and independent of the split for testing."""
+    """Return the fold of a group. It does not depend on other groups, nor on the split for the test."""
     digest = blake2b(f"fold/{seed}/{group}".encode("utf-8", "surrogatepass"), digest_size=8).digest()
     return int.from_bytes(digest) % FOLDS
 
@@ -272,7 +272,7 @@ def _drawn(programs: Sequence[ProgramExample], seed: int) -> list[ProgramExample
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Rows:
-    """Rows of one question whose values are known."""
+    """The rows of one question whose outcomes are known."""
 
     features: Vectors
     targets: Floats
@@ -280,7 +280,7 @@ class _Rows:
 
 
 def _correction(folds: Sequence[_Rows], seed: int) -> Correction | None:
-    """Trees that are trained on all folds but the last one; None: too few values are known."""
+    """Train trees on all folds but the last one. Return None if too few values are known."""
     fit, held_out = _joined(folds[:-1]), folds[-1]
     if min(len(fit.targets), len(held_out.targets)) < LEAST_ROWS:
         return None
@@ -312,7 +312,7 @@ def _spread(squares: Floats) -> float:
 
 
 def _value(question: str, example: TurnExample) -> float:
-    """What happened; NaN: not known."""
+    """Return the actual value of a question's quantity; NaN if it is unknown."""
     match question:
         case "lengths":
             return float(example.outcome.output_tokens)
@@ -335,7 +335,7 @@ def _known(question: str, examples: Sequence[TurnExample], inputs: Inputs) -> _R
 
 
 def normal_scores(prior: Floats, edges: Floats, values: Floats) -> Floats:
-    """Of each value in its prior distribution."""
+    """Return the normal score of each value in its prior distribution, shape [rows]."""
     bins, rows = bin_of(edges, values), np.arange(len(values))
     part = np.clip((values - edges[bins]) / (edges[bins + 1] - edges[bins]), 0.0, 1.0)
     below = _cumulated(prior)
@@ -350,12 +350,12 @@ def _stacked(answers: Sequence[Distribution], edges: Floats) -> Floats:
 
 
 def _cumulated(shares: Floats) -> Floats:
-    """At the edges, shape [rows, bins + 1]."""
+    """Return the cumulated shares at the edges, shape [rows, bins + 1]."""
     return np.concatenate([np.zeros((len(shares), 1)), np.cumsum(shares, axis=1)], axis=1)
 
 
 def _summary(shares: Floats, edges: Floats) -> Vectors:
-    """A prior as features: the logarithms of its mean, its median and its upper decile."""
+    """Return the logarithms of each prior's mean, median and upper decile as features, shape [rows, 3]."""
     cumulated = np.cumsum(shares, axis=1)
     middles = (edges[:-1] + edges[1:]) / 2
     ranks = [middles[np.minimum((cumulated < q).sum(axis=1), len(middles) - 1)] for q in (0.5, 0.9)]
@@ -367,10 +367,10 @@ def _file(question: str) -> str:
 
 
 def _trees(question: str, content: bytes) -> Any:
-    """LightGBM's text format contains numbers only.
+    """Read trees in LightGBM's text format, which contains only numbers.
 
     Raises:
-        ValueError: it is no such model, or one of other features.
+        ValueError: the content is no such model, or the model has other features.
     """
     try:
         trees = lightgbm.Booster(model_str=content.decode("ascii"))

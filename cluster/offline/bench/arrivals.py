@@ -1,7 +1,7 @@
-"""When programs are meant to arrive: an open loop, which waits for nobody.
+"""Intended arrival times of programs, in an open loop.
 
 AugServe's workloads: W1 is ``poisson`` for a duration, W2 a fixed count, W3 ``gamma:CV`` for a duration.
-``recorded:PATH`` takes real arrival times, such as Mooncake's, and stretches them to the rate that is asked for.
+``recorded:PATH`` reads recorded arrival times, such as Mooncake's, and scales them to the requested rate.
 """
 
 import gzip
@@ -23,23 +23,22 @@ MAX_CV = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """A renewal process with Gamma-distributed gaps. CV 1 is the Poisson process; more is burstier.
+    """A renewal process with Gamma-distributed gaps. CV 1 is the Poisson process; a higher CV is burstier.
 
-    Or, with ``recorded``, gaps that were recorded, from a place on that the seed chooses, and from the first one again
-    after the last one.
+    With ``recorded``, the gaps are recorded ones. They begin at a random position and continue cyclically.
     """
 
     rate_per_s: float
     cv: float = 1.0
     recorded: tuple[float, ...] = ()
-    """Gaps, their mean 1."""
+    """Recorded gaps with a mean of 1; empty for a Gamma process."""
 
     @classmethod
     def parse(cls, text: str, rate_per_s: float) -> "Arrivals":
-        """``poisson``, ``gamma:CV`` or ``recorded:PATH``.
+        """Parse ``poisson``, ``gamma:CV`` or ``recorded:PATH``.
 
         Raises:
-            ConfigError: anything else.
+            ConfigError: the text has another form, or the file cannot be used.
         """
         name, _, parameter = text.partition(":")
         if name == POISSON and not parameter:
@@ -61,7 +60,7 @@ class Arrivals:
     def times_s(
         self, rng: np.random.Generator, *, count: int | None = None, duration_s: float | None = None
     ) -> list[float]:
-        """Seconds from the start, ascending: the first ``count``, or all before ``duration_s``.
+        """Return arrivals in seconds from the start, ascending: the first ``count``, or all before ``duration_s``.
 
         Raises:
             ValueError: not exactly one of the two is given.
@@ -94,13 +93,13 @@ class Arrivals:
 
 @lru_cache(maxsize=4)
 def _recorded_gaps(path: Path) -> tuple[float, ...]:
-    """Gaps between the arrivals of a trace of requests, their mean 1.
+    """Return the gaps between the arrivals of a trace of requests, with a mean of 1.
 
-    JSON lines, gzipped or not, with ``arrival_s``; a line whose ``turn_inferred`` is not 0 goes on with a conversation,
-    and counts as no arrival.
+    The file has JSON lines, gzipped or not, with ``arrival_s``. A line whose ``turn_inferred`` is not 0 continues a
+    conversation and counts as no arrival.
 
     Raises:
-        ConfigError: unreadable, or fewer than two moments.
+        ConfigError: the file is unreadable, or has fewer than two different times.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:

@@ -14,14 +14,14 @@ from cluster.core.clock import Clock
 from cluster.core.slo import Outcome, TurnRecord
 
 IDLE_CONNECTION_S = 2.0
-"""Idle connections are closed before the server does it (uvicorn: 5 s), for a POST on a dying one is lost."""
+"""Seconds after which idle connections are closed. The server (uvicorn: 5 s) closes later, so that no POST is lost."""
 OVERLOADED = (429, 503)
 ERROR_LENGTH = 300
-"""Characters of an error that are kept."""
+"""Characters that are kept of an error."""
 
 
 class TurnError(Exception):
-    """The server's answer to a turn is not the one that was asked for."""
+    """The server's answer to a turn is an error or is invalid."""
 
     def __init__(self, message: str, outcome: Outcome = Outcome.FAILED) -> None:
         super().__init__(message)
@@ -30,7 +30,7 @@ class TurnError(Exception):
 
 @dataclass(slots=True)
 class Turn:
-    """A turn that is due, and what has come of it so far."""
+    """A turn that is due, and the part of its answer that has arrived."""
 
     program_id: str
     index: int
@@ -49,7 +49,7 @@ class Turn:
     cached_tokens: int | None = None
 
     def record(self, outcome: Outcome, error: str | None = None) -> TurnRecord:
-        """The turn as it stands."""
+        """Make the record of the turn now."""
         return TurnRecord(
             program_id=self.program_id,
             index=self.index,
@@ -67,14 +67,14 @@ class Turn:
 
 
 def open_session() -> aiohttp.ClientSession:
-    """A session without a limit of connections and without a timeout of its own: an open loop waits for nobody."""
+    """Open a session without a connection limit and without a timeout, because an open loop must not wait."""
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_CONNECTION_S)
     timeout = aiohttp.ClientTimeout(total=None)
     return aiohttp.ClientSession(connector=connector, timeout=timeout, headers=client_headers())
 
 
 class TurnClient:
-    """Sends turns; never retries. ``turn_timeout_s`` counts from a turn's intended start."""
+    """Sends turns, and never retries. ``turn_timeout_s`` counts from a turn's intended start."""
 
     def __init__(
         self, session: aiohttp.ClientSession, url: str, model: str, clock: Clock, turn_timeout_s: float
@@ -86,7 +86,7 @@ class TurnClient:
         self._turn_timeout_s = turn_timeout_s
 
     async def run(self, turn: Turn) -> TurnRecord:
-        """Send ``turn`` and read its answer to the end. Times are this client's clock; an error becomes the outcome."""
+        """Send ``turn`` and read its whole answer. Times are on this client's clock. An error becomes the outcome."""
         left_s = turn.intended_start_s + self._turn_timeout_s - self._clock.now_s()
         try:
             async with asyncio.timeout(left_s):
@@ -106,7 +106,7 @@ class TurnClient:
         headers = {
             "content-type": "application/json",
             "x-session-id": turn.program_id,
-            # So that a server which trusts it counts from when the turn was due, as this client does.
+            # A server that trusts this header measures from the time at which the turn was due, as this client does.
             "x-request-start": f"t={time() - (turn.sent_s - turn.intended_start_s):.6f}",
         }
         async with self._session.post(self._url, data=body, headers=headers) as response:
@@ -141,7 +141,7 @@ class TurnClient:
 
 
 async def _events(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
-    """The data of each server-sent event. Lines may be longer than any buffer: the first one repeats the prompt."""
+    """Yield the data of each server-sent event. Lines may be longer than a buffer, as the first repeats the prompt."""
     rest = b""
     async for chunk in content.iter_any():
         *lines, rest = (rest + chunk).split(b"\n")

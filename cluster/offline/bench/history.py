@@ -1,4 +1,4 @@
-"""What a server (`GET /v1/programs/{id}`) or a simulated scheduler reports of a program and of its memory."""
+"""Histories of programs and memory use, as reported by a server (`GET /v1/programs/{id}`) or a simulated scheduler."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ PHASE_OF = {"hold": "held", "swap": "swapped", "release": "released"}
 
 @dataclass(frozen=True, slots=True)
 class Pause:
-    """A part of a pause in which nothing changed. Seconds on the reporter's clock."""
+    """A part of a pause without a change of phase. Times are seconds on the reporter's clock."""
 
     from_s: float
     to_s: float
@@ -26,29 +26,29 @@ class Pause:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What became of a program's KV after a turn."""
+    """The decision about a program's KV after a turn."""
 
     phase: str = ""
-    """One of `PAUSED`; empty: unknown."""
+    """One of `PAUSED`; empty if it is unknown."""
     reason: str = ""
-    """Empty: nothing was decided, because the program went on at once or ended."""
+    """Reason of the decision; empty if there was none, because the program continued at once or ended."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramHistory:
-    """One program, as far as its replica remembers: of a long one, the first turns and events are dropped."""
+    """The history of one program at its replica, which drops the first turns and events of a long program."""
 
     arrivals_s: tuple[float | None, ...] = ()
-    """Of its turns, at the replica; seconds on the replica's clock."""
+    """Arrival of each turn at the replica, in seconds on the replica's clock."""
     waits_s: tuple[float | None, ...] = ()
-    """Of its turns, in the replica's queue."""
+    """Seconds that each turn waited in the replica's queue."""
     decisions: tuple[Decision, ...] = ()
-    """After each turn."""
+    """Decision after each turn."""
     pauses: tuple[Pause, ...] = ()
 
     @classmethod
     def of(cls, answer: object) -> "ProgramHistory":
-        """Of a decoded answer; what cannot be read is left out."""
+        """Read a decoded answer. Invalid parts are omitted."""
         if not isinstance(answer, Mapping):
             return cls()
         turns = [turn for turn in _list(answer.get("turns")) if isinstance(turn, Mapping)]
@@ -60,9 +60,10 @@ class ProgramHistory:
         )
 
     def ahead_s(self, sent_s: Sequence[float | None]) -> float:
-        """How far the replica's clock is ahead of the client's, if the fastest turn took no time to get there.
+        """Estimate by how many seconds the replica's clock is ahead of the client's; 0 if nothing can be compared.
 
-        0 where nothing can be compared. ``sent_s``: of the turns, by the client's clock.
+        The estimate assumes that the fastest turn arrived without a delay. ``sent_s``: when each turn was sent, on the
+        client's clock.
         """
         pairs = zip(self.arrivals_s, sent_s, strict=False)
         return min((arrived - sent for arrived, sent in pairs if arrived is not None and sent is not None), default=0.0)
@@ -84,7 +85,7 @@ def _pauses(events: Sequence[Any]) -> tuple[Pause, ...]:
         if phase not in PAUSED:
             continue
         if last is not None and last.to_s == at_s and last.phase == phase:
-            # A tool that started or finished changes nothing of the memory.
+            # The start or the end of a tool does not change the memory.
             pauses[-1] = Pause(last.from_s, until_s, phase, last.reason)
         elif until_s > at_s:
             pauses.append(Pause(at_s, until_s, phase, reason))
@@ -101,22 +102,22 @@ def _seconds(value: object) -> float | None:
 
 @dataclass(frozen=True, slots=True)
 class MemoryUse:
-    """What KV memory is used for, of a replica or of several. Tokens; a block counts as full."""
+    """The use of the KV memory of one or several replicas, in tokens. Each block counts as full."""
 
     running: int
-    """Of turns."""
+    """Tokens of turns."""
     held: int
-    """Of paused programs."""
+    """Tokens of paused programs."""
     cached: int
-    """Free, but the prefix cache could still use it."""
+    """Tokens of free blocks that the prefix cache can still use."""
     empty: int
     host: int = 0
-    """Copies in the host tier."""
+    """Tokens that the host tier has a copy of."""
     host_capacity: int = 0
 
     @classmethod
     def of(cls, statistics: Mapping[str, Any]) -> "MemoryUse":
-        """Of one replica's statistics. What a server does not report counts as nothing."""
+        """Read one replica's statistics. A missing value counts as 0."""
         size, total, free = (integer(statistics.get(name)) for name in ("block_size", "total_blocks", "free_blocks"))
         held = min(integer(statistics.get("held_blocks")), total - free)
         cached = min(integer(statistics.get("cached_blocks")), free)
@@ -130,7 +131,7 @@ class MemoryUse:
         )
 
     def __add__(self, other: "MemoryUse") -> "MemoryUse":
-        """Of both."""
+        """Add the memory uses of two groups of replicas."""
         return MemoryUse(
             self.running + other.running,
             self.held + other.held,
@@ -142,14 +143,14 @@ class MemoryUse:
 
     @property
     def capacity(self) -> int:
-        """Of the device."""
+        """Tokens of the device memory."""
         return self.running + self.held + self.cached + self.empty
 
 
 MemorySample = tuple[float, MemoryUse]
-"""Seconds on the clock of the run, and the memory of all replicas then."""
+"""A time in seconds on the clock of the run, and the memory use of all replicas at that time."""
 
 
 def integer(value: object) -> int:
-    """A number of a decoded answer; 0 where it is none."""
+    """Return a number of a decoded answer; 0 if it is no number."""
     return int(value) if isinstance(value, int | float) else 0

@@ -1,11 +1,11 @@
 """The built-in workload: programs of the six call types of InferCept (Abhyankar et al., ICML 2024), from its Table 1.
 
 The table gives, for each type, (mean, spread) of the interception time, of the number of interceptions, and of the
-context length at an interception. Its caption calls the second figure a variance. The programs that the authors
-published show that it is the standard deviation (virtual environment: 0.0143 s, whose square is 0.0002; the table has
-0.014), and so it is read here.
+context length at an interception. Its caption calls the second number a variance. The authors' published programs show
+that it is the standard deviation (virtual environment: 0.0143 s, whose square is 0.0002; the table has 0.014). It is
+used as such here.
 
-The table has nothing on output and return lengths; the means of the authors' published programs stand in for them.
+The table has no output and return lengths. The means of the authors' published programs are used for them.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ import numpy as np
 from cluster.offline.bench.workload import PlannedProgram, PlannedTurn, Workload
 
 STOCHASTIC_ROUNDING_VARIANCE = 1 / 6
-"""What rounding up or down at random adds to a variance: the mean of f(1-f) over a fraction f."""
+"""Variance that random rounding adds: the mean of f(1-f) over a fraction f."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,11 +28,11 @@ class CallType:
     pause_s: tuple[float, float]
     calls: tuple[float, float]
     context_tokens: tuple[float, float]
-    """When the call is made: prompt and output."""
+    """Tokens of prompt and output at the time of a call."""
     output_tokens: float
-    """Generated before each call."""
+    """Tokens generated before each call."""
     return_tokens: float
-    """Brought back by each call."""
+    """Tokens returned by each call."""
 
 
 TABLE_1 = (
@@ -46,11 +46,11 @@ TABLE_1 = (
 
 
 def builtin_workload(seed: int, count: int) -> Workload:
-    """``count`` programs, as many of each type as of any other, in random order; the same for the same ``seed``.
+    """Make ``count`` programs, equally many of each type, in random order. The same ``seed`` gives the same programs.
 
-    Times, and a program's mean context, are Gamma-distributed. Calls are at least 1. A program of more context
-    generates and gets back more, in proportion. The table's spread of the context is that of the programs' means; over
-    single calls it is somewhat wider, because each program grows.
+    Times and each program's mean context have a Gamma distribution. A program has at least one call. Output and return
+    lengths are proportional to a program's mean context. The table's spread of the context is used for the means of
+    programs. The spread over single calls is somewhat wider, because each program's context grows.
     """
     rng = np.random.default_rng([seed, count])
     types = list(islice(cycle(TABLE_1), count))
@@ -63,8 +63,8 @@ def _program(row: CallType, program_id: str, rng: np.random.Generator) -> Planne
     mean_context = _gamma(row.context_tokens, rng)
     scale = mean_context / row.context_tokens[0]
     output, returned = row.output_tokens * scale, row.return_tokens * scale
-    # The contexts at the calls rise from prompt + output in steps of output + returned. A program of many calls and
-    # little context grows by less, so that a prompt is left.
+    # The contexts at the calls grow from prompt + output in steps of output + returned. A program with many calls and a
+    # short context grows by less, so that its prompt has at least one token.
     growth = output + (calls - 1) / 2 * (output + returned)
     fit = min(1.0, max(0.0, mean_context - 1) / growth)
     out_tokens = max(1, round(output * fit))

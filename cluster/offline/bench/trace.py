@@ -1,4 +1,4 @@
-"""Turns recorded programs (`cluster.core.recorded_turn`) into a workload for the bench and the simulator."""
+"""Converts recorded programs (`cluster.core.recorded_turn`) into a workload for the bench and the simulator."""
 
 from pathlib import Path
 
@@ -8,14 +8,18 @@ from cluster.offline.bench.workload import MIN_OUTPUT_TOKENS, PlannedProgram, Pl
 
 
 def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_recorded: bool = False) -> Workload:
-    """All programs of ``path`` (.jsonl or .jsonl.gz), in the file's order.
+    """Read all programs of ``path`` (.jsonl or .jsonl.gz), in the file's order.
 
-    ``missing_tool_s`` stands for every tool duration that was not recorded. Without it such a line is refused, or with
-    ``only_recorded`` left out. What comes after a turn without a tool follows at once; the tool of a program's last
-    turn is not replayed.
+    After a turn without a tool, the next turn follows at once. The tool of a program's last turn is not replayed.
+
+    Args:
+        path: the trace file.
+        missing_tool_s: duration of tools whose duration was not recorded; None rejects such a program.
+        only_recorded: omits the programs with a duration that was not recorded.
 
     Raises:
-        TraceError: unreadable, empty, or a line that cannot be used; names the file, the line and the key.
+        TraceError: the file is unreadable or empty, or a line cannot be used; the message names the file, the line and
+            the key.
     """
     programs: list[PlannedProgram] = []
     empty_outputs = left_out = 0
@@ -38,7 +42,7 @@ def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_re
 
 
 def _first_missing(program: RecordedProgram) -> int | None:
-    """The first turn whose tool, if it is replayed, has no duration."""
+    """Return the first turn whose tool is replayed and has no duration; None if there is none."""
     turns = enumerate(program.turns[:-1])
     return next((i for i, turn in turns if turn.tool is not None and turn.tool_duration_s is None), None)
 

@@ -1,4 +1,4 @@
-"""What is replayed: agent programs as lengths and pauses, cut to fit a server, and the token ids of their prompts."""
+"""Workloads: agent programs as lengths and pauses, shaped to fit a server, and the token ids of their prompts."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -7,29 +7,29 @@ from zlib import crc32
 import numpy as np
 
 MIN_OUTPUT_TOKENS = 1
-"""A completion cannot generate nothing; a turn that the trace recorded without output is replayed with this many."""
+"""Least output tokens of a turn, as a completion cannot be empty. Recorded turns without output get this many."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedTurn:
-    """One generation. Lengths in tokens."""
+    """One turn. Lengths are in tokens."""
 
     fresh_tokens: int
-    """Prompt tokens after the kept context: the tool's result and a new prompt. Without a context: the whole prompt."""
+    """Prompt tokens after the kept context: the tool's result and new text. Without a context: the whole prompt."""
     output_tokens: int
     kept_tokens: int
-    """Of the output, how many last tokens stay in the next turn's context (hidden reasoning is not sent again)."""
+    """Last tokens of the output that stay in the next turn's context. Hidden reasoning is not sent again."""
     tool: str | None = None
-    """The tool called by this turn; None: none, or the last turn."""
+    """The tool that this turn calls; None if it calls none or is the last turn."""
     pause_s: float = 0.0
     """Seconds from this turn's end to the next turn's intended start."""
     reset: bool = False
-    """The context does not extend the turn before: only the shared prefix is reusable."""
+    """Whether the context does not extend the turn before, so that only the shared prefix is reusable."""
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedProgram:
-    """One agent job. The first turn, and each ``reset`` one, starts with ``prefix_tokens`` ids of ``prefix_group``."""
+    """One agent program. Its first and each ``reset`` turn begin with ``prefix_tokens`` ids of ``prefix_group``."""
 
     program_id: str
     kind: str
@@ -38,7 +38,7 @@ class PlannedProgram:
     prefix_tokens: int = 0
 
     def contexts(self) -> list[int]:
-        """Prompt tokens of each turn."""
+        """Return the prompt tokens of each turn."""
         contexts: list[int] = []
         kept = 0
         for turn in self.turns:
@@ -48,37 +48,37 @@ class PlannedProgram:
 
     @property
     def peak_tokens(self) -> int:
-        """Prompt and output tokens of its longest turn."""
+        """Prompt and output tokens of the program's longest turn."""
         return max(context + turn.output_tokens for context, turn in zip(self.contexts(), self.turns, strict=True))
 
 
 @dataclass(frozen=True, slots=True)
 class Shaping:
-    """How recorded programs are cut to fit a server."""
+    """How recorded programs are scaled and cut to fit a server."""
 
     scale_lengths: float = 1.0
     scale_tools: float = 1.0
     max_context: int | None = None
-    """Tokens; programs whose longest turn needs more are dropped."""
+    """Largest number of prompt and output tokens of a turn. Programs with a longer turn are dropped."""
     max_turns: int | None = None
-    """Later turns are cut off."""
+    """Number of turns after which a program is cut off."""
     limit: int | None = None
-    """Programs that are kept, drawn by the seed."""
+    """Number of programs that are kept, drawn by the seed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """The pool that arrivals draw from, and what was left out of it."""
+    """The pool from which arrivals are drawn, with notes about dropped programs."""
 
     name: str
     programs: tuple[PlannedProgram, ...]
     dropped: int = 0
-    """Programs that exceed ``Shaping.max_context``."""
+    """Number of programs that exceed ``Shaping.max_context``."""
     notes: tuple[str, ...] = ()
-    """What a reader of the results has to know, one sentence each."""
+    """Notes for readers of the results, one sentence each."""
 
     def shaped(self, shaping: Shaping, seed: int) -> "Workload":
-        """Cut off turns, scale, drop what does not fit, shuffle by ``seed`` and keep ``limit``: in this order."""
+        """Cut off turns, scale, drop programs that are too long, shuffle by ``seed``, keep ``limit``, in this order."""
         scaled = [_scaled(_cut(program, shaping.max_turns), shaping) for program in self.programs]
         fitting = [p for p in scaled if shaping.max_context is None or p.peak_tokens <= shaping.max_context]
         order = np.random.default_rng(seed).permutation(len(fitting))[: shaping.limit]
@@ -88,7 +88,7 @@ class Workload:
 
 
 def draw(programs: Sequence[PlannedProgram], count: int, rng: np.random.Generator) -> list[PlannedProgram]:
-    """``count`` programs: each once in random order, then again in another order, as often as needed.
+    """Draw ``count`` programs: all of them in random order, then again in another order, as often as needed.
 
     Raises:
         ValueError: ``programs`` is empty.
@@ -102,7 +102,7 @@ def draw(programs: Sequence[PlannedProgram], count: int, rng: np.random.Generato
 
 
 def prefix_notes(programs: Iterable[PlannedProgram]) -> tuple[str, ...]:
-    """Says that programs name a shared prefix whose length nobody recorded, if some do."""
+    """Return a note if some programs name a shared prefix whose length was not recorded."""
     unknown = sum(program.prefix_group is not None and program.prefix_tokens == 0 for program in programs)
     if not unknown:
         return ()
@@ -138,22 +138,22 @@ def _scaled(program: PlannedProgram, shaping: Shaping) -> PlannedProgram:
 
 @dataclass(frozen=True, slots=True)
 class TurnWork:
-    """One turn. Lengths in tokens."""
+    """The work of one turn. Lengths are in tokens."""
 
     prompt_tokens: int
-    """Of the whole prompt."""
+    """Tokens of the whole prompt."""
     new_tokens: int
-    """Of the prompt, those that no turn before has sent or generated at the same place."""
+    """Prompt tokens that no earlier turn has sent or generated at the same position."""
     output_tokens: int
     returned_tokens: int
-    """What the next turn's prompt has beyond this turn's prompt and output; 0 for a last turn."""
+    """Prompt tokens of the next turn beyond this turn's prompt and output; 0 for a last turn."""
 
 
 def turns_of(program: PlannedProgram) -> list[TurnWork]:
-    """The program's turns. The shared prefix counts as new in the first turn only: it survives a ``reset``.
+    """Return the work of a program's turns. The shared prefix counts as new only in the first turn, as resets keep it.
 
-    Where a turn's output is not sent again as a whole (hidden reasoning), what is kept of it moves to another place in
-    the context, and is new in the turn after it.
+    If only a part of a turn's output is sent again (hidden reasoning), this part moves to another position in the
+    context and counts as new in the next turn.
     """
     contexts = program.contexts()
     works: list[TurnWork] = []
@@ -176,18 +176,18 @@ def turns_of(program: PlannedProgram) -> list[TurnWork]:
 
 
 def tokens_of(works: Sequence[TurnWork]) -> int:
-    """Tokens to compute: new prompt tokens and outputs."""
+    """Return the tokens to compute: new prompt tokens and outputs."""
     return sum(work.new_tokens + work.output_tokens for work in works)
 
 
 TOKEN_IDS = range(32, 256)
-"""Ids that every byte-level or sentence-piece vocabulary has, past the special ones that many put first."""
+"""Token ids that every byte-level or sentence-piece vocabulary has, after the special tokens at its beginning."""
 
 
 class Conversation:
-    """Builds each turn's prompt so that it extends the ids of the turn before exactly.
+    """Builds each turn's prompt, which extends the token ids of the turn before exactly.
 
-    Programs of the same ``prefix_group`` start with the same ids under the same ``seed``.
+    With the same ``seed``, programs of the same ``prefix_group`` begin with the same ids.
     """
 
     def __init__(self, program: PlannedProgram, seed: tuple[int, ...]) -> None:
@@ -200,7 +200,7 @@ class Conversation:
         self._known = 0
 
     def prompt(self, turn: PlannedTurn) -> tuple[list[int], int]:
-        """The ids to send, and how many of them, from the start, the turn before had sent or generated."""
+        """Return the ids to send, and how many of the first ones the turn before had sent or generated."""
         if not self._ids or turn.reset:
             self._known = len(self._prefix[: turn.fresh_tokens]) if self._ids else 0
             self._ids = self._prefix[: turn.fresh_tokens]
@@ -210,7 +210,7 @@ class Conversation:
         return self._ids, self._known
 
     def answered(self, generated: list[int], kept_tokens: int) -> None:
-        """Take over the last ``kept_tokens`` of what was generated: what was hidden came before them."""
+        """Add the last ``kept_tokens`` of the generated ids to the context. Hidden reasoning comes before them."""
         sent = len(self._ids)
         self._ids = self._ids + generated[len(generated) - kept_tokens :]
         self._known = len(self._ids) if kept_tokens == len(generated) else sent

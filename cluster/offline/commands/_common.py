@@ -1,6 +1,6 @@
-"""What commands share: questions to a running server, where results go, steps on a terminal, lists of files.
+"""Shared code of commands: requests to a running server, output files, progress of steps, and lists of files.
 
-Here, and in every command, what is heavy to import is imported where it is used, so that ``caesura --help`` is instant.
+Here and in every command, expensive modules are imported where they are used, so that ``caesura --help`` is fast.
 """
 
 import sys
@@ -21,14 +21,14 @@ DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 
 UNKNOWN = 1
-"""Exit status where the server has no answer."""
+"""Exit status if the server does not answer a request."""
 
 
 def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """What the server answers.
+    """Send a request to the server, and return its answer.
 
     Raises:
-        Exit: it has no answer; the reason is on stderr.
+        Exit: there is no answer, or it is an error; the reason is on stderr.
     """
     import httpx
 
@@ -49,18 +49,18 @@ def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """None: not wanted."""
+    """The output files of a command. None: the output is not requested."""
 
     json_lines: Path | None = None
     record: Path | None = None
     plots: Path | None = None
-    """A folder."""
+    """Folder for the plots."""
 
     def check(self) -> None:
-        """Fail before a run of minutes, not after it.
+        """Check the outputs before a long run.
 
         Raises:
-            ConfigError: one of them cannot be written.
+            ConfigError: an output cannot be written.
         """
         for flag, path in {"--json": self.json_lines, "--record": self.record}.items():
             if path is not None:
@@ -82,9 +82,9 @@ if TYPE_CHECKING:
 
 
 def timed_steps(console: "Console") -> Callable[[str], AbstractContextManager[None]]:
-    """The ``step`` of a `LocalCluster`: each step of its start and stop, with the time that it took.
+    """Return the ``step`` of a `LocalCluster`, which prints each step of its start and stop with its duration.
 
-    A terminal shows the step that goes on; elsewhere stderr has a line about it every ten seconds.
+    A terminal shows the current step. Otherwise, stderr gets a line about it every ten seconds.
     """
     from cluster.offline.bench.terminal import heartbeat
 
@@ -105,15 +105,15 @@ FILE_LISTS = ("--traces", "--text")
 
 
 class FileListsCommand(TyperCommand):
-    """A command whose options FILE_LISTS take one file or several, or are repeated."""
+    """A command whose options `FILE_LISTS` take one or several files, and may be repeated."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """See click."""
+        """Parse the arguments: see click."""
         return super().parse_args(ctx, repeated(args))
 
 
 def repeated(args: Sequence[str]) -> list[str]:
-    """The same arguments with a file list's option before each of its files."""
+    """Return the arguments with the option of a file list repeated before each of its files."""
     written: list[str] = []
     option: str | None = None
     for arg in args:

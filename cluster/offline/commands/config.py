@@ -26,10 +26,10 @@ Assignments = Annotated[
 
 
 def read_config(file: Path | None, assignments: list[str] | None) -> "CaesuraConfig":
-    """The configuration of a command: the file, then CAESURA__ variables, then --set.
+    """Read the configuration of a command from the file, then from CAESURA__ variables, then from --set.
 
     Raises:
-        ConfigError: what is wrong, one line for each.
+        ConfigError: a value is invalid; the message has one line for each error.
     """
     from cluster.config.loader import load_config, parse_assignment
 

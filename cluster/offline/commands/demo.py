@@ -1,4 +1,4 @@
-"""`caesura demo`: a real cluster here, agent programs replayed against it, policies side by side, and stop."""
+"""`caesura demo`: start a local cluster, replay agent programs against it, compare the policies, and stop it."""
 
 import asyncio
 from pathlib import Path
@@ -10,14 +10,14 @@ if TYPE_CHECKING:
     from cluster.config.schema import CaesuraConfig
 
 CONFIG: dict[str, Any] = {
-    # No host tier: what is evicted is computed again.
+    # There is no host tier, so that evicted KV is recomputed.
     "replicas": {"count": 2, "cpu_offload_bytes": 0},
-    # Memory for about 3,200 tokens a replica: programs compete for it, as they do on a full GPU.
+    # Each replica has memory for about 3,200 tokens. Programs compete for it, as on a full GPU.
     "engine": {"max_model_len": 3072, "num_gpu_blocks_override": 102, "max_num_seqs": 64},
     "policy": {"name": "continuum", "parameters": {"max_ttl_s": 0.5, "default_ttl_s": 0.25}},
     "http": {"port": 0},
 }
-"""The cluster of the demo. Tools run twenty times faster than recorded, so `continuum`'s times are short, too."""
+"""Configuration of the demo's cluster. Tools run 20 times faster than recorded, so `continuum` has short times, too."""
 
 POLICIES = ("vllm", "continuum", "augserve", "caesura")
 RATE_PER_S = 4.0

@@ -52,7 +52,7 @@ async def _measure(settings: "CaesuraConfig", quick: bool, report: "Callable[[St
     if settings.replicas.accelerator == "cpu":
         from replicas.settings import CPU_ENVIRONMENT
 
-        for name, value in CPU_ENVIRONMENT.items():  # vLLM and torch read it when they are imported
+        for name, value in CPU_ENVIRONMENT.items():  # vLLM and torch read the variables when they are imported
             os.environ.setdefault(name, value)
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
@@ -60,8 +60,8 @@ async def _measure(settings: "CaesuraConfig", quick: bool, report: "Callable[[St
     from cluster.config.schema import PolicyConfig
     from replicas.profile import QUICK, ProfilePlan, profile_engine
 
-    # What a step costs is no policy's business: vLLM's own schedules each request as soon as it can. Nor is it the host
-    # tier's: the link is measured by itself.
+    # The policy must not influence the step times, so vLLM's own is used, which schedules each request at once. The
+    # host tier is off, because its link is measured separately.
     replicas = settings.replicas.model_copy(update={"cpu_offload_bytes": 0})
     plain = settings.model_copy(update={"policy": PolicyConfig(name="vllm"), "replicas": replicas})
     arguments = {"model": model_source(plain), **engine_kwargs(plain)}

@@ -31,7 +31,7 @@ def report(
 
 
 class Subject(StrEnum):
-    """What a page is about."""
+    """The subject of a reference page."""
 
     CONFIGURATION = "configuration"
     METRICS = "metrics"

@@ -1,4 +1,4 @@
-"""`caesura programs`: what runs on a server, the history of a program, and the server's tools."""
+"""`caesura programs`: list a server's programs and tools, and show the history of a program."""
 
 from json import dumps
 from typing import Annotated, Any
@@ -49,7 +49,7 @@ def cancel(program_id: str, url: Url = DEFAULT_URL) -> None:
 
 
 def history_lines(answer: dict[str, Any]) -> list[str]:
-    """What the server reports of a program, for people. Times count from the program's first turn."""
+    """Format the server's report of a program as lines. Times count from the program's first turn."""
     lines = [f"program {answer['id']}" + (f", {answer['phase']} on its replica" if "phase" in answer else "")]
     begun_s = answer.get("arrived_s", 0.0)
     if answer.get("turns"):
@@ -109,7 +109,7 @@ def tools(
 
 
 def rows(answer: dict[str, Any]) -> list[tuple[str, ...]]:
-    """A row for each tool and each class of its calls, and one for all calls."""
+    """Return a row for each tool and each class of its calls, and one for all calls."""
     found: list[tuple[str, ...]] = []
     for tool in answer["data"]:
         durations = {each["name"]: each for each in tool["durations"]}

@@ -39,7 +39,7 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
 
 
 def _on_signals(stopped: threading.Event) -> None:
-    """The first SIGINT or SIGTERM ends the start, or the waiting; those that follow do not disturb the stop."""
+    """Let the first SIGINT or SIGTERM end the start or the waiting. Later ones do not interrupt the stop."""
 
     def handle(_: int, __: FrameType | None) -> None:
         if not stopped.is_set():

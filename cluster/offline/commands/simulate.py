@@ -118,7 +118,7 @@ def simulate(
 def _run(
     settings: "SimulationSettings", jobs: int, outputs: Outputs, progress: "RunProgress"
 ) -> "tuple[list[RunResult], Workload]":
-    """The results of all runs, each written as soon as it is there, and the programs that were replayed last."""
+    """Simulate all runs, and write each result at once. Return the results and the workload of the last seed."""
     from cluster.offline.bench.record import write
     from cluster.offline.simulator.report import json_line, record_lines
     from cluster.offline.simulator.run import load_workload, runs_of, simulate_all

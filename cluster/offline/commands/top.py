@@ -1,4 +1,4 @@
-"""`caesura top` and `caesura status`: what a running server does, and whether all is well."""
+"""`caesura top` and `caesura status`: show the activity of a running server, and the state of its parts."""
 
 import asyncio
 from collections import deque

@@ -8,7 +8,7 @@ from cluster.observing.catalogue import Kind
 from cluster.offline.dashboards.promql import EVERYTHING, Named, Scope, mean, observed, or_zero, quantile, rate, total
 
 WIDTH, HEIGHT = 24, 8
-"""Columns of Grafana's grid, and rows of a panel."""
+"""Columns of Grafana's grid, and height of a panel in rows of it."""
 TAILS = (0.5, 0.95, 0.99)
 CHOSEN = frozenset({"model", "model_name", "tenant"})
 """Labels that the variables of a dashboard choose."""
@@ -19,12 +19,12 @@ class Shape(StrEnum):
 
     LINES = "lines"
     STACKED = "stacked"
-    """Lines on top of each other: parts of a whole."""
+    """Stacked lines, for the parts of a whole."""
     NUMBER = "number"
     BARS = "bars"
-    """One bar per series, the newest value."""
+    """One bar for the newest value of each series."""
     HEAT = "heat"
-    """A histogram's buckets over time."""
+    """A heat map of a histogram's buckets over time."""
 
 
 class Unit(StrEnum):
@@ -47,7 +47,7 @@ UNITS = {
     (Kind.GAUGE, "bytes"): Unit.BYTES,
     (Kind.HISTOGRAM, "seconds"): Unit.SECONDS,
 }
-"""By type and unit of a metric; other counters are `Unit.PER_S`, other metrics `Unit.COUNT`."""
+"""Grafana's unit by type and unit of a metric. Other counters have `Unit.PER_S`, other metrics `Unit.COUNT`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class Panel:
 
     title: str
     text: str
-    """Its description, shown at its title."""
+    """Description of the panel, which Grafana shows at its title."""
     unit: Unit
     queries: tuple[Query, ...]
     shape: Shape = Shape.LINES
@@ -84,7 +84,7 @@ class Row:
 
 
 class Variable(StrEnum):
-    """A choice at the top of a dashboard, beside the data source."""
+    """A variable that the reader chooses at the top of a dashboard, in addition to the data source."""
 
     MODEL = "model"
     TENANT = "tenant"
@@ -97,7 +97,7 @@ class Board:
     """One dashboard."""
 
     uid: str
-    """Also the name of its file."""
+    """Id in Grafana, and name of the dashboard's file."""
     title: str
     text: str
     variables: tuple[Variable, ...]
@@ -118,22 +118,22 @@ def panel(
     good_from: float | None = None,
     bad_from: float | None = None,
 ) -> Panel:
-    """The usual panel of a metric.
+    """Make the standard panel of a metric.
 
     It shows the rate of a counter (0 where it has no series), the value of a gauge, or the quantiles of a histogram.
 
     Args:
-        metric: what it shows.
-        title: of the panel.
-        matchers: select series.
-        text: its description; empty: the metric's help text.
-        by: the labels that tell its series apart; None: the metric's, without those of the variables. A histogram with
-            such labels is shown by its p95.
+        metric: the metric.
+        title: title of the panel.
+        matchers: matchers that select series.
+        text: description of the panel; empty uses the metric's help text.
+        by: labels by which the series are grouped; None uses the metric's labels without those of the variables. A
+            histogram with such labels is shown by its p95.
         scope: the dashboard's variables.
-        aggregate: combines the series of a gauge.
-        unit: of the values; None: the metric's own.
-        shape: how it is drawn.
-        width: in columns of the grid.
+        aggregate: aggregation of the series of a gauge.
+        unit: unit of the values; None uses the metric's own.
+        shape: how the panel is drawn.
+        width: width in columns of the grid.
         good_from: see `Panel`.
         bad_from: see `Panel`.
     """
@@ -162,19 +162,19 @@ def lines(
     good_from: float | None = None,
     bad_from: float | None = None,
 ) -> Panel:
-    """A panel of several expressions, by their legends."""
+    """Make a panel of several expressions, which are keyed by their legends."""
     named = tuple(Query(expression, legend) for legend, expression in queries.items())
     return Panel(title, text, unit, named, shape, width, good_from=good_from, bad_from=bad_from)
 
 
 def mean_and_p95(metric: Named, title: str, *, scope: Scope, width: int = 8) -> Panel:
-    """A histogram's mean and p95."""
+    """Make a panel with a histogram's mean and p95."""
     queries = {"mean": mean(metric, scope=scope), "p95": quantile(0.95, metric, scope=scope)}
     return lines(title, f"{metric.help}.", queries, UNITS.get((metric.kind, metric.unit), Unit.COUNT), width=width)
 
 
 def distribution(metric: Named, title: str, *, scope: Scope = EVERYTHING) -> Panel:
-    """The heat map of a histogram of seconds."""
+    """Make a panel with the heat map of a histogram of seconds."""
     return lines(
         title, f"{metric.help}.", {"{{le}}": observed(metric, part="_bucket", scope=scope)}, Unit.SECONDS, Shape.HEAT
     )

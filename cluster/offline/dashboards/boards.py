@@ -29,7 +29,7 @@ from cluster.offline.dashboards.promql import CLUSTER, PROCESS, REPLICAS, Scope,
 GOOD = 'verdict="good"'
 OBJECTIVE = 0.95
 PANELS_IN_A_ROW = 3
-"""Of the default width."""
+"""Number of panels with the default width in a row."""
 PROCESS_LEGEND = "{{process}}"
 
 cluster_panel = partial(panel, scope=CLUSTER)
@@ -470,7 +470,7 @@ STORE = Row(
 
 
 def board(uid: str, title: str, text: str, variables: tuple[Variable, ...], *rows: Row) -> Board:
-    """A dashboard of ours: ``rows``, and default panels for its metrics that these do not query."""
+    """Make a dashboard from ``rows``, and add default panels for its metrics that no row queries."""
     queried = "".join(query.expression for row in rows for one in row.panels for query in one.queries)
     missing = [metric for metric in CATALOGUE if metric.dashboard == uid and metric.exported not in queried]
     more = (Row("More", default_panels(missing, variables)),) if missing else ()
@@ -478,7 +478,7 @@ def board(uid: str, title: str, text: str, variables: tuple[Variable, ...], *row
 
 
 def default_panels(missing: Sequence[Metric], variables: Sequence[Variable]) -> tuple[Panel, ...]:
-    """A panel for each of these metrics, narrowed by the variables of their dashboard."""
+    """Make a panel for each of these metrics, filtered by the variables of their dashboard."""
     scope = Scope(tuple((label, matcher) for label, matcher in CLUSTER.matchers if label in variables))
     panels = [panel(metric, metric.name.replace("_", " ").capitalize(), scope=scope) for metric in missing]
     last = len(panels) % PANELS_IN_A_ROW
@@ -526,4 +526,4 @@ BOARDS: tuple[Board, ...] = (
     ENGINE,
     RAY,
 )
-"""All dashboards, in the order in which one reads them."""
+"""All dashboards, in reading order."""

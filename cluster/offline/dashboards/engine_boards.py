@@ -13,7 +13,7 @@ replica_panel = partial(panel, scope=REPLICAS)
 
 
 def or_idle(gauge: str, by: str = "ReplicaId") -> str:
-    """A gauge of vLLM's, or 0 for each replica where it is missing: an idle engine does not export its gauges."""
+    """Return a gauge of vLLM, or 0 for each replica without it, as an idle engine does not export its gauges."""
     return f"{gauge}\nor 0 * {sum_of(f.VLLM_GENERATED, by=(by,), scope=REPLICAS)}"
 
 

@@ -35,16 +35,16 @@ CHOICES: dict[Variable, tuple[str, str, str]] = {
         f'/ReplicaId="(?<text>[^"]+)",{PROCESS}="(?<value>[^"]+)"/',
     ),
 }
-"""By variable: its label, its query, and the regex for the part of the answer that is used."""
+"""Label of each variable, its query, and the regex for the used part of the result."""
 
 
 def as_json(board: Board) -> str:
-    """The text of the dashboard's file."""
+    """Return the text of the dashboard's file."""
     return json.dumps(_dashboard(board), cls=JSONEncoder, indent=1, sort_keys=True) + "\n"
 
 
 def as_data(board: Board) -> dict[str, Any]:
-    """The parsed content of the dashboard's file."""
+    """Return the parsed content of the dashboard's file."""
     data: dict[str, Any] = json.loads(as_json(board))
     return data
 

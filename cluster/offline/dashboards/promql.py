@@ -1,4 +1,4 @@
-"""PromQL over the catalogue. Names and labels come from it, so that a query cannot ask for what nobody exports.
+"""PromQL over the catalogue. Its names and labels are used, so that no query has a metric that is not exported.
 
 Expressions are strings. ``matchers`` are the parts in braces, such as ``outcome="ok"``. ``over`` is a duration or one
 of Grafana's variables for it.
@@ -12,7 +12,7 @@ from typing import Protocol
 from cluster.observing.catalogue import REPLICA_STARTS, Kind
 
 STEP = "$__rate_interval"
-"""Grafana's shortest window over which a rate is sure to have values."""
+"""Grafana's variable for the shortest window over which a rate always has values."""
 
 PROCESS = "process"
 """A label that the scrape configuration adds: the first letters of Ray's id of the process that exports a metric."""
@@ -35,12 +35,12 @@ class Named(Protocol):
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """Its labels, without `NODE_LABELS`."""
+        """Labels of the metric, without `NODE_LABELS`."""
         ...
 
     @property
     def kind(self) -> Kind:
-        """Its Prometheus type."""
+        """Prometheus type of the metric."""
         ...
 
     @property
@@ -50,21 +50,21 @@ class Named(Protocol):
 
     @property
     def help(self) -> str:
-        """What it measures."""
+        """Description of what the metric measures."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Scope:
-    """Matchers for the variables of a dashboard; each applies to the metrics that have its label."""
+    """Matchers for the variables of a dashboard. Each applies to the metrics that have its label."""
 
     matchers: tuple[tuple[str, str], ...] = ()
-    """Label and matcher."""
+    """Pairs of a label and its matcher."""
     always: tuple[str, ...] = ()
     """Matchers of labels that every metric has."""
 
     def of(self, metric: Named) -> tuple[str, ...]:
-        """The matchers that apply to ``metric``."""
+        """Return the matchers that apply to ``metric``."""
         return (*(matcher for label, matcher in self.matchers if label in metric.labels), *self.always)
 
 
@@ -74,13 +74,13 @@ _MODELS = (("model", MODEL_MATCHER), ("model_name", ENGINE_MODEL_MATCHER))
 
 EVERYTHING = Scope()
 CLUSTER = Scope((*_MODELS, ("tenant", 'tenant=~"$tenant"'), ("tool", 'tool=~"$tool"')))
-"""All replicas together."""
+"""Scope of metrics of the whole cluster."""
 REPLICAS = Scope(_MODELS, always=(f'{PROCESS}=~"$replica"',))
-"""The chosen replicas, for metrics that replicas export."""
+"""Scope of metrics that replicas export: the chosen replicas."""
 
 
 def select(metric: Named, *matchers: str, scope: Scope = EVERYTHING, part: str = "", over: str = "") -> str:
-    """A selector. ``part`` is a suffix of a histogram's name.
+    """Return a selector. ``part`` is a suffix of a histogram's name.
 
     Raises:
         ValueError: a matcher is malformed, or the metric does not have its label.
@@ -92,13 +92,13 @@ def select(metric: Named, *matchers: str, scope: Scope = EVERYTHING, part: str =
 
 
 def rate(metric: Named, *matchers: str, by: Sequence[str] = (), over: str = STEP, scope: Scope = EVERYTHING) -> str:
-    """The rate of a counter per second, summed over all labels but ``by``."""
+    """Return the rate of a counter per second, summed over all labels except ``by``."""
     _require_kind(metric, Kind.COUNTER)
     return f"{_aggregate(metric, by)}(rate({select(metric, *matchers, scope=scope, over=over)}))"
 
 
 def sum_of(metric: Named, *matchers: str, by: Sequence[str] = (), scope: Scope = EVERYTHING) -> str:
-    """The value of a counter, summed over all labels but ``by``."""
+    """Return the value of a counter, summed over all labels except ``by``."""
     _require_kind(metric, Kind.COUNTER)
     return f"{_aggregate(metric, by)}({select(metric, *matchers, scope=scope)})"
 
@@ -106,7 +106,7 @@ def sum_of(metric: Named, *matchers: str, by: Sequence[str] = (), scope: Scope =
 def total(
     metric: Named, *matchers: str, by: Sequence[str] = (), scope: Scope = EVERYTHING, aggregate: str = "sum"
 ) -> str:
-    """A gauge, aggregated over all labels but ``by``."""
+    """Return a gauge, aggregated over all labels except ``by``."""
     _require_kind(metric, Kind.GAUGE)
     return f"{_aggregate(metric, by, aggregate)}({select(metric, *matchers, scope=scope)})"
 
@@ -114,14 +114,14 @@ def total(
 def quantile(
     share: float, metric: Named, *matchers: str, by: Sequence[str] = (), over: str = STEP, scope: Scope = EVERYTHING
 ) -> str:
-    """A quantile of a histogram."""
+    """Return a quantile of a histogram."""
     _require_kind(metric, Kind.HISTOGRAM)
     buckets = select(metric, *matchers, scope=scope, part="_bucket", over=over)
     return f"histogram_quantile({share:g}, {_aggregate(metric, by, extra=('le',))}(rate({buckets})))"
 
 
 def mean(metric: Named, *matchers: str, by: Sequence[str] = (), over: str = STEP, scope: Scope = EVERYTHING) -> str:
-    """The mean of a histogram's values."""
+    """Return the mean of a histogram's values."""
     return per(
         observed(metric, *matchers, part="_sum", by=by, over=over, scope=scope),
         observed(metric, *matchers, part="_count", by=by, over=over, scope=scope),
@@ -136,7 +136,7 @@ def observed(
     over: str = STEP,
     scope: Scope = EVERYTHING,
 ) -> str:
-    """The rate of a histogram's count or sum per second; or of its buckets, by ``le``."""
+    """Return the rate per second of a histogram's count or sum, or of its buckets by ``le``."""
     _require_kind(metric, Kind.HISTOGRAM)
     extra = ("le",) if part == "_bucket" else ()
     selected = select(metric, *matchers, scope=scope, part=part, over=over)
@@ -144,16 +144,16 @@ def observed(
 
 
 def per(part: str, whole: str) -> str:
-    """A quotient. 0 divided by 0 is NaN, which panels omit."""
+    """Return a quotient. 0 divided by 0 is NaN, which panels omit."""
     return f"{part}\n/ {whole}"
 
 
 OR_ZERO = "or on() vector(0)"
-"""The end of a query for events that need not have happened yet."""
+"""End of a query for events that may not have occurred yet."""
 
 
 def or_zero(expression: str) -> str:
-    """The expression, or 0 where it has no series."""
+    """Return the expression, or 0 where it has no series."""
     return f"({expression}) {OR_ZERO}"
 
 
@@ -161,7 +161,7 @@ ENDED_WINDOW = "30m"
 
 
 def ended_replicas() -> str:
-    """By model, how many replica processes existed within `ENDED_WINDOW` and have ended.
+    """Return, by model, the number of replica processes that existed within `ENDED_WINDOW` and have ended.
 
     A rate of the counter does not show this: each process has a series of its own, which begins at 1.
     """

@@ -35,7 +35,7 @@ class Change(StrEnum):
 
     NEW = "new"
     CHANGED = "changed"
-    """Grafana has another one with the same uid, or has it in another folder."""
+    """Grafana has a different dashboard with this uid, or has it in another folder."""
     NONE = "unchanged"
 
 
@@ -46,11 +46,11 @@ class Difference:
     board: Board
     change: Change
     lines: tuple[str, ...] = ()
-    """A unified diff from Grafana's to ours; empty where only the folder differs."""
+    """Unified diff from Grafana's dashboard to ours; empty if only the folder differs."""
 
 
 class GrafanaFolder:
-    """A folder of a Grafana.
+    """A folder in a Grafana.
 
     Args:
         api: the client.
@@ -75,7 +75,7 @@ class GrafanaFolder:
         return cls(GrafanaApi.from_url(slashed, credential=credential, timeout=TIMEOUT_S), folder)
 
     def differences(self, boards: Sequence[Board]) -> list[Difference]:
-        """Compare each board with Grafana's; changes nothing.
+        """Compare each board with Grafana's, without a change.
 
         Raises:
             GrafanaRefused: Grafana cannot be reached.
@@ -83,7 +83,7 @@ class GrafanaFolder:
         return [self._difference(board) for board in boards]
 
     def push(self, boards: Sequence[Board]) -> list[Difference]:
-        """Make Grafana's dashboards equal to ``boards``. Returns the differences before.
+        """Make Grafana's dashboards equal to ``boards``. Return the differences that existed before.
 
         Raises:
             GrafanaRefused: Grafana cannot be reached, or rejects a dashboard.
@@ -124,7 +124,7 @@ def _lines(dashboard: dict[str, Any]) -> list[str]:
 
 
 def _get(call: Callable[[], Any]) -> Any | None:
-    """The answer; None if Grafana has no such thing."""
+    """Return the answer; None if Grafana has no such object."""
     try:
         return _call(call)
     except GrafanaRefused as error:

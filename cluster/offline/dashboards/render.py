@@ -1,4 +1,4 @@
-"""The files of `deploy/grafana` and `deploy/prometheus`: dashboards, rules and scrape configurations."""
+"""Renders the files of `deploy/grafana` and `deploy/prometheus`: dashboards, rules and scrape configurations."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -12,9 +12,9 @@ from cluster.offline.dashboards.promql import PROCESS
 
 HEADER = "# Written by `caesura dashboards render`; change cluster/offline/dashboards/ instead.\n"
 INGRESS = "localhost:8000"
-"""The address in `prometheus-ingress.yml`, which the reader is to change."""
+"""Address in `prometheus-ingress.yml`, which operators replace with their own."""
 RAY_TARGETS = "/tmp/ray/prom_metrics_service_discovery.json"
-"""Where the head node of a Ray cluster keeps the addresses of its nodes' metrics, as Ray documents it."""
+"""File with the metrics addresses of all nodes on the head node of a Ray cluster, as documented by Ray."""
 RULES_FILE = "rules.yml"
 INTERVAL = "15s"
 
@@ -22,7 +22,7 @@ RELABELLING: tuple[dict[str, Any], ...] = (
     # Ray's prefix is removed, and vLLM's names get their colon back.
     {"source_labels": ["__name__"], "regex": "ray_(.+)", "target_label": "__name__", "replacement": "$1"},
     {"source_labels": ["__name__"], "regex": "vllm_(.+)", "target_label": "__name__", "replacement": "vllm:$1"},
-    # Ray's id of a process has 56 letters; eight suffice to tell processes apart.
+    # Ray's id of a process has 56 letters. Eight of them are enough to tell processes apart.
     {
         "source_labels": ["__name__", "WorkerId"],
         "regex": "(?:caesura_|vllm:).+;(.{8}).*",
@@ -34,7 +34,7 @@ RELABELLING: tuple[dict[str, Any], ...] = (
 
 
 def rendered(*, objective: float = rules.OBJECTIVE, runbooks_url: str = rules.RUNBOOKS) -> Mapping[str, str]:
-    """By path below `deploy/`, the file's text."""
+    """Return the text of each file by its path below `deploy/`."""
     all_rules = rules.as_data((*rules.RECORDINGS, *rules.alerts(objective)), runbooks_url)
     return {
         **{f"grafana/{board.uid}.json": as_json(board) for board in BOARDS},
@@ -45,7 +45,7 @@ def rendered(*, objective: float = rules.OBJECTIVE, runbooks_url: str = rules.RU
 
 
 def scrape_nodes(targets: Sequence[str] | None = None, *, interval: str = INTERVAL) -> str:
-    """The configuration that scrapes each node of a Ray cluster: those at ``targets``, or else those of Ray's file."""
+    """Return the configuration that scrapes the nodes of a Ray cluster at ``targets``, or else those of Ray's file."""
     found = (
         {"static_configs": [{"targets": list(targets)}]} if targets else {"file_sd_configs": [{"files": [RAY_TARGETS]}]}
     )
@@ -53,7 +53,7 @@ def scrape_nodes(targets: Sequence[str] | None = None, *, interval: str = INTERV
 
 
 def scrape_ingress(address: str, *, interval: str = INTERVAL) -> str:
-    """The configuration that scrapes the whole cluster through the ingress at ``address`` (`host:port`)."""
+    """Return the configuration that scrapes the whole cluster through the ingress at ``address`` (`host:port`)."""
     return _scrape({"static_configs": [{"targets": [address]}]}, interval)
 
 
@@ -69,7 +69,7 @@ def _scrape(found: dict[str, Any], interval: str) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """Writes strings of several lines as literal blocks."""
+    """A YAML dumper that writes strings of several lines as literal blocks."""
 
 
 def _string(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:

@@ -11,21 +11,21 @@ from cluster.observing import catalogue as m
 from cluster.offline.dashboards.promql import ENDED_WINDOW, ended_replicas, mean, per, quantile, rate, select, total
 
 RUNBOOKS = "docs/runbooks.md"
-"""In the repository. Each alert has a heading there, to which its ``runbook_url`` links."""
+"""Path of the runbooks in the repository. Each alert's ``runbook_url`` links to its heading there."""
 
 
 class Severity(StrEnum):
-    """How soon somebody has to act."""
+    """Urgency of an alert."""
 
     PAGE = "page"
-    """Now: clients are affected."""
+    """Somebody has to act now, because clients are affected."""
     TICKET = "ticket"
-    """This week."""
+    """Somebody has to act within the week."""
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A series that Prometheus records, so that long windows are not computed at each query."""
+    """A recording rule: a series that Prometheus precomputes, so that queries need not evaluate long windows."""
 
     record: str
     expression: str
@@ -33,12 +33,12 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alert."""
+    """An alerting rule."""
 
     name: str
     expression: str
     held: str
-    """How long the expression has to hold before the alert fires."""
+    """Duration for which the expression has to hold before the alert fires."""
     severity: Severity
     summary: str
     description: str
@@ -51,14 +51,14 @@ class Alert:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Rules that are evaluated together, in order."""
+    """A group of rules, which Prometheus evaluates together and in order."""
 
     name: str
     rules: tuple[Recording | Alert, ...]
 
 
 def as_data(groups: Sequence[Group], runbooks_url: str) -> dict[str, Any]:
-    """The rule file's content. ``runbooks_url`` is where `RUNBOOKS` can be read, without a fragment."""
+    """Return the content of the rule file. ``runbooks_url``: the URL of `RUNBOOKS` without a fragment."""
     return {
         "groups": [
             {"name": group.name, "rules": [_rule(rule, runbooks_url) for rule in group.rules]} for group in groups
@@ -85,7 +85,7 @@ def _rule(rule: Recording | Alert, runbooks_url: str) -> dict[str, Any]:
 # --- recorded series --------------------------------------------------------------------------------------------------
 
 WINDOWS = ("5m", "30m", "1h", "2h", "6h", "1d", "3d")
-"""Of the multi-window burn rates of Google's SRE workbook, chapter 5."""
+"""Windows of the multi-window burn rates of Google's SRE workbook, chapter 5."""
 SHORT = "5m"
 PREDICTIONS_OVER = "1h"
 MODEL = ("model",)
@@ -94,36 +94,36 @@ GOOD = f'verdict="{Verdict.GOOD.value}"'
 CLIENT_STAYED = f'outcome!="{Outcome.UNFINISHED.value}"'
 """Excludes turns whose client disconnected, since these are no failures."""
 NOT_ABANDONED = f'verdict!="{Verdict.ABANDONED.value}"'
-"""The same for programs."""
+"""Excludes programs whose client disconnected."""
 
 
 def turn_errors(window: str) -> str:
-    """By model, the share of turns in ``window`` that were not good."""
+    """Return the series of the share of turns in ``window`` that were not good, by model."""
     return f"caesura:turns_not_good:ratio_rate{window}"
 
 
 def program_errors(window: str) -> str:
-    """By model, the share of programs that ended in ``window`` and were not good."""
+    """Return the series of the share of programs that ended in ``window`` and were not good, by model."""
     return f"caesura:programs_not_good:ratio_rate{window}"
 
 
 def turns(window: str) -> str:
-    """By model, turns per second."""
+    """Return the series of turns per second, by model."""
     return f"caesura:turns:rate{window}"
 
 
 def programs(window: str) -> str:
-    """By model, ended programs per second."""
+    """Return the series of ended programs per second, by model."""
     return f"caesura:programs_ended:rate{window}"
 
 
 PREDICTION_ERROR = f"caesura:prediction_error:ratio_rate{PREDICTIONS_OVER}"
-"""By quantity, the sum of the errors divided by the sum of the actual values."""
+"""Series of the sum of the errors divided by the sum of the actual values, by quantity."""
 PREDICTIONS_COMPARED = f"caesura:predictions_compared:rate{PREDICTIONS_OVER}"
 RECOMPUTED = f"caesura:recomputed_context:ratio_rate{SHORT}"
-"""By model, the recomputed share of the prompt tokens that had been computed before."""
+"""Series of the share of known prompt tokens that are recomputed, by model."""
 HELD = "caesura:held_blocks:ratio"
-"""By model, the share of KV blocks that is held."""
+"""Series of the share of KV blocks that are held, by model."""
 
 
 def _window(window: str) -> tuple[Recording, ...]:
@@ -235,7 +235,7 @@ def _burn_rate(name: str, what: str, severity: Severity, objective: float) -> Al
 
 
 def burn_rates(objective: float) -> Group:
-    """The alerts on the error budget. ``objective`` is the share of turns, and of programs, that should be good."""
+    """Return the alerts on the error budget. ``objective``: the share of turns and of programs that should be good."""
     return Group(
         "caesura-goodput-alerts",
         (
@@ -386,12 +386,12 @@ PREDICTION_ALERTS = Group(
 
 
 def alerts(objective: float = OBJECTIVE) -> tuple[Group, ...]:
-    """All alerts."""
+    """Return all alerts. ``objective``: see `burn_rates`."""
     return (burn_rates(objective), CLUSTER_ALERTS, SCHEDULING_ALERTS, PREDICTION_ALERTS)
 
 
 def alerts_on(metric: m.Metric) -> list[str]:
-    """The names of the alerts that depend on this metric, directly or through a recorded series."""
+    """Return the names of the alerts that depend on this metric, directly or through a recorded series."""
     series = {one.record: one.expression for group in RECORDINGS for one in group.rules if isinstance(one, Recording)}
 
     def uses(expression: str) -> bool:

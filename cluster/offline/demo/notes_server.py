@@ -1,4 +1,4 @@
-"""The demo's MCP server: keeps notes in memory, over streamable HTTP on the loopback. Prints its port.
+"""The demo's MCP server, which keeps notes in memory. It serves streamable HTTP on loopback, and prints its port.
 
 python -m cluster.offline.demo.notes_server
 """
@@ -32,7 +32,7 @@ def count() -> int:
 
 
 async def serve() -> None:
-    """Serve until the process is ended."""
+    """Serve until the process ends."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()

@@ -1,4 +1,4 @@
-"""The demo's second part: whole programs in one request each, their tools run by the cluster."""
+"""The second part of the demo: each request is a whole program, whose tools the cluster runs."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ from cluster.offline.bench.terminal import print_table
 from cluster.offline.demo.tools import calculate
 
 PLAN = ("calculator", "shell", "notes__add", "calculator", "notes__add")
-"""The tool that each turn has to call; the turn after them answers. A random model would call none by itself."""
+"""The tool that each turn must call, since a random model would call none. The turn after them answers."""
 
 PROGRAMS = 12
 AT_ONCE = 2
-"""So few that their contexts fit into one replica's memory: what is computed again is the resumption's own doing."""
+"""Concurrent programs. Their contexts fit into one replica's memory, so that only resumption causes recomputation."""
 MAX_OUTPUT_TOKENS = 700
-"""Of a whole program."""
+"""Output tokens of a whole program, at most."""
 TIMEOUT_S = 120.0
 PROMPT = "You have a calculator, a shell and a notebook. Work on task {number}, step by step, then sum up. "
 FILLER = "Each step takes one tool, its answer is part of what you know in the next step, and nothing is forgotten. "
@@ -33,23 +33,23 @@ FILLER = "Each step takes one tool, its answer is part of what you know in the n
 
 @dataclass(frozen=True, slots=True)
 class ServerSide:
-    """What the programs did, as the server reports it."""
+    """The server's report of the programs, summed up."""
 
     programs: int
     turns: int
     outcomes: dict[tuple[str, str], int]
-    """Calls, by tool and outcome."""
+    """Number of calls by tool and outcome."""
     run_s: dict[str, list[float]]
-    """By tool."""
+    """Run times of the calls in seconds, by tool."""
     resumes: int
     recomputed: list[int]
-    """Prompt tokens of each turn after a program's first that were not in the cache, without those that were new."""
+    """Recomputed tokens of each turn after a program's first: prompt tokens that were neither cached nor new."""
     continued: int
-    """Turns whose prompt was the exact ids before it and the new ones."""
+    """Number of turns whose prompt extended the earlier token ids exactly."""
 
 
 def request(number: int, model: str) -> dict[str, Any]:
-    """One program, for `client.responses.create`."""
+    """Return the arguments of `client.responses.create` for one program."""
     return {
         "model": model,
         "input": PROMPT.format(number=number) + FILLER * 12,
@@ -62,10 +62,10 @@ def request(number: int, model: str) -> dict[str, Any]:
 
 
 async def run_programs(url: str, model: str) -> ServerSide:
-    """Run them, check each tool's answer, and collect what the server reports of them.
+    """Run the programs, check each tool's answer, and collect the server's reports.
 
     Raises:
-        IntegrityError: a program did not end, or a call was not really executed.
+        IntegrityError: a program did not complete, or a call was not executed.
     """
     async with AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=TIMEOUT_S, max_retries=0) as client:
         room = asyncio.Semaphore(AT_ONCE)
@@ -84,10 +84,10 @@ async def run_programs(url: str, model: str) -> ServerSide:
 
 
 def require_executed(response: Response) -> None:
-    """Every planned call is in the output, and the calculator's answers are right.
+    """Check that every planned call is in the output, and that the calculator's answers are correct.
 
     Raises:
-        IntegrityError: not so.
+        IntegrityError: a call is missing or an answer is wrong.
     """
     items = [item.model_dump() for item in response.output]
     called = [item["name"] for item in items if item["type"] == "function_call"]
@@ -102,7 +102,7 @@ def require_executed(response: Response) -> None:
 
 
 def collected(programs: Sequence[dict[str, Any]]) -> ServerSide:
-    """Sums over what `/v1/programs/{id}` returns."""
+    """Sum up the answers of `/v1/programs/{id}`."""
     turns = [turn for program in programs for run in program["runs"] for turn in run["turns"]]
     calls = [call for turn in turns for call in turn["calls"]]
     run_s: dict[str, list[float]] = {}
@@ -126,7 +126,7 @@ def collected(programs: Sequence[dict[str, Any]]) -> ServerSide:
 
 
 def print_server_side(ran: ServerSide, console: Console) -> None:
-    """For people."""
+    """Print the results of the second part of the demo."""
     table = Table("tool", "outcome", "calls", "median run", title="Tool calls, each really executed")
     for (tool, outcome), number in sorted(ran.outcomes.items()):
         table.add_row(tool, outcome, str(number), f"{1000 * statistics.median(ran.run_s[tool]):.1f} ms")

@@ -1,4 +1,4 @@
-"""The demo's tools, as a configuration has them: a Python function, a sandboxed shell, an MCP server of its own."""
+"""The tools of the demo as a configuration: a Python function, a sandboxed shell, and a local MCP server."""
 
 import operator
 import shutil
@@ -20,23 +20,23 @@ PARAMETERS = {
     "required": ["a", "operation", "b"],
     "additionalProperties": False,
 }
-"""JSON Schema of the arguments."""
+"""JSON Schema of the arguments of `calculate`."""
 
 
 def calculate(a: int, operation: str, b: int) -> str:
-    """The equation, solved."""
+    """Return the equation with its result."""
     return f"{a} {operation} {b} = {OPERATORS[operation](a, b)}"
 
 
 COMMANDS = ("seq 1 5 | paste -sd+", "echo caesura | tr a-z A-Z", "id -u", "ls / | wc -l")
-"""What the demo's model may have the shell run: it is a random one."""
+"""Commands that the shell tool accepts. The demo's model is random, so it must not choose commands freely."""
 
 STOP_TIMEOUT_S = 5.0
 
 
 @contextmanager
 def notes_server() -> Iterator[str]:
-    """A real MCP server as a child process; its URL."""
+    """Run a real MCP server as a child process, and yield its URL."""
     command = [sys.executable, "-m", "cluster.offline.demo.notes_server"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         try:
@@ -51,12 +51,12 @@ def notes_server() -> Iterator[str]:
 
 
 def sandboxed() -> bool:
-    """Bubblewrap is here."""
+    """Return whether bubblewrap is installed."""
     return shutil.which("bwrap") is not None
 
 
 def tools(notes_url: str) -> dict[str, Any]:
-    """The configuration's `tools` section."""
+    """Return the `tools` section of the configuration."""
     shell_parameters = {
         "type": "object",
         "properties": {"command": {"type": "string", "enum": list(COMMANDS)}},

@@ -1,4 +1,4 @@
-"""What terminals show of a running server: a frame of `caesura top`, and the parts of `caesura status`."""
+"""Terminal views of a running server: a frame of `caesura top`, and the parts of `caesura status`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -22,11 +22,11 @@ KINDS = (
     ("cached", "▒", "green"),
     ("empty", "░", "bright_black"),
 )
-"""Of memory: the letters differ, too, for those without colours."""
+"""Kinds of memory with a character and a colour. The characters differ for terminals without colours."""
 
 
 def frame(url: str, looks: Sequence[Look]) -> RenderableType:
-    """What is known after these looks, the last one now."""
+    """Return a frame of `caesura top` from several looks, the last of which is the current one."""
     last, now = looks[-1], now_of(looks)
     parts: list[RenderableType] = [_head(url, last, now), _goodput(now.goodput), _front(now), Text()]
     parts.append(_replicas(now.replicas) if now.replicas else Text(_no_replicas(last), style="yellow"))
@@ -35,13 +35,13 @@ def frame(url: str, looks: Sequence[Look]) -> RenderableType:
 
 
 def memory_bar(use: MemoryUse, cells: int = BAR_CELLS) -> Text:
-    """``cells`` letters, each kind in proportion; what there is at all has one."""
+    """Return a bar of ``cells`` characters, proportional to the kinds of memory. Each kind in use has at least one."""
     bar = Text()
     if not use.capacity:
         return Text(UNKNOWN)
     exact = [cells * getattr(use, kind) / use.capacity for kind, _, _ in KINDS]
     counts = [max(int(share), 1 if share > 0 else 0) for share in exact]
-    # What rounding has left, or taken, is that of the largest part: it is least visible there.
+    # The largest part absorbs the rounding error, where it is least visible.
     counts[exact.index(max(exact))] += cells - sum(counts)
     for (_, letter, colour), count in zip(KINDS, counts, strict=True):
         bar.append(letter * count, style=colour)
@@ -125,12 +125,12 @@ def _rate(value: float | None) -> str:
 
 
 class State(StrEnum):
-    """Of a part."""
+    """State of a part of a server."""
 
     OK = "ok"
     TROUBLE = "trouble"
     UNKNOWN = "unknown"
-    """The server does not report it: its administration is off, or this key does not open it."""
+    """The server does not report the state: its admin routes are off, or this key has no access to them."""
 
 
 COLOURS = {State.OK: "green", State.TROUBLE: "red", State.UNKNOWN: "bright_black"}
@@ -138,7 +138,7 @@ COLOURS = {State.OK: "green", State.TROUBLE: "red", State.UNKNOWN: "bright_black
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One row."""
+    """One part of a server: a row of `caesura status`."""
 
     name: str
     state: State
@@ -146,22 +146,22 @@ class Part:
 
 
 def parts_of(look: Look) -> list[Part]:
-    """All parts of a server."""
+    """Return all parts of a server with their states."""
     return [_ingress(look), _replicas_part(look), _policy(look), _store(look), _predictor(look), _versions(look)]
 
 
 def is_well(parts: list[Part]) -> bool:
-    """Nothing is in trouble. What is unknown is not."""
+    """Return whether no part is in trouble. An unknown state is no trouble."""
     return all(part.state is not State.TROUBLE for part in parts)
 
 
 def as_json(url: str, parts: list[Part]) -> dict[str, Any]:
-    """The same, for scripts."""
+    """Return the parts as JSON for scripts."""
     return {"url": url, "ok": is_well(parts), "parts": [asdict(part) for part in parts]}
 
 
 def table(parts: list[Part]) -> Table:
-    """The same, for people."""
+    """Return the parts as a table."""
     rows = Table("", "state", "", box=None, pad_edge=False, padding=(0, 2, 0, 0))
     for part in parts:
         rows.add_row(part.name, Text(part.state, COLOURS[part.state]), part.detail)
@@ -177,7 +177,7 @@ def _ingress(look: Look) -> Part:
 
 def _replicas_part(look: Look) -> Part:
     if "statistics" not in look.answers:
-        # Without an answer of every replica there is none: that is trouble, unless nobody may ask.
+        # The route answers only if every replica does. No answer is trouble, unless this key has no access.
         why = look.errors.get("statistics", "")
         return Part("replicas", State.UNKNOWN if _closed(look, why) else State.TROUBLE, why)
     replicas = look.replicas()
@@ -217,5 +217,5 @@ def _versions(look: Look) -> Part:
 
 
 def _closed(look: Look, why: str) -> bool:
-    """Is all of the administration closed to us, whatever its state?"""
+    """Return whether all admin routes fail for the same reason, so that they are off or this key has no access."""
     return why == look.errors.get("router") == look.errors.get("predictor")

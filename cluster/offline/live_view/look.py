@@ -1,4 +1,4 @@
-"""One look at a running server through its HTTP routes: what each of them returned, or why it did not."""
+"""Queries a running server through its HTTP routes, and keeps the answer or the error of each route."""
 
 import asyncio
 from collections.abc import Mapping
@@ -25,56 +25,56 @@ ROUTES = {
     "predictor": "/admin/predictor",
     "metrics": "/metrics",
 }
-"""What is asked, by the name that it has in a `Look`."""
+"""The queried paths by their names in a `Look`."""
 
 
 WANTS_KEY = f"401: it wants an API key; set {KEY_VARIABLE}"
 
 
 class NoServer(Exception):
-    """There is no server, or it is not Caesura's, or it wants another key. The message is one line."""
+    """The server cannot be reached, is not Caesura's, or needs another key. The message is one line."""
 
 
 Sample = tuple[str, tuple[tuple[str, str], ...]]
-"""Of a metric: its name and its labels."""
+"""Identifies a series of a metric: its name and its labels."""
 
 
 @dataclass(frozen=True, slots=True)
 class Look:
-    """What a server reported at a moment."""
+    """The answers of a server at one time."""
 
     at_s: float
     answers: Mapping[str, Any] = field(default_factory=dict)
     """Decoded responses, by the names of `ROUTES`."""
     errors: Mapping[str, str] = field(default_factory=dict)
-    """Why there is no answer, by the same names."""
+    """Reasons for missing answers, by the names of `ROUTES`."""
     samples: Mapping[Sample, float] = field(default_factory=dict)
-    """Of Caesura's counters and gauges."""
+    """Values of Caesura's counters and gauges by series."""
 
     def total(self, name: str, **labels: str) -> float | None:
-        """Of all samples of this name with these labels together; None: there is none."""
+        """Return the sum of all samples of this name with these labels; None if there are none."""
         wanted = set(labels.items())
         found = [value for (sample, its), value in self.samples.items() if sample == name and wanted <= set(its)]
         return sum(found) if found else None
 
     def replicas(self) -> list[Mapping[str, Any]]:
-        """The statistics of each, as far as they are known."""
+        """Return the statistics of each replica that reported them."""
         answer = self.answers.get("statistics")
         replicas = answer.get("replicas") if isinstance(answer, dict) else None
         return [replica for replica in replicas or [] if isinstance(replica, dict)]
 
     def routers(self) -> Mapping[str, Mapping[str, Any]]:
-        """By model, what this ingress's router knows."""
+        """Return the state of this ingress's router by model."""
         answer = self.answers.get("router")
         models = answer.get("models", {}) if isinstance(answer, dict) else {}
         return {name: view for name, view in models.items() if isinstance(view, dict)}
 
 
 async def look(client: httpx.AsyncClient, clock: Clock) -> Look:
-    """Ask every route at once.
+    """Query all routes at the same time.
 
     Raises:
-        NoServer: there is nobody to ask.
+        NoServer: the server cannot be used.
     """
     at_s = clock.now_s()
     responses = await asyncio.gather(*(_ask(client, path) for path in ROUTES.values()), return_exceptions=True)
@@ -102,13 +102,13 @@ async def look(client: httpx.AsyncClient, clock: Clock) -> Look:
 
 
 def client_of(url: str) -> httpx.AsyncClient:
-    """With the key of the environment, if there is one.
+    """Make an HTTP client, with the API key of the environment if there is one.
 
     Raises:
-        NoServer: this is no URL.
+        NoServer: the URL is invalid.
     """
     try:
-        # Of one machine's own choosing: certificates are checked as httpx does.
+        # The user chooses the server. Certificates are checked as httpx does by default.
         return httpx.AsyncClient(base_url=url.rstrip("/"), headers=client_headers(), timeout=TIMEOUT_S)
     except (httpx.InvalidURL, ValueError) as error:
         raise NoServer(str(error)) from error
@@ -131,7 +131,7 @@ def _why(answer: httpx.Response) -> str:
 
 
 def _samples(text: str) -> dict[Sample, float]:
-    """Junk among them is no reason to show nothing."""
+    """Parse the text format of metrics. Invalid lines do not prevent the rest from being shown."""
     found: dict[Sample, float] = {}
     try:
         for family in text_string_to_metric_families(text):

@@ -1,4 +1,4 @@
-"""What a server does now: rates between two looks at it, and its memory by what it is used for. Pure."""
+"""Computes the current state of a server from several `Look`s: rates, and the use of its memory. The module is pure."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ DECISIONS = ("hold", "swap", "release")
 
 @dataclass(frozen=True, slots=True)
 class ReplicaNow:
-    """One replica."""
+    """The current state of one replica."""
 
     name: str
     policy: str
@@ -23,33 +23,33 @@ class ReplicaNow:
     programs: int
     memory: MemoryUse
     decisions_per_s: Mapping[str, float]
-    """By `DECISIONS`; empty until there is a look before."""
+    """Rate of each of `DECISIONS`; empty if there is no earlier look."""
     pace: float | None
-    """Measured step time over the cost model's."""
+    """Measured step time divided by that of the cost model."""
 
 
 @dataclass(frozen=True, slots=True)
 class GoodputNow:
-    """Per second, over ``window_s``; None: the server does not export its metrics."""
+    """Rates per second over ``window_s`` seconds. None: the server does not export its metrics."""
 
     window_s: float
     programs: float | None
-    """Good ones that ended."""
+    """Good programs that ended."""
     ended: float | None
     offered: float | None
     requests: float | None
-    """Good ones."""
+    """Good requests."""
     all_requests: float | None
 
     @property
     def attainment(self) -> float | None:
-        """Good programs over those that ended."""
+        """Good programs divided by ended programs; None if it is unknown."""
         return self.programs / self.ended if self.programs is not None and self.ended else None
 
 
 @dataclass(frozen=True, slots=True)
 class Now:
-    """All of it."""
+    """The current state of a server."""
 
     replicas: tuple[ReplicaNow, ...]
     goodput: GoodputNow
@@ -60,7 +60,7 @@ class Now:
 
 
 def now_of(looks: Sequence[Look], window_s: float = 2.0) -> Now:
-    """Of looks in their order, the last one now: decisions over ``window_s`` or more, goodput since the first look."""
+    """Compute the state at the last look. Decisions cover at least ``window_s``, goodput the time since the first."""
     last, first = looks[-1], looks[0]
     before = next((seen for seen in reversed(looks[:-1]) if last.at_s - seen.at_s >= window_s), first)
     earlier = {str(statistics.get("replica")): statistics for statistics in before.replicas()}
@@ -81,7 +81,7 @@ def now_of(looks: Sequence[Look], window_s: float = 2.0) -> Now:
 
 def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> ReplicaNow:
     rates: dict[str, float] = {}
-    # A replica that was started again under its name counts from 0.
+    # A replica that has restarted under the same name counts from 0.
     if before is not None and seconds > 0:
         rates = {kind: max(0, _decided(statistics, kind) - _decided(before, kind)) / seconds for kind in DECISIONS}
     pace = statistics.get("step_time_ratio")

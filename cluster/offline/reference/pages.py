@@ -1,6 +1,6 @@
-"""The reference pages of the documentation, made from the program itself: commands, metrics and configuration.
+"""Generates the reference pages of the documentation from the program: commands, metrics and configuration.
 
-They are Markdown that GitHub and mkdocs read alike.
+The pages are Markdown for both GitHub and mkdocs.
 """
 
 import json
@@ -18,28 +18,28 @@ NOTE = "<!-- Written by `make docs`; change the code that it describes instead. 
 
 
 def page(title: str, *blocks: str) -> str:
-    """A generated page, with a note that it is one."""
+    """Return a page, with a note that it is generated."""
     return "\n\n".join((f"# {title}", NOTE, *(block for block in blocks if block))) + "\n"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    """A table; what stands in a cell is Markdown already."""
+    """Return a Markdown table, whose cells are already Markdown."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell(text) for text in line) + " |" for line in lines)
 
 
 def cell(text: str) -> str:
-    """Text on one line, without a bar that would end the cell."""
+    """Return a text on one line, with bars escaped that would end a table's cell."""
     return " ".join(text.split()).replace("|", "\\|")
 
 
 def code(value: str) -> str:
-    """As code. Quotes stay as they are."""
+    """Return a text as inline code. Quotes are not changed."""
     return f"`{value}`"
 
 
 def anchor(heading: str) -> str:
-    """The fragment under which GitHub and mkdocs find a heading of letters, digits, dots, colons and spaces."""
+    """Return the fragment of a heading in GitHub and mkdocs. It may have letters, digits, dots, colons and spaces."""
     kept = "".join(letter for letter in heading.lower() if letter.isalnum() or letter in "_- ")
     return "#" + kept.replace(" ", "-")
 
@@ -50,11 +50,11 @@ that cannot be used; 1, that the command failed."""
 
 
 def cli_page(root: TyperGroup, context: Context) -> str:
-    """The reference of the command line, as `typer utils docs` writes it.
+    """Return the reference of the command line, as `typer utils docs` writes it.
 
     Args:
-        root: the command under which all are.
-        context: of any call; types are shown by it.
+        root: the root command.
+        context: the context of any call, which is needed to show types.
     """
     _, heading, commands = get_docs_for_click(obj=root, ctx=context, name="caesura").partition("## `caesura ")
     return page("Command line reference", CLI_INTRODUCTION, heading + commands.rstrip())
@@ -71,7 +71,7 @@ BUCKETS = "## Buckets\n\nUpper bounds of the histograms' buckets, without +Inf."
 
 
 def metrics_page(catalogue: Iterable[Metric]) -> str:
-    """The page."""
+    """Return the reference of the metrics."""
     every = tuple(catalogue)
     histograms = (one for one in every if one.kind is Kind.HISTOGRAM)
     bounds = ((code(one.exported), ", ".join(f"{bound:g}" for bound in one.buckets)) for one in histograms)
@@ -101,7 +101,7 @@ mistakes, and `caesura config schema` prints the JSON Schema that this page is m
 seconds, `_tokens`, `_bytes`."""
 
 NAME = "NAME"
-"""Stands for what the operator calls an entry."""
+"""Placeholder for the name that the operator gives to an entry."""
 
 HEAD = ("key", "value", "default", "what it says")
 
@@ -109,23 +109,23 @@ BOUNDS = (("minimum", "≥"), ("exclusiveMinimum", ">"), ("maximum", "≤"), ("e
 
 
 def schema_page(schema: Schema) -> str:
-    """The page.
+    """Return the reference of the configuration.
 
     Args:
-        schema: of `cluster.config.loader.config_schema`.
+        schema: the result of `cluster.config.loader.config_schema`.
     """
     return page("Configuration reference", CONFIGURATION_INTRODUCTION, *_Reference(schema).blocks())
 
 
 class _Reference:
-    """Walks the schema; a section that stands in several places is described at the first."""
+    """Walks the schema. A section that occurs several times is described at its first place."""
 
     def __init__(self, schema: Schema) -> None:
         self._root = schema
         self._places: dict[str, str] = {}
 
     def blocks(self) -> Iterator[str]:
-        """Of the page, in the order of the file."""
+        """Yield the blocks of the page in the order of the configuration file."""
         leaves = {key: value for key, value in self._root["properties"].items() if not self._leads_on(value)}
         yield "## Top level"
         yield self._table(leaves)
@@ -134,7 +134,7 @@ class _Reference:
                 yield from self._place(key, value, depth=2)
 
     def _place(self, path: str, value: Schema, depth: int) -> Iterator[str]:
-        """What stands at a path: a section, or entries that the operator names."""
+        """Yield the blocks of a path, which is a section or has entries that the operator names."""
         one = self._resolved(value)
         entries = _entries(one)
         if entries is not None:
@@ -172,7 +172,7 @@ class _Reference:
         yield from self._parameters(path, section, depth + 1)
 
     def _parameters(self, path: str, section: Schema, depth: int) -> Iterator[str]:
-        """Of each plug-in that the section's `name` may name."""
+        """Yield the parameters of each plug-in that the section's `name` may select."""
         for choice in section.get("allOf", ()):
             name = choice["if"]["properties"]["name"]["const"]
             parameters = self._resolved(choice["then"]["properties"]["parameters"])
@@ -182,7 +182,7 @@ class _Reference:
                 yield self._table(parameters["properties"])
 
     def _kinds(self, path: str, kinds: list[Schema], depth: int) -> Iterator[str]:
-        """Sections that differ by their `kind`: what they share first."""
+        """Yield sections that differ by their `kind`, with their shared keys first."""
         first, *others = (kind["properties"] for kind in kinds)
         shared = {key for key in first if all(first[key] == other.get(key) for other in others)}
         yield "Of every kind:"
@@ -224,7 +224,7 @@ class _Reference:
         return f"{one.get('type', 'anything')} {bounds}".strip()
 
     def _section_in(self, value: Schema) -> Schema | None:
-        """The section that a value is, or may be beside null."""
+        """Return the section that a value is, also if it may be null; None if it is no section."""
         choices = [value, *value.get("anyOf", ())]
         return next((choice for choice in choices if "properties" in self._resolved(choice)), None)
 
@@ -241,7 +241,7 @@ class _Reference:
 
 
 def _entries(one: Schema) -> Schema | None:
-    """What the entries of a mapping or a list are; None: it is neither, or they are anything."""
+    """Return the schema of the entries of a mapping or a list; None if it is neither or allows any entries."""
     patterns = one.get("patternProperties", {})
     found = one.get("items") or one.get("additionalProperties") or next(iter(patterns.values()), None)
     return found if isinstance(found, Mapping) else None

@@ -1,4 +1,4 @@
-"""Plots as SVG: axes with round ticks, and shapes whose colours are the page's (`page.css`), light and dark."""
+"""Plots as SVG: axes with round ticks, and shapes with the light and dark colours of `page.css`."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from markupsafe import Markup, escape
 from matplotlib.ticker import LogLocator, MaxNLocator
 
 FINEST_LOG = 1e-3
-"""Where a logarithmic axis begins at the latest: half a millisecond is no time."""
+"""Least value on a logarithmic axis. Lower values, such as 0.5 ms, are drawn there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,14 +23,14 @@ class Axis:
     log: bool = False
 
     def at(self, value: float) -> float:
-        """Where ``value`` is: 0 at ``low``, 1 at ``high``; what lies outside is put at the edge."""
+        """Return the position of ``value``: 0 at ``low``, 1 at ``high``. Values outside are put at the edge."""
         value = min(max(value, self.low), self.high)
         if self.log:
             return math.log(value / self.low) / math.log(self.high / self.low)
         return (value - self.low) / (self.high - self.low)
 
     def named(self, tick: float) -> str:
-        """The tick's number, as short as it can be."""
+        """Return a short text for a tick's number."""
         if tick == 0:
             return "0"
         size = abs(tick)
@@ -42,7 +42,7 @@ class Axis:
 
 
 def linear(values: Iterable[float], label: str, *, ticks: int = 6, from_zero: bool = True) -> Axis:
-    """From 0, or the least value, to a little above the largest one."""
+    """Make an axis from 0, or from the least value, to a round number above the largest one."""
     known = [value for value in values if math.isfinite(value)]
     low = min(0.0, *known, 0.0) if from_zero else min(known, default=0.0)
     high = max(known, default=1.0)
@@ -54,7 +54,7 @@ def linear(values: Iterable[float], label: str, *, ticks: int = 6, from_zero: bo
 
 
 def logarithmic(values: Iterable[float], label: str) -> Axis:
-    """Around all positive values, `FINEST_LOG` at the least."""
+    """Make a logarithmic axis around all positive values, which begins at `FINEST_LOG` or above."""
     known = [max(value, FINEST_LOG) for value in values if value > 0 and math.isfinite(value)]
     low, high = min(known, default=FINEST_LOG), max(known, default=1.0)
     if high < 2 * low:
@@ -65,22 +65,22 @@ def logarithmic(values: Iterable[float], label: str) -> Axis:
 
 
 SERIES = 8
-"""Colours that the page has for things that are compared: `--s0` to `--s7`."""
+"""Number of the page's colours for compared policies: `--s0` to `--s7`."""
 LINE_PX, LETTER_PX = 15, 6.4
 
 
 def series_colour(number: int) -> str:
-    """Of the ``number``-th policy, everywhere on the page."""
+    """Return the colour of the policy with this number, which is the same on the whole page."""
     return f"var(--s{number % SERIES})"
 
 
 def stylesheet() -> str:
-    """The page's, which plots in files need, too."""
+    """Return the stylesheet of the page, which plots in files of their own also need."""
     return (files("cluster.offline.report") / "page.css").read_text(encoding="utf-8")
 
 
 def standalone(plot: Markup, frame: "Frame", names: Sequence[str]) -> str:
-    """A plot as a file of its own, with its style and a legend of what is compared."""
+    """Return the content of a file with one plot, its style, and a legend of the compared policies."""
     legend: list[str] = []
     x, y = frame.left, frame.height + LINE_PX
     for index, name in enumerate(names):
@@ -98,7 +98,7 @@ def standalone(plot: Markup, frame: "Frame", names: Sequence[str]) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Where the axes are, pixels from the left and the top."""
+    """Size of a plot and margins of its axes, in pixels."""
 
     width: float
     height: float
@@ -110,31 +110,31 @@ class Frame:
 
 @dataclass(slots=True)
 class Drawing:
-    """One plot under way. Points are in the units of the axes; y grows upwards."""
+    """A plot that is being drawn. Points are in the units of the axes, and y grows upwards."""
 
     frame: Frame
     x: Axis
     y: Axis
     name: str
-    """For those who cannot see it."""
+    """Text alternative of the plot."""
     _parts: list[str] = field(default_factory=list)
     _words_end: list[float] = field(default_factory=list)
-    """Of the words beside bounds, line by line from below: pixels from the left."""
+    """End of the last label beside a bound in each line of labels, from below, in pixels from the left."""
 
     def px(self, value: float) -> float:
-        """Pixels from the left."""
+        """Return the position of a value on the x axis in pixels from the left."""
         inner = self.frame.width - self.frame.left - self.frame.right
         return round(self.frame.left + self.x.at(value) * inner, 1)
 
     def py(self, value: float) -> float:
-        """Pixels from the top."""
+        """Return the position of a value on the y axis in pixels from the top."""
         inner = self.frame.height - self.frame.top - self.frame.bottom
         return round(self.frame.height - self.frame.bottom - self.y.at(value) * inner, 1)
 
     def line(
         self, points: Iterable[tuple[float, float]], colour: str, *, dashed: bool = False, title: str = ""
     ) -> None:
-        """A line through ``points``."""
+        """Draw a line through ``points``."""
         path = " ".join(f"{self.px(x)},{self.py(y)}" for x, y in points)
         if path:
             kind = "curve dashed" if dashed else "curve"
@@ -143,30 +143,30 @@ class Drawing:
     def area(
         self, bottom: Sequence[tuple[float, float]], top: Sequence[tuple[float, float]], colour: str, title: str
     ) -> None:
-        """What lies between two lines."""
+        """Fill the area between two lines."""
         path = " ".join(f"{self.px(x)},{self.py(y)}" for x, y in (*top, *reversed(bottom)))
         if path:
             self._add(f'<polygon style="fill:{colour}" points="{path}"', "polygon", title)
 
     def box(self, x: tuple[float, float], y: tuple[float, float], colour: str, title: str = "") -> None:
-        """A filled rectangle, half a pixel wide at the least."""
+        """Draw a filled rectangle, at least half a pixel wide and high."""
         left, right = self.px(x[0]), self.px(x[1])
         top, bottom = self.py(y[1]), self.py(y[0])
         size = f'width="{max(0.5, right - left):.1f}" height="{max(0.5, bottom - top):.1f}"'
         self._add(f'<rect style="fill:{colour}" x="{left}" y="{top}" {size}', "rect", title)
 
     def dot(self, x: float, y: float, colour: str, *, title: str = "", radius: float = 3.5) -> None:
-        """A point."""
+        """Draw a point."""
         self._add(f'<circle style="fill:{colour}" cx="{self.px(x)}" cy="{self.py(y)}" r="{radius}"', "circle", title)
 
     def text(self, x_px: float, y_px: float, text: str, kind: str = "tick", anchor: str = "start") -> None:
-        """Words at a place in pixels."""
+        """Draw text at a position in pixels."""
         self._parts.append(
             f'<text class="{kind}" x="{x_px:.1f}" y="{y_px:.1f}" text-anchor="{anchor}">{escape(text)}</text>'
         )
 
     def upright(self, x: float, label: str) -> None:
-        """A bound: a dashed line from bottom to top with a word beside it. Several come from left to right."""
+        """Draw a bound: a vertical dashed line with a label. Several bounds must be drawn from left to right."""
         left = self.px(x)
         top, bottom = self.frame.top, self.frame.height - self.frame.bottom
         self._parts.append(f'<line class="bound" x1="{left}" y1="{top}" x2="{left}" y2="{bottom}"/>')
@@ -179,7 +179,7 @@ class Drawing:
         self.text(*at, label, "note", "end" if beyond else "start")
 
     def done(self, *, x_grid: bool = True, y_ticks: bool = True) -> Markup:
-        """The SVG, the axes drawn beneath all else."""
+        """Return the SVG. The axes are drawn below everything else."""
         frame = self.frame
         size = f'width="{frame.width:g}" height="{frame.height:g}" viewBox="0 0 {frame.width:g} {frame.height:g}"'
         axes = "".join(self._axes(x_grid, y_ticks))

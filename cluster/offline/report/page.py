@@ -1,4 +1,4 @@
-"""The page of a report: one HTML file that loads nothing, scripts included."""
+"""The page of a report: one HTML file without scripts, which loads no other file."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ BOUNDS = (
     ("normalized_latency_s", "seconds a token, over the program without its tools"),
 )
 NEAR = 0.005
-"""Values that differ by less, relatively, are equally good."""
+"""Relative difference below which two values count as equally good."""
 KINDS = ("held", "swapped", "released")
 REASONS = 8
-"""Of a policy, those that are named."""
+"""Number of reasons that are shown for a policy."""
 
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """A policy at the load in focus, at a glance."""
+    """Overview of a policy at the load in focus."""
 
     name: str
     colour: str
@@ -50,20 +50,20 @@ class Panel:
 
 @dataclass(frozen=True, slots=True)
 class Decided:
-    """Of one policy."""
+    """The decisions of one policy about paused programs."""
 
     total: int
     kinds: tuple[tuple[str, float], ...]
-    """Each kind's share, percent."""
+    """Share of each kind of decision, in percent."""
     reasons: tuple[tuple[str, str, int, float], ...]
-    """Kind, reason, how often, percent; the most frequent ones."""
+    """Kind, reason, number and percentage of the most frequent decisions."""
     held_ended: tuple[tuple[str, float], ...]
-    """How holds ended, percent: used by the next turn, or why not."""
+    """How holds ended, with percentages: used by the next turn, or the reason of another end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decisions:
-    """Of one policy; ``found`` None: it decides nothing, or nothing was recorded."""
+    """A policy and its decisions. ``found`` is None if it makes none or none were recorded."""
 
     name: str
     colour: str
@@ -72,17 +72,17 @@ class Decisions:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A value as it is shown."""
+    """A value of a table in its shown form."""
 
     text: str
     ratio: str = ""
-    """To the first policy's."""
+    """Ratio to the value of the first policy."""
     best: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A quantity of each policy."""
+    """A row of a table: one quantity with a cell for each policy."""
 
     label: str
     group: str
@@ -90,7 +90,7 @@ class Row:
 
 
 def render(runs: Runs) -> str:
-    """The whole page."""
+    """Return the HTML of the whole page."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True)
     environment.filters["shown"] = shown
     template = environment.from_string(
@@ -143,7 +143,7 @@ def _subtitle(runs: Runs) -> str:
 
 
 def _slo(runs: Runs) -> str:
-    """In words; what differs between runs is not one SLO."""
+    """Describe the SLO in words; empty if the runs have different SLOs."""
     slos = {tuple(run.head.slo.get(key) for key, _ in BOUNDS) for run in runs.runs if run.head.slo}
     if len(slos) != 1:
         return ""
@@ -168,7 +168,7 @@ def _cards(runs: Runs, rate: float) -> list[Card]:
 
 
 def _recorded(runs: Runs, rate: float) -> list[tuple[str, str, Run]]:
-    """Of each policy the first run at this load that was recorded: its name, its colour and the run."""
+    """Return the name, the colour and the first recorded run at this load of each policy."""
     found = []
     for index, (column, name) in enumerate(runs.columns.items()):
         run = next((run for run in runs.of(column, rate) if run.programs), None)
@@ -208,7 +208,7 @@ def _versions(runs: Runs) -> list[str]:
 
 
 def rows(runs: Runs, rate: float) -> list[Row]:
-    """Of the policies that ran at this load; quantities that none knows are left out."""
+    """Return the rows of the table for the policies at this load. Quantities without a known value are omitted."""
     columns = [[run.head.summary for run in runs.of(column, rate)] for column in runs.columns]
     columns = [results for results in columns if results]
     found: list[Row] = []
@@ -233,7 +233,7 @@ def _near(value: float | None, best: float | None) -> bool:
 
 
 def ratio_of(value: float | None, first: float | None) -> str:
-    """Empty where there is none."""
+    """Return the ratio of two values as text; empty if there is none."""
     if value is None or not first:
         return ""
     ratio = value / first
@@ -241,12 +241,12 @@ def ratio_of(value: float | None, first: float | None) -> str:
 
 
 def decided(runs: Sequence[Run]) -> Decided | None:
-    """Of all runs of one policy at one load; None: nothing was recorded (stock vLLM decides nothing)."""
+    """Count the decisions in all runs of one policy at one load. None: no decisions were recorded (stock vLLM)."""
     counted: Counter[tuple[str, str]] = Counter()
     ends: Counter[str] = Counter()
     for run in runs:
         for program in run.programs:
-            # Nothing was decided after a program's last turn.
+            # There is no decision after a program's last turn.
             for turn in program.turns[:-1]:
                 if turn.decision:
                     counted[turn.decision, turn.reason or "the program went on at once"] += 1

@@ -31,7 +31,7 @@ def write_plots(runs: Runs, folder: Path) -> list[Path]:
 
 
 def load_plots(runs: Runs) -> list[Markup]:
-    """Two: goodput, and attainment."""
+    """Return two plots over the load: goodput and SLO attainment."""
     if len(runs.rates) > 1:
         return [_over_load(runs, "goodput_programs", GOODPUT), _over_load(runs, "attainment", ATTAINMENT)]
     return [_bars(runs, "goodput_programs", GOODPUT), _bars(runs, "attainment", ATTAINMENT)]
@@ -39,7 +39,7 @@ def load_plots(runs: Runs) -> list[Markup]:
 
 def _over_load(runs: Runs, key: str, label: str) -> Markup:
     rates = runs.rates
-    # A tick at each load that was tried.
+    # The x axis has a tick at each load of a run.
     offered = replace(linear(rates, "offered programs per second"), high=rates[-1], ticks=(0.0, *rates))
     values = [value for run in runs.runs if (value := number(run.head.summary, key)) is not None]
     goodput = key == "goodput_programs"
@@ -94,7 +94,7 @@ def _bars(runs: Runs, key: str, label: str) -> Markup:
 
 
 def _spread(plot: Drawing, runs: Sequence[Run], key: str, x: float, index: int) -> None:
-    """Each seed or block, where there are several."""
+    """Draw a point for each seed or block if there are several."""
     known = [(run, value) for run in runs if (value := number(run.head.summary, key)) is not None]
     for run, value in known if len(known) > 1 else ():
         title = f"{run.head.policy}, seed {run.head.seed}, block {run.head.block + 1}: {value:.3g}"
@@ -106,7 +106,7 @@ def _at_most(axis: Axis, top: float) -> Axis:
 
 
 def focus(runs: Runs) -> float:
-    """The load that the rest of the page looks at: where the policies differ most, among those that were recorded."""
+    """Return the load on which the rest of the page focuses: the recorded one at which the policies differ most."""
     recorded = sorted({run.head.rate for run in runs.runs if run.programs}) or runs.rates
 
     def apart(rate: float) -> float:
@@ -123,16 +123,16 @@ def _at(runs: Runs, rate: float) -> list[Column]:
 
 LATENCY_SIZE = Frame(width=372, height=280, left=40)
 POINTS = 300
-"""Of a curve, at most; those of the tails are all there."""
+"""Points of a curve, about. All values of the upper tail are drawn."""
 OK = "ok"
 
 
 @dataclass(frozen=True, slots=True)
 class Latency:
-    """What is drawn. ``bound``: the SLO's key."""
+    """A latency that is plotted. ``bound``: the key of its bound in the SLO."""
 
     name: str
-    """Of its file."""
+    """Name of its file."""
     label: str
     bound: str | None
     of: Callable[[ProgramLine], Iterable[float | None]]
@@ -146,7 +146,7 @@ LATENCIES = (
 
 
 def latency_plots(runs: Runs, rate: float) -> list[Markup]:
-    """A plot for each latency, over all measured programs at one load."""
+    """Return a plot for each latency over all measured programs at one load."""
     return [_latency_plot(runs, rate, latency) for latency in LATENCIES]
 
 
@@ -178,7 +178,7 @@ def _bounds(runs: Runs, rate: float, key: str | None) -> Mapping[str, float]:
 
 
 def steps(values: Sequence[float]) -> list[tuple[float, float]]:
-    """The empirical distribution of ``values``, ascending, thinned where it is dense."""
+    """Return the points of the empirical distribution of ascending ``values``, thinned where they are dense."""
     count = len(values)
     stride = max(1, count // POINTS)
     tail = max(0, count - 2 * stride)
@@ -196,12 +196,12 @@ MEMORY_KINDS = (
     ("cached", "free, but still in the prefix cache", "var(--cached)"),
     ("empty", "free", "var(--empty)"),
 )
-"""From the bottom up."""
+"""Kinds of memory with labels and colours, from the bottom of the plot to its top."""
 HOST_KIND = ("host", "copies in host memory (dashed line)", "var(--ink)")
 
 
 def memory_plot(run: Run, end_s: float) -> Markup | None:
-    """Up to ``end_s``, that of the longest run; None: this run's memory was not looked at."""
+    """Plot the memory of a run up to ``end_s``, the end of the longest run. None: it has no memory samples."""
     memory = run.memory
     if len(memory) < 2:
         return None
@@ -228,7 +228,7 @@ def memory_plot(run: Run, end_s: float) -> Markup | None:
 
 
 def memory_shares(run: Run) -> dict[str, float]:
-    """Of the device's memory, each kind's mean share in the measured window, percent."""
+    """Return the mean share of each kind of device memory in the measured window, in percent."""
     begin_s, end_s = run.head.window_s
     seen = [line for line in run.memory if begin_s <= line.at_s <= end_s] or run.memory
     total = sum(_device(line) for line in seen)

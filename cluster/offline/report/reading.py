@@ -11,29 +11,29 @@ from cluster.offline.bench.metrics import mean, number
 from cluster.offline.bench.record import Line, MemoryLine, ProgramLine, RunLine
 
 SUMMARY_KEYS = {"policy", "rate", "goodput_programs", "attainment"}
-"""Of a line of `--json`."""
+"""Keys that each line of `--json` has."""
 
 
 @dataclass(slots=True)
 class Run:
-    """One policy at one rate, once: what was found, and where it is a record's, everything that was seen."""
+    """One run: its summary and, if it was recorded, its programs and memory samples."""
 
     head: RunLine
     source: str
-    """The name of the file."""
+    """Name of the file."""
     programs: list[ProgramLine] = field(default_factory=list)
     memory: list[MemoryLine] = field(default_factory=list)
 
     @property
     def measured(self) -> Iterator[ProgramLine]:
-        """The programs that were meant to arrive in the measured window."""
+        """The programs with an intended arrival in the measured window."""
         begin_s, end_s = self.head.window_s
         return (program for program in self.programs if begin_s <= program.arrival_s < end_s)
 
 
 @dataclass(frozen=True, slots=True)
 class Column:
-    """What is compared with its like: a policy, and the router and the setting where there are several."""
+    """A compared configuration: a policy with its router and preset."""
 
     policy: str
     router: str
@@ -42,13 +42,13 @@ class Column:
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """All that was read."""
+    """All runs that were read."""
 
     runs: Sequence[Run]
 
     @property
     def columns(self) -> dict[Column, str]:
-        """What is compared, in the order of the files, and what it is called: no longer than it must be."""
+        """The compared configurations in the order of the files, each with a short and unique label."""
         found = list(dict.fromkeys(column_of(run) for run in self.runs))
         routers, presets = ({getattr(c, name) for c in found} for name in ("router", "preset"))
         return {
@@ -66,29 +66,29 @@ class Runs:
         return sorted({run.head.rate for run in self.runs})
 
     def of(self, column: Column, rate: float) -> list[Run]:
-        """The runs of one column at one rate: its seeds and blocks."""
+        """Return the runs of one column at one rate: its seeds and blocks."""
         return [run for run in self.runs if column_of(run) == column and run.head.rate == rate]
 
     def mean(self, column: Column, rate: float, *path: str) -> float | None:
-        """Of a number of the summaries over seeds and blocks; None: no run knows it."""
+        """Return the mean of a number of the summaries over seeds and blocks; None if no run has it."""
         return mean([number(run.head.summary, *path) for run in self.of(column, rate)])
 
 
 def column_of(run: Run) -> Column:
-    """Where it belongs."""
+    """Return the column to which a run belongs."""
     return Column(run.head.policy, run.head.router, run.head.preset)
 
 
 def read(paths: Iterable[Path]) -> Runs:
-    """All runs of the files, in their order.
+    """Read all runs of the files, in their order.
 
     Raises:
-        ConfigError: a file cannot be read, or is none of ours; the message names file and line.
+        ConfigError: a file cannot be read, or has another format; the message names the file and the line.
     """
     runs = [run for path in paths for run in runs_of(_lines(path), path.name)]
     if not runs:
         raise ConfigError("there is no run in these files")
-    # A run may be in a record and in a summary of its own: the record has more.
+    # A run may be in a record and in a summary. The record is used, because it contains more.
     detailed = {_identity(run) for run in runs if run.programs}
     return Runs([run for run in runs if run.programs or _identity(run) not in detailed])
 
@@ -98,7 +98,7 @@ def _identity(run: Run) -> tuple[object, ...]:
 
 
 def runs_of(lines: Iterable[Line], source: str = "") -> list[Run]:
-    """The runs that these lines are of; each run's own line comes before its others."""
+    """Group lines into runs. The `RunLine` of each run must come before its other lines."""
     runs: dict[int, Run] = {}
     for line in lines:
         if isinstance(line, RunLine):
@@ -132,7 +132,7 @@ def _lines(path: Path) -> Iterator[Line]:
 
 
 def _of_summary(raw: bytes, number: int) -> RunLine:
-    """A line of `--json`."""
+    """Make the line of a run from a line of `--json`."""
     summary = msgspec.json.decode(raw)
     if not isinstance(summary, dict) or not summary.keys() >= SUMMARY_KEYS:
         raise ValueError("a result has at least the keys " + ", ".join(sorted(SUMMARY_KEYS)))

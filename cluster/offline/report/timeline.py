@@ -1,4 +1,4 @@
-"""Programs as rows: when their turns waited and ran, and what became of their KV in between."""
+"""A plot with a row for each program: when its turns waited and ran, and where its KV was during pauses."""
 
 import math
 from collections.abc import Sequence
@@ -12,12 +12,12 @@ from cluster.offline.report.drawing import Axis, Drawing, Frame, linear
 from cluster.offline.report.reading import Run
 
 ROWS = 36
-"""Programs that are drawn."""
+"""Programs that are drawn, at most."""
 ROW_PX = 11.0
 WIDTH_PX = 1150.0
 LONGEST_VIEW_S = 600.0
 SHARE_SHOWN = 0.85
-"""Of the programs that are drawn, the share that ends within the plot."""
+"""Share of the drawn programs that end within the plot."""
 
 UNFINISHED = "unfinished"
 WAITING, RUNNING = "var(--waiting)", "var(--running)"
@@ -36,16 +36,16 @@ LEGEND = (
 
 @dataclass(frozen=True, slots=True)
 class View:
-    """Which programs are drawn, by their arrival, and up to when."""
+    """The drawn programs and the drawn time range."""
 
     from_s: float
     to_s: float
     names: frozenset[str]
-    """Of the programs, without what is a run's own."""
+    """Names of the programs without the prefix of the run, see `name_of`."""
 
 
 def view_of(run: Run) -> View:
-    """Those that arrive from the middle of the measured window on: the system is as full then as it gets."""
+    """Select the programs that arrive after the middle of the measured window, when the system is fully loaded."""
     begin_s, end_s = run.head.window_s
     middle_s = (begin_s + end_s) / 2
     ordered = sorted(run.programs, key=lambda program: program.arrival_s)
@@ -58,12 +58,12 @@ def view_of(run: Run) -> View:
 
 
 def name_of(program: ProgramLine) -> str:
-    """Its number in its block: the same programs have the same under every policy."""
+    """Return a program's number in its block, which is the same under every policy."""
     return program.program.rsplit("-", 1)[-1]
 
 
 def plot(run: Run, view: View) -> Markup:
-    """The programs of ``view`` under this run's policy."""
+    """Plot the programs of ``view`` in this run."""
     chosen = sorted((p for p in run.programs if name_of(p) in view.names), key=lambda p: p.arrival_s)
     frame = Frame(WIDTH_PX, ROW_PX * len(chosen) + 48, left=112, top=6)
     ticks = linear([view.from_s, view.to_s], "seconds", ticks=12, from_zero=False).ticks
@@ -105,7 +105,7 @@ def _row(drawing: Drawing, program: ProgramLine, row: int, view: View) -> None:
 
 
 def _as_decided(program: ProgramLine) -> list[PausePart]:
-    """A long program's early pauses, whose events the replica has dropped: what was decided when they began."""
+    """Return a long program's early pauses, whose events the replica has dropped, from the decisions at their begin."""
     known_from_s = min((pause.from_s for pause in program.pauses), default=math.inf)
     pauses: list[PausePart] = []
     for turn, after in pairwise(program.turns):

@@ -1,18 +1,20 @@
-"""The fluid bound: what no scheduler can exceed on a device of this cost model, however it orders and caches.
+"""The fluid bound: an upper bound on the goodput of every scheduler on a device with this cost model.
 
-Take a program's work once, as if nothing were ever computed twice, waited for or divided badly:
+The bound counts each program's work once, without recomputation, waiting or badly divided steps:
 
     steps   s = max(K' / capacity, (P + D) / N, D / B)
     seconds w = s · overhead + D · sequence + max(s · weights, (P + D) · token) + max(K · context, Q · pair)
 
-P: new prompt tokens; D: decodes, one for each output token but a turn's first; K: the contexts of all decodes added
-up, K' without the prefixes that programs share; Q: pairs of a prompt token and one that it attends to. N tokens and B
-sequences are the bounds of a step. The steps are as few as memory allows (the decodes of one step have their contexts
-in memory together), so weights and overhead are shared as widely as can be; a sum of maxima is never below the maximum
-of the sums, so each ``max`` is taken once, over the pool. A shared prefix is computed, and kept, by none of them.
+P is the number of new prompt tokens. D is the number of decodes, one for each output token except a turn's first. K is
+the sum of the contexts of all decodes; K' is the same without the prefixes that programs share. Q is the number of
+pairs of a prompt token and a token that it attends to. A step has at most N tokens and B sequences.
 
-Capacity is 1 / mean(w) programs per second and replica. At a higher rate goodput counts programs, so the bound serves
-those with the least work and leaves the others: programs in ascending order of w until the device is full.
+The number of steps is the least that memory allows, as the decodes of one step have their contexts in memory together.
+So as many tokens as possible share the weights and the overhead. Each ``max`` is taken once, over the whole pool,
+because a sum of maxima is never below the maximum of the sums. Shared prefixes cost neither computation nor memory.
+
+Capacity is 1 / mean(w) programs per second and replica. Goodput counts programs. At a higher rate, the bound therefore
+serves programs in ascending order of w until the device is full, and drops the others.
 """
 
 from collections.abc import Iterator, Sequence
@@ -31,10 +33,10 @@ Floats = npt.NDArray[np.float64]
 
 @dataclass(frozen=True, slots=True)
 class FluidBound:
-    """Of one pool of programs on ``replicas`` devices."""
+    """The fluid bound of one pool of programs on ``replicas`` devices."""
 
     seconds: tuple[float, ...]
-    """Of each program of the pool, ascending."""
+    """GPU seconds of each program of the pool, ascending."""
     replicas: int
 
     @classmethod
@@ -46,7 +48,7 @@ class FluidBound:
         max_num_seqs: int,
         replicas: int = 1,
     ) -> "FluidBound":
-        """The bound for programs drawn evenly from ``pool``."""
+        """Compute the bound for programs drawn evenly from ``pool``."""
         seconds = Work.of(pool).seconds(cost, max_batched_tokens, max_num_seqs, cost.kv_capacity_tokens)
         return cls(tuple(np.sort(seconds).tolist()), replicas)
 
@@ -62,7 +64,7 @@ class FluidBound:
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """The sums of each program of a pool. Shapes: [programs]."""
+    """The sums of each program of a pool, with the symbols of this module. Each shape is [programs]."""
 
     prompts: Floats
     """P."""
@@ -77,7 +79,7 @@ class Work:
 
     @classmethod
     def of(cls, pool: Sequence[PlannedProgram]) -> "Work":
-        """Of each program of ``pool``, in order."""
+        """Compute the sums of each program of ``pool``, in order."""
         return cls(*np.array([_sums(program) for program in pool], float).T)
 
     def seconds(
@@ -88,15 +90,15 @@ class Work:
         capacity_tokens: float,
         mixture: float | None = None,
     ) -> Floats:
-        """w: GPU seconds of each program, shape [programs].
+        """Compute w, the GPU seconds of each program, shape [programs].
 
         Args:
-            cost: of the device.
+            cost: cost model of the device.
             max_batched_tokens: N.
             max_num_seqs: B.
             capacity_tokens: tokens that running turns may have in memory.
-            mixture: share of the weights' roof in the linear layers' bound, the rest is compute's; None takes the
-                larger of the two.
+            mixture: weight of the time to read weights in the bound of the linear layers; the rest is the weight of the
+                compute time. None takes the larger of the two.
         """
         tokens = self.prompts + self.decodes
         steps = _larger(self.own_contexts / capacity_tokens, tokens / max_batched_tokens, self.decodes / max_num_seqs)
@@ -111,12 +113,12 @@ class Work:
 
 
 def served_per_s(seconds: Floats, rate_per_s: float, budget_s: float = 1.0) -> float:
-    """Programs per second that can be served, those of least work first.
+    """Return the programs per second that can be served if those with the least work come first.
 
     Args:
-        seconds: of each program of a pool, ascending.
-        rate_per_s: at which programs are drawn evenly from the pool.
-        budget_s: seconds to spend in each.
+        seconds: GPU seconds of each program of a pool, ascending.
+        rate_per_s: rate at which programs are drawn evenly from the pool.
+        budget_s: GPU seconds that are available in each second.
     """
     load = np.cumsum(seconds) * rate_per_s / len(seconds)
     served = int(np.searchsorted(load, budget_s, side="right"))
@@ -128,12 +130,12 @@ def served_per_s(seconds: Floats, rate_per_s: float, budget_s: float = 1.0) -> f
 
 
 def _larger(*terms: Floats) -> Floats:
-    """Of sums over the pool, the one that is largest in all: it bounds them together from below."""
+    """Return the term with the largest sum over the pool, which is a lower bound of the sum of maxima."""
     return max(terms, key=lambda term: float(term.sum()))
 
 
 def _sums(program: PlannedProgram) -> tuple[float, float, float, float, float]:
-    """(P, D, K, K', Q). A turn's last token is sampled but not computed: it is new in the next turn's prompt."""
+    """Return (P, D, K, K', Q) of a program. A turn's last token is not computed, so it is new in the next prompt."""
     prompts = decodes = contexts = own_contexts = pairs = 0.0
     for index, work in enumerate(turns_of(program)):
         shared = min(program.prefix_tokens, work.new_tokens) if index == 0 else 0
@@ -151,29 +153,30 @@ def _sums(program: PlannedProgram) -> tuple[float, float, float, float, float]:
 
 
 INTERVALS = 24
-"""Of the part of the memory that is held."""
+"""Number of intervals into which the amount of held memory is divided."""
 PAUSES_S = (0.0, *np.geomspace(0.1, 1000.0, 25).tolist(), float("inf"))
-"""Pauses at which holding and computing again may cost the same: each gives a price."""
+"""Break-even pauses in seconds, at which holding costs as much as recomputation. Each gives a price."""
 MIXTURES = (0.0, 0.25, 0.5, 0.75, 1.0)
-"""Shares of the roof that reads weights."""
+"""Weights of the time to read weights, see ``mixture`` of `Work.seconds`."""
 
 
 @dataclass(frozen=True)
 class HoldingBound:
-    """The fluid bound of one pool on ``replicas`` devices where a lost context can only be computed again.
+    """The fluid bound of one pool on ``replicas`` devices without a host tier, where lost KV must be recomputed.
 
-    Between two turns a program's KV is held, which takes memory from the running turns, or it is not, and what the next
-    turn would have reused is computed again. Let H be the tokens held in the mean. Then, with the symbols of this
-    module, T a pause, L the tokens that the turn after it could reuse, x the part of them held:
+    Between two turns, a program's KV is either held, which takes memory from running turns, or it is recomputed for the
+    next turn. Let H be the mean number of held tokens, T a pause, L the tokens that the turn after it could reuse, and
+    x the held part of them. Then, with the symbols of this module:
 
         GPU     sum over programs of  w(capacity - H) + sum over pauses of (1 - x) · L · token   <= 1 second a second
         memory  sum over pauses of x · L · T                                                      <= H
 
-    The most programs that both admit is a linear program, bounded from above by its dual at any price q of a token's
-    memory for a second, in GPU seconds: a pause then costs min(L · token, q · L · T), and there are 1 + q · H seconds
-    to spend. The least of many q is taken, the largest of many H; each interval of H counts with its better end.
-    Recomputed tokens count only where the linear layers compute and do not just read weights, so that the two roofs are
-    weighed against each other as well: of max(s · weights, n · token) any mixture is a lower bound.
+    The largest number of programs under both constraints is a linear program. Its dual at any price q is an upper
+    bound, where q is the price in GPU seconds of a token's memory for one second. A pause then costs
+    min(L · token, q · L · T), and the budget is 1 + q · H seconds. The bound is the minimum over many q and the maximum
+    over many intervals of H, each of which counts with its better end. Recomputed tokens cost time only if the linear
+    layers are bound by compute and not by reading weights. Any mixture of the two is a lower bound of
+    max(s · weights, n · token), so the mixture is minimized over as well.
     """
 
     pool: Sequence[PlannedProgram]
@@ -198,7 +201,7 @@ class HoldingBound:
 
     @cached_property
     def _duals(self) -> list[list[tuple[float, Floats]]]:
-        """Of each interval of H, and of each price and mixture: the budget, and each program's seconds, ascending."""
+        """For each interval of H, and for each price and mixture: the budget, and each program's seconds, ascending."""
         edges = np.linspace(0.0, self.cost.kv_capacity_tokens, INTERVALS + 1)
         return [list(self._prices(*interval)) for interval in pairwise(edges)]
 
@@ -222,7 +225,7 @@ class HoldingBound:
 
     @cached_property
     def _pauses(self) -> tuple[Floats, Floats, np.ndarray[tuple[int], np.dtype[np.int64]]]:
-        """(L, T, whose) of every pause of the pool."""
+        """L, T and the index of the program of every pause of the pool, each with the shape [pauses]."""
         rows = [
             (reusable, turn.pause_s, index)
             for index, program in enumerate(self.pool)
@@ -233,7 +236,7 @@ class HoldingBound:
 
 
 def _reusable_tokens(program: PlannedProgram) -> list[int]:
-    """After each turn but the last: tokens whose KV the next turn can use, without the prefix that programs share."""
+    """Return, for each turn but the last, the tokens whose KV the next turn can reuse, without shared prefixes."""
     reusable: list[int] = []
     for turn, following, context in zip(program.turns, program.turns[1:], program.contexts(), strict=False):
         kept = turn.output_tokens if turn.kept_tokens == turn.output_tokens else 0

@@ -1,9 +1,10 @@
-"""What a simulated client sends with its turns: the tool that a turn calls and, as an oracle, the future.
+"""The hints that a simulated client sends with its turns, and the forecasts of a predictor.
 
-Forecasts are those that the predictor service would make, each by a model that has not seen the program's group.
+Hints contain the tool that a turn calls. With an oracle, they also contain the true lengths and durations. Forecasts
+are those of the predictor service, with a model that has not seen the program's group.
 
-The groups are dealt to two halves; a model fitted on one forecasts the other. So all of a trace can be replayed, and
-the numbers are comparable with those of replays with an oracle, or without hints.
+The groups are split into two halves, and a model fitted on one half forecasts the other. So a whole trace can be
+replayed, and its results can be compared with replays with an oracle or without hints.
 """
 
 from collections.abc import Mapping
@@ -25,16 +26,16 @@ HALF = 0.5
 DEALING_SEED = 0
 
 Forecasts = Mapping[str, tuple[Prediction, ...]]
-"""By program, one for each turn."""
+"""Forecasts by program, one for each turn."""
 
 
 @lru_cache(maxsize=4)
 def forecasts_of(trace: Path, name: str) -> Forecasts:
-    """Of all programs of ``trace``, by the registered predictor ``name``; texts are not read.
+    """Forecast all programs of ``trace`` with the registered predictor ``name``. Texts are not read.
 
     Raises:
         TraceError: the trace cannot be used.
-        ConfigError: no such predictor, or a trace of one group.
+        ConfigError: there is no such predictor, or the trace has only one group.
     """
     model = PREDICTORS.load(name)
     halves = split(read_programs([trace]), DEALING_SEED, HALF)
@@ -55,22 +56,22 @@ def forecasts_of(trace: Path, name: str) -> Forecasts:
 
 
 NOISE_STREAM = 0x6E6F6973
-"""Sets the forecasts' random numbers apart from those of the same program's token ids."""
+"""Seed of the noise, which makes it independent of the random token ids of the same program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Foresight:
-    """How much of the future a turn's hints contain."""
+    """The knowledge of the future that a turn's hints and forecasts contain."""
 
     oracle: bool = False
-    """Hints contain lengths and durations; else only the tool's name, as those of live clients do."""
+    """Whether hints contain lengths and durations. Otherwise they contain only the tool's name, as in live clients."""
     noise: float = 0.0
-    """p: each value m becomes max(0, m + N(0, p·m)), the error that the papers inject."""
+    """The relative error p: each value m becomes max(0, m + N(0, p·m)), as in the papers."""
     forecasts: Forecasts = field(default_factory=dict)
-    """What a predictor forecasts beside the hints."""
+    """Forecasts of a predictor, which are sent in addition to the hints."""
 
     def identities(self, name: str, program: PlannedProgram, seed: tuple[int, ...]) -> list[ProgramIdentity]:
-        """One for each turn; the same for the same ``seed``, whatever the policy."""
+        """Make the identity of each turn. The result depends on ``seed`` and not on the policy."""
         works = turns_of(program)
         rng = np.random.default_rng([*seed, NOISE_STREAM])
         last = len(works) - 1
@@ -88,7 +89,7 @@ class Foresight:
         return identities
 
     def _with_oracle(self, hints: Hints, pause_s: float, works: list[TurnWork], rng: np.random.Generator) -> Hints:
-        """``works``: this turn's and those after it. Five numbers are drawn, whatever the noise."""
+        """Add true or noisy values to hints. ``works``: those of this turn and of later ones. Draws five numbers."""
         true = np.array(
             [works[0].output_tokens, pause_s, works[0].returned_tokens, tokens_of(works[1:]), len(works) - 1], float
         )

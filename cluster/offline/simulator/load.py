@@ -1,4 +1,4 @@
-"""What a run replays: its programs and when they are meant to arrive, a burst and the recovery from it included."""
+"""Plans the load of a run: its programs, their intended arrivals and a burst. Measures the recovery from the burst."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -13,12 +13,12 @@ from cluster.offline.bench.runner import Job
 from cluster.offline.bench.workload import PlannedProgram, draw
 
 BURST_STREAM = 1
-"""Sets a burst's random numbers apart, so that what is around it is the same as without it."""
+"""Seed of a burst's random numbers, which makes the arrivals outside the burst independent of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Burst:
-    """A time of another rate. ``start_s`` counts from the first second, warm-up included."""
+    """A period with another arrival rate. ``start_s`` counts from the start of the run, including the warm-up."""
 
     rate_per_s: float
     start_s: float
@@ -26,10 +26,10 @@ class Burst:
 
     @classmethod
     def parse(cls, text: str) -> "Burst":
-        """``RATE:START_S:LENGTH_S``.
+        """Parse ``RATE:START_S:LENGTH_S``.
 
         Raises:
-            ConfigError: anything else.
+            ConfigError: the text has another form.
         """
         try:
             rate_per_s, start_s, length_s = (float(part) for part in text.split(":"))
@@ -41,14 +41,14 @@ class Burst:
 
     @property
     def end_s(self) -> float:
-        """When the usual rate is back."""
+        """Seconds from the start of the run to the end of the burst."""
         return self.start_s + self.length_s
 
 
 def plan(
     pool: Sequence[PlannedProgram], process: Arrivals, duration_s: float, seed: int, burst: Burst | None = None
 ) -> list[Job]:
-    """The jobs of a run, in the order of their arrivals; without a burst those of `caesura bench`'s first block."""
+    """Return the jobs of a run by arrival. Without a burst, they are those of the first block of `caesura bench`."""
     stream = (seed, 0)
     rng = np.random.default_rng(stream)
     times_s = process.times_s(rng, duration_s=duration_s)
@@ -68,7 +68,7 @@ def plan(
 def closed_loop(
     pool: Sequence[PlannedProgram], under_way: int, ramp_s: float, seed: int
 ) -> tuple[list[Job], Iterator[Job]]:
-    """So many jobs whose arrivals are spread over ``ramp_s`` seconds, and without end those that follow them."""
+    """Return ``under_way`` jobs that arrive within ``ramp_s`` seconds, and an endless iterator of their successors."""
     stream = (seed, 0)
 
     def jobs() -> Iterator[Job]:
@@ -89,12 +89,12 @@ def _job(number: int, program: PlannedProgram, arrival_s: float, stream: tuple[i
 
 WINDOW_S = 30.0
 RECOVERED = 0.95
-"""Attainment of a window that counts as recovered."""
+"""SLO attainment from which on a window counts as recovered."""
 
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Programs meant to arrive within ``WINDOW_S`` seconds from ``start_s``."""
+    """The programs with an intended arrival within `WINDOW_S` seconds from ``start_s``."""
 
     start_s: float
     offered: int
@@ -102,21 +102,21 @@ class Window:
 
     @property
     def attainment(self) -> float | None:
-        """Good over offered; None: nothing arrived."""
+        """Good programs divided by offered programs; None if none arrived."""
         return self.good / self.offered if self.offered else None
 
 
 @dataclass(frozen=True, slots=True)
 class Recovery:
-    """One burst and what followed. ``windows`` from the first arrival on, the one after the burst starts at its end."""
+    """The windows around a burst. They cover all arrivals, and one of them begins at the end of the burst."""
 
     windows: tuple[Window, ...]
     recovered_s: float | None
-    """From the burst's end to the start of the first window that is good enough; None: there is none."""
+    """Seconds from the burst's end to the first window with an attainment of `RECOVERED`; None if there is none."""
 
     @classmethod
     def of(cls, programs: Sequence[ProgramRecord], slo: Slo, burst: Burst, until_s: float) -> "Recovery":
-        """``programs``: all of a run, warm-up included; ``until_s``: where arrivals end."""
+        """Measure a recovery. ``programs``: all of a run, with the warm-up; ``until_s``: the end of the arrivals."""
         first_s = burst.end_s - WINDOW_S * (burst.end_s // WINDOW_S)
         windows = []
         for number in range(int((until_s - first_s) // WINDOW_S)):

@@ -1,34 +1,34 @@
-"""Two simulated routers that know every replica's cache: Dynamo's published cost, and a bound for all routers."""
+"""Two simulated routers with exact knowledge of all caches: one with Dynamo's cost, and an upper bound for routers."""
 
 from collections.abc import Callable, Sequence
 
 from cluster.offline.simulator.routing import RequestRouter, Sent, SimulatedTurn
 
 Hashes = Callable[[Sequence[int]], Sequence[bytes]]
-"""Of a prompt's full blocks."""
+"""Returns the hashes of a prompt's full blocks."""
 CachedBlocks = Callable[[int, Sequence[bytes]], int]
-"""How many leading ones of these blocks a replica, by its index, has in its cache."""
+"""Returns how many of these blocks, from the first one on, the replica with this index has in its cache."""
 Prefilled = Callable[[int, str], bool]
-"""Whether a turn, by its id, has its first token on that replica."""
+"""Returns whether the turn with this id has its first token on the replica with this index."""
 
 
 class KvAware(RequestRouter):
-    """A router that knows every replica's cache exactly, by the published cost of Dynamo's KV router.
+    """A router with exact knowledge of every replica's cache, and the published cost of Dynamo's KV router.
 
-    Ray's KVAwareRouter asks Dynamo's selection service, which learns of caches through sockets and forgets loads in
-    real time: it cannot be driven under virtual time. This is its cost function with its defaults (Dynamo 1.6,
-    ``KvRouterConfig``: ``prefill_load_scale`` 1, credit for cached blocks 1, temperature 0, output blocks not
-    counted): the least of
+    Ray's KVAwareRouter asks Dynamo's selection service. That service receives cache events through sockets and expires
+    loads in real time, so it cannot run under virtual time. This class has its cost function with the defaults
+    (Dynamo 1.6, ``KvRouterConfig``: ``prefill_load_scale`` 1, credit for cached blocks 1, temperature 0, output blocks
+    not counted). It minimizes
 
-        prompt blocks that the replica's turns, this one included, still have to compute + blocks of its active turns
+        prompt blocks that the replica's turns, including this one, still have to compute + blocks of its active turns
 
-    with nothing late or lost on the way from the replicas, so that it is no worse than the real one.
+    Knowledge of the caches is never late or lost here, so that this router is no worse than the real one.
 
     Args:
-        replicas: how many there are.
-        hashes: names a prompt's blocks.
-        cached: looks into the replicas' caches.
-        prefilled: looks at their turns.
+        replicas: number of replicas.
+        hashes: hashes a prompt's blocks.
+        cached: counts cached blocks of a replica.
+        prefilled: tells whether a turn has its first token.
         max_ongoing: see RequestRouter.
     """
 
@@ -45,12 +45,12 @@ class KvAware(RequestRouter):
         self._cached = cached
         self._prefilled = prefilled
         self._prefilling: list[dict[str, int]] = [{} for _ in range(replicas)]
-        """Blocks that turns without a first token had to compute when they were sent."""
+        """By replica and turn without a first token: the blocks that the turn had to compute when it was sent."""
         self._active_blocks = [0] * replicas
         self._blocks: dict[str, int] = {}
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """The replica of least cost that is not full, the first one of several."""
+        """Choose the first replica with the least cost that is not full."""
         hashes = self._hashes(turn.prompt)
         costs: dict[int, tuple[int, int]] = {}
         for replica in range(len(self.ongoing)):
@@ -65,12 +65,12 @@ class KvAware(RequestRouter):
         return Sent(replica, "least cost")
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
-        """Its blocks are active from now on."""
+        """Count the turn's blocks as active on the replica."""
         super().sent(turn, replica)
         self._active_blocks[replica] += self._blocks[turn.turn_id]
 
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
-        """They no longer are."""
+        """Stop counting the turn's blocks as active."""
         super().ended(turn, replica, context_tokens, now_s)
         self._active_blocks[replica] -= self._blocks.pop(turn.turn_id)
         self._prefilling[replica].pop(turn.turn_id, None)
@@ -83,24 +83,24 @@ class KvAware(RequestRouter):
 
 
 Copy = Callable[[int, Sequence[int], int], None]
-"""Puts so many leading blocks of a prompt into a replica's cache."""
+"""Puts this many blocks of a prompt, from the first one on, into the cache of the replica with this index."""
 Weight = Callable[[Sequence[int]], float]
-"""Seconds that a turn with this prompt adds to an iteration."""
+"""Returns the seconds that a turn with this prompt adds to an iteration."""
 
 
 class Everywhere(RequestRouter):
-    """A bound for routers, which none can be built to: every replica has what any of them has computed.
+    """An upper bound for routers, which cannot be implemented: every replica has all KV that any replica has computed.
 
-    A turn goes where iterations are shortest for it, and get longer for as few others as may be; the KV of its prompt,
-    as far as another replica has it, is there at once. On memory without end nothing is ever computed twice, so that
-    what is left to a router is an even load. This one's is even: no program has a home that keeps it from that.
+    A turn goes to the replica where it adds the least iteration time, for itself and for the ongoing turns. The part of
+    its prompt's KV that another replica has is copied at once. With unlimited memory nothing would be computed twice,
+    and a router could only balance the load. This router balances it freely, because no program is bound to a replica.
 
     Args:
-        replicas: how many there are.
-        hashes: names a prompt's blocks.
-        cached: looks into the replicas' caches.
-        copy: fills them.
-        weight: of turns.
+        replicas: number of replicas.
+        hashes: hashes a prompt's blocks.
+        cached: counts cached blocks of a replica.
+        copy: copies blocks into a cache.
+        weight: computes the iteration time of a turn.
         max_ongoing: see RequestRouter.
     """
 
@@ -121,7 +121,7 @@ class Everywhere(RequestRouter):
         self._weights: list[dict[str, float]] = [{} for _ in range(replicas)]
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """The replica not full where least is lost, for it and for those under way; the first one of several."""
+        """Choose the first replica that is not full and where the turn adds the least iteration time to all turns."""
         open_ = [replica for replica in range(len(self.ongoing)) if not self.full(replica)]
         if not open_:
             return None
@@ -134,11 +134,11 @@ class Everywhere(RequestRouter):
         return Sent(replica, "least under way")
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
-        """It takes part in the iterations there."""
+        """Count the turn in the iterations of the replica."""
         super().sent(turn, replica)
         self._weights[replica][turn.turn_id] = self._weight(turn.prompt)
 
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
-        """It no longer does."""
+        """Stop counting the turn in the iterations of the replica."""
         super().ended(turn, replica, context_tokens, now_s)
         del self._weights[replica][turn.turn_id]

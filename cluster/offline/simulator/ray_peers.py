@@ -1,12 +1,12 @@
-"""Ray's own request routers under virtual time, by Ray's own code wherever that runs without a cluster.
+"""Ray's request routers under virtual time. They use Ray's own code where it runs without a cluster.
 
-The hash ring and the prefix tree are Ray's classes as they are. What of a router is bound to actors and its event loop
-is written again here, rule by rule, from Ray 2.60: the random pair of `PowerOfTwoChoicesRequestRouter.choose_replicas`,
-the choice among candidates of `RequestRouter._select_from_candidate_replicas`, and the three cases of
-`PrefixCacheAffinityRouter._prefix_match_best_replicas`. One router sees all turns and every end at once, which is more
-than Ray's have with several ingresses.
+The hash ring and the prefix tree are Ray's classes, unchanged. The parts of Ray 2.60 that need actors and an event loop
+are reimplemented here: the random pair of `PowerOfTwoChoicesRequestRouter.choose_replicas`, the choice among candidates
+of `RequestRouter._select_from_candidate_replicas`, and the three cases of
+`PrefixCacheAffinityRouter._prefix_match_best_replicas`. One router sees all turns and all their ends at once, which is
+more knowledge than Ray's routers have with several ingresses.
 
-Ray is imported when a router that needs it is made: this is the only module of the simulator that does it.
+Ray is imported when a router that needs it is made. No other module of the simulator imports it.
 """
 
 import logging
@@ -24,51 +24,51 @@ MATCH_RATE_THRESHOLD = 0.1
 
 
 class PowerOfTwo(RequestRouter):
-    """Of two random replicas the one with fewer turns under way, the first of them if they have as many."""
+    """Chooses the one of two random replicas that has fewer ongoing turns, or the first one if they are equal."""
 
     def __init__(self, replicas: int, seed: int, max_ongoing: int | None = None) -> None:
         super().__init__(replicas, max_ongoing)
         self._random = Random(seed)
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """Of a new pair at each try."""
+        """Choose from a new random pair at each try."""
         replica = self.fewest(self.pair())
         return None if replica is None else Sent(replica, "of two")
 
     def pair(self) -> list[int]:
-        """Two different replicas in random order, or the only one."""
+        """Return two different replicas in random order, or the only one."""
         count = len(self.ongoing)
         return self._random.sample(range(count), min(2, count))
 
 
 @dataclass(frozen=True, slots=True)
 class _ReplicaId:
-    """What the ring reads of Ray's ReplicaID."""
+    """The fields of Ray's ReplicaID that the ring reads."""
 
     unique_id: str
     index: int
 
 
 class ConsistentHash(RequestRouter):
-    """Ray's ring, the program's name as the session; a full replica's turn goes to the next ones on the ring."""
+    """Ray's hash ring with the program as the session. If a replica is full, its turn goes to the next ones on it."""
 
     def __init__(self, replicas: int, max_ongoing: int | None = None) -> None:
         super().__init__(replicas, max_ongoing)
         self._ring = _ring([_ReplicaId(replica_name(index), index) for index in range(replicas)])
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """The first that is not full of its own replica and the two after it."""
+        """Choose the first replica that is not full among the program's own replica and the next two."""
         ranked = [replica.index for replica in self._ring._lookup_ranked_replicas(turn.program)]
         replica = next((index for index in ranked if not self.full(index)), None)
         return None if replica is None else Sent(replica, "primary" if replica == ranked[0] else "fallback")
 
 
 class PrefixAffinity(PowerOfTwo):
-    """Ray's prefix tree over prompts, a character a token.
+    """Ray's prefix tree over prompts, with one character for each token.
 
-    Unless the replicas' turns under way differ by more than ``imbalanced_threshold``: the replicas that match most of
-    the prompt, or if that is less than a tenth of it, those with the fewest characters in the tree; among several the
-    one with the fewest turns under way. Otherwise, of two random ones.
+    The candidates are the replicas that match the longest prefix of the prompt. If the match is shorter than a tenth of
+    it, they are the replicas with the fewest characters in the tree. If the replicas' ongoing turns differ by more than
+    ``imbalanced_threshold``, they are two random replicas. The candidate with the fewest ongoing turns is chosen.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class PrefixAffinity(PowerOfTwo):
         self._texts: dict[str, str] = {}
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """By the tree, or of two."""
+        """Choose by the tree, or from two random replicas if the load is imbalanced."""
         text = self._texts.get(turn.turn_id) or "".join(map(chr, turn.prompt))
         self._texts[turn.turn_id] = text
         candidates, reason = self.pair(), "imbalanced"
@@ -101,14 +101,14 @@ class PrefixAffinity(PowerOfTwo):
         return None if replica is None else Sent(replica, reason)
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
-        """The tree learns the prompt, never the answer."""
+        """Insert the prompt into the tree. The output is never inserted."""
         super().sent(turn, replica)
         self._inserted += 1
         self._tree.insert(self._texts.pop(turn.turn_id), replica_name(replica), float(self._inserted))
 
 
 def replica_name(index: int) -> str:
-    """As routers know a replica."""
+    """Return the id under which routers know a replica."""
     return f"replica-{index:03d}"
 
 
@@ -128,7 +128,7 @@ def _prefix_tree() -> Any:
     from ray.llm._internal.serve.routing_policies.prefix_aware.prefix_tree import PrefixTree
 
     class FastPrefixTree(PrefixTree):  # type: ignore[misc]
-        """Ray compares two texts character by character in Python, which takes nearly all of its time."""
+        """Ray's tree with a faster comparison. Ray compares characters in Python, which takes most of its time."""
 
         @staticmethod
         def _shared_prefix_count(a: str, b: str) -> int:
@@ -138,7 +138,7 @@ def _prefix_tree() -> Any:
 
 
 def shared_prefix(a: str, b: str) -> int:
-    """Equal characters at the beginning of both."""
+    """Return the length of the common prefix of two texts."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

@@ -1,4 +1,4 @@
-"""Shows simulated runs: JSON lines, a table a rate with the policies side by side, and a plot of goodput over rate."""
+"""Reports simulated runs: JSON lines, and for each rate a table with the policies side by side."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -27,18 +27,18 @@ BOUND = "fluid bound"
 
 
 def wall_s_per_minute(result: RunResult) -> float:
-    """Real seconds for a minute of arrivals at one replica; what came after the last arrival is counted in."""
+    """Return the real seconds per minute of arrivals at one replica. The time after the last arrival is included."""
     return result.wall_s / (result.arrivals_s / SECONDS_PER_MINUTE) / result.replicas
 
 
 def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
-    """One JSON line. The keys of `caesura bench`, and ``simulation`` for what only a simulator has.
+    """Return the JSON line of a run: the keys of `caesura bench`, and ``simulation`` with what only a simulator knows.
 
-    Times are seconds unless the key ends otherwise, ``goodput_*`` and ``*_per_s`` per second. ``wasted_gib_s``: KV on
-    hold plus, while a step recomputes, the KV of its batch in the proportion of recomputed to scheduled tokens,
-    integrated over the measured window. ``schedule_ms`` and ``wall_s_per_minute`` are real time, all else is virtual.
-    ``stored_tokens`` and ``loaded_tokens``: KV that went to the host tier and came back, over the whole run.
-    ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
+    Times are in seconds unless the key has another unit; ``goodput_*`` and ``*_per_s`` are per second.
+    ``wasted_gib_s`` integrates two amounts over the measured window: KV on hold, and the KV of each step's batch times
+    the share of recomputed tokens in the step. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
+    values in virtual time. ``stored_tokens`` and ``loaded_tokens`` count the tokens whose KV was offloaded to the host
+    and loaded back, over the whole run. ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
     """
     run = result.run
     return {
@@ -82,12 +82,12 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
 
 
 def json_line(result: RunResult, settings: SimulationSettings) -> str:
-    """As :func:`as_json`, with its newline."""
+    """Return the text of :func:`as_json`, with a newline."""
     return json.dumps(as_json(result, settings)) + "\n"
 
 
 def run_line(number: int, result: RunResult, settings: SimulationSettings) -> RunLine:
-    """The head of a run's record; ``number`` is its own in the file."""
+    """Make the first line of a run's record. ``number`` is unique in the file."""
     run = result.run
     return RunLine(
         run=number,
@@ -106,7 +106,7 @@ def run_line(number: int, result: RunResult, settings: SimulationSettings) -> Ru
 
 
 def record_lines(number: int, result: RunResult, settings: SimulationSettings) -> Iterator[Line]:
-    """Of a run that was recorded."""
+    """Make all lines of the record of a run that was recorded."""
     assert result.recorded is not None, "the run was not recorded"
     return lines_of(run_line(number, result, settings), result.recorded, settings.goodput_slo())
 
@@ -114,7 +114,7 @@ def record_lines(number: int, result: RunResult, settings: SimulationSettings) -
 def print_report(
     results: Sequence[RunResult], settings: SimulationSettings, console: Console, *, verbose: bool = False
 ) -> None:
-    """A table a rate, the burst if there was one, and what a reader has to know."""
+    """Print a table for each rate, a table of the burst if there was one, and footnotes."""
     leave_out = ROUTING if settings.replicas == 1 else ""
     for rate in settings.rates_per_s:
         of_rate = [result for result in results if result.run.rate_per_s == rate]
@@ -147,7 +147,7 @@ def _replicas(settings: SimulationSettings) -> str:
 
 
 def _columns(settings: SimulationSettings) -> dict[tuple[str, str], str]:
-    """What is compared, policy and router, and what it is called: by its router only where there are several."""
+    """Return the label of each pair of policy and router. It names the router only if there are several."""
     several = len(settings.routers) > 1
     return {
         (policy, router): f"{policy}\n{router}" if several else policy
@@ -157,7 +157,7 @@ def _columns(settings: SimulationSettings) -> dict[tuple[str, str], str]:
 
 
 def _recovery_table(results: Sequence[RunResult], settings: SimulationSettings) -> Table:
-    """A row a run: runs may be many, the windows of a burst are few."""
+    """Make a table with a row for each run and a column for each window around the burst."""
     recoveries = [(result, result.recovery) for result in results if result.recovery is not None]
     table = Table(title="SLO attainment in windows of 30 s, by intended arrival (seconds from the start)")
     table.box, table.pad_edge, table.title_justify = box.SIMPLE_HEAD, False, "left"

@@ -1,7 +1,7 @@
-"""The routers of the simulator, by name, and ours: the very `Front` that the ingress runs.
+"""The routers of the simulator by name, with Caesura's own `PlacementEngine`, which also runs in the ingress.
 
-Every replica is looked at once a second, and its snapshot reaches the front half a second later: as late as a live
-replica's reaches an ingress. There is one front, and a store that answers at once.
+Each replica publishes a snapshot once a second, which reaches the engine 0.5 s later, as in a live cluster. There is a
+single engine, and a store that answers at once.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -37,20 +37,20 @@ from router.placement_engine import PlacementEngine
 from router.settings import EngineSettings
 
 TICK_S = 0.5
-"""Snapshots are made at every second tick and sent at the one after it."""
+"""Seconds between two ticks. Snapshots are made at every second tick and delivered at the next one."""
 
 Look = Callable[[int, str, int], ReplicaSnapshot]
-"""A replica's snapshot now, by its index, its name and the snapshot's number; its prefixes are filled in here."""
+"""Makes a replica's snapshot from its index, its name and the snapshot's number. `FrontRouter` adds the prefixes."""
 
 
 class FrontRouter:
-    """Asks a front.
+    """Routes turns by a placement engine.
 
     Args:
-        front: made for these replicas, with no time behind it.
-        names: the replicas' unique ids, by index.
+        front: a new engine for these replicas.
+        names: unique ids of the replicas, by index.
         look: makes snapshots.
-        released: called with the key of a program and the index of the replica that it has moved away from.
+        released: called with the key of a program and the index of the replica that it has left.
     """
 
     tick_s: float | None = TICK_S
@@ -65,7 +65,7 @@ class FrontRouter:
         self._released = released
         self._prefixes = [PrefixMemory() for _ in names]
         self._turns: dict[str, SimulatedTurn] = {}
-        """That are not decided."""
+        """Turns without a decision, by id."""
         self._number = 0
         self._seen: dict[str, ReplicaSnapshot | None] | None = None
         front.observe(self._snapshots(), 0.0)
@@ -130,22 +130,22 @@ ALL = "all"
 OURS = "caesura"
 LEAST_PROGRAMS = "least_programs"
 EVERYWHERE = "everywhere"
-"""No router that could be built: a bound for them."""
+"""Name of an upper bound for all routers, which cannot be implemented in a real cluster."""
 
 
 @dataclass(frozen=True, slots=True)
 class Replicas:
-    """What a router is made for."""
+    """The replicas and the settings for which a router is made."""
 
     replicas: Sequence[VirtualReplica]
     seed: int
     max_ongoing: int | None = None
-    """Turns that a peer's replica takes at a time; None: any number."""
+    """Ongoing turns of a replica at most, for routers other than Caesura's; None: no limit."""
     imbalanced_threshold: float = float("inf")
-    """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    """For prefix_affinity: difference in ongoing turns from which on it balances the replicas."""
     slo: SloConfig = field(default_factory=SloConfig)
     front: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of our front that differ from its defaults."""
+    """Parameters of Caesura's router that differ from their defaults."""
 
 
 def _caesura(made: Replicas) -> TurnRouter:
@@ -167,10 +167,10 @@ def _caesura(made: Replicas) -> TurnRouter:
 
 
 def front_settings(parameters: Mapping[str, Any]) -> EngineSettings:
-    """Our front's, by what differs from the defaults.
+    """Make the settings of Caesura's router from the parameters that differ from their defaults.
 
     Raises:
-        ConfigError: no such parameter, or not such a value.
+        ConfigError: a parameter does not exist, or its value is invalid.
     """
     try:
         return EngineSettings.model_validate(parameters)
@@ -219,7 +219,7 @@ ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
 
 
 def router_names(text: str) -> tuple[str, ...]:
-    """``all`` that could be built, or names with commas between them."""
+    """Parse names separated by commas. ``all`` stands for all routers except `EVERYWHERE`."""
     if text.strip() == ALL:
         return tuple(name for name in ROUTERS if name != EVERYWHERE)
     return tuple(n.strip() for n in text.split(",") if n.strip())

@@ -1,8 +1,8 @@
-"""Which replica a simulated turn goes to: the question that every simulated router answers, and those without a model.
+"""The protocol of simulated routers, and the routers that know no caches.
 
-A router sees every turn that comes and every turn that ends, nothing else; what it knows of replicas it looks
-up itself. Peers that cannot place a turn now are asked again whenever a turn has ended: where Ray backs off, they lose
-nothing.
+A router is notified of each turn that arrives or ends. It looks up by itself what it needs to know of the replicas. A
+router that cannot place a turn is asked again whenever a turn ends, so that it loses no time, unlike Ray's routers,
+which back off.
 """
 
 from abc import ABC, abstractmethod
@@ -16,11 +16,11 @@ from cluster.core.program import ProgramIdentity
 
 @dataclass(frozen=True, slots=True)
 class SimulatedTurn:
-    """A turn that wants a replica."""
+    """A turn that needs a replica."""
 
     turn_id: str
     program: str
-    """Unique in the run."""
+    """Key of the program, which is unique in the run."""
     index: int
     """0 for a program's first turn."""
     prompt: Sequence[int]
@@ -30,22 +30,22 @@ class SimulatedTurn:
 
 @dataclass(frozen=True, slots=True)
 class Sent:
-    """To this replica, by its index."""
+    """The turn is sent to the replica with this index."""
 
     replica: int
     reason: str
     moved_from: int | None = None
-    """Where its program lived before, if the router has moved it."""
+    """The replica from which the router has migrated the program; None if it has not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Waits:
-    """At the router, which decides later."""
+    """The turn waits at the router, which decides later."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnedAway:
-    """Refused; its program ends."""
+    """The turn is rejected, and its program ends."""
 
     reason: str
     retry_after_s: float
@@ -55,34 +55,34 @@ Answer = Sent | Waits | TurnedAway
 
 
 class TurnRouter(Protocol):
-    """Routes turns. ``now_s`` never goes back. A turn that was sent ends once; one that was turned away never does."""
+    """Routes turns. ``now_s`` never decreases. A turn that was sent ends once, and a rejected turn never ends."""
 
     tick_s: float | None
     """Seconds between two calls of `tick`; None: it needs none."""
 
     def route(self, turn: SimulatedTurn, now_s: float) -> Answer:
-        """A turn is due."""
+        """Place a turn that is due."""
         ...
 
     def waited(self, now_s: float) -> Sequence[tuple[str, Sent | TurnedAway]]:
-        """Turns, by their ids, whose wait is over; each is returned once."""
+        """Return the ids and decisions of the turns whose wait is over. Each is returned once."""
         ...
 
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
-        """The turn has ended on ``replica``; its program has ``context_tokens`` now, prompt and output."""
+        """Record the end of a turn on ``replica``. Its program now has ``context_tokens`` of prompt and output."""
         ...
 
     def tick(self, now_s: float) -> None:
-        """``tick_s`` have gone by."""
+        """Called every ``tick_s`` seconds."""
         ...
 
 
 class RequestRouter(ABC):
-    """A router of requests, as Ray's are: it counts those under way on each replica, which takes a bounded number.
+    """A router of requests like Ray's: it counts the ongoing turns of each replica, which accepts a bounded number.
 
     Args:
-        replicas: how many there are.
-        max_ongoing: Ray's ``max_ongoing_requests``: a replica with so many turns refuses another. None: no bound,
+        replicas: number of replicas.
+        max_ongoing: Ray's ``max_ongoing_requests``: a replica with this many turns rejects another one. None: no bound,
             which is Ray LLM's default (a billion).
     """
 
@@ -95,18 +95,18 @@ class RequestRouter(ABC):
 
     @abstractmethod
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """The replica for this turn, one that is not full; None: none is to be had."""
+        """Choose a replica for this turn that is not full. Return None if there is none."""
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
-        """The turn is on its way there."""
+        """Count the turn as ongoing on the replica."""
         self.ongoing[replica] += 1
 
     def full(self, replica: int) -> bool:
-        """It takes no turn now."""
+        """Return whether the replica accepts no further turn."""
         return self._max_ongoing is not None and self.ongoing[replica] >= self._max_ongoing
 
     def fewest(self, replicas: Sequence[int]) -> int | None:
-        """Of these, the one with the fewest turns under way that is not full, the first one of several."""
+        """Return the first of these replicas with the fewest ongoing turns that is not full; None if all are full."""
         open_ = [replica for replica in replicas if not self.full(replica)]
         return min(open_, key=self.ongoing.__getitem__) if open_ else None
 
@@ -119,7 +119,7 @@ class RequestRouter(ABC):
         return sent
 
     def waited(self, now_s: float) -> Sequence[tuple[str, Sent | TurnedAway]]:
-        """See TurnRouter. In order of arrival; one that cannot go does not keep the next from going."""
+        """See TurnRouter. Turns are tried in the order of their arrival, and none blocks a later one."""
         placed: list[tuple[str, Sent | TurnedAway]] = []
         for _ in range(len(self._waiting)):
             turn = self._waiting.popleft()
@@ -145,14 +145,14 @@ class RequestRouter(ABC):
 
 
 class RoundRobin(RequestRouter):
-    """Turns go around, whatever their program."""
+    """Sends turns to the replicas in turn, regardless of their program."""
 
     def __init__(self, replicas: int, max_ongoing: int | None = None) -> None:
         super().__init__(replicas, max_ongoing)
         self._next = 0
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """The next one that is not full."""
+        """Choose the next replica that is not full."""
         for _ in self.ongoing:
             replica, self._next = self._next, (self._next + 1) % len(self.ongoing)
             if not self.full(replica):
@@ -161,7 +161,7 @@ class RoundRobin(RequestRouter):
 
 
 class LeastPrograms(RequestRouter):
-    """A control that knows programs and nothing else: a program lives where there are fewest, and stays."""
+    """A baseline that counts only programs: a program is bound to the replica with the fewest, and never migrates."""
 
     def __init__(self, replicas: int, max_ongoing: int | None = None) -> None:
         super().__init__(replicas, max_ongoing)
@@ -169,7 +169,7 @@ class LeastPrograms(RequestRouter):
         self._homes: dict[str, int] = {}
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """Its home; for a new program the replica with the fewest live ones, the first one of several."""
+        """Choose the program's home; for a new program, the first replica with the fewest programs."""
         home = self._homes.get(turn.program)
         reason = "stayed"
         if home is None:
@@ -178,13 +178,13 @@ class LeastPrograms(RequestRouter):
         return None if self.full(home) else Sent(home, reason)
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
-        """It lives there from its first turn on."""
+        """Bind the program to the replica of its first turn."""
         super().sent(turn, replica)
         if self._homes.setdefault(turn.program, replica) == replica and turn.index == 0:
             self._programs[replica] += 1
 
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
-        """A program's last turn takes it away."""
+        """Forget the program after its last turn."""
         super().ended(turn, replica, context_tokens, now_s)
         if turn.identity.last_turn:
             self._programs[self._homes.pop(turn.program)] -= 1

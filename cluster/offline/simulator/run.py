@@ -1,4 +1,4 @@
-"""One run: one policy, one rate, one seed; and all of them, on as many processes as asked for."""
+"""Simulates one run (a policy, a rate, a seed and a router), or all runs in several processes."""
 
 import gc
 import tempfile
@@ -33,12 +33,12 @@ from replicas.virtual_engine import Shape, write_config_only_model
 from replicas.virtual_replica import VirtualReplica
 
 SAMPLES = 600
-"""Looks at the memory of one run: more than a plot has points."""
+"""Memory samples of one run. A plot has fewer points."""
 
 
 @dataclass(slots=True)
 class MemoryWatch:
-    """Looks at all replicas now and then. It plans nothing itself, so that a watched simulation is the same."""
+    """Samples the memory of all replicas. It schedules no events, so that it does not change the simulation."""
 
     replicas: Sequence[VirtualReplica]
     clock: ManualClock
@@ -47,7 +47,7 @@ class MemoryWatch:
     _next_s: float = 0.0
 
     def __call__(self) -> None:
-        """Something has happened: look, if it is time to."""
+        """Take a sample if the next one is due."""
         now_s = self.clock.now_s()
         if now_s < self._next_s:
             return
@@ -56,7 +56,7 @@ class MemoryWatch:
 
 
 def memory_of(replicas: Sequence[VirtualReplica]) -> MemoryUse:
-    """Of all replicas together."""
+    """Return the memory use of all replicas together."""
     total = MemoryUse(0, 0, 0, 0)
     for replica in replicas:
         scheduler, size = replica.engine.scheduler, replica.engine.shape.block_size
@@ -68,7 +68,7 @@ def memory_of(replicas: Sequence[VirtualReplica]) -> MemoryUse:
 
 
 def histories_of(replicas: Sequence[VirtualReplica], programs: Sequence[ProgramRecord]) -> list[ProgramHistory]:
-    """Of each program, what the replicas that had it recorded; stock vLLM records nothing."""
+    """Return the history of each program from the replicas that had it. Stock vLLM records no history."""
     return [_history(replicas, program) for program in programs]
 
 
@@ -79,7 +79,7 @@ def _history(replicas: Sequence[VirtualReplica], program: ProgramRecord) -> Prog
     if len(reports) == 1:
         return ProgramHistory.of(reports[0])
     turns = sorted(chain.from_iterable(each["turns"] for each in reports), key=lambda turn: turn["arrived_s"])
-    # Each replica's events make a history of their own: what one let go, another cannot hold.
+    # Pauses are computed from each replica's events separately, as a release on one replica ends no hold on another.
     pauses = chain.from_iterable(ProgramHistory.of(each).pauses for each in reports)
     merged = ProgramHistory.of({"turns": turns})
     return ProgramHistory(
@@ -92,7 +92,7 @@ MILLISECONDS = 1e3
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What is simulated."""
+    """One simulated run."""
 
     policy: str
     rate_per_s: float
@@ -102,45 +102,45 @@ class Run:
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """What came of it."""
+    """The results of one run."""
 
     run: Run
     summary: Summary
-    """Of the programs meant to arrive in the measured window."""
+    """Summary of the programs with an intended arrival in the measured window."""
     jct_all_s: float | None
-    """Mean job completion time without tools, unfinished programs included with the time they have taken so far, and
-    refused ones with all the time from then on."""
+    """Mean job completion time without tools, in seconds. Unfinished programs count with their time so far, and a
+    rejected program as if its last turn lasted until the end of the run."""
     jct_wall_all_s: float | None
-    """The same with tools."""
+    """The same with tools, in seconds."""
     routing: RoutingSummary
     wasted_gib_s: float
-    """During the measured window: KV on hold, and KV of each step's batch in proportion to what the step recomputes."""
+    """Wasted KV in the measured window: held KV, and each step's KV times its share of recomputed tokens."""
     schedule_ms: Distribution
-    """Real milliseconds of one ``schedule()``."""
+    """Real time of one call of ``schedule()``, in milliseconds."""
     preemptions: int
     stored_tokens: int
-    """Tokens whose KV went to the host tier, over the whole run."""
+    """Tokens whose KV was offloaded to the host tier, over the whole run."""
     loaded_tokens: int
-    """Tokens whose KV came back from it."""
+    """Tokens whose KV was loaded from the host tier, over the whole run."""
     steps: int
     replicas: int
     arrivals_s: float
     """Virtual seconds of arrivals."""
     simulated_s: float
-    """Virtual seconds until all was over."""
+    """Virtual seconds until the end of the run."""
     wall_s: float
     capacity_per_s: float
-    """Programs per second that the fluid bound lets all be served."""
+    """Programs per second up to which the fluid bound can serve all programs."""
     bound_per_s: float
-    """Goodput that the fluid bound allows at this rate."""
+    """Upper bound of the goodput at this rate, in programs per second."""
     recovery: Recovery | None
-    """Where there is a burst."""
+    """Recovery from the burst; None without a burst."""
     recorded: Recorded | None = None
-    """Where the run is recorded."""
+    """Data of the record; None if the run is not recorded."""
 
 
 def runs_of(settings: SimulationSettings) -> list[Run]:
-    """By rate, seed, policy and router."""
+    """Return all runs of the settings, ordered by rate, seed, policy and router."""
     return [
         Run(policy, rate, seed, router)
         for rate in settings.rates_per_s
@@ -151,7 +151,7 @@ def runs_of(settings: SimulationSettings) -> list[Run]:
 
 
 def load_workload(settings: SimulationSettings, seed: int) -> Workload:
-    """The pool of programs: those that fit the memory of a replica, and ``--max-context`` where it is given.
+    """Load the pool of programs that fit into the memory of a replica and, if it is set, into ``--max-context``.
 
     Raises:
         TraceError: the trace file cannot be used.
@@ -168,11 +168,11 @@ def _forecasts(settings: SimulationSettings) -> Forecasts:
 
 
 def simulate(settings: SimulationSettings, run: Run) -> RunResult:
-    """Simulate one run; the same result every time, but for what is measured in real time.
+    """Simulate one run. The result is deterministic, except for measurements of real time.
 
     Raises:
         TraceError, ConfigError: see :func:`load_workload`.
-        IntegrityError: a replica's blocks do not add up: a bug.
+        IntegrityError: the block counts of a replica are inconsistent, which is a bug.
     """
     pool = load_workload(settings, run.seed).programs
     process = Arrivals.parse(settings.arrivals, run.rate_per_s)
@@ -193,7 +193,7 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     for mark_s in (settings.warmup_s, settings.arrivals_s):
         simulation.timeline.at(mark_s, lambda: marks.append(_mark(replicas)))
     began = time.perf_counter()
-    gc.freeze()  # vLLM's modules: a hundred thousand objects that each collection would walk through
+    gc.freeze()  # vLLM's modules have 100,000 objects, which each garbage collection would traverse
     try:
         records = simulation.run(settings.arrivals_s + settings.drain_s)
     finally:
@@ -206,7 +206,7 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
 
 
 def simulate_all(settings: SimulationSettings, jobs: int) -> Iterator[RunResult]:
-    """Every run, in order: in this process, or on as many as ``jobs`` if they are more than one."""
+    """Simulate all runs, and yield the results in order. If ``jobs`` is above 1, use that many processes."""
     runs = runs_of(settings)
     one = partial(simulate, settings)
     if jobs == 1:
@@ -237,7 +237,7 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Of each replica, up to some moment."""
+    """Totals of each replica up to some time."""
 
     wasted: list[float]
     busy_s: list[float]
@@ -250,7 +250,7 @@ def _mark(replicas: Sequence[VirtualReplica]) -> Mark:
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """A simulation that is over."""
+    """A simulation that has ended."""
 
     records: Sequence[ProgramRecord]
     routed: Routed
@@ -296,10 +296,10 @@ def _result(
 
 
 def _spent_s(program: ProgramRecord, now_s: float) -> float:
-    """Seconds without tools that a program has taken up to ``now_s``: its completion time if it has completed."""
+    """Return the seconds without tools that a program has taken up to ``now_s`` or to its completion."""
     return sum((now_s if t.last_token_s is None else t.last_token_s) - t.intended_start_s for t in program.turns)
 
 
 def _spent_wall_s(program: ProgramRecord, now_s: float) -> float:
-    """The same with tools."""
+    """Return the seconds with tools that a program has taken up to ``now_s`` or to its completion."""
     return now_s - program.arrival_s if program.jct_wall_s is None else program.jct_wall_s

@@ -1,4 +1,4 @@
-"""What one call of `caesura simulate` does. Every value is checked here; a bad one names its flag."""
+"""The settings of one call of `caesura simulate`. All values are checked here, and an error names the flag."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
@@ -21,14 +21,14 @@ from replicas.presets import cost_model
 
 ALL = "all"
 STOCK = "vllm"
-"""vLLM's own scheduler class, untouched, its prefix cache on."""
+"""Name of vLLM's own scheduler class, unchanged, with the prefix cache on."""
 STOCK_NO_CACHE = "vllm-nocache"
-"""The same with the prefix cache off: the baseline of the papers' time."""
+"""Name of the same class with the prefix cache off, which was the baseline of the papers."""
 BASELINES = (STOCK_NO_CACHE, STOCK)
 CLAIRVOYANT = "clairvoyant"
-"""A policy of this name, if there is one, is a limit and no competitor; ``all`` has it last."""
+"""Name of a policy that is an upper bound and no competitor, if it is registered. ``all`` lists it last."""
 INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
-"""Policies that are given true lengths and durations unless a flag decides otherwise, as their papers assume."""
+"""Policies that get true lengths and durations unless a flag disables it, because their papers assume them."""
 BLOCK_SIZE = 16
 """Tokens of a KV block: vLLM's default on GPUs."""
 GIB = 1 << 30
@@ -37,7 +37,7 @@ SECONDS_PER_MINUTE = 60.0
 
 @dataclass(frozen=True, slots=True)
 class SimulationSettings:
-    """Every policy at every rate with every seed, each a run of its own."""
+    """The settings of all runs: one run for each combination of policy, router, rate and seed."""
 
     policies: tuple[str, ...]
     rates_per_s: tuple[float, ...]
@@ -45,52 +45,52 @@ class SimulationSettings:
     preset: str = "opt-13b/h800"
     """A preset's name, or the path of a saved cost model."""
     trace: Path | None = None
-    """None: the built-in workload."""
+    """Path of a trace; None uses the built-in workload."""
     missing_tool_s: float | None = None
     only_recorded: bool = False
     shaping: Shaping = field(default_factory=Shaping)
     minutes: float = 12.0
-    """Measured, by intended arrival, after the warm-up."""
+    """Length of the measured window in minutes. It begins after the warm-up and contains programs by arrival."""
     warmup_minutes: float = 2.0
     drain_s: float = 300.0
-    """Seconds after the last arrival for the programs under way to end; their tools alone may take minutes."""
+    """Seconds after the last arrival within which programs may end. Their tools alone may take minutes."""
     seeds: tuple[int, ...] = (0,)
     host_gib: float = 0.0
-    """Host memory for KV of each replica; 0: there is no host tier. `vllm-nocache` never has one."""
+    """Host memory for the KV of each replica in GiB; 0 disables the host tier. `vllm-nocache` never has one."""
     slo_ttft_s: float = 1.0
     slo_norm_x: float = 10.0
-    """Bound on a program's seconds without tools per token, in iteration times."""
+    """SLO on a program's seconds per token without tools, as a multiple of the iteration time."""
     noise: float = 0.0
     oracle: bool | None = None
-    """Give the policies lengths and durations; None: those of ``INFORMED``."""
+    """Whether policies get true lengths and durations; None gives them to those of `INFORMED`."""
     forecasts: str | None = None
-    """A registered predictor, which forecasts what is not given; None: replicas learn means as they go."""
+    """Name of a registered predictor of lengths and durations; None: replicas learn means during the run."""
     arrivals: str = "poisson"
     burst: str | None = None
     """``RATE:START_S:LENGTH_S``, see :class:`cluster.offline.simulator.load.Burst`."""
     replicas: int = 1
     routers: tuple[str, ...] = (LEAST_PROGRAMS,)
     max_ongoing: int | None = None
-    """Turns that a replica takes at a time from a router that is not ours; None: any number."""
+    """Ongoing turns of a replica at most, for routers other than Caesura's; None: no limit."""
     imbalanced_threshold: float = float("inf")
-    """Of prefix_affinity: turns by which replicas may differ before it balances them."""
+    """For prefix_affinity: difference in ongoing turns from which on it balances the replicas."""
     front: Mapping[str, Any] = field(default_factory=dict)
-    """Parameters of our router that differ from its defaults."""
+    """Parameters of Caesura's router that differ from their defaults."""
     under_way: int | None = None
-    """Closed loop: so many programs are under way at all times, whatever the rate; None: an open loop."""
+    """Number of concurrent programs in a closed loop, which ignores the rate; None: an open loop."""
     max_batched_tokens: int = 2048
     max_num_seqs: int = 256
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Of a policy: parameters that differ from its defaults."""
+    """By policy, the parameters that differ from their defaults."""
     command: str = ""
     record: bool = False
-    """Keep what a record of the run has beside its summary."""
+    """Whether to keep the programs and memory samples for a record of each run."""
 
     def __post_init__(self) -> None:
-        """Refuse what cannot be run.
+        """Check all settings.
 
         Raises:
-            ConfigError: names the flag.
+            ConfigError: a value is invalid; the message names the flag.
         """
         require_positive(
             {
@@ -161,49 +161,49 @@ class SimulationSettings:
 
     @property
     def arrivals_s(self) -> float:
-        """Seconds of arrivals."""
+        """Seconds of all arrivals, including the warm-up."""
         return self.warmup_s + self.window_s
 
     @property
     def other_rate(self) -> Burst | None:
-        """The burst, if there is one."""
+        """The burst; None if there is none."""
         return None if self.burst is None else Burst.parse(self.burst)
 
     def cost_model(self) -> CostModel:
-        """What steps cost, and the size of the KV cache.
+        """Load the cost model of steps, which also has the size of the KV cache.
 
         Raises:
-            ConfigError: no such preset or file.
+            ConfigError: there is no such preset or file.
         """
         return cost_model(self.preset)
 
     @property
     def blocks(self) -> int:
-        """KV blocks of one replica that turns can use."""
+        """Number of KV blocks of one replica that turns can use."""
         return self.cost_model().kv_capacity_tokens // BLOCK_SIZE
 
     def host_blocks(self, policy: str) -> int:
-        """Blocks of the host tier that one replica of ``policy`` has; 0: none."""
+        """Return the number of host tier blocks of one replica under ``policy``; 0 if it has no host tier."""
         if policy == STOCK_NO_CACHE:
             return 0
         return int(self.host_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
 
     def tier(self, policy: str) -> str:
-        """In words, what of KV outlives a turn that has ended."""
+        """Describe in words which KV remains after a turn under ``policy``."""
         if policy == STOCK_NO_CACHE:
             return "prefix cache off, no host tier"
         return f"prefix cache on, {f'host tier {self.host_gib:g} GiB' if self.host_gib else 'no host tier'}"
 
     def fitting(self) -> Shaping:
-        """How programs are cut: none may need more than the memory of one replica."""
+        """Return how programs are shaped, so that each fits into the memory of one replica."""
         memory_tokens = self.blocks * BLOCK_SIZE
         return replace(self.shaping, max_context=min(memory_tokens, self.shaping.max_context or memory_tokens))
 
     def policy_config(self, name: str) -> PolicyConfig | None:
-        """The policy of an AgentScheduler; None: a baseline, on vLLM's own class.
+        """Return the configuration of a policy; None for a baseline, which uses vLLM's own scheduler class.
 
         Raises:
-            ConfigError: no such policy or parameter.
+            ConfigError: there is no such policy or parameter.
         """
         if name in BASELINES:
             return None
@@ -219,22 +219,22 @@ class SimulationSettings:
         return PolicyConfig(name=name, parameters=parameters)
 
     def sees_the_future(self, name: str) -> bool:
-        """Whether ``name`` is given true lengths and durations, or noisy ones; stock vLLM would ignore them."""
+        """Return whether the policy ``name`` gets true or noisy lengths and durations. Baselines never do."""
         return name not in BASELINES and (name in INFORMED if self.oracle is None else self.oracle)
 
     def slo(self) -> SloConfig:
-        """The bounds. The iteration time is that of a step which decodes one sequence without a context."""
+        """Return the SLO. The iteration time is that of a step that decodes one sequence without a context."""
         norm_s = self.slo_norm_x * self.cost_model().decode_step_s()
         return SloConfig(ttft_s=self.slo_ttft_s, normalized_latency_s=norm_s)
 
     def goodput_slo(self) -> Slo:
-        """The same, as the metrics want it."""
+        """Return the same SLO in the form that the metrics use."""
         slo = self.slo()
         return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
 
 
 def policy_names(text: str) -> tuple[str, ...]:
-    """``all``, or names with commas between them."""
+    """Parse names separated by commas. ``all`` stands for the baselines and all policies."""
     if text.strip() != ALL:
         return tuple(name.strip() for name in text.split(",") if name.strip())
     limits = [name for name in POLICIES if name == CLAIRVOYANT]

@@ -1,4 +1,4 @@
-"""Programs on virtual replicas: arrivals, turns, the router and tool pauses, on one virtual clock."""
+"""Simulates programs on virtual replicas: arrivals, turns, routing and tool pauses on one virtual clock."""
 
 import heapq
 import itertools
@@ -18,11 +18,11 @@ from replicas.virtual_replica import VirtualReplica, VirtualTurn
 
 
 class Timeline:
-    """Events on one clock. Those of the same time happen in the order in which they were planned.
+    """A queue of events on one clock. Events at the same time run in the order in which they were scheduled.
 
     Args:
-        clock: moved to each event's time before it happens; never backwards.
-        settled: called after all events of one time, before the next time.
+        clock: advanced to the time of each event before it runs.
+        settled: called after all events of one time.
     """
 
     def __init__(self, clock: ManualClock, settled: Callable[[], None]) -> None:
@@ -32,7 +32,7 @@ class Timeline:
         self._numbers = itertools.count()
 
     def at(self, at_s: float, event: Callable[[], None]) -> None:
-        """Plan ``event``.
+        """Schedule ``event`` at ``at_s``.
 
         Raises:
             ValueError: ``at_s`` is in the past.
@@ -42,7 +42,7 @@ class Timeline:
         heapq.heappush(self._events, (at_s, next(self._numbers), event))
 
     def run(self, until_s: float) -> None:
-        """Let everything happen up to ``until_s``, that included; ends earlier when nothing is planned any more."""
+        """Run all events up to and including ``until_s``. Return earlier if no event is left."""
         events = self._events
         while events and events[0][0] <= until_s:
             now_s = events[0][0]
@@ -54,7 +54,7 @@ class Timeline:
 
 @dataclass(slots=True)
 class _Program:
-    """One job under way."""
+    """A job that is running."""
 
     job: Job
     conversation: Conversation
@@ -64,12 +64,12 @@ class _Program:
     known_tokens: int = 0
     done: list[TurnRecord] = field(default_factory=list)
     turn: SimulatedTurn | None = None
-    """Due: on its way, under way, or waiting at the router."""
+    """The turn that is due: it waits at the router, is being sent, or runs."""
     under_way: VirtualTurn | None = None
-    """The same on its replica."""
+    """The same turn on its replica; None until it is there."""
 
     def turn_record(self, outcome: Outcome) -> TurnRecord:
-        """Of the turn that is due."""
+        """Make the record of the turn that is due."""
         assert self.turn is not None, f"{self.job.program_id} has no turn due"
         record = TurnRecord(
             program_id=self.job.program_id,
@@ -94,17 +94,17 @@ class _Program:
 
 
 class Simulation:
-    """Runs ``jobs`` on ``replicas``, which share ``clock``. Use it once.
+    """Runs ``jobs`` on ``replicas`` that share ``clock``. An instance is used once.
 
     Args:
-        jobs: in the order of their arrivals.
-        replicas: which the router knows by their indices.
-        clock: theirs.
-        foresight: what clients send with their turns.
-        router: asked for each turn.
-        successors: jobs whose arrivals do not count: each comes when a program has ended, or when one that was refused
-            may come again. None: what has ended is not followed by another.
-        watch: called after all that happens at a time; it changes nothing.
+        jobs: jobs in the order of their arrivals.
+        replicas: replicas, which the router knows by their indices.
+        clock: the clock of the replicas.
+        foresight: makes the hints that clients send with their turns.
+        router: places each turn.
+        successors: further jobs, whose arrival times are ignored. One starts when a program ends, or when a rejected
+            program may be retried. None: no job follows.
+        watch: called after all events of one time; it must not change anything.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class Simulation:
     ) -> None:
         self.timeline = Timeline(clock, self._begin_steps)
         self.routed: dict[tuple[str, int], RoutedTurn] = {}
-        """Of every turn that became due, by its program's id and its index."""
+        """The route of each turn that became due, by its program's id and its index."""
         self._jobs = list(jobs)
         self._replicas = replicas
         self._clock = clock
@@ -129,24 +129,24 @@ class Simulation:
         self._watch = watch
         self._infinite = InfiniteCache(replicas[0].engine.shape.block_size)
         self._steps = [0] * len(replicas)
-        """Begun on each replica."""
+        """Number of steps that began on each replica."""
         self._ready: set[int] = set()
-        """Replicas to which something has happened since they were asked for a step last."""
+        """Indices of replicas that changed since the last check for a step."""
         self._programs: dict[str, _Program] = {}
         self._by_turn: dict[str, _Program] = {}
-        """Programs with a turn due, by its id."""
+        """Programs with a turn that is due, by the turn's id."""
         self._left = len(jobs)
-        """Programs that have not ended."""
+        """Number of programs that have not ended."""
         for job in jobs:
             self.timeline.at(clock.now_s() + job.arrival_s, partial(self._arrive, job))
         if router.tick_s is not None:
             self.timeline.at(clock.now_s() + router.tick_s, partial(self._tick, router.tick_s))
 
     def run(self, until_s: float) -> list[ProgramRecord]:
-        """Simulate up to ``until_s`` on the clock, or until all programs have ended; one record a job, in order.
+        """Simulate until ``until_s`` or until all programs have ended. Return one record for each job, in order.
 
         Raises:
-            IntegrityError: a replica's blocks do not add up in the end.
+            IntegrityError: the block counts of a replica are inconsistent at the end.
         """
         self.timeline.run(until_s)
         for replica in self._replicas:
@@ -165,7 +165,7 @@ class Simulation:
         self._due(program)
 
     def _due(self, program: _Program) -> None:
-        """The program's next turn is due now: the router is asked."""
+        """Ask the router for a place, because the program's next turn is due."""
         index, planned = len(program.done), program.job.program
         prompt, program.known_tokens = program.conversation.prompt(planned.turns[index])
         identity = program.identities[index]
@@ -179,7 +179,7 @@ class Simulation:
         self._answered(program, self._router.route(turn, self._clock.now_s()))
 
     def _answered(self, program: _Program, answer: Answer) -> None:
-        """The turn goes to a replica, waits, or ends its program."""
+        """Act on the router's answer: send the turn, let it wait, or end its program."""
         routed = self.routed[program.job.program_id, len(program.done)]
         if isinstance(answer, Sent):
             routed.reason, routed.replica, routed.sent_s = answer.reason, answer.replica, self._clock.now_s()
@@ -205,7 +205,7 @@ class Simulation:
             self.timeline.at(self._clock.now_s() + every_s, partial(self._tick, every_s))
 
     def _submit(self, program: _Program, replica: int) -> None:
-        """The turn has come to its replica."""
+        """Submit the turn, which has arrived at its replica."""
         turn = program.turn
         assert turn is not None
         planned = program.job.program.turns[turn.index]
@@ -235,7 +235,7 @@ class Simulation:
             self.timeline.at(self._clock.now_s() + seconds, partial(self._end_step, index, self._steps[index]))
 
     def _end_step(self, index: int, step: int) -> None:
-        """The ``step``-th step of a replica ends, unless a turn that arrived has ended it before."""
+        """End the step with the number ``step`` of a replica, unless an arriving turn has already ended it."""
         if step != self._steps[index] or not self._replicas[index].busy:
             return
         self._ready.add(index)
@@ -257,7 +257,7 @@ class Simulation:
         self._waited()
 
     def _over(self, program: _Program, again_s: float) -> None:
-        """It has ended, or was refused and may come again after so long."""
+        """End a program. Its successor arrives after ``again_s`` seconds, which is positive after a rejection."""
         if program.turn is not None:
             self._by_turn.pop(program.turn.turn_id)
             program.turn = None
@@ -269,7 +269,7 @@ class Simulation:
         self.timeline.at(self._clock.now_s() + again_s, partial(self._arrive, job))
 
     def _record(self, job: Job) -> ProgramRecord:
-        """The program as it stands; a turn that is due is an unfinished one."""
+        """Make the record of a program now. A turn that is due counts as unfinished."""
         program = self._programs.get(job.program_id)
         turns = list(program.done) if program else []
         if program is not None and program.turn is not None:
