@@ -47,7 +47,7 @@ class ShownRequest:
     """A request, as far as it is needed for a prediction."""
 
     structured: bool = False
-    """Whether the request has messages, so that earlier turns can be distinguished. Otherwise it has a single prompt."""
+    """Whether the request has messages, so that earlier turns can be distinguished. Otherwise it is one prompt."""
     position: int = 0
     """Number of earlier turns in the request."""
     turns: Sequence[ShownTurn] = ()
