@@ -98,6 +98,7 @@ class LocalCluster:
         self._stack = ExitStack()
         self._mark = uuid.uuid4().hex
         self._attached = "RAY_ADDRESS" in os.environ
+        self._family: list[psutil.Process] = []
 
     def __enter__(self) -> Self:
         self.start()
@@ -138,6 +139,7 @@ class LocalCluster:
     def stop(self) -> None:
         """Stop everything that was started; what does not end in time is killed. Again is harmless."""
         with self._step("stop"):
+            self._family = self.processes
             self._stack.close()
 
     def _start(self) -> None:
@@ -292,7 +294,7 @@ class LocalCluster:
         return "\n".join(lines)
 
     def _end_stragglers(self) -> None:
-        _, alive = psutil.wait_procs(self.processes, timeout=STOP_TIMEOUT_S)
+        _, alive = psutil.wait_procs({*self._family, *self.processes}, timeout=STOP_TIMEOUT_S)
         _kill(alive)
 
 
@@ -328,14 +330,16 @@ def _quiet() -> Iterator[None]:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    found = []
+    """The processes that inherited the mark, and their descendants.
+
+    A process that sets its title may overwrite its environment, as Ray's agents do. Their parent still has the mark.
+    """
+    found: set[psutil.Process] = set()
     for process in psutil.process_iter():
-        try:
+        with suppress(psutil.Error):  # it ended, or it is somebody else's
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
-        except psutil.Error:
-            continue  # it ended, or it is somebody else's
-    return found
+                found |= {process, *process.children(recursive=True)}
+    return list(found)
 
 
 def restore_environment(environment: MutableMapping[str, str], before: Mapping[str, str]) -> None:

@@ -7,7 +7,6 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import pytest_asyncio
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -211,10 +210,8 @@ async def test_a_dead_engine_is_told_apart_from_a_slow_one(tiny_model: Path) -> 
     try:
         channel = ControlChannel(engine, timeout_s=5.0)
         await channel.call("policy")
-        me = psutil.Process()
-        core = [child for child in me.children(recursive=True) if "EngineCore" in " ".join(child.cmdline())]
-        pids = [child.pid for child in core] or [engine.engine_core.resources.engine_manager.processes[0].pid]
-        os.kill(pids[-1], signal.SIGKILL)
+        (core,) = engine.engine_core.resources.engine_manager.processes  # the process may have other engines' cores, too
+        os.kill(core.pid, signal.SIGKILL)
         with pytest.raises(EngineGone):
             for _ in range(4):
                 await channel.call("policy")
