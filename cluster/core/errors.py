@@ -1,46 +1,45 @@
-"""Every exception that Caesura raises on purpose.
+"""Every exception that Caesura raises deliberately.
 
     CaesuraError
     ├── ConfigError            a configuration file, an environment override or a flag       (exit status 2)
     ├── TraceError             a line of a trace file                                        (exit status 2)
-    ├── IllegalTransition      an event that a program's lifecycle does not allow; a bug of ours
-    ├── IntegrityError         blocks or counts do not add up; a bug of ours
+    ├── IllegalTransition      an event that a program's lifecycle does not allow; a bug in Caesura
+    ├── IntegrityError         blocks or counts do not add up; a bug in Caesura
     ├── ControlError           the side channel into a replica's scheduler
-    │   ├── ControlTimeout     no answer in time
-    │   ├── ControlRefused     the scheduler answered that the request makes no sense
+    │   ├── ControlTimeout     the scheduler did not answer in time
+    │   ├── ControlRefused     the scheduler rejected the request as invalid
     │   └── EngineGone         the engine is dead and will not answer again
-    ├── ReplicaGone            the replica that a call names is not there, or no more
-    ├── ToolError              a tool call; the executor makes a result of it
-    │   ├── ToolRefused        nothing was run: an unknown tool, bad arguments, a forbidden address, no sandbox
-    │   ├── ToolFailed         the tool ran, or was to be reached, and failed
-    │   └── ToolUnknown        it may have run: whatever ran it is gone
+    ├── ReplicaGone            the replica that a call names does not exist (any more)
+    ├── ToolError              a tool call failed; the executor turns it into a result
+    │   ├── ToolRefused        nothing was run: an unknown tool, invalid arguments, a forbidden address, no sandbox
+    │   ├── ToolFailed         the tool ran and failed, or could not be reached
+    │   └── ToolUnknown        the tool may have run: the process that ran it is gone
     ├── RunError               the log of a program's run
-    │   ├── RunStoreUnavailable  no answer, or none that helps; a write may have been done
-    │   ├── RunUnknown         the store knows no such run, or has forgotten it
-    │   ├── RunLeaseLost       another runner has it, or it is closed
+    │   ├── RunStoreUnavailable  the store gave no usable answer; a write may have been done
+    │   ├── RunUnknown         the store has no such run: it never existed, or has expired
+    │   ├── RunLeaseLost       another runner has the run's lease, or the run is closed
     │   ├── RunLogGap          items before the first given one are missing
     │   └── RunOpen            only a closed run can be deleted
     └── HttpError              becomes an OpenAI error body
         ├── BadRequest         400  (also 404, 413, 415, 431 through `status`)
-        │   ├── Unauthorized   401  no key, or one that opens nothing
-        │   ├── Forbidden      403  the key does not open this
-        │   ├── IdempotencyConflict  422  an idempotency key came again with another body
-        │   └── Quarantined    422  replicas died under it
-        ├── ProgramMoved       409  the program's home is another replica; the ingress goes there
+        │   ├── Unauthorized   401  no API key, or an unknown or expired one
+        │   ├── Forbidden      403  the API key does not allow this
+        │   ├── IdempotencyConflict  422  an idempotency key was reused with another body
+        │   └── Quarantined    422  replicas died while they worked on the request
+        ├── ProgramMoved       409  the program's home is another replica; the ingress sends the turn there
         ├── Overloaded         503  with Retry-After
-        │   └── TooManyRequests  429  more than the tenant's share
+        │   └── TooManyRequests  429  a tenant exceeded its limit
         └── UpstreamFailed     502  a replica failed while it answered
-            └── ReplicaLost    502  ... because it died: another one may answer
+            └── ReplicaLost    502  the replica died; another one may answer
 
-Foreign exceptions are mapped at one boundary each: pydantic's in `config` and `validation`, Ray's in `ray_errors`,
-Redis's in `store` and `run_store`, vLLM's
-in `replicas.requests`, its engine's death in `replicas.control`, those of tools and of the libraries that reach them in
-`tools_runtime.kinds`.
+Exceptions of libraries are mapped at one boundary each: pydantic's in `cluster.config` and `cluster.api.validation`,
+Ray's in `cluster.api.ray_errors`, Redis's in `cluster.store`, vLLM's in `replicas.requests`, the death of its engine in
+`replicas.control`, and those of tools and of the libraries that call them in `tools_runtime.kinds`.
 """
 
 
 class CaesuraError(Exception):
-    """The root of all errors raised on purpose."""
+    """The base class of all errors that Caesura raises deliberately."""
 
 
 class ConfigError(CaesuraError):
@@ -52,23 +51,23 @@ class TraceError(CaesuraError):
 
 
 class IllegalTransition(CaesuraError):
-    """An event that the lifecycle does not allow. The message has the program's history; nothing was changed."""
+    """An event that the lifecycle does not allow. The message has the program's history. Nothing was changed."""
 
 
 class IntegrityError(CaesuraError):
-    """An invariant of something that owns resources is broken."""
+    """An invariant of an object that owns resources does not hold."""
 
 
 class ControlError(CaesuraError):
-    """The side channel into a replica's scheduler failed."""
+    """A call through the side channel into a replica's scheduler failed."""
 
 
 class ControlTimeout(ControlError):
-    """The scheduler did not answer in time. Whether it acted is unknown."""
+    """The scheduler did not answer in time. It is unknown whether it acted on the request."""
 
 
 class ControlRefused(ControlError):
-    """The scheduler answered that the request makes no sense; nothing was changed."""
+    """The scheduler rejected the request as invalid. Nothing was changed."""
 
 
 class EngineGone(ControlError):
@@ -76,23 +75,23 @@ class EngineGone(ControlError):
 
 
 class ReplicaGone(CaesuraError):
-    """The replica that a call names is not there, or no more; the call reached nobody."""
+    """The replica that a call names does not exist, or no longer. The call reached no replica."""
 
 
 class ToolError(CaesuraError):
-    """A tool call went wrong. The message is read by the model and by the caller."""
+    """A tool call failed. The message is written for the model and for the caller."""
 
 
 class ToolRefused(ToolError):
-    """Nothing was run, and nothing would be if the same call came again."""
+    """The call was rejected before anything ran. The same call would be rejected again."""
 
 
 class ToolFailed(ToolError):
     """The tool failed.
 
     Attributes:
-        transient: the same call may succeed later.
-        note: what is known beside what the tool said; it stays where that is cut.
+        transient: whether the same call may succeed later.
+        note: a remark beside the tool's own message. It is kept when that message is cut.
     """
 
     def __init__(self, message: str, *, transient: bool = False, note: str = "") -> None:
@@ -102,7 +101,7 @@ class ToolFailed(ToolError):
 
 
 class ToolUnknown(ToolError):
-    """What ran the tool is gone; whether the tool took effect is unknown."""
+    """The process that ran the tool is gone. It is unknown whether the tool took effect."""
 
 
 class RunError(CaesuraError):
@@ -110,7 +109,7 @@ class RunError(CaesuraError):
 
 
 class RunStoreUnavailable(RunError):
-    """The store gave no answer that helps. Whether a write was done is unknown; every write can be repeated.
+    """The store gave no usable answer. It is unknown whether a write was done. Every write can be repeated.
 
     Attributes:
         reason: a `cluster.store.StoreFailure`.
@@ -122,15 +121,15 @@ class RunStoreUnavailable(RunError):
 
 
 class RunUnknown(RunError):
-    """The store knows no such run: there was none, it has expired, or the store has lost its data."""
+    """The store has no such run: it never existed, it has expired, or the store has lost its data."""
 
 
 class RunLeaseLost(RunError):
-    """Another runner has the run, or it is closed. Whoever gets this stops working on it; nothing was written."""
+    """Another runner has the run's lease, or the run is closed. Nothing was written. The receiver stops the run."""
 
 
 class RunLogGap(RunError):
-    """Items are missing before the first one that was to be appended: the store has lost some. Nothing was written.
+    """Items before the first appended one are missing, because the store has lost them. Nothing was written.
 
     Attributes:
         expected: the number that the next item must have.
@@ -142,7 +141,7 @@ class RunLogGap(RunError):
 
 
 class RunOpen(RunError):
-    """The run is still under way."""
+    """The run is not closed yet, so that it cannot be deleted."""
 
 
 class HttpError(CaesuraError):
@@ -151,9 +150,9 @@ class HttpError(CaesuraError):
     Attributes:
         status: HTTP status code.
         type: OpenAI error type.
-        param: the field of the request that is at fault, if one is.
-        code: a machine-readable reason, if there is one.
-        retry_after_s: seconds after which a retry makes sense, if one does.
+        param: the invalid field of the request; None: no single field is invalid.
+        code: a machine-readable reason; None: there is none.
+        retry_after_s: seconds after which a retry may succeed; None: the client receives no `Retry-After`.
     """
 
     status = 500
@@ -177,14 +176,14 @@ class HttpError(CaesuraError):
 
 
 class BadRequest(HttpError):
-    """The client's request cannot be served as it is."""
+    """The client's request is invalid."""
 
     status = 400
     type = "invalid_request_error"
 
 
 class Unauthorized(BadRequest):
-    """No API key, or one that opens nothing."""
+    """The request has no API key, or an unknown or expired one."""
 
     status = 401
     type = "authentication_error"
@@ -194,23 +193,24 @@ class Unauthorized(BadRequest):
 
 
 class Forbidden(BadRequest):
-    """The caller's API key does not open this."""
+    """The caller's API key does not allow this request."""
 
     status = 403
     type = "permission_error"
 
 
 class IdempotencyConflict(BadRequest):
-    """An idempotency key came again with another body."""
+    """An idempotency key was reused with another body."""
 
     status = 422
 
 
 class ProgramMoved(HttpError):
-    """A turn of a program that has moved away from this replica. The ingress asks where it lives now, and goes there.
+    """A turn reached a replica that its program has left. The ingress looks up the program's home and sends the turn
+    there.
 
     Attributes:
-        epoch: the epoch of the home that the replica knows of, if any.
+        epoch: the epoch of the home that the replica knows of; None: it knows of none.
     """
 
     status = 409
@@ -222,20 +222,20 @@ class ProgramMoved(HttpError):
 
 
 class Quarantined(BadRequest):
-    """A request of which a replica died, or under which several did: it is refused for a while."""
+    """The request crashed a replica, or several replicas died while they worked on it. It is rejected for a while."""
 
     status = 422
 
 
 class Overloaded(HttpError):
-    """More work than is accepted now; retry later."""
+    """The cluster is overloaded and accepts no more work now. The client may retry later."""
 
     status = 503
     type = "overloaded_error"
 
 
 class TooManyRequests(Overloaded):
-    """A tenant has more waiting than its share; retry later."""
+    """A tenant exceeded one of its limits. The client may retry later."""
 
     status = 429
     type = "rate_limit_error"
@@ -249,11 +249,11 @@ class UpstreamFailed(HttpError):
 
 
 class ReplicaLost(UpstreamFailed):
-    """The replica died. Another one may answer, or go on with the answer.
+    """The replica died. Another one may answer, or continue the answer.
 
     Attributes:
-        at_work: the replica may have worked on the request; False: it was dead before.
-        culprit: it died of this request; False: nobody knows of what.
+        at_work: whether the replica may have worked on the request; False: it was dead before.
+        culprit: whether this request crashed the replica; False: the cause is unknown.
     """
 
     def __init__(self, message: str, *, at_work: bool = True, retry_after_s: int | None = None) -> None:

@@ -1,8 +1,8 @@
-"""Pages of C's heap in which nothing is any more go back to the system.
+"""Returns free pages of the C heap to the operating system (glibc `malloc_trim`).
 
-glibc gives back what is free at the heap's end. What long-lived objects hold in its middle it keeps: under load the
-free pieces lie a little elsewhere every minute, until all of the heap's largest extent has been written to once. (What
-Python's own allocator has is no part of this.)
+By itself, glibc returns only the free memory at the end of the heap. Free pages between long-lived objects stay
+resident. Under load their positions change, so that the resident memory of a process grows to the largest size that
+its heap ever had. Memory of Python's own allocator is not affected.
 """
 
 import ctypes
@@ -11,7 +11,7 @@ from threading import Lock, Thread
 from typing import Protocol
 
 EVERY_S = 30.0
-"""It takes a millisecond."""
+"""Seconds between two trims. A trim takes about a millisecond."""
 
 
 class _Trim(Protocol):
@@ -19,18 +19,22 @@ class _Trim(Protocol):
 
 
 _trim: _Trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda pad: None)
-"""Only glibc has it."""
+"""The function of glibc. With another C library it does nothing."""
 _lock = Lock()
 _trimming: Thread | None = None
 
 
 def trim() -> None:
-    """Once, now. Other threads go on."""
+    """Return the free pages now. Other threads continue while it runs."""
     _trim(0)
 
 
 def keep_trimmed(every_s: float = EVERY_S) -> None:
-    """From now on, as long as this process lives. Again is harmless."""
+    """Start a thread that trims the heap until the process ends. A second call has no effect.
+
+    Args:
+        every_s: seconds between two trims.
+    """
     global _trimming
     with _lock:
         if _trimming is None:

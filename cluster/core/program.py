@@ -1,16 +1,16 @@
-"""The words for agent programs: who asks, what is known of a program, how long a turn was."""
+"""The types that describe the program of a request: identity, the client's hints, and predictions."""
 
 import json
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 MAX_ID_LENGTH = 256
-"""Characters of a program, parent or tenant id; longer ones are refused."""
+"""Maximum length of a program, parent or tenant id (characters). Longer ids are rejected."""
 
 DEFAULT_TENANT = "default"
 
 USER_REPLY = "user_reply"
-"""The tool name of a turn that asks for no tool and is not the last: the program waits for its user."""
+"""The tool name for a turn that calls no tool and is not the last. The program then waits for its user."""
 
 WIRE_KEY = "caesura"
 """The key of ``vllm_xargs`` (``SamplingParams.extra_args``) under which a ProgramIdentity reaches the scheduler."""
@@ -18,27 +18,27 @@ WIRE_KEY = "caesura"
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """What a client says of a turn beside its identity. None: not said."""
+    """The hints that a client gives about a turn, beside its identity. None: the client did not give this hint."""
 
     priority: int | None = None
-    """Least first, as vLLM's."""
+    """Priority of the turn. The lowest value runs first, as in vLLM."""
     expected_output_tokens: int | None = None
     deadline_s: float | None = None
-    """Seconds from the turn's arrival within which it should end."""
+    """Seconds from the turn's arrival, within which the turn should end."""
     expected_tool: str | None = None
-    """Name of the tool that this turn is going to call."""
+    """Name of the tool that this turn will call."""
     last_tool: str | None = None
-    """Name of the tool whose result this turn brings back."""
+    """Name of the tool whose result is in this turn's prompt."""
     expected_pause_s: float | None = None
     """Seconds that the tool called by this turn is expected to take."""
     expected_returned_tokens: int | None = None
-    """Prompt tokens that the next turn is going to bring."""
+    """Prompt tokens that the next turn will add."""
     expected_later_tokens: int | None = None
     """Tokens, of prompts and outputs, that the program's later turns will need computed."""
     expected_later_turns: int | None = None
     """Turns that the program has after this one."""
     retention_s: float | None = None
-    """Seconds for which the client asks to keep the KV cache after this turn."""
+    """Seconds for which the client asks to keep the program's KV cache after this turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,49 +46,49 @@ class ToolPrediction:
     """A tool that a turn may call."""
 
     tool: str
-    """A key of tool statistics."""
+    """The key of the tool in the tool statistics, see `tool_key`."""
     share: float
-    """Its probability."""
+    """Probability that the turn calls this tool."""
     pause_s: float
-    """Expected seconds, if it is this one."""
+    """Expected duration of the pause if the turn calls this tool (seconds)."""
     returned_tokens: float
-    """Expected prompt tokens that it brings, if it is this one."""
+    """Expected prompt tokens that the next turn adds if the turn calls this tool."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prediction:
-    """What a predictor expects of a turn: for what its client does not say. Means, unless the name says otherwise."""
+    """A prediction of a turn, used where the client gave no hint. Values are means, except `p50` and `p90`."""
 
     output_tokens: float
     output_p90_tokens: float
     pause_s: float
-    """Of the tools that it may call; calling none counts as no pause."""
+    """Mean pause over the tools that the turn may call (seconds). Calling no tool counts as 0 s."""
     pause_p50_s: float
-    """If it calls one."""
+    """Median pause if the turn calls a tool (seconds)."""
     returned_tokens: float
     later_tokens: float
     """Tokens, of prompts and outputs, that the program's later turns will need computed."""
     later_turns: float
     tools: tuple[ToolPrediction, ...] = ()
-    """The most probable first, not all of them."""
+    """The most probable tools, in descending order of probability. Less probable tools are left out."""
 
     def tool(self, key: str | None) -> ToolPrediction | None:
-        """What is expected if the turn calls this tool; None: nothing is known of that."""
+        """Return the prediction for the case that the turn calls this tool; None: there is none."""
         return next((one for one in self.tools if one.tool == key), None)
 
     @classmethod
     def decode(cls, fields: dict[str, Any]) -> "Prediction":
-        """From what `dataclasses.asdict` and JSON make of one.
+        """Make a prediction from the fields that `dataclasses.asdict` and JSON made of one.
 
         Raises:
-            TypeError: ``fields`` are not those.
+            TypeError: ``fields`` are not the fields of a prediction.
         """
         return cls(**{**fields, "tools": tuple(ToolPrediction(**one) for one in fields.get("tools", ()))})
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramIdentity:
-    """Whose turn a request is. ``program_id`` None: nobody said; a program of one turn."""
+    """The program of a request. ``program_id`` None: it names no program, and counts as a program of one turn."""
 
     program_id: str | None = None
     parent_id: str | None = None
@@ -96,25 +96,27 @@ class ProgramIdentity:
     last_turn: bool = False
     hints: Hints = field(default_factory=Hints)
     forecast: Prediction | None = None
-    """Comes after the hints: what the client says counts. Of the cluster's own making, never a client's."""
+    """The cluster's own prediction, never a client's. Where the client gave a hint, the hint is used instead."""
     traceparent: str | None = None
-    """What its spans are part of, as W3C's header says it; None: it is not traced, or is its program's."""
+    """Parent of the turn's spans, as a W3C `traceparent` header; None: the turn is not traced, or its spans belong to
+    its
+    program's trace."""
 
     @property
     def key(self) -> str | None:
-        """The id that is unique in the cluster: tenant and program; None without a program."""
+        """The program's id in the cluster, which is `TENANT/PROGRAM`; None: the request names no program."""
         return None if self.program_id is None else f"{self.tenant}/{self.program_id}"
 
     def encode(self) -> str:
-        """As JSON, without what was not said."""
+        """Encode the identity as JSON, without the fields that are None."""
         return json.dumps(_without_none(asdict(self)), separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> "ProgramIdentity":
-        """The inverse of :meth:`encode`.
+        """Decode what :meth:`encode` wrote.
 
         Raises:
-            ValueError: ``text`` is not what :meth:`encode` writes.
+            ValueError: ``text`` is not an encoded identity.
         """
         try:
             fields = json.loads(text)
@@ -126,22 +128,23 @@ class ProgramIdentity:
 
 
 CLASS_MARK = ":"
-"""Between a tool's name and the class of its arguments, as in ``bash:grep``; no tool's own name has it."""
+"""The separator between a tool's name and the class of its arguments, as in ``bash:grep``. No tool's name contains
+it."""
 
 
 KEY_MARK = "+"
-"""Between the tools of a key, as in ``bash:cd+search``."""
+"""The separator between the tools of a key, as in ``bash:cd+search``."""
 
 
 def without_class(key: str) -> str:
-    """The tools of a key whatever their arguments: ``bash`` of ``bash:grep`` and of ``bash:cd+bash:ls``."""
+    """Return the key without classes of arguments. ``bash:grep`` and ``bash:cd+bash:ls`` both give ``bash``."""
     if CLASS_MARK not in key:
         return key
     return tool_key(tuple(name.partition(CLASS_MARK)[0] for name in key.split(KEY_MARK)))
 
 
 def tool_key(tools: tuple[str, ...]) -> str:
-    """One name for the tools that a turn asks for together, in any order: the key of their duration statistics."""
+    """Return the key of the duration statistics of tools that one turn calls together, in any order."""
     return KEY_MARK.join(sorted(set(tools)))[:MAX_ID_LENGTH]
 
 

@@ -1,7 +1,7 @@
 """The protocol between replicas and the router: snapshots of replicas, and the names of programs and prefix blocks.
 
-A replica publishes a `ReplicaSnapshot` about once a second, as bytes among Ray's routing statistics. A program's name
-has four bytes, that of a prefix block eight, so that a snapshot of a thousand programs stays below 20 kB.
+A replica publishes a `ReplicaSnapshot` about once a second, as bytes among Ray's routing statistics. The name of a
+program has four bytes and that of a prefix block eight, so that a snapshot of a thousand programs has less than 20 kB.
 """
 
 from array import array
@@ -17,19 +17,20 @@ ROUTING_STATS_KEY = "caesura"
 """The key of a snapshot's bytes in Ray's routing statistics."""
 
 PREFIX_BLOCK_TOKENS = 64
-"""Tokens of a prefix block, by which replicas with a cached prefix are found."""
+"""Tokens of a prefix block. Replicas with a cached prefix are found by the names of such blocks."""
 PREFIX_BLOCK_BYTES = 256
-"""Bytes of a prefix block of text: four a token."""
+"""Bytes of a prefix block of text, at four bytes a token."""
 MAX_PREFIX_BLOCKS = 128
-"""Leading blocks of a prompt that are named; the rest of the prompt is the program's own."""
+"""Maximum number of leading blocks of a prompt that get names. The rest of a prompt is assumed not to be shared."""
 MAX_PREFIXES = 1024
-"""Blocks that a snapshot names: first those that several programs share, then others, most recently used first."""
+"""Maximum number of blocks in a snapshot. Blocks that several programs share come first, then others, the most recently
+used first."""
 
 _NAME_WIDTH, _BLOCK_WIDTH = "I", "Q"
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
-"""Finite and not negative, so that arithmetic needs no checks."""
+"""A finite number that is not negative, so that arithmetic needs no checks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +40,13 @@ class Home:
     replica: str
     """Ray Serve's unique id of the replica."""
     epoch: int
-    """Grows with each move. A replica refuses turns with an older epoch (the store's fencing number)."""
+    """The store's fencing number, which grows with each migration. A replica rejects turns with an older epoch."""
 
 
 class StepCosts(msgspec.Struct, frozen=True):
-    """The router's part of a replica's `replicas.cost_model.CostModel`: seconds a token, sequence or step."""
+    """The part of a replica's `replicas.cost_model.CostModel` that the router uses: seconds per token, sequence or
+    step.
+    """
 
     overhead_s: Amount
     sequence_s: Amount
@@ -53,86 +56,95 @@ class StepCosts(msgspec.Struct, frozen=True):
     swap_token_s: Amount
 
     def decode_step_s(self, sequences: float, context_tokens: float) -> float:
-        """Time of an iteration that decodes one token for each sequence; ``context_tokens`` is the sum of contexts."""
+        """Return the time of an iteration that decodes one token for each sequence (seconds).
+
+        Args:
+            sequences: number of sequences in the batch.
+            context_tokens: sum of the sequences' context lengths, in tokens.
+        """
         linear = max(self.weights_s, sequences * self.token_s)
         return self.overhead_s + sequences * self.sequence_s + linear + context_tokens * self.context_s
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True):
-    """A replica's state. Lengths in tokens, times in seconds."""
+    """The state of a replica. Lengths are in tokens, times in seconds."""
 
     replica: str
     """Ray Serve's unique id of the replica."""
     model: str
     number: Count
-    """Counts this replica's snapshots. A snapshot with the same number is the same one."""
+    """Sequence number of the snapshot. Two snapshots of a replica with the same number are the same snapshot."""
     draining: bool
-    """No new program comes here, and those that are here leave at their next pause."""
+    """Whether the replica is draining: it gets no new programs, and its programs migrate at their next pause."""
     costs: StepCosts
     kv_tokens: Count
-    """Tokens whose KV fits the device memory."""
+    """Number of tokens whose KV fits the device memory."""
     free_tokens: Count
-    """Tokens that no request owns; the prefix cache may still use them."""
+    """KV capacity that no request owns. The prefix cache may still use it."""
     held_tokens: Count
     """KV of paused programs on hold."""
     host_tokens: Count
-    """Capacity of the host tier; 0: there is none."""
+    """Capacity of the host tier; 0: there is no host tier."""
     host_used_tokens: Count
     running: Count
-    """Turns in the batch."""
+    """Number of turns in the batch."""
     waiting: Count
-    """Turns that wait for admission, without those put off."""
+    """Number of turns that wait for admission, without those in `put_off`."""
     running_tokens: Count
     """KV of the running turns."""
     waiting_tokens: Count
-    """Prompt tokens that these waiting turns and the running ones still need computed."""
+    """Prompt tokens that are still to be computed for the turns in `waiting` and `running`."""
     output_tokens: Amount
-    """Tokens that these are still expected to generate."""
+    """Tokens that the turns in `waiting` and `running` are still expected to generate."""
     programs: Count
-    """Programs that are bound here, each weighted by its probability to have another turn."""
+    """Number of programs that are bound to this replica, each weighted by its probability to have another turn."""
     working_set_tokens: Amount
     """Expected KV of the programs that run, wait without being put off, or come back within the refill time
     (`CostModel.refill_s`)."""
     resume_tokens: tuple[tuple[Amount, Amount], ...]
-    """Of the paused programs: (within so many seconds, tokens that those expected back by then will need computed)."""
+    """Pairs (seconds, tokens) about paused programs: the tokens that will have to be computed for those that are
+    expected to resume within so many seconds."""
     turn_output_tokens: Amount
-    """Mean output of a turn here."""
+    """Mean output of a turn on this replica."""
     turn_new_tokens: Amount
     """Mean prompt growth of a turn after the first."""
     program_turns: Amount
-    """Mean turns of a program."""
+    """Mean number of turns of a program."""
     pause_s: Amount
-    """Mean pause."""
+    """Mean pause between two turns of a program."""
     working_set_programs: Amount = 0.0
     """Number of programs in `working_set_tokens`."""
     active_tokens: Amount = 0.0
-    """Expected KV of the programs that take part in the next iterations: that run, wait without being put off, or come
-    back within seconds (`replicas.routing_view.ACTIVE_WITHIN_S`)."""
+    """Expected KV of the programs that take part in the next iterations: those that run, wait without being put off, or
+    come back within `replicas.routing_view.ACTIVE_WITHIN_S`."""
     active_programs: Amount = 0.0
     """Number of programs in `active_tokens`."""
     put_off: Count = 0
-    """Turns that wait behind all others: the replica runs them when no other turn waits."""
+    """Number of turns that the replica runs only when no other turn waits."""
     guards_memory: bool = False
-    """Its policy protects the memory from thrashing, however many programs come."""
+    """Whether the replica's policy protects the KV memory from thrashing, whatever the number of programs."""
     residents: bytes = b""
-    """`pack_names` of the programs that are bound here; of very many, the most recently active ones."""
+    """`pack_names` of the programs that are bound to this replica. If there are very many, these are the most recently
+    active ones."""
     on_device: bytes = b""
-    """Residents whose KV is mostly in device memory: running, held, or released and still cached."""
+    """`pack_names` of the residents whose KV is mostly in device memory: running, held, or released and still
+    cached."""
     on_host: bytes = b""
-    """Residents whose KV is mostly in the host tier."""
+    """`pack_names` of the residents whose KV is mostly in the host tier."""
     prefixes: bytes = b""
-    """Packed names of prefix blocks that are likely cached here, see `pack_blocks`."""
+    """`pack_blocks` of the prefix blocks that are probably cached on this replica."""
 
     def encode(self) -> bytes:
-        """The bytes to publish."""
+        """Encode the snapshot as msgpack."""
         return _ENCODER.encode(self)
 
     @classmethod
     def decode(cls, packed: bytes) -> "ReplicaSnapshot":
-        """The inverse. All numbers are finite and not negative, all names are whole.
+        """Decode what `encode` wrote. All numbers of the result are finite and not negative, and all names are
+        complete.
 
         Raises:
-            ValueError: these bytes are no snapshot.
+            ValueError: these bytes are not a snapshot.
         """
         try:
             snapshot = _DECODER.decode(packed)
@@ -149,48 +161,54 @@ _DECODER = msgspec.msgpack.Decoder(ReplicaSnapshot)
 
 
 def program_name(key: str) -> int:
-    """The four-byte name of a program in snapshots. Of 10,000 programs, two share a name in one of 85 snapshots."""
+    """Return the four-byte name of a program in snapshots.
+
+    Names can collide. With 10,000 programs, one snapshot in 85 has two programs of the same name.
+    """
     return int.from_bytes(blake2b(key.encode("utf-8", "surrogatepass"), digest_size=4).digest(), "little")
 
 
 _resident_name = lru_cache(maxsize=16384)(program_name)
-"""Cached, since every snapshot names all residents."""
+"""`program_name` with a cache, since every snapshot names all residents."""
 
 
 def pack_names(keys: Iterable[str]) -> bytes:
-    """Programs, for a snapshot."""
+    """Pack the names of programs for a snapshot."""
     return array(_NAME_WIDTH, sorted({_resident_name(key) for key in keys})).tobytes()
 
 
 def unpack_names(packed: bytes) -> frozenset[int]:
-    """The names in `pack_names`' answer.
+    """Unpack the names that `pack_names` packed.
 
     Raises:
-        ValueError: not whole names.
+        ValueError: the last name is cut short.
     """
     return frozenset(_unpacked(_NAME_WIDTH, packed))
 
 
 def pack_blocks(blocks: Iterable[int]) -> bytes:
-    """Names of prefix blocks, for a snapshot."""
+    """Pack the names of prefix blocks for a snapshot."""
     return array(_BLOCK_WIDTH, blocks).tobytes()
 
 
 def unpack_blocks(packed: bytes) -> frozenset[int]:
-    """The names in `pack_blocks`' answer.
+    """Unpack the names that `pack_blocks` packed.
 
     Raises:
-        ValueError: not whole names.
+        ValueError: the last name is cut short.
     """
     return frozenset(_unpacked(_BLOCK_WIDTH, packed))
 
 
 def prefix_blocks(prompt: Sequence[int] | bytes, salt: str = "") -> tuple[int, ...]:
-    """Names of a prompt's leading whole blocks; equal names mean equal beginnings up to there (they are chained).
+    """Return the names of a prompt's leading complete blocks.
+
+    A block's name is a hash of the block and of the name before it. Prompts with an equal name are therefore equal up
+    to the end of that block.
 
     Args:
         prompt: token ids, or the text as bytes.
-        salt: prompts of different salts share nothing.
+        salt: prompts with different salts have no common names.
     """
     if isinstance(prompt, bytes):
         data, width = prompt[: MAX_PREFIX_BLOCKS * PREFIX_BLOCK_BYTES], PREFIX_BLOCK_BYTES
@@ -201,13 +219,14 @@ def prefix_blocks(prompt: Sequence[int] | bytes, salt: str = "") -> tuple[int, .
 
 
 def salt_of(body: Mapping[str, Any]) -> str:
-    """The salt of a request's prefix blocks: vLLM's `cache_salt`, which separates equal prefixes."""
+    """Return the salt of a request's prefix blocks, which is vLLM's `cache_salt`; empty without one."""
     salt = body.get("cache_salt")
     return salt if isinstance(salt, str) else ""
 
 
 def prompt_of(body: Mapping[str, Any]) -> Sequence[int] | bytes:
-    """The beginning of a request's prompt, for `prefix_blocks`: its tools and messages, or its `prompt`.
+    """Return the beginning of a request's prompt for `prefix_blocks`, from its tools and messages, or from its
+    `prompt`.
 
     An invalid prompt counts as empty, since the replica rejects the request.
     """

@@ -1,7 +1,7 @@
 """The protocol of a replica's stream: its pieces, and the progress from which another replica can continue it.
 
-The events that a client gets are a pure function of the request and of the engine's outputs, as they were grouped. So
-another replica that gets the outputs makes the same events again, skips those that were sent, and continues.
+The events that a client receives are a pure function of the request and of the engine's outputs, as they were grouped.
+Another replica that receives these outputs makes the same events again, skips those that were sent, and continues.
 """
 
 from collections.abc import Iterable
@@ -14,21 +14,21 @@ Data = TypeVar("Data")
 
 @dataclass(frozen=True, slots=True)
 class Begun:
-    """What is known of a stream at the engine's first output."""
+    """The properties of a stream that are known at the engine's first output."""
 
     prompt: bytes
-    """`prompt_digest`: another replica has to make the same prompt."""
+    """`prompt_digest` of the prompt. Another replica can continue only if it makes the same prompt."""
     cached_tokens: int | None
-    """Cached tokens of the prompt, for `usage`."""
+    """Cached tokens of the prompt, for `usage`; None: the engine did not report them."""
     stored_tokens: int | None = None
-    """Tokens of the prompt that were written to a cache, for `usage`."""
+    """Tokens of the prompt that were written to a cache, for `usage`; None: they were not reported."""
     obstacle: str | None = None
-    """Why no other replica can continue it exactly; None: one can."""
+    """The reason why no other replica can continue the stream exactly; None: another replica can."""
 
 
 @dataclass(frozen=True, slots=True)
 class Ending:
-    """Why the engine ended the output, in vLLM's words."""
+    """The reason why the engine ended the output, in vLLM's terms."""
 
     finish_reason: str
     stop_reason: int | str | None = None
@@ -36,18 +36,18 @@ class Ending:
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """The progress of a stream; beside a piece of it, what the piece adds."""
+    """The progress of a stream. In a `StreamChunk` it is the progress that the chunk adds."""
 
     events: int = 0
-    """Server-sent events."""
+    """Number of server-sent events."""
     token_ids: bytes = b""
-    """Token ids of the outputs, packed by `turn.pack_ids`. They may be ahead of the events, never behind."""
+    """Token ids of the outputs, packed by `turn.pack_ids`. They may be ahead of the events, but never behind them."""
     sizes: bytes = b""
-    """The number of ids of each output, packed alike."""
+    """Number of ids of each output, packed by `turn.pack_ids`."""
     begun: Begun | None = None
     ending: Ending | None = None
     created: str = ""
-    """The time in the first event, as its digits."""
+    """The field `created` of the first event, as its digits; empty before the first event."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class StreamChunk(Generic[Data]):
 
 
 def joined(steps: Iterable[Progress]) -> Progress:
-    """The sum of steps, in their order."""
+    """Return the sum of steps of progress, which are given in their order."""
     steps = list(steps)
     return Progress(
         sum(step.events for step in steps),
@@ -72,5 +72,5 @@ def joined(steps: Iterable[Progress]) -> Progress:
 
 
 def prompt_digest(packed_ids: bytes) -> bytes:
-    """A digest of a prompt's ids."""
+    """Return a 16-byte digest of a prompt's packed token ids."""
     return blake2b(packed_ids, digest_size=16).digest()

@@ -1,4 +1,4 @@
-"""Background tasks of one owner: a loop that fails is logged, counted and started again; it never ends unseen.
+"""Background tasks of one owner. A loop that fails is logged, counted and started again.
 
 The owner starts its loops and one-off jobs here, and closes them here. A Ray deployment raises from `check_health`
 while `healthy` is False, so that Ray replaces a process whose loops keep failing.
@@ -16,11 +16,12 @@ from cluster.core.clock import Clock
 logger = logging.getLogger("ray.serve")
 
 FIRST_BACKOFF_S, MAX_BACKOFF_S = 0.5, 30.0
-"""A loop is started again after this long; the wait doubles with each failure in a row, up to the maximum."""
+"""Seconds before a failed loop is started again: the first value, which doubles with each failure in a row, and its
+maximum."""
 RECOVERED_S = 60.0
-"""A loop that has run for so long is in order again: its next failure is the first of a new row."""
+"""A loop that has run for this long (seconds) counts as recovered. Its next failure starts a new count."""
 UNHEALTHY_AFTER = 5
-"""So many failures in a row make the owner unhealthy."""
+"""Number of failures in a row after which the owner is unhealthy."""
 
 
 @dataclass(slots=True)
@@ -43,7 +44,7 @@ class SupervisedTasks:
         self, owner: str, clock: Clock, *, sleep: Callable[[float], Awaitable[object]] = asyncio.sleep
     ) -> None:
         self.failures: Counter[str] = Counter()
-        """Unexpected exceptions since the start, by the name of the task."""
+        """Number of unexpected exceptions since the start, by the name of the task."""
         self._owner = owner
         self._clock = clock
         self._sleep = sleep
@@ -51,11 +52,11 @@ class SupervisedTasks:
         self._jobs: set[asyncio.Task[bool]] = set()
 
     def start(self, name: str, loop: Callable[[], Coroutine[Any, Any, object]]) -> None:
-        """Run a loop until `aclose`. It is called again after each exception; when it returns, it is over.
+        """Run a loop until `aclose`. It is called again after each exception. If it returns, it is not called again.
 
         Args:
-            name: unique among the loops of this owner; used in log lines and counters.
-            loop: makes the loop's coroutine, and makes it anew after a failure.
+            name: a name that is unique among the loops of this owner, for log lines and counters.
+            loop: makes the loop's coroutine. It is called again after each failure.
 
         Raises:
             ValueError: a loop of this name runs already.
@@ -66,18 +67,18 @@ class SupervisedTasks:
         self._loops[name] = _Loop(task, self._clock.now_s())
 
     def run(self, name: str, job: Coroutine[Any, Any, object]) -> None:
-        """Run a job once, in the background. Its exception is logged and counted; nobody waits for its result."""
+        """Run a job once, in the background. Its exception is logged and counted, and its result is dropped."""
         self._jobs.add(task := asyncio.create_task(self._fails(name, job), name=f"{self._owner}: {name}"))
         task.add_done_callback(self._jobs.discard)
 
     @property
     def pending_jobs(self) -> int:
-        """Jobs that have not ended."""
+        """Number of jobs that have not ended."""
         return len(self._jobs)
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """The loops that keep failing. A loop leaves this list when it has run for `RECOVERED_S` again."""
+        """Names of the loops that failed `UNHEALTHY_AFTER` times in a row and have not run for `RECOVERED_S` since."""
         now_s = self._clock.now_s()
         return tuple(
             name
@@ -87,7 +88,7 @@ class SupervisedTasks:
 
     @property
     def healthy(self) -> bool:
-        """Whether no loop keeps failing."""
+        """Whether `failed` is empty."""
         return not self.failed
 
     async def aclose(self) -> None:
@@ -111,7 +112,7 @@ class SupervisedTasks:
         del self._loops[name]
 
     async def _fails(self, name: str, work: Coroutine[Any, Any, object]) -> bool:
-        """Run the work; whether it ended with an exception. The cancellation of this task passes."""
+        """Run the work, and return whether it raised an exception. A cancellation of this task is passed on."""
         task = asyncio.current_task()
         try:
             await work

@@ -1,7 +1,7 @@
 """A timeout for answers of other processes that does not count the stalls of this process's own event loop.
 
-`asyncio.timeout` also expires when the answer has arrived and the event loop had no time to read it. On a busy machine
-a healthy store would then seem to be gone.
+`asyncio.timeout` also expires when the answer has arrived but the event loop had no time to read it. On a busy machine
+a healthy store would then look unavailable.
 """
 
 import asyncio
@@ -9,9 +9,10 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 STEPS = 8
-"""The timeout passes in this many steps, each begun when the one before has ended. Of a stall, one step counts."""
+"""Number of equal steps of a timeout. Each step starts when the step before it ends, so a stall of any length uses up
+one step at most."""
 LONGEST = 1.25
-"""After this multiple of the timeout one step is left, whatever the stalls."""
+"""After this multiple of the timeout, at most one step is left, however long the stalls were."""
 
 
 @asynccontextmanager
@@ -19,7 +20,7 @@ async def stall_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
     """Time out after ``seconds`` in which the event loop could have read the answer.
 
     Raises:
-        TimeoutError: no answer came.
+        TimeoutError: the body of the context did not end in time.
     """
     async with asyncio.timeout(None) as limit:
         steps = _Steps(seconds, limit)
@@ -31,7 +32,7 @@ async def stall_tolerant_timeout(seconds: float) -> AsyncIterator[None]:
 
 
 class _Steps:
-    """The steps of one timeout. (Two functions that call each other would be left to the garbage collector.)"""
+    """The steps of one timeout. Two closures instead would form a reference cycle, which only the collector frees."""
 
     def __init__(self, seconds: float, limit: asyncio.Timeout) -> None:
         self._loop = asyncio.get_running_loop()
@@ -53,4 +54,4 @@ class _Steps:
         if self._left:
             self.begin()
         else:
-            self._limit.reschedule(self._loop.time())  # after what can be read now
+            self._limit.reschedule(self._loop.time())  # the loop first handles what can be read now

@@ -1,4 +1,4 @@
-"""The words for tool calls: what a program asks for, and the one outcome that each call has."""
+"""The types of tool calls: the tools that are offered, the calls, and the one outcome that each call has."""
 
 import json
 import shlex
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 MAX_CLASS_LENGTH = 48
-"""Characters of an argument class; a longer word is no class."""
+"""Maximum length of an argument class (characters). A longer word is not used as a class."""
 
 
 ENDED_WITH_CALLS = "tool_calls"
@@ -20,11 +20,15 @@ Anything = TypeVar("Anything")
 
 
 def split_complete(calls: Sequence[Anything], finish_reason: str) -> tuple[tuple[Anything, ...], tuple[Anything, ...]]:
-    """The complete calls of a turn, and the unfinished one if there is one.
+    """Return the complete calls of a turn, and the incomplete call if there is one.
 
-    This is the one place that decides which calls count. A turn that was cut, by its token budget, the context window
-    or a stop string, may have been cut within its last call. Its arguments prove nothing: a parser may have closed
-    them, and a tool whose arguments are all optional takes none. So that call never counts.
+    This is the only function that decides which calls are complete. If the token budget, the context window or a stop
+    string ended a turn, its last call may be incomplete, even if its arguments are valid: a parser may have closed the
+    JSON text, and all arguments of the tool may be optional. Such a last call therefore never counts as complete.
+
+    Args:
+        calls: the calls of the turn, in order.
+        finish_reason: the turn's finish reason, see `ENDED_WITH_CALLS`.
     """
     if finish_reason == ENDED_WITH_CALLS:
         return tuple(calls), ()
@@ -32,7 +36,7 @@ def split_complete(calls: Sequence[Anything], finish_reason: str) -> tuple[tuple
 
 
 def is_object(arguments: str) -> bool:
-    """Whether the text is one JSON object."""
+    """Return whether the text is one JSON object."""
     try:
         return isinstance(json.loads(arguments), dict)
     except (ValueError, RecursionError):
@@ -40,109 +44,117 @@ def is_object(arguments: str) -> bool:
 
 
 class Outcome(StrEnum):
-    """What became of a tool call. Each call has exactly one."""
+    """The outcome of a tool call. Each call has exactly one."""
 
     OK = "ok"
     """The tool answered."""
     ERROR = "error"
     """The tool failed."""
     TIMEOUT = "timeout"
-    """The deadline passed, in the queue or while the tool ran; it was stopped."""
+    """The deadline passed while the call was queued or the tool ran. The tool was stopped."""
     CANCELLED = "cancelled"
-    """The caller no longer wanted the answer; the tool was stopped."""
+    """The caller cancelled the call. The tool was stopped."""
     UNKNOWN = "unknown"
-    """Whatever ran the tool died; the tool may have taken effect."""
+    """The process that ran the tool died. The tool may have taken effect."""
     REFUSED = "refused"
-    """Nothing was run: an unknown tool, bad arguments, or something that the operator does not allow."""
+    """Nothing was run, because the tool is unknown, the arguments are invalid, or the operator does not allow the
+    call."""
     STARTED = "started"
-    """An asynchronous tool was started; its answer comes later, under the same id."""
+    """An asynchronous tool was started. Its answer comes later, under the same id."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """One call that a program asks for."""
+    """One tool call of a program."""
 
     id: str
-    """Unique among the calls of its program that are under way."""
+    """The id of the call, which is unique among the calls of its program in flight."""
     name: str
     arguments: str | Mapping[str, Any] = "{}"
-    """JSON text, as models write it, or its value."""
+    """The arguments, as JSON text or as the value of such a text."""
     program: str = ""
-    """`ProgramIdentity.key` of the program that asks; empty: unknown."""
+    """`ProgramIdentity.key` of the calling program; empty: unknown."""
     idempotency_key: str | None = None
-    """A repeated call of the same program and tool with the same key gets the first one's result."""
+    """A repeated call of the same program and tool with the same key gets the first call's result. None: the call has
+    no
+    such key."""
     deadline_s: float | None = None
-    """Seconds from now within which an answer is wanted, if that is sooner than the tool's own deadline."""
+    """Seconds from now until the call times out, if that is sooner than the tool's own deadline; None: only the tool's
+    deadline applies."""
     traceparent: str | None = None
-    """What it is part of, as W3C's header says it; None: it is not traced, or is its program's."""
+    """Parent of the call's span, as a W3C `traceparent` header; None: the call is not traced, or its span belongs to
+    its
+    program's trace."""
     owner: str | None = None
-    """The entry of the configuration or of the request that has the tool: its MCP server. None: the tool itself is one.
-    A tool is found by its owner and its name, and never by a part of its name."""
+    """The entry of the configuration or of the request that the tool belongs to, such as its MCP server. None: the tool
+    itself is that entry. A tool is found by its owner and its name, never by a part of its name."""
     consent: str | None = None
-    """The consent under which it runs, unique: one consent runs its tool once, whoever makes the call how often."""
+    """The unique id of the caller's consent to this call. A consent runs its tool once, however often the call is
+    repeated. None: the call runs without a consent."""
 
     @property
     def key(self) -> tuple[str, str]:
-        """Unique among all calls under way."""
+        """The program and the id, which together are unique among all calls in flight."""
         return self.program, self.id
 
 
 @dataclass(frozen=True, slots=True)
 class ToolResult:
-    """What became of one call."""
+    """The result of one call."""
 
     call_id: str
     name: str
     outcome: Outcome
     text: str
-    """The answer, or the error: readable by the model and the caller, control characters and chat tokens escaped."""
+    """The answer or the error message, for the model and the caller. Control characters and chat-template tokens are
+    escaped."""
     truncated: bool = False
-    """The answer was longer than its cap."""
+    """Whether the answer was longer than its cap and was cut."""
     queue_s: float = 0.0
-    """Seconds before the tool was started."""
+    """Seconds that the call waited before the tool was started."""
     run_s: float = 0.0
-    """Seconds that the tool ran, retries and the waits between them included."""
+    """Seconds that the tool ran, including retries and the waits between them."""
     attempts: int = 0
-    """Times that the tool was started."""
+    """Number of times that the tool was started."""
     statistics_name: str = ""
-    """The name under which the duration is learnt: the tool, and the class of its arguments if it has one."""
+    """The name under which the duration is learnt: the tool's name, with the class of its arguments if it has one."""
 
 
 class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tool that a model may call; the same in the tool runtime, in a request and in a run's log."""
+    """A tool that a model may call. The tool runtime, requests and the logs of runs all use this type."""
 
     name: str
-    """As the model calls it."""
+    """The name by which the model calls the tool."""
     function: dict[str, Any]
-    """OpenAI's function object: name, description, parameters."""
+    """OpenAI's function object, with name, description and parameters."""
     here: bool
-    """The cluster runs it; else the caller does."""
+    """Whether the cluster runs the tool. Otherwise the caller does."""
     approval: bool = False
-    """Each call needs the caller's consent."""
+    """Whether each call needs the caller's consent."""
     server: str | None = None
-    """Label of the MCP server that a request brought and whose tool it is."""
+    """Label of the tool's MCP server, if a request brought that server; otherwise None."""
     server_tool: str | None = None
-    """Its name at its MCP server, the operator's or a request's."""
+    """The tool's name at its MCP server, which the operator or a request configured; None: it is not an MCP tool."""
     owner: str | None = None
-    """The entry of the configuration or of the request that it belongs to: itself, or its MCP server."""
+    """The entry of the configuration or of the request that the tool belongs to: the tool itself, or its MCP server."""
     read_only: bool = False
-    """Its MCP server says that it changes nothing (`readOnlyHint`)."""
+    """Whether the tool's MCP server declares that the tool changes nothing (`readOnlyHint`)."""
 
     @property
     def description(self) -> str:
-        """For the model."""
+        """The description for the model; empty if there is none."""
         return self.function.get("description") or ""
 
     @property
     def parameters(self) -> dict[str, Any]:
-        """JSON Schema of the arguments."""
+        """JSON Schema of the arguments; empty if there is none."""
         return self.function.get("parameters") or {}
 
 
 def function_object(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, *, strict: bool | None = None
 ) -> dict[str, Any]:
-    """OpenAI's function object."""
+    """Make OpenAI's function object. Without ``parameters`` it has a schema for no arguments."""
     function: dict[str, Any] = {"name": name}
     if description:
         function["description"] = description
@@ -153,15 +165,15 @@ def function_object(
 
 
 def statistics_name(tool: str, argument: object) -> str:
-    """The tool's name, and the first word of ``argument``, as a shell reads it, if there is one.
+    """Return the tool's name, with the first word of ``argument`` as a shell reads it, if there is one.
 
-    A shell tool's durations differ by program (``bash:pytest``, ``bash:ls``), an HTTP tool's by operation.
+    The durations of a shell tool differ by program (``bash:pytest``, ``bash:ls``), those of an HTTP tool by operation.
     """
     if not isinstance(argument, str):
         return tool
     try:
         words = shlex.split(argument, comments=True)
-    except ValueError:  # a quotation that does not end
+    except ValueError:  # a quotation mark that is not closed
         words = argument.split()
     # An assignment before the command (A=1 cmd) is not what takes the time.
     commands = (word for word in words if not _is_assignment(word))

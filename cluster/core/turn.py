@@ -1,4 +1,4 @@
-"""The protocol of a turn between the program runner and a replica: its continuation, and its pieces."""
+"""The protocol of a turn between the program runner and a replica: the turn's continuation and its pieces."""
 
 import sys
 from array import array
@@ -9,11 +9,11 @@ from enum import StrEnum
 _WIDTH = "I"  # four bytes everywhere that CPython runs; checked below
 
 ID_BYTES = 4
-"""Size of a packed token id."""
+"""Size of a packed token id (bytes)."""
 
 
 def pack_ids(ids: Iterable[int]) -> bytes:
-    """Token ids, each as four bytes, little end first."""
+    """Pack token ids, each as four bytes, little-endian."""
     packed = array(_WIDTH, ids)
     if sys.byteorder == "big":
         packed.byteswap()
@@ -21,10 +21,10 @@ def pack_ids(ids: Iterable[int]) -> bytes:
 
 
 def unpack_ids(packed: bytes) -> list[int]:
-    """The inverse of :func:`pack_ids`.
+    """Unpack the token ids that :func:`pack_ids` packed.
 
     Raises:
-        ValueError: ``packed`` does not hold whole ids.
+        ValueError: the length of ``packed`` is not a multiple of `ID_BYTES`.
     """
     ids = array(_WIDTH)
     ids.frombytes(packed)
@@ -37,26 +37,28 @@ class PromptMode(StrEnum):
     """How a turn's prompt was made."""
 
     FIRST = "first"
-    """From its messages; there was no continuation."""
+    """The prompt was rendered from the turn's messages, as there was no continuation."""
     CONTINUED = "continued"
-    """From the exact ids so far, and those of the new messages."""
+    """The prompt is the exact ids so far, followed by the ids of the new messages."""
     RENDERED_AGAIN = "rendered_again"
-    """From its messages, although there were ids: the template does not extend its former output."""
+    """The prompt was rendered from all messages, although there were ids, because the chat template's new output does
+    not
+    extend its earlier output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Continuation:
-    """The ids that a turn continues from."""
+    """The token ids from which a turn continues."""
 
     token_ids: bytes
-    """All ids so far, prompts and outputs, as `pack_ids` writes them."""
+    """All ids of prompts and outputs so far, packed by `pack_ids`."""
     messages: int
-    """The number of leading messages that the ids stand for; the last of these is the assistant's."""
+    """Number of leading messages that the ids represent. The last of them is the assistant's."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnBegan:
-    """The prompt is made: the continuation's ids (none if it was rendered from messages), then ``added_ids``."""
+    """The turn's prompt was made: the continuation's ids (none if it was rendered from messages) and ``added_ids``."""
 
     rendering: PromptMode
     added_ids: bytes
@@ -87,7 +89,8 @@ class TurnDone:
     """The turn is over."""
 
     finish_reason: str
-    """The engine's: stop, length, repetition; or tool_calls, if the model itself ended the turn after a call."""
+    """The engine's reason (`stop`, `length`, `repetition`), or `tool_calls` if the model itself ended the turn after a
+    tool call."""
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
