@@ -1,7 +1,8 @@
-"""Whose turn is this? Headers and bodies of every dialect that agent clients speak, read into one ProgramIdentity.
+"""Reads the program identity of a request from its headers and body, in all dialects that agent clients use.
 
-Each field (program, parent, last turn, every hint) is taken from the first source that says it, in the order of
-``cluster.core.identity_dialects.DIALECTS``; a later source that says something else is a conflict, never an error.
+Each field (program, parent, last turn, every hint) is taken from the first source that has it, in the order of
+``cluster.core.identity_dialects.DIALECTS``. A different value in a later source is reported as a conflict. It is never
+an error.
 """
 
 import json
@@ -16,41 +17,41 @@ from cluster.core.program import DEFAULT_TENANT, WIRE_KEY, Hints, ProgramIdentit
 
 _HINTS = frozenset(field.name for field in fields(Hints))
 
-# The wire key is ours alone: a client that sent it would speak to the scheduler in another tenant's name.
+# Only the cluster may set the wire key. A client that sent it could act as another tenant towards the scheduler.
 _CONSUMED = frozenset(path for dialect in DIALECTS for path in dialect.consumes) | {f"vllm_xargs.{WIRE_KEY}"}
 
 VISIBLE_HEADERS = ("x-session-id",)
-"""Headers of the client that HAProxy passes on and that name a program."""
+"""Client headers that HAProxy forwards and that name a program."""
 
 
 @dataclass(frozen=True, slots=True)
 class Identified:
-    """A request, and who asks."""
+    """A request with its identity."""
 
     identity: ProgramIdentity
     body: dict[str, Any]
-    """The body without the fields in which a dialect spoke; the fields that vLLM serves from are as they were."""
+    """The body without the fields that only dialects use. The fields that vLLM reads are unchanged."""
     conflicts: tuple[str, ...]
-    """For people: one for each source that disagrees with a source before it."""
+    """One readable message for each source whose value differs from that of a source before it."""
 
 
 def identify(headers: Mapping[str, str], body: Mapping[str, Any], tenant: str = DEFAULT_TENANT) -> Identified:
     """Read a request's identity and hints. Neither argument is changed.
 
     Args:
-        headers: of the HTTP request; names in any case, with ``-`` or ``_``.
+        headers: the headers of the HTTP request. Their names may have any case, and ``-`` or ``_``.
         body: the parsed JSON object.
-        tenant: who the caller found the client to be; ids of different tenants never meet.
+        tenant: the client's tenant, as the caller found it. Equal ids of different tenants are different programs.
 
     Raises:
-        BadRequest: an id or hint that cannot be used; ``param`` is its header or the dotted path in the body.
+        BadRequest: an id or a hint is invalid. ``param`` is its header or its dotted path in the body.
     """
     request = Request.of(headers, body)
     kept, conflicts = _first_of_each(claim for dialect in DIALECTS for claim in dialect.extract(request))
     said: dict[str, Any] = {field: claim.value for field, claim in kept.items()}
     hints = Hints(**{field: said.pop(field) for field in _HINTS & said.keys()})
     if said.get("parent_id") == said.get("program_id"):
-        said.pop("parent_id", None)  # the root of a tree names itself in some dialects
+        said.pop("parent_id", None)  # in some dialects, the root of a tree names itself as its parent
     identity = ProgramIdentity(tenant=_tenant(tenant), hints=hints, **said)
     return Identified(identity, _without_dialects(body), tuple(conflicts))
 
@@ -84,7 +85,14 @@ def _without_dialects(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def seen_turn(headers: Mapping[str, str], raw: bytes) -> tuple[ProgramIdentity, dict[str, Any]]:
-    """The identity and the body of a request as far as HAProxy shows them. A replica rejects wrong requests."""
+    """Read the identity and the fields of a request from the part that HAProxy forwards.
+
+    Invalid parts are left out, since the replica rejects an invalid request.
+
+    Args:
+        headers: the forwarded headers.
+        raw: the beginning of the body, which may be cut.
+    """
     visible = {name: headers[name] for name in VISIBLE_HEADERS if name in headers}
     body = visible_fields(raw)
     for seen in (body, {}):
@@ -96,7 +104,7 @@ def seen_turn(headers: Mapping[str, str], raw: bytes) -> tuple[ProgramIdentity, 
 
 
 def visible_fields(raw: bytes) -> dict[str, Any]:
-    """The fields of a JSON object, also where its end is missing; empty for anything else."""
+    """Return the complete fields of a JSON object whose end may be missing. Anything else gives no fields."""
     text = raw.decode("utf-8", errors="ignore")
     try:
         whole = json.loads(text)
@@ -120,14 +128,14 @@ def _fields_before_the_cut(text: str) -> dict[str, Any]:
             break
         end = _behind_space(text, at)
         if text[end : end + 1] not in (",", "}"):
-            break  # a number may go on behind the cut, which may also be in the middle of its exponent
+            break  # a number may be incomplete, since the cut may be within its digits or its exponent
         found[key] = value
         at = _after(text, at, ",")
     return found
 
 
 def _after(text: str, at: int, mark: str) -> int | None:
-    """Where the next value begins, if ``mark`` stands before it."""
+    """Return the position of the next value, which follows ``mark``; None: the next character is not ``mark``."""
     at = _behind_space(text, at)
     return _behind_space(text, at + 1) if text[at : at + 1] == mark else None
 

@@ -1,8 +1,8 @@
-"""The dialects in which agent clients say whose turn a request is: one entry each in ``DIALECTS``, in precedence.
+"""The dialects in which agent clients identify the program of a request: ``DIALECTS``, in order of precedence.
 
-An extractor reads a request and yields claims; it decides nothing and changes nothing. Sources: vLLM RFC 52113
-(`agent_hint`) and router issue 285 (`agentic_context`), NVIDIA Dynamo's request extensions and session headers,
-Continuum's, AIBrix's and ThunderAgent's clients.
+An extractor reads a request and yields claims. It makes no decisions and changes nothing. The sources are vLLM RFC
+52113 (`agent_hint`) and router issue 285 (`agentic_context`), NVIDIA Dynamo's request extensions and session headers,
+and the clients of Continuum, AIBrix and ThunderAgent.
 """
 
 import json
@@ -14,25 +14,27 @@ from cluster.core.errors import BadRequest
 from cluster.core.program import MAX_ID_LENGTH
 
 MAX_NUMBER = 2**31 - 1
-"""No hint is larger, in tokens, seconds or steps of priority: the largest integer that every layer below carries."""
+"""Largest absolute value of a hint (tokens, seconds or priority). It is the largest integer that every layer below can
+carry."""
 
 Value = str | int | float | bool
 Reader = Callable[[str, Any], Value | None]
-"""Of a source's name and its raw value: what it says, None for nothing. Raises BadRequest for what cannot be used."""
+"""A function from a source's name and its raw value to the value that it means; None: it has no value. It raises
+BadRequest for an invalid value."""
 
 
 class Claim(NamedTuple):
-    """One source says one thing."""
+    """The value that one source gives for one field."""
 
     field: str
-    """Of ProgramIdentity or Hints."""
+    """Name of the field of ProgramIdentity or Hints."""
     value: Value
     source: str
-    """Header or dotted path in the body."""
+    """The header, or the dotted path in the body."""
 
 
 class Rule(NamedTuple):
-    """Where a dialect says what."""
+    """A field of the identity, the key at which a dialect has it, and the reader of its value."""
 
     field: str
     key: str
@@ -41,21 +43,25 @@ class Rule(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What an extractor sees."""
+    """The headers and the body that an extractor reads."""
 
     headers: Mapping[str, str]
     body: Mapping[str, Any]
     _parsed: dict[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Objects that came as JSON text, by path: several rules read each, and it may be as long as the body."""
+    """Parsed JSON texts, by path. They are kept because several rules read each text, which may be as long as the
+    body."""
 
     @classmethod
     def of(cls, headers: Mapping[str, str], body: Mapping[str, Any]) -> "Request":
-        """With header names in lower case and hyphens; a name that was spelled so wins over one with underscores."""
+        """Make a request with header names in lower case and with hyphens.
+
+        If a header occurs with hyphens and with underscores, the one with hyphens is used.
+        """
         lower = {name.lower(): value for name, value in headers.items()}
         return cls({name.replace("_", "-"): value for name, value in lower.items()} | lower, body)
 
     def object_at(self, path: str) -> Mapping[str, Any]:
-        """The object at a dotted path of the body, "" for the body itself; empty where there is none.
+        """Return the object at a dotted path of the body; empty: there is none. The path "" means the body itself.
 
         Raises:
             BadRequest: something on the path is neither null nor an object.
@@ -73,7 +79,7 @@ class Request:
         if path in self._parsed:
             return self._parsed[path]
         if is_text := isinstance(value, str) and path.startswith("vllm_xargs."):
-            # Stock vLLM takes no nested objects there, so that clients send them as JSON text.
+            # Stock vLLM accepts no nested objects there. Clients therefore send them as JSON text.
             try:
                 value = json.loads(value)
             except (ValueError, RecursionError) as error:
@@ -86,7 +92,12 @@ class Request:
 
 
 def identifier(source: str, value: Any) -> str | None:
-    """An id or the name of a tool: printable, at most MAX_ID_LENGTH characters; integers count as their digits."""
+    """Read an id or the name of a tool. An integer is converted to its digits.
+
+    Raises:
+        BadRequest: the value is not a string or an integer, has characters that cannot be printed, or is longer than
+            MAX_ID_LENGTH characters.
+    """
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, str | int):
@@ -102,7 +113,11 @@ def identifier(source: str, value: Any) -> str | None:
 
 
 def seconds(source: str, value: Any) -> float | None:
-    """A duration: finite, not negative."""
+    """Read a duration in seconds.
+
+    Raises:
+        BadRequest: the value is not a number from 0 to MAX_NUMBER.
+    """
     number = _number(source, value)
     if number is not None and number < 0:
         raise BadRequest(f"{source} must not be negative", param=source)
@@ -110,7 +125,11 @@ def seconds(source: str, value: Any) -> float | None:
 
 
 def integer(source: str, value: Any) -> int | None:
-    """A whole number."""
+    """Read a whole number.
+
+    Raises:
+        BadRequest: the value is not a whole number, or its absolute value is above MAX_NUMBER.
+    """
     number = _number(source, value)
     if number is not None and number != int(number):
         raise BadRequest(f"{source} must be a whole number", param=source)
@@ -118,7 +137,11 @@ def integer(source: str, value: Any) -> int | None:
 
 
 def tokens(source: str, value: Any) -> int | None:
-    """A number of tokens: whole, not negative."""
+    """Read a number of tokens or turns.
+
+    Raises:
+        BadRequest: the value is not a whole number from 0 to MAX_NUMBER.
+    """
     count = integer(source, value)
     if count is not None and count < 0:
         raise BadRequest(f"{source} must not be negative", param=source)
@@ -126,13 +149,23 @@ def tokens(source: str, value: Any) -> int | None:
 
 
 def higher_first(source: str, value: Any) -> int | None:
-    """A priority of a dialect in which more is sooner, turned round: in Hints, as in vLLM, least is first."""
+    """Read a priority of a dialect in which the highest value runs first.
+
+    It is negated, as in Hints and in vLLM the lowest value runs first.
+
+    Raises:
+        BadRequest: the value is not a whole number, or its absolute value is above MAX_NUMBER.
+    """
     priority = integer(source, value)
     return None if priority is None else -priority
 
 
 def flag(source: str, value: Any) -> bool | None:
-    """Yes or no, as JSON, as 0 and 1, or as the words that headers use."""
+    """Read a boolean, given as JSON, as 0 or 1, or as text.
+
+    Raises:
+        BadRequest: the value is not a boolean.
+    """
     word = value.strip().lower() if isinstance(value, str) else value
     if word is None or word == "":
         return None
@@ -143,17 +176,25 @@ def flag(source: str, value: Any) -> bool | None:
 
 
 def resume_in(source: str, value: Any) -> float | None:
-    """`expected_resume` as a number: seconds until the program comes back. true and false say nothing of when."""
+    """Read `expected_resume` as the seconds until the program's next turn. A boolean gives None.
+
+    Raises:
+        BadRequest: the value is neither a boolean nor a number from 0 to MAX_NUMBER.
+    """
     return None if isinstance(value, bool) else seconds(source, value)
 
 
 def no_resume(source: str, value: Any) -> bool | None:
-    """`expected_resume` as true or false: whether the program comes back at all after this turn."""
+    """Read `expected_resume` as a boolean, and return whether this turn is the last. A number gives None."""
     return not value if isinstance(value, bool) else None
 
 
 def closes(source: str, value: Any) -> bool | None:
-    """A session's action: `close` ends it after this turn; open and bind say nothing that we do not know."""
+    """Read a session's action. `close` means that this turn is the last. Other actions (open, bind) give None.
+
+    Raises:
+        BadRequest: the value is not a valid identifier.
+    """
     action = identifier(source, value)
     return True if action == "close" else None
 
@@ -169,7 +210,7 @@ def _number(source: str, value: Any) -> int | float | None:
             number = None
     if isinstance(number, bool) or not isinstance(number, int | float):
         raise BadRequest(f"{source} must be a number", param=source)
-    if not -MAX_NUMBER <= number <= MAX_NUMBER:  # also of NaN, which compares with nothing
+    if not -MAX_NUMBER <= number <= MAX_NUMBER:  # NaN is rejected here too, since all its comparisons are false
         raise BadRequest(f"{source} must be a number within {MAX_NUMBER}", param=source)
     return number
 
@@ -179,12 +220,12 @@ Extractor = Callable[[Request], Iterator[Claim]]
 
 @dataclass(frozen=True, slots=True)
 class Dialect:
-    """One way to say whose turn it is."""
+    """One format in which clients identify the program of a request."""
 
     name: str
     extract: Extractor
     consumes: tuple[str, ...] = ()
-    """Dotted paths of the body that are for us alone and would be refused or misread by vLLM."""
+    """Dotted paths of the body that only Caesura reads. They are removed, because vLLM would reject or misread them."""
 
 
 def _claims(read: Mapping[str, Any], prefix: str, rules: tuple[Rule, ...]) -> Iterator[Claim]:
@@ -196,7 +237,13 @@ def _claims(read: Mapping[str, Any], prefix: str, rules: tuple[Rule, ...]) -> It
 
 
 def in_object(name: str, path: str, *rules: Rule) -> Dialect:
-    """A dialect that has an object of the body to itself."""
+    """Make a dialect that uses an object of the body exclusively.
+
+    Args:
+        name: the dialect's name.
+        path: the dotted path of the object in the body.
+        rules: the rules for the keys of the object. Their keys may be dotted paths below ``path``.
+    """
 
     def extract(request: Request) -> Iterator[Claim]:
         for rule in rules:
@@ -208,7 +255,7 @@ def in_object(name: str, path: str, *rules: Rule) -> Dialect:
 
 
 def in_fields(name: str, path: str, *rules: Rule) -> Dialect:
-    """A dialect that has some keys of an object of the body, "" for the body itself."""
+    """Make a dialect that uses some keys of an object of the body. The path "" means the body itself."""
     prefix = f"{path}." if path else ""
     return Dialect(
         name,
@@ -218,12 +265,19 @@ def in_fields(name: str, path: str, *rules: Rule) -> Dialect:
 
 
 def in_headers(name: str, *rules: Rule) -> Dialect:
-    """A dialect of headers, each with one meaning."""
+    """Make a dialect of headers, each of which gives one field."""
     return Dialect(name, lambda request: _claims(request.headers, "", rules))
 
 
 def agents_in_headers(name: str, *, session: str, agent: str, parent: str) -> Dialect:
-    """A dialect of headers in which agents share a session: each agent is a program, the session that of the first."""
+    """Make a dialect of headers in which the agents of a session are separate programs.
+
+    Args:
+        name: the dialect's name.
+        session: the header of the session's id, which is the program of a request without an agent.
+        agent: the header of the agent's id, which is the program.
+        parent: the header of the parent agent's id. Without it, the session is the agent's parent.
+    """
 
     def extract(request: Request) -> Iterator[Claim]:
         read = ((header, identifier(header, request.headers.get(header))) for header in (agent, parent, session))
@@ -239,7 +293,9 @@ def agents_in_headers(name: str, *, session: str, agent: str, parent: str) -> Di
 
 
 def session_agent(path: str) -> Dialect:
-    """`agentic_context` without a program_id: the session, and within it the agent, whose id is unique only there."""
+    """Make a dialect for an `agentic_context` without a program_id. The program is then `SESSION` or `SESSION:AGENT`,
+    since an agent's id is unique only in its session.
+    """
 
     def extract(request: Request) -> Iterator[Claim]:
         context = request.object_at(path)
@@ -254,7 +310,7 @@ def session_agent(path: str) -> Dialect:
 
 
 def _named_tool(request: Request) -> Iterator[Claim]:
-    """A turn whose request names the tool to call. Anything else in `tool_choice` is vLLM's to judge."""
+    """Yield the tool that `tool_choice` names, if it names one. vLLM validates `tool_choice`."""
     choice = request.body.get("tool_choice")
     function = choice.get("function") if isinstance(choice, Mapping) else None
     name = function.get("name") if isinstance(function, Mapping) else None
@@ -270,7 +326,7 @@ _AGENTIC_CONTEXT = (
     Rule("priority", "priority", higher_first),
     Rule("deadline_s", "deadline_seconds", seconds),
     Rule("expected_output_tokens", "expected_output_length", tokens),
-    # Ours, in the manner of the others: what only a client that knows its program can say.
+    # The next three are Caesura's extensions, for clients that know their program's later turns.
     Rule("expected_returned_tokens", "expected_returned_length", tokens),
     Rule("expected_later_tokens", "expected_later_length", tokens),
     Rule("expected_later_turns", "expected_later_turns", tokens),
@@ -333,4 +389,4 @@ DIALECTS: tuple[Dialect, ...] = (
     in_headers("AIBrix", Rule("program_id", "x-aibrix-session-key", identifier)),
     Dialect("tool_choice", _named_tool),
 )
-"""The table: what stands earlier wins, field by field."""
+"""All dialects. For each field, the first dialect that has a value is used."""

@@ -1,9 +1,10 @@
-"""Recorded agent programs as files have them: JSON lines, gzipped or not, one program a line.
+"""The file format of recorded agent programs: JSON lines, gzipped or not, with one program a line.
 
-A line has ``program_id`` and ``turns``; each turn ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
-``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional: ``category``,
-``source``, ``split_group``, ``shared_prefix {group, tokens}``, and per turn ``kept_output_tokens``, ``reset`` and
-``tool_cmd`` (the word of the command that the tool ran). Other keys are ignored. Unless turn i+1 has ``reset``,
+A line has ``program_id`` and ``turns``. Each turn has ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
+``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional keys are
+``category``, ``source``, ``split_group`` and ``shared_prefix {group, tokens}``, and for each turn
+``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the first word of the command that the tool ran). Other keys are
+ignored. Unless turn i+1 has ``reset``,
 ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
 """
 
@@ -19,7 +20,7 @@ from cluster.core.errors import TraceError
 from cluster.core.program import CLASS_MARK, MAX_ID_LENGTH
 
 MAX_TOKENS = 1 << 24
-"""A recorded length beyond this is a mistake in the trace."""
+"""Maximum length in a trace (tokens). A larger value is an error in the trace."""
 MAX_PAUSE_S = 7 * 24 * 3600.0
 
 Row = TypeVar("Row", bound=BaseModel)
@@ -31,7 +32,7 @@ class _Strict(BaseModel):
 
 
 class RecordedTurn(_Strict):
-    """One turn of a line, as it stands there."""
+    """One turn of a line, unchanged."""
 
     new_prompt_tokens: _Tokens
     context_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
@@ -45,13 +46,13 @@ class RecordedTurn(_Strict):
 
     @property
     def tool_class(self) -> str | None:
-        """The tool with the class of its arguments, where the trace says one."""
+        """The tool, with the class of its arguments if the trace has one; None: the tool is not recorded."""
         known = self.tool is not None and self.tool_cmd
         return f"{self.tool}{CLASS_MARK}{self.tool_cmd}"[:MAX_ID_LENGTH] if known else self.tool
 
     @property
     def kept(self) -> int:
-        """Of the output, tokens that stay in the next turn's context."""
+        """Number of output tokens that stay in the next turn's context."""
         return self.output_tokens if self.kept_output_tokens is None else self.kept_output_tokens
 
 
@@ -61,7 +62,7 @@ class _Prefix(_Strict):
 
 
 class RecordedProgram(_Strict):
-    """One line, as it stands there."""
+    """One line of a trace, unchanged."""
 
     program_id: Annotated[str, Field(min_length=1)]
     source: str | None = None
@@ -72,10 +73,11 @@ class RecordedProgram(_Strict):
 
 
 def recorded_programs(path: Path) -> Iterator[tuple[str, RecordedProgram]]:
-    """The programs of ``path``, each with where it stands (``file:line``); their lengths may not add up.
+    """Read the programs of a trace, each with its position (``file:line``). Lengths are not checked, see
+    `check_lengths`.
 
     Raises:
-        TraceError: unreadable, a line that is no program, or one that is there twice.
+        TraceError: the file cannot be read, a line is not a program, or a program occurs twice.
     """
     seen: dict[str, int] = {}
     for number, line in lines_of(path):
@@ -88,10 +90,10 @@ def recorded_programs(path: Path) -> Iterator[tuple[str, RecordedProgram]]:
 
 
 def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, gzipped (.gz) or not, that are not blank, with their numbers from 1.
+    """Read the lines of a file, gzipped (.gz) or not, with their numbers from 1. Blank lines are left out.
 
     Raises:
-        TraceError: it cannot be read; names the line.
+        TraceError: the file cannot be read. The message names the line.
     """
     number = 0
     try:
@@ -104,10 +106,10 @@ def lines_of(path: Path) -> Iterator[tuple[int, bytes]]:
 
 
 def parsed(line: bytes, where: str, schema: type[Row]) -> Row:
-    """A line of JSON as ``schema``.
+    """Parse a line of JSON as ``schema``.
 
     Raises:
-        TraceError: it is none; names the line and the key.
+        TraceError: the line does not fit. The message names the line, with ``where``, and the key.
     """
     try:
         return schema.model_validate_json(line)
@@ -118,10 +120,10 @@ def parsed(line: bytes, where: str, schema: type[Row]) -> Row:
 
 
 def check_lengths(program: RecordedProgram, where: str) -> None:
-    """Each turn's context is what the turn before left and what is new.
+    """Check that each turn's context is the sum of what the turn before left and what is new.
 
     Raises:
-        TraceError: it is not; names the line and the key.
+        TraceError: it is not. The message names the line, with ``where``, and the key.
     """
     for index, turn in enumerate(program.turns):
         key = f"{where}: turns.{index}"

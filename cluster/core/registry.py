@@ -1,7 +1,7 @@
-"""The one place where plug-ins are named: a new policy, router or tool kind is one new file and one line here.
+"""The registry of plug-ins. A new policy, router or kind of tool needs one new file and one line here.
 
-Entries are dotted ``module:attribute`` paths, resolved on first use, so that this module imports nothing and a choice
-that is not made costs nothing. Configuration choices and CLI help come from here.
+Entries are dotted ``module:attribute`` paths. They are resolved on first use, so that a plug-in that is not used is not
+imported. The choices in the configuration and in the help of the command line come from here.
 """
 
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from cluster.core.errors import ConfigError
 
 
 class Registry(Mapping[str, str]):
-    """Names of one kind of plug-in, each with the path of what implements it."""
+    """The plug-ins of one kind: their names, each with the path of its implementation."""
 
     def __init__(self, kind: str, entries: Mapping[str, str]) -> None:
         self.kind = kind
@@ -28,10 +28,10 @@ class Registry(Mapping[str, str]):
         return len(self._entries)
 
     def load(self, name: str) -> Any:
-        """The object registered under ``name``.
+        """Return the object that is registered under ``name``.
 
         Raises:
-            ConfigError: no such name; the message lists the names there are.
+            ConfigError: there is no such name. The message lists the registered names.
         """
         if name not in self._entries:
             raise ConfigError(f"unknown {self.kind} {name!r}; choose one of: {', '.join(self._entries)}")
@@ -39,10 +39,13 @@ class Registry(Mapping[str, str]):
 
 
 def read_cost_model(source: str) -> Any:
-    """The cost model of a preset's name, or of a file that `caesura profile` wrote.
+    """Read the cost model of a preset, or of a file that `caesura profile` wrote.
+
+    Args:
+        source: the preset's name or the file's path.
 
     Raises:
-        ConfigError: no such preset, or not such a file.
+        ConfigError: there is no such preset, or the file is not a cost model.
     """
     return _attribute("replicas.presets:cost_model")(source)
 
@@ -68,7 +71,7 @@ POLICIES = Registry(
 )
 
 OUR_ROUTER = "caesura"
-"""The router that places programs; the others are Ray's, and send each program where its key says."""
+"""The name of Caesura's router, which places programs. Ray's own routers send a request to a replica without it."""
 
 ROUTERS = Registry(
     "router",
@@ -102,7 +105,8 @@ SCORERS = Registry(
 )
 
 ROUTER_PARAMETERS = Registry("router with parameters of its own", {OUR_ROUTER: "router.settings:RouterSettings"})
-"""Their classes; Ray's routers take keyword arguments, which nobody checks before they are started."""
+"""The classes of routers' parameters. Ray's routers are not here: they take keyword arguments, which are checked only
+when the routers start."""
 
 TOOL_KINDS = Registry(
     "tool kind",
@@ -122,4 +126,5 @@ PREDICTORS = Registry(
         "tabular": "predictor_service.tabular:TabularModel",
     },
 )
-"""Models of forecasts: each has `fit(programs)`, `save(directory)`, `load(directory)` and what it answers."""
+"""The models of predictions. Each has `fit(programs)`, `save(directory)`, `load(directory)`, and the methods of the
+protocols in `predictor_service.model` that it implements."""

@@ -1,8 +1,8 @@
-"""SLOs and goodput: the only definition of a good turn and a good program, for live runs and for simulations.
+"""SLOs and goodput. Live runs and simulations use the same definitions of a good turn and a good program.
 
-Every latency counts from the *intended* start. For a program's first turn that is its intended arrival, for a later
-one the end of the turn before plus the tool's duration. Latencies therefore include the delay of a late client or a
-full server (no coordinated omission). Times are seconds on one clock with any origin, lengths are tokens.
+Every latency counts from the *intended* start. For a program's first turn this is its intended arrival. For a later
+turn it is the end of the turn before plus the tool's duration. Latencies therefore include the delay of a late client
+or a full server (no coordinated omission). Times are seconds on one clock with any origin. Lengths are tokens.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,66 +14,66 @@ T = TypeVar("T", int, float)
 
 
 class Outcome(Enum):
-    """How a turn or a program ended. Each has exactly one."""
+    """The outcome of a turn or a program. Each has exactly one."""
 
     OK = "ok"
     FAILED = "failed"
-    """An error, a broken stream or a wrong number of tokens."""
+    """It ended with an error, a broken stream or a wrong number of tokens."""
     REJECTED = "rejected"
     """The server was overloaded and rejected it."""
     TIMED_OUT = "timed_out"
     UNFINISHED = "unfinished"
-    """Still under way when the measurement ended, or when its client went away."""
+    """It was still in progress when the measurement ended or the client disconnected."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """One generation: what was intended, and its result."""
+    """One turn: its intended start and its result."""
 
     program_id: str
     index: int
-    """0 for a program's first turn; a later one *resumes* the program."""
+    """Index of the turn in its program, from 0. A turn with an index above 0 *resumes* the program."""
     intended_start_s: float
     outcome: Outcome
     first_token_s: float | None = None
     last_token_s: float | None = None
     prompt_tokens: int = 0
     output_tokens: int = 0
-    """Tokens received, whatever the outcome."""
+    """Number of tokens received, with any outcome."""
     previous_context_tokens: int = 0
-    """Leading tokens of this prompt that the program's turn before had sent or generated."""
+    """Leading tokens of this prompt that were prompt or output of the program's turn before."""
     cached_tokens: int | None = None
-    """Prompt tokens that the server did not compute; None: it did not report them."""
+    """Prompt tokens that the server did not compute; None: the server did not report it."""
     fetched_tokens: int | None = None
-    """The part of them that came from a host tier; None: the server did not report it."""
+    """The part of `cached_tokens` that came from a host tier; None: the server did not report it."""
     queue_s: float | None = None
     """Seconds that the turn waited in the server's queue; None: unknown."""
     sent_s: float | None = None
-    """When the client did send it; None: never, or simulated."""
+    """The time at which the client sent the turn; None: it was not sent, or it was simulated."""
     error: str | None = None
 
     @property
     def ttft_s(self) -> float | None:
-        """Seconds from the intended start to the first token."""
+        """Seconds from the intended start to the first token; None: there was no token."""
         return None if self.first_token_s is None else self.first_token_s - self.intended_start_s
 
     @property
     def e2e_s(self) -> float | None:
-        """Seconds from the intended start to the last token; None unless the turn is OK."""
+        """Seconds from the intended start to the last token; None: the turn is not OK."""
         if self.outcome is not Outcome.OK or self.last_token_s is None:
             return None
         return self.last_token_s - self.intended_start_s
 
     @property
     def tpot_s(self) -> float | None:
-        """Mean seconds between tokens after the first; None for a turn of one token, or one that is not OK."""
+        """Mean seconds between tokens after the first; None: the turn has fewer than two tokens or is not OK."""
         if self.e2e_s is None or self.ttft_s is None or self.output_tokens < 2:
             return None
         return (self.e2e_s - self.ttft_s) / (self.output_tokens - 1)
 
     @property
     def normalized_latency_s(self) -> float | None:
-        """End-to-end seconds divided by output tokens."""
+        """End-to-end seconds divided by output tokens; None: the turn has no tokens or is not OK."""
         return None if self.e2e_s is None or self.output_tokens < 1 else self.e2e_s / self.output_tokens
 
     @property
@@ -83,20 +83,20 @@ class TurnRecord:
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """Tokens of the previous context that the server recomputed.
+        """Tokens of the previous context that the server recomputed; None: the server did not report it.
 
-        Never quite 0 on a block-wise prefix cache: the last, partial block is always recomputed.
+        With a prefix cache of blocks it is rarely 0, since the last, partial block is always recomputed.
         """
         return None if self.reused_tokens is None else self.previous_context_tokens - self.reused_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class ProgramRecord:
-    """One program: the turns that became due, in order. Turns after a failed one never did."""
+    """One program with the turns that became due, in order. Turns after a failed turn never become due."""
 
     program_id: str
     arrival_s: float
-    """Intended."""
+    """The intended arrival of the program."""
     outcome: Outcome
     turns: tuple[TurnRecord, ...]
     planned_turns: int
@@ -104,47 +104,51 @@ class ProgramRecord:
 
     @property
     def output_tokens(self) -> int:
-        """Tokens received over all turns."""
+        """Number of tokens received, over all turns."""
         return sum(turn.output_tokens for turn in self.turns)
 
     @property
     def jct_wall_s(self) -> float | None:
-        """Job completion time with tool time: intended arrival to the last token; None unless the program is OK."""
+        """Job completion time with tool time: from the intended arrival to the last token; None: the program is not
+        OK.
+        """
         last_token_s = self.turns[-1].last_token_s if self.turns else None
         return last_token_s - self.arrival_s if self.outcome is Outcome.OK and last_token_s is not None else None
 
     @property
     def jct_s(self) -> float | None:
-        """Job completion time without tool time: the sum of its turns' end-to-end times."""
+        """Job completion time without tool time: the sum of the turns' `e2e_s`; None: the program is not OK."""
         parts = _all_known(turn.e2e_s for turn in self.turns)
         return sum(parts) if self.outcome is Outcome.OK and parts is not None else None
 
     @property
     def normalized_latency_s(self) -> float | None:
-        """(completion - arrival - tool time) / output tokens, of the whole program."""
+        """(completion - arrival - tool time) / output tokens, for the whole program; None: it is not OK or has no
+        tokens.
+        """
         return None if self.jct_s is None or self.output_tokens < 1 else self.jct_s / self.output_tokens
 
     @property
     def bubble_s(self) -> float | None:
-        """Scheduling bubble: seconds that resumed turns waited in the server's queue; None: some are unknown."""
+        """Scheduling bubble: seconds that resumed turns waited in the server's queue; None: unknown for some turn."""
         parts = _all_known(turn.queue_s for turn in self.turns[1:])
         return None if parts is None else float(sum(parts))
 
     @property
     def reused_tokens(self) -> int | None:
-        """Over the resumed turns; None: some are unknown."""
+        """Sum of `TurnRecord.reused_tokens` over the resumed turns; None: unknown for some turn."""
         parts = _all_known(turn.reused_tokens for turn in self.turns[1:])
         return None if parts is None else sum(parts)
 
     @property
     def recomputed_tokens(self) -> int | None:
-        """Over the resumed turns; None: some are unknown."""
+        """Sum of `TurnRecord.recomputed_tokens` over the resumed turns; None: unknown for some turn."""
         parts = _all_known(turn.recomputed_tokens for turn in self.turns[1:])
         return None if parts is None else sum(parts)
 
     @property
     def fetched_tokens(self) -> int | None:
-        """From a host tier, over all turns; None: some are unknown."""
+        """Sum of `TurnRecord.fetched_tokens` over all turns; None: unknown for some turn."""
         parts = _all_known(turn.fetched_tokens for turn in self.turns)
         return None if parts is None else sum(parts)
 
@@ -159,33 +163,33 @@ class Bound(Enum):
 
 
 class Verdict(Enum):
-    """The result of a program. Each has exactly one."""
+    """The result of a program that has ended. Each program has exactly one."""
 
     GOOD = "good"
-    """Every turn is OK and within its bounds, and the program within the normalised one."""
+    """Every turn is OK and meets its bounds, and the program meets the bound of the normalised latency."""
     LATE = "late"
-    """Every turn is OK, but some bound is not met."""
+    """Every turn is OK, but a turn or the program does not meet a bound."""
     FAILED = "failed"
     """A turn failed, was rejected or timed out."""
     ABANDONED = "abandoned"
-    """A client did not wait for a turn."""
+    """The client disconnected before the end of a turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tally:
-    """The sum of a program's turns, in any order; the verdict needs nothing else."""
+    """The sums over a program's turns, from which the verdict follows. The order of turns does not matter."""
 
     turns: int = 0
     late: int = 0
-    """OK, but not within the bounds for turns."""
+    """Number of turns that are OK but do not meet the bounds for turns."""
     failed: int = 0
     unfinished: int = 0
     output_tokens: int = 0
     e2e_s: float = 0.0
-    """Of the turns that are OK."""
+    """Sum of `TurnRecord.e2e_s` over the turns that are OK."""
 
     def __add__(self, other: "Tally") -> "Tally":
-        """The turns of both."""
+        """Return the sums over the turns of both."""
         return Tally(
             self.turns + other.turns,
             self.late + other.late,
@@ -197,13 +201,13 @@ class Tally:
 
     @property
     def normalized_latency_s(self) -> float | None:
-        """Time without tools divided by all tokens; None without any."""
+        """Seconds without tool time divided by output tokens; None: there are no tokens."""
         return None if self.output_tokens < 1 else self.e2e_s / self.output_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Slo:
-    """The bounds that make a turn good, in seconds; None: that bound does not apply (see ``config.SloConfig``)."""
+    """The bounds of a good turn in seconds, see ``config.SloConfig``; None: this bound does not apply."""
 
     ttft_s: float | None = None
     tpot_s: float | None = None
@@ -211,11 +215,11 @@ class Slo:
     normalized_latency_s: float | None = None
 
     def turn_is_good(self, turn: TurnRecord) -> bool:
-        """The turn is OK and meets every bound that is given (goodput of requests, as in vLLM's own benchmark)."""
+        """Return whether the turn is OK and meets every bound that applies, as in vLLM's own benchmark of goodput."""
         return turn.outcome is Outcome.OK and not self.missed(turn)
 
     def missed(self, turn: TurnRecord) -> tuple[Bound, ...]:
-        """The bounds that a turn, which is OK, does not meet."""
+        """Return the bounds that a turn does not meet. The turn must be OK."""
         met = {
             Bound.TTFT: _within(turn.ttft_s, self.ttft_s),
             Bound.TPOT: turn.output_tokens < 2 or _within(turn.tpot_s, self.tpot_s),
@@ -225,7 +229,7 @@ class Slo:
         return tuple(bound for bound, is_met in met.items() if not is_met)
 
     def tally(self, turn: TurnRecord) -> Tally:
-        """One turn, as a part of its program."""
+        """Return the sums of a program that has only this turn."""
         if turn.outcome is not Outcome.OK:
             unfinished = turn.outcome is Outcome.UNFINISHED
             return Tally(1, 0, int(not unfinished), int(unfinished), turn.output_tokens)
@@ -234,7 +238,7 @@ class Slo:
         return Tally(1, int(late), 0, 0, turn.output_tokens, turn.e2e_s or 0.0)
 
     def verdict(self, program: Tally) -> Verdict:
-        """Of a program that has ended."""
+        """Return the verdict on a program that has ended."""
         if program.failed:
             return Verdict.FAILED
         if program.unfinished:
@@ -243,11 +247,13 @@ class Slo:
         return Verdict.GOOD if in_time else Verdict.LATE
 
     def program_is_good(self, program: ProgramRecord) -> bool:
-        """All planned turns are OK and meet the bounds for turns; the program meets the normalised one.
+        """Return whether all planned turns are OK and meet the bounds for turns, and the program meets the normalised
+        one.
 
-        The normalised latency bounds the program as a whole, as in AugServe's evaluation: time without tools divided
-        by all its tokens. A program whose every turn meets that bound meets it too, not the other way round: a turn of
-        four tokens after a long tool result may be slow per token in a program that is fast.
+        The normalised latency bounds the program as a whole, as in AugServe's evaluation. It is the time without tools
+        divided by all tokens of the program. If every turn meets this bound, the program meets it too. The reverse is
+        not
+        true: a turn of four tokens after a long tool result may be slow per token in a program that is fast.
         """
         if program.outcome is not Outcome.OK:
             return False
@@ -256,19 +262,24 @@ class Slo:
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """Good programs and requests of one measured window. ``programs`` are those that were meant to arrive in it."""
+    """The good programs and requests of one measured window. Its programs are those whose intended arrival is in it."""
 
     window_s: float
     offered_programs: int
     completed_programs: int
     good_programs: int
     offered_requests: int
-    """Turns that became due."""
+    """Number of turns that became due."""
     good_requests: int
 
     @classmethod
     def of(cls, programs: Sequence[ProgramRecord], slo: Slo, window_s: float) -> "Goodput":
-        """Count, over every program offered in a window of ``window_s`` seconds: the failed and the unfinished too.
+        """Count over all programs that were offered in a window, including failed and unfinished ones.
+
+        Args:
+            programs: the programs whose intended arrival is in the window.
+            slo: the bounds of good turns and programs.
+            window_s: length of the window in seconds.
 
         Raises:
             ValueError: ``window_s`` is not positive.
@@ -297,12 +308,12 @@ class Goodput:
 
     @property
     def attainment(self) -> float | None:
-        """Good programs over offered ones; None if none was offered."""
+        """Fraction of the offered programs that are good; None: none was offered."""
         return self.good_programs / self.offered_programs if self.offered_programs else None
 
     @property
     def attainment_requests(self) -> float | None:
-        """Good requests over those that became due; None if none did."""
+        """Fraction of the requests due that are good; None: none became due."""
         return self.good_requests / self.offered_requests if self.offered_requests else None
 
 

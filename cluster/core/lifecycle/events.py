@@ -1,14 +1,19 @@
-"""The events that may happen to a program on its replica, and the actions that `lifecycle.machine` answers with."""
+"""The events of a program on its replica, and the actions that `lifecycle.machine` returns for them.
+
+Times are seconds on the replica's clock.
+"""
 
 from dataclasses import dataclass
 from enum import StrEnum
 
 
 class PauseReason(StrEnum):
-    """Why a policy decides as it does about a paused program's KV. A label of metrics, so there are few."""
+    """The reason of a policy's decision about a paused program's KV. It is a label of metrics, so that there are
+    few.
+    """
 
     POLICY = "policy"
-    """The policy always decides so."""
+    """The policy makes the same decision for every pause."""
     RETENTION = "retention"
     """The client asked for it."""
     TTL = "ttl"
@@ -18,47 +23,47 @@ class PauseReason(StrEnum):
     LONG_TOOL = "long tool"
     NO_PIN_PAYS = "no pin pays"
     BACK = "back"
-    """The program's next turn waits."""
+    """The program's next turn is waiting."""
     FREE = "free"
-    """Nobody else wants the memory."""
+    """No other program needs the memory."""
     PAYS = "pays"
     DOES_NOT_PAY = "does not pay"
     LEAST_WASTE = "least waste"
     OTHER = "other"
-    """The reason of a policy that is not ours."""
+    """The policy is not part of Caesura and gave a reason of its own."""
 
 
 class ReleaseReason(StrEnum):
-    """Why a hold ended. The value is shown to people; metrics carry the ``label``, which several reasons may share."""
+    """The reason why a hold ended. The value is the readable text. Metrics use ``label``, which reasons may share."""
 
     label: str
 
     def __new__(cls, text: str, label: str = "") -> "ReleaseReason":
-        """A member that is equal to its text."""
+        """Make a member that is equal to its text."""
         member = str.__new__(cls, text)
         member._value_ = text
         member.label = label or text
         return member
 
     USED = "used"
-    """The program's next turn took the blocks over."""
+    """The program's next turn reused the blocks."""
     EXPIRED = "expired"
     IDLE = "idle", "expired"
     """The program was idle for too long."""
     TABLE_FULL = "table full", "expired"
-    """The replica knows too many programs; this one was used least recently."""
+    """The replica has too many programs, and this one was used least recently."""
     BROKEN_RUNNING = "broken for a running turn", "broken_running"
     BROKEN_WAITING = "broken for a waiting turn", "broken_waiting"
     BROKEN_STARVED = "broken for a starved turn", "broken_starved"
-    """A turn waited while nothing ran."""
+    """The hold was ended for a turn that waited while no turn ran."""
     SWAPPED = "swapped"
-    """At a review: the host has a copy."""
+    """At a review, the policy released the blocks, of which the host has a copy."""
     REVIEWED = "reviewed"
-    """At a review: the policy released it."""
+    """At a review, the policy released the blocks."""
     ASKED = "asked"
-    """The client or the cluster asked for it, or the program ended."""
+    """The client or the cluster requested the release, or the program ended."""
     MOVED = "moved"
-    """The program is placed on another replica now."""
+    """The program migrated to another replica."""
     ABORTED = "aborted"
     """The program's turn was aborted."""
     POLICY_SWITCH = "policy switch", "reset"
@@ -66,7 +71,7 @@ class ReleaseReason(StrEnum):
 
 
 class LoadFailure(StrEnum):
-    """Why a copy on the host was not loaded."""
+    """The reason why a copy on the host was not loaded."""
 
     NO_CONTEXT = "nothing to fetch"
     GONE = "not on the host any more"
@@ -80,7 +85,7 @@ class LoadFailure(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnArrived:
-    """A turn was accepted. ``last``: the client says that no other will follow."""
+    """A turn was accepted. ``last``: the client declared that it is the program's last turn."""
 
     at_s: float
     last: bool = False
@@ -88,37 +93,40 @@ class TurnArrived:
 
 @dataclass(frozen=True, slots=True)
 class Admitted:
-    """The scheduler gave a waiting turn its memory; a hold has been used."""
+    """The scheduler allocated memory for a waiting turn. If the program had a hold, the turn has reused it."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class TurnEnded:
-    """A turn generated its last token. ``served_tokens``: computed for it; ``tools``: what it asked for."""
+    """A turn generated its last token.
+
+    ``tools`` are the tools that it called, and ``served_tokens`` is the number of tokens that were computed for it.
+    """
 
     at_s: float
     tools: tuple[str, ...]
     served_tokens: int
     context_tokens: int = 0
-    """Of the program after the turn."""
+    """Length of the program's context after the turn."""
     generated_tokens: int = 0
     busy_s: float = 0.0
-    """From the turn's arrival to its last token."""
+    """Seconds from the turn's arrival to its last token."""
     on_time: bool = True
-    """Its first token came within the SLO's bound."""
+    """Whether the turn's TTFT met the SLO."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnAborted:
-    """A turn ended without a result that the program can go on from."""
+    """A turn ended without a result from which the program can continue."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Decided: the blocks stay allocated until ``until_s``."""
+    """The policy decided that the blocks stay allocated until ``until_s``."""
 
     at_s: float
     until_s: float
@@ -127,7 +135,7 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Released:
-    """Decided: the blocks are given back."""
+    """The policy decided that the blocks are released."""
 
     at_s: float
     reason: PauseReason
@@ -135,7 +143,7 @@ class Released:
 
 @dataclass(frozen=True, slots=True)
 class Swapped:
-    """Decided: the blocks are given back, the host has a copy. Of a held program: its hold ends so."""
+    """The policy decided that the blocks are released while the host has a copy. If there is a hold, it ends."""
 
     at_s: float
     reason: PauseReason
@@ -143,7 +151,7 @@ class Swapped:
 
 @dataclass(frozen=True, slots=True)
 class Fetched:
-    """The copy is on the device again and held until ``until_s``."""
+    """The copy was loaded to the device and is held until ``until_s``."""
 
     at_s: float
     until_s: float
@@ -151,7 +159,7 @@ class Fetched:
 
 @dataclass(frozen=True, slots=True)
 class FetchFailed:
-    """The copy was not loaded, but it is still there."""
+    """The copy was not loaded, but the host still has it."""
 
     at_s: float
     reason: LoadFailure
@@ -159,7 +167,7 @@ class FetchFailed:
 
 @dataclass(frozen=True, slots=True)
 class CopyLost:
-    """The host has no copy any more."""
+    """The host no longer has the copy."""
 
     at_s: float
     reason: LoadFailure
@@ -167,12 +175,14 @@ class CopyLost:
 
 @dataclass(frozen=True, slots=True)
 class HoldEnded:
-    """A hold ended unused: expired, broken for somebody who needed the memory, or asked for."""
+    """A hold ended before the program's next turn used it: it expired, a turn needed the memory, or a request ended
+    it.
+    """
 
     at_s: float
     reason: ReleaseReason
     policy_reason: PauseReason | None = None
-    """Of a hold that the policy ended at a review."""
+    """The policy's reason, if it ended the hold at a review; otherwise None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,14 +195,14 @@ class ToolStarted:
 
 @dataclass(frozen=True, slots=True)
 class ToolFinished:
-    """The slowest tool of the pause has finished; the next turn is on its way."""
+    """The slowest tool of the pause has finished. The next turn will arrive soon."""
 
     at_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """The program will not come back: its client said so, or it was idle for too long."""
+    """The program will have no other turn: its client declared the end, or it was idle for too long."""
 
     at_s: float
     reason: ReleaseReason
@@ -221,12 +231,12 @@ Event = (
 
 @dataclass(frozen=True, slots=True)
 class Decide:
-    """Ask the pause policy, and answer with Held, Swapped or Released."""
+    """Ask the pause policy, and report Held, Swapped or Released."""
 
 
 @dataclass(frozen=True, slots=True)
 class Observe:
-    """A pause of this length for this tool key was seen."""
+    """Record a pause of this length under this tool key in the duration statistics."""
 
     tool: str
     seconds: float
@@ -234,24 +244,24 @@ class Observe:
 
 @dataclass(frozen=True, slots=True)
 class FreeHold:
-    """Give the held blocks back."""
+    """Release the held blocks."""
 
     reason: ReleaseReason
 
 
 @dataclass(frozen=True, slots=True)
 class Fetch:
-    """Load the copy, and answer with Fetched, FetchFailed or CopyLost."""
+    """Load the copy from the host, and report Fetched, FetchFailed or CopyLost."""
 
 
 @dataclass(frozen=True, slots=True)
 class CancelFetch:
-    """Nobody waits for the load that is under way: no answer is expected any more."""
+    """Cancel the load in progress. No event is to be reported for it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conclude:
-    """The program is over after so many turns, for which so many tokens were computed."""
+    """Record that the program has ended, with its number of turns and the tokens that were computed for them."""
 
     turns: int
     served_tokens: int = 0

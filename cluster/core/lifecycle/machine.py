@@ -1,4 +1,4 @@
-"""The life of a program on its replica: events in, actions out, one transition table, no I/O.
+"""The state machine of a program on its replica: a table of transitions from events to states and actions, without I/O.
 
     RUNNING --TurnEnded--> DECIDING --Held--> HELD --TurnArrived--> RESUMING --Admitted--> RUNNING
                                |               |                        |
@@ -8,7 +8,7 @@
                                |
                           TurnArrived --> RUNNING          the last turn's end, or Ended --> ENDED
 
-With a host tier there is a third way through a pause; a hold may turn into it, and it into a hold:
+With a host tier, a paused program can also be swapped out, directly or after a hold, and fetched into a hold again:
 
     DECIDING or HELD --Swapped--> SWAPPED --ToolFinished--> FETCHING --Fetched--> HELD, or RESUMING if a turn waits
                                      |                         |
@@ -17,8 +17,8 @@ With a host tier there is a third way through a pause; a hold may turn into it, 
                                      v
                                   RUNNING
 
-RUNNING covers every turn from its arrival on: whether vLLM computes it or lets it wait is vLLM's state, not the
-program's. A program may have several turns in flight (parallel sub-requests); it pauses when the last of them ends.
+RUNNING includes turns that wait in vLLM's queue: whether vLLM computes a turn or lets it wait is not part of the
+program's state. A program may have several turns in flight (parallel sub-requests). It pauses when the last one ends.
 """
 
 from collections.abc import Callable
@@ -55,11 +55,11 @@ from cluster.core.lifecycle.events import (
 from cluster.core.program import tool_key
 
 MAX_HISTORY = 48
-"""Events that a program's history keeps; older ones are dropped."""
+"""Maximum number of events in a program's history. Older events are dropped."""
 
 
 class Phase(StrEnum):
-    """Where a program stands."""
+    """The phase of a program, see the module's diagrams."""
 
     RUNNING = "running"
     DECIDING = "deciding"
@@ -67,22 +67,22 @@ class Phase(StrEnum):
     RELEASED = "released"
     RESUMING = "resuming"
     SWAPPED = "swapped"
-    """Nothing is kept on the device, the host has a copy."""
+    """The host has a copy of the program's KV, and the device keeps none."""
     FETCHING = "fetching"
-    """The copy is being loaded into memory that will be a hold; its next turn may be waiting for that."""
+    """The copy is being loaded to the device, where it will be held. The program's next turn may be waiting for it."""
     ENDED = "ended"
 
 
 @dataclass(frozen=True, slots=True)
 class PastEvent:
-    """What happened to a program, and its phase afterwards."""
+    """An event of a program, and its phase after the event."""
 
     event: Event
     phase: Phase
 
     @property
     def detail(self) -> str:
-        """The event's reason, or the tools that it names; empty without either."""
+        """The event's reason, or the tools that it names; empty: it has neither."""
         if isinstance(self.event, HoldEnded) and self.event.policy_reason is not None:
             return self.event.policy_reason
         return getattr(self.event, "reason", "") or ",".join(getattr(self.event, "tools", ()))
@@ -94,52 +94,52 @@ class PastEvent:
 
 @dataclass(frozen=True, slots=True)
 class ProgramState:
-    """All that the lifecycle knows of a program. Times are seconds on its replica's clock."""
+    """The state of a program in its lifecycle. Times are seconds on its replica's clock."""
 
     key: str
     arrived_s: float
     phase: Phase = Phase.RUNNING
     turns: int = 0
-    """Turns that have arrived, this one included."""
+    """Number of turns that have arrived, including those in flight."""
     active: int = 0
-    """Turns in flight."""
+    """Number of turns in flight."""
     served_tokens: int = 0
     """Tokens computed for the turns that have ended (Autellix's attained service)."""
     context_tokens: int = 0
-    """After its last turn that ended."""
+    """Length of the context after the last turn that ended."""
     generated_tokens: int = 0
     busy_s: float = 0.0
-    """Time that its ended turns took, their waiting included and the tools' not."""
+    """Seconds that the ended turns took from arrival to last token, without tool time."""
     on_time: bool = True
-    """No ended turn was late with its first token."""
+    """Whether every ended turn met the SLO's bound on the TTFT."""
     last_served_s: float | None = None
-    """When its last turn ended."""
+    """The time at which a turn last ended; None: no turn has ended."""
     ending: bool = False
-    """Its last turn has arrived."""
+    """Whether the program ends when its turns in flight have ended."""
     tools: tuple[str, ...] = ()
-    """What the pause waits for."""
+    """The tools that the pause waits for."""
     paused_s: float | None = None
     tool_started_s: float | None = None
     observed: bool = True
-    """The pause's length is already in the statistics."""
+    """Whether the length of the pause is already in the statistics."""
     last_event_s: float = 0.0
     history: tuple[PastEvent, ...] = ()
-    """What happened last."""
+    """The last events, at most `MAX_HISTORY`, oldest first."""
 
 
 Step = tuple[ProgramState, tuple[Action, ...]]
 
 
 def begin(key: str, at_s: float) -> ProgramState:
-    """A program that nobody has seen; its first event is a TurnArrived."""
+    """Make the state of a new program. Its first event must be a TurnArrived."""
     return ProgramState(key=key, arrived_s=at_s, phase=Phase.RELEASED, last_event_s=at_s)
 
 
 def step(state: ProgramState, event: Event) -> Step:
-    """The state after ``event``, and what has to be done.
+    """Return the state after ``event``, and the actions that the caller has to carry out.
 
     Raises:
-        IllegalTransition: the table has no such event in this phase; the message has the program's history.
+        IllegalTransition: `TRANSITIONS` has no such event in this phase. The message has the program's history.
     """
     handler = TRANSITIONS.get((state.phase, type(event)))
     if handler is None:
@@ -168,7 +168,8 @@ def _arrive(state: ProgramState, event: TurnArrived) -> Step:
 
 
 _ARRIVALS = {Phase.HELD: Phase.RESUMING, Phase.RESUMING: Phase.RESUMING, Phase.FETCHING: Phase.FETCHING}
-"""Where a turn has something to wait for beside its admission."""
+"""The phase after the arrival of a turn, for phases that differ from RUNNING: the turn has a hold or waits for a
+load."""
 
 
 def _admit(state: ProgramState, _: Admitted) -> Step:
@@ -235,7 +236,7 @@ def _lose_copy(state: ProgramState, _: CopyLost) -> Step:
 
 
 def _freed(state: ProgramState, reason: ReleaseReason) -> tuple[Action, ...]:
-    """What gives back the memory that the phase stands for."""
+    """Return the actions that release the memory that the program has in its phase."""
     if state.phase in (Phase.HELD, Phase.RESUMING):
         return (FreeHold(reason),)
     return (CancelFetch(),) if state.phase is Phase.FETCHING else ()
@@ -316,4 +317,4 @@ TRANSITIONS: dict[tuple[Phase, type[Event]], Callable[[ProgramState, Any], Step]
     (Phase.FETCHING, ToolFinished): _finish_tool,
     (Phase.FETCHING, Ended): _end_paused,
 }
-"""Every legal event of every phase; what is not here raises."""
+"""The handler of every event that is legal in a phase. For any other pair, `step` raises IllegalTransition."""
