@@ -1,7 +1,8 @@
-"""Where the configuration comes from: a YAML file, then the environment, then flags; and how it is shown again.
+"""Loads the configuration from a YAML file, the environment and flags, and writes it as YAML or as a JSON Schema.
 
-Every complaint has the form ``SOURCE: key.path: message (got VALUE, line N)``, where SOURCE is the file, the variable
-or the flag that said it; several are told at once, one a line.
+The environment overrides the file, and flags override both. Every error message has the form ``SOURCE: key.path:
+message (got VALUE, line N)``, where SOURCE is the file, the variable or the flag. All errors are reported together, one
+a line.
 """
 
 import difflib
@@ -22,20 +23,21 @@ from cluster.core.errors import ConfigError
 from cluster.core.registry import POLICIES, ROUTER_PARAMETERS, ROUTERS, read_cost_model
 
 VARIABLE_PREFIX = "CAESURA__"
-"""An environment variable of this beginning overrides a key: CAESURA__HTTP__PORT is http.port, in any case."""
+"""Prefix of environment variables that override a key. CAESURA__HTTP__PORT sets http.port. Case does not matter."""
 
 BUILT_IN = "built-in configuration"
-"""The source of what nobody said."""
+"""The source that messages name for default values."""
 
 MAX_SHOWN = 80
-"""Characters of a wrong value that a complaint repeats."""
+"""Maximum length of an invalid value in an error message (characters)."""
 
 SCHEMA_DIALECT = "https://json-schema.org/draft/2020-12/schema"
 
 KeyPath = tuple[str, ...]
 
 SECRET_SECTIONS = frozenset({"headers", "environment"})
-"""What a tool sends and what a command sees: tokens, it may be."""
+"""Sections whose values are never shown, as they may contain secrets: headers that a tool sends, and the environment
+of a command."""
 
 HIDDEN = "***"
 _USER = re.compile(r"://[^/\s'\"]*@")
@@ -70,12 +72,12 @@ RENAMED: dict[str, str | None] = {
         for name in ("empty_share", "aged_share", "tenant_spread", "ledger_snapshots", "guarded_working_set")
     ),
 }
-"""Old keys with their new names; None: it is not a setting any more. A key that there still is, is never looked up."""
+"""Old keys with their new names; None: the key was removed. It is looked up only for keys that are unknown."""
 
 
 @dataclass(slots=True)
 class _Layers:
-    """The values as they add up, and who said which."""
+    """The merged values of all sources, and the source of each."""
 
     source: str
     values: dict[str, Any] = field(default_factory=dict)
@@ -96,7 +98,9 @@ class _Layers:
         self.overrides[path] = source
 
     def source_of(self, path: KeyPath) -> str:
-        """The variable or flag that set the key, a section above it, or else, alone, a key below it; else the file."""
+        """Return the variable or flag that set the key or a section above it. Otherwise return the file if it has the
+        key, or else a variable or flag that set a key below it, or else the file.
+        """
         above = (self.overrides.get(path[:length]) for length in range(len(path), 0, -1))
         below = (source for key, source in self.overrides.items() if key[: len(path)] == path)
         default = self.source if path in self.lines else next(below, self.source)
@@ -117,12 +121,12 @@ def load_config(
     """Read the configuration.
 
     Args:
-        path: the YAML file; None takes the defaults.
-        environment: in which variables that begin with ``CAESURA__`` override the file.
-        overrides: from dotted keys to values; these override both.
+        path: the YAML file; None: the defaults are used.
+        environment: environment variables. Those that begin with ``CAESURA__`` override the file.
+        overrides: values by dotted keys. They override the file and the environment.
 
     Raises:
-        ConfigError: what is wrong, one line for each.
+        ConfigError: the configuration is invalid. The message has one line for each error.
     """
     layers = _Layers(BUILT_IN) if path is None else _read_file(path)
     for name in sorted(environment):
@@ -131,7 +135,7 @@ def load_config(
             layers.override(name, keys, _parse_scalar(name, environment[name]))
     for dotted, value in (overrides or {}).items():
         layers.override(f"--set {dotted}", tuple(dotted.split(".")), value)
-    # A section whose keys are all commented out is null in YAML; it means the defaults.
+    # A section whose keys are all commented out is null in YAML, and gets the defaults.
     sections = CaesuraConfig.model_fields.keys()
     said = {key: value for key, value in layers.values.items() if value is not None or key not in sections}
     try:
@@ -142,10 +146,10 @@ def load_config(
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:
-    """``key.path=value`` of a flag; the value is YAML.
+    """Parse the ``key.path=value`` of a flag. The value is YAML.
 
     Raises:
-        ConfigError: it has no ``=`` or no key, or the value is not YAML.
+        ConfigError: there is no ``=`` or no key, or the value is not YAML.
     """
     key, separator, value = text.partition("=")
     if not separator or not key.strip():
@@ -154,7 +158,9 @@ def parse_assignment(text: str) -> tuple[str, Any]:
 
 
 def dump_config(config: CaesuraConfig) -> str:
-    """The configuration as YAML, every default filled in, those of the policy's and the router's parameters, too."""
+    """Return the configuration as YAML with all defaults, including those of the policy's and the router's
+    parameters.
+    """
     values = config.model_dump(mode="json")
     parameters = POLICIES.load(config.policy.name).model_validate(config.policy.parameters)
     values["policy"]["parameters"] = parameters.model_dump(mode="json")
@@ -164,7 +170,7 @@ def dump_config(config: CaesuraConfig) -> str:
 
 
 def config_schema() -> dict[str, Any]:
-    """JSON Schema (draft 2020-12) of the file, the parameters of each policy and router under ``$defs``."""
+    """Return the JSON Schema (draft 2020-12) of the file. ``$defs`` has the parameters of each policy and router."""
     of_policies = {name: POLICIES.load(name) for name in POLICIES}
     of_routers = {name: ROUTER_PARAMETERS.load(name) for name in ROUTER_PARAMETERS}
     models = [CaesuraConfig, *dict.fromkeys((*of_policies.values(), *of_routers.values()))]
@@ -180,7 +186,7 @@ def config_schema() -> dict[str, Any]:
         default = section.model_fields["name"].default
         described["allOf"] = [
             {
-                # Without "required" the condition also holds where the name is left out, which means the default.
+                # Without "required" the condition also holds where the name is left out, that is, for the default.
                 "if": {"properties": {"name": {"const": name}}, **({} if name == default else {"required": ["name"]})},
                 "then": {"properties": {"parameters": references[model, "validation"]}},
             }
@@ -190,7 +196,7 @@ def config_schema() -> dict[str, Any]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML's own loader, whatever other libraries in this process have put into the one that all share."""
+    """A YAML loader of our own, since other libraries may have changed the shared one in this process."""
 
 
 def _timestamp(loader: _Loader, node: yaml.ScalarNode) -> Any:
@@ -230,7 +236,7 @@ def _read_file(path: Path) -> _Layers:
 
 
 def _walk(node: yaml.Node, path: KeyPath, lines: dict[KeyPath, int], seen: set[int]) -> Iterator[str]:
-    """Note the line of every key, and yield a complaint for each that stands twice. An aliased node counts once."""
+    """Record the line of every key, and yield an error message for each repeated key. An aliased node counts once."""
     if not isinstance(node, yaml.MappingNode) or id(node) in seen:
         return
     seen.add(id(node))
@@ -267,7 +273,7 @@ def _complaints(error: ValidationError, layers: _Layers, prefix: KeyPath = ()) -
 
 
 def _without_kind(path: KeyPath) -> KeyPath:
-    # pydantic puts the kind that it took from a tool's `kind` into the path of what is wrong with the tool.
+    # pydantic adds the value of a tool's `kind` to the path of an error in the tool.
     return path[:3] + path[4:] if path[:2] == TOOLS else path
 
 
@@ -280,7 +286,7 @@ def _message(detail: ErrorDetails, cause: object) -> str:
 
 
 def _renamed(path: KeyPath, value: Any) -> str | None:
-    """What has become of an old key and of the keys below it; None: it is not an old one."""
+    """Return a message with the new names of an old key and of the keys below it; None: no key is an old one."""
     found = []
     below = [(*path, str(key)) for key in value] if isinstance(value, dict) else []
     for old in (path, *below):
@@ -326,7 +332,7 @@ def _known_keys(section: KeyPath, values: Mapping[str, Any]) -> set[str]:
 
 
 def _section_or_group(annotation: Any) -> Any:
-    """What a value of this type is: a section, or a mapping or sequence (of sections, it may be); None: neither."""
+    """Return the section, mapping or sequence type of an annotation; None: it is of another type."""
     for kind in (annotation, *get_args(annotation)):
         if hasattr(kind, "model_fields") or get_origin(kind) in (dict, tuple):
             return kind
@@ -338,7 +344,7 @@ def _kinds(model: type[BaseModel]) -> tuple[str, ...]:
 
 
 def _with_paths(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
-    """Sources and cost models that are paths as absolute ones, after a look whether they are there."""
+    """Make the paths of sources and cost models absolute, and check that they exist."""
 
     def source(key: KeyPath, said: str) -> str:
         if not said.startswith(("/", ".", "~")):
@@ -373,14 +379,14 @@ def _with_paths(config: CaesuraConfig, layers: _Layers, path: Path | None) -> Ca
 
 
 def _resolved(source: str, key: KeyPath, layers: _Layers, path: Path | None) -> Path:
-    """A path that stands in the file is beside the file; one that was said elsewhere is from here."""
+    """Resolve a path. In the file it is relative to the file's directory, elsewhere to the working directory."""
     in_file = path is not None and layers.source_of(key) == layers.source
     base = path.parent if path is not None and in_file else Path()
     return (base / Path(source).expanduser()).resolve()
 
 
 def _shown(value: Any, path: KeyPath = ()) -> str:
-    """A wrong value as a complaint repeats it; what may be a password or a token in it is not."""
+    """Return an invalid value for an error message, without passwords and tokens, and cut to `MAX_SHOWN`."""
     text = HIDDEN if SECRET_SECTIONS.intersection(path) else _USER.sub(f"://{HIDDEN}@", repr(_without_secrets(value)))
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 

@@ -1,4 +1,4 @@
-"""Which models are served, on what, and which of them a class of programs goes to."""
+"""Configuration of models: which are served, on which replicas, and which model a class of programs uses."""
 
 from typing import Annotated, Any, Literal
 
@@ -7,7 +7,7 @@ from pydantic import AfterValidator, Field
 from cluster.config.sections import Section, SloConfig
 
 TINY = "tiny"
-"""The model source that stands for the built-in model of `caesura model tiny`."""
+"""The model source that means the built-in model of `caesura model tiny`."""
 
 RESERVED_ENGINE_KWARGS = {
     "model": "model.source",
@@ -19,7 +19,7 @@ RESERVED_ENGINE_KWARGS = {
     "enable_auto_tool_choice": "model.tool_parser",
     "additional_config": "policy.parameters",
 }
-"""Engine arguments that Caesura sets itself, each with the key that decides it."""
+"""Engine arguments that Caesura sets itself, each with the configuration key that determines it."""
 
 
 def _not_reserved(key: str) -> str:
@@ -31,7 +31,7 @@ def _not_reserved(key: str) -> str:
 EngineArgument = Annotated[str, AfterValidator(_not_reserved)]
 
 CLASS_PREFIX = "auto:"
-"""What stands before the name of a class where a client names one as `model`."""
+"""Prefix of the name of a class in a request's `model`."""
 
 
 def _not_a_class(model_id: str) -> str:
@@ -44,44 +44,48 @@ ModelId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_no
 
 
 class ModelWeights(Section):
-    """A model's weights, and how its output is read."""
+    """A model's weights, and the parser of its output."""
 
     source: str = Field(TINY, min_length=1)
-    """A local path or a Hugging Face id; `tiny` is the built-in random model, made on first use."""
+    """A local path or a Hugging Face id. `tiny` is the built-in model with random weights, which is made on first
+    use."""
     tool_parser: str | None = "hermes"
-    """vLLM's parser for the tool calls in this model's output; null turns tool parsing off."""
+    """vLLM's parser for tool calls in this model's output (`--tool-call-parser`). null: tool calls are not parsed."""
 
 
 class ReplicaConfig(Section):
-    """How many engines, and on what."""
+    """The replicas of a model: their number, their devices and their limits."""
 
     count: int = Field(1, ge=1, le=1024)
     """Number of vLLM replicas."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """Devices (or CPU processes) that one replica is split over, through a Ray placement group."""
+    """Number of devices (or CPU processes) over which one replica is split, in a Ray placement group."""
     accelerator: Literal["cpu", "gpu"] = "cpu"
-    """What a replica runs on."""
+    """Type of device that a replica runs on."""
     accelerator_type: str | None = None
-    """Ray's name of the GPU type, such as H100; null takes any."""
+    """Ray's name of the GPU type, such as H100. null: any type."""
     cpus: float = Field(0.5, gt=0)
     """Ray CPUs reserved for each process of a replica."""
     kv_cache_bytes: int | None = Field(None, ge=1 << 20)
-    """KV cache of one CPU replica; null is 128 MiB. On a GPU set `engine.gpu_memory_utilization` instead."""
+    """Size of the KV cache of one CPU replica in bytes. null: 128 MiB. On a GPU, set `engine.gpu_memory_utilization`
+    instead."""
     cpu_offload_bytes: int | None = Field(None, ge=0)
-    """Host memory of one replica for the KV of paused programs, all its devices together. null: half of what the
-    machine has available, over the replicas on it, and on CPU no more than twice the KV cache; 0: no host tier."""
+    """Host memory of one replica for the KV of paused programs, in bytes, for all its devices together. null: the
+    replicas of a machine share half of its available memory, and on CPU a replica gets at most twice its KV cache. 0:
+    there is no host tier."""
     max_ongoing_requests: int = Field(256, ge=1)
-    """Requests that one replica works on at a time; more wait in front of it."""
+    """Maximum number of requests in one replica. Further requests wait in Ray Serve's queue."""
     max_queued_requests: int = Field(2048, ge=-1)
-    """Requests that wait in front of the replicas before 503 is answered; -1 is no limit."""
+    """Maximum number of requests that wait in Ray Serve's queue. Further requests get 503. -1: no limit."""
     start_timeout_s: float = Field(600.0, gt=0)
-    """Seconds for a replica to load its model."""
+    """Seconds that a replica may take to start and load its model."""
     stream_interval_ms: int = Field(50, ge=0)
-    """Tokens of one stream that are ready within this time travel together."""
+    """Milliseconds for which a replica collects the tokens of one stream before it sends them together. A higher value
+    makes fewer messages and bursts of tokens; 0 sends each token when it is ready."""
 
 
 class ModelConfig(ModelWeights):
-    """What is served."""
+    """The first model that is served."""
 
     id: ModelId = "tiny"
     """The name that clients send as `model`."""
@@ -94,26 +98,29 @@ class FurtherModel(ModelWeights):
     """vLLM engine arguments of this model."""
     replicas: ReplicaConfig = Field(default_factory=ReplicaConfig)
     cost_model: str | None = Field(None, min_length=1)
-    """As the key of the same name of the first model."""
+    """Costs of the steps of this model's replicas. It has the meaning of the top-level key `cost_model`."""
     slo: SloConfig = Field(default_factory=SloConfig)
-    """Bounds that count for this model; those that are not said are the default's (`slo`)."""
+    """SLO bounds for this model. A bound that is not set here is that of the top-level key `slo`."""
 
 
 class ClassRule(Section):
-    """Sends a program of a class to a model, if all that is said of it holds."""
+    """A rule that sends a program of a class to a model if all of its conditions hold."""
 
     model: ModelId
-    """Where it goes: an id of `model` or `models`."""
+    """The model that the program goes to: an id of `model` or `models`."""
     tools: tuple[str, ...] | None = None
-    """Holds if a tool that its turn offers, or has just used, matches one of these patterns (`*` for any part)."""
+    """The condition holds if a tool that the turn offers, or has just used, matches one of these patterns, in which `*`
+    stands for any text. null: no condition."""
     min_prompt_tokens: int | None = Field(None, ge=1)
-    """Holds from so many prompt tokens on; of a text they are estimated, at four bytes each."""
+    """The condition holds if the prompt has at least this number of tokens. For a text they are estimated, at four
+    bytes a token. null: no condition."""
     max_prompt_tokens: int | None = Field(None, ge=1)
-    """Holds up to so many."""
+    """The condition holds if the prompt has at most this number of tokens. null: no condition."""
     max_start_s: float | None = Field(None, gt=0)
-    """Holds while a turn is expected to start there within this time."""
+    """The condition holds if a turn is expected to start on this model within this time (seconds). null: no
+    condition."""
 
     @property
     def unconditional(self) -> bool:
-        """Whether it always holds."""
+        """Whether the rule has no conditions, so that it always holds."""
         return self == ClassRule(model=self.model)

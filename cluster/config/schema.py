@@ -1,7 +1,7 @@
-"""The configuration: one YAML file, frozen, unknown keys rejected. `cluster.config.loader` reads it.
+"""The schema of the configuration, which is one YAML file. It is frozen, and unknown keys are rejected.
 
-Units are in the names (``_s`` seconds, ``_tokens``, ``_bytes``). Every field has a default, so that an empty file
-serves the built-in tiny model on this machine.
+`cluster.config.loader` reads the file. The names of keys contain their units (``_s`` for seconds, ``_tokens``,
+``_bytes``). Every field has a default, so that an empty file serves the built-in tiny model on this machine.
 """
 
 from collections.abc import Mapping
@@ -33,14 +33,16 @@ from cluster.core.registry import OUR_ROUTER, POLICIES, ROUTER_PARAMETERS, ROUTE
 
 
 class RouterConfig(Section):
-    """Which replica a turn goes to."""
+    """The router, which chooses the replica of each turn."""
 
     name: str = OUR_ROUTER
-    """A registered router: `caesura` places programs; the others are Ray's own."""
+    """The name of a router. `caesura` places programs. The others are Ray's own."""
     parameters: dict[str, Any] = Field(default_factory=dict)
-    """The parameters of `caesura`'s placement, which `caesura config schema` lists; or keyword arguments of Ray's."""
+    """With the router `caesura`, the parameters of its placement, which `caesura config schema` lists. With another
+    router, the keyword arguments of Ray's router."""
     quarantine_s: float = Field(600.0, gt=0)
-    """How long a request is refused of which a replica died, or under which two did."""
+    """Seconds for which a request is rejected after it crashed a replica, or after two replicas died while they worked
+    on it."""
 
     @field_validator("name")
     @classmethod
@@ -58,18 +60,21 @@ class RouterConfig(Section):
 
 
 class PolicyConfig(Section):
-    """What runs next, and what keeps its KV memory through a tool call."""
+    """The scheduling policy: which turn runs next, and which program keeps its KV during a tool call."""
 
     name: str = "caesura"
-    """A registered policy."""
+    """The name of a policy."""
     parameters: dict[str, Any] = Field(default_factory=dict, validate_default=True)
-    """The policy's own parameters; `caesura config schema` lists them."""
+    """The policy's parameters. `caesura config schema` lists them."""
     order: str | None = None
-    """A registered policy whose order is taken in place of this one's, with its default parameters."""
+    """The name of a policy whose order of turns is used instead, with that policy's default parameters. null: the order
+    of `name`."""
     pause: str | None = None
-    """The same for what becomes of a paused program's KV."""
+    """The name of a policy whose decisions about the KV of paused programs are used instead, with that policy's default
+    parameters. null: the decisions of `name`."""
     budget: str | None = None
-    """The same for the tokens of a step."""
+    """The name of a policy whose token budget of a step is used instead, with that policy's default parameters. null:
+    the budget of `name`."""
 
     @field_validator("name", "order", "pause", "budget")
     @classmethod
@@ -90,105 +95,110 @@ class RedisConfig(Section):
     """The Redis through which the processes of the cluster share state: placements, runs, statistics and SLO sums."""
 
     url: str = Field("embedded", pattern=r"^(embedded|rediss?://.+|unix://.+)$")
-    """`embedded` starts a real Redis beside the cluster; else the URL of yours. `?password_file=PATH` at its end: the
-    password is what this file says, on each machine."""
+    """The URL of a Redis, or `embedded`, with which `caesura serve` starts a Redis server for the cluster. With
+    `?password_file=PATH` at the end of the URL, each machine reads the password from this file."""
     path: str | None = None
-    """Where the embedded Redis keeps its data; null forgets at the end."""
+    """Directory in which the embedded Redis stores its data. null: the data is lost when the cluster stops."""
     timeout_s: float = Field(0.5, gt=0, le=60)
-    """Every call to Redis ends within this time."""
+    """Timeout of each call of Redis in seconds. After it, the cluster continues without the answer."""
     refresh_s: float = Field(1.0, gt=0)
-    """How often a replica writes its own statistics and reads the others'."""
+    """Seconds between two exchanges of tool statistics: a replica writes its own and reads those of the others. A lower
+    value spreads them sooner, and makes more calls of Redis."""
     expiry_s: float = Field(7 * 24 * 3600.0, gt=0)
-    """Statistics of a replica that no longer writes are forgotten after this time."""
+    """Seconds after which the statistics of a replica that no longer writes are deleted."""
 
 
 class HttpConfig(Section):
-    """The HTTP surface."""
+    """The HTTP server."""
 
     data_plane: Literal["ingress", "direct"] = "ingress"
-    """`direct`: the bytes of an answer go from the replica to the client through HAProxy alone, and through no process
-    of the cluster's. One model, /v1/chat/completions, /v1/completions, tokens and probes; needs HAProxy."""
+    """How answers reach clients. `ingress`: through an ingress process, with all features. `direct`: from the replica
+    to the client through HAProxy only, which must be installed. It serves one model, with /v1/chat/completions,
+    /v1/completions, the token routes and the probes."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
-    """Port to listen on; 0 takes a free one."""
+    """Port to listen on. 0: any free port."""
     ingress_replicas: int = Field(1, ge=1, le=64)
-    """Processes that take HTTP requests."""
+    """Number of ingress processes, which handle HTTP requests."""
     trust_request_start: bool = False
-    """Count a turn's latency from the time that the header `X-Request-Start: t=<unix seconds>` tells, so that what it
-    waited in front of Caesura is in it. For where a proxy of yours sets the header: who sends it decides on SLOs."""
+    """Whether a turn's latency starts at the time in the header `X-Request-Start: t=<unix seconds>`. It then includes
+    the time in queues in front of Caesura. Use it only behind a proxy of yours that sets the header, since a client
+    that sets the header could change its SLO verdicts."""
     max_concurrent_requests: int = Field(1024, ge=1)
-    """Requests in flight in one ingress before 503 is answered."""
+    """Maximum number of requests in flight in one ingress. Further requests get 503."""
     max_body_bytes: int = Field(8 << 20, ge=1024)
-    """Larger bodies get 413."""
+    """Maximum size of a request's body in bytes. Larger bodies get 413."""
     max_header_bytes: int = Field(32 << 10, ge=1024)
-    """Larger headers get 431."""
+    """Maximum size of a request's headers in bytes. Larger headers get 431."""
     max_json_depth: int = Field(64, ge=4, le=500)
-    """JSON nested deeper gets 400."""
+    """Maximum depth of nested JSON. Deeper JSON gets 400."""
     request_timeout_s: float = Field(1200.0, gt=0)
-    """A turn that takes longer ends in an error."""
+    """Maximum duration of a turn in seconds. A longer turn ends with an error."""
     admin: bool = True
-    """Serve the /admin routes (policy switch, statistics, cache reset). With `auth.file` they need the role `admin`."""
+    """Whether the /admin routes are served (policy switch, statistics, cache reset). With `auth.file` they need the
+    role `admin`."""
 
 
 class LimitsConfig(Section):
-    """Limits on programs, pinned KV and calls of a replica's scheduler."""
+    """Limits on programs, on pinned KV and on calls of a replica's scheduler."""
 
     timeout_s: float = Field(5.0, gt=0)
-    """A call of a replica's scheduler that is not answered within this time fails."""
+    """Timeout of a call of a replica's scheduler in seconds."""
     max_pin_s: float = Field(600.0, gt=0)
-    """A paused program's KV stays pinned at most this long without a next turn, whatever a policy or a client asks."""
+    """Maximum time for which a paused program's KV stays pinned, in seconds. Policies and clients cannot exceed it."""
     max_programs: int = Field(100_000, ge=1)
-    """Programs that a replica remembers."""
+    """Maximum number of programs in the memory of a replica. Beyond it, the least recently used one is forgotten."""
     program_ttl_s: float = Field(3600.0, gt=0)
-    """A program without a turn for this long has ended."""
+    """Seconds without a turn after which a program counts as ended."""
     starvation_s: float = Field(60.0, gt=0)
-    """A turn that waits longer for its admission counts as starved in the metrics. Nothing else depends on it."""
+    """Seconds of waiting for admission after which a turn counts as starved. It affects only the metrics."""
 
 
 class MetricsConfig(Section):
     """Metrics for Prometheus."""
 
     enabled: bool = True
-    """Count and export metrics."""
+    """Whether metrics are counted and exported."""
 
 
 class ProgramsConfig(Section):
-    """Programs whose loop of turns and tools runs in the cluster."""
+    """Limits of runs: programs whose loop of turns and tools runs in the cluster."""
 
     lease_s: float = Field(5.0, gt=0, le=600)
-    """A program waits this long after its ingress died before another takes over."""
+    """Lease of a run in seconds. When an ingress dies, another ingress continues its runs after this time."""
     retention_s: float = Field(24 * 3600.0, ge=1, le=366 * 24 * 3600)
-    """How long finished responses and their logs can be read."""
+    """Seconds for which a finished response and its log can be read."""
     max_open: int = Field(1024, ge=1)
-    """Programs in flight in one ingress before 503 is answered."""
+    """Maximum number of runs in flight in one ingress. Further ones get 503."""
     max_turns: int = Field(64, ge=1)
-    """Turns of a run; the last one may call no tool."""
+    """Maximum number of turns of a run. In the last one, the model cannot call tools."""
     max_tool_calls: int = Field(256, ge=0)
-    """Tool calls of a run."""
+    """Maximum number of tool calls of a run."""
     max_wall_s: float = Field(3600.0, gt=0)
-    """A run that takes longer ends incomplete. Where its ingress died, the time until another one goes on counts as one
-    lease at most."""
+    """Maximum duration of a run in seconds. A longer run ends as incomplete. If its ingress died, the time until
+    another ingress continues the run counts as at most one lease."""
     max_output_tokens: int = Field(262_144, ge=1)
-    """Tokens that all turns of a run generate together."""
+    """Maximum number of tokens that all turns of a run generate together."""
     turn_attempts: int = Field(2, ge=1, le=10)
-    """How often a turn is tried whose replica failed."""
+    """Maximum number of attempts of a turn whose replica fails."""
 
 
 class CaesuraConfig(Section):
-    """The whole configuration."""
+    """The complete configuration."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: dict[EngineArgument, Any] = Field(default_factory=dict)
-    """vLLM engine arguments, passed through, such as max_model_len or max_num_seqs."""
+    """vLLM engine arguments of the first model, such as max_model_len or max_num_seqs. They are passed to vLLM
+    unchanged."""
     replicas: ReplicaConfig = Field(default_factory=ReplicaConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)
     slo: SloConfig = Field(default_factory=SloConfig)
-    """Of all models and tenants; `models` and `tenants` may say otherwise, bound by bound."""
+    """SLO bounds for all models and tenants. Entries of `models` and `tenants` can override single bounds."""
     cost_model: str | None = Field(None, min_length=1)
-    """What a replica's steps cost, for the policies: a preset such as opt-13b/h800, or the path of a .json file that
-    `caesura profile` wrote; null takes the preset that fits the model and what it runs on, if there is one."""
+    """Costs of a replica's steps, which policies use: a preset such as opt-13b/h800, or the path of a .json file that
+    `caesura profile` wrote. null: the preset that fits the model and its device, if there is one."""
     redis: RedisConfig = Field(default_factory=RedisConfig)
     http: HttpConfig = Field(default_factory=HttpConfig)
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
@@ -199,13 +209,14 @@ class CaesuraConfig(Section):
     programs: ProgramsConfig = Field(default_factory=ProgramsConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     models: dict[ModelId, FurtherModel] = Field(default_factory=dict)
-    """More models, by the names that clients send, each on replicas of its own."""
+    """Further models, each on its own replicas, by the name that clients send as `model`."""
     model_routing: dict[str, tuple[ClassRule, ...]] = Field(default_factory=dict)
-    """Names that clients send as `model: auto:NAME`; the first rule that holds says which model a program goes to."""
+    """Classes of programs, by the NAME that clients send as `model: auto:NAME`. A program goes to the model of the
+    first rule that holds."""
     auth: AuthConfig = Field(default_factory=AuthConfig)
     tenants: dict[TenantName, TenantConfig] = Field(default_factory=dict)
-    """What is different for some tenants, by the names that keys give them. A tenant that is not here has no limits; in
-    metrics all of those together are `other`."""
+    """Settings of tenants, by the names that API keys give them. A tenant without an entry has no limits, and metrics
+    count it under `other`."""
 
     @field_validator("models")
     @classmethod
@@ -269,7 +280,7 @@ class CaesuraConfig(Section):
 
     @property
     def placement(self) -> Any:
-        """The parameters of our router, `router.settings.RouterSettings`; None where the router is Ray's own."""
+        """The parameters of Caesura's router, a `router.settings.RouterSettings`; None: the router is Ray's own."""
         if self.router.name not in ROUTER_PARAMETERS:
             return None
         shared = {
@@ -281,7 +292,9 @@ class CaesuraConfig(Section):
 
     @property
     def served(self) -> Mapping[str, "CaesuraConfig"]:
-        """By model id, the first model first: the configuration as the replicas of that model see it."""
+        """By model id, the first model first: the configuration for the replicas of that model, in which it is the
+        first.
+        """
         first = FurtherModel(
             source=self.model.source,
             tool_parser=self.model.tool_parser,
@@ -311,10 +324,12 @@ class CaesuraConfig(Section):
         )
 
     def slo_of(self, tenant: str) -> SloConfig:
-        """The first model's bounds, for a tenant. (`served` has each model once as the first.)"""
+        """Return the first model's bounds for a tenant. For another model, call it on that model's entry of
+        `served`.
+        """
         return self.slo if tenant not in self.tenants else self.tenants[tenant].slo.over(self.slo)
 
     @property
     def num_replicas(self) -> int:
-        """Of all models."""
+        """Number of replicas of all models."""
         return self.replicas.count + sum(model.replicas.count for model in self.models.values())

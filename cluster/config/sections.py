@@ -1,4 +1,4 @@
-"""Sections of the configuration that stand alone: SLOs, keys, tenants, traces, logs and predictions."""
+"""Sections of the configuration that depend on no other section: SLOs, API keys, tenants, traces, logs, predictions."""
 
 from typing import Annotated, Any, Literal, Self
 
@@ -8,7 +8,8 @@ from cluster.core.program import MAX_ID_LENGTH
 from cluster.core.slo import Slo
 
 TenantName = Annotated[str, Field(min_length=1, max_length=MAX_ID_LENGTH, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
-"""A tenant's name has no slash, which ends the tenant in a program's key, and nothing that a label must quote."""
+"""A tenant's name. It has no slash, since that ends the tenant in a program's key, and no character that has to be
+quoted in a label of metrics."""
 
 
 class Section(BaseModel):
@@ -19,14 +20,14 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _no_flag_as_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        # YAML reads `no` and `off` as false, and pydantic reads false as 0: a port or a limit that nobody meant.
+        # YAML reads `no` and `off` as false, which pydantic would convert to 0. Nobody means a port or a limit of 0 so.
         if isinstance(value, bool) and cls.model_fields[info.field_name or ""].annotation is not bool:
             raise ValueError("must not be true or false")
         return value
 
 
 class SloConfig(Section):
-    """When a turn counts as good. null: that bound does not apply."""
+    """Bounds on latencies. A turn that meets all of them counts as good. null: this bound does not apply."""
 
     ttft_s: float | None = Field(1.0, gt=0)
     """Seconds from the intended arrival to the first token."""
@@ -35,83 +36,93 @@ class SloConfig(Section):
     e2e_s: float | None = Field(None, gt=0)
     """Seconds from the intended arrival to the last token."""
     normalized_latency_s: float | None = Field(None, gt=0)
-    """Seconds from arrival to the last token divided by the tokens generated."""
+    """Seconds per generated token: the time from the intended arrival to the last token, divided by the tokens
+    generated. For a program it is the time without tools, divided by the tokens of all turns."""
 
     @property
     def bounds(self) -> Slo:
-        """The bounds as records are judged by them."""
+        """The bounds as an `Slo`, which judges records."""
         return Slo(self.ttft_s, self.tpot_s, self.e2e_s, self.normalized_latency_s)
 
     def over(self, wider: "SloConfig") -> "SloConfig":
-        """These bounds where they are set, null included; else those of ``wider``."""
+        """Return these bounds, completed with those of ``wider`` where none is set. A bound of null counts as set."""
         return SloConfig(**wider.model_dump() | self.model_dump(exclude_unset=True))
 
 
 class AuthConfig(Section):
-    """API keys. Without a file every client may do everything: only where nobody else can reach the port."""
+    """API keys. Without a file, every client may do everything. Run it so only where no one else can reach the port."""
 
     file: str | None = Field(None, min_length=1)
-    """A YAML or JSON file of keys, such as a mounted secret; `caesura keys new` makes entries for it."""
+    """A YAML or JSON file of keys, such as a mounted secret. `caesura keys new` makes entries for it. null: no keys are
+    needed."""
     reload_s: float = Field(2.0, gt=0)
-    """How often the file is checked for changes."""
+    """Seconds between two checks of the file for changes. A removed key works for at most about this long."""
 
 
 class TenantConfig(Section):
-    """What is different for a tenant. Limits are of all ingresses together, in equal parts. null: no limit."""
+    """Settings of one tenant. Each limit is divided equally among the ingresses. null: no limit."""
 
     slo: SloConfig = Field(default_factory=SloConfig)
-    """Bounds that count for this tenant, on every model; those that are not set are the model's."""
+    """SLO bounds for this tenant, on every model. A bound that is not set here is the model's."""
     weight: float = Field(1.0, gt=0, le=1000)
-    """Its share of the memory where programs wait to be admitted, beside the other tenants'."""
+    """The tenant's weight when programs wait for admission. A tenant with weight 2 gets twice the share of memory of a
+    tenant with weight 1."""
     requests_per_s: float | None = Field(None, gt=0)
-    """Requests that make work for a replica; more get 429."""
+    """Requests per second. Only requests that make work for a replica count. Further requests get 429."""
     burst: int = Field(32, ge=1)
-    """Requests that may come at once after a quiet time."""
+    """Size of the token bucket of `requests_per_s`: the number of requests that may arrive at once after an idle
+    time."""
     max_concurrent: int | None = Field(None, ge=1)
-    """Such requests at a time; more get 429."""
+    """Maximum number of requests in flight. Only requests that make work for a replica count. Further requests get
+    429."""
     max_programs: int | None = Field(None, ge=1)
-    """Programs at a time whose loop runs in the cluster; more get 429."""
+    """Maximum number of this tenant's programs whose loop runs in the cluster at the same time. Further ones get
+    429."""
     models: tuple[str, ...] | None = None
-    """Models and classes (`auto:NAME`) that it may name; null: all."""
+    """Models and classes (`auto:NAME`) that the tenant may use; null: all."""
     tools: tuple[str, ...] | None = None
-    """Entries of `tools.defined` that its programs may call in the cluster; null: all."""
+    """Entries of `tools.defined` that the tenant's programs may call in the cluster; null: all."""
 
 
 class TracingConfig(Section):
-    """Traces of programs, by OpenTelemetry: one for each program, with spans for turns, queueing, holds and tools."""
+    """OpenTelemetry traces: one trace for each program, with spans for turns, queueing, holds and tools."""
 
     otlp_endpoint: str | None = Field(None, pattern=r"^https?://")
-    """The whole URL of an OTLP/HTTP receiver, such as http://collector:4318/v1/traces. null: nothing is traced. Headers
-    for it are read from OTEL_EXPORTER_OTLP_HEADERS."""
+    """The complete URL of an OTLP/HTTP receiver, such as http://collector:4318/v1/traces. null: nothing is traced. Its
+    headers are read from OTEL_EXPORTER_OTLP_HEADERS."""
     sample_ratio: float = Field(1.0, ge=0, le=1)
-    """The fraction of programs that is traced. Turns that come with a `traceparent` follow its sampling flag."""
+    """The fraction of programs that is traced. A turn with a `traceparent` header follows the header's sampling
+    flag."""
 
 
 class LogsConfig(Section):
     """Logs of the cluster's processes."""
 
     format: Literal["text", "json"] = "text"
-    """`json`: one object a line, with the ids of the program, the turn's request and the model where there are any."""
+    """Format of the log. `text` writes lines for people. `json` writes one object a line, with the ids of the program,
+    the turn's request and the model where they are known."""
 
 
 class PredictorConfig(Section):
-    """Predictions of turns and pauses, for what clients do not say."""
+    """Predictions of turns and pauses. They are used where a client gives no hint."""
 
     mode: Literal["none", "statistics", "service"] = "statistics"
-    """`statistics`: each ingress counts what it sees and predicts by itself (half a millisecond a turn); `service`:
-    separate processes, with a trained model if there is a bundle; `none`: no predictions, as always with
-    `http.data_plane: direct`."""
+    """Where predictions are made. `statistics`: each ingress predicts by itself, from statistics, which takes about
+    half a millisecond a turn. `service`: separate processes predict, with a trained model if there is a bundle. `none`:
+    there are no predictions. With `http.data_plane: direct` there are never predictions."""
     bundle: str | None = Field(None, min_length=1)
-    """Directory that `caesura predictor train` wrote, where every process of the cluster finds it; null: only what is
-    learnt while serving. `statistics` uses only the statistics in it."""
+    """Directory that `caesura predictor train` wrote. Every process of the cluster must find it under this path. null:
+    predictions use only what is learnt while serving. With the mode `statistics`, only the bundle's statistics are
+    used."""
     deadline_s: float = Field(0.005, gt=0, le=1)
-    """An ingress waits at most this long for the service; then it uses statistics."""
+    """Seconds that an ingress waits for the service. After that it predicts from its own statistics."""
     replicas: int = Field(1, ge=1, le=64)
-    """Processes of the service."""
+    """Number of processes of the service."""
     cpus: float = Field(0.1, gt=0)
-    """Ray CPUs that each reserves."""
+    """Ray CPUs that each process of the service reserves."""
     sync_interval_s: float = Field(5.0, gt=0)
-    """How often what was learnt is written to the store, and read from it."""
+    """Seconds between two exchanges of learnt statistics with the store. A lower value spreads them sooner, and makes
+    more calls of Redis."""
 
     @model_validator(mode="after")
     def _bundle_is_served(self) -> Self:

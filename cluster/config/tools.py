@@ -1,4 +1,4 @@
-"""The configuration of tools. `cluster.config.schema` holds it under `tools`; `tools_runtime` builds them from it."""
+"""The configuration of tools, under the key `tools`. `tools_runtime` makes the tools from it."""
 
 import ipaddress
 import re
@@ -10,14 +10,17 @@ from cluster.config.sections import Section
 from cluster.core.registry import TOOL_KINDS
 
 SEPARATOR = "__"
-"""Between an MCP server's name and its tool's: `files__read`."""
+"""The separator between the names of an MCP server and of its tool, as in `files__read`."""
 
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")
-"""Characters that a tool's name at its MCP server may have, and its name for a model may not."""
+"""Characters that are not allowed in the name of a tool for a model, although an MCP server may use them."""
 
 
 def server_tool_name(server: str, tool: str) -> str:
-    """What a model calls a tool of an MCP server. The way back is a look-up among the offers, never a split."""
+    """Return the name for a model of a tool of an MCP server.
+
+    The name cannot be split again, since characters may have been replaced. The tool is looked up among the offers.
+    """
     return f"{server}{SEPARATOR}{UNFIT.sub('_', tool)}"
 
 
@@ -30,88 +33,92 @@ def _network(text: str) -> str:
 
 
 Network = Annotated[str, AfterValidator(_network)]
-"""In CIDR form."""
+"""A network in CIDR form."""
 
 RequestKind = Literal["http", "mcp"]
-"""Kinds that a request may bring itself. The others run code on this machine."""
+"""Kinds of tools that a request may bring itself. Other kinds run code on this machine."""
 
 
 class ToolSection(Section):
-    """What tools of every kind share."""
+    """The options that tools of all kinds have."""
 
     description: str = ""
-    """What the tool does, for the model."""
+    """Description of the tool for the model."""
     parameters: dict[str, Any] = Field(default_factory=lambda: {"type": "object"})
-    """JSON Schema of the arguments. MCP servers and OpenAPI documents bring their own."""
+    """JSON Schema of the arguments. MCP servers and OpenAPI documents have their own."""
     deadline_s: float = Field(60.0, gt=0, le=24 * 3600)
-    """Seconds for a call, waiting in the queue and retries included."""
+    """Maximum duration of a call in seconds, including its time in the queue and its retries."""
     concurrency: int = Field(16, ge=1, le=4096)
-    """Calls that run at a time, in each actor; more wait in order of arrival."""
+    """Maximum number of calls that run at the same time in each actor. Further calls wait in order of arrival."""
     max_queued: int = Field(1024, ge=0)
-    """Calls that wait; more are refused."""
+    """Maximum number of waiting calls. Further calls are refused."""
     idempotent: bool = False
-    """Running it twice does what running it once does. Only such tools are retried."""
+    """Whether two runs of the same call have the effect of one run. Only idempotent tools are retried."""
     retries: int = Field(2, ge=0, le=10)
-    """How often an idempotent tool is tried again after a failure that may pass."""
+    """Maximum number of retries of an idempotent tool after a transient failure."""
     retry_backoff_s: float = Field(0.2, ge=0)
-    """Mean wait before the first retry; it doubles with each."""
+    """Mean wait before the first retry in seconds. It doubles with each further retry."""
     output_cap_bytes: int = Field(64 << 10, ge=256, le=64 << 20)
-    """Bytes (UTF-8) of an answer; a longer one is cut and marked."""
+    """Maximum size of an answer in bytes (UTF-8). A longer answer is cut and marked."""
     asynchronous: bool = False
-    """The program continues with a handle, and receives the answer later."""
+    """Whether the program continues at once with a handle, and receives the answer later."""
     argument_class: str | None = None
-    """The argument whose first word tells calls of different durations apart, such as a shell tool's `command`."""
+    """Name of an argument whose first word distinguishes calls in the statistics of durations, such as `command` of a
+    shell tool. null: all calls of the tool count together."""
     sticky: bool = False
-    """All calls of one program go to the same actor: a tool that keeps state for it."""
+    """Whether all calls of a program go to the same actor. A tool that keeps state for a program needs it."""
 
 
 class PythonTool(ToolSection):
-    """A Python function; its parameters are the arguments' names."""
+    """A tool that is a Python function. The names of its parameters are the names of the arguments."""
 
     kind: Literal["python"]
     """Which kind of tool this is."""
     entry: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:function`, importable where the tools run."""
+    """`module:function`, which must be importable where the tools run."""
     isolation: Literal["auto", "process", "thread", "async"] = "auto"
-    """`process` can always be stopped; `async` shares the actor's event loop and must not block it; a `thread` that
-    does not end keeps its place among `concurrency`. `auto`: async for coroutine functions, process for others."""
+    """Where the function runs. `process`: a worker process, which can always be stopped. `thread`: a thread of the
+    actor; if it does not end, it keeps its place among `concurrency`. `async`: the actor's event loop, which the
+    function must not block. `auto`: `async` for coroutine functions, `process` for others."""
     memory_bytes: int | None = Field(None, ge=64 << 20)
-    """Address space of a worker process."""
+    """Maximum address space of a worker process in bytes. null: no limit."""
 
 
 class OpenApiOperation(Section):
     """One operation of an OpenAPI 3 document."""
 
     document: str = Field(min_length=1)
-    """A local path or a URL, JSON or YAML."""
+    """Path or URL of the document, in JSON or YAML."""
     operation: str = Field(min_length=1)
-    """The operationId."""
+    """The operationId of the operation."""
     server: str | None = None
-    """Base URL; null takes the document's first server."""
+    """Base URL of the requests. null: the document's first server."""
 
 
 class HttpTool(ToolSection):
-    """An HTTP request."""
+    """A tool that sends an HTTP request."""
 
     kind: Literal["http"]
     """Which kind of tool this is."""
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "GET"
-    """Unless an OpenAPI operation says it."""
+    """Method of the request. An OpenAPI operation has its own."""
     url: str | None = Field(None, pattern=r"^https?://[^\s{}/?#@]+([/?#]\S*)?$")
-    """Template: `https://host/items/{id}`. Arguments that it does not name go into the query, or for POST, PUT and
-    PATCH into a JSON body."""
+    """Template of the URL, such as `https://host/items/{id}`. Arguments that are not in the template go into the query,
+    or for POST, PUT and PATCH into a JSON body."""
     openapi: OpenApiOperation | None = None
-    """Instead of a URL."""
+    """An operation of an OpenAPI document, instead of `url`."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with each request."""
+    """Headers that are sent with each request."""
     headers_from_environment: dict[str, VariableName] = Field(default_factory=dict)
-    """Header to the environment variable that holds its value: secrets."""
+    """Headers with secret values: the name of each header, and the environment variable that has its value."""
     private_addresses: bool = False
-    """May reach private, loopback and link-local addresses. Never for tools that a request brings."""
+    """Whether the tool may connect to private, loopback and link-local addresses. It is always false for tools that a
+    request brings."""
     private_networks: list[Network] = Field(default_factory=list)
-    """Of those, the networks that it may reach even so, such as `10.0.0.0/8`."""
+    """Private networks, such as `10.0.0.0/8`, to which the tool may connect even if `private_addresses` is false."""
     max_redirects: int = Field(3, ge=0, le=10)
-    """Redirects that are followed; each address is checked again, and no header of ours follows to another host."""
+    """Maximum number of redirects that are followed. Each address is checked again, and the configured headers are not
+    sent to another host."""
 
     @model_validator(mode="after")
     def _one_target(self) -> Self:
@@ -121,30 +128,34 @@ class HttpTool(ToolSection):
 
 
 class CommandTool(ToolSection):
-    """A command in a sandbox (bubblewrap): no network, a read-only root, an empty scratch directory for each call."""
+    """A tool that runs a command in a sandbox (bubblewrap), with no network, a read-only root and an empty scratch
+    directory for each call.
+    """
 
     kind: Literal["command"]
     """Which kind of tool this is."""
     argv: list[str] = Field(default_factory=list)
-    """The command; `{name}` stands for an argument. An element that is only `{name}` is left out without it."""
+    """The command and its arguments. `{name}` is replaced with the argument of the call. An element that is only
+    `{name}` is left out if the call does not have that argument."""
     shell: bool = False
-    """Run the argument `command` by `bash -c` instead."""
+    """Whether to run the call's argument `command` with `bash -c`, instead of `argv`."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
-    """All that it has beside PATH, HOME and LANG."""
+    """The command's environment variables beside PATH, HOME and LANG. It gets no others."""
     read_only_paths: list[str] = Field(default_factory=list)
-    """Paths of this machine that it may read, beside /usr."""
+    """Paths of this machine that the command may read, beside /usr."""
     cpu_s: int = Field(60, ge=1)
-    """CPU seconds of each process."""
+    """Maximum CPU time of each process in seconds."""
     memory_bytes: int = Field(1 << 30, ge=16 << 20)
-    """Address space of each process."""
+    """Maximum address space of each process in bytes."""
     processes: int = Field(64, ge=1)
-    """Processes and threads of one call."""
+    """Maximum number of processes and threads of one call."""
     scratch_bytes: int = Field(64 << 20, ge=4096)
-    """Size of the scratch directory, and of any file in it."""
+    """Maximum size of the scratch directory, and of any file in it, in bytes."""
     open_files: int = Field(256, ge=16)
-    """Open files of each process."""
+    """Maximum number of open files of each process."""
     allow_unsandboxed: bool = False
-    """Run it without the sandbox where bubblewrap is missing: with the limits, but with network and all files."""
+    """Whether to run the command without the sandbox where bubblewrap is missing. It then has the limits, but also the
+    network and access to all files."""
 
     @model_validator(mode="after")
     def _one_command(self) -> Self:
@@ -154,32 +165,34 @@ class CommandTool(ToolSection):
 
 
 class McpTool(ToolSection):
-    """An MCP server; each of its tools is called `NAME__TOOL`."""
+    """An MCP server. Models call its tools `NAME__TOOL`."""
 
     kind: Literal["mcp"]
     """Which kind of tool this is."""
     command: list[str] = Field(default_factory=list)
-    """Starts a server that talks over stdin and stdout."""
+    """Command that starts a server with the stdio transport. Set this or `url`."""
     url: str | None = Field(None, pattern=r"^https?://\S+$")
-    """A server that talks streamable HTTP."""
+    """URL of a server with the streamable HTTP transport. Set this or `command`."""
     protocol: Literal["auto", "handshake", "stateless"] = "auto"
-    """`handshake` is MCP up to 2025-11-25 (initialize, sessions), `stateless` from 2026-07-28 on; `auto` asks."""
+    """Version of MCP. `handshake`: versions up to 2025-11-25, with initialize and sessions. `stateless`: versions from
+    2026-07-28 on. `auto`: the server is asked."""
     environment: dict[VariableName, str] = Field(default_factory=dict)
-    """Of the command."""
+    """Environment variables of the command."""
     environment_from: list[VariableName] = Field(default_factory=list)
-    """Variables of our environment that the command gets too."""
+    """Variables of the actor's own environment that the command gets too."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Sent with each request to the URL."""
+    """Headers that are sent with each request to the URL."""
     headers_from_environment: dict[str, VariableName] = Field(default_factory=dict)
-    """Header to the environment variable that holds its value."""
+    """Headers with secret values: the name of each header, and the environment variable that has its value."""
     allowed_tools: list[str] | None = None
-    """Names, as the server gives them; null allows all."""
+    """Tools that may be used, by their names at the server. null: all."""
     connect_timeout_s: float = Field(10.0, gt=0, le=600)
-    """To start the server, agree on a protocol and list its tools."""
+    """Seconds within which the server must start, agree on a protocol and list its tools."""
     private_addresses: bool = False
-    """May reach private, loopback and link-local addresses. Never for tools that a request brings."""
+    """Whether the URL may have a private, loopback or link-local address. It is always false for servers that a request
+    brings."""
     private_networks: list[Network] = Field(default_factory=list)
-    """Of those, the networks that it may reach even so, such as `10.0.0.0/8`."""
+    """Private networks, such as `10.0.0.0/8`, to which the tool may connect even if `private_addresses` is false."""
 
     @model_validator(mode="after")
     def _one_transport(self) -> Self:
@@ -201,7 +214,7 @@ ToolConfig = Annotated[
     | Annotated[HttpTool, Tag("http")]
     | Annotated[CommandTool, Tag("command")]
     | Annotated[McpTool, Tag("mcp")],
-    # A function, because pydantic takes no field for it that the validators of Section see.
+    # A function, because pydantic accepts no field as a discriminator that the validators of Section see.
     Discriminator(
         _kind_of,
         custom_error_type="tool_kind",
@@ -211,29 +224,29 @@ ToolConfig = Annotated[
 
 
 class ToolsConfig(Section):
-    """The tools that run here, for programs whose loop runs on the server."""
+    """The tools that run in the cluster, for programs whose loop runs there."""
 
     actors: int = Field(1, ge=1, le=256)
-    """Processes that run tools; one that dies is started again."""
+    """Number of processes that run tools. A process that dies is started again."""
     unattended_s: float = Field(60.0, gt=0)
-    """Seconds for which these processes, and the results they keep for calls that are resumed, outlive the last ingress
-    and the last call."""
+    """Seconds for which these processes continue after the last ingress is gone and the last call has ended. Until then
+    they keep results for calls that are resumed."""
     defined: dict[ToolName, ToolConfig] = Field(default_factory=dict)
     """The tools, by name."""
     request_kinds: list[RequestKind] = Field(default_factory=list)
-    """Kinds of tools that a request may bring itself; these reach public addresses only."""
+    """Kinds of tools that a request may bring itself. Such tools can connect to public addresses only."""
     request_networks: list[Network] = Field(default_factory=list)
-    """Networks that are not public and that tools of requests may reach even so: where your own MCP servers are."""
+    """Private networks to which tools of requests may connect, for example those of your own MCP servers."""
     max_request_tools: int = Field(16, ge=1, le=256)
-    """Tools that one request may bring."""
+    """Maximum number of tools that one request may bring."""
     max_request_deadline_s: float = Field(120.0, gt=0)
-    """Longest deadline of a tool that a request brings."""
+    """Maximum `deadline_s` of a tool that a request brings."""
     max_request_output_bytes: int = Field(1 << 20, ge=256)
-    """Largest cap of a tool that a request brings."""
+    """Maximum `output_cap_bytes` of a tool that a request brings."""
     max_argument_bytes: int = Field(256 << 10, ge=1024)
-    """Size of a call's arguments."""
+    """Maximum size of a call's arguments in bytes. Calls with larger arguments are refused."""
     special_tokens: list[str] = Field(default_factory=list)
-    """Chat-template tokens of the model, escaped in tool output beside the well-known ones."""
+    """Chat-template tokens of the model that are escaped in the output of tools, beside well-known ones."""
 
     @model_validator(mode="after")
     def _names_of_servers_apart(self) -> Self:

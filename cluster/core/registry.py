@@ -71,7 +71,7 @@ POLICIES = Registry(
 )
 
 OUR_ROUTER = "caesura"
-"""The name of Caesura's router, which places programs. Ray's own routers send a request to a replica without it."""
+"""Name of the router that places programs. The other routers are Ray's, and do not place programs."""
 
 ROUTERS = Registry(
     "router",
