@@ -1,7 +1,7 @@
-"""Tools that run together: the pause is as long as the slowest, so its distribution is that of the maximum.
+"""The duration of calls that run concurrently. It is the maximum of their durations.
 
-For independent calls, P(max <= t) is the product of the P(T_i <= t). What one turn's calls have in common - a busy
-machine, the same server - makes their maximum shorter than this estimate, never longer in the mean.
+For independent calls, P(max <= t) is the product of the P(T_i <= t). Calls of one turn are correlated, for example by a
+busy machine or a common server. The mean of their maximum is then shorter than this estimate, never longer.
 """
 
 import math
@@ -13,14 +13,14 @@ from cluster.durations.statistics import Durations, empirical_bernstein_s
 
 @dataclass(frozen=True, slots=True)
 class Slowest:
-    """The duration of several calls together. It answers as `DurationStatistics` does.
+    """The distribution of the duration of several concurrent calls, with the methods of `DurationStatistics`.
 
     Raises:
         ValueError: there is no call.
     """
 
     calls: Sequence[Durations]
-    """One for each call; two calls of one tool are two. Each has observed something."""
+    """The distribution of each call, with at least one observation. Two calls of one tool are two entries."""
 
     def __post_init__(self) -> None:
         if not self.calls:
@@ -28,31 +28,31 @@ class Slowest:
 
     @property
     def count(self) -> int:
-        """Observations of the call that is known least."""
+        """Number of observations of the call that has the fewest."""
         return min(call.count for call in self.calls)
 
     @property
     def min_s(self) -> float:
-        """No maximum is shorter."""
+        """Shortest possible maximum in seconds."""
         return max(call.min_s for call in self.calls)
 
     @property
     def max_s(self) -> float:
-        """None is longer."""
+        """Longest possible maximum in seconds."""
         return max(call.max_s for call in self.calls)
 
     @property
     def mean_s(self) -> float:
-        """The mean, as exact as the calls' survival is."""
+        """Mean in seconds, as exact as the calls' survival is."""
         return self._moments()[0]
 
     @property
     def steps_s(self) -> Sequence[float]:
-        """All of the calls'."""
+        """The durations at which the survival of a call falls, in ascending order."""
         return sorted({step_s for call in self.calls for step_s in call.steps_s})
 
     def survival(self, t: float) -> float:
-        """P(some call takes longer than ``t`` seconds).
+        """Return P(some call takes longer than ``t`` seconds).
 
         Raises:
             ValueError: ``t`` is not a number.
@@ -60,10 +60,11 @@ class Slowest:
         return 1.0 - math.prod(1.0 - call.survival(t) for call in self.calls)
 
     def quantile(self, q: float) -> float:
-        """The seconds within which all calls have ended with probability ``q``.
+        """Return the seconds within which all calls have ended with probability ``q``.
 
-        All lie between the longest of the calls' own ``q``-quantiles and that of their ``q ** (1 / n)``-quantiles: at
-        the first, one call alone keeps the product at most ``q``; at the second, each of n is at least its n-th root.
+        The result lies between the longest of the calls' ``q``-quantiles and the longest of their ``q ** (1 /
+        n)``-quantiles. At the first, one call alone keeps the product at ``q`` or below. At the second, each of the n
+        factors is at least the n-th root of ``q``. It is found by bisection.
 
         Raises:
             ValueError: ``q`` is not in [0, 1].
@@ -80,7 +81,9 @@ class Slowest:
         return high
 
     def hazard(self, t: float, window_s: float) -> float:
-        """P(all end within ``window_s`` | not all have at ``t``) / ``window_s``, per second; 0 where none is known to.
+        """Return P(all end within ``window_s`` | some run at ``t``) / ``window_s``, per second.
+
+        It is 0 if no call is known to take longer than ``t``.
 
         Raises:
             ValueError: ``window_s`` is not positive, or ``t`` is not a number.
@@ -91,7 +94,8 @@ class Slowest:
         return (running - self.survival(t + window_s)) / running / window_s if running > 0 else 0.0
 
     def bernstein_bound_s(self, delta: float) -> float:
-        """The empirical Bernstein bound on the mean, as if the maximum had been observed ``count`` times.
+        """Return the empirical Bernstein bound on the mean in seconds, as if the maximum had been observed ``count``
+        times.
 
         Raises:
             ValueError: ``delta`` is not in (0, 1).
@@ -100,13 +104,13 @@ class Slowest:
         return empirical_bernstein_s(self.count, mean_s, variance, self.max_s - self.min_s, delta)
 
     def _moments(self) -> tuple[float, float]:
-        """Mean, and variance in seconds squared, by integration of the survival: E[T^n] = ∫ n t^(n-1) P(T > t) dt."""
+        """Return the mean, and the variance in seconds squared, from E[T^n] = ∫ n t^(n-1) P(T > t) dt."""
         mean_s = square = before_s = 0.0
         survives = 1.0
         for at_s in self.steps_s:
             mean_s += (at_s - before_s) * survives
             square += (at_s**2 - before_s**2) * survives
             before_s, survives = at_s, self.survival(at_s)
-        # The longest of the means is a bound from below, their sum one from above.
+        # The longest of the calls' means is a lower bound, and the sum of the means is an upper bound.
         longest_s, sum_s = max(call.mean_s for call in self.calls), sum(call.mean_s for call in self.calls)
         return min(max(mean_s, longest_s), sum_s), max(0.0, square - mean_s**2)

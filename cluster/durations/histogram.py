@@ -1,9 +1,10 @@
-"""A bounded multiset of durations: exact while it is small, then counted in bins of nearly equal ratio. Pure.
+"""A histogram of durations of bounded size. It is exact for few durations, and then counts in bins.
 
-Every power of two is divided into BINS_PER_OCTAVE bins of equal width, so that no bin is wider than its lower end /
-BINS_PER_OCTAVE. A bin stands for the longest duration that it has seen: a tool that always takes the same time keeps it
-exactly, and a quantile is never too short, and too long by a 32nd at most. What it answers depends on what it has seen
-only, not on the order, nor on how it was merged, nor on chance: that is why it is no sampling sketch.
+Every range between two powers of two is divided into BINS_PER_OCTAVE bins of equal width, so that no bin is wider than
+its lower end / BINS_PER_OCTAVE. A bin represents its durations by the longest of them. The duration of a tool that
+always takes the same time therefore stays exact. A quantile is never too short, and at most 1/32 too long. The answers
+depend only on the added durations. Unlike those of a sampling sketch, they do not depend on order, merges or chance.
+The module has no I/O and no clock.
 """
 
 import struct
@@ -13,17 +14,17 @@ from math import ceil, frexp
 
 BINS_PER_OCTAVE = 32
 EXACT = 128
-"""Up to so many durations are kept as they are."""
+"""Number of durations up to which each is stored exactly."""
 SHORTEST_S = 2.0**-20
-"""All shorter durations share one bin."""
+"""All durations shorter than this (seconds) share one bin."""
 MAX_LONGEST_S = 2.0**30
-"""Nothing longer can be added."""
+"""Longest duration that can be added (seconds)."""
 
 _LOWEST = frexp(SHORTEST_S)[1] * BINS_PER_OCTAVE - 1
 _RECORD = struct.Struct("<Qd")
-"""How many durations, and the longest of them."""
+"""The number of durations, and the longest of them in seconds."""
 _ROUNDING = 1e-9
-"""Of q · count, in ranks."""
+"""Tolerance for the rounding error of q · count, in ranks."""
 
 
 def _bin_of(seconds: float) -> int:
@@ -34,20 +35,20 @@ def _bin_of(seconds: float) -> int:
 
 
 class LogHistogram:
-    """Durations in seconds, each between 0 and MAX_LONGEST_S; the caller sees to that."""
+    """A histogram of durations in seconds. The caller ensures that each is between 0 and MAX_LONGEST_S."""
 
     __slots__ = ("_bins", "_exact", "_ranked", "count")
 
     def __init__(self) -> None:
         self.count = 0
         self._exact: list[float] = []
-        """In ascending order; empty once there are bins."""
+        """The durations in ascending order; empty once there are bins."""
         self._bins: dict[int, tuple[int, float]] = {}
-        """By number: durations, the longest of them."""
+        """By the number of the bin: the number of its durations, and the longest of them."""
         self._ranked: tuple[list[float], list[int]] | None = None
 
     def add(self, seconds: float) -> None:
-        """One duration."""
+        """Add one duration."""
         self.count += 1
         self._ranked = None
         if self._bins:
@@ -57,7 +58,7 @@ class LogHistogram:
         self._divide()
 
     def merge(self, other: "LogHistogram") -> None:
-        """All that ``other`` has, which stays as it is."""
+        """Add all durations of ``other``, which is not changed."""
         self.count += other.count
         self._ranked = None
         if other._bins and not self._bins:
@@ -75,38 +76,43 @@ class LogHistogram:
             self._divide()
 
     def share_up_to(self, seconds: float) -> float:
-        """The share of durations that are not longer; of a bin whose longest is, all count as longer."""
+        """Return the fraction of durations that are at most ``seconds``.
+
+        If the longest duration of a bin is longer, all durations of this bin count as longer.
+        """
         longest_s, ranks = self._by_rank()
         known = bisect_right(longest_s, seconds)
         return ranks[known - 1] / self.count if known else 0.0
 
     def quantile(self, q: float) -> float:
-        """The duration that a share ``q`` does not exceed."""
+        """Return the ``q``-quantile in seconds."""
         longest_s, ranks = self._by_rank()
         return longest_s[bisect_left(ranks, max(1, ceil(q * self.count - _ROUNDING)))]
 
     def steps(self) -> list[float]:
-        """The distinct durations, in ascending order; to be read only."""
+        """Return the distinct durations in ascending order. The caller must not change the list."""
         return self._by_rank()[0]
 
     def to_bytes(self) -> bytes:
-        """Each distinct duration, or the longest of each bin, in ascending order, with how many there are."""
+        """Serialize the counts and durations in ascending order: of each distinct duration, or of the longest of each
+        bin.
+        """
         if self._bins:
             return b"".join(_RECORD.pack(*self._bins[number]) for number in sorted(self._bins))
         return b"".join(_RECORD.pack(len(list(same)), seconds) for seconds, same in groupby(self._exact))
 
     @classmethod
     def from_bytes(cls, data: bytes, count: int) -> "LogHistogram":
-        """The inverse of :meth:`to_bytes`, of ``count`` durations.
+        """Read a histogram of ``count`` durations that :meth:`to_bytes` wrote.
 
         Raises:
-            ValueError: these bytes stand for no durations, or for another number of them.
+            ValueError: the bytes are not a histogram, or one of another number of durations.
         """
         if len(data) % _RECORD.size:
             raise ValueError(f"durations of {len(data)} bytes")
         records = list(_RECORD.iter_unpack(data))
         times, total = [longest_s for _, longest_s in records], sum(number for number, _ in records)
-        # A NaN is in no order.
+        # This rejects NaN too, since all its comparisons are false.
         ordered = all(before <= after for before, after in zip([0.0, *times], [*times, MAX_LONGEST_S], strict=True))
         if not ordered or total != count or not all(number for number, _ in records):
             raise ValueError(f"{total} durations instead of {count}, or what are no durations")
@@ -133,7 +139,7 @@ class LogHistogram:
         self._bins[number] = (before + count, seconds if seconds > longest_s else longest_s)
 
     def _by_rank(self) -> tuple[list[float], list[int]]:
-        """Ascending durations, and how many are not longer than each."""
+        """Return the durations in ascending order, and for each the number of durations that are not longer."""
         if self._ranked is None:
             if self._bins:
                 bins = [self._bins[number] for number in sorted(self._bins)]

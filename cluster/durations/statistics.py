@@ -1,8 +1,8 @@
-"""How long tool calls take: distributions that are fed one duration at a time and merged across processes. Pure.
+"""Statistics of the durations of tool calls, which learn one duration at a time and can be merged across processes.
 
-Moments are Welford's, merged as Chan, Golub and LeVeque (1983) describe; the distribution's shape is counted in bins
-(`cluster.durations.histogram`), exact for few durations. Only what was observed decides the answers, never chance.
-Durations are seconds.
+Moments are computed by Welford's method, and merged by that of Chan, Golub and LeVeque (1983). The shape of the
+distribution is counted in bins (`cluster.durations.histogram`), and is exact for few durations. The answers depend only
+on the observed durations, not on chance. Durations are in seconds. The module has no I/O and no clock.
 """
 
 import math
@@ -14,39 +14,39 @@ from typing import Protocol
 from cluster.durations.histogram import LogHistogram
 
 LONGEST_S = 1e9
-"""No duration is longer (31 years)."""
+"""Longest valid duration in seconds (31 years)."""
 MAX_STATISTICS_BYTES = 64 << 10
-"""Of one serialized DurationStatistics; it never needs half of it, whatever was observed."""
+"""Maximum size of a serialized DurationStatistics. Any statistics need less than half of it."""
 
 _VERSION = 3
 _MAX_COUNT = 1 << 53
 _ENVELOPE = struct.Struct("<BI")
-"""Version; CRC-32 of all that follows."""
+"""The version, and the CRC-32 of all bytes that follow."""
 _MOMENTS = struct.Struct("<Qdddd")
-"""Count; mean, M2, shortest and longest in seconds (M2: squared). The histogram's own format follows."""
+"""The count, then mean, M2, shortest and longest in seconds (M2 in seconds squared). The histogram follows."""
 
 
 class Durations(Protocol):
-    """How long will this take?"""
+    """The distribution of a duration."""
 
     @property
     def count(self) -> int:
-        """Observations that it rests on; at least 1."""
+        """Number of observations behind the distribution, at least 1."""
         ...
 
     @property
     def mean_s(self) -> float:
-        """The mean."""
+        """Mean duration in seconds."""
         ...
 
     @property
     def min_s(self) -> float:
-        """The shortest."""
+        """Shortest duration in seconds."""
         ...
 
     @property
     def max_s(self) -> float:
-        """The longest."""
+        """Longest duration in seconds."""
         ...
 
     @property
@@ -55,24 +55,27 @@ class Durations(Protocol):
         ...
 
     def survival(self, t: float) -> float:
-        """The share of durations longer than ``t`` seconds; never rises with ``t``."""
+        """Return the fraction of durations longer than ``t`` seconds. It never increases with ``t``."""
         ...
 
     def quantile(self, q: float) -> float:
-        """The duration, seconds, that a share ``q`` does not exceed."""
+        """Return the ``q``-quantile in seconds."""
         ...
 
     def hazard(self, t: float, window_s: float) -> float:
-        """P(ends within ``window_s`` | still running at ``t``) / ``window_s``, per second."""
+        """Return P(ends within ``window_s`` | still running at ``t``) / ``window_s``, per second."""
         ...
 
     def bernstein_bound_s(self, delta: float) -> float:
-        """The empirical Bernstein bound on the mean, that holds with probability 1 - ``delta``; Continuum's u."""
+        """Return the empirical Bernstein bound on the mean in seconds. It holds with probability 1 - ``delta``.
+
+        It is u in the Continuum paper.
+        """
         ...
 
 
 class DurationStatistics:
-    """What is known of some durations: count, mean, variance, range and the distribution's shape."""
+    """The statistics of observed durations: count, mean, variance, range and the shape of the distribution."""
 
     __slots__ = ("_bytes", "_histogram", "count", "m2", "max_s", "mean_s", "min_s")
 
@@ -80,7 +83,7 @@ class DurationStatistics:
         self.count = 0
         self.mean_s = 0.0
         self.m2 = 0.0
-        """Sum of the squared distances from the mean."""
+        """Sum of the squared distances from the mean, in seconds squared."""
         self.min_s = math.inf
         self.max_s = 0.0
         self._histogram = LogHistogram()
@@ -93,7 +96,7 @@ class DurationStatistics:
         """Add one duration.
 
         Raises:
-            ValueError: it is negative, not a number, or longer than LONGEST_S; nothing was changed.
+            ValueError: it is negative, not a number, or longer than LONGEST_S. Nothing was changed.
         """
         if not 0 <= seconds <= LONGEST_S:
             raise ValueError(f"not a duration: {seconds} s")
@@ -109,7 +112,7 @@ class DurationStatistics:
         self._bytes = None
 
     def merge(self, other: "DurationStatistics") -> "DurationStatistics":
-        """A new object that has seen what both have; neither is changed."""
+        """Return new statistics of the durations of both. Neither of the two is changed."""
         merged = DurationStatistics()
         merged.count = count = self.count + other.count
         if count == 0:
@@ -126,21 +129,21 @@ class DurationStatistics:
 
     @property
     def variance(self) -> float:
-        """Population variance, seconds squared; 0 below two durations."""
+        """Population variance in seconds squared; 0 with fewer than two durations."""
         return self.m2 / self.count if self.count > 1 else 0.0
 
     @property
     def range_s(self) -> float:
-        """Longest minus shortest; 0 when nothing was observed."""
+        """Longest minus shortest duration in seconds; 0 when nothing was observed."""
         return self.max_s - self.min_s if self.count else 0.0
 
     @property
     def steps_s(self) -> Sequence[float]:
-        """The durations at which the survival falls, in ascending order; to be read only."""
+        """The durations at which the survival falls, in ascending order. The caller must not change the list."""
         return self._histogram.steps()
 
     def quantile(self, q: float) -> float:
-        """The duration, seconds, that a share ``q`` of all does not exceed.
+        """Return the ``q``-quantile in seconds, which is the duration that a fraction ``q`` of all does not exceed.
 
         Raises:
             ValueError: ``q`` is not in [0, 1], or nothing was observed.
@@ -153,7 +156,7 @@ class DurationStatistics:
         return self._histogram.quantile(q)
 
     def survival(self, t: float) -> float:
-        """The share of durations longer than ``t`` seconds; never rises with ``t``.
+        """Return the fraction of durations longer than ``t`` seconds. It never increases with ``t``.
 
         Raises:
             ValueError: ``t`` is not a number, or nothing was observed.
@@ -166,9 +169,9 @@ class DurationStatistics:
         return 0.0 if t >= self.max_s else 1.0 - self._histogram.share_up_to(t)
 
     def hazard(self, t: float, window_s: float) -> float:
-        """P(ends within ``window_s`` | still running at ``t``) / ``window_s``, per second.
+        """Return P(ends within ``window_s`` | still running at ``t``) / ``window_s``, per second.
 
-        0 where no observed duration was longer than ``t``: nothing is known of when such a call ends.
+        It is 0 if no observed duration was longer than ``t``, since nothing is known about the end of such a call.
 
         Raises:
             ValueError: ``window_s`` is not positive, ``t`` is not a number, or nothing was observed.
@@ -179,7 +182,9 @@ class DurationStatistics:
         return (running - self.survival(t + window_s)) / running / window_s if running > 0 else 0.0
 
     def bernstein_bound_s(self, delta: float) -> float:
-        """The empirical Bernstein bound on the mean, that holds with probability 1 - ``delta``; Continuum's u.
+        """Return the empirical Bernstein bound on the mean in seconds. It holds with probability 1 - ``delta``.
+
+        It is u in the Continuum paper.
 
         Raises:
             ValueError: ``delta`` is not in (0, 1), or nothing was observed.
@@ -188,7 +193,10 @@ class DurationStatistics:
         return empirical_bernstein_s(self.count, self.mean_s, self.variance, self.range_s, delta)
 
     def to_bytes(self) -> bytes:
-        """Versioned and checksummed; 45 bytes, and 16 for each distinct duration of few or each bin of many."""
+        """Serialize the statistics, with a version and a checksum.
+
+        The size is 45 bytes plus 16 for each distinct duration if there are few, or for each bin if there are many.
+        """
         if self._bytes is None:
             moments = _MOMENTS.pack(self.count, self.mean_s, self.m2, self.min_s, self.max_s)
             body = moments + self._histogram.to_bytes()
@@ -197,10 +205,10 @@ class DurationStatistics:
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "DurationStatistics":
-        """The inverse of ``to_bytes``.
+        """Read statistics that ``to_bytes`` wrote.
 
         Raises:
-            ValueError: these are not bytes of ``to_bytes`` of this version, or they were damaged.
+            ValueError: the bytes were not written by ``to_bytes`` of this version, or are damaged.
         """
         if not _ENVELOPE.size + _MOMENTS.size <= len(data) <= MAX_STATISTICS_BYTES:
             raise ValueError(f"not duration statistics: {len(data)} bytes")
@@ -234,13 +242,13 @@ class DurationStatistics:
 
 
 def empirical_bernstein_s(count: int, mean_s: float, variance: float, range_s: float, delta: float) -> float:
-    """The empirical Bernstein bound on a mean.
+    """Return the empirical Bernstein bound on a mean in seconds.
 
     Args:
-        count: observations.
-        mean_s: their mean.
-        variance: theirs, of the population, seconds squared.
-        range_s: longest minus shortest.
+        count: number of observations.
+        mean_s: mean of the observations in seconds.
+        variance: population variance of the observations in seconds squared.
+        range_s: longest minus shortest observation in seconds.
         delta: the bound holds with probability 1 - ``delta``.
 
     Raises:

@@ -1,4 +1,7 @@
-"""How long the calls of each tool take: what this process observed, merged with what the others did. Pure."""
+"""Statistics of the durations of each tool's calls: this process's observations, merged with those of others.
+
+The module has no I/O and no clock.
+"""
 
 from collections import OrderedDict
 from collections.abc import Collection, Iterator, Mapping
@@ -11,18 +14,18 @@ from cluster.durations.concurrent import Slowest
 from cluster.durations.statistics import Durations, DurationStatistics
 
 MAX_TOOLS = 1024
-"""Tools that a table distinguishes; the least recently observed is forgotten first."""
+"""Maximum number of tools in a table. Beyond it, the least recently observed tool is dropped."""
 MAX_TOOL_NAME_BYTES = 256
-"""Tool names come from a model's output: longer ones count for the overall only."""
+"""Maximum size of a tool's name, which comes from a model's output. Durations under longer names count only overall."""
 OVERALL = ""
-"""The key that stands for all tools together."""
+"""The key for all tools together."""
 
 
 class DurationTable:
-    """Durations per tool and of all tools: what this writer observed, merged with what the others did.
+    """Durations by tool and of all tools: this writer's observations, merged with those of the other writers.
 
-    Only what this writer observed (its *own* part) is shipped; the others' parts are replaced as a whole. The
-    statistics that it gives out are shared, not copied: they are to be read only.
+    Only this writer's observations (its *own* part) are sent to others. The others' parts are replaced as a whole. The
+    returned statistics are not copied, so that callers must not change them.
     """
 
     def __init__(self) -> None:
@@ -30,11 +33,12 @@ class DurationTable:
         self._own_overall = DurationStatistics()
         self._others: dict[str, DurationStatistics] = {}
         self._merged: dict[str, DurationStatistics] = {}
-        """Own and others' together, where both exist; an entry is dropped when either side changes."""
+        """The merged own and others' statistics of tools that both have observed. A change of either drops the
+        entry."""
 
     @classmethod
     def of(cls, own: Mapping[str, DurationStatistics]) -> "DurationTable":
-        """A table whose own part is ``own``: per tool, and overall under OVERALL."""
+        """Make a table whose own part is ``own``: statistics by tool, and of all tools under OVERALL."""
         table = cls()
         parts = _bounded(own)
         table._own_overall = parts.pop(OVERALL, table._own_overall)
@@ -42,12 +46,13 @@ class DurationTable:
         return table
 
     def observe(self, tool: str, seconds: float) -> None:
-        """Add one duration of ``tool``, and if that has a class of arguments, of the tool without it.
+        """Add one duration of ``tool``. If the name has a class of arguments, it counts for the tool without the class
+        too.
 
-        It counts overall only, if the name is empty or longer than MAX_TOOL_NAME_BYTES.
+        If the name is empty or longer than MAX_TOOL_NAME_BYTES, the duration counts only overall.
 
         Raises:
-            ValueError: see ``DurationStatistics.observe``; nothing was changed.
+            ValueError: see ``DurationStatistics.observe``. Nothing was changed.
         """
         self._own_overall.observe(seconds)
         self._merged.pop(OVERALL, None)
@@ -68,22 +73,23 @@ class DurationTable:
         self._merged.pop(tool, None)
 
     def tool(self, name: str) -> DurationStatistics | None:
-        """What all writers know of one tool; None if none has observed it."""
+        """Return the statistics of one tool from all writers; None: no writer has observed it."""
         own, others = self._own.get(name), self._others.get(name)
         if own is None or others is None:
             return others if own is None else own
         return self._both(name, own, others)
 
     def levels(self, name: str) -> Iterator[Durations]:
-        """What is known, from the special to the general: of this tool with such arguments, of the tool, of all tools.
+        """Yield the distributions that are known for a tool key, from the most special to the most general.
 
-        Of tools that ran together, before all tools, also the slowest of what is known of each alone: with such
-        arguments, and without. Only what has been observed at all.
+        They are those of the tool with its class of arguments, of the tool without it, and of all tools. For tools that
+        run together, the `Slowest` of the single tools, with and without classes, comes before that of all tools.
+        Levels without observations are left out.
         """
         general = without_class(name)
         together = KEY_MARK in name
         for level in dict.fromkeys((name, general)):
-            # bash:cd+bash:ls without its classes is one bash, which is not what ran.
+            # bash:cd+bash:ls without its classes is the key of a single call of bash, but two calls ran.
             statistics = self.tool(level) if not together or KEY_MARK in level else None
             if statistics is not None and statistics.count:
                 yield statistics
@@ -98,40 +104,44 @@ class DurationTable:
 
     @property
     def overall(self) -> DurationStatistics:
-        """What all writers know of all tools together; it may be empty."""
+        """Statistics of all tools together, from all writers. They may be empty."""
         others = self._others.get(OVERALL)
         return self._own_overall if others is None else self._both(OVERALL, self._own_overall, others)
 
     def names(self) -> list[str]:
-        """The tools that any writer has observed, with classes and without, in alphabetical order."""
+        """Return the tools that any writer has observed, with and without classes, in alphabetical order."""
         return sorted((self._own.keys() | self._others.keys()) - {OVERALL})
 
     def own(self) -> Mapping[str, DurationStatistics]:
-        """What this writer observed: per tool, and overall under OVERALL. A snapshot of names, not of statistics."""
+        """Return the own part: statistics by tool, and of all tools under OVERALL. Statistics in it continue to
+        change.
+        """
         return MappingProxyType({OVERALL: self._own_overall, **self._own})
 
     def replace_others(self, others: Mapping[str, DurationStatistics]) -> None:
-        """From now on, ``others`` is what the other writers have observed: per tool, and overall under OVERALL."""
+        """Replace the other writers' statistics with ``others``: by tool, and of all tools under OVERALL."""
         self._others = _bounded(others)
         self._merged.clear()
 
     def update_others(self, changed: Mapping[str, DurationStatistics], forgotten: Collection[str] = ()) -> None:
-        """Replace what the other writers have observed of some tools, and forget others."""
+        """Replace the other writers' statistics of the tools in ``changed``, and drop those of the tools in
+        ``forgotten``.
+        """
         others = {name: part for name, part in self._others.items() if name not in forgotten}
         self._others = _bounded({**others, **changed})
         for name in (*changed, *forgotten):
             self._merged.pop(name, None)
 
     def to_bytes(self) -> bytes:
-        """The own part, as msgpack: the tool's name to its statistics, both as bytes."""
+        """Serialize the own part as msgpack: a map from the tool's name to its statistics, both as bytes."""
         return msgspec.msgpack.encode({encode_tool(name): part.to_bytes() for name, part in self.own().items()})
 
     @classmethod
     def from_bytes(cls, data: bytes) -> "DurationTable":
-        """The inverse of ``to_bytes``.
+        """Read a table whose own part ``to_bytes`` wrote.
 
         Raises:
-            ValueError: these are not bytes of ``to_bytes``, or they were damaged.
+            ValueError: the bytes were not written by ``to_bytes``, or are damaged.
         """
         try:
             parts = msgspec.msgpack.decode(data, type=dict[bytes, bytes])
@@ -149,12 +159,12 @@ class DurationTable:
 
 
 def encode_tool(name: str) -> bytes:
-    """A tool's name as bytes. A model can write any code point, halves of surrogate pairs too."""
+    """Encode a tool's name. A model can write any code point, including lone surrogates."""
     return name.encode("utf-8", "surrogatepass")
 
 
 def decode_tool(name: bytes) -> str:
-    """The inverse of ``encode_tool``.
+    """Decode what ``encode_tool`` wrote.
 
     Raises:
         ValueError: the bytes are longer than MAX_TOOL_NAME_BYTES or not UTF-8.
@@ -165,7 +175,7 @@ def decode_tool(name: bytes) -> str:
 
 
 def _bounded(parts: Mapping[str, DurationStatistics]) -> dict[str, DurationStatistics]:
-    """At most MAX_TOOLS of them, the most observed, and the overall."""
+    """Return at most MAX_TOOLS tools, those with the most observations, and the entry of all tools."""
     tools = parts.keys() - {OVERALL}
     if len(tools) <= MAX_TOOLS:
         return dict(parts)

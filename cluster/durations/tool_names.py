@@ -1,8 +1,8 @@
-"""Which tools does an assistant's text, or a call with its arguments, ask for? The keys of all tool statistics.
+"""Finds the tools that an assistant's text calls. Their names are the keys of all tool statistics.
 
-A parsed tool call is known by its name, and one that runs a shell command by that, too (``bash:grep``); a reply that
-acts through a fenced bash block by the first word of each of its sub-commands (Continuum, appendix A). This runs in the
-engine's process at the end of a turn: no text is refused, and every pattern here takes time linear in it.
+The key of a tool call is the tool's name. If the call runs a shell command, the command is added (``bash:grep``). For a
+reply with fenced bash blocks, the key is the first word of each sub-command (Continuum, appendix A). The module runs in
+the engine's process at the end of a turn. It accepts any text, and every pattern needs time linear in the text.
 """
 
 import json
@@ -16,11 +16,14 @@ from cluster.core.program import CLASS_MARK
 MAX_NAMES = 32
 MAX_NAME_LENGTH = 64
 COMMAND_ARGUMENTS = ("command", "cmd")
-"""Arguments that hold a shell command, in the tools of the common agents."""
+"""Names of arguments that contain a shell command, in the tools of common agents."""
 
 
 def tool_names(text: str) -> tuple[str, ...]:
-    """The tools that ``text`` asks for: the first format in which it names one; ``()`` if none does. Never raises."""
+    """Return the tools that ``text`` calls, in the first format in which it calls one; ``()``: it calls none.
+
+    It never raises.
+    """
     for names in (_tagged, _functions, _mistral, _harmony, _bare_json, _pythonic, _bash_blocks):
         if found := bounded(names(text)):
             return found
@@ -28,7 +31,9 @@ def tool_names(text: str) -> tuple[str, ...]:
 
 
 def bounded(names: Iterable[str]) -> tuple[str, ...]:
-    """Printable, and not too many nor too long."""
+    """Return the first MAX_NAMES names, cut to MAX_NAME_LENGTH characters, without characters that are not
+    printable.
+    """
     printable = ("".join(filter(str.isprintable, name[:MAX_NAME_LENGTH])).strip() for name in names)
     return tuple(islice(filter(None, printable), MAX_NAMES))
 
@@ -38,7 +43,7 @@ def bounded(names: Iterable[str]) -> tuple[str, ...]:
 _DECODER = json.JSONDecoder()
 _SPACE = re.compile(r"\s++")
 _LEAD = re.compile(r"(?:\s|<\|[a-z_]{1,32}\|>)++")
-"""What may stand before a bare call: special tokens, as Llama's <|python_tag|>."""
+"""Text that may precede a bare call: white space and special tokens such as Llama's <|python_tag|>."""
 _SEPARATOR = re.compile(r"\s*+;")
 _MISTRAL_NAME = re.compile(r"\s*+([\w.-]++)(?:\[ARGS\]|(?=\s*+\{))")
 
@@ -49,7 +54,9 @@ def _after(pattern: re.Pattern[str], text: str, position: int = 0) -> int:
 
 
 def _json_at(text: str, position: int) -> tuple[Any, int] | None:
-    """The JSON object or array at ``position``, after white space, and where it ends; None if it is not complete."""
+    """Return the JSON object or array at ``position``, after white space, and its end; None: there is no complete
+    one.
+    """
     start = _after(_SPACE, text, position)
     if not text.startswith(("{", "["), start):
         return None
@@ -60,39 +67,41 @@ def _json_at(text: str, position: int) -> tuple[Any, int] | None:
 
 
 def _called(calls: Any) -> Iterator[str]:
-    """The names in a JSON call, or in a list of them."""
+    """Yield the tools of a JSON call, or of a list of calls."""
     for call in calls if isinstance(calls, list) else [calls]:
-        # A plain JSON answer may have a name, too.
+        # An answer in plain JSON may have a key `name` too.
         if isinstance(call, dict) and isinstance(call.get("name"), str) and call.keys() & {"arguments", "parameters"}:
             yield classed(call["name"], call.get("arguments", call.get("parameters")))
 
 
 def classed(name: str, arguments: Any) -> str:
-    """The tool's name, with the first word of the command that it is to run."""
+    """Return the tool's name, with the first word of its shell command if the arguments have one."""
     if isinstance(arguments, str):
         arguments = (_json_at(arguments, 0) or (None,))[0]
     if not isinstance(arguments, dict):
         return name
     command = next((arguments[key] for key in COMMAND_ARGUMENTS if key in arguments), None)
     if isinstance(command, list) and command and all(isinstance(word, str) for word in command):
-        # ["bash", "-lc", "grep ..."] runs its last word.
+        # In ["bash", "-lc", "grep ..."], the command is the last word.
         command = command[-1] if len(command) > 2 and command[1].startswith("-") else command[0]
     word = next(_first_words(command), None) if isinstance(command, str) else None
     return f"{name}{CLASS_MARK}{word}" if word else name
 
 
 def _tagged(text: str) -> Iterator[str]:
-    """Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>; the last one may lack its end."""
+    """Hermes: <tool_call>{"name": ..., "arguments": ...}</tool_call>. The end of the last call may be missing."""
     return _marked(text, "<tool_call>", None)
 
 
 def _mistral(text: str) -> Iterator[str]:
-    """[TOOL_CALLS][{"name": ..., "arguments": ...}]; in later versions [TOOL_CALLS]name{...} or name[ARGS]{...}."""
+    """Mistral: [TOOL_CALLS][{"name": ..., "arguments": ...}], or in later versions [TOOL_CALLS]name{...} or
+    name[ARGS]{...}.
+    """
     return _marked(text, "[TOOL_CALLS]", _MISTRAL_NAME)
 
 
 def _marked(text: str, mark: str, bare_name: re.Pattern[str] | None) -> Iterator[str]:
-    """JSON calls after each ``mark``, or a name with JSON arguments; a mark inside arguments is passed over."""
+    """Yield the tools of JSON calls, or of names with JSON arguments, after each ``mark`` outside of arguments."""
     position = 0
     for _ in range(MAX_NAMES):
         position = text.find(mark, position)
@@ -110,7 +119,7 @@ def _marked(text: str, mark: str, bare_name: re.Pattern[str] | None) -> Iterator
 
 
 def _bare_json(text: str) -> Iterator[str]:
-    """The output begins with calls: objects divided by semicolons (Llama 3), or a list (tool_choice: required)."""
+    """Output that begins with calls: objects separated by semicolons (Llama 3), or a list (tool_choice: required)."""
     parsed = _json_at(text, _after(_LEAD, text))
     while parsed:
         calls, end = parsed
@@ -126,12 +135,12 @@ _HARMONY_NAME = re.compile(r"(?<![^\s>])to=functions\.([\w.-]++)")
 
 
 def _functions(text: str) -> Iterator[str]:
-    """<function=name>...</function>: Llama 3 with JSON inside, Qwen coder with XML."""
+    """<function=name>...</function>: Llama 3 with JSON inside, or Qwen coder with XML inside."""
     return (match[1] for match in _FUNCTION.finditer(text))
 
 
 def _harmony(text: str) -> list[str]:
-    """gpt-oss: the recipient in a message's header, to=functions.name."""
+    """gpt-oss: the recipient in the header of a message, to=functions.name."""
     return _HARMONY_NAME.findall(text) if "<|channel|>" in text else []
 
 
@@ -147,9 +156,10 @@ _DEPTH = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
 
 
 def _pythonic(text: str) -> list[str]:
-    """The output begins with a list of calls, [f(a=1), g()].
+    """Output that begins with a list of calls, [f(a=1), g()].
 
-    Scanned, not parsed: Python's own parser can be made to overflow the C stack, which would end the engine.
+    The text is scanned, not parsed, since some texts make Python's own parser overflow the C stack, which would end the
+    engine.
     """
     start = _after(_LEAD, text)
     if not _PYTHON_START.match(text, start):
@@ -180,9 +190,10 @@ _QUOTES = re.compile(r"['\"\\]")
 
 
 def _bash_blocks(text: str) -> Iterator[str]:
-    """The first word of each sub-command, divided by && and ||, in the fenced ``bash`` and ``sh`` blocks.
+    """Yield the first word of each sub-command in the fenced ``bash`` and ``sh`` blocks.
 
-    Not what follows a pipe, a semicolon or a line's end, as in the paper; a path counts by its last part.
+    Sub-commands are separated by && and ||. As in the paper, text after a pipe, a semicolon or the end of a line is not
+    a sub-command. Of a path, the last part is used.
     """
     for block in _BASH_BLOCK.finditer(text):
         yield from _first_words(block[1])

@@ -1,4 +1,4 @@
-"""What every store has: connections to Redis, time limits, scripts, and the outcomes of the calls.
+"""The base class of all stores: connections to Redis, timeouts, Lua scripts, and counters of failures.
 
 Only the modules of `cluster.store` import redis.
 """
@@ -29,20 +29,20 @@ _Answer = TypeVar("_Answer")
 
 
 class StoreFailure(StrEnum):
-    """Why a call, or one of the values that it read, came to nothing."""
+    """The reason why a call failed, or why a value that it read was left out."""
 
     TIMEOUT = "timeout"
-    """There was no answer in time. Whether something was written is unknown; it has to be written again."""
+    """There was no answer in time. It is unknown whether something was written, so that it has to be written again."""
     UNREACHABLE = "unreachable"
-    """Nobody answers there, or not as a Redis does."""
+    """No server answers at the address, or it is not a Redis."""
     REFUSED = "refused"
-    """Redis refuses the call: password, rights, loading, read-only, out of memory."""
+    """Redis rejects the call: wrong password, no permission, loading, read-only, or out of memory."""
     CORRUPT = "corrupt"
-    """A value was damaged, too large or not one of ours; the rest was taken."""
+    """A value was damaged, too large or in an unknown format. The other values were read."""
 
 
 class StoreUnavailable(Exception):
-    """A call came to nothing; it has been counted."""
+    """A call failed. `RedisStore.failures` has counted it."""
 
     def __init__(self, reason: StoreFailure) -> None:
         super().__init__(reason)
@@ -50,27 +50,27 @@ class StoreUnavailable(Exception):
 
 
 class RedisStore:
-    """What all stores have: connections, a time limit for every call, and the outcomes of the calls.
+    """The base class of stores, with connections, a timeout for every call, and counters of failures.
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``, see `connect`.
-        name: what the log calls the store.
-        degraded: what the log reports when calls begin to fail.
-        timeout_s: bounds every call.
-        clock: measures how long the store was gone.
-        connections: most that it opens; None: no bound.
+        name: the store's name in log messages.
+        degraded: the log message when calls begin to fail.
+        timeout_s: timeout of each call in seconds.
+        clock: measures how long the store was unavailable.
+        connections: maximum number of connections; None: no limit.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(
         self, url: str, *, name: str, degraded: str, timeout_s: float, clock: Clock, connections: int | None = None
     ) -> None:
         self.failures: Counter[StoreFailure] = Counter()
-        """Calls that failed, and values that were left out (CORRUPT), since the start."""
+        """Number of calls that failed, and of values that were left out (CORRUPT), since the start, by reason."""
         self.healthy = True
-        """Whether the last call went through."""
+        """Whether the last call succeeded."""
         self.redis = connect(url, connections=connections)
         self._name, self._degraded = name, degraded
         self._timeout_s = timeout_s
@@ -79,10 +79,13 @@ class RedisStore:
 
     @asynccontextmanager
     async def request(self, extra_s: float = 0.0) -> AsyncIterator[None]:
-        """Bound and count the calls of the block; ``extra_s`` is added to the time limit.
+        """Apply the timeout to the calls in the context, and count a failure.
+
+        Args:
+            extra_s: seconds that are added to the timeout.
 
         Raises:
-            StoreUnavailable: they came to nothing.
+            StoreUnavailable: a call failed.
         """
         try:
             async with stall_tolerant_timeout(self._timeout_s + extra_s):
@@ -95,7 +98,7 @@ class RedisStore:
         self._last_answer_s, self.healthy = now_s, True
 
     def count(self, error: Exception) -> StoreFailure:
-        """Count what a call's exception means."""
+        """Count a call's exception, and return the reason of the failure."""
         failure = failure_of(error)
         self.failures[failure] += 1
         if self.healthy:
@@ -104,10 +107,16 @@ class RedisStore:
         return failure
 
     async def run(self, script: str, keys: Sequence[str], arguments: Sequence[Any], kind: type[_Answer]) -> _Answer:
-        """Run a Lua script and convert its answer.
+        """Run a Lua script in a `request` of its own.
+
+        Args:
+            script: the text of the script.
+            keys: the keys that it accesses.
+            arguments: its other arguments.
+            kind: the type to which its answer is converted.
 
         Raises:
-            StoreUnavailable: it came to nothing.
+            StoreUnavailable: the call failed.
         """
         async with self.request():
             return await self.evaluate(script, keys, arguments, kind)
@@ -115,43 +124,44 @@ class RedisStore:
     async def evaluate(
         self, script: str, keys: Sequence[str], arguments: Sequence[Any], kind: type[_Answer]
     ) -> _Answer:
-        """The same as a part of a `request`."""
+        """Run a Lua script as a part of a `request`, see `run`."""
         return msgspec.convert(await cast(Any, self.redis.register_script(script))(keys, arguments), kind)
 
     async def close(self) -> None:
-        """Close the connections. What was written stays until it expires."""
+        """Close the connections. Written values stay until they expire."""
         await self.redis.aclose()
 
 
 def lua(package: str, name: str) -> str:
-    """The text of a script that lies beside the modules of ``package``."""
+    """Return the text of a script in the directory of ``package``."""
     return (files(package) / name).read_text()
 
 
 def quoted(text: str) -> str:
-    """``text`` as a part of a key: a slash, a brace or a colon in it separates nothing."""
+    """Quote ``text`` as a part of a key, so that a slash, a brace or a colon in it is no separator."""
     return quote(text, safe="", errors="surrogatepass")
 
 
 def key_space(name: str) -> str:
-    """What the keys of a model begin with. The braces put all of them on one node of a Redis cluster."""
+    """Return the prefix of the keys of a model. Its braces put all of them on one node of a Redis cluster."""
     return f"caesura:v1:{{{quoted(name)}}}"
 
 
 def milliseconds(seconds: float) -> int:
-    """At least 1, since Redis refuses an expiry of 0."""
+    """Convert seconds to milliseconds, at least 1, since Redis rejects an expiry of 0."""
     return max(1, int(seconds * 1000))
 
 
 def connect(url: str, *, connections: int | None = None) -> redis.asyncio.Redis:
-    """A client without retries and time limits of its own: `RedisStore.request` has the limit.
+    """Make a client without retries and timeouts, since `RedisStore.request` has the timeout.
 
     Args:
-        url: ``redis://``, ``rediss://`` or ``unix://``; the file of ``?password_file=PATH`` has the password.
-        connections: most that it opens; a call that finds none free waits. None: no bound.
+        url: ``redis://``, ``rediss://`` or ``unix://``. With ``?password_file=PATH``, the password is read from this
+            file.
+        connections: maximum number of connections. A call waits if none is free. None: no limit.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid, or the password's file cannot be read.
     """
     settings: dict[str, Any] = {
         "socket_timeout": None,
@@ -177,7 +187,7 @@ def connect(url: str, *, connections: int | None = None) -> redis.asyncio.Redis:
 
 
 def _with_password(url: str) -> tuple[str, str | None]:
-    """The URL without ``password_file``, and that file's content: a secret need not stand in a configuration."""
+    """Return the URL without ``password_file``, and the password from that file; None: the URL names no such file."""
     parts = urlsplit(url)
     query = dict(parse_qsl(parts.query))
     path = query.pop("password_file", None)
@@ -191,11 +201,11 @@ def _with_password(url: str) -> tuple[str, str | None]:
 
 
 CALL_ERRORS = (redis.RedisError, OSError, UnicodeError, msgspec.ValidationError)
-"""What a call may raise that finds no Redis, or strange values in it; `failure_of` classifies them."""
+"""Exceptions of calls without a working Redis, or with invalid values in it. `failure_of` classifies them."""
 
 
 def failure_of(error: Exception) -> StoreFailure:
-    """What a call's exception means; UNREACHABLE is what is left."""
+    """Classify a call's exception. Any exception that fits no other reason is UNREACHABLE."""
     if isinstance(error, redis.TimeoutError | TimeoutError):
         return StoreFailure.TIMEOUT
     if isinstance(error, msgspec.ValidationError):

@@ -1,4 +1,8 @@
-"""Durations of tool calls, shared through Redis, and how long tools run and wait, learnt from their results."""
+"""Statistics of the durations of tool calls, which are shared through Redis.
+
+`DurationStore` shares the pauses that replicas observe. `SharedToolDurations` shares run times and queue times, which
+are learnt from the results of tools.
+"""
 
 import asyncio
 import logging
@@ -22,14 +26,15 @@ LIMITS = PartLimits(writers=256, fields=MAX_TOOLS + 1, value_bytes=MAX_STATISTIC
 
 RUN_SPACE = "tool-run"
 QUEUE_SPACE = "tool-queue"
-"""What follows a model's id in the names under which its statistics are shared."""
+"""Suffixes of a model's id in the keys of the statistics of run times and queue times."""
 
 LEARNT = (Outcome.OK, Outcome.ERROR)
-"""Of all others only a bound is known, or nothing: a timeout's tool would have run for longer."""
+"""Outcomes whose durations are learnt. Of other outcomes, the duration is at most partly known: a tool that timed out
+would have run longer."""
 
 
 class DurationStore(SharedParts):
-    """One writer's access to the durations that the writers of one ``model`` have observed."""
+    """One writer's access to the statistics of all writers of one ``model``."""
 
     def __init__(self, url: str, *, model: str, writer: str, timeout_s: float, expiry_s: float, clock: Clock) -> None:
         super().__init__(
@@ -45,19 +50,19 @@ class DurationStore(SharedParts):
             clock=clock,
         )
         self._parts: dict[tuple[bytes, bytes], DurationStatistics] = {}
-        """By writer and field."""
+        """The parsed statistics, by writer and field."""
         self._merged: dict[str, tuple[list[DurationStatistics], DurationStatistics]] = {}
-        """Per tool: the parts, and all of them merged."""
+        """By tool: the parts, and the result of merging them."""
 
     async def exchange(self, own: Mapping[str, DurationStatistics]) -> Mapping[str, DurationStatistics] | None:
-        """Write this writer's part and read the others', one call at a time.
+        """Write this writer's part and read the others'. Only one call may be in progress at a time.
 
         Args:
-            own: all that this writer has observed, as ``DurationTable.own`` gives it. Only what changed is written.
+            own: this writer's statistics, as ``DurationTable.own`` returns them. Only changes are written.
 
         Returns:
-            What all other writers have observed, merged, to be read only; None if it came to nothing, within about
-            ``timeout_s``: ``failures`` has the reason.
+            The merged statistics of all other writers, which the caller must not change; None: the exchange failed,
+            within about ``timeout_s``. ``failures`` has counted the reason.
         """
         damaged = self.failures[StoreFailure.CORRUPT]
         parts = await self.exchange_parts({encode_tool(name): part.to_bytes() for name, part in own.items()})
@@ -69,7 +74,7 @@ class DurationStore(SharedParts):
         return merged
 
     def _merge(self, parts: Mapping[bytes, Mapping[bytes, bytes]]) -> Mapping[str, DurationStatistics]:
-        """All valid values of ``parts``, per tool. What has not changed is not parsed and merged again."""
+        """Merge the valid values of ``parts`` by tool. Unchanged values are not parsed or merged again."""
         before, self._parts = self._parts, {}
         by_tool: dict[str, list[DurationStatistics]] = {}
         for writer, fields in parts.items():
@@ -94,7 +99,7 @@ class DurationStore(SharedParts):
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """Some durations, in seconds."""
+    """A summary of durations in seconds."""
 
     count: int
     p50_s: float
@@ -103,7 +108,7 @@ class Spread:
 
     @classmethod
     def of(cls, durations: Durations | None) -> Self | None:
-        """None where nothing was observed."""
+        """Summarise durations; None: nothing was observed."""
         if durations is None or not durations.count:
             return None
         p50_s, p90_s, p99_s = map(durations.quantile, (0.5, 0.9, 0.99))
@@ -112,24 +117,26 @@ class Spread:
 
 @dataclass(frozen=True, slots=True)
 class ToolDuration:
-    """One tool, or one class of its calls (`bash:grep`); OVERALL stands for all tools."""
+    """The durations of one tool, or of one class of its calls (`bash:grep`). The name OVERALL means all tools."""
 
     name: str
     run: Spread | None
-    """Retries and the waits between them included."""
+    """Run times, including retries and the waits between them; None: nothing was observed."""
     queue: Spread | None
-    """From the call's arrival to the tool's first start."""
+    """Times from a call's arrival to the tool's first start; None: nothing was observed."""
 
 
 class ToolDurations:
-    """Run times and queue times by tool and by class of arguments. Pure."""
+    """Run times and queue times by tool and by class of arguments. It has no I/O and no clock."""
 
     def __init__(self) -> None:
         self.run = DurationTable()
         self.queue = DurationTable()
 
     def observe(self, result: ToolResult) -> bool:
-        """Learn from a result; False if there is nothing to learn: the tool did not run, or did not end by itself."""
+        """Learn from a result. Return False if there is nothing to learn: the tool did not run, or did not end by
+        itself.
+        """
         durations_s = (result.run_s, result.queue_s)
         valid = all(0 <= seconds <= LONGEST_S for seconds in durations_s)
         if result.outcome not in LEARNT or result.attempts == 0 or not valid:
@@ -140,7 +147,7 @@ class ToolDurations:
         return True
 
     def read(self) -> list[ToolDuration]:
-        """What all writers know: all tools together first, if any was observed, then by name."""
+        """Return the durations from all writers: all tools together first, if any was observed, then by name."""
         names: Iterable[str] = dict.fromkeys((*self.run.names(), *self.queue.names()))
         read = [ToolDuration(OVERALL, Spread.of(self.run.overall), Spread.of(self.queue.overall))]
         read += [
@@ -151,16 +158,17 @@ class ToolDurations:
 
 
 class SharedToolDurations(ToolDurations):
-    """One writer's ToolDurations, shared with other writers. An asynchronous context: it closes its connections.
+    """One writer's ToolDurations, shared with other writers. It is an async context manager, which closes its
+    connections.
 
     Args:
-        store: where they are shared; its URL is Redis's own, not `embedded`.
+        store: the Redis through which they are shared. Its URL must not be `embedded`.
         model: the model's id.
-        writer: this writer's name, unique among them and never used again.
+        writer: this writer's name, which must be unique and never be used again.
         clock: see `DurationStore`.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(self, store: RedisConfig, *, model: str, writer: str, clock: Clock) -> None:
@@ -173,7 +181,7 @@ class SharedToolDurations(ToolDurations):
         ]
 
     async def exchange(self) -> bool:
-        """Write what was learnt here and read what the others learnt; False if something of it came to nothing."""
+        """Write this writer's statistics and read the others'. Return False if an exchange failed."""
         everything = True
         for table, store in self._stores:
             others = await store.exchange(table.own())
@@ -184,7 +192,7 @@ class SharedToolDurations(ToolDurations):
         return everything
 
     async def exchange_for_ever(self) -> None:
-        """Exchange once in `redis.refresh_s`, until it is cancelled; an exchange that fails is only late."""
+        """Exchange every `redis.refresh_s` until cancelled. The next exchange repeats one that failed."""
         while True:
             await self.exchange()
             await asyncio.sleep(self._period_s)

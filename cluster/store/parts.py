@@ -1,7 +1,7 @@
-"""State that many writers share through Redis: each owns one hash, its *part*, and whoever reads takes all parts.
+"""State that many writers share through Redis. Each writer owns one hash, its *part*, and readers read all parts.
 
-So no update is lost and nothing is locked. A part outlives its writer until it expires. Without Redis everything goes
-on with what was read last.
+No update is lost, and no locks are needed. A part stays after its writer ends, until it expires. Without Redis, readers
+continue with the parts that they read last.
 """
 
 from collections.abc import Mapping
@@ -11,43 +11,45 @@ from typing import Any, cast
 from cluster.store.client import RedisStore, StoreFailure, StoreUnavailable, lua, milliseconds
 
 MAX_HELD_BYTES = 64 << 20
-"""Of all parts that a reader keeps between two exchanges; the longest unchanged are dropped, and read again."""
+"""Maximum size of all parts that a reader keeps between two exchanges. Beyond it, the parts that have been unchanged
+for longest are dropped, and read again."""
 
 _EXCHANGE = lua("cluster.store", "parts.lua")
 _News = tuple[bytes, bytes, list[bytes]]
-"""A writer, the version of its part, its fields and values by turns."""
+"""A writer, the version of its part, and a list in which its fields and values alternate."""
 _Answer = tuple[int, int, list[bytes], list[_News]]
 _ANSWER: type[_Answer] = cast(Any, _Answer)
 
 
 @dataclass(frozen=True, slots=True)
 class PartLimits:
-    """What an exchange reads at most."""
+    """Limits on what an exchange reads."""
 
     writers: int
-    """Parts that are kept: those written last."""
+    """Maximum number of parts. Those that were written last are kept."""
     fields: int
-    """Of a part; one with more is left out."""
+    """Maximum number of fields of a part. A part with more is left out."""
     value_bytes: int
-    """Of one value; a larger one is left out."""
+    """Maximum size of one value. A larger value is left out."""
     read_bytes: int
-    """Of all parts in one exchange; the next exchange reads the rest."""
+    """Maximum size of all parts in one exchange. The next exchange reads the rest."""
 
 
 class SharedParts(RedisStore):
-    """One writer's part, and what it knows of the others'.
+    """One writer's part, and its copies of the others' parts.
 
     Args:
         url: see `RedisStore`.
         writers: the key of the set of writers.
-        prefix: what the key of a part begins with.
-        writer: this writer's name, unique among them and never used again: what it had written would be replaced.
-        limits: bound what is read.
-        expiry_s: a part that its writer has not touched for so long is forgotten; by the time of the Redis server.
+        prefix: the prefix of the keys of parts.
+        writer: this writer's name. It must be unique and never be used again, since a new writer replaces the part of
+            an earlier one with the same name.
+        limits: limits on what is read.
+        expiry_s: seconds after which a part that its writer has not touched expires, by the time of the Redis server.
         more: see `RedisStore`.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(
@@ -58,18 +60,18 @@ class SharedParts(RedisStore):
         self._limits = limits
         self._expiry_ms = milliseconds(expiry_s)
         self._written: Mapping[bytes, bytes] | None = None
-        """The own part as Redis has it; None: unknown."""
+        """The own part as it is in Redis; None: unknown."""
         self._known: dict[bytes, tuple[bytes, Mapping[bytes, bytes]]] = {}
-        """By writer: the version of its part, and the part."""
+        """The version of each part and the part, by writer."""
 
     async def exchange_parts(self, own: Mapping[bytes, bytes] | None) -> Mapping[bytes, Mapping[bytes, bytes]] | None:
-        """Write this writer's part and read the others', one call at a time.
+        """Write this writer's part and read the others'. Only one call may be in progress at a time.
 
         Args:
-            own: the whole part, of which only what has changed is written; None: this writer has none.
+            own: the complete part, of which only the changes are written; None: this writer has no part.
 
         Returns:
-            The other parts by writer, the last written first; None if the exchange came to nothing.
+            The other parts by writer, the last written first; None: the exchange failed.
         """
         mode = "read" if own is None else "replace" if self._written is None else "update"
         try:
@@ -78,7 +80,7 @@ class SharedParts(RedisStore):
                 if not there:
                     _, left_out, names, news = await self._exchange("replace", own or {})
         except StoreUnavailable:
-            # The Redis that answers next may be another, or one without our data.
+            # The Redis that answers next may be another one, or may have lost its data.
             self._written = None
             return None
         self._written = own

@@ -1,7 +1,8 @@
-"""The homes of programs in Redis, on which all ingresses agree, and the quarantine of requests.
+"""The homes of programs in Redis, which all ingresses share, and the quarantine of requests.
 
-A home is a replica and an epoch, which grows with each move (fencing). Each write is one script on one key. Of two
-ingresses that race, exactly one wins, and both get the result. Nothing here raises: without Redis the answer is None.
+A home is a replica and an epoch, which grows with each migration (fencing). Each write is one script on one key. Of two
+concurrent writes by different ingresses exactly one succeeds, and both ingresses get the result. The methods do not
+raise: without Redis they return None.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,9 +23,9 @@ from cluster.store.client import (
 )
 
 MAX_CONNECTIONS = 16
-"""Connections for calls; further calls wait for one."""
+"""Maximum number of connections. Further calls wait for one."""
 MAX_TOUCHED = 512
-"""Homes that one script touches, so that it does not delay other calls."""
+"""Maximum number of homes that one script touches, so that it does not delay other calls."""
 
 _SCRIPT = lua("cluster.store", "placements.lua")
 
@@ -36,18 +37,18 @@ _HELD_ANSWER: type[_Held] = cast(Any, _Held)
 class PlacementStore(RedisStore):
     """One ingress's access to the homes of programs and to the quarantine.
 
-    Every call ends within about ``timeout_s`` and raises nothing. None means that the store did not answer; `failures`
-    counts the reasons. Whether something was written is then unknown, and the call may be repeated.
+    Every call ends within about ``timeout_s`` and raises nothing. None means that the store did not answer. `failures`
+    counts the reasons. It is then unknown whether something was written, and the call may be repeated.
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
-        model: programs have a home for each model.
-        timeout_s: bounds every call.
-        expiry_s: a home that was not touched for this long expires.
+        model: the model's id. A program has one home for each model.
+        timeout_s: timeout of each call in seconds.
+        expiry_s: seconds after which a home that was not touched expires.
         clock: measures how long the store was unavailable.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(self, url: str, *, model: str, timeout_s: float, expiry_s: float, clock: Clock) -> None:
@@ -65,26 +66,26 @@ class PlacementStore(RedisStore):
     # --- homes --------------------------------------------------------------------------------------------------------
 
     async def claim(self, key: str, home: Home) -> Home | None:
-        """Bind the program to ``home``, unless it has a home of the same or a later epoch. Returns its home."""
+        """Bind the program to ``home``, unless it has a home of the same or a later epoch. Return its home."""
         return self._home(await self._held("claim", key, home.replica, max(1, home.epoch), self._expiry_ms))
 
     async def move(self, key: str, from_epoch: int, replica: str) -> Home | None:
         """Bind the program to ``replica`` with the next epoch, unless its home has a later epoch than ``from_epoch``.
 
         Returns:
-            The program's home now, which another ingress may have written.
+            The program's home after the call, which another ingress may have written.
         """
         return self._home(await self._held("move", key, from_epoch, replica, self._expiry_ms))
 
     async def get(self, key: str) -> tuple[Home | None] | None:
-        """``(home,)``, or ``(None,)`` if the program has none; None: the store did not answer."""
+        """Return ``(home,)``, or ``(None,)`` if the program has no home; None: the store did not answer."""
         held = await self._held("get", key)
         return None if held is None else (self._home(held),)
 
     async def touch(self, homes: Mapping[str, Home]) -> frozenset[str] | None:
-        """Renew the expiry of homes. Returns the programs that have another home in the store, or none.
+        """Renew the expiry of homes. Return the programs that have another home in the store, or no home.
 
-        Without homes this only probes the store.
+        An empty mapping only probes the store.
         """
         others: set[str] = set()
         keys = list(homes)
@@ -99,14 +100,14 @@ class PlacementStore(RedisStore):
         return frozenset(others)
 
     async def forget(self, key: str, epoch: int) -> bool | None:
-        """Delete the home of a program that has ended, unless its epoch is later. Returns whether there was one."""
+        """Delete the home of a program that has ended, unless its epoch is later. Return whether it was deleted."""
         forgotten = await self._call("forget", [self._of(key)], [epoch], int)
         return None if forgotten is None else bool(forgotten)
 
     # --- quarantine ---------------------------------------------------------------------------------------------------
 
     async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
-        """Quarantine the request with this digest for ``ttl_s``."""
+        """Quarantine the request with this digest for ``ttl_s`` seconds. Return True."""
         try:
             async with self.request():
                 await self.redis.set(self._mark(digest), b"1", px=milliseconds(ttl_s))
@@ -115,7 +116,7 @@ class PlacementStore(RedisStore):
         return True
 
     async def is_quarantined(self, digest: str) -> bool | None:
-        """Whether the request with this digest is in quarantine."""
+        """Return whether the request with this digest is in quarantine."""
         try:
             async with self.request():
                 return bool(await self.redis.exists(self._mark(digest)))

@@ -1,4 +1,4 @@
-"""What predictors learn, shared through Redis: each writer's part is one value."""
+"""The learnt state of predictors, shared through Redis. Each writer's part is one value."""
 
 from collections.abc import Mapping
 
@@ -13,7 +13,7 @@ _FIELD = b"part"
 
 
 class PredictorStateStore(SharedParts):
-    """One writer's access to what the writers of one ``space`` have learnt."""
+    """One writer's access to the learnt state of all writers of one ``space``."""
 
     def __init__(self, url: str, *, space: str, writer: str, timeout_s: float, expiry_s: float, clock: Clock) -> None:
         super().__init__(
@@ -30,14 +30,14 @@ class PredictorStateStore(SharedParts):
         )
 
     async def exchange(self, own: bytes | None) -> Mapping[str, bytes] | None:
-        """Write this writer's part and read the others', one call at a time.
+        """Write this writer's state and read the others'. Only one call may be in progress at a time.
 
         Args:
-            own: all that this writer has learnt; None: nothing. It is written only if it has changed.
+            own: this writer's complete state; None: it has learnt nothing. It is written only if it has changed.
 
         Returns:
-            By writer, what the others have learnt; None if the exchange came to nothing, within about ``timeout_s``:
-            ``failures`` has the reason.
+            The state of the others, by writer; None: the exchange failed, within about ``timeout_s``. ``failures`` has
+            counted the reason.
         """
         if own is not None and len(own) > MAX_PART_BYTES:
             self.failures[StoreFailure.CORRUPT] += 1

@@ -1,6 +1,6 @@
-"""SLO verdicts of programs whose turns came through several ingresses: Redis has the sums, and one ingress judges them.
+"""SLO verdicts of programs whose turns came through several ingresses. Redis has the sums, and one ingress judges them.
 
-There is one small hash a program. Nothing here raises: without Redis the answer is None.
+There is one small hash for each program. The methods do not raise: without Redis they return None.
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from cluster.core.slo import Tally
 from cluster.store.client import RedisStore, StoreUnavailable, lua, quoted
 
 MAX_PIPELINED = 256
-"""Scripts that are sent together."""
+"""Maximum number of scripts that are sent together."""
 
 _US = 1e6
 
@@ -23,37 +23,37 @@ _SCRIPT = lua("cluster.store", "slo_sums.lua")
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What one ingress saw of a program since its last report."""
+    """The turns of a program that one ingress has seen since its last report."""
 
     key: str
     tally: Tally
     age_s: float
-    """How long ago it arrived at this ingress."""
+    """Seconds since the program arrived at this ingress."""
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """Whether this ingress may judge the program."""
+    """A request of this ingress to judge a program."""
 
     key: str
     idle_s: float
-    """Only if it has been idle for so long everywhere; 0: it has ended."""
+    """The program is judged only if it has been idle at all ingresses for this long (seconds); 0: it has ended."""
     remember_s: float
-    """It may have more turns, which are not to be judged again, for so long; 0: it is over."""
+    """Seconds for which the program may have further turns, which are not judged again; 0: it has no further turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class Whole:
-    """The sum of all ingresses' parts."""
+    """The sum of the parts of all ingresses."""
 
     tally: Tally
     wall_s: float
-    """From its arrival until its last turn was reported."""
+    """Seconds from the program's arrival until its last turn was reported."""
 
 
 @dataclass(frozen=True, slots=True)
 class Unknown:
-    """The store has nothing of the program: it has lost it."""
+    """The store has no part of the program, since it has lost its data."""
 
 
 _Answer = TypeVar("_Answer")
@@ -64,12 +64,12 @@ class SloSumStore(RedisStore):
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
-        timeout_s: bounds every call.
-        expiry_s: a program without a report for so long is forgotten.
-        clock: measures how long the store was gone.
+        timeout_s: timeout of each call in seconds.
+        expiry_s: seconds without a report after which a program's sums are deleted.
+        clock: measures how long the store was unavailable.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid.
     """
 
     def __init__(self, url: str, *, timeout_s: float, expiry_s: float, clock: Clock) -> None:
@@ -83,13 +83,18 @@ class SloSumStore(RedisStore):
         self._expiry_ms = _ms(expiry_s)
 
     async def add(self, parts: Sequence[Part]) -> list[bool] | None:
-        """Add parts; for each whether its program was not known before. None: some may not have been added."""
+        """Add parts. Return for each whether its program is new to the store; None: some parts may not have been
+        added.
+        """
         calls = [(part.key, [self._expiry_ms, _ms(part.age_s), *_numbers(part.tally)]) for part in parts]
         answers = await self._call("add", calls, int)
         return None if answers is None else [bool(answer) for answer in answers]
 
     async def judge(self, questions: Sequence[Question]) -> "list[Whole | Unknown | None] | None":
-        """For each program its sum, if this ingress is the one to judge it; None: the store did not answer."""
+        """Return for each program its sum if this ingress is to judge it; None as the result: the store did not answer.
+
+        The entry of a program is None if it is not to be judged now, or not by this ingress.
+        """
         calls = [(one.key, [_ms(one.idle_s), _ms(one.remember_s)]) for one in questions]
         answers = await self._call("judge", calls, cast("type[tuple[int, list[int]]]", tuple[int, list[int]]))
         return None if answers is None else [_whole(*answer) for answer in answers]
