@@ -25,7 +25,7 @@ class Kind(StrEnum):
 
 
 UNITS = ("byte_seconds", "seconds", "bytes", "tokens", "blocks", "ratio")
-"""Units of measurement. As in OpenMetrics, the unit is the end of the name; the others count things."""
+"""Units of measurement. As in OpenMetrics, a metric's name ends with its unit. Metrics without a unit are counts."""
 
 
 class Dashboard(StrEnum):
@@ -43,7 +43,7 @@ class Metric:
     """One metric."""
 
     name: str
-    """Without ``caesura_`` and ``_total``."""
+    """The name without ``caesura_`` and ``_total``."""
     kind: Kind
     help: str
     labels: tuple[str, ...]
@@ -51,7 +51,7 @@ class Metric:
     buckets: tuple[float, ...] = ()
     """Upper bounds of a histogram's buckets, without +Inf."""
     snapshot: str = ""
-    """Key of the scheduler's snapshot whose value this is; empty: a recorder names the metric."""
+    """Key of the value in the scheduler's snapshot; empty: a recorder records the metric."""
 
     @property
     def exported(self) -> str:
@@ -65,7 +65,7 @@ class Metric:
 
 
 def unit_of(name: str) -> str:
-    """The unit of a metric with this name."""
+    """Return the unit of a metric with this name: one of `UNITS`, or ``count``."""
     return next((unit for unit in UNITS if name.endswith(f"_{unit}")), "count")
 
 

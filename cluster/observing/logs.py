@@ -1,7 +1,7 @@
-"""Structured logs: one JSON object per line, with the ids of the program, the request and the turn that it is about.
+"""Structured logs: one JSON object per line, with the ids of the program, the request and the turn.
 
-`bind` sets the ids for the current task and for the tasks that it starts. All handlers of a process get the format:
-those of Ray Serve's logger, of vLLM's, of uvicorn's and of the root.
+`bind` sets the ids for the current task and for the tasks that it starts. All handlers of a process get this format:
+those of Ray Serve's, vLLM's, uvicorn's and the root logger.
 """
 
 import json
@@ -26,7 +26,7 @@ _ids: ContextVar[Mapping[str, str | int]] = ContextVar("caesura_log_ids", defaul
 
 
 def bind(**ids: str | int | None) -> None:
-    """Add ids to the log lines of this task and of those that it starts; None removes one.
+    """Add ids to the log lines of this task and of the tasks that it starts. The value None removes an id.
 
     The ids are ``program``, ``request``, ``run``, ``turn``, ``call`` and ``tool``.
     """
@@ -37,7 +37,7 @@ class JsonFormatter(logging.Formatter):
     """Formats a record as one line of JSON.
 
     Args:
-        part: what the process is, such as ``ingress``.
+        part: the role of the process, such as ``ingress``.
     """
 
     def __init__(self, part: str) -> None:
@@ -45,7 +45,9 @@ class JsonFormatter(logging.Formatter):
         self._part = part
 
     def format(self, record: logging.LogRecord) -> str:
-        """Keys: ``time`` (UTC), ``level``, ``logger``, ``message``, ``part``, ``pid``, the ids and ``exception``."""
+        """Format a record. The keys are ``time`` (UTC), ``level``, ``logger``, ``message``, ``part``, ``pid``, the ids
+        and ``exception``.
+        """
         try:
             message = record.getMessage()
         except (TypeError, ValueError):  # The arguments do not fit the message.
@@ -65,11 +67,11 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure(logs: LogsConfig, part: str) -> None:
-    """Set up this process's logs. The format ``text`` leaves everything as Ray and vLLM have it.
+    """Set up this process's logs. With the format ``text``, the logs of Ray and vLLM are not changed.
 
     Args:
         logs: the section of the configuration.
-        part: what the process is, such as ``ingress``.
+        part: the role of the process, such as ``ingress``.
     """
     if logs.format != "json":
         return

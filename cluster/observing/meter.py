@@ -18,7 +18,7 @@ class Meter:
     """Records metrics of one part of a process. A metric is made when it is first recorded.
 
     Args:
-        tags: labels that have the same value in all that is recorded; metrics without such a label omit it.
+        tags: labels with the same value in all records. Metrics that do not have such a label omit it.
         enabled: False records nothing.
     """
 
@@ -44,8 +44,9 @@ class Meter:
 
         Args:
             metric: a gauge or a counter.
-            values: of one series, or of several by the values of the labels that are in neither `tags` nor ``labels``.
-            labels: the same for all of these series.
+            values: the value of one series. For several series it is a mapping from the values of a label to `Values`,
+                for each label that is in neither `tags` nor ``labels``.
+            labels: labels that all of these series have.
         """
         if isinstance(values, Mapping):
             label = next(name for name in metric.labels if name not in self._tags and name not in labels)
@@ -67,7 +68,9 @@ class Meter:
             self._of(metric).observe(value, labels)
 
     def _count_to(self, metric: Metric, total: float, labels: dict[str, str]) -> None:
-        """The first call exports the series, also with a total of 0. A total that has shrunk was started anew."""
+        """Raise a counter to ``total``. The first call exports the series, even with 0. A lower total has restarted at
+        0.
+        """
         key = metric.name, tuple(labels.items())
         if key not in self._totals:
             self.begin(metric, **labels)

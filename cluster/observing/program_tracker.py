@@ -1,5 +1,6 @@
-"""Programs until each has its SLO verdict: `ProgramTracker` sees the turns of one ingress, `SharedSloTracker` sums the
-turns of several through the store.
+"""Trackers of programs until each has its SLO verdict.
+
+`ProgramTracker` has the turns of one ingress. `SharedSloTracker` sums the turns of several ingresses through the store.
 """
 
 from collections import Counter, OrderedDict
@@ -13,11 +14,11 @@ from cluster.core.slo import Outcome, Slo, Tally, TurnRecord, Verdict
 from cluster.store.slo_sums import Part, Question, SloSumStore, Unknown, Whole
 
 GRACE_S = 1.5
-"""Time after a program's end in which other ingresses report its turns; more than two exchanges."""
+"""Seconds after a program's end in which other ingresses report its turns. It is longer than two exchanges."""
 
 
 class Served(NamedTuple):
-    """The model and the tenant of a turn; these are labels of metrics."""
+    """The model and the tenant of a turn, which are labels of metrics."""
 
     model: str
     tenant: str
@@ -25,18 +26,18 @@ class Served(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class EndedProgram:
-    """A program that is to get its verdict, once."""
+    """A program that is due for its only verdict."""
 
     key: str | None
-    """None: a program of one turn, of which no other ingress knows."""
+    """The program's key; None: it is a program of one turn, of which no other ingress knows."""
     served: Served
-    """Of its first turn."""
+    """The model and tenant of its first turn."""
     slo: Slo
     tally: Tally
     wall_s: float
-    """From the program's arrival to the end of its last turn."""
+    """Seconds from the program's arrival to the end of its last turn."""
     idle: bool = False
-    """The program was only idle for too long here; another ingress may know of later turns."""
+    """Whether the program was only idle for too long at this ingress. Another ingress may have later turns."""
 
     @property
     def verdict(self) -> Verdict:
@@ -45,13 +46,14 @@ class EndedProgram:
 
 
 class TurnEnd(NamedTuple):
-    """What the end of a turn means for its program."""
+    """The effect of the end of a turn on its program."""
 
     part: Tally
-    """Of this turn."""
+    """The tally of this turn."""
     first: bool
-    """The turn is the program's first that counts."""
+    """Whether the turn is the first of its program that counts."""
     ended: EndedProgram | None
+    """The program, if it is now due for its verdict; otherwise None."""
 
 
 @dataclass(slots=True)
@@ -68,7 +70,7 @@ class _Program:
     judged: bool = False
 
     def end(self, key: str, *, idle: bool = False) -> EndedProgram | None:
-        """The program for its verdict; None if it has had one, or no turn."""
+        """Return the program for its verdict; None: it already had one, or it has no turns."""
         if self.judged or not self.tally.turns:
             return None
         self.judged = True
@@ -78,25 +80,25 @@ class _Program:
 class ProgramTracker:
     """The programs of one ingress. It does no I/O and reads no clock.
 
-    Memory is bounded. A program that is evicted from memory gets its verdict by the turns that it had.
+    Memory is bounded. A program that is evicted from memory gets its verdict from the turns that it had.
 
     Args:
-        idle_s: a program without a turn for this long has ended.
-        max_programs: number of programs that are remembered.
+        idle_s: seconds without a turn after which a program has ended.
+        max_programs: maximum number of programs in memory.
     """
 
     def __init__(self, idle_s: float, max_programs: int) -> None:
         self._idle_s = idle_s
         self._max_programs = max_programs
         self._programs: OrderedDict[str, _Program] = OrderedDict()
-        """In the order of their last event."""
+        """The programs, in the order of their last event."""
         self._evicted: list[EndedProgram] = []
 
     def __len__(self) -> int:
         return len(self._programs)
 
     def turn_began(self, served: Served, slo: Slo, key: str, arrived_s: float, now_s: float) -> None:
-        """A turn of this program has arrived."""
+        """Record the arrival of a turn of this program."""
         program = self._programs.get(key)
         if program is None:
             program = self._programs[key] = _Program(served, slo, arrived_s, now_s)
@@ -105,13 +107,13 @@ class ProgramTracker:
         self._touch(key, program, now_s)
 
     def turn_withdrawn(self, key: str, now_s: float) -> EndedProgram | None:
-        """The turn does not count. Returns its program if that only waited for this turn."""
+        """Record that a turn does not count. Return its program if it is now due for its verdict."""
         return self._settle(key, now_s)
 
     def turn_ended(self, key: str, turn: TurnRecord, now_s: float, *, last: bool) -> TurnEnd | None:
-        """A turn has ended; None: its program was evicted.
+        """Record the end of a turn. Return None if its program was evicted.
 
-        A failed turn decides at once, since the program can no longer be good.
+        After a failed turn the program is due for its verdict at once, since it can no longer be good.
         """
         program = self._programs.get(key)
         if program is None:
@@ -124,7 +126,7 @@ class ProgramTracker:
         return TurnEnd(part, first, self._settle(key, now_s) or failed)
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> EndedProgram | None:
-        """The program has ended; an outcome other than OK has a cause outside its turns."""
+        """Record the end of a program. An outcome other than OK has a cause outside of its turns."""
         program = self._programs.get(key)
         if program is None:
             return None
@@ -133,7 +135,7 @@ class ProgramTracker:
         return self._close(key, program)
 
     def sweep(self, now_s: float) -> list[EndedProgram]:
-        """The programs that have been idle for too long, or were evicted."""
+        """Return the programs that have been idle for too long or were evicted, for their verdicts."""
         found, self._evicted = self._evicted, []
         while self._programs:
             key, program = next(iter(self._programs.items()))
@@ -171,19 +173,19 @@ class ProgramTracker:
 
 
 def outside_turns(outcome: Outcome) -> Tally:
-    """The tally of a program that ended with this outcome for a cause outside its turns."""
+    """Return the tally of a program that ended with this outcome for a cause outside of its turns."""
     unfinished = outcome is Outcome.UNFINISHED
     return Tally(failed=int(outcome is not Outcome.OK and not unfinished), unfinished=int(unfinished))
 
 
 def single_turn_program(served: Served, slo: Slo, turn: TurnRecord) -> EndedProgram:
-    """The program of a turn that names no program."""
+    """Make the program of a turn that names no program."""
     seconds = turn.last_token_s - turn.intended_start_s if turn.last_token_s is not None else 0.0
     return EndedProgram(None, served, slo, slo.tally(turn), seconds)
 
 
 class DegradedVerdict(StrEnum):
-    """Why a verdict counts only the turns of one ingress."""
+    """The reason why a verdict counts only the turns of one ingress."""
 
     STORE_GONE = "store_gone"
     """The store did not answer."""
@@ -193,13 +195,13 @@ class DegradedVerdict(StrEnum):
 
 @dataclass(slots=True)
 class Exchanged:
-    """What one exchange with the store brought."""
+    """The results of one exchange with the store."""
 
     new: list[Served] = field(default_factory=list)
-    """Of programs that had their first turn."""
+    """Model and tenant of each program that had its first turn."""
     judged: list[EndedProgram] = field(default_factory=list)
     degraded: Counter[tuple[str, DegradedVerdict]] = field(default_factory=Counter)
-    """By model and reason."""
+    """Number of degraded verdicts, by model and reason."""
 
 
 @dataclass(slots=True)
@@ -212,14 +214,14 @@ class _Unreported:
 
 
 class SharedSloTracker:
-    """Sums the turns of programs over all ingresses, so that each gets one verdict. No request waits for it.
+    """Sums the turns of programs over all ingresses, so that each program gets one verdict. No request waits for it.
 
-    Where the store does not answer, the turns of this ingress decide.
+    If the store does not answer, the verdict depends on the turns of this ingress.
 
     Args:
-        store: has the sums.
+        store: the store of the sums.
         clock: measures the age of programs.
-        idle_s: a program without a turn for this long has ended.
+        idle_s: seconds without a turn after which a program has ended.
     """
 
     def __init__(self, store: SloSumStore, clock: Clock, idle_s: float) -> None:
@@ -230,7 +232,7 @@ class SharedSloTracker:
         self._ends: list[tuple[float, EndedProgram]] = []
 
     def turn_ended(self, key: str, served: Served, end: TurnEnd, arrived_s: float) -> None:
-        """A turn has ended; the next exchange reports it."""
+        """Record the end of a turn, which the next exchange reports."""
         before = self._unreported.get(key)
         tally = end.part if before is None else before.part.tally + end.part
         first = end.first or (before is not None and before.first)
@@ -238,7 +240,7 @@ class SharedSloTracker:
         self._unreported[key] = _Unreported(part, served if before is None else before.served, first)
 
     def program_ended(self, program: EndedProgram) -> None:
-        """The program is due for its verdict, by this ingress or another one."""
+        """Record that a program is due for its verdict, by this ingress or another one."""
         self._ends.append((self._clock.now_s() + GRACE_S, program))
 
     async def exchange(self) -> Exchanged:
@@ -266,7 +268,7 @@ class SharedSloTracker:
                 case None:
                     continue
                 case Unknown() if answers is not None and program.idle:
-                    continue  # another ingress has judged it at its end
+                    continue  # another ingress has judged the program at its end
                 case Whole() if answer.tally.turns >= program.tally.turns:
                     exchanged.judged.append(replace(program, tally=answer.tally, wall_s=answer.wall_s))
                 case _:

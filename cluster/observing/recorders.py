@@ -1,6 +1,6 @@
-"""Recorders: each exports the numbers of one component as metrics of the catalogue.
+"""Recorders, each of which exports the numbers of one component as metrics of the catalogue.
 
-`record` of a recorder is to be called about once a second, since Ray drops gauges that are not set.
+`record` of a recorder has to be called about once a second, since Ray drops gauges that are not set.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -15,12 +15,12 @@ from cluster.observing.meter import Meter
 
 
 class Fallback(StrEnum):
-    """What a replica does without."""
+    """The component without which a replica continues, in a degraded decision."""
 
     STORE_UNREACHABLE = "store_unreachable"
     """The tool statistics of other replicas are the last known ones."""
     CONTROL_TIMEOUT = "control_timeout"
-    """The scheduler did not answer; its numbers and statistics are those of the last exchange."""
+    """The scheduler did not answer. Its numbers and statistics are those of the last exchange."""
 
 
 class ReplicaState(StrEnum):
@@ -28,7 +28,7 @@ class ReplicaState(StrEnum):
 
     UP = "up"
     DRAINING = "draining"
-    """Its programs leave at their next pause."""
+    """The replica is draining: its programs migrate at their next pause."""
 
 
 class ReplicaMetrics:
@@ -46,7 +46,7 @@ class ReplicaMetrics:
         self._meter.begin(metrics.REPLICA_STARTS)
 
     def started(self) -> None:
-        """Count a start; called once the model is loaded."""
+        """Count a start of the replica. It is called when the model is loaded."""
         self._meter.add(metrics.REPLICA_STARTS, 1)
 
     def record(self, snapshot: Mapping[str, Any]) -> None:
@@ -69,7 +69,7 @@ class ReplicaMetrics:
         self._meter.record(metrics.KV_OFFLOAD_BYTES, copied)
 
     def observe(self, observations: Mapping[str, Any]) -> None:
-        """Add what was observed since the last call; see `replicas.stats`."""
+        """Add the queue times and hold times since the last call, see `replicas.stats`."""
         for turn in ("first", "resumed"):
             for seconds in observations[f"queue_{turn}"]:
                 self._meter.observe(metrics.QUEUE_S, seconds, turn=turn)
@@ -156,7 +156,7 @@ class ProgramMetrics:
         self._meter = meter
 
     def record(self, open_programs: int, totals: Mapping[str, int]) -> None:
-        """Export how many programs run, and the events since the start."""
+        """Export the number of programs that run, and the number of events since the start."""
         self._meter.set(metrics.OPEN_PROGRAMS, open_programs)
         self._meter.record(metrics.PROGRAM_EVENTS, totals)
 
@@ -166,7 +166,7 @@ class ToolMetrics:
 
     Args:
         meter: records.
-        tools: names of the configuration's entries; each has a series of successful calls from the start.
+        tools: names of the configured tools. Each has a series of successful calls from the start.
     """
 
     def __init__(self, meter: Meter, tools: Iterable[str]) -> None:
@@ -203,7 +203,8 @@ class PredictionMetrics:
 
         Args:
             sources: number of predictions by source.
-            errors: by quantity, how many predictions were compared, the sum of their errors, and of the actual values.
+            errors: by quantity, the number of compared predictions, the sum of their absolute errors, and the sum of
+                the actual values.
         """
         self._meter.record(metrics.PREDICTIONS, sources)
         for quantity, (compared, error, actual) in errors.items():

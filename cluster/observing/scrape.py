@@ -1,7 +1,7 @@
-"""`GET /metrics`: the metrics of the whole cluster, for a Prometheus that cannot reach the ports of Ray's nodes.
+"""`GET /metrics`: the metrics of the cluster, for a Prometheus that cannot reach the ports of Ray's nodes.
 
-The pages of the nodes are merged as lines of text. Parsing them with `prometheus_client` takes twenty times as long, in
-the process that answers requests.
+The pages of the nodes are merged as lines of text. Parsing them with `prometheus_client` would take twenty times as
+long, in the process that serves requests.
 """
 
 import asyncio
@@ -23,37 +23,37 @@ from cluster.observing.meter import Meter
 logger = logging.getLogger("ray.serve")
 
 NODE_TIMEOUT_S = 5.0
-"""A node that takes longer is left out. Prometheus by default waits ten seconds for the whole page."""
+"""Timeout of a node's page in seconds. A slower node is left out. Prometheus waits ten seconds by default."""
 UNCOMPRESSED = {"Accept-Encoding": "identity"}
-"""A node's agent takes longer to compress its page than to send it."""
+"""Header that asks for pages without compression. A node's agent takes longer to compress its page than to send it."""
 NODES_AGE_S = 5.0
-"""Maximum age of the list of nodes."""
+"""Maximum age of the list of nodes in seconds."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 KEPT = ((b"ray_caesura_", b"caesura_"), (b"ray_vllm_", b"vllm:"))
-"""Prefixes of the names that are kept, and what replaces each."""
+"""Prefixes of the names of metrics that are kept, and the replacement of each."""
 _CONSTANT_LABELS = re.compile(rb',(?:otel_scope_[a-z_]+|Version)="[^"]*"')
 
 Nodes = Callable[[], Awaitable[Sequence[str]]]
-"""The addresses, `host:port`, at which nodes export their metrics."""
+"""A function that returns the addresses (`host:port`) at which nodes export their metrics."""
 
 
 class ScrapeFailure(StrEnum):
-    """Why a node's metrics are missing."""
+    """The reason why a node's metrics are missing."""
 
     TIMEOUT = "timeout"
     UNREACHABLE = "unreachable"
     HTTP_STATUS = "http_status"
-    """Its answer was not 200."""
+    """The status of the node's answer was not 200."""
 
 
 class ClusterScrape:
-    """Fetches the pages of all nodes when asked, and merges them.
+    """Fetches the pages of all nodes on each request, and merges them.
 
     Args:
         clock: measures the age of the list of nodes.
         meter: counts the nodes that could not be read.
-        nodes: lists the nodes.
+        nodes: lists the nodes; None: the alive nodes of the Ray cluster.
     """
 
     def __init__(self, clock: Clock, meter: Meter, nodes: Nodes | None = None) -> None:
@@ -67,7 +67,7 @@ class ClusterScrape:
             meter.begin(metrics.SCRAPE_FAILURES, reason=reason.value)
 
     async def response(self) -> Response:
-        """The metrics of all nodes that answer in time; 503 if none of them does."""
+        """Return the metrics of all nodes that answer in time, or 503 if none does."""
         pages = await asyncio.gather(*(self._page(node) for node in await self._addresses()))
         found = [page for page in pages if page is not None]
         status = HTTPStatus.SERVICE_UNAVAILABLE if pages and not found else HTTPStatus.OK
@@ -103,7 +103,7 @@ class ClusterScrape:
 
 
 async def alive_nodes() -> Sequence[str]:
-    """The nodes of this process's Ray cluster."""
+    """Return the addresses of the alive nodes of this process's Ray cluster."""
     nodes = await asyncio.to_thread(ray.nodes)
     return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in nodes if node["Alive"]]
 
@@ -111,14 +111,14 @@ async def alive_nodes() -> Sequence[str]:
 @dataclass(slots=True)
 class _Family:
     head: dict[bytes, bytes] = field(default_factory=dict)
-    """The HELP and the TYPE line, by their first word."""
+    """The HELP and TYPE lines, by their first word."""
     samples: list[bytes] = field(default_factory=list)
 
 
 def merged(pages: Iterable[bytes]) -> bytes:
-    """One page with the kept families of several, each once, with the samples of all.
+    """Merge pages into one, which has each kept family once, with the samples of all pages.
 
-    Ray's prefix of names is removed, and labels that are the same on all samples.
+    Ray's prefix of names and the labels that are the same on all samples are removed.
     """
     families: dict[bytes, _Family] = {}
     for page in pages:
@@ -139,7 +139,7 @@ def merged(pages: Iterable[bytes]) -> bytes:
 
 
 def _renamed(line: bytes) -> bytes | None:
-    """A line that begins with a metric's name, with our prefix for Ray's; None: it is not kept."""
+    """Replace Ray's prefix in a line that begins with a metric's name; None: the metric is not kept."""
     for theirs, ours in KEPT:
         if line.startswith(theirs):
             return ours + line[len(theirs) :]

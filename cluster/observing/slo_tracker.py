@@ -1,7 +1,7 @@
-"""What clients experience, recorded at an ingress: each turn from its arrival to its last token, and its program.
+"""SLO metrics of an ingress: it measures each turn from its arrival to its last token, and judges each program.
 
-An answer that is not a stream has its first token together with its last. A request that the client got wrong (400,
-404, 413, 422) is not a turn.
+The first token of an answer that is not a stream arrives together with the last. An invalid request (400, 404, 413,
+422) does not count as a turn.
 """
 
 import asyncio
@@ -39,13 +39,15 @@ COMPONENT = "slo_tracker"
 EXCHANGE_PERIOD_S = 0.5
 
 REQUEST_START = "x-request-start"
-"""The header in which proxies send when they received a request: seconds, milli- or microseconds, after `t=` or not."""
+"""The header in which proxies send the Unix time at which they received a request. The unit may be seconds, milli- or
+microseconds, and the value may begin with `t=`."""
 _SCALES = ((1e11, 1.0), (1e14, 1e-3), (1e17, 1e-6))
-"""Upper bounds of Unix times in seconds, milli- and microseconds; the range of each unit begins in 1973."""
+"""Upper bounds of Unix times in seconds, milli- and microseconds, with their factors to seconds. The range of each unit
+begins in 1973."""
 
 
 def request_start(value: str) -> float | None:
-    """The Unix time of such a header in seconds; None if it cannot be one."""
+    """Return the Unix time in an `X-Request-Start` header in seconds; None: the value is invalid."""
     try:
         number = float(value.strip().removeprefix("t="))
     except ValueError:
@@ -54,11 +56,11 @@ def request_start(value: str) -> float | None:
 
 
 def waited_s(headers: Mapping[str, str], wall_s: float, limit_s: float) -> float:
-    """Seconds that a request waited in proxies before it arrived here.
+    """Return the seconds that a request waited in proxies before it arrived here.
 
     Args:
-        headers: of the request.
-        wall_s: Unix time now. A proxy's clock that is ahead of this counts as no wait.
+        headers: the headers of the request.
+        wall_s: the current Unix time in seconds. If a proxy's clock is ahead of it, the wait is 0.
         limit_s: upper bound of the result.
     """
     started_s = request_start(headers.get(REQUEST_START, ""))
@@ -69,10 +71,10 @@ class SloTracker:
     """The turns of one ingress, and their programs.
 
     Args:
-        config: SLO bounds, tenants, and whether metrics are recorded.
-        clock: for all latencies.
+        config: has the SLO bounds, the tenants, and whether metrics are recorded.
+        clock: measures all latencies.
         shared: sums programs over several ingresses; None: there is one ingress.
-        wall: Unix time.
+        wall: returns the Unix time in seconds.
         sleep: waits between two exchanges.
     """
 
@@ -99,10 +101,10 @@ class SloTracker:
 
     @classmethod
     def for_ingresses(cls, config: CaesuraConfig, clock: Clock, number: int) -> "SloTracker":
-        """The tracker of one of ``number`` ingresses.
+        """Make the tracker of one of ``number`` ingresses.
 
         Raises:
-            ConfigError: the store's URL cannot be used.
+            ConfigError: the store's URL is invalid.
         """
         if number == 1 or not config.metrics.enabled:
             return cls(config, clock)
@@ -127,20 +129,20 @@ class SloTracker:
             self._tasks.start("judge programs", self._judge_forever)
 
     async def aclose(self) -> None:
-        """Stop."""
+        """Stop judging programs, and close the store."""
         await self._tasks.aclose()
         if self._shared is not None:
             await self._shared.store.close()
 
     def arrival_s(self, headers: Mapping[str, str]) -> float:
-        """The time on the clock at which the current request arrived."""
+        """Return the clock's time at which the current request arrived (seconds)."""
         now_s = self._clock.now_s()
         if not self._config.http.trust_request_start:
             return now_s
         return now_s - waited_s(headers, self._wall(), self._config.http.request_timeout_s)
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
-        """A turn has arrived."""
+        """Record the arrival of a turn, and return the object that measures it."""
         served = Served(model, identity.tenant if self._is_named(identity.tenant) else OTHER_TENANTS)
         slo = self._slo_of(served)
         if identity.key is not None and self.enabled:
@@ -148,12 +150,14 @@ class SloTracker:
         return MeasuredTurn(self, served, slo, identity, arrived_s)
 
     def record_rejection(self, headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
-        """A turn was rejected before its body was read, so its model is not known, nor what else the body contains."""
+        """Record a turn that was rejected before its body was read. It counts for the first model, since its model is
+        not known.
+        """
         identity = replace(seen_turn(headers, b"")[0], tenant=tenant)
         self.begin(self._config.model.id, identity, self.arrival_s(headers)).over(Outcome.REJECTED)
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
-        """A program has ended; an outcome other than OK has a cause outside its turns."""
+        """Record the end of a program. An outcome other than OK has a cause outside of its turns."""
         if (ended := self._programs.program_ended(key, outcome)) is None:
             return
         if self._shared is not None and outcome is not Outcome.OK:
@@ -167,7 +171,9 @@ class SloTracker:
             self._program_over(ended)
 
     async def exchange(self) -> None:
-        """Exchange turns with the other ingresses, and judge the programs that are due. Alone, do nothing."""
+        """Exchange turns with the other ingresses, and judge the programs that are due. A single ingress does
+        nothing.
+        """
         if self._shared is None:
             return
         exchanged = await self._shared.exchange()
@@ -183,16 +189,16 @@ class SloTracker:
     # --- called by a MeasuredTurn -------------------------------------------------------------------------------------
 
     def now_s(self) -> float:
-        """The clock's time."""
+        """Return the clock's time (seconds)."""
         return self._clock.now_s()
 
     @property
     def timeout_s(self) -> float:
-        """A turn that took this long was not abandoned by its client."""
+        """Timeout of a turn in seconds. A turn that ends without an answer after this time counts as timed out."""
         return self._config.http.request_timeout_s
 
     def turn_withdrawn(self, identity: ProgramIdentity) -> None:
-        """The request was not a turn."""
+        """Record that the request does not count as a turn."""
         if identity.key is not None and (ended := self._programs.turn_withdrawn(identity.key, self._clock.now_s())):
             self._program_over(ended)
 
@@ -295,7 +301,7 @@ class MeasuredTurn:
         self._over = not tracker.enabled
 
     def received(self, tokens: int) -> None:
-        """The answer has this many tokens so far."""
+        """Record the number of tokens in the answer so far."""
         if tokens > self._tokens:
             self._tokens = tokens
             self._last_token_s = self._tracker.now_s()
@@ -303,7 +309,7 @@ class MeasuredTurn:
                 self._first_token_s = self._last_token_s
 
     def over(self, outcome: Outcome | None) -> None:
-        """The turn has ended; None: the request was not a turn. Only the first call counts."""
+        """Record the end of the turn; None: the request does not count as a turn. Only the first call has an effect."""
         if self._over:
             return
         self._over = True
@@ -324,7 +330,7 @@ class MeasuredTurn:
         self._tracker.turn_ended(self._served, self._slo, self._identity, record)
 
     def gone(self) -> None:
-        """Nobody waits for the turn any more: it timed out, or its client disconnected."""
+        """Record that the turn timed out or that its client disconnected."""
         late = self._tracker.now_s() - self._arrived_s >= self._tracker.timeout_s
         self.over(Outcome.TIMED_OUT if late else Outcome.UNFINISHED)
 
@@ -355,7 +361,7 @@ _TIMEOUTS = (HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.GATEWAY_TIMEOUT)
 
 
 def outcome_of(error: HttpError) -> Outcome | None:
-    """The outcome of a turn that ended with this error; None: the client got the request wrong, so it is not a turn."""
+    """Return the outcome of a turn that ended with this error; None: the request was invalid and is not a turn."""
     if isinstance(error, Overloaded):
         return Outcome.REJECTED
     if error.status in _TIMEOUTS:
@@ -370,7 +376,7 @@ class CountedAnswers(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """Tokens of the stream so far."""
+        """Number of tokens of the stream so far."""
         ...
 
     def __aiter__(self) -> Self: ...
@@ -378,7 +384,7 @@ class CountedAnswers(Protocol):
     async def __anext__(self) -> bytes | HttpError: ...
 
     def cancel(self) -> None:
-        """Stop the work on the answer; harmless after its end."""
+        """Stop the work on the answer. After its end, it has no effect."""
         ...
 
 
@@ -420,6 +426,6 @@ class MeasuredAnswers:
         return piece
 
     def cancel(self) -> None:
-        """The client has the whole answer, or no longer wants it."""
+        """Stop the work on the answer, and record the end of a turn that has not ended."""
         self._answers.cancel()
         self._turn.gone()

@@ -50,18 +50,18 @@ TOOL_SUCCESSES = frozenset({Outcome.OK, Outcome.STARTED})
 
 
 class Moment(NamedTuple):
-    """When something began. Later times are counted from it, since the wall clock may jump meanwhile."""
+    """The time of a beginning. Later times are measured from it, since the wall clock may jump."""
 
     unix_ns: int
     monotonic_ns: int
 
     @classmethod
     def now(cls) -> "Moment":
-        """The current time."""
+        """Return the current time."""
         return cls(time.time_ns(), time.monotonic_ns())
 
     def later_ns(self) -> int:
-        """Unix time of the beginning plus the time since; never before the beginning."""
+        """Return the Unix time now in nanoseconds: that of the beginning plus the monotonic time since."""
         return self.unix_ns + time.monotonic_ns() - self.monotonic_ns
 
 
@@ -71,7 +71,7 @@ class _Program:
 
     began: Moment
     last_ns: int
-    """End of the last turn, by ``began``."""
+    """Unix time of the end of the last turn, as `Moment.later_ns` of ``began`` returned it."""
     model: str
     tenant: str
     turns: int = 0
@@ -95,9 +95,9 @@ class OpenTelemetryTraces:
 
     Args:
         exporter: gets the spans.
-        part: what the process is, such as ``ingress``.
-        sample_ratio: share of the programs that are traced.
-        idle_s: a program without a turn for this long has ended.
+        part: the role of the process, such as ``ingress``.
+        sample_ratio: fraction of the programs that are traced.
+        idle_s: seconds without a turn after which a program has ended.
     """
 
     def __init__(self, exporter: SpanExporter, *, part: str, sample_ratio: float = 1.0, idle_s: float = 3600.0) -> None:
@@ -151,15 +151,16 @@ class OpenTelemetryTraces:
         at_ns: int | None = None,
         kind: SpanKind = SpanKind.INTERNAL,
     ) -> Span:
-        """Begin a span. Its parent is the client's span, else its program's root, else none.
+        """Begin a span. Its parent is the client's span, or else its program's root span. Without both it has no
+        parent.
 
         Args:
-            name: of the span.
-            traceparent: the client's header.
-            key: of the program.
-            attributes: of the span; the conversation's id is added.
-            at_ns: Unix time; None: now.
-            kind: of the span.
+            name: the span's name.
+            traceparent: the client's header; None: the client sent none.
+            key: the program's key; None: there is no program.
+            attributes: the span's attributes. The conversation's id is added.
+            at_ns: Unix time of the beginning in nanoseconds; None: now.
+            kind: the span's kind.
         """
         parent = parent_of(traceparent, key, self._ratio)
         program = TraceContext.of_program(key, self._ratio) if key is not None else None
@@ -174,7 +175,7 @@ class OpenTelemetryTraces:
         )
 
     def turn_ended(self, key: str, *, last: bool, complete: bool) -> None:
-        """A turn of this program has ended."""
+        """Record the end of a turn of this program."""
         program = self._programs.get(key)
         if program is not None:
             program.last_ns = program.began.later_ns()
@@ -223,7 +224,7 @@ class OpenTelemetryTraces:
                 self._replay_turn(note, model, at_ns)
 
     def close(self) -> None:
-        """See `Traces.close`. Waits for the exporter for a short time."""
+        """See `Traces.close`. It waits for the exporter for a short time."""
         for key in list(self._programs):
             self.program_ended(key)
         self._provider.shutdown()
@@ -274,7 +275,7 @@ class _TracedTurn:
         self._over = False
 
     async def identity(self) -> ProgramIdentity:
-        """The identity of the turn, with its span as ``traceparent``."""
+        """Return the identity of the turn, with its span as ``traceparent``."""
         return replace(await self._turn.identity(), traceparent=traceparent_of(self._span))
 
     def placed(self, replica: str, reason: str | None) -> None:
@@ -283,7 +284,7 @@ class _TracedTurn:
         self._span.add_event("placed", attributes, self._began.later_ns())
 
     def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
-        """End the span. Only the first call counts."""
+        """End the span. Only the first call has an effect."""
         self._turn.over(output_tokens=output_tokens, prompt_tokens=prompt_tokens)
         if self._over:
             return
@@ -344,12 +345,12 @@ class TracedTools:
 
 
 def otlp_exporter(endpoint: str) -> SpanExporter:
-    """An exporter to an OTLP endpoint over HTTP."""
+    """Make an exporter to an OTLP endpoint over HTTP."""
     return OTLPSpanExporter(endpoint=endpoint)
 
 
 def traceparent_of(span: Span) -> str | None:
-    """The header for children of this span; None if it is not recorded."""
+    """Return the `traceparent` header for children of this span; None: the span is not recorded."""
     if not span.is_recording():
         return None
     context = span.get_span_context()

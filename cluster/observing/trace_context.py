@@ -1,4 +1,4 @@
-"""Traces of programs: the W3C trace context, what a turn reports to its trace, and traces that do nothing.
+"""Traces of programs: the W3C trace context, the protocols of traces, and traces that do nothing.
 
 A program's trace id follows from its key, so that every process knows it. OpenTelemetry is used only by
 `cluster.observing.spans`, which is imported only where an OTLP endpoint is configured.
@@ -29,19 +29,19 @@ _RATIO_BITS = 64
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span that others can be children of."""
+    """The ids of a span that can be the parent of others."""
 
     trace_id: int
     span_id: int
     sampled: bool
 
     def __str__(self) -> str:
-        """The value of the header."""
+        """Return the value of the `traceparent` header."""
         return f"00-{self.trace_id:032x}-{self.span_id:016x}-{_SAMPLED if self.sampled else 0:02x}"
 
     @classmethod
     def read(cls, header: str | None) -> "TraceContext | None":
-        """Parse a header; None if it is missing or invalid, so that a new trace begins."""
+        """Parse a `traceparent` header; None: it is missing or invalid, so that a new trace has to begin."""
         found = _FORM.fullmatch(header.strip()) if header else None
         if found is None or header is None or header.startswith("ff") or (found[4] and header.startswith("00")):
             return None
@@ -50,11 +50,11 @@ class TraceContext:
 
     @classmethod
     def of_program(cls, key: str, sample_ratio: float) -> "TraceContext":
-        """The root span of a program's own trace.
+        """Return the root span of a program's own trace.
 
         Args:
             key: `ProgramIdentity.key`.
-            sample_ratio: share of the programs that are traced; all processes choose the same programs.
+            sample_ratio: fraction of the programs that are traced. All processes choose the same programs.
         """
         digest = blake2b(key.encode("utf-8", "surrogatepass"), digest_size=24, person=b"caesura-trace").digest()
         trace_id, span_id = int.from_bytes(digest[:16]), int.from_bytes(digest[16:])
@@ -62,12 +62,14 @@ class TraceContext:
 
 
 def is_sampled(trace_id: int, sample_ratio: float) -> bool:
-    """Whether a trace that begins here is recorded."""
+    """Return whether a trace that begins in this cluster is recorded."""
     return trace_id & ((1 << _RATIO_BITS) - 1) < round(sample_ratio * (1 << _RATIO_BITS))
 
 
 def parent_of(traceparent: str | None, key: str | None, sample_ratio: float) -> TraceContext | None:
-    """The parent of a turn or a tool call: the client's span, else the program's root; None if there is neither."""
+    """Return the parent of a turn or a tool call: the client's span, or else the program's root; None: neither
+    exists.
+    """
     given = TraceContext.read(traceparent)
     if given is not None or key is None:
         return given
@@ -75,7 +77,11 @@ def parent_of(traceparent: str | None, key: str | None, sample_ratio: float) -> 
 
 
 def child_of_program(identity: ProgramIdentity, tracing: TracingConfig) -> ProgramIdentity:
-    """The identity of a turn for which the ingress has no span, so that the replica's are children of the program's."""
+    """Return the identity of a turn for which the ingress has no span.
+
+    Its ``traceparent`` is the client's span or the program's root, so that the replica's spans are children of it;
+    None: the turn is not traced.
+    """
     parent = parent_of(identity.traceparent, identity.key, tracing.sample_ratio)
     if tracing.otlp_endpoint is None or parent is None or not parent.sampled:
         return replace(identity, traceparent=None)
@@ -83,7 +89,7 @@ def child_of_program(identity: ProgramIdentity, tracing: TracingConfig) -> Progr
 
 
 def with_trace(headers: Mapping[str, str], identity: ProgramIdentity) -> dict[str, str]:
-    """The headers of a call, with the identity's ``traceparent`` if it has one, else the client's."""
+    """Return the headers of a call, with the identity's ``traceparent`` if it has one, or else the client's."""
     return {**headers, **({} if identity.traceparent is None else {TRACEPARENT: identity.traceparent})}
 
 
@@ -94,19 +100,21 @@ class ExpectedTurn(Protocol):
     """`cluster.dispatch.predictions.PredictedTurn`."""
 
     async def identity(self) -> ProgramIdentity:
-        """The identity of the turn."""
+        """Return the identity of the turn."""
         ...
 
     def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
-        """The turn has ended. Only the first call counts."""
+        """Record the end of the turn; ``output_tokens`` None: the answer is incomplete. Only the first call has an
+        effect.
+        """
         ...
 
 
 class TracedTurn(ExpectedTurn, Protocol):
-    """A turn whose placement is traced, too."""
+    """A turn whose placement is traced too."""
 
     def placed(self, replica: str, reason: str | None) -> None:
-        """The turn is sent to this replica."""
+        """Record that the turn is sent to this replica; ``reason`` None: Ray's router chose it."""
         ...
 
 
@@ -116,11 +124,11 @@ class Tools(Protocol):
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
-        """The call's only result."""
+        """Run the call, and return its result."""
         ...
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The result of an asynchronous call, once it is there."""
+        """Wait for the result of an asynchronous call."""
         ...
 
     async def cancel(self, program: str, call_id: str) -> bool:
@@ -135,45 +143,45 @@ class Traces(Protocol):
         """Trace a turn that has arrived, until its `over`.
 
         Args:
-            turn: the turn as it is without a trace.
+            turn: the turn without a trace.
             method: ``chat``, ``completions`` or ``turn``.
             model: the model's id.
-            identity: of the turn; ``traceparent`` is the client's.
+            identity: the identity of the turn, with the client's ``traceparent``.
         """
         ...
 
     def tools(self, tools: Tools) -> Tools:
-        """The same tools, with a trace of each call."""
+        """Return the same tools, with a trace of each call."""
         ...
 
     def replay(self, notes: Sequence[Mapping[str, Any]], model: str, clock: Clock) -> None:
-        """Trace what a scheduler noted (`replicas.stats`).
+        """Trace the turns and holds that a scheduler has recorded (`replicas.stats`).
 
         Args:
-            notes: their times are seconds on the machine's monotonic clock.
+            notes: the records. Their times are seconds on the machine's monotonic clock.
             model: the model's id.
-            clock: that clock.
+            clock: the machine's monotonic clock.
         """
         ...
 
     def program_ended(self, key: str) -> None:
-        """Export the root span of a program. Unknown programs are ignored, also those that have ended before."""
+        """Export the root span of a program. Programs that are unknown or have already ended are ignored."""
         ...
 
     def close(self) -> None:
-        """Export what is left. Called when the process ends."""
+        """Export the remaining spans. It is called when the process ends."""
         ...
 
 
 class NullTraces:
-    """Traces nothing."""
+    """Traces that record nothing."""
 
     def turn(self, turn: ExpectedTurn, method: str, model: str, identity: ProgramIdentity) -> TracedTurn:
-        """The turn without a trace."""
+        """Return the turn without a trace."""
         return NullTracedTurn(turn)
 
     def tools(self, tools: Tools) -> Tools:
-        """The same tools."""
+        """Return the same tools."""
         return tools
 
     def replay(self, notes: Sequence[Mapping[str, Any]], model: str, clock: Clock) -> None:

@@ -1,15 +1,15 @@
-"""Chooses how a process traces its turns: not at all, or as OpenTelemetry spans."""
+"""Selects how a process traces its turns: not at all, or with OpenTelemetry."""
 
 from cluster.config.schema import CaesuraConfig
 from cluster.observing.trace_context import NullTraces, Traces
 
 
 def traces(config: CaesuraConfig, part: str) -> Traces:
-    """The traces that the configuration asks for.
+    """Make the `Traces` that the configuration selects.
 
     Args:
         config: the whole configuration.
-        part: what this process is, such as ``ingress``.
+        part: the role of this process, such as ``ingress``.
     """
     endpoint = config.tracing.otlp_endpoint
     if endpoint is None:

@@ -1,6 +1,6 @@
-"""Followers of runs: all those of a process share one blocking read, and none polls.
+"""Followers of the logs of runs. All followers of a process share one blocking read, and none of them polls.
 
-A follower that reads slowly is left out until it has taken what it was given, so that its memory is bounded.
+A slow follower gets no new items until it has taken its waiting ones, so that its memory is bounded.
 """
 
 import asyncio
@@ -12,35 +12,37 @@ from dataclasses import dataclass
 from cluster.core.errors import RunStoreUnavailable
 
 MAX_WAITING_BYTES = 1 << 20
-"""A follower that has not taken more than this yet is given nothing."""
+"""Maximum size of the items that wait for a follower (bytes). A follower with more gets no new items."""
 RETRY_S = 0.1
-"""Between reads while the store does not answer."""
+"""Seconds between reads while the store does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogUpdate:
-    """What a log has from some item on."""
+    """The items of a log from one number on."""
 
     start: int
     """Number of the first item."""
     items: Sequence[bytes]
     ended: bool
-    """Nothing follows these."""
+    """Whether the log is closed and these are its last items."""
 
 
 Read = Callable[[Mapping[str, int]], Awaitable[Mapping[str, LogUpdate]]]
-"""Run ids and the items they are read from; waits a while for news of any. Raises RunStoreUnavailable."""
+"""A function that reads the logs of runs, given the first item to read by run id. It waits for a short time until one
+of them has new items. It raises RunStoreUnavailable."""
 Interrupt = Callable[[], Awaitable[None]]
-"""Makes the read that is under way return soon, or the next one if none is. Raises RunStoreUnavailable."""
+"""A function that makes the read in progress return soon, or the next one if none is in progress. It raises
+RunStoreUnavailable."""
 
 
 class Follower:
-    """One follower's way through one log."""
+    """A reader of one log, with its position."""
 
     def __init__(self, run_id: str, start: int) -> None:
         self.run_id = run_id
         self.position = start
-        """Number of the next item to be read."""
+        """Number of the next item to read."""
         self._waiting: deque[bytes] = deque()
         self._bytes = 0
         self._ended = False
@@ -48,11 +50,11 @@ class Follower:
 
     @property
     def has_room(self) -> bool:
-        """It can be given more."""
+        """Whether it can get new items."""
         return not self._ended and self._bytes <= MAX_WAITING_BYTES
 
     def offer(self, news: LogUpdate) -> None:
-        """Give it what it has not seen of ``news``."""
+        """Add those items of ``news`` that the follower has not seen."""
         fresh = list(news.items[max(0, self.position - news.start) :]) if news.start <= self.position else []
         self._waiting.extend(fresh)
         self._bytes += sum(map(len, fresh))
@@ -62,7 +64,7 @@ class Follower:
             self._woken.set()
 
     async def take(self, timeout_s: float) -> LogUpdate | None:
-        """What has come; None if nothing did for ``timeout_s``."""
+        """Return the new items; None: there were none for ``timeout_s`` seconds."""
         if not self._waiting and not self._ended:
             with suppress(TimeoutError):
                 await asyncio.wait_for(self._woken.wait(), timeout_s)
@@ -74,11 +76,11 @@ class Follower:
 
 
 class RunFollowers:
-    """All followers of a process.
+    """The followers of a process.
 
     Args:
-        read: the shared read; there is one at a time.
-        interrupt: lets it begin anew, with other followers.
+        read: the shared read, of which only one is in progress at a time.
+        interrupt: interrupts the read, so that it begins again with other followers.
     """
 
     def __init__(self, read: Read, interrupt: Interrupt) -> None:
@@ -91,7 +93,7 @@ class RunFollowers:
 
     @contextmanager
     def follower(self, run_id: str, start: int) -> Iterator[Follower]:
-        """A follower from item ``start`` on, as long as the context lasts."""
+        """Add a follower that begins at item ``start``, for the duration of the context."""
         follower = Follower(run_id, start)
         self._followers.setdefault(run_id, set()).add(follower)
         if self._task is None:
@@ -104,7 +106,7 @@ class RunFollowers:
                 del self._followers[run_id]
 
     async def take(self, follower: Follower, timeout_s: float) -> LogUpdate | None:
-        """What has come for this follower; None if nothing did for ``timeout_s``."""
+        """Return the new items for this follower; None: there were none for ``timeout_s`` seconds."""
         self._changed.set()
         if self._reading and self._reading.get(follower.run_id, follower.position + 1) > follower.position:
             with suppress(RunStoreUnavailable):
@@ -112,7 +114,7 @@ class RunFollowers:
         return await follower.take(timeout_s)
 
     async def close(self) -> None:
-        """End the read. Followers get nothing more."""
+        """End the read. Followers get no further items."""
         if self._task is not None:
             self._task.cancel()
             with suppress(asyncio.CancelledError):

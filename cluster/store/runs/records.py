@@ -1,6 +1,6 @@
-"""What is written to and read from the store of runs.
+"""The records that are written to and read from the store of runs.
 
-A run is one execution of a program's request in the cluster, with a log.
+A run is one execution of a program's request in the cluster. It has a log.
 """
 
 from collections.abc import Mapping
@@ -9,47 +9,47 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True)
 class Idempotency:
-    """A client's key for a request that it may send again."""
+    """The idempotency key of a request that the client may send again."""
 
     key: str
-    """Unique in its tenant."""
+    """The key, which is unique in its tenant."""
     fingerprint: bytes
-    """Of the request's body."""
+    """Fingerprint of the request's body."""
 
 
 @dataclass(frozen=True, slots=True)
 class NewRun:
-    """A run that is to be opened."""
+    """A run to be opened."""
 
     id: str
-    """Unique, and never used again."""
+    """The run's id. It is unique and is never used again."""
     tenant: str
     program: str
     """The program's id, without its tenant."""
     labels: Mapping[str, str] = field(default_factory=dict)
-    """Small, shown in lists."""
+    """Short texts by name, which lists of runs contain."""
     idempotency: Idempotency | None = None
     secret: bytes | None = None
-    """Kept beside the log until the run is closed, and never shown in it."""
+    """A secret that is stored outside of the log until the run is closed; None: there is none."""
     status: str = "in_progress"
-    """The caller's word."""
+    """The run's status, which the caller defines."""
 
 
 @dataclass(frozen=True, slots=True)
 class Created:
-    """The run is open, and leased to who asked."""
+    """The run is open, and the caller has its lease."""
 
     run_id: str
 
 
 @dataclass(frozen=True, slots=True)
 class AlreadyThere:
-    """Its idempotency key belongs to another run; nothing was written."""
+    """The idempotency key belongs to another run. Nothing was written."""
 
     run_id: str
-    """That other run."""
+    """The id of the other run."""
     same_body: bool
-    """The fingerprints are equal."""
+    """Whether the fingerprints of the two requests' bodies are equal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,9 +60,10 @@ class RunHead:
     tenant: str
     program: str
     created_s: float
-    """Unix time by the store's clock, exact to the microsecond; later runs of a list have a greater one."""
+    """Unix time of the creation in seconds, by the store's clock, exact to the microsecond. Later runs of a list have a
+    greater value."""
     status: str
-    """As it was last written."""
+    """The status that was written last."""
     labels: Mapping[str, str]
     open: bool
     cancel_asked: bool
@@ -74,35 +75,35 @@ class RunLog:
 
     head: RunHead
     start: int
-    """Number of the first item of the page."""
+    """Number of the page's first item."""
     items: tuple[bytes, ...]
     length: int
-    """Items in the whole log."""
+    """Number of items in the complete log."""
 
     @property
     def closed(self) -> bool:
-        """Nothing will be appended."""
+        """Whether the run is closed, so that nothing will be appended."""
         return not self.head.open
 
     @property
     def end(self) -> int:
-        """Where the next page begins."""
+        """Number of the first item of the next page."""
         return self.start + len(self.items)
 
     @property
     def more(self) -> bool:
-        """There is another page already."""
+        """Whether the log already has a next page."""
         return self.end < self.length
 
 
 @dataclass(frozen=True, slots=True)
 class Renewal:
-    """What became of the leases of a process; those of all other runs hold for another period."""
+    """The result of renewing a process's leases. Leases of runs that are not in it are valid for another period."""
 
     lost: frozenset[str]
-    """Another owner has them, or had them and closed them: stop working on them. One that this owner has closed is in
-    none of these: its task is about to learn it."""
+    """Runs that another owner has, or has closed. This process must stop its work on them. A run that this owner itself
+    has closed is in none of these sets."""
     unknown: frozenset[str]
-    """The store has lost its data: create them again, with all items."""
+    """Runs that the store has lost. This process must create them again, with all items."""
     cancelled: frozenset[str]
-    """A request asked to cancel them; repeated at each renewal."""
+    """Runs that a request asked to cancel. They are in the result of each renewal."""

@@ -1,8 +1,8 @@
-"""The logs of runs, in Redis: what any ingress needs to go on with a program whose ingress died.
+"""The logs of runs in Redis. With a run's log, any ingress can continue the run after its ingress has died.
 
-A run's log is a sequence of opaque items, numbered from 0. An item that was acknowledged stays at its number, and its
-number never gets another content. A run is worked on by one owner at a time, through a lease: others may claim it when
-the lease has ended, and from then on the former owner's writes are refused. Only Redis's clock decides.
+A log is a sequence of opaque items, numbered from 0. An acknowledged item keeps its number and its content. One owner
+at a time works on a run, through a lease. When the lease has ended, another owner may claim the run, and from then on
+the former owner's writes are rejected. Only Redis's clock decides whether a lease has ended.
 """
 
 from collections.abc import AsyncIterator, Collection, Iterator, Mapping, Sequence
@@ -27,22 +27,23 @@ from cluster.store.runs.followers import LogUpdate, RunFollowers
 from cluster.store.runs.records import AlreadyThere, Created, NewRun, Renewal, RunHead, RunLog
 
 SPACE = "caesura:v1:{runs}:"
-"""Runs' keys, as runs.lua names them. The braces put all of them on one node of a Redis cluster."""
+"""Prefix of the keys of runs, as in runs.lua. Its braces put all of them on one node of a Redis cluster."""
 END = b"1-1"
-"""The entry that ends a closed log; greater than the id of any item."""
+"""Id of the stream entry that ends a closed log. It is greater than the id of any item."""
 MAX_LISTED = 1000
-"""Runs in a page of a list."""
+"""Maximum number of runs in a page of a list."""
 MAX_PAGE_ITEMS = 1024
 MAX_PAGE_BYTES = 8 << 20
-"""Of a page of a log; a single larger item is a page, too."""
+"""Maximum size of a page of a log (bytes). A single larger item is a page of its own."""
 MAX_CONNECTIONS = 16
-"""For calls; more wait for one. Followers share another."""
+"""Maximum number of connections for calls. Further calls wait for one. Followers share another connection."""
 FOLLOW_S = 0.5
-"""How long the followers' read waits at the server, so that one which Redis has lost is noticed."""
+"""Seconds that the followers' read waits at the server. It is bounded, so that a read that Redis has lost is
+noticed."""
 FOLLOW_ITEMS = 16
-"""Most items of one log in the answer to it."""
+"""Maximum number of items of one log in the answer to the followers' read."""
 WAKE_KEY_S = 60
-"""The key that interrupts a process's read expires so long after its last use."""
+"""Seconds after its last use, after which the key that interrupts a process's read expires."""
 
 _SCRIPT = lua("cluster.store.runs", "runs.lua")
 
@@ -53,19 +54,19 @@ _Answer = TypeVar("_Answer")
 class RunStore(RedisStore):
     """One owner's access to the runs.
 
-    Every call ends within about ``timeout_s``, a follower's wait apart. What goes wrong there is a
-    `RunStoreUnavailable`; whether a write was done is then unknown, and it can be repeated.
+    Every call except `follow` ends within about ``timeout_s``. A failed call raises `RunStoreUnavailable`. It is then
+    unknown whether a write was done, and the call can be repeated.
 
     Args:
         url: ``redis://``, ``rediss://`` or ``unix://``.
-        owner: this process's name, unique and never used again.
-        timeout_s: bounds every call.
-        lease_s: a run that was not renewed for so long can be claimed.
-        retention_s: what is left of a closed run is forgotten after this time.
-        clock: measures how long the store was gone.
+        owner: this process's name, which must be unique and never be used again.
+        timeout_s: timeout of each call in seconds.
+        lease_s: seconds without a renewal after which a run can be claimed.
+        retention_s: seconds after which the log of a closed run is deleted.
+        clock: measures how long the store was unavailable.
 
     Raises:
-        ConfigError: the URL cannot be used.
+        ConfigError: the URL is invalid.
         ValueError: the owner has no name.
     """
 
@@ -97,16 +98,17 @@ class RunStore(RedisStore):
         self._followers = RunFollowers(self._news, self._interrupt_read)
         self._wake_key, self._wake_seen = f"{SPACE}wake:{quoted(owner)}", b"0-0"
 
-    # --- what an owner writes -----------------------------------------------------------------------------------------
+    # --- writes of an owner -------------------------------------------------------------------------------------------
 
     async def create(self, run: NewRun, items: Sequence[bytes]) -> Created | AlreadyThere:
-        """Open ``run`` with the first items of its log, leased to this owner.
+        """Open ``run`` with the first items of its log, and lease it to this owner.
 
-        Again, by the same owner with the same items, is harmless: after an unknown outcome, or to write the whole log
-        again to a Redis that has lost it. Then leave the idempotency key out if it may be another run's by now.
+        The same owner may repeat the call with the same items: after an unknown outcome, or to write the complete log
+        again to a Redis that has lost it. In the second case, the idempotency key has to be left out if it may belong
+        to another run by now.
 
         Raises:
-            RunLeaseLost: the run is there and another's, closed, or has other items.
+            RunLeaseLost: the run exists, and has another owner, is closed, or has other items.
             RunStoreUnavailable: the outcome is unknown.
             ValueError: there are no items.
         """
@@ -129,20 +131,21 @@ class RunStore(RedisStore):
     async def append(
         self, run_id: str, start: int, items: Sequence[bytes], *, status: str | None = None, final: bool = False
     ) -> None:
-        """Append ``items``, numbered from ``start``; those that are there already are skipped.
+        """Append ``items``, numbered from ``start``. Items that the log already has are skipped.
 
         Args:
             run_id: a run that this owner holds.
             start: number of the first item.
-            items: any number of them.
-            status: the run's from now on.
-            final: closes the run: its secret is forgotten at once, the rest of it after the retention time.
+            items: any number of items.
+            status: the run's new status; None: it does not change.
+            final: whether to close the run. Its secret is then deleted at once, and its log after the retention time.
 
         Raises:
-            RunLeaseLost: the run is another's, or closed, or the items there are others.
-            RunUnknown: Redis has lost it: create it again, with all items.
-            RunLogGap: Redis has lost items before ``start``: append from ``expected`` on.
+            RunLeaseLost: the run has another owner, is closed, or has other items at these numbers.
+            RunUnknown: Redis has lost the run. The caller has to create it again, with all items.
+            RunLogGap: Redis has lost items before ``start``. The caller has to append from ``expected`` on.
             RunStoreUnavailable: the outcome is unknown.
+            ValueError: ``start`` is negative.
         """
         if start < 0:
             raise ValueError(f"items are numbered from 0, not {start}")
@@ -161,9 +164,12 @@ class RunStore(RedisStore):
                 raise self._strange(answer)
 
     async def renew(self, run_ids: Collection[str]) -> Renewal:
-        """Renew the leases of all runs that this process works on, in one round trip.
+        """Renew the leases of runs that this process works on, in one round trip.
 
-        A lease that has ended is renewed, too, if nobody has claimed the run.
+        A lease that has ended is renewed too, unless another owner has claimed the run.
+
+        Raises:
+            RunStoreUnavailable: the outcome is unknown.
         """
         if not run_ids:
             return Renewal(frozenset(), frozenset(), frozenset())
@@ -172,28 +178,40 @@ class RunStore(RedisStore):
         return Renewal(*(frozenset(map(_plain, ids)) for ids in answer))
 
     async def claim(self, limit: int, working: Collection[str] = ()) -> list[str]:
-        """Take over up to ``limit`` open runs whose lease has ended, the longest ended first.
+        """Claim open runs whose lease has ended, and return their ids. The lease that ended first is claimed first.
 
         Args:
-            limit: how many.
-            working: runs that this process works on, and so leaves alone: their lease may have ended unnoticed, and
-                may have been another's meanwhile. Other runs of its own it claims like anybody's: those released, and
-                those whose creation was given up, its outcome unknown.
+            limit: maximum number of runs.
+            working: runs that this process works on. They are not claimed, since their lease may have ended unnoticed
+                and may have had another owner in between. Other runs of this owner are claimed like those of any other:
+                released runs, and runs whose creation had an unknown outcome and was not repeated.
+
+        Raises:
+            RunStoreUnavailable: the outcome is unknown.
         """
         arguments = [self._owner, self._lease_us, max(0, limit), *map(quoted, working)]
         return [_plain(run_id) for run_id in await self._call("claim", arguments, list[bytes])]
 
     async def release(self, run_ids: Collection[str]) -> None:
-        """Stop working on these runs: anybody may claim them at once. Those of others are left alone."""
+        """Give up the leases of these runs, so that any owner may claim them at once. Runs of other owners do not
+        change.
+
+        Raises:
+            RunStoreUnavailable: the outcome is unknown.
+        """
         if run_ids:
             await self._call("release", [self._owner, *map(quoted, run_ids)], int)
 
-    # --- what anybody asks --------------------------------------------------------------------------------------------
+    # --- calls that need no lease -------------------------------------------------------------------------------------
 
     async def read(self, run_id: str, start: int = 0, limit: int | None = None) -> RunLog | None:
-        """A page of the log from item ``start`` on; None: there is no such run.
+        """Read a page of the log from item ``start`` on; None: there is no such run.
 
-        A page ends after `MAX_PAGE_ITEMS`, `MAX_PAGE_BYTES` (at least one item) or ``limit``: see `RunLog.more`.
+        A page has at most `MAX_PAGE_ITEMS` and ``limit`` items, and at most `MAX_PAGE_BYTES` unless it has only one
+        item. `RunLog.more` is True if there is another page.
+
+        Raises:
+            RunStoreUnavailable: Redis did not answer, or the run's record is damaged.
         """
         most = MAX_PAGE_ITEMS if limit is None else min(max(0, limit), MAX_PAGE_ITEMS)
         start = max(0, start)
@@ -208,13 +226,13 @@ class RunStore(RedisStore):
             raise self._strange(error) from error
 
     async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[list[bytes]]:
-        """The items from ``start`` on, in batches as they come, until the log is closed.
+        """Yield the items from ``start`` on, in batches as they are appended, until the log is closed.
 
-        It waits for as long as nobody works on the run, and while Redis does not answer: the caller has the deadline.
+        It has no timeout: it waits while no owner works on the run, and while Redis does not answer.
 
         Raises:
-            RunUnknown: there is no such run, or Redis has lost it and nobody created it again for a lease's time.
-            RunStoreUnavailable: Redis did not answer at the beginning.
+            RunUnknown: there is no such run, or Redis has lost it and no owner created it again within ``lease_s``.
+            RunStoreUnavailable: Redis did not answer the first read.
         """
         log = await self.read(run_id, start)
         if log is None:
@@ -245,24 +263,24 @@ class RunStore(RedisStore):
             unknown = log is None
 
     async def ask_cancel(self, run_id: str) -> bool:
-        """Have the owner cancel the run at its next renewal. False: it is unknown or closed."""
+        """Ask the owner to cancel the run at its next renewal. Return False if the run is unknown or closed."""
         return bool(await self._call("cancel", [quoted(run_id)], int))
 
     async def secret(self, run_id: str) -> bytes | None:
-        """The run's secret; None: it has none, or it is closed or unknown."""
+        """Return the run's secret; None: the run has none, is closed, or is unknown."""
         answer = await self._call("secret", [quoted(run_id)], list[bytes | None])
         return answer[0] if answer else None
 
     async def runs(
         self, tenant: str, *, program: str | None = None, limit: int = 100, before: float | None = None
     ) -> list[RunHead]:
-        """A tenant's runs, or those of one program, the newest first; at most `MAX_LISTED`.
+        """List the runs of a tenant, or of one of its programs, the newest first.
 
         Args:
-            tenant: whose runs.
-            program: only of this program.
-            limit: how many.
-            before: the ``created_s`` of the last run of the page before.
+            tenant: the tenant's name.
+            program: the program's id, without its tenant; None: all programs.
+            limit: maximum number of runs. The list has at most `MAX_LISTED`.
+            before: the ``created_s`` of the last run of the page before; None: the list begins with the newest run.
         """
         name = f"tenant:{quoted(tenant)}" if program is None else f"program:{quoted(tenant)}/{quoted(program)}"
         most = min(limit, MAX_LISTED)
@@ -279,10 +297,12 @@ class RunStore(RedisStore):
         return heads
 
     async def delete(self, run_id: str) -> bool:
-        """Forget a closed run: its log, its place in lists, its idempotency key. False: it is unknown.
+        """Delete a closed run with its log, its entries in lists and its idempotency key.
+
+        Return False if the run is unknown.
 
         Raises:
-            RunOpen: it is not closed.
+            RunOpen: the run is not closed.
         """
         answer = await self._call("delete", [quoted(run_id)], bytes)
         if answer == b"open":
@@ -290,7 +310,7 @@ class RunStore(RedisStore):
         return answer == b"ok"
 
     async def close(self) -> None:
-        """Close the connections. Runs that are held stay so until their leases end: see :meth:`release`."""
+        """Close the connections. Leases stay valid until they end, unless :meth:`release` has given them up."""
         await self._followers.close()
         await self._following.aclose()
         await super().close()
@@ -355,7 +375,7 @@ def _plain(quoted: bytes) -> str:
 
 
 def _head(run_id: str, fields: _Head) -> RunHead:
-    """Raises ValidationError: they are not what was written."""
+    """Parse a run's record. It raises ValidationError if the record is damaged."""
     tenant, program, created_us, status, labels, closed, cancel = fields
     try:
         return RunHead(
