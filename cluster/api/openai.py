@@ -1,6 +1,6 @@
-"""What OpenAI's API looks like to every process: paths, request ids, error bodies, and the usage of an answer.
+"""OpenAI's HTTP API as all processes use it: paths, request ids, error bodies, and the usage of an answer.
 
-`ErrorBoundary` renders every exception as an OpenAI error; `cluster.api.ray_errors` maps foreign exceptions.
+`ErrorBoundary` renders every exception as an OpenAI error. `cluster.api.ray_errors` maps exceptions of libraries.
 """
 
 import json
@@ -24,7 +24,7 @@ TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
 
 LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values(), RESPONSES})
-"""The paths that make work for a replica. Their requests are counted and bounded; everything else always passes."""
+"""The paths whose requests make work for a replica. Limits on requests apply to these paths only."""
 
 REQUEST_ID = "x-request-id"
 MAX_REQUEST_ID_LENGTH = 128
@@ -32,13 +32,13 @@ _NOT_PRINTABLE = re.compile(r"[^!-~]")
 
 RETRY_AFTER_MS = "retry-after-ms"
 RETRY_AFTER_S = 1
-"""The default of `Retry-After`."""
+"""Default of `Retry-After` in seconds."""
 
 SSE_DONE = b"data: [DONE]\n\n"
 """The event that ends every stream."""
 
 MAX_MESSAGE_LENGTH = 2000
-"""Characters of an error message; a longer one quotes too much of the request back."""
+"""Maximum length of an error message (characters). A longer one is cut, since it quotes too much of the request."""
 
 CLIENT_ERROR_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 
@@ -46,12 +46,12 @@ ErrorMap = Callable[[BaseException], HttpError]
 
 
 def no_model(name: str) -> BadRequest:
-    """404: this model is not served."""
+    """Make the 404 error for a model that is not served."""
     return BadRequest(f"the model {name[:256]!r} does not exist", status=404, param="model", code="model_not_found")
 
 
 def error_body(error: HttpError) -> dict[str, Any]:
-    """``{"error": {message, type, param, code}}``; ``code`` falls back to the HTTP status."""
+    """Return ``{"error": {message, type, param, code}}``. An error without a code has its HTTP status as ``code``."""
     kind = CLIENT_ERROR_TYPES.get(error.status, error.type)
     message = error.message[:MAX_MESSAGE_LENGTH]
     code = error.code if error.code is not None else error.status
@@ -59,9 +59,9 @@ def error_body(error: HttpError) -> dict[str, Any]:
 
 
 def error_response(error: HttpError) -> Response:
-    """The error as a JSON response with its status and, where a retry makes sense, `Retry-After`.
+    """Make a JSON response of an error, with its status and, if it has ``retry_after_s``, `Retry-After`.
 
-    `retry-after-ms` carries fractions of a second; OpenAI's clients look for it first.
+    If ``retry_after_s`` is not a whole number, `retry-after-ms` has the exact time. OpenAI's clients prefer it.
     """
     headers = {}
     if (seconds := error.retry_after_s) is not None:
@@ -74,48 +74,49 @@ def error_response(error: HttpError) -> Response:
 
 
 def error_event(error: HttpError) -> bytes:
-    """The error as the last events of a stream that has begun and cannot change its status any more."""
+    """Return an error as the last events of a stream, whose status has already been sent."""
     return b"data: " + json.dumps(error_body(error), separators=(",", ":")).encode() + b"\n\n" + SSE_DONE
 
 
 USAGE_BYTES = 4096
-"""The usage of an answer is looked for in this many bytes at its end."""
+"""Number of bytes at the end of an answer in which its usage is searched for."""
 _USAGE = re.compile(rb'"(prompt|completion)_tokens":\s*(\d{1,9})')
 _ERROR_EVENT = b'data: {"error"'
 
 
 class Usage(NamedTuple):
-    """Tokens; None: the answer does not say."""
+    """The tokens of the prompt and of the completion; None: they are not in the answer."""
 
     prompt: int | None
     completion: int | None
 
 
 def usage_of(answer: bytes) -> Usage:
-    """The usage of an answer that is not a stream."""
+    """Return the usage of an answer that is not a stream."""
     used = {name: int(number) for name, number in _USAGE.findall(answer[-USAGE_BYTES:])}
     return Usage(used.get(b"prompt"), used.get(b"completion"))
 
 
 def contains_error(events: bytes) -> bool:
-    """Whether one of a stream's events is an error."""
+    """Return whether one of a stream's events is an error."""
     return _ERROR_EVENT in events
 
 
 def clean_request_id(value: str) -> str:
-    """The client's id as far as it is printable and short; a new one if nothing is left."""
+    """Return the printable characters of the client's id, up to the maximum length, or a new id if there are none."""
     return _NOT_PRINTABLE.sub("", value)[:MAX_REQUEST_ID_LENGTH] or uuid4().hex
 
 
 class ErrorBoundary:
-    """Pure ASGI middleware: bounds on headers and on requests in flight; every exception becomes an OpenAI error.
+    """ASGI middleware that limits headers and requests in flight, and turns every exception into an OpenAI error.
 
     Args:
-        app: what is protected.
-        error_map: what an exception means to a client; total.
-        max_header_bytes: sum of the names and values of the headers; more get 431.
-        max_in_flight: requests under ``limited_paths`` at a time; more get 503 with `Retry-After`.
-        limited_paths: the paths that make work for a replica. Probes and the admin routes answer under overload too.
+        app: the protected application.
+        error_map: maps every exception to an HTTP error.
+        max_header_bytes: maximum size of the names and values of all headers. Larger headers get 431.
+        max_in_flight: maximum number of requests to ``limited_paths`` in flight. Further ones get 503 with
+            `Retry-After`.
+        limited_paths: the paths that make work for a replica. Probes and admin routes are served under overload too.
         on_overload: called with the headers of each request that is rejected because too many are in flight.
     """
 
@@ -160,7 +161,7 @@ class ErrorBoundary:
         self._in_flight += limited
         try:
             await self._app(scope, receive, observe)
-        except Exception as exception:  # the boundary: an unexpected exception is a 500, and is logged
+        except Exception as exception:  # an unexpected exception gives 500, and is logged
             mapped = self._error_map(exception)
             if mapped.status >= 500:
                 logger.error("%s %s failed", scope["method"], scope["path"], exc_info=exception)

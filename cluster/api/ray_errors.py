@@ -1,4 +1,4 @@
-"""Maps exceptions of Ray, of replicas and of ours to HTTP errors. Only this module maps Ray's."""
+"""Maps exceptions of Ray, of replicas and of Caesura to HTTP errors. Only this module maps Ray's exceptions."""
 
 from http import HTTPStatus
 
@@ -23,11 +23,11 @@ from cluster.core.errors import (
 )
 
 DEATHS = (RayActorError, WorkerCrashedError, NodeDiedError, ObjectLostError)
-"""Ray's exceptions for a process that died before it answered."""
+"""Ray's exceptions for a call of a process that died before it answered."""
 
 
 def as_http_error(error: BaseException) -> HttpError:
-    """The HTTP error of any exception. An unexpected one is a plain 500."""
+    """Return the HTTP error of any exception. An unexpected exception gives a 500 without details."""
     cause = error.cause if isinstance(error, RayTaskError) else error
     match cause:
         case HttpError():
@@ -64,7 +64,7 @@ def as_http_error(error: BaseException) -> HttpError:
 
 
 def is_loss(error: BaseException) -> bool:
-    """Whether a call failed because its replica is gone, or cannot be reached: another may do the same work."""
+    """Return whether a call failed because its replica is gone. Another replica may then do the same work."""
     return isinstance(error, (ReplicaGone, ReplicaLost, *DEATHS))
 
 

@@ -1,4 +1,4 @@
-"""Server-sent events: a stream of events as a response, a replica's answer as events, and clients that disconnect."""
+"""Server-sent events: responses that stream events or a replica's answer, and detection of clients that disconnect."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine
@@ -21,28 +21,28 @@ EVENT_STREAM_HEADERS = [
 
 
 class Answers(Protocol):
-    """The pieces of a replica's answer: Ray Serve's DeploymentResponseGenerator."""
+    """The pieces of a replica's answer, such as Ray Serve's DeploymentResponseGenerator."""
 
     def __aiter__(self) -> Self: ...
 
     async def __anext__(self) -> bytes | HttpError: ...
 
     def cancel(self) -> None:
-        """Stop the replica's work on it; harmless after the end."""
+        """Stop the replica's work on the answer. After its end, it has no effect."""
         ...
 
 
 async def first_answer(answers: Answers, deadline_s: float) -> bytes:
-    """The first piece; the call is cancelled if there will be none.
+    """Wait for the first piece of an answer. If there is none, the call is cancelled.
 
     Args:
-        answers: a call just made.
-        deadline_s: a time of the running event loop's clock.
+        answers: the answer of a new call.
+        deadline_s: the deadline, as a time of the running event loop's clock.
 
     Raises:
-        HttpError: the replica's refusal, or UpstreamFailed if it ended without an answer.
+        HttpError: the replica rejected the request, or ended without an answer (UpstreamFailed).
         TimeoutError: the deadline passed.
-        Exception: what the call raised.
+        Exception: the call raised it.
     """
     try:
         async with asyncio.timeout_at(deadline_s):
@@ -62,7 +62,7 @@ class EventStream(Response):
 
     Args:
         events: the events as bytes; None: a subclass sends them.
-        on_disconnect: called if the client disconnects before the end; None: nothing else has to know.
+        on_disconnect: called if the client disconnects before the end; None: nothing is called.
     """
 
     def __init__(self, events: AsyncIterator[bytes] | None, on_disconnect: Callable[[], None] | None = None) -> None:
@@ -76,7 +76,7 @@ class EventStream(Response):
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
             self._disconnected()
-        except BaseException:  # whatever ends this task or the connection: the client gets no more
+        except BaseException:  # the task or the connection ended, so that the client receives nothing more
             self._disconnected()
             raise
 
@@ -90,7 +90,7 @@ class EventStream(Response):
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 
     async def _send_events(self, send: Send) -> bytes:
-        """Send all events; return the bytes that complete the stream."""
+        """Send all events. Return the bytes that complete the stream."""
         assert self._events is not None
         async with aclosing(self._events) as events:  # type: ignore[type-var]
             async for event in events:
@@ -99,17 +99,17 @@ class EventStream(Response):
 
 
 class RelayedStream(EventStream):
-    """The events of a replica, passed on as they are, in a stream that is always complete.
+    """Passes the events of a replica on unchanged. The stream always ends with ``[DONE]``.
 
-    Whatever happens after the first byte - an exception, the deadline, or a replica that ends without ``[DONE]`` -
-    becomes an error event followed by ``[DONE]``. The call is cancelled at the end.
+    If an exception is raised, the deadline passes, or the replica ends without ``[DONE]``, the client receives an error
+    event and ``[DONE]``. The call is cancelled at the end.
 
     Args:
-        first: the first piece. It has already come, so that a call that fails early gets a proper status.
+        first: the first piece. It has already arrived, so that a call that fails early gets an HTTP error status.
         rest: the other pieces.
-        deadline_s: a time of the running event loop's clock.
-        error_map: what an exception means to a client; total.
-        on_break: called with the error that a broken stream ended with.
+        deadline_s: the deadline, as a time of the running event loop's clock.
+        error_map: maps every exception to an HTTP error.
+        on_break: called with the error with which a broken stream ended, and its exception if there is one.
     """
 
     def __init__(
@@ -161,11 +161,11 @@ class ClientGone(Exception):
 
 
 async def unless_gone(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
-    """Return what ``work`` returns, unless the client disconnects first. In any case ``work`` has ended then.
+    """Run ``work`` and return its result, unless the client disconnects first. In both cases ``work`` has ended.
 
     Args:
-        receive: of the request, whose body has been read.
-        work: cancelled if the client disconnects.
+        receive: the ASGI function of the request, whose body has been read.
+        work: the work, which is cancelled if the client disconnects.
 
     Raises:
         ClientGone: the client has disconnected.

@@ -1,8 +1,8 @@
 """Limits on the schemas, grammars and regular expressions that an engine compiles for a request.
 
-vLLM compiles them on few threads and cannot stop a compilation that has begun: a handful of huge ones, even of requests
-that were aborted, block all structured output of a replica. Measured with xgrammar and a vocabulary of 131,000 tokens:
-a property costs about 1 ms, and a position of a bounded string (`maxLength`, `.{0,n}`) about 50 ms.
+vLLM compiles them on few threads and cannot stop a compilation. A few very large ones, even of aborted requests, can
+therefore block all structured output of a replica. With xgrammar and a vocabulary of 131,000 tokens, a property costs
+about 1 ms, and a position of a bounded string (`maxLength`, `.{0,n}`) about 50 ms.
 """
 
 import json
@@ -13,13 +13,15 @@ from typing import Any
 from cluster.core.errors import BadRequest
 
 MAX_CHARACTERS = 64 << 10
-"""Names, values and patterns that one request has compiled. Descriptions are not compiled and do not count."""
+"""Maximum number of characters of the names, values and patterns of one request. Descriptions are not compiled and do
+not count."""
 MAX_PARTS = 5000
-"""Keys and list items of a schema, choices, and alternatives of a grammar or regular expression."""
+"""Maximum number of parts: keys and list items of a schema, choices, and alternatives of a grammar or a regular
+expression."""
 MAX_STATES = 1024
-"""Estimated automaton states of bounded repetitions."""
+"""Maximum number of automaton states of bounded repetitions, as estimated."""
 STATES_OF_ONE = 256
-"""One bounded repetition counts as this many states at most: its cost hardly grows beyond that, nested or not."""
+"""Maximum number of states that one bounded repetition counts. Beyond it the cost hardly grows, even if nested."""
 
 CODE = "structured_output_too_complex"
 
@@ -32,20 +34,20 @@ _REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 
 
 def check_structured_output(body: Mapping[str, Any]) -> None:
-    """Reject what would take too long to compile.
+    """Reject a request whose schemas, grammars or patterns would take too long to compile.
 
     Args:
-        body: of a chat completion, a completion or a response; fields of a wrong type are left for vLLM to reject.
+        body: the body of a chat completion, a completion or a response. vLLM rejects fields of a wrong type.
 
     Raises:
-        BadRequest: 400; `param` names the field.
+        BadRequest: a limit is exceeded (400). `param` names the field.
     """
     for param, compiled in _compiled(body):
         _check(param, compiled)
 
 
 def _compiled(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    """What the engine compiles for this request, by the name of its field."""
+    """Yield the values that the engine compiles for this request, each with the name of its field."""
     for param in ("response_format", "structured_outputs"):
         if isinstance(body.get(param), Mapping):
             yield param, body[param]
@@ -82,13 +84,13 @@ def _check(param: str, compiled: Any) -> None:
 
 
 class _Cost:
-    """The estimated cost of what is compiled."""
+    """The estimated cost of a compilation."""
 
     def __init__(self) -> None:
         self.characters = self.parts = self.states = 0
 
     def add(self, compiled: Any) -> None:
-        """Add the cost of a schema, or of an object that has schemas, grammars and patterns in it."""
+        """Add the cost of a schema, or of an object that contains schemas, grammars and patterns."""
         left = [compiled]
         while left:
             value = left.pop()
@@ -104,12 +106,14 @@ class _Cost:
                 left += [_parsed(value[key]) for key in _AS_TEXT & value.keys()]
 
     def _is_left(self, key: str, part: Any) -> bool:
-        """Add a key and, where it is a text, its value; whether the value is still to be added."""
+        """Add the cost of a key, and of its value if that is a pattern. Return whether the value is still to be
+        added.
+        """
         self.characters += len(key)
         if key in _AS_TEXT:
             return False
         if key in _PATTERNS and isinstance(part, str):
-            # What is quoted or escaped in a pattern counts, too.
+            # Quoted and escaped text in a pattern counts too.
             self.parts += part.count("|")
             for repetition in _REPETITION.finditer(part):
                 self.states += max(_length(int(bound[:9] or 0)) for bound in repetition.groups())

@@ -1,4 +1,4 @@
-"""A JSON body as a pydantic model, and the field at fault by its path in the body."""
+"""Validation of JSON bodies with pydantic models. Errors name the invalid field by its path in the body."""
 
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -11,16 +11,16 @@ Model = TypeVar("Model", bound=pydantic.BaseModel)
 
 
 def validated(model: type[Model], body: Mapping[str, Any]) -> Model:
-    """``body`` as ``model``.
+    """Validate ``body`` with ``model``.
 
     Raises:
-        BadRequest: with the dotted path of the field at fault.
+        BadRequest: the body is invalid. ``param`` is the dotted path of the invalid field.
     """
     try:
         return model.model_validate(body)
     except pydantic.ValidationError as error:
         faults = [(field_path(body, fault["loc"]), fault) for fault in error.errors(include_url=False)]
-        # Of a union's alternatives, the one that got furthest is the one that was meant.
+        # Of the alternatives of a union, the one whose error is deepest is assumed to be the intended one.
         path, fault = max(faults, key=lambda found: len(found[0]))
         message = fault["msg"]
         if fault["type"] == "missing" and path[-1:] != [missing := str(fault["loc"][-1])]:
@@ -30,7 +30,9 @@ def validated(model: type[Model], body: Mapping[str, Any]) -> Model:
 
 
 def field_path(body: Any, location: tuple[int | str, ...]) -> list[str]:
-    """The part of a validation error's location that leads through ``body``; the rest names pydantic's types."""
+    """Return the steps of a validation error's location that are keys of ``body``. Other steps name pydantic's
+    types.
+    """
     path: list[str] = []
     value = body
     for step in location:

@@ -1,8 +1,8 @@
-"""API keys: the tenant and the roles of a request, from a file that is read again whenever it changes.
+"""API keys, which determine the tenant and the roles of a request. Their file is read again whenever it changes.
 
-A key is 256 random bits, so that one pass of SHA-256 protects it as well as a slow hash would a password. Only digests
-are kept in memory and, unless a file has plain keys, on disk. A presented key is looked up by its digest, which shows
-a timing attacker nothing of the key, and compared in constant time.
+A key has 256 random bits, so that one pass of SHA-256 protects it as well as a slow hash protects a password. Only
+digests are kept in memory, and on disk too unless a file has plain keys. A key is looked up by its digest, so that
+timing reveals nothing about the key, and compared in constant time.
 """
 
 import asyncio
@@ -31,22 +31,22 @@ from cluster.core.supervision import SupervisedTasks
 logger = logging.getLogger("caesura.keys")
 
 KEY_PREFIX = "csk-"
-"""Lets scanners for leaked secrets recognise a key of ours."""
+"""Prefix of keys, by which scanners for leaked secrets can recognise them."""
 KEY_VARIABLE = "CAESURA_API_KEY"
-"""The environment variable in which commands look for the key that they send."""
+"""The environment variable with the key that commands send."""
 MIN_KEY_LENGTH = 20
-"""Characters of a key that a file has in plain text; shorter ones can be guessed."""
+"""Minimum length of a key in plain text (characters). Shorter keys could be guessed."""
 
 
 class Role(StrEnum):
-    """What a key permits."""
+    """A role of a key: the routes that it permits."""
 
     SERVE = "serve"
-    """Models, turns, programs and tools."""
+    """It permits the routes of models, turns, programs and tools."""
     METRICS = "metrics"
-    """`/metrics`."""
+    """It permits `/metrics`."""
     ADMIN = "admin"
-    """Everything, also the routes under /admin."""
+    """It permits all routes, including those under /admin."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,12 +59,12 @@ class Caller:
     """The key's name, for logs."""
 
     def may(self, role: Role) -> bool:
-        """Whether the key has this role."""
+        """Return whether the key has this role, or the role `admin`."""
         return role in self.roles or Role.ADMIN in self.roles
 
 
 ANYBODY = Caller()
-"""The caller of every request where no keys are configured."""
+"""The caller of every request if no keys are configured."""
 
 
 _NOBODY: tuple[str, Caller | None, None] = ("", None, None)
@@ -74,17 +74,17 @@ class KeyEntry(Section):
     """A key in a file: its digest, or the key itself."""
 
     tenant: TenantName
-    """The owner. Programs, responses and prefix-cache entries of different tenants are isolated."""
+    """The key's tenant. Programs, responses and prefix-cache entries of different tenants are isolated."""
     sha256: str | None = Field(None, pattern=r"^[0-9a-f]{64}$")
-    """The key's SHA-256, in hexadecimal; `caesura keys new` prints it."""
+    """The key's SHA-256 in hexadecimal, which `caesura keys new` prints. Set this or `key`."""
     key: str | None = Field(None, min_length=MIN_KEY_LENGTH, max_length=512, pattern=r"^[!-~]+$")
-    """The key itself, for files that are secrets anyway."""
+    """The key in plain text, for files that are kept secret. Set this or `sha256`."""
     roles: frozenset[Role] = Field(frozenset((Role.SERVE,)), min_length=1)
-    """What the key permits."""
+    """The key's roles."""
     name: str = Field("", max_length=128)
-    """For people; it appears in logs, where the key never does."""
+    """A name for people. It appears in logs. The key never does."""
     expires: AwareDatetime | None = None
-    """From then on the key is invalid. The time needs a time zone."""
+    """The time from which the key is invalid, with a time zone. null: it never expires."""
 
     @model_validator(mode="after")
     def _one_secret(self) -> "KeyEntry":
@@ -94,16 +94,19 @@ class KeyEntry(Section):
 
 
 class KeyFileContent(Section):
-    """A file of keys."""
+    """The content of a file of keys."""
 
     keys: tuple[KeyEntry, ...] = Field(min_length=1)
 
 
 class KeyRing:
-    """All keys. Immutable.
+    """All keys of a file. It is immutable.
 
     Args:
-        entries: raises ValueError if two are the same key.
+        entries: the keys.
+
+    Raises:
+        ValueError: two entries have the same key.
     """
 
     def __init__(self, entries: tuple[KeyEntry, ...]) -> None:
@@ -119,11 +122,11 @@ class KeyRing:
         return len(self._entries)
 
     def callers(self) -> list[Caller]:
-        """The caller of every key."""
+        """Return the caller of every key."""
         return [caller for _, caller, _ in self._entries.values()]
 
     def find(self, key: str, now: datetime) -> Caller | None:
-        """The caller of this key; None: it is unknown or has expired."""
+        """Return the caller of this key; None: the key is unknown or has expired."""
         presented = digest_of(key)
         kept, caller, expires = self._entries.get(presented, _NOBODY)
         if not hmac.compare_digest(presented, kept) or (expires is not None and now >= expires):
@@ -132,42 +135,47 @@ class KeyRing:
 
 
 def digest_of(key: str) -> str:
-    """SHA-256 in hexadecimal."""
+    """Return the SHA-256 of a key in hexadecimal."""
     return sha256(key.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def new_key() -> str:
-    """A new random key."""
+    """Make a new random key."""
     return KEY_PREFIX + secrets.token_urlsafe(32)
 
 
 def read_keys(path: Path) -> KeyRing:
-    """The keys of a YAML or JSON file.
+    """Read the keys of a YAML or JSON file.
 
     Raises:
-        ConfigError: it cannot be read, or holds what is no key; the message names the file and the entry, never a key.
+        ConfigError: the file cannot be read, or an entry is invalid. The message names the file and the entry, never a
+            key.
     """
     try:
         content: Any = yaml.safe_load(path.read_text("utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}") from None  # its text quotes the file
+        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}") from None  # the text of the error would quote the file
     return keys_of(content, str(path))
 
 
 def keys_of(content: Any, where: str) -> KeyRing:
-    """The keys of a parsed file.
+    """Read the keys of a parsed file.
+
+    Args:
+        content: the parsed content.
+        where: the name of the file in error messages.
 
     Raises:
-        ConfigError: as :func:`read_keys`; ``where`` is what the message calls the file.
+        ConfigError: an entry is invalid, see :func:`read_keys`.
     """
     if not isinstance(content, Mapping):
         raise ConfigError(f"{where}: must be a mapping with `keys`")
     try:
         return KeyRing(KeyFileContent.model_validate(content).keys)
     except ValidationError as error:
-        # Without the input: it may be a key.
+        # The input is left out of the message, since it may be a key.
         lines = (
             f"{where}: {'.'.join(map(str, detail['loc'])) or 'keys'}: {detail['msg']}"
             for detail in error.errors(include_url=False, include_input=False, include_context=False)
@@ -178,28 +186,28 @@ def keys_of(content: Any, where: str) -> KeyRing:
 
 
 def client_headers() -> dict[str, str]:
-    """Headers with the key of the environment variable CAESURA_API_KEY; none without it."""
+    """Return headers with the key in the environment variable CAESURA_API_KEY, or no headers without it."""
     key = os.environ.get(KEY_VARIABLE)
     return {"Authorization": f"Bearer {key}"} if key else {}
 
 
 def utc_now() -> datetime:
-    """The current time, by which keys expire."""
+    """Return the current time, by which keys expire."""
     return datetime.now(UTC)
 
 
 Stamp = tuple[int, int, int] | None
-"""Changes when the content of a file changes."""
+"""Modification time, inode and size of a file, which change when its content changes; None: there is no file."""
 
 
 class KeyFile:
-    """The callers of a key file that may change. There are none until it is opened.
+    """The callers of a key file that may change. Before `open` there are none.
 
-    A change that cannot be read is logged, and the keys read last stay valid: an empty secret in the middle of an
-    update must neither admit nor lock out everybody.
+    If a changed file cannot be read, the error is logged and the keys that were read last stay valid. A secret that is
+    empty during an update must neither admit nor lock out all clients.
 
     Args:
-        path: of the file.
+        path: the file's path.
     """
 
     def __init__(self, path: Path) -> None:
@@ -207,24 +215,24 @@ class KeyFile:
         self._stamp: Stamp = None
         self._ring = KeyRing(())
         self.failures = 0
-        """Changes that could not be read."""
+        """Number of changes of the file that could not be read."""
         self._tasks = SupervisedTasks("keys", MonotonicClock())
 
     def open(self) -> None:
-        """Read it for the first time.
+        """Read the file for the first time.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the file is invalid, see `read_keys`.
         """
         self._stamp = _stamp(self._path)
         self._ring = read_keys(self._path)
 
     def find(self, key: str) -> Caller | None:
-        """The caller of this key; None: it is unknown or has expired."""
+        """Return the caller of this key; None: the key is unknown or has expired."""
         return self._ring.find(key, utc_now())
 
     def refresh(self) -> bool:
-        """Read the file if it has changed; return whether it was read."""
+        """Read the file if it has changed. Return whether new keys were read."""
         stamp = _stamp(self._path)
         if stamp == self._stamp:
             return False
@@ -239,7 +247,7 @@ class KeyFile:
         return True
 
     def watch(self, period_s: float) -> None:
-        """Check for changes from now on; needs a running event loop."""
+        """Check for changes every ``period_s`` seconds until `aclose`. It needs a running event loop."""
         self._tasks.start("read changed keys", lambda: self._watch(period_s))
 
     @property
@@ -248,7 +256,7 @@ class KeyFile:
         return self._tasks.failed
 
     async def aclose(self) -> None:
-        """Stop checking."""
+        """Stop checking for changes."""
         await self._tasks.aclose()
 
     async def _watch(self, period_s: float) -> None:
@@ -259,12 +267,15 @@ class KeyFile:
 
 @cache
 def key_file(path: Path) -> KeyFile:
-    """The one of this process: the middleware and the ingress, which opens and watches it, must share it."""
+    """Return the process's only `KeyFile` of this path, which the middleware and the ingress must share.
+
+    The ingress opens and watches it.
+    """
     return KeyFile(path)
 
 
 def _stamp(path: Path) -> Stamp:
-    """Through links: Kubernetes changes a secret by pointing a link elsewhere."""
+    """Return the stamp of the file behind symbolic links, since Kubernetes updates a secret by changing a link."""
     try:
         found = path.stat()
     except OSError:

@@ -1,7 +1,7 @@
-"""Authentication, authorisation and rate limits: a request's key decides its tenant, its routes and its limits.
+"""Authentication, authorisation and rate limits. A request's key determines its tenant, its routes and its limits.
 
-This stands inside `api_openai.ErrorBoundary`, which renders its rejections, and before every route: a new path needs a
-key unless it is in `OPEN_PATHS`.
+The middleware is inside `cluster.api.openai.ErrorBoundary`, which renders its errors, and in front of every route. A
+new path therefore needs a key unless it is in `OPEN_PATHS`.
 """
 
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import Forbidden, TooManyRequests, Unauthorized
 
 OPEN_PATHS = frozenset({"/health", "/ready"})
-"""The paths that need no key: probes."""
+"""The paths of probes, which need no key."""
 
 CALLER: Final = "caesura.caller"
 """The key of the caller in the ASGI scope."""
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
-"""Removed before a route sees the request: no key may reach a log, a replica or a tool."""
+"""Headers with keys. They are removed from a request, so that no key reaches a log, a replica or a tool."""
 
 BEARER = "bearer "
 
@@ -33,15 +33,15 @@ FindKey = Callable[[str], Caller | None]
 
 
 class AuthMiddleware:
-    """Pure ASGI middleware.
+    """ASGI middleware that checks the key of each request and applies the tenant's limits.
 
     Args:
-        app: serves authenticated requests.
-        config: the keys' file, and the tenants' limits.
-        limited_paths: the paths that make work for a replica; the others are not counted.
-        on_rejection: called with the headers and the tenant of each request that is over a limit.
-        find: finds a key's caller; None: the configuration's file does, and without a file every caller is
-            `auth_keys.ANYBODY`.
+        app: the application, which serves authenticated requests.
+        config: has the path of the keys' file, and the tenants' limits.
+        limited_paths: the paths that make work for a replica. Limits apply to these paths only.
+        on_rejection: called with the headers and the tenant of each request that exceeds a limit.
+        find: finds a key's caller; None: the keys of the configured file are used. Without a file, every caller is
+            `cluster.auth.keys.ANYBODY`.
         clock: measures the limits.
     """
 
@@ -67,9 +67,9 @@ class AuthMiddleware:
         """ASGI entry.
 
         Raises:
-            Unauthorized: no key, or one that opens nothing.
-            Forbidden: a key that does not open this.
-            TooManyRequests: more than the tenant may.
+            Unauthorized: the request has no key, or an unknown or expired one.
+            Forbidden: the key does not have the role that the path needs.
+            TooManyRequests: the tenant exceeded a limit.
         """
         if scope["type"] != "http":
             await self._app(scope, receive, send)
@@ -114,14 +114,14 @@ class AuthMiddleware:
 
 
 def role_of(path: str) -> Role:
-    """The role that a path needs."""
+    """Return the role that a path needs."""
     if path == "/admin" or path.startswith("/admin/"):
         return Role.ADMIN
     return Role.METRICS if path == "/metrics" else Role.SERVE
 
 
 def caller_of(request: Request) -> Caller:
-    """Whose request it is. The direct data plane has no keys: there it is `ANYBODY`."""
+    """Return the caller of a request. In the direct data plane, which has no keys, it is `ANYBODY`."""
     caller = request.scope.get(CALLER, ANYBODY)
     assert isinstance(caller, Caller)
     return caller
@@ -135,7 +135,10 @@ def _key_of(scope: Scope) -> str | None:
 
 
 def _single_value(scope: Scope, header: bytes) -> str:
-    """A header's value; empty without the header. Of two different values, a proxy may have checked the other one."""
+    """Return a header's value, or an empty text without the header.
+
+    Two different values are rejected, since a proxy may have checked the other one.
+    """
     values = {value for name, value in scope["headers"] if name == header}
     if len(values) > 1:
         raise Unauthorized(f"the header {header.decode()} is there more than once, with different keys")

@@ -1,4 +1,4 @@
-"""What a tenant may use, and how much: models, tools, requests. A tenant without configuration may use everything."""
+"""The permissions and limits of tenants. A tenant without configuration may use everything and has no limits."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -15,11 +15,10 @@ NOT_CONFIGURED = TenantConfig()
 
 
 def kept_apart(body: Mapping[str, Any], tenant: str) -> dict[str, Any]:
-    """A turn's body with vLLM's `cache_salt`, so that tenants do not share prefix-cache entries: response times would
-    leak what is cached.
+    """Return a turn's body with vLLM's `cache_salt`, so that tenants do not share entries of the prefix cache.
 
-    A tenant's name has no slash, so that no salt that a client sends is another tenant's. One that is no text is left
-    for the replica to refuse.
+    Otherwise response times would reveal the content of the cache. A tenant's name has no slash, so that no salt that a
+    client sends can be that of another tenant. An invalid salt is not changed, since the replica rejects it.
     """
     own = body.get("cache_salt")
     if own is None:
@@ -30,8 +29,8 @@ def kept_apart(body: Mapping[str, Any], tenant: str) -> dict[str, Any]:
 
 
 TENANT_CONCURRENCY, TENANT_RATE = "tenant_concurrency", "tenant_rate"
-"""The error codes of a tenant with too many requests in flight, and of one whose requests come too fast. The proxy
-looks for them (`cluster.proxy.load_shedding.RateLimitCache`)."""
+"""The error codes of a tenant with too many requests in flight, and of one that exceeds its rate. The proxy recognises
+them (`cluster.proxy.load_shedding.RateLimitCache`)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,21 +39,21 @@ class TenantLimit:
 
     requests_per_s: float | None = None
     burst: int = 1
-    """Requests that may come at once after a quiet time."""
+    """Size of the token bucket: the number of requests that may arrive at once after an idle time."""
     max_concurrent: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Allowance:
-    """What is left after a request, for the headers `x-ratelimit-*` that OpenAI's clients know."""
+    """The rest of a tenant's rate limit after a request, for the headers `x-ratelimit-*` that OpenAI's clients know."""
 
     limit: int
     remaining: int
     reset_s: float
-    """Until the bucket is full."""
+    """Seconds until the token bucket is full."""
 
     def headers(self) -> dict[str, str]:
-        """By name."""
+        """Return the headers by name."""
         return {
             "x-ratelimit-limit-requests": str(self.limit),
             "x-ratelimit-remaining-requests": str(self.remaining),
@@ -70,11 +69,11 @@ class _Use:
 
 
 class Owned(Protocol):
-    """A tool."""
+    """A tool with its owner."""
 
     @property
     def owner(self) -> str | None:
-        """The entry of `tools.defined` that it comes from, or the label of a server that a request brings."""
+        """The tool's entry in `tools.defined`, or the label of a server that a request brings."""
         ...
 
 
@@ -94,26 +93,26 @@ class Tenants:
         self._defined = config.tools.defined.keys()
 
     def of(self, tenant: str) -> TenantConfig:
-        """Its configuration."""
+        """Return the configuration of a tenant. One without an entry gets the defaults."""
         return self._tenants.get(tenant, NOT_CONFIGURED)
 
     def may_name(self, tenant: str, model: str) -> bool:
-        """Whether it may use this `model`."""
+        """Return whether the tenant may use this `model`."""
         allowed = self.of(tenant).models
         return allowed is None or model in allowed
 
     def tools(self, tenant: str, offered: Iterable[T]) -> list[T]:
-        """The tools that it may use. Tools that its request brings are always allowed."""
+        """Return the tools that the tenant may use. Tools that its request brings are always allowed."""
         allowed = self.of(tenant).tools
         return [one for one in offered if allowed is None or one.owner in allowed or one.owner not in self._defined]
 
     def max_programs(self, tenant: str) -> int | None:
-        """Server-side programs at a time in one ingress; None: no limit of its own."""
+        """Return the maximum number of the tenant's runs in one ingress; None: the tenant has no limit."""
         most = self.of(tenant).max_programs
         return None if most is None else ceil(most / self._ingresses)
 
     def limits(self) -> dict[str, TenantLimit]:
-        """Limits of each tenant in one ingress: an equal part of its limits over all ingresses."""
+        """Return the limits of each tenant in one ingress, which are an equal part of its limits."""
         return {
             name: TenantLimit(
                 None if tenant.requests_per_s is None else tenant.requests_per_s / self._ingresses,
@@ -125,14 +124,14 @@ class Tenants:
 
 
 class TenantLimits:
-    """Token buckets and concurrency limits of all tenants in one ingress. Pure but for its clock.
+    """Token buckets and concurrency limits of all tenants in one ingress. It has no I/O.
 
     A bucket fills at the tenant's rate up to its burst, and each request takes one token.
 
     Args:
-        limits: by tenant; who is not there has ``default``.
-        default: of all others, each its own.
-        clock: that buckets fill by.
+        limits: limits by tenant.
+        default: the limits of each tenant that is not in ``limits``.
+        clock: measures the time in which buckets fill.
     """
 
     def __init__(self, limits: Mapping[str, TenantLimit], default: TenantLimit, clock: Clock) -> None:
@@ -142,10 +141,10 @@ class TenantLimits:
         self._used: dict[str, _Use] = {}
 
     def enter(self, tenant: str) -> Allowance | None:
-        """Admit a request; `leave` must follow. None: its tenant has no rate limit.
+        """Admit a request, for which `leave` must be called later. Return None if the tenant has no rate limit.
 
         Raises:
-            TooManyRequests: over a limit; nothing has been taken.
+            TooManyRequests: the tenant exceeded a limit. The request does not count.
         """
         limit, now_s = self._limits.get(tenant, self._default), self._clock.now_s()
         use = self._used.setdefault(tenant, _Use(float(limit.burst), now_s))
@@ -170,5 +169,5 @@ class TenantLimits:
         return allowance
 
     def leave(self, tenant: str) -> None:
-        """Record that a request of this tenant has been answered to its last byte."""
+        """Record the end of a request that `enter` admitted."""
         self._used[tenant].in_flight -= 1

@@ -121,14 +121,14 @@ class RouterMetrics:
         """Export the router's numbers.
 
         Args:
-            waiting: turns in the admission queue.
-            waits_s: queueing times of the turns that were admitted since the last call.
-            ages_s: ages of the replicas' snapshots.
+            waiting: number of turns in the admission queue.
+            waits_s: queueing times of the turns that were admitted since the last call, in seconds.
+            ages_s: ages of the replicas' snapshots in seconds.
             states: number of replicas in each state.
-            moves: programs that migrated, since the start; so are the others.
-            placements: routing decisions by reason.
-            refusals: rejected turns by reason.
-            fallbacks: degraded decisions by reason.
+            moves: number of programs that migrated, since the start.
+            placements: number of routing decisions by reason, since the start.
+            refusals: number of rejected turns by reason, since the start.
+            fallbacks: number of degraded decisions by reason, since the start.
         """
         self._meter.set(metrics.WAITING_TURNS, waiting)
         for wait_s in waits_s:
