@@ -156,7 +156,7 @@ def read_keys(path: Path) -> KeyRing:
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read: {error.strerror}") from None
     except (yaml.YAMLError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}") from None  # the text of the error would quote the file
+        raise ConfigError(f"{path}: not valid YAML: {type(error).__name__}") from None  # its text quotes the file
     return keys_of(content, str(path))
 
 

@@ -1,4 +1,4 @@
-"""A request's body: read within bounds, parsed strictly, before anything else looks at it."""
+"""Reads a request's body within limits of size and time, and parses it strictly."""
 
 import asyncio
 import json
@@ -13,20 +13,26 @@ from cluster.core.errors import BadRequest
 JSON_TYPES = ("application/json", "text/json")
 
 BODY_WITHIN_S = 60.0
-"""From its headers on: who sends a body slowly holds a place among `http.max_concurrent_requests`."""
+"""Seconds from the headers within which the body must arrive. A request whose body arrives slowly uses one of
+`http.max_concurrent_requests`."""
 
 NO_BODY_STATUS = 499
-"""The client went away before its request was complete (nobody reads the answer; it is for our own log)."""
+"""Status of a request whose client disconnected before it was complete. It appears only in our log."""
 
 _LONE_SURROGATE_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int) -> bytes:
-    """The whole body of an ASGI request.
+    """Read the complete body of an ASGI request.
+
+    Args:
+        receive: the ASGI function of the request.
+        headers: the headers of the request.
+        max_bytes: maximum size of the body.
 
     Raises:
-        BadRequest: 413 as soon as it is known to be longer than ``max_bytes``, 415 if it does not claim to be JSON, 408
-            if it has not come within BODY_WITHIN_S.
+        BadRequest: the body is longer than ``max_bytes`` (413), its content type is not JSON (415), or it has not
+            arrived within BODY_WITHIN_S (408).
     """
     kind = headers.get("content-type", JSON_TYPES[0]).partition(";")[0].strip().lower()
     if kind not in JSON_TYPES and not kind.endswith("+json"):
@@ -58,11 +64,11 @@ async def _all_of(receive: Receive, max_bytes: int) -> bytes:
 
 
 def parse_object(raw: bytes, max_depth: int) -> dict[str, Any]:
-    """The JSON object in ``raw``.
+    """Parse the JSON object in ``raw``.
 
     Raises:
-        BadRequest: not UTF-8, not JSON (NaN and Infinity are not), a key twice in one object, text that is not Unicode,
-            nested deeper than ``max_depth``, or not an object.
+        BadRequest: it is not UTF-8, not JSON (NaN and Infinity are not), or not an object; or it has a key twice in one
+            object, text that is not Unicode, or a depth above ``max_depth``.
     """
     try:
         text = raw.decode("utf-8")
@@ -76,7 +82,7 @@ def parse_object(raw: bytes, max_depth: int) -> dict[str, Any]:
         raise BadRequest(f"the body is not valid JSON: {error}", code="invalid_json") from error
     if not isinstance(value, dict):
         raise BadRequest("the body must be a JSON object", code="invalid_json")
-    # Counting brackets is cheap; a body with no more of them than the limit cannot be too deep.
+    # Counting brackets is fast, and a body that has no more of them than the limit cannot be too deep.
     if raw.count(b"{") + raw.count(b"[") > max_depth and _deeper_than(value, max_depth):
         raise _too_deep(max_depth)
     if _LONE_SURROGATE_SUSPECT.search(raw):

@@ -1,4 +1,4 @@
-"""Chat completions whose tools the cluster runs: `/v1/chat/completions` with tools marked `server_side`."""
+"""Chat completions whose tools the cluster runs: `/v1/chat/completions` with tools that are marked `server_side`."""
 
 import asyncio
 import json
@@ -25,13 +25,13 @@ ID_PREFIX = "chatcmpl-"
 
 
 class ChatPrograms:
-    """The handler of a chat completion that is a whole program.
+    """The handler of a chat completion that is a complete program.
 
     Args:
-        runner: has the runs.
-        offers: knows the tools.
+        runner: runs the programs.
+        offers: lists the tools.
         config: the whole configuration.
-        error_map: what an exception means to a client; total.
+        error_map: maps every exception to an HTTP error.
     """
 
     def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig, error_map: ErrorMap) -> None:
@@ -44,10 +44,16 @@ class ChatPrograms:
     async def create(
         self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
     ) -> Response:
-        """Run the program, and answer whole or as a stream. ``arrived_s``: when it came, by the runner's clock.
+        """Run the program, and return its completion, or a stream of chunks if the body asks for it.
+
+        Args:
+            http: the request, whose body has been read.
+            body: the body, without the fields that only identify the program.
+            identity: the request's identity.
+            arrived_s: time of the arrival by the runner's clock; None: now.
 
         Raises:
-            HttpError: it cannot be done, or it failed.
+            HttpError: the request is invalid, or the program failed.
         """
         registered = {one.name: one for one in await self._offers(identity.tenant, None)}
         spec = chat_spec(
@@ -87,7 +93,7 @@ class ChatPrograms:
         return fold.completion()
 
     async def _pieces(self, spec: RunSpec, run_id: str, usage: bool) -> AsyncIterator[bytes]:
-        """A stream's bytes, to its end. It never ends silently: what breaks it becomes an error event."""
+        """Yield the bytes of a stream of chunks. If an exception breaks the stream, its last event is an error."""
         fold = ChatFold(spec)
         try:
             async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]

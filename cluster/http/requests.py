@@ -1,6 +1,7 @@
-"""Reading a turn's request and answering it: in the ingress, and in the direct data plane in each replica.
+"""Reads the request of a turn, and makes the HTTP response. Ingresses use it, and replicas in the direct data plane.
 
-Bounds, whose turn it is, what may be passed on, and the answer as an HTTP response. Knows neither Ray nor vLLM.
+It checks limits, finds the program's identity, and selects the headers that a replica receives. It imports neither Ray
+nor vLLM.
 """
 
 import asyncio
@@ -31,57 +32,57 @@ logger = logging.getLogger("ray.serve")
 
 
 JSON_BEGIN = b"{"
-"""How the first piece of an answer that is not a stream begins; events begin with a field's name."""
+"""The beginning of the first piece of an answer that is not a stream. Server-sent events begin with a field's name."""
 
 PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
-"""Headers that vLLM may see. Others could choose its data-parallel rank or its request id."""
+"""Headers that are passed to vLLM. With others, a client could choose the data-parallel rank or vLLM's request id."""
 
 REMEMBERED_CONFLICTS = 4096
-"""Programs of which is known that their conflicting identity has been logged."""
+"""Maximum number of programs whose conflicting identities are remembered, so that each is logged once."""
 
 
 class Models(Protocol):
     """Selects the model of a request."""
 
     def check(self, model: str | None) -> None:
-        """Check that the `model` of a body is served. None: the body names none.
+        """Check that the `model` of a body is served. None: the body names no model.
 
         Raises:
-            BadRequest: 404, it is not.
+            BadRequest: it is not served (404).
         """
         ...
 
     async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
-        """The model's id. ``identity``: whose turn it is; None: it is no turn."""
+        """Return the id of the request's model. ``identity`` None: the request is not a turn."""
         ...
 
 
 class OneModel:
-    """A server with a single model."""
+    """The `Models` of a server with a single model."""
 
     def __init__(self, model_id: str) -> None:
         self._id = model_id
 
     def check(self, model: str | None) -> None:
-        """Check that it is this one.
+        """Check that the request names this model or none.
 
         Raises:
-            BadRequest: 404, it is not.
+            BadRequest: it names another model (404).
         """
         if model is not None and model != self._id:
             raise no_model(model)
 
     async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
-        """The single model."""
+        """Return the id of the single model."""
         return self._id
 
 
 class TurnReader:
-    """Reads and validates requests within the configuration's bounds.
+    """Reads and validates requests within the configured limits.
 
     Args:
         config: the whole configuration.
-        models: None: there is the configuration's first only.
+        models: selects the model of a request; None: only the configuration's first model is served.
     """
 
     def __init__(self, config: CaesuraConfig, models: Models | None = None) -> None:
@@ -92,30 +93,32 @@ class TurnReader:
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
 
     async def json(self, request: Request) -> dict[str, Any]:
-        """The JSON object of the request's body.
+        """Read the JSON object in the request's body.
 
         Raises:
-            BadRequest: it is out of bounds.
+            BadRequest: the body is invalid or exceeds a limit.
         """
         http = self._config.http
         raw = await read_body(request.receive, request.headers, http.max_body_bytes)
         return parse_object(raw, http.max_json_depth)
 
     async def body(self, request: Request) -> dict[str, Any]:
-        """The same of a request that is no turn, its `model` the id of one that is served.
+        """Read the body of a request that is not a turn. Its `model` becomes the id of the model that is used.
 
         Raises:
-            BadRequest: it is out of bounds, or names a model that is not served.
+            BadRequest: the body is invalid, exceeds a limit, or names a model that is not served.
         """
         body = await self.json(request)
         self._check_model(_named(body), caller_of(request).tenant)
         return body | {"model": await self._models.model_of(body, None)}
 
     async def identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
-        """The body, without what said whose program it is, its `model` the id of one; and whose it is.
+        """Read the body and the identity of a turn.
+
+        The returned body has no fields that only identify the program. Its `model` is the id of the model that is used.
 
         Raises:
-            BadRequest: as `body`; or an id, a hint or a field that cannot be used, or a schema that is too complex.
+            BadRequest: as for `body`; or an id, a hint or a field is invalid, or a schema is too complex.
         """
         body = await self.json(request)
         tenant = caller_of(request).tenant
@@ -156,18 +159,23 @@ def _named(body: Mapping[str, Any]) -> str | None:
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
-    """The headers that a replica is given: those that vLLM may see, and a request id."""
+    """Return the headers that a replica receives: `PASSED_HEADERS` and a request id."""
     passed = {name: headers[name] for name in PASSED_HEADERS if name in headers}
     passed[REQUEST_ID] = clean_request_id(headers.get(REQUEST_ID, ""))
     return passed
 
 
 async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap) -> Response:
-    """A call just made, as a response: JSON, or server-sent events if it streams.
+    """Make the HTTP response of a replica's answer: JSON, or server-sent events if the answer is a stream.
+
+    Args:
+        answers: the answer of a new call.
+        timeout_s: maximum duration of the complete answer in seconds.
+        error_map: maps every exception to an HTTP error.
 
     Raises:
-        HttpError: the replica's refusal.
-        Exception: what the call raised before its first piece.
+        HttpError: the replica rejected the request.
+        Exception: the call raised it before its first piece.
     """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
     first = await first_answer(answers, deadline_s)
@@ -177,12 +185,12 @@ async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap) -> R
 
 
 def model_card(model_id: str, created_s: int) -> dict[str, Any]:
-    """A model as /v1/models lists it."""
+    """Return a model's entry in /v1/models. ``created_s`` is a Unix time in seconds."""
     return {"id": model_id, "object": "model", "created": created_s, "owned_by": "caesura"}
 
 
 def versions() -> JSONResponse:
-    """Versions of what serves."""
+    """Return the versions of Caesura, vLLM and Ray."""
     return JSONResponse(
         {
             "caesura": version_of("caesura"),
@@ -193,7 +201,7 @@ def versions() -> JSONResponse:
 
 
 def version_of(*distributions: str) -> str:
-    """Of the first distribution that is installed."""
+    """Return the version of the first distribution that is installed, or "unknown"."""
     for name in distributions:
         try:
             return version(name)

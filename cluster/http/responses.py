@@ -1,7 +1,8 @@
-"""`/v1/responses`: OpenAI's Responses API over programs that run on the server.
+"""`/v1/responses`: OpenAI's Responses API over runs, which are programs whose loop runs in the cluster.
 
-A response in the foreground lives as long as its client waits, unless that sent an Idempotency-Key, which says that it
-may come again. A response in the background, or one that is read again, is followed from its log: any ingress can.
+A response in the foreground is cancelled when its client disconnects, unless the request has an Idempotency-Key, with
+which the client may repeat it. A background response, or one that is read again, is read from its log, which any
+ingress can do.
 """
 
 import asyncio
@@ -40,13 +41,13 @@ logger = logging.getLogger("ray.serve")
 
 
 class ResponseRoutes:
-    """The handlers of the routes on responses.
+    """The handlers of the routes of responses.
 
     Args:
-        runner: has the runs.
-        offers: knows the tools.
+        runner: runs the programs.
+        offers: lists the tools.
         config: the whole configuration.
-        error_map: what an exception means to a client; total.
+        error_map: maps every exception to an HTTP error.
     """
 
     def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig, error_map: ErrorMap) -> None:
@@ -59,16 +60,17 @@ class ResponseRoutes:
     async def create(
         self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
     ) -> Response:
-        """Begin a response, and answer as the request wants it: whole, as a stream, or at once.
+        """Start a response. Return it when it has ended, as a stream of events, or at once if it runs in the
+        background.
 
         Args:
-            http: the request, its body read.
-            body: that body, without the fields that name its program.
-            identity: whose it is.
-            arrived_s: when it came, by the runner's clock.
+            http: the request, whose body has been read.
+            body: the body, without the fields that only identify the program.
+            identity: the request's identity.
+            arrived_s: time of the arrival by the runner's clock; None: now.
 
         Raises:
-            HttpError: it cannot be done, or failed before anything was generated.
+            HttpError: the request is invalid, or the response failed before any token was generated.
         """
         request = read_request(body)
         idempotency = read_idempotency(http, "responses", body)
@@ -95,10 +97,10 @@ class ResponseRoutes:
         return _whole(reader.response)
 
     async def show(self, tenant: str, response_id: str, *, stream: bool, starting_after: int | None) -> Response:
-        """A response as it stands, or its events from the one after ``starting_after`` on.
+        """Return a response in its current state, or stream its events after the number ``starting_after``.
 
         Raises:
-            BadRequest: 404, there is none of this id.
+            BadRequest: there is no response with this id (404).
         """
         log = await self._log(response_id, tenant)
         if stream:
@@ -106,10 +108,10 @@ class ResponseRoutes:
         return _whole(_read(log).response)
 
     async def cancel(self, tenant: str, response_id: str) -> Response:
-        """End a response; one that has ended stays as it is.
+        """Cancel a response. One that has ended does not change.
 
         Raises:
-            BadRequest: 404, there is none of this id.
+            BadRequest: there is no response with this id (404).
         """
         await self._log(response_id, tenant)
         if await self._runner.cancel(response_id):
@@ -117,14 +119,14 @@ class ResponseRoutes:
                 async with asyncio.timeout(self._config.limits.timeout_s):
                     return _whole((await self._until_ended(response_id)).response)
             except TimeoutError:
-                pass  # whoever works on it will see it soon
+                pass  # the owner of the run cancels it at its next renewal
         return _whole(await self._as_it_stands(response_id, tenant))
 
     async def delete(self, tenant: str, response_id: str) -> Response:
-        """Forget a response that has ended.
+        """Delete a response that has ended.
 
         Raises:
-            BadRequest: 404, there is none of this id; 409, it has not ended.
+            BadRequest: there is no response with this id (404), or it has not ended (409).
         """
         await self._log(response_id, tenant)
         try:
@@ -139,10 +141,10 @@ class ResponseRoutes:
     async def input_items(
         self, tenant: str, response_id: str, *, order: Literal["asc", "desc"], limit: int, after: str | None
     ) -> Response:
-        """The items of a response's input.
+        """List the items of a response's input.
 
         Raises:
-            BadRequest: 404, there is none of this id; or the page cannot be had.
+            BadRequest: there is no response with this id (404), or the page is invalid.
         """
         state = _read(await self._log(response_id, tenant)).state
         return _whole(input_items(state.spec, order=order, limit=limit, after=after))
@@ -178,7 +180,7 @@ class ResponseRoutes:
         try:
             return _read(await self._log(response_id, tenant)).state
         except BadRequest:
-            return None  # reported better by `run_spec`, which knows the field
+            return None  # `run_spec` reports it, with the name of the field
 
     async def _log(self, response_id: str, tenant: str) -> Sequence[RunEvent]:
         log = await self._runner.load(response_id, tenant)
@@ -203,7 +205,7 @@ class ResponseRoutes:
         return reader
 
     async def _events(self, run_id: str, after: int | None = None) -> AsyncIterator[bytes]:
-        """A stream's bytes, to its end. It never ends silently: what breaks it becomes an error event."""
+        """Yield the bytes of a stream of events. If an exception breaks the stream, its last event is an error."""
         reader = ResponseFold()
         number = 0
         broken: HttpError | None = None

@@ -22,21 +22,21 @@ from cluster.store.durations import ToolDuration
 from cluster.store.runs.records import RunHead
 
 MOST_LISTED = 1000
-"""Runs that a list of programs looks at."""
+"""Maximum number of runs that are read for a list of programs."""
 
 CLASS = ":"
-"""Separates a tool's name from a class of its calls."""
+"""The separator between a tool's name and a class of its calls."""
 
 Story = Callable[[str], Awaitable[dict[str, Any] | None]]
-"""Returns what the replicas know of a program, by its key."""
+"""A function from a program's key to its history at the replicas; None: no replica knows the program."""
 
 
 class ProgramRoutes:
-    """The handlers of the routes on programs.
+    """The handlers of the routes of programs.
 
     Args:
-        runner: has the programs that run on the server.
-        story: asks the replicas about a program.
+        runner: has the runs of programs.
+        story: asks the replicas for the history of a program.
     """
 
     def __init__(self, runner: ProgramRunner, story: Story) -> None:
@@ -44,7 +44,7 @@ class ProgramRoutes:
         self._story = story
 
     async def list(self, tenant: str, limit: int) -> Response:
-        """The programs that ran on the server, those begun last first.
+        """List the programs that ran in the cluster. The program with the newest run comes first.
 
         Raises:
             BadRequest: ``limit`` is not between 1 and `MOST_LISTED`.
@@ -58,10 +58,10 @@ class ProgramRoutes:
         return JSONResponse({"object": "list", "data": programs[:limit], "has_more": len(programs) > limit})
 
     async def show(self, tenant: str, program_id: str, *, token_ids: bool) -> Response:
-        """One program: its runs on the server, and what its replica reports of turns, pauses and decisions.
+        """Return a program: its runs in the cluster, and its turns, pauses and decisions from its replica.
 
         Raises:
-            BadRequest: nobody knows the program.
+            BadRequest: the program is unknown (404).
         """
         heads = await self._runner.runs(tenant, program=program_id)
         logs = [await self._runner.load(head.id, tenant) for head in reversed(heads)]
@@ -72,10 +72,10 @@ class ProgramRoutes:
         return JSONResponse({"id": program_id, "object": "program", **(story or {}), "runs": runs})
 
     async def cancel(self, tenant: str, program_id: str) -> Response:
-        """End all open runs of a program.
+        """Cancel all open runs of a program.
 
         Raises:
-            BadRequest: it never ran on the server.
+            BadRequest: the program has no runs in the cluster (404).
         """
         heads = await self._runner.runs(tenant, program=program_id)
         if not heads:
@@ -102,11 +102,11 @@ def _key(tenant: str, program_id: str) -> str:
 
 
 class ToolRoutes:
-    """The handlers of the routes on tools.
+    """The handlers of the routes of tools.
 
     Args:
         offers: lists the tools.
-        durations: lists how long they take.
+        durations: lists the run times and queue times of tools.
     """
 
     def __init__(self, offers: Offers, durations: Callable[[], Sequence[ToolDuration]]) -> None:
@@ -114,8 +114,9 @@ class ToolRoutes:
         self._durations = durations
 
     async def list(self, tenant: str) -> Response:
-        """The registered tools that a tenant may use, each with its durations by class of call; and those of all calls,
-        in `overall`.
+        """List the registered tools that a tenant may use, each with its durations by class of call.
+
+        `overall` has the durations of all calls.
 
         Raises:
             Overloaded: the tool runtime does not answer.
@@ -158,10 +159,11 @@ class DrainRequest(BaseModel):
 
 
 async def drain(fleet: ReplicaClients, body: Mapping[str, Any]) -> Response:
-    """Begin or end the draining of a replica: it gets no new programs, and its programs leave at their next pause.
+    """Begin or end the draining of a replica, which gets no new programs, and whose programs migrate at their next
+    pause.
 
     Raises:
-        BadRequest: there is no such replica, or the router is Ray's own and cannot do it.
+        BadRequest: there is no such replica, or the router is Ray's own, which cannot drain a replica.
     """
     request = validated(DrainRequest, body)
     if not fleet.ours:

@@ -1,4 +1,4 @@
-"""What routes share that begin a program: its bounds, its Idempotency-Key, its stream, and a client that goes away."""
+"""Functions of all routes that start a run: its limits, its Idempotency-Key, and the disconnect of its client."""
 
 import asyncio
 import hashlib
@@ -24,14 +24,15 @@ MAX_KEY_LENGTH = 255
 
 
 Offers = Callable[[str, Mapping[str, Any] | None], Awaitable[Sequence[ToolOffer]]]
-"""The tools that are known now, with those that a request brings. Raises ToolRefused where these cannot be used."""
+"""A function from a tenant and the definitions of a request's own tools to all tools that are offered now. It raises
+ToolRefused if the request's tools are invalid."""
 
 
 class Abandon:
-    """Cancels runs whose client has gone; without waiting, since whoever calls this is being stopped itself.
+    """Cancels runs whose client has disconnected. It does not wait, since the calling task is being cancelled itself.
 
     Args:
-        runner: has the runs.
+        runner: runs the programs.
     """
 
     def __init__(self, runner: ProgramRunner) -> None:
@@ -39,7 +40,7 @@ class Abandon:
         self._cancelling: set[asyncio.Task[None]] = set()
 
     def __call__(self, run_id: str) -> None:
-        """Cancel this one soon."""
+        """Start a task that cancels this run."""
         task = asyncio.create_task(self._cancel(run_id))
         self._cancelling.add(task)
         task.add_done_callback(self._cancelling.discard)
@@ -52,7 +53,7 @@ class Abandon:
 
 
 def limits(config: CaesuraConfig) -> Limits:
-    """What the operator allows a run."""
+    """Return the configured limits of a run."""
     programs = config.programs
     return Limits(
         turns=programs.max_turns,
@@ -64,10 +65,15 @@ def limits(config: CaesuraConfig) -> Limits:
 
 
 def read_idempotency(http: Request, api: str, body: Mapping[str, Any]) -> Idempotency | None:
-    """The request's Idempotency-Key with the fingerprint of its body; None without one.
+    """Return the request's Idempotency-Key with the fingerprint of its body; None: it has no key.
+
+    Args:
+        http: the request.
+        api: the name of the API, which is a part of the fingerprint.
+        body: the body of the request.
 
     Raises:
-        BadRequest: the key cannot be used.
+        BadRequest: the key is invalid.
     """
     key = http.headers.get(IDEMPOTENCY_KEY)
     if key is None:
@@ -80,5 +86,5 @@ def read_idempotency(http: Request, api: str, body: Mapping[str, Any]) -> Idempo
 
 
 def described(one: ToolOffer) -> dict[str, Any]:
-    """A tool in plain values."""
+    """Return a tool's name, description and parameters as JSON values."""
     return {"name": one.name, "description": one.description, "parameters": one.parameters}

@@ -1,4 +1,4 @@
-"""What one ingress process needs for programs that run on the server, put together: log, tools, durations, runner."""
+"""The components with which one ingress runs programs: the store of logs, tools, durations and the runner."""
 
 import asyncio
 from collections.abc import Mapping, Sequence
@@ -21,19 +21,19 @@ from cluster.store.runs.store import RunStore
 from tools_runtime.actor import ToolActors
 
 METRICS_PERIOD_S = 1.0
-"""Gauges go stale in Ray unless they are set about so often."""
+"""Seconds between two records of the gauges. In Ray, a gauge goes stale unless it is set about once a second."""
 
 
 class ProgramService:
-    """The parts, and their beginning and end.
+    """The components of an ingress that run programs, with their start and their end.
 
     Args:
         replicas: run the turns.
         config: the whole configuration.
-        clock: for all durations.
-        owner: the name of this ingress process, unique and never used again.
-        turns: counts what becomes of turns and programs.
-        traces: record tool calls.
+        clock: measures all durations.
+        owner: the name of this ingress process, which must be unique and never be used again.
+        turns: measures turns and judges programs.
+        traces: trace tool calls.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ProgramService:
         self._loops = SupervisedTasks("programs", clock)
 
     async def open(self) -> None:
-        """Make the tools ready, and begin to work: on what others left, too.
+        """Start the tools and the runner, which also claims runs that other ingresses have left.
 
         Raises:
-            RayError: a tool cannot work as configured.
+            RayError: a tool cannot work as it is configured.
         """
         if self.tools is not None:
             await self.tools.ready()
@@ -83,10 +83,10 @@ class ProgramService:
         self.runner.attend()
 
     async def offers(self, tenant: str, definitions: Mapping[str, Any] | None = None) -> Sequence[ToolOffer]:
-        """The tools that a tenant may use now, those that its request brings included.
+        """Return the tools that a tenant may use now, including those that its request brings.
 
         Raises:
-            ToolRefused: what the request brings cannot be used.
+            ToolRefused: the tools of the request are invalid.
         """
         return () if self.tools is None else self._tenants.tools(tenant, await self.tools.offers(definitions))
 
@@ -96,7 +96,7 @@ class ProgramService:
         return (*self._loops.failed, *self.runner.failed)
 
     async def aclose(self) -> None:
-        """Hand the runs over."""
+        """Stop the loops, the runner and the tools. Other ingresses can then claim the runs."""
         async with AsyncExitStack() as stack:
             if self.tools is not None:
                 stack.push_async_callback(self.tools.aclose)
@@ -110,7 +110,7 @@ class ProgramService:
 
 
 class NullTools:
-    """Stands where no tools are configured: every call is refused."""
+    """The tools of a cluster in which none are configured. They refuse every call."""
 
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
@@ -119,9 +119,9 @@ class NullTools:
         return ToolResult(call.id, call.name, Outcome.REFUSED, f"{Outcome.REFUSED}: no tools are configured here")
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The refusal."""
+        """Return the result of an unknown call."""
         return ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call")
 
     async def cancel(self, program: str, call_id: str) -> bool:
-        """Nothing is under way."""
+        """Return False, since there is no call to cancel."""
         return False

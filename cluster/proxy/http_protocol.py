@@ -1,7 +1,7 @@
-"""The connections of Ray's HTTP proxy: invalid HTTP is rejected in JSON, and headers are bounded in size and time.
+"""The connections of Ray's HTTP proxy. Invalid HTTP is rejected with JSON, and headers are limited in size and time.
 
-uvicorn itself answers plain text, and accepts headers of any length for any time. There are no WebSockets: a request
-for an upgrade is answered like any other.
+uvicorn alone would answer in plain text, and accept headers of any length for any time. WebSockets are not supported: a
+request for an upgrade is handled like any other request.
 """
 
 import asyncio
@@ -14,33 +14,34 @@ from cluster.api.openai import error_response
 from cluster.core.errors import BadRequest
 
 HEADERS_WITHIN_S = 20.0
-"""From a connection, or a request's first byte on one that is kept, to the end of its headers."""
+"""Seconds within which the headers of a request must end. They count from the beginning of the connection, or from the
+first byte of a later request on it."""
 
 MAX_HEAD_BYTES = 2 << 20
-"""A request line and headers are never longer; `http.max_header_bytes`, which the application knows, is less."""
+"""Maximum size of a request line with headers (bytes). The application has the lower limit `http.max_header_bytes`."""
 
 REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header Fields Too Large"}
 
 
 class HardenedHttpProtocol(HttpToolsProtocol):
-    """One connection."""
+    """The protocol of one connection."""
 
     _in_head = False
     _head_bytes = 0
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Asyncio's."""
+        """Called by asyncio when the connection begins."""
         super().connection_made(transport)
         self._expect_head()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Asyncio's."""
+        """Called by asyncio when the connection has ended."""
         self._head_ended()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Asyncio's."""
+        """Called by asyncio when data has arrived."""
         super().data_received(data)
         if self.transport.is_closing():
             return
@@ -49,28 +50,28 @@ class HardenedHttpProtocol(HttpToolsProtocol):
             if self._head_bytes > MAX_HEAD_BYTES:
                 self._reject(BadRequest(f"the headers are longer than {MAX_HEAD_BYTES} bytes", status=431))
         elif self._is_quiet():
-            self._expect_head()  # bytes that begin no request have ended uvicorn's own wait for one
+            self._expect_head()  # bytes that do not begin a request have stopped uvicorn's own timeout
 
     def on_message_begin(self) -> None:
-        """The parser's."""
+        """Called by the parser when a request begins."""
         self._in_head, self._head_bytes = True, 0
         self._expect_head()
         super().on_message_begin()
 
     def on_headers_complete(self) -> None:
-        """The parser's."""
+        """Called by the parser when the headers have ended."""
         self._head_ended()
         super().on_headers_complete()
 
     def send_400_response(self, msg: str) -> None:
-        """uvicorn's: what came is no HTTP."""
+        """Called by uvicorn when the data is not valid HTTP."""
         self._reject(BadRequest("this is not a valid HTTP request", code="invalid_http"))
 
     def _should_upgrade(self) -> bool:
         return False
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Not worth a log line."""
+        """Called by uvicorn on a request for an upgrade. It writes no warning."""
 
     def _is_quiet(self) -> bool:
         return self.cycle is None or self.cycle.response_complete
@@ -88,14 +89,14 @@ class HardenedHttpProtocol(HttpToolsProtocol):
     def _on_late(self) -> None:
         self._late = None
         if not self._is_quiet():
-            self._expect_head()  # the answer to the request before comes first
+            self._expect_head()  # the answer to the previous request has not ended
         elif self._in_head:
             self._reject(BadRequest(f"the headers did not end within {HEADERS_WITHIN_S:g} s", status=408))
         else:
             self.transport.close()
 
     def _reject(self, error: BadRequest) -> None:
-        """Answer, unless an answer has begun, and hang up."""
+        """Send the error, unless an answer has begun, and close the connection."""
         self._head_ended()
         if self._is_quiet() or not self.cycle.response_started:
             self.transport.write(_as_bytes(error_response(error)))

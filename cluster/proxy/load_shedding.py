@@ -1,8 +1,8 @@
-"""Rejects excess requests in the HTTP proxy's process, where that costs least.
+"""Rejects excess requests in the HTTP proxy's process, where a rejection costs least.
 
-The ingress rejects what is above its limits, but a request that reaches it has already cost two processes some
-milliseconds each. `LoadShedder` bounds the requests in flight. `RateLimitCache` repeats the ingress's own 429 to a
-client that retries at once.
+The ingress rejects requests above its limits, but a request that reaches it has already cost two processes some
+milliseconds each. `LoadShedder` limits the requests in flight. `RateLimitCache` repeats the ingress's 429 to a client
+that retries at once.
 """
 
 import asyncio
@@ -23,39 +23,41 @@ from cluster.core.clock import Clock
 from cluster.core.errors import Overloaded, TooManyRequests
 
 MAX_IN_FLIGHT_VARIABLE = "CAESURA_MAX_IN_FLIGHT"
-"""Environment variable with the requests that all ingresses together may have in flight; unset: no bound here."""
+"""Environment variable with the maximum number of requests in flight in all ingresses together. Without it, the proxy
+has no limit."""
 
 REJECTIONS_FIRST_S = 0.1
-"""The longest time for which an accepted request lets rejections go first."""
+"""Maximum time for which an accepted request waits while the proxy sends rejections (seconds)."""
 
 CACHED_FOR_S = 1.0
-"""Then the ingress decides again: its limits are of one ingress only, and they change."""
+"""Seconds for which a rejection is repeated. Then the ingress decides again, since its limits are those of one ingress
+only, and they change."""
 
 REJECTION_SPACING_S = 0.05
-"""Time between two repeated rejections of one key. A rejection waits `RETRY_AFTER_S` at most in all."""
+"""Seconds between two repeated rejections of one key. A rejection waits at most `RETRY_AFTER_S`."""
 
 KEY_HEADERS = (b"authorization", b"x-api-key")
 
 
 def max_in_flight() -> int | None:
-    """The bound of this proxy from the environment; None: there is none."""
+    """Return the limit of requests in flight from the environment; None: there is no limit."""
     value = os.environ.get(MAX_IN_FLIGHT_VARIABLE, "")
     return int(value) if value.isdecimal() else None
 
 
 def is_limited(scope: Scope) -> bool:
-    """Whether this request makes work for a replica. Only those are ever rejected here."""
+    """Return whether this request makes work for a replica. Only such requests are rejected by the proxy."""
     return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in LIMITED_PATHS
 
 
 class LoadShedder:
-    """Pure ASGI middleware: 503 with `Retry-After` for requests above a number in flight.
+    """ASGI middleware that rejects requests above a number in flight with 503 and `Retry-After`.
 
-    Accepted requests enter one by one, each in an iteration of the event loop in which nothing was rejected.
+    Accepted requests enter one by one, each in an iteration of the event loop in which no request was rejected.
 
     Args:
         app: serves accepted requests.
-        limit: requests in flight; None: no limit.
+        limit: maximum number of requests in flight; None: no limit.
         on_rejection: called for each rejection.
     """
 
@@ -98,29 +100,29 @@ class LoadShedder:
 class _Rejection:
     until_s: float
     max_in_flight: int
-    """A request is rejected again while this many are in flight. 0: every request is."""
+    """The rejection is repeated while at least this number of requests is in flight. 0: it is repeated always."""
     error: TooManyRequests
 
 
 @dataclass(slots=True)
 class _Client:
-    """All requests with the same key."""
+    """The state of all requests with the same key."""
 
     in_flight: int = 0
     served: int = 0
     rejection: _Rejection | None = None
     last_rejection_s: float = 0.0
-    """When the last repeated rejection is sent."""
+    """The time at which the last repeated rejection is sent."""
 
 
 class RateLimitCache:
-    """Pure ASGI middleware: repeats the ingress's rejection of a key that is over a limit.
+    """ASGI middleware that repeats the ingress's rejection of a key that exceeds a limit.
 
-    A key with too many requests in flight is rejected again while it has as many. A key whose requests come too fast is
-    rejected until its next one may come. Only digests of keys are kept.
+    A key with too many requests in flight is rejected again while it has as many. A key that exceeds its rate is
+    rejected until its next request is allowed. Only digests of keys are kept.
 
     Args:
-        app: decides about limits.
+        app: the application, which decides about limits.
         clock: measures how long a rejection is repeated.
         on_rejection: called for each repeated rejection, with the error's code.
     """
@@ -131,7 +133,7 @@ class RateLimitCache:
         self._on_rejection = on_rejection
         self._clients: dict[bytes, _Client] = {}
         self._expiries: deque[tuple[float, bytes]] = deque()
-        """When clients that are over their rate can be forgotten, in this order."""
+        """The times at which clients that exceeded their rate can be forgotten, in ascending order."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """ASGI entry."""
@@ -168,7 +170,7 @@ class RateLimitCache:
                 self._leave(digest, client)
 
     def _leave(self, digest: bytes, client: _Client) -> None:
-        """Forget the client, now or when its rejection has expired."""
+        """Forget the client, either now or when its rejection has expired."""
         if client.rejection is not None and client.rejection.max_in_flight == 0:
             self._expiries.append((self._clock.now_s() + CACHED_FOR_S, digest))
         else:
@@ -185,7 +187,7 @@ class RateLimitCache:
                 del self._clients[digest]
 
     async def _repeat(self, client: _Client, error: TooManyRequests) -> None:
-        """Wait for this rejection's turn: rejections must not take the proxy's time either."""
+        """Wait before a rejection is repeated, so that rejections do not use up the proxy's time."""
         self._on_rejection(str(error.code))
         now_s = self._clock.now_s()
         next_s = max(client.last_rejection_s, now_s) + REJECTION_SPACING_S
@@ -196,14 +198,14 @@ class RateLimitCache:
         now_s = self._clock.now_s()
         if error.code == TENANT_RATE:
             return _Rejection(now_s + min(CACHED_FOR_S, error.retry_after_s or CACHED_FOR_S), 0, error)
-        # Those in flight when it was rejected are in flight still, or have been served since it came.
+        # Requests that were in flight when it was rejected are still in flight, or have been served since it arrived.
         most = client.in_flight - 1 + client.served - served_before
         known = client.rejection or _Rejection(now_s + CACHED_FOR_S, most, error)
         return replace(known, max_in_flight=min(known.max_in_flight, most))
 
 
 def _limit_error(answer: list[Message]) -> TooManyRequests | None:
-    """The error, if the answer says that a tenant is over one of its own limits."""
+    """Return the error of an answer that rejects a tenant for exceeding its limit; None: the answer is another one."""
     if not answer:
         return None
     try:

@@ -1,8 +1,8 @@
 """ASGI middleware of Ray's HTTP proxy, loaded by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``.
 
-`HeaderGuard` rejects headers that are not UTF-8, which Ray would answer with a bare 500, and bounds X-Request-Id, which
-Ray puts on every response. `StreamErrorTerminator` ends answers whose ingress died. `proxy_load_shedding` rejects
-excess requests. Connections, below the headers, are `proxy_http_protocol`'s.
+`HeaderGuard` rejects headers that are not UTF-8, which Ray would answer with a bare 500. It also limits X-Request-Id,
+which Ray puts on every response. `StreamErrorTerminator` ends answers whose ingress died. The module `load_shedding`
+rejects excess requests, and `http_protocol` handles connections.
 """
 
 import asyncio
@@ -38,41 +38,45 @@ logger = logging.getLogger("ray.serve")
 IMPORT_PATH = "cluster.proxy.middleware.middlewares"
 
 ROUTE = "/internal/route"
-"""Where HAProxy asks for a replica in the direct data plane: a path of Ray's, on a port of its own."""
+"""The path at which HAProxy asks for a replica in the direct data plane. It is Ray's, and has a port of its own."""
 
 RAY_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
-"""Ray's own headers. A client must not decide how long it waits, or whether its disconnect is noticed."""
+"""Ray's own headers. They are removed, so that a client cannot set its timeout or hide its disconnect."""
 
 RECORD_DELAY_S = 0.2
-"""Rejections appear in the metrics this late. Recording each by itself took a third of the time of rejecting it."""
+"""Seconds after which rejections appear in the metrics. Recording each one by itself would take a third of the time of
+a rejection."""
 
 EVENT_STREAM = b"text/event-stream"
 LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error")
 
 
 def middlewares() -> list[Middleware]:
-    """The callback that Ray's proxy calls before it listens."""
+    """Install the protocol, and return the middleware. Ray's proxy calls it before it listens."""
     install_protocol()
     free_ended_answers()
     keep_trimmed()
     rejections = Rejections(Meter())
-    return [  # the innermost first: Ray puts each around those before it
+    return [  # the innermost is the first, since Ray puts each around those before it
         Middleware(StreamErrorTerminator),
         Middleware(HeaderGuard),
         Middleware(LoadShedder, limit=max_in_flight(), on_rejection=partial(rejections.count, "overload")),
-        # Outside the LoadShedder: rejections that wait must not count as requests in flight.
+        # It is outside of the LoadShedder, since rejections that wait must not count as requests in flight.
         Middleware(RateLimitCache, clock=MonotonicClock(), on_rejection=rejections.count),
     ]
 
 
 def free_ended_answers() -> None:
-    """Let the objects of an answer be freed as soon as the answer has ended. Calling this again is harmless.
+    """Patch Ray's proxy, so that the objects of an answer are freed when the answer has ended. A second call does
+    nothing.
 
     In Ray Serve 2.60, the exception that ends a stream references the frame that waited for it, and that frame
-    references the task that ended with it. Some hundred objects for each request were left to the garbage collector,
-    and the process grew for hours. A test in tests/serving/test_proxy_memory.py fails when this can go.
+    references the task that ended with it. Without the patch, about a hundred objects of each request are left to the
+    garbage collector, and the memory of the process grows. tests/serving/test_proxy_memory.py fails when a version of
+    Ray no longer needs the patch.
     """
-    # Imported late: whoever starts a cluster imports this module before it sets what Ray reads at import.
+    # It is imported late, since a process that starts a cluster imports this module before it sets the environment
+    # that Ray reads at import.
     from ray.serve._private.proxy_response_generator import ProxyResponseGenerator
 
     original = ProxyResponseGenerator._get_next_streaming_result
@@ -90,14 +94,14 @@ def free_ended_answers() -> None:
 
 
 class Rejections:
-    """Counts rejections by reason. The model, tenant and program of each are not known in the proxy."""
+    """Counts rejections by reason. The proxy does not know the model, tenant and program of a request."""
 
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
         self._unrecorded: Counter[str] = Counter()
 
     def count(self, reason: str) -> None:
-        """Add one; needs a running event loop."""
+        """Count one rejection. It needs a running event loop."""
         if not self._unrecorded:
             asyncio.get_running_loop().call_later(RECORD_DELAY_S, self._record)
         self._unrecorded[reason] += 1
@@ -110,9 +114,9 @@ class Rejections:
 
 
 class HeaderGuard:
-    """Pure ASGI middleware: rejects headers that are not UTF-8, cleans X-Request-Id, removes Ray's own headers.
+    """ASGI middleware that rejects headers that are not UTF-8, cleans X-Request-Id, and removes Ray's own headers.
 
-    From HAProxy's question for a replica it only removes them: the replica itself rejects the request.
+    In HAProxy's request for a replica, headers that are not UTF-8 are only removed, since the replica rejects them.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -149,7 +153,7 @@ def _is_text(name: bytes, value: bytes) -> bool:
 
 
 class StreamErrorTerminator:
-    """Pure ASGI middleware: ends an answer whose ingress died with an error, where Ray's proxy breaks it off.
+    """ASGI middleware that ends an answer with an error if its ingress died. Ray's proxy alone would cut the answer.
 
     A stream that has begun gets an error event. A request without an answer gets 502 with `Retry-After`.
     """
@@ -181,14 +185,14 @@ class StreamErrorTerminator:
 
 
 class _Answer:
-    """How far an answer has come."""
+    """The progress of an answer."""
 
     def __init__(self) -> None:
         self.begun = self.over = self.is_stream = False
         self._last_event = b""
 
     def see(self, message: Message) -> None:
-        """Take note of a part of the answer. An ingress sends whole events."""
+        """Record a part of the answer. An ingress sends only complete events."""
         if message["type"] == "http.response.start":
             self.begun = True
             self.is_stream = any(
@@ -200,7 +204,10 @@ class _Answer:
                 self._last_event = events.rpartition(b"\n\n")[2]
 
     def ending(self, path: str, error: HttpError) -> bytes:
-        """What the stream lacks. Streams of responses have OpenAI's numbered events, and end with one of them."""
+        """Return the missing end of a stream; empty: it is complete.
+
+        Streams of responses have OpenAI's numbered events, and end with one of `LAST_EVENTS`.
+        """
         if path.startswith(RESPONSES):
             return b"" if self._last_event.startswith(LAST_EVENTS) else self._numbered(error)
         return b"" if self._last_event == SSE_DONE.strip() else error_event(error)
@@ -216,7 +223,7 @@ class _Answer:
         return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
 
     def _next_number(self) -> int:
-        """0 where the last event has no number, as when its ingress died in the middle of it."""
+        """Return the next event's number, or 0 if the last event has no number because the ingress died within it."""
         try:
             return int(json.loads(self._last_event.partition(b"data: ")[2])["sequence_number"]) + 1
         except (ValueError, TypeError, KeyError):
