@@ -1,4 +1,4 @@
-"""The Ray Serve application: HTTP ingress over each model's ProgramServers; also the import path of `serve deploy`."""
+"""The Ray Serve application: an HTTP ingress, and each model's replicas. `serve deploy` imports this module."""
 
 from math import ceil
 from pathlib import Path
@@ -31,40 +31,44 @@ APPLICATION = "caesura"
 """Name of the Serve application."""
 
 SCHEDULER = "replicas.control.AgentScheduler"
-"""vLLM resolves it in EngineCore's process."""
+"""Import path of the scheduler class, which vLLM resolves in EngineCore's process."""
 
 CPU_ENGINE = {"block_size": 32, "enforce_eager": True}
-"""Engine arguments on CPU unless the configuration names others: vLLM's own block size there is 128 tokens."""
+"""Default engine arguments on CPU, where vLLM's own block size is 128 tokens. The configuration can override them."""
 
 CPU_KV_CACHE_BYTES = 128 << 20
-"""KV cache of one CPU replica unless the configuration says otherwise: 131,072 tokens of the built-in model. vLLM
-itself would take nearly all of the machine."""
+"""Default size of the KV cache of one CPU replica, which is 131,072 tokens of the built-in model. vLLM's own default
+would use nearly all memory of the machine."""
 
 ENGINE = {"enable_prompt_tokens_details": True}
-"""Engine arguments everywhere unless the configuration names others: `usage` shows the cached tokens."""
+"""Default engine arguments on all devices. With them, `usage` has the cached tokens."""
 
 EMBEDDED = "embedded"
 
 SHUTDOWN_SLACK_S = 30.0
-"""Seconds above ``http.request_timeout_s``, the longest turn, for which a process that is replaced goes on with what it
-has begun. Ray's own 20 s would cut it off."""
+"""A process that is replaced may continue its requests for ``http.request_timeout_s``, which is the longest turn, plus
+this time (seconds). Ray's default of 20 s would cut them."""
 
 HEALTH_CHECK_PERIOD_S = 5.0
 ROUTING_STATS_PERIOD_S = 1.0
 ROUTING_STATS_TIMEOUT_S = 5.0
 INGRESS_CPUS = 0.1
 ROUTER_REQUESTS = 100_000
-"""Questions that the direct data plane's router works on at a time; those of requests that wait are among them."""
+"""Maximum number of requests in the direct data plane's router, including those that wait for admission."""
 INGRESS_SLACK = 256
-"""Requests above ``http.max_concurrent_requests`` that still reach an ingress: probes, and those answered with 503."""
+"""Number of requests above ``http.max_concurrent_requests`` that Ray still sends to an ingress: probes, and requests
+that are rejected with 503."""
 
 
 def build(config: CaesuraConfig) -> Application:
-    """The application for ``serve.run``; Ray makes the configuration from the `args` of a Serve config file.
+    """Build the application for ``serve.run``.
+
+    Args:
+        config: the configuration. Ray makes it from the `args` of a Serve config file.
 
     Raises:
-        ConfigError: the store is `embedded`, which only `caesura serve` can provide; the cost model cannot be had; or
-            the environment is not that of the data plane.
+        ConfigError: the store is `embedded`, which only `caesura serve` can start; the cost model cannot be read; or an
+            environment variable of the data plane is missing.
     """
     if config.redis.url == EMBEDDED:
         raise ConfigError("redis.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
@@ -87,7 +91,7 @@ def build(config: CaesuraConfig) -> Application:
 
 
 def _direct(config: CaesuraConfig) -> Application:
-    """The replicas as their own ingress behind HAProxy, and the router that HAProxy asks."""
+    """Build the direct data plane: replicas that are their own ingress behind HAProxy, and the router of HAProxy."""
     if not RAY_SERVE_ENABLE_HA_PROXY:
         raise ConfigError(
             "http.data_plane: direct needs RAY_SERVE_ENABLE_HA_PROXY=1 in the environment of every process of the Ray "
@@ -101,7 +105,7 @@ def _direct(config: CaesuraConfig) -> Application:
         name_prefix="ProgramServer:",
         bind_kwargs={"config": config},
         override_serve_options={
-            # What waits here waits before its request has been read: the door's own bound must come first.
+            # A request that waits here has not been read yet. The ingress's own limit must therefore apply first.
             "max_ongoing_requests": config.http.max_concurrent_requests + INGRESS_SLACK + CONTROL_SLOTS,
         },
     )
@@ -110,7 +114,7 @@ def _direct(config: CaesuraConfig) -> Application:
 
 
 def llm_config_of(config: CaesuraConfig) -> LLMConfig:
-    """The configuration of Ray Serve LLM: the model, its engine and its replicas."""
+    """Make the configuration of Ray Serve LLM for a model, its engine and its replicas."""
     replicas, on_cpu = config.replicas, config.replicas.accelerator == "cpu"
     source, ours = model_source(config), config.router.name == OUR_ROUTER
     return LLMConfig(
@@ -140,17 +144,20 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
 
 
 def bundles(config: CaesuraConfig) -> list[dict[str, float]]:
-    """One placement bundle for each device of a replica; the replica's own actor joins the first."""
+    """Return one placement bundle for each device of a replica. The replica's own actor is in the first bundle."""
     replicas = config.replicas
     device = {"CPU": replicas.cpus} if replicas.accelerator == "cpu" else {"CPU": replicas.cpus, "GPU": 1.0}
     return [device] * replicas.tensor_parallel_size
 
 
 def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
-    """vLLM's engine arguments: ours, the configuration's `engine` over them, and those that nobody may change.
+    """Return vLLM's engine arguments.
+
+    The configuration's `engine` overrides Caesura's defaults, but not the arguments in
+    `cluster.config.models.RESERVED_ENGINE_KWARGS`.
 
     Raises:
-        ConfigError: the cost model cannot be had.
+        ConfigError: the cost model cannot be read.
     """
     on_cpu = config.replicas.accelerator == "cpu"
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
@@ -170,11 +177,11 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
 
 
 def num_machines() -> int:
-    """Of the Ray cluster; 1 where there is none yet."""
+    """Return the number of machines of the Ray cluster; 1 if there is no cluster yet."""
     nodes = ray.nodes() if ray.is_initialized() else []
     return max(1, len({node["NodeManagerHostname"] for node in nodes if node["Alive"]}))
 
 
 def model_source(config: CaesuraConfig) -> str:
-    """A path or a Hugging Face id; the built-in model is made on first use."""
+    """Return the model's path or Hugging Face id. The built-in model is made on first use."""
     return str(tiny_model_directory()) if config.model.source == TINY else config.model.source

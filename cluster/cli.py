@@ -1,4 +1,4 @@
-"""`caesura`: the command line. Commands import what they need when they run, so that `--help` is instant."""
+"""The command line `caesura`. Each command imports its modules when it runs, so that `--help` is fast."""
 
 import sys
 
@@ -38,11 +38,11 @@ app.command()(programs.tools)
 app.command()(top.top)
 
 BAD_INPUT = 2
-"""Exit status for a configuration or a trace that cannot be used."""
+"""Exit status for an invalid configuration or trace."""
 
 
 def main() -> None:
-    """Console entry point."""
+    """Run the command line. It is the console entry point."""
     try:
         app()
     except (ConfigError, TraceError) as error:

@@ -1,8 +1,8 @@
-"""HTTP: OpenAI's routes, programs, probes and administration, over a handle to the replicas.
+"""The HTTP ingress: OpenAI's routes, programs, probes and administration, over handles of the replicas.
 
-A turn passes the bounds (`http_body`) and gets its identity (`identity`). Then it goes to the replica that has the
-program (`session_id` of the handle), and its answer comes back as bytes (`api_sse`). Bodies are validated by vLLM's own
-models, in the replica: this process knows nothing of vLLM, and starts in a third of the time.
+The ingress checks the limits of a turn (`http.body`) and reads its identity (`core.identity`). It sends the turn to the
+replica that has the program (`session_id` of the handle), and passes the answer on as bytes (`api.sse`). vLLM's own
+models validate bodies in the replica. The ingress does not import vLLM, so that it starts in a third of the time.
 """
 
 import asyncio
@@ -68,7 +68,7 @@ Route = Callable[[FastAPI], Callable[[Any], Any]]
 
 
 class Part(Protocol):
-    """Something that an ingress has opened."""
+    """A component that an ingress has opened."""
 
     @property
     def failed(self) -> tuple[str, ...]:
@@ -76,12 +76,12 @@ class Part(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Stop."""
+        """Stop the component."""
         ...
 
 
 def ingress_class(config: CaesuraConfig) -> type[Any]:
-    """The deployment class, with its routes and middleware as ``config`` wants them."""
+    """Make the deployment class, with the routes and the middleware that ``config`` needs."""
     app = FastAPI(
         title="Caesura",
         version=version_of("caesura"),
@@ -133,17 +133,17 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
             "router": lambda app: app.get("/admin/router"),
             "predictor": lambda app: app.get("/admin/predictor"),
         }
-    # Routes belong to a class of their own, since Ray binds them to the class that it is given.
+    # Each app has a class of its own, since Ray binds the routes to the class that it is given.
     handlers = {name: route(app)(getattr(ProgramIngress, name)) for name, route in endpoints.items()}
     made: type[Any] = serve.ingress(app)(type("Ingress", (ProgramIngress,), handlers))
     return made
 
 
 class ProgramIngress:
-    """The handlers. A route's docstring appears in /docs."""
+    """The handlers of the routes. The docstring of a handler appears in /docs."""
 
     _parts: tuple[Part, ...] = ()
-    """What runs in the background, those opened first at the beginning."""
+    """The components that run in the background, in the order in which they were opened."""
 
     async def __init__(  # type: ignore[misc]
         self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig, predictor: DeploymentHandle | None = None
@@ -189,11 +189,13 @@ class ProgramIngress:
         keep_trimmed()
 
     def _adopt(self, part: Part) -> None:
-        """Close this part at the end, before those adopted earlier, and report its failing loops."""
+        """Register a part. It is closed before those registered earlier, and `check_health` reports its failing
+        loops.
+        """
         self._parts = (*self._parts, part)
 
     async def __del__(self) -> None:
-        """Called by Ray Serve when this process is to end. Each part is closed, whatever another raises."""
+        """Close all parts, even if one of them raises. Ray Serve calls it before this process ends."""
         async with AsyncExitStack() as stack:
             parts, self._parts = self._parts, ()
             if hasattr(self, "_traces"):
@@ -204,7 +206,7 @@ class ProgramIngress:
                 stack.push_async_callback(part.aclose)
 
     async def check_health(self) -> None:
-        """Called by Ray Serve, which replaces this process if it raises.
+        """Check the background loops. Ray Serve calls it, and replaces this process if it raises.
 
         Raises:
             RuntimeError: a background loop keeps failing.
@@ -215,11 +217,13 @@ class ProgramIngress:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     async def chat(self, request: Request) -> Response:
-        """OpenAI's chat completions, streaming or not, with tools."""
+        """Create a chat completion (OpenAI), with or without streaming and tools."""
         return await self._turn(request, "chat")
 
     async def completions(self, request: Request) -> Response:
-        """OpenAI's completions; the prompt may be token ids, and `return_token_ids` gives those generated."""
+        """Create a completion (OpenAI). The prompt may be token ids. With `return_token_ids`, the answer has token ids
+        too.
+        """
         return await self._turn(request, "completions")
 
     async def _turn(self, request: Request, method: str) -> Response:
@@ -238,11 +242,11 @@ class ProgramIngress:
         return response
 
     async def tokenize(self, request: Request) -> Response:
-        """Token ids of a prompt, or of messages in the model's chat template."""
+        """Return the token ids of a prompt, or of messages in the model's chat template."""
         return await self._plain(request, "tokenize")
 
     async def detokenize(self, request: Request) -> Response:
-        """Text of token ids."""
+        """Return the text of token ids."""
         return await self._plain(request, "detokenize")
 
     async def _plain(self, request: Request, method: str) -> Response:
@@ -255,8 +259,8 @@ class ProgramIngress:
     # --- responses ----------------------------------------------------------------------------------------------------
 
     async def create_response(self, request: Request) -> Response:
-        """OpenAI's responses: a whole program in one request, its tools run by the cluster where they are registered
-        (`server_side: true`) or on an MCP server that the request brings.
+        """Create a response (OpenAI), which is a complete program in one request. The cluster runs tools that are
+        registered (`server_side: true`) or on an MCP server that the request brings.
         """
         arrived_s = self._turns.arrival_s(request.headers)
         body, identity = await self._reader.identified(request)
@@ -265,16 +269,16 @@ class ProgramIngress:
     async def response(
         self, request: Request, response_id: str, stream: bool = False, starting_after: int | None = None
     ) -> Response:
-        """A response as it stands, or its events after a number."""
+        """Return a response in its current state, or stream its events after a number."""
         tenant = caller_of(request).tenant
         return await self._responses.show(tenant, response_id, stream=stream, starting_after=starting_after)
 
     async def cancel_response(self, request: Request, response_id: str) -> Response:
-        """End a response."""
+        """Cancel a response."""
         return await self._responses.cancel(caller_of(request).tenant, response_id)
 
     async def delete_response(self, request: Request, response_id: str) -> Response:
-        """Forget a response that has ended."""
+        """Delete a response that has ended."""
         return await self._responses.delete(caller_of(request).tenant, response_id)
 
     async def input_items(
@@ -285,55 +289,55 @@ class ProgramIngress:
         limit: int = 20,
         after: str | None = None,
     ) -> Response:
-        """The items of a response's input."""
+        """List the items of a response's input."""
         tenant = caller_of(request).tenant
         return await self._responses.input_items(tenant, response_id, order=order, limit=limit, after=after)
 
     # --- models and programs ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """The models served that the caller may use."""
+        """List the served models that the caller may use."""
         tenant = caller_of(request).tenant
         allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
         return JSONResponse({"object": "list", "data": [model_card(model, self._started) for model in allowed]})
 
     async def model(self, request: Request, model_id: str) -> Response:
-        """One model."""
+        """Return one model."""
         if model_id not in self._config.served or not self._tenants.may_name(caller_of(request).tenant, model_id):
             raise no_model(model_id)
         return JSONResponse(model_card(model_id, self._started))
 
     async def programs(self, request: Request, limit: int = 100) -> Response:
-        """The programs that ran on the server, those begun last first."""
+        """List the programs that ran in the cluster. The program with the newest run comes first."""
         return await self._programs.list(caller_of(request).tenant, limit)
 
     async def program(self, request: Request, program_id: str, include: str = "") -> Response:
-        """What became of a program: its phase, turns, pauses and decisions, from the replica that has it, and its runs
-        on the server; `include=token_ids` adds the exact ids of every turn.
+        """Return a program: its phase, turns, pauses and decisions from the replica that has it, and its runs in the
+        cluster. With `include=token_ids`, the answer has the exact token ids of every turn too.
         """
         tenant = caller_of(request).tenant
         return await self._programs.show(tenant, program_id, token_ids="token_ids" in include.split(","))
 
     async def cancel_program(self, request: Request, program_id: str) -> Response:
-        """End all of a program's runs on the server."""
+        """Cancel all runs of a program in the cluster."""
         return await self._programs.cancel(caller_of(request).tenant, program_id)
 
     async def tools(self, request: Request) -> Response:
-        """The tools that are registered and the caller may use, and how long each runs and waits."""
+        """List the registered tools that the caller may use, with the run times and queue times of each."""
         return await self._tools.list(caller_of(request).tenant)
 
     async def metrics(self) -> Response:
-        """Caesura's and vLLM's metrics of the whole cluster, in Prometheus' text format."""
+        """Return Caesura's and vLLM's metrics of the whole cluster, in Prometheus's text format."""
         return await self._scrape.response()
 
     # --- probes -------------------------------------------------------------------------------------------------------
 
     async def health(self) -> Response:
-        """Alive: this process answers. No replica is asked."""
+        """Return 200 if this process is alive. No replica is called."""
         return JSONResponse({"status": "alive"})
 
     async def ready(self) -> Response:
-        """A model answers: 200, else 503 with Retry-After."""
+        """Return 200 if a model answers, or else 503 with Retry-After."""
         try:
             async with asyncio.timeout(READY_TIMEOUT_S):
                 await self._fleet.ready()
@@ -344,18 +348,19 @@ class ProgramIngress:
         return JSONResponse({"status": "ready", "model": self._config.model.id})
 
     async def version(self) -> Response:
-        """Versions of what serves."""
+        """Return the versions of Caesura, vLLM and Ray."""
         return versions()
 
     # --- administration -----------------------------------------------------------------------------------------------
 
     async def policy(self) -> Response:
-        """The policy of each replica."""
+        """Return the policy of each replica."""
         return _per_replica(await self._fleet.broadcast("control", "policy", {}))
 
     async def set_policy(self, request: Request) -> Response:
-        """Switch the policy of every replica: `{"name": ..., "parameters": {...}}`; without parameters, those of the
-        configuration if it names this policy. A replica that is started later begins with the configuration's policy.
+        """Switch the policy of every replica, to `{"name": ..., "parameters": {...}}`. Without `parameters`, those of
+        the configuration are used if it has the same policy. A replica that starts later has the configuration's
+        policy.
         """
         body = await self._reader.json(request)
         configured = self._config.policy
@@ -365,28 +370,34 @@ class ProgramIngress:
         return _per_replica(await self._fleet.broadcast("set_policy", policy.model_dump(exclude_none=True)))
 
     async def reset(self) -> Response:
-        """End all holds and empty the prefix caches."""
+        """End all holds and empty the prefix caches of all replicas."""
         return _per_replica(await self._fleet.broadcast("reset_caches"))
 
     async def statistics(self) -> Response:
-        """The scheduler's numbers of each replica, now."""
+        """Return the current numbers of each replica's scheduler."""
         return _per_replica(await self._fleet.broadcast("snapshot"))
 
     async def drain(self, request: Request) -> Response:
-        """Empty a replica, or end that: `{"replica": id, "drain": true}`. Its programs leave at their next pause."""
+        """Begin or end the draining of a replica: `{"replica": id, "drain": true}`. Programs migrate at their next
+        pause.
+        """
         return await drain(self._fleet, await self._reader.json(request))
 
     async def router(self) -> Response:
-        """What this ingress's router knows and did: programs, who waits, the replicas as it sees them, its counters."""
+        """Return the state of this ingress's router: programs, waiting turns, replicas and counters."""
         return JSONResponse(self._fleet.view())
 
     async def predictor(self) -> Response:
-        """Who forecasts this ingress's turns, how far off that was, and what has been learnt."""
+        """Return the state of this ingress's predictions: their sources, their errors, and the learnt statistics."""
         return JSONResponse(self._predictions.view())
 
 
 def _per_replica(answers: list[Any]) -> Response:
-    """Each replica's answer; 200 if all succeeded, else the status of the first failure."""
+    """Return each replica's answer with status 200 if all succeeded.
+
+    Raises:
+        UpstreamFailed: a replica failed. The status is that of the first failure.
+    """
     failures = [as_http_error(answer) for answer in answers if isinstance(answer, BaseException)]
     results = [{"error": as_http_error(a).message} if isinstance(a, BaseException) else a for a in answers]
     if failures:

@@ -115,7 +115,7 @@ class NullTools:
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
-        """The refusal."""
+        """Return the result of a refused call."""
         return ToolResult(call.id, call.name, Outcome.REFUSED, f"{Outcome.REFUSED}: no tools are configured here")
 
     async def completion(self, program: str, call_id: str) -> ToolResult:

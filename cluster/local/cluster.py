@@ -1,6 +1,6 @@
-"""A local cluster: Redis, Ray, and the application, started step by step and stopped without a trace.
+"""A local cluster on one machine: it starts Redis, Ray and the application, and stops all of their processes.
 
-Nothing of Ray is imported before `LocalCluster.start` has set the environment that Ray reads at import.
+Ray is not imported before `LocalCluster.start` has set the environment that Ray reads at import.
 """
 
 import logging
@@ -47,41 +47,43 @@ ENVIRONMENT = {
 """The environment of a local cluster's processes. Variables that the caller has set keep their values."""
 
 MARK = "CAESURA_CLUSTER_ID"
-"""Environment variable by which the processes of one local cluster are known, whoever their parent is by now."""
+"""Environment variable that marks the processes of one local cluster, whatever their parent is."""
 
 BYTECODE = Path.home() / ".cache" / "caesura" / "bytecode"
-"""Where compiled Python goes if the caller's environment wants none beside its sources."""
+"""Directory of compiled Python files, if the caller's environment has PYTHONDONTWRITEBYTECODE."""
 
 NAMESPACE = "caesura"
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 128 << 20
-"""Requests and answers travel inline; the object store is hardly used."""
+"""Size of Ray's object store, which is hardly used, since requests and answers are sent inline."""
 RAY_STARTS, RAY_GAVE_UP = 3, "timed out during startup"
-"""Attempts to start Ray. On a busy machine Ray gives up a node after half a minute and leaves its processes."""
+"""Number of attempts to start Ray, and the text of the error after which it is tried again. On a busy machine, Ray
+gives up after half a minute, and its processes continue to run."""
 
 START_SLACK_S = 60.0
-"""Seconds for everything but the model, beside ``replicas.start_timeout_s``."""
+"""Seconds that the start may take in addition to ``replicas.start_timeout_s``."""
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
 """Seconds for a process to end by itself before it is killed."""
 LOG_LINES = 15
-"""Lines of a log that a failed start shows."""
+"""Number of lines of a log that a failed start shows."""
 
 Step = Callable[[str], AbstractContextManager[None]]
-"""Called with a step's name; the context lasts as long as the step."""
+"""A function from a step's name to a context that lasts as long as the step."""
 
 
 class StartFailed(CaesuraError):
-    """A local cluster did not come up. The message has the step and the last lines of the log."""
+    """A local cluster did not start. The message has the cause and the last lines of the log."""
 
 
 class LocalCluster:
-    """One machine's Caesura, as a context manager. With ``RAY_ADDRESS`` set it joins that Ray cluster and leaves it be.
+    """Caesura on one machine, as a context manager. If ``RAY_ADDRESS`` is set, it uses that Ray cluster and does not
+    stop it.
 
     Args:
-        config: what to serve. ``redis.url: embedded`` and ``http.port: 0`` are decided here.
-        step: told of each step of the start and the stop.
-        clock: for deadlines.
+        config: the configuration. ``redis.url: embedded`` and ``http.port: 0`` are replaced with actual values.
+        step: called for each step of the start and the stop.
+        clock: measures deadlines.
     """
 
     def __init__(
@@ -109,26 +111,26 @@ class LocalCluster:
 
     @property
     def url(self) -> str:
-        """Where it is served, without a slash at the end."""
+        """URL of the HTTP server, without a slash at the end."""
         return f"http://{self.config.http.host}:{self.config.http.port}"
 
     @property
     def metrics_addresses(self) -> list[str]:
-        """`host:port` of each node's metrics, as Prometheus wants them; the cluster has to run."""
+        """`host:port` of each node's metrics, for Prometheus. The cluster has to run."""
         import ray
 
         return [f"{node['NodeManagerAddress']}:{node['MetricsExportPort']}" for node in ray.nodes() if node["Alive"]]
 
     @property
     def processes(self) -> list[psutil.Process]:
-        """The processes of this cluster that live now, without the caller's."""
+        """The running processes of this cluster, without the caller's."""
         return _marked(self._mark)
 
     def start(self) -> None:
-        """Start everything; returns when a model answers.
+        """Start the cluster, and return when a model answers.
 
         Raises:
-            StartFailed: it did not come up; what was started has been stopped again.
+            StartFailed: the cluster did not start. Everything that was started has been stopped.
         """
         try:
             self._start()
@@ -137,7 +139,9 @@ class LocalCluster:
             raise
 
     def stop(self) -> None:
-        """Stop everything that was started; what does not end in time is killed. Again is harmless."""
+        """Stop everything that was started. Processes that do not end in time are killed. A second call has no
+        effect.
+        """
         with self._step("stop"):
             self._family = self.processes
             self._stack.close()
@@ -168,7 +172,7 @@ class LocalCluster:
         os.environ[FORMAT_VARIABLE] = self.config.logs.format
         os.environ[MAX_IN_FLIGHT_VARIABLE] = str(http.max_concurrent_requests * http.ingress_replicas)
         if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
-            # Compiling torch and vLLM from source in each of a dozen processes would take half the start.
+            # Otherwise each of a dozen processes would compile torch and vLLM, which takes half of the start.
             os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))
             sys.dont_write_bytecode, sys.pycache_prefix = False, os.environ["PYTHONPYCACHEPREFIX"]
         self._stack.callback(restore_environment, os.environ, before)
@@ -203,13 +207,13 @@ class LocalCluster:
         self._stack.callback(ray.shutdown)
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
-                if callable(handler):  # whoever has one keeps it; Ray's ends the process where it is
+                if callable(handler):  # the caller's handler is restored, since Ray's ends the process at once
                     signal.signal(number, handler)
 
     def _start_own_ray(self) -> None:
         import ray
 
-        # "local": another Ray of this machine is no concern of ours.
+        # "local" starts a new Ray, even if another one runs on this machine.
         ray.init(
             "local",
             num_cpus=self._cpus(),
@@ -222,7 +226,10 @@ class LocalCluster:
         )
 
     def _cpus(self) -> int:
-        """Logical CPUs: what the deployments reserve, whatever the machine has; replicas share it when it has less."""
+        """Return Ray's number of logical CPUs, which is the number that the deployments reserve.
+
+        If the machine has fewer, the replicas share them.
+        """
         every = [own.replicas for own in self.config.served.values()]
         reserved = sum(replicas.count * replicas.cpus * (1 + replicas.tensor_parallel_size) for replicas in every)
         return max(1, math.ceil(reserved + self.config.http.ingress_replicas))
@@ -279,7 +286,7 @@ class LocalCluster:
         raise StartFailed(f"{self.url}/ready does not answer 200: {told}")
 
     def _complaints(self, state: Any) -> str:
-        """Serve's messages about the deployments, and the end of the youngest replica's log."""
+        """Return Serve's messages about the deployments, and the end of the newest replica's log."""
         import ray
 
         lines = [
@@ -306,7 +313,9 @@ def _kill(processes: list[psutil.Process]) -> None:
 
 
 def _keeps_failing(state: Any) -> bool:
-    """A replica that failed once at the start of a local cluster fails again: the same model, the same machine."""
+    """Return whether a replica has failed to start. On a local cluster, the next attempt would fail for the same
+    reason.
+    """
     return any(
         deployment.status == "UNHEALTHY" or "failed to start" in deployment.message
         for deployment in state.deployments.values()
@@ -315,7 +324,9 @@ def _keeps_failing(state: Any) -> bool:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """What vLLM and Serve log in this process, while they are imported and told what to run, is not for a terminal."""
+    """Suppress the log lines of vLLM and Serve in this process while they are imported, as they would be on a
+    terminal.
+    """
     for name in ("ray.serve", "httpx", "httpx2"):
         logging.getLogger(name).setLevel(logging.WARNING)
     before = os.environ.get("VLLM_LOGGING_LEVEL")
@@ -330,20 +341,20 @@ def _quiet() -> Iterator[None]:
 
 
 def _marked(mark: str) -> list[psutil.Process]:
-    """The processes that inherited the mark, and their descendants.
+    """Return the processes that inherited the mark, and their descendants.
 
     A process that sets its title may overwrite its environment, as Ray's agents do. Their parent still has the mark.
     """
     found: set[psutil.Process] = set()
     for process in psutil.process_iter():
-        with suppress(psutil.Error):  # it ended, or it is somebody else's
+        with suppress(psutil.Error):  # the process has ended, or belongs to another user
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found |= {process, *process.children(recursive=True)}
     return list(found)
 
 
 def restore_environment(environment: MutableMapping[str, str], before: Mapping[str, str]) -> None:
-    """Undo all changes since ``before``. Other threads read the environment meanwhile: what stays is never missing."""
+    """Undo all changes since ``before``. Variables that stay are never missing, since other threads may read them."""
     for name in environment.keys() - before.keys():
         del environment[name]
     environment.update(before)

