@@ -139,7 +139,7 @@ class ErrorBoundary:
         self._in_flight = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """Serve one ASGI scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

@@ -71,7 +71,7 @@ class EventStream(Response):
         self._on_disconnect = on_disconnect
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """Serve one ASGI scope."""
         try:
             await unless_gone(receive, self._send_all(send))
         except ClientGone:
@@ -129,7 +129,7 @@ class RelayedStream(EventStream):
         self._on_break = on_break
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry. Ray's proxy cancels this task when the client disconnects."""
+        """Serve one ASGI scope. Ray's proxy cancels this task when the client disconnects."""
         try:
             await self._send_all(send)
         finally:

@@ -64,7 +64,7 @@ class AuthMiddleware:
             self._find = key_file(Path(config.auth.file)).find
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry.
+        """Serve one ASGI scope.
 
         Raises:
             Unauthorized: the request has no key, or an unknown or expired one.

@@ -73,7 +73,7 @@ class PythonTool(ToolSection):
     """A tool that is a Python function. The names of its parameters are the names of the arguments."""
 
     kind: Literal["python"]
-    """Which kind of tool this is."""
+    """The kind of the tool."""
     entry: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
     """`module:function`, which must be importable where the tools run."""
     isolation: Literal["auto", "process", "thread", "async"] = "auto"
@@ -99,7 +99,7 @@ class HttpTool(ToolSection):
     """A tool that sends an HTTP request."""
 
     kind: Literal["http"]
-    """Which kind of tool this is."""
+    """The kind of the tool."""
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] = "GET"
     """Method of the request. An OpenAPI operation has its own."""
     url: str | None = Field(None, pattern=r"^https?://[^\s{}/?#@]+([/?#]\S*)?$")
@@ -133,7 +133,7 @@ class CommandTool(ToolSection):
     """
 
     kind: Literal["command"]
-    """Which kind of tool this is."""
+    """The kind of the tool."""
     argv: list[str] = Field(default_factory=list)
     """The command and its arguments. `{name}` is replaced with the argument of the call. An element that is only
     `{name}` is left out if the call does not have that argument."""
@@ -168,7 +168,7 @@ class McpTool(ToolSection):
     """An MCP server. Models call its tools `NAME__TOOL`."""
 
     kind: Literal["mcp"]
-    """Which kind of tool this is."""
+    """The kind of the tool."""
     command: list[str] = Field(default_factory=list)
     """Command that starts a server with the stdio transport. Set this or `url`."""
     url: str | None = Field(None, pattern=r"^https?://\S+$")

@@ -34,7 +34,7 @@ def unpack_ids(packed: bytes) -> list[int]:
 
 
 class PromptMode(StrEnum):
-    """How a turn's prompt was made."""
+    """The way in which a turn's prompt was made."""
 
     FIRST = "first"
     """The prompt was rendered from the turn's messages, as there was no continuation."""

@@ -70,7 +70,7 @@ class LoadShedder:
         self._entrance = asyncio.Lock()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """Serve one ASGI scope."""
         if self._limit is None or not is_limited(scope):
             await self._app(scope, receive, send)
             return
@@ -136,7 +136,7 @@ class RateLimitCache:
         """The times at which clients that exceeded their rate can be forgotten, in ascending order."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """Serve one ASGI scope."""
         self._forget_expired()
         keys = [value for name, value in scope.get("headers", ()) if name in KEY_HEADERS]
         if not keys or not is_limited(scope):

@@ -123,7 +123,7 @@ class HeaderGuard:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """Serve one ASGI scope."""
         if scope["type"] == "http":
             if scope["path"] == ROUTE:
                 scope["headers"] = [header for header in scope["headers"] if _is_text(*header)]
@@ -162,7 +162,7 @@ class StreamErrorTerminator:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """ASGI entry."""
+        """Serve one ASGI scope."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return

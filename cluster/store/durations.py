@@ -52,7 +52,7 @@ class DurationStore(SharedParts):
         self._parts: dict[tuple[bytes, bytes], DurationStatistics] = {}
         """The parsed statistics, by writer and field."""
         self._merged: dict[str, tuple[list[DurationStatistics], DurationStatistics]] = {}
-        """By tool: the parts, and the result of merging them."""
+        """The parts of each tool, and the result of merging them."""
 
     async def exchange(self, own: Mapping[str, DurationStatistics]) -> Mapping[str, DurationStatistics] | None:
         """Write this writer's part and read the others'. Only one call may be in progress at a time.
