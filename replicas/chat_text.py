@@ -1,6 +1,6 @@
-"""The text of a chat prompt, and its ids, by the code that vLLM 0.29 makes its own prompts with.
+"""Renders and tokenizes a chat prompt with the code that vLLM 0.29 uses for its own prompts.
 
-Private names of vLLM (tests/contracts/test_program_turn.py holds what they do):
+It uses these private names of vLLM (tests/contracts/test_program_turn.py checks what they do):
     OnlineRenderer          use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
     BaseRenderer            render_messages, tokenize_prompt, get_eos_token_id, _executor
     ModelConfig             try_get_generation_config, get_diff_sampling_param
@@ -174,7 +174,7 @@ def _only_text(message: Message) -> bool:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """Disable a logger while a template may reject a sample, for example one with a system message: this is no error."""
+    """Disable a logger in the block, because a template may reject a sample, which is no error."""
     disabled, logger.disabled = logger.disabled, True
     try:
         yield

@@ -1,10 +1,11 @@
-"""The rest of a prompt, as token ids, after ids that stand for its first messages: exact, or a reason why not.
+"""Continues a prompt from the token ids of its first messages.
 
-A chat template is a program, and the text of an assistant's message is not what was generated: to render a program's
-messages again gives other ids, and the KV of everything after the first difference is lost. Here the ids stay, and
-only what comes after the assistant's message is rendered and encoded. Two renderings, of the messages that the ids
-stand for and of all messages, show where that begins. If the second does not begin with the first, the template writes
-the past anew, and so must we.
+The result is the ids of the rest, or the reason why it cannot be done. The text of an assistant's message is not
+exactly what was generated. To render a program's messages again gives other ids, and the KV of everything after the
+first difference is lost. Here the known ids stay, and only what comes after the assistant's message is rendered and
+encoded. Two renderings show where that begins: one of the messages whose ids are known, and one of all messages. If the
+second does not begin with the first, the template renders earlier messages differently, and the whole prompt is
+rendered again.
 """
 
 import json
@@ -36,12 +37,12 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation; ``messages`` makes it anew, as what reads it may change it."""
+    """A sample conversation. ``messages`` makes new messages at each call, because a reader may change them."""
 
     name: str
     messages: Callable[[], Messages]
     known: int
-    """How many of the messages have been seen; the last of these is the assistant's."""
+    """Number of messages whose ids are known. The last of these is the assistant's."""
     tools: tuple[dict[str, Any], ...] = TOOLS
 
 

@@ -130,7 +130,7 @@ def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 
 
 def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
-    """Return the replica's numbers: memory in blocks, tokens and bytes, queues, programs, and totals since the start."""
+    """Return the replica's numbers: memory in blocks, tokens and bytes, queues, programs, and totals since start."""
     now_s, cache = scheduler.clock.now_s(), scheduler.swapping.cache
     pool = scheduler.kv_cache_manager.block_pool
     waiting = (turn for turn in scheduler.turns.values() if turn.admitted_s is None)

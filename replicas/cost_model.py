@@ -114,14 +114,18 @@ class CostModel:
         return self.step_s(sequences, context_tokens, sequences)
 
     def swap_s(self, tokens: int) -> float:
-        """Return T_swap(n), the seconds to move the KV of ``tokens`` over the host link, one way. Both ways cost the
-        same.
+        """Return T_swap(n), the seconds to move the KV of ``tokens`` over the host link, one way.
+
+        Both directions cost the same.
         """
         return self.swap_overhead_s + tokens * self.swap_token_s if tokens > 0 else 0.0
 
     @property
     def saturation_tokens(self) -> int:
-        """S: scheduled tokens beyond which every token makes an iteration longer. The linear layers' roofs meet there."""
+        """S: scheduled tokens beyond which every token makes an iteration longer.
+
+        The linear layers' roofs meet there.
+        """
         return max(1, ceil(self.weights_s / self.token_s))
 
     @property

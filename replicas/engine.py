@@ -1,10 +1,10 @@
 """The vLLM engine of a replica, as Ray Serve LLM 2.60 starts it.
 
-Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts.py holds each name):
-    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for; vLLM's
-                             serving layer gets the engine through a ContinuedClient
-    _prepare_engine_config   one process less on CPU; the configured KV cache size counts; the host tier's is chosen
-    _start_async_llm_engine  on CPU EngineCore is a fork
+It overrides these private methods of `ray.llm`'s VLLMEngine (tests/contracts/test_ray_contracts.py checks each name):
+    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for; gives
+                             vLLM's serving layer the engine through a ContinuedClient
+    _prepare_engine_config   saves one process on CPU; uses the configured KV cache size; chooses the host tier's size
+    _start_async_llm_engine  forks EngineCore on CPU
 """
 
 import asyncio

@@ -199,9 +199,7 @@ class ProgramChunks(CachePolicy):
                     yield key
 
     def _ranked(self) -> list[Account]:
-        """Return the accounts in the order of eviction. It is sorted again after an update, as worths change slowly
-        with time.
-        """
+        """Return the accounts in the order of eviction. They are sorted after each update, as worths change slowly."""
         if self._order is None:
             self._order = sorted(
                 self.accounts.values(), key=lambda a: (not a.standing.resident, a.standing.worth(self.now_s))
@@ -269,9 +267,7 @@ class ProgramChunks(CachePolicy):
         account.leading = None
 
     def _disown(self, account: Account, keys: Iterable[OffloadKey]) -> None:
-        """Remove an owner. The last chunks come first, so that they are evicted before the first ones, which they
-        extend.
-        """
+        """Remove an owner. The last chunks come first, so that they are evicted before those that they extend."""
         for key in reversed(list(keys)):
             owners = self._owners[key]
             owners.discard(account)
@@ -387,7 +383,10 @@ class HostCache(CPUOffloadingManager):
             self.chunks.extend(account, req_context.req_id, list(keys))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Prepare the store of as many leading chunks as there is room for. Chunks after a gap could never be loaded."""
+        """Prepare the store of as many leading chunks as there is room for.
+
+        Chunks after a gap could never be loaded.
+        """
         account = self._account(req_context)
         present = [key for key in keys if key in self.chunks.blocks]
         missing = [key for key in keys if key not in self.chunks.blocks]

@@ -217,9 +217,7 @@ class OrderPolicy(Protocol):
 
     @property
     def refresh_steps(self) -> int | None:
-        """Number of steps within which ranks that change with time are computed again. None: they change only with
-        events.
-        """
+        """Number of steps within which time-dependent ranks are computed again. None: ranks change only with events."""
         ...
 
     def key(self, turn: TurnView) -> RankKey:

@@ -53,7 +53,10 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """The parts of a model's architecture on which its costs depend. Each number of weights and KV has ``dtype_bytes``."""
+    """The parts of a model's architecture on which its costs depend.
+
+    Each number of weights and KV has ``dtype_bytes``.
+    """
 
     parameters: int
     layers: int

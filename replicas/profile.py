@@ -138,8 +138,7 @@ def _columns(samples: Sequence[StepSample], saturation: float, crossing: float) 
 
 
 def _solutions(weighted: Matrix) -> Iterator[tuple[float, Matrix]]:
-    """Yield the least-squares solutions of ``weighted @ x = 1`` over the subsets of columns for which all of x is
-    positive.
+    """Yield the least-squares solutions of ``weighted @ x = 1`` over the subsets of columns with all of x positive.
 
     The best of them is the exact optimum without negative coefficients, because the columns of its positive
     coefficients are one of the subsets.
@@ -293,9 +292,7 @@ class _Stopwatch:
                     yield batch, context
 
     async def _prefill(self, new: int, cached: int) -> list[StepSample]:
-        """Measure the time to a prompt's only token ``repeats`` times. The sample counts the real hits of the prefix
-        cache.
-        """
+        """Measure the time to a prompt's only token ``repeats`` times, and count the real hits of the prefix cache."""
         known = self._tokens(cached)
         if cached:
             await self._first_token(known)
@@ -398,8 +395,9 @@ def _kv_bytes_per_token(config: Any) -> int:
 
 
 def _swap_costs(config: Any, kv_bytes_per_token: int, clock: Clock) -> tuple[float, float]:
-    """Return the seconds of one token's KV over the host link and those of any transfer, one way. Each rank has its own
-    link.
+    """Return the swap costs, one way: seconds for one token's KV, and seconds for any transfer.
+
+    Each rank has its own host link.
     """
     on_gpu = config.device_config.device_type == "cuda"
     small_s, large_s = (_copy_s(size, on_gpu, clock) for size in SWAP_BYTES)
@@ -409,8 +407,9 @@ def _swap_costs(config: Any, kv_bytes_per_token: int, clock: Clock) -> tuple[flo
 
 
 def _copy_s(size: int, on_gpu: bool, clock: Clock) -> float:
-    """Return the least seconds of a few copies of ``size`` bytes from the device to the host. On CPU both are in its
-    memory.
+    """Return the least seconds of a few copies of ``size`` bytes from the device to the host.
+
+    On CPU both are memory.
     """
     device = torch.ones(size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)

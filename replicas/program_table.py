@@ -166,8 +166,10 @@ class ProgramTable:
         }
 
     def sweep(self, now_s: float) -> list[tuple[str, Sequence[Action]]]:
-        """End programs that were idle for too long and, above the bound, the least recently used. Return the actions of
-        each.
+        """End programs that were idle for too long and, above the bound, the least recently used ones.
+
+        Returns:
+            The actions of each program that was ended.
         """
         done: list[tuple[str, Sequence[Action]]] = []
         excess = len(self._live) - self._max_programs

@@ -107,8 +107,7 @@ class ProgramTurns:
         continuation: Continuation | None,
         watch: Watch,
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
-        """Yield one TurnBegan, then TurnDeltas, then one TurnDone, or an HttpError at the end. Closing it aborts the
-        turn.
+        """Yield one TurnBegan, TurnDeltas and one TurnDone, or an HttpError at the end. Closing it aborts the turn.
 
         Pieces that are ready together are sent as one message.
 
@@ -144,8 +143,9 @@ class ProgramTurns:
                         yield refusal
 
     async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[PromptMode, list[int], list[int]]:
-        """Return how the prompt is made, the ids from which it continues, and the ids after them. vLLM makes it if both
-        are empty.
+        """Return how the prompt is made, the ids from which it continues, and the ids after them.
+
+        Both lists are empty if vLLM makes the prompt.
         """
         self._text.bound_output(request)
         if continuation is None:

@@ -84,7 +84,10 @@ def attach_program(request: Any, headers: Mapping[str, str], key: str | None, id
 
 
 def as_refusal(error: Exception) -> HttpError:
-    """Return the HTTP error that an exception of vLLM's request handling means. An unknown exception gives a plain 500."""
+    """Return the HTTP error that an exception of vLLM's request handling means.
+
+    An unknown exception gives a plain 500.
+    """
     match error:
         case HttpError():
             return error
@@ -108,9 +111,7 @@ def of_response(answer: ErrorResponse) -> HttpError:
 
 
 def of_first_event(event: bytes) -> HttpError | None:
-    """Return vLLM's error if a stream begins with it, else None. Nothing was sent yet, so the response can have its
-    status.
-    """
+    """Return vLLM's error if a stream begins with it, else None. Its status can still be sent, as nothing was yet."""
     if not event.startswith(ERROR_EVENT):
         return None
     answer = json.loads(event.partition(b"\n\n")[0].removeprefix(b"data: "))

@@ -1,22 +1,23 @@
-"""AgentScheduler: vLLM's scheduler for turns that belong to programs. It adapts; policies decide.
+"""AgentScheduler: vLLM's scheduler for turns that belong to programs. It carries out what the policies decide.
 
-Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
-    __init__, shutdown                      own state
-    add_request, _free_blocks               a turn arrives; a turn has ended: hold or free its blocks
-    schedule, update_from_output            holds, ranks and budget before; how long the step takes
-    _update_request_with_output             when a turn's first token came
+It is written for vLLM 0.29.0. It overrides these methods of ``AsyncScheduler``, which tests pin:
+    __init__, shutdown                      the state of this class
+    add_request, _free_blocks               a turn arrives; a turn has ended and its blocks are held or freed
+    schedule, update_from_output            holds, ranks and budget before a step; the duration of the step
+    _update_request_with_output             the time of a turn's first token
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
-    _preempt_request                        how far a turn was is forgotten by it
+    _preempt_request                        a preemption resets the progress that is recorded here
     reset_prefix_cache                      held blocks would make it fail
-and it sets the KV cache manager's watermark_blocks, as the policy has it. All else that reaches into vLLM is in
-`replicas.vllm_patches`. Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn
-async scheduling off.
 
-The parts (programs, holds, views, swapping, statistics, ...) own their state, and are given what they need by name.
-The engine's process is to import `replicas.control`, which adds the side channel.
+It also sets the KV cache manager's watermark_blocks to the policy's value. All other code that changes vLLM is in
+`replicas.vllm_patches`. A subclass of AsyncScheduler also serves synchronous engines; a subclass of Scheduler would
+turn async scheduling off.
 
-Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold; a program has a hold
-exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING; every request has one Turn or is a fetch.
+The parts (programs, holds, views, swapping, statistics, ...) own their state, and get what they need as named
+arguments. The engine's process has to import `replicas.control`, which adds the side channel.
+
+Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold. A program has a hold
+exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every request has one Turn or is a fetch.
 """
 
 import itertools
@@ -373,7 +374,7 @@ class AgentScheduler(LoadingScheduler):
             tools=(),
             outcome=str(request.status).removeprefix("FINISHED_").lower(),
         )
-        # A turn that did not complete (aborted, rejected, failed) leaves no context from which the program could continue.
+        # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
             for action in self.apply(key, self._ended_event(request, turn, self.programs[key], record.tools)):
@@ -457,9 +458,7 @@ class AgentScheduler(LoadingScheduler):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _may_admit(self, request: Request) -> bool:
-        """Return whether the policy admits this waiting turn beside the running ones. It is not asked where nothing
-        runs.
-        """
+        """Return whether the policy admits this waiting turn beside the running ones. It is not asked if none runs."""
         if self.policies.admission is None or not self.running:
             return True
         share = self.policies.admission.room_share(self.views.waiting(request))
@@ -467,7 +466,10 @@ class AgentScheduler(LoadingScheduler):
         return bool(share <= 0 or taken <= (1 - share) * self.facts.capacity_tokens)
 
     def _break_hold(self, request: Request) -> bool:
-        """Evict one hold that yields to ``request``. Its own program's hold comes last. Return whether one was evicted."""
+        """Evict one hold that yields to ``request``.
+
+        Its own program's hold comes last. Return whether one was evicted.
+        """
         if not len(self.holds):
             return False
         if request.status is RequestStatus.RUNNING:
@@ -484,7 +486,7 @@ class AgentScheduler(LoadingScheduler):
         return True
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
-        """Return whether free memory suffices for a context and for the waiting turns of other programs, which come
+        """Return whether free memory suffices for a context and for the other programs' waiting turns, which come
         first.
         """
         waiting = itertools.chain(self.waiting, self.skipped_waiting)

@@ -314,15 +314,11 @@ class Swapping:
 
     @property
     def may_reset(self) -> bool:
-        """Whether vLLM's connector may be reset. It cannot be reset twice between two steps while transfers are in
-        progress.
-        """
+        """Whether vLLM's connector may be reset: not twice between two steps, if transfers were in progress."""
         return self._offloading is None or not transfers_under_way(self._offloading)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless exactly the programs in FETCHING have a fetch, and the tier's chunks are
-        consistent.
-        """
+        """Raise IntegrityError unless exactly the programs in FETCHING have a fetch, and the tier is consistent."""
         for fetch in self._fetches.values():
             program = self._programs.get(fetch.key)
             if program is None or program.phase is not Phase.FETCHING:
