@@ -1,4 +1,4 @@
-"""All that changes vLLM 0.29.0 or calls its private names, with the reason for each and when it can be deleted.
+"""Changes of vLLM 0.29.0 and calls of its private names. Each has its reason, and when it can be deleted.
 
 `install_utility`: EngineCore has no hook for calls to a scheduler plug-in. Delete it when vLLM has one.
     Contract: tests/contracts/test_vllm_engine.py, the calls that round trip.
@@ -13,8 +13,8 @@
 `forked_engine_core`: vLLM spawns its engine inside a Ray actor, which costs all imports again on CPU. Delete it when
     the method can be configured there. Contract: tests/contracts/test_vllm_contracts.py, the start method.
 
-Beside these, `replicas.amx` is a plugin of vLLM, `replicas.host_tier` and `replicas.host_tier` are classes that vLLM's
-connector asks for, and `replicas.scheduler` lists what it overrides.
+Beside these, `replicas.amx` is a plugin of vLLM, `replicas.host_tier` has classes that vLLM's connector loads by their
+names, and `replicas.scheduler` lists what it overrides.
 """
 
 import ctypes
