@@ -69,13 +69,13 @@ class SchedulerSettings(BaseModel):
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(name="vllm"))
     """The policy at start."""
     cost: CostModel = Field(default_factory=lambda: preset(DEFAULT))
-    """What steps and transfers cost on this replica's hardware."""
+    """The costs of steps and transfers on this replica's hardware."""
     slo: SloConfig = Field(default_factory=SloConfig)
-    """What a turn is good by."""
+    """The SLO of turns, by which policies decide."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    """Bounds."""
+    """Limits of holds, programs and waiting times."""
     tool_parser: str | None = None
-    """vLLM's tool parser, for the names of the tools that a turn asks for."""
+    """Name of vLLM's tool parser, which reads the names of the tools that a turn calls. None: text formats are read."""
 
     def additional_config(self) -> dict[str, Any]:
         """Return the value of vLLM's engine argument ``additional_config``."""

@@ -53,7 +53,7 @@ class FunctionTool(_Part):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     server_side: bool = False
-    """Additional field: the call is one of the registered tool of this name, with the registered description and
+    """Additional field. If true, this is the registered tool of this name, with its registered description and
     parameters."""
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None

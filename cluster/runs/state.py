@@ -156,9 +156,8 @@ def step(state: RunState, event: RunEvent) -> RunState:
 def worked_s(events: Iterable[RunEvent]) -> float:
     """Return the seconds since a run's acceptance that its log proves.
 
-    They reach at least to its last runner's last step.
-
-    It does not use a wall clock, because that of the next runner may differ or have jumped.
+    It is at least the time at which the last runner took the run over. It does not use a wall clock, because that of
+    the next runner may differ or have jumped.
     """
     began_s = asked_s = known_s = 0.0
     for event in events:

@@ -47,7 +47,7 @@ class AugserveParameters(BaseModel):
         return self
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         alpha = self.alpha_tokens if self.anti_starvation else 0.0
         order: OrderPolicy = TwoStage(alpha, self.cache_aware) if self.two_stage else OriginalArrival()
         budget: BudgetPolicy = FreeMemoryBudget(self) if self.dynamic_budget else FullBudget()

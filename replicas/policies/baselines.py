@@ -73,7 +73,7 @@ class VllmParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return Policy("vllm", ArrivalOrder(), NoHold(), FullBudget())
 
 
@@ -88,7 +88,7 @@ class PlasParameters(BaseModel):
     """Number of levels; a program that has received more service stays in the last."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return Policy("plas", AttainedService(self.quantum_tokens, self.levels), NoHold(), FullBudget())
 
 

@@ -109,7 +109,7 @@ class CaesuraParameters(BaseModel):
     """However slow the steps, so many tokens of prompts may be computed in each."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         order = Triage(self.ageing, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)

@@ -58,7 +58,7 @@ class ContinuumParameters(BaseModel):
         return self
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         pause = SimplifiedTimeToLive(self) if self.simplified else TimeToLive(self)
         return Policy("continuum", ProgramArrivalOrder(), pause, FullBudget())
 
@@ -166,7 +166,7 @@ class ContinuumCostParameters(BaseModel):
     does not correlate with what it has left."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return Policy("continuum2", ProgramArrivalOrder(), CostBenefit(self), FullBudget())
 
 

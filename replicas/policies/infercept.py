@@ -32,7 +32,7 @@ class InferceptParameters(BaseModel):
     """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the paper."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         judge = MinWaste(self.estimate == "dynamic", self.swap_out_share, self.cache_aware)
         budget: BudgetPolicy = SaturationBudget() if self.saturation_budget else FullBudget()
         return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)

@@ -27,7 +27,7 @@ class LampsParameters(BaseModel):
     """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the papers."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return self._policy("lamps", remaining=False)
 
     def _policy(self, name: str, remaining: bool) -> Policy:
@@ -39,7 +39,7 @@ class MarsParameters(LampsParameters):
     """Parameters of the policy `mars`."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return self._policy("mars", remaining=True)
 
 
