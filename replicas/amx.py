@@ -1,7 +1,8 @@
-"""AMX, Intel's matrix instructions: vLLM's attention on CPU uses them where the processor has them.
+"""Asks Linux for AMX, Intel's matrix instructions, which vLLM's attention on CPU uses where the processor has them.
 
-Linux lets only those processes use them that have asked, and ends others with SIGILL. vLLM leaves the asking to oneDNN,
-which asks for its own products, and not always before vLLM's attention runs. A plugin is called in each process.
+Linux permits AMX only to processes that have requested it, and ends other processes with SIGILL. vLLM leaves the
+request to oneDNN. oneDNN makes it for its own operations, which is sometimes after vLLM's attention has run. vLLM calls
+a plugin in each of its processes.
 """
 
 import logging
@@ -12,6 +13,10 @@ logger = logging.getLogger(__name__)
 
 
 def ask_for_amx() -> None:
-    """A plugin of vLLM (``vllm.general_plugins`` in pyproject.toml): ask for this process and those that it forks."""
+    """Request AMX for this process and for those that it forks.
+
+    This is a plugin of vLLM (``vllm.general_plugins`` in pyproject.toml). A refusal by the kernel is logged, not
+    raised.
+    """
     if torch.cpu._is_amx_tile_supported() and not torch.cpu._init_amx():
         logger.warning("this processor has AMX, but the kernel refuses it: vLLM's attention in bfloat16 would end here")

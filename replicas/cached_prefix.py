@@ -1,7 +1,8 @@
-"""What paused programs have left in the prefix cache: enough of each to find out later how much is still there.
+"""Estimates how much of a paused program's context the prefix cache still has.
 
-A released program's blocks stay cached until somebody takes them, the last ones first, and vLLM reports none of it.
-A few of their hashes, spread over the context, show where the cached part ends now.
+The blocks of a released program stay cached until they are evicted, the last ones first, and vLLM does not report the
+evictions. This module keeps a few block hashes of each context, spread over its length. They show where the cached part
+ends now.
 """
 
 from collections import OrderedDict
@@ -14,28 +15,28 @@ from vllm.v1.core.kv_cache_utils import BlockHash
 from replicas.policy import Forecast
 
 MARKS = 8
-"""Hashes kept of a context: the answer is exact to an eighth of it."""
+"""Number of hashes that are kept of a context. The result is exact to an eighth of the context."""
 
 MAX_PREFIXES = 4096
-"""Programs whose hashes a replica keeps."""
+"""Largest number of programs whose hashes a replica keeps."""
 
 
 @dataclass(frozen=True, slots=True)
 class CachedPrefix:
-    """A context that a pause began with."""
+    """Some block hashes of the context with which a program paused."""
 
     marks: tuple[tuple[int, BlockHash], ...]
-    """(tokens up to the end of a block, its hash), in the order of the context."""
+    """Pairs (tokens up to the end of a block, hash of this block), in the order of the context."""
     forecast: Forecast
-    """Of the turn that the pause followed."""
+    """The forecast of the turn that the pause followed."""
 
 
 class CachedPrefixes:
-    """Prefixes by program key.
+    """The cached prefixes of paused programs, by program key.
 
     Args:
-        block_tokens: what a hash stands for.
-        max_programs: of more, those that paused first are forgotten.
+        block_tokens: tokens of one block, which one hash identifies.
+        max_programs: largest number of programs. Those that paused first are dropped when there are more.
     """
 
     def __init__(self, block_tokens: int, max_programs: int = MAX_PREFIXES) -> None:
@@ -47,7 +48,14 @@ class CachedPrefixes:
         return len(self._prefixes)
 
     def keep(self, key: str, hashes: Sequence[BlockHash], context_tokens: int, forecast: Forecast) -> None:
-        """The program pauses; ``hashes`` are those of its whole blocks, of which the first ``context_tokens`` count."""
+        """Keep hashes of the context of a program that pauses.
+
+        Args:
+            key: the program's key.
+            hashes: hashes of its full blocks.
+            context_tokens: length of the context, in tokens. Hashes of later blocks are ignored.
+            forecast: the forecast of the turn that the pause follows.
+        """
         whole = min(len(hashes), context_tokens // self._block_tokens)
         numbers = dict.fromkeys(whole * mark // MARKS for mark in range(1, MARKS + 1))
         marks = tuple((number * self._block_tokens, hashes[number - 1]) for number in numbers if number)
@@ -57,22 +65,25 @@ class CachedPrefixes:
             self._prefixes.popitem(last=False)
 
     def forget(self, key: str) -> None:
-        """The program has ended."""
+        """Drop the hashes of a program that has ended."""
         self._prefixes.pop(key, None)
 
     def get(self, key: str) -> CachedPrefix | None:
-        """What it paused with last."""
+        """Return the prefix of the program's last pause, or None if there is none."""
         return self._prefixes.get(key)
 
 
 def is_cached(pool: BlockPool) -> Callable[[BlockHash], bool]:
-    """Whether the device still has a block, by its hash, whoever owns it."""
+    """Return a function that shows whether the device has the block with a hash, whoever owns it."""
     find = pool.get_cached_block
     return lambda block_hash: find(block_hash, [0]) is not None
 
 
 def leading_blocks(hashes: Sequence[BlockHash], cached: Callable[[BlockHash], bool]) -> int:
-    """How many of a prompt's leading blocks are cached. Found by halves: they are evicted from the end."""
+    """Return how many of a prompt's leading blocks are cached.
+
+    The search is a bisection, because blocks are evicted from the end of the context.
+    """
     low, high = 0, len(hashes)
     while low < high:
         middle = (low + high) // 2
@@ -84,8 +95,11 @@ def leading_blocks(hashes: Sequence[BlockHash], cached: Callable[[BlockHash], bo
 
 
 def cached_tokens(prefix: CachedPrefix | None, cached: Callable[[BlockHash], bool]) -> int:
-    """Leading tokens of the context that are still cached, to an eighth of it."""
-    if prefix is None or not prefix.marks or not cached(prefix.marks[0][1]):  # mostly it is all or nothing
+    """Return how many leading tokens of the context are still cached, exact to an eighth of the context.
+
+    0 means that nothing is cached or that ``prefix`` is None.
+    """
+    if prefix is None or not prefix.marks or not cached(prefix.marks[0][1]):  # mostly all or none
         return 0
     tokens, last = prefix.marks[-1]
     if cached(last):

@@ -1,6 +1,6 @@
-"""The text of a chat prompt, and its ids, by the code that vLLM 0.29 makes its own prompts with.
+"""Renders and tokenizes a chat prompt with the code that vLLM 0.29 uses for its own prompts.
 
-Private names of vLLM (tests/contracts/test_program_turn.py holds what they do):
+It uses these private names of vLLM (tests/contracts/test_program_turn.py checks what they do):
     OnlineRenderer          use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
     BaseRenderer            render_messages, tokenize_prompt, get_eos_token_id, _executor
     ModelConfig             try_get_generation_config, get_diff_sampling_param
@@ -28,7 +28,7 @@ NOT_TEXT = Examined((), ("the prompts are not text",))
 
 
 class ChatText:
-    """What vLLM's chat renderer does, in its two steps: messages to text, text to ids.
+    """The two steps of vLLM's chat renderer: messages to text, and text to token ids.
 
     Args:
         online: vLLM's OnlineRenderer.
@@ -46,11 +46,20 @@ class ChatText:
         self._tokens = Tokens(self.ids, *(self._added_and_stops() if self._is_text else ({}, frozenset())))
 
     async def examine(self) -> Examined:
-        """What the model's own template does with sample conversations."""
+        """Return how the model's own template renders the sample conversations."""
         return await self._in_thread(self._examine) if self._is_text else NOT_TEXT
 
     async def rest(self, request: Any, examined: Examined, known: int, known_ids: bytes) -> list[int] | Again:
-        """`replicas.continuation.rest_of_prompt` of vLLM's chat request.
+        """Call `replicas.continuation.rest_of_prompt` for a chat request of vLLM.
+
+        Args:
+            request: vLLM's chat request.
+            examined: the result of `examine` for this model.
+            known: number of leading messages that have ids.
+            known_ids: these ids, packed.
+
+        Returns:
+            The ids that follow ``known_ids``, or the reason why the prompt has to be rendered again.
 
         Raises:
             ValueError, VLLMClientError: the messages cannot be rendered.
@@ -74,9 +83,10 @@ class ChatText:
         )
 
     def bound_output(self, request: Any, prompt_tokens: int = 0) -> None:
-        """Let a turn's share of its program's output not exceed what the context has left after ``prompt_tokens``.
+        """Lower the request's bound of output tokens where the context has no room for it after ``prompt_tokens``.
 
-        vLLM would refuse the turn; but a bound of the whole program does not bound one turn.
+        The request's bound is the rest of its program's output. vLLM would reject a turn whose bound exceeds the
+        context, but a bound of the whole program need not fit one turn.
         """
         left = self._online.model_config.max_model_len - prompt_tokens
         asked = request.max_completion_tokens
@@ -84,19 +94,24 @@ class ChatText:
             request.max_completion_tokens = left if prompt_tokens and left > 0 else None
 
     def check_length(self, request: Any, token_ids: list[int]) -> None:
-        """vLLM's check of a prompt's length, which it leaves out for a prompt that comes as ids.
+        """Check a prompt's length as vLLM does for text. vLLM omits the check for a prompt that comes as ids.
 
         Raises:
-            VLLMClientError: with what is asked for as output, it is longer than the model's context.
+            VLLMClientError: the prompt and the requested output together are longer than the model's context.
         """
         params = request.build_tok_params(self._online.model_config)
         params.apply_post_tokenization(self._renderer.tokenizer, tokens_input(token_ids))
 
     def text(self, request: Any, messages: Sequence[Message], generation: bool) -> str:
-        """``messages`` as the template writes them, with everything else as ``request`` has it.
+        """Render ``messages`` with the template and the other parameters of ``request``.
+
+        Args:
+            request: vLLM's chat request.
+            messages: the messages to render, instead of those of the request.
+            generation: whether the beginning of the next answer is rendered too.
 
         Raises:
-            ValueError, VLLMClientError: the template refuses them.
+            ValueError, VLLMClientError: the template rejects them.
         """
         online = self._online
         hidden = request.tools is None or (request.tool_choice == "none" and online.exclude_tools_when_tool_choice_none)
@@ -111,10 +126,10 @@ class ChatText:
         return str(prompt["prompt"])
 
     def ids(self, text: str) -> list[int]:
-        """``text`` as ids.
+        """Return the token ids of ``text``.
 
         Raises:
-            VLLMClientError: it is longer than the model's context.
+            VLLMClientError: the text is longer than the model's context.
         """
         return list(self._renderer.tokenize_prompt(TextPrompt(prompt=text), self._lengths)["prompt_token_ids"])
 
@@ -159,7 +174,7 @@ def _only_text(message: Message) -> bool:
 
 @contextmanager
 def _quiet(logger: logging.Logger) -> Iterator[None]:
-    """A template may refuse a sample, one with a system message for instance: that is no error to log."""
+    """Disable a logger in the block, because a template may reject a sample, which is no error."""
     disabled, logger.disabled = logger.disabled, True
     try:
         yield

@@ -1,10 +1,11 @@
-"""The rest of a prompt, as token ids, after ids that stand for its first messages: exact, or a reason why not.
+"""Continues a prompt from the token ids of its first messages.
 
-A chat template is a program, and the text of an assistant's message is not what was generated: to render a program's
-messages again gives other ids, and the KV of everything after the first difference is lost. Here the ids stay, and
-only what comes after the assistant's message is rendered and encoded. Two renderings, of the messages that the ids
-stand for and of all messages, show where that begins. If the second does not begin with the first, the template writes
-the past anew, and so must we.
+The result is the ids of the rest, or the reason why it cannot be done. The text of an assistant's message is not
+exactly what was generated. To render a program's messages again gives other ids, and the KV of everything after the
+first difference is lost. Here the known ids stay, and only what comes after the assistant's message is rendered and
+encoded. Two renderings show where that begins: one of the messages whose ids are known, and one of all messages. If the
+second does not begin with the first, the template renders earlier messages differently, and the whole prompt is
+rendered again.
 """
 
 import json
@@ -36,12 +37,12 @@ Messages = list[dict[str, Any]]
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A conversation; ``messages`` makes it anew, as what reads it may change it."""
+    """A sample conversation. ``messages`` makes new messages at each call, because a reader may change them."""
 
     name: str
     messages: Callable[[], Messages]
     known: int
-    """How many of the messages have been seen; the last of these is the assistant's."""
+    """Number of messages whose ids are known. The last of these is the assistant's."""
     tools: tuple[dict[str, Any], ...] = TOOLS
 
 
@@ -94,18 +95,18 @@ SAMPLES = (
 
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message], bool], str]
-"""Messages, and whether the beginning of the next answer is written too, to text."""
+"""Renders messages to text. The flag is whether the beginning of the next answer is rendered too."""
 Encode = Callable[[str], list[int]]
-"""Text to ids, without anything added."""
+"""Returns the ids of a text, without any special tokens added."""
 
 ID_BYTES = len(pack_ids([0]))
 
 HEADS = 32
-"""Beginnings of conversations whose ids are remembered."""
+"""Number of conversation beginnings whose ids are cached."""
 
 
 class Again(StrEnum):
-    """Why a prompt is rendered again although there are ids to go on from."""
+    """The reason why a prompt is rendered again although the ids of its beginning are known."""
 
     NOT_TEXT = "this model's prompts are not made by a text template"
     UNSTABLE_TEMPLATE = "this chat template does not extend what it wrote before"
@@ -121,10 +122,10 @@ class Again(StrEnum):
 
 
 class Tokens:
-    """What a tokenizer and a model make of texts and single tokens.
+    """The properties of a tokenizer and a model that a continuation needs.
 
     Args:
-        encode: text to ids, without anything added.
+        encode: returns the ids of a text, without any special tokens added.
         added: the tokens that the tokenizer cuts out of a text before anything else, with their ids.
         stops: the ids that end a generation.
     """
@@ -136,34 +137,36 @@ class Tokens:
         self._heads = lru_cache(maxsize=HEADS)(lambda text: pack_ids(encode(text)))
 
     def head(self, text: str) -> bytes:
-        """Packed ids of a conversation's first messages, up to their last added token: of all that comes next, nothing
-        changes these. Remembered, as a program's every turn asks for the same.
+        """Return the packed ids of a conversation's first messages, up to their last added token.
+
+        These ids do not depend on what follows. They are cached, because every turn of a program needs the same ones.
         """
         return self._heads(
             text[: max((text.rfind(token) + len(token) for token in self.added if token in text), default=0)]
         )
 
     def first_stop(self, text: str) -> str | None:
-        """The stop token that ``text`` begins with."""
+        """Return the stop token with which ``text`` begins, or None if there is none."""
         fitting = [token for token, number in self.added.items() if number in self.stops and text.startswith(token)]
         return max(fitting, key=len, default=None)
 
     def last_stop(self, text: str) -> int | None:
-        """Where in ``text`` the last stop token begins."""
+        """Return the position in ``text`` at which the last stop token begins, or None if there is none."""
         found = [text.rfind(token) for token, number in self.added.items() if number in self.stops]
         return max((position for position in found if position >= 0), default=None)
 
 
 @dataclass(frozen=True, slots=True)
 class Examined:
-    """What a template did with the samples."""
+    """How a template rendered the samples."""
 
     closings: tuple[str, ...]
-    """How it ends an assistant's message: from the end-of-turn token to the end of what belongs to the message, such as
-    a line feed. Empty where the first token of the next message ends this one, as in GLM's. Longest first; none if this
-    template always has to render again."""
+    """Texts with which it ends an assistant's message, the longest first. Each reaches from the end-of-turn token to
+    the end of what belongs to the message, such as a line feed. A text is empty where the first token of the next
+    message ends this one, as in GLM's template. There are none if prompts of this template always have to be rendered
+    again."""
     faults: tuple[str, ...]
-    """Of the samples that it could render, those that it did not extend."""
+    """Names of the samples that it could render but did not extend."""
 
     @property
     def stable(self) -> bool:
@@ -172,14 +175,15 @@ class Examined:
 
 
 class CannotRender(Exception):
-    """A template refuses a conversation."""
+    """The template rejected a conversation."""
 
 
 def examine(render: Callable[[Sample, Sequence[Message], bool], str], tokens: Tokens) -> Examined:
-    """Whether a template extends what it wrote, on sample conversations of every shape that a program takes.
+    """Find out whether a template extends what it rendered before, on sample conversations of every shape.
 
     Args:
-        render: as `Render`, with the sample whose tools may be called; raises CannotRender where the template refuses.
+        render: as `Render`, with the sample as first argument, whose tools may be called. It raises CannotRender where
+            the template rejects the conversation.
         tokens: one of them ends the template's messages.
     """
     closings: set[str] = set()
@@ -215,16 +219,19 @@ def examine(render: Callable[[Sample, Sequence[Message], bool], str], tokens: To
 def rest_of_prompt(
     render: Render, tokens: Tokens, examined: Examined, messages: Sequence[Message], known: int, known_ids: bytes
 ) -> list[int] | Again:
-    """Ids that, put after those of the first ``known`` messages, make the prompt of all ``messages``.
+    """Return the ids that follow those of the first ``known`` messages in the prompt of all ``messages``.
 
     Args:
-        render: messages to text.
-        tokens: text to ids.
-        examined: what is known of the template.
-        messages: all of the program so far.
-        known: how many of them have ids, from the first; the last of these is the assistant's.
-        known_ids: these ids, at least one, packed. If the last turn was cut, the end-of-turn token is the first that is
-            returned.
+        render: renders messages to text.
+        tokens: encodes text to ids.
+        examined: how this template rendered the samples.
+        messages: all messages of the program so far.
+        known: number of leading messages that have ids. The last of these is the assistant's.
+        known_ids: these ids, at least one, packed. If the last turn was cut, the end-of-turn token is the first id of
+            the result.
+
+    Returns:
+        The ids, or the reason why the prompt has to be rendered again.
     """
     if not examined.closings:
         return Again.UNSTABLE_TEMPLATE
@@ -249,22 +256,25 @@ def rest_of_prompt(
 
 
 def _head(render: Render, messages: Sequence[Message], tokens: Tokens) -> bytes:
-    """Packed ids of what was there before the first answer; empty where that is what comes first."""
+    """Return the packed ids of the messages before the first answer. They are empty if the answer comes first."""
     first = next((number for number, message in enumerate(messages) if message.get("role") == "assistant"), 0)
     return tokens.head(render(messages[:first], False)) if first else b""
 
 
 def _behind(rest: str, tokens: Tokens) -> list[int] | None:
-    """Ids of ``rest``, from the end-of-turn token on; None if the tokenizer does not see the token.
+    """Return the ids of ``rest``, from the end-of-turn token on, or None if the tokenizer does not find the token.
 
-    It is encoded, too, as a tokenizer may treat the beginning of a text in a way of its own.
+    The token is encoded with the text, because a tokenizer may treat the beginning of a text specially.
     """
     end, ids = tokens.first_stop(rest), tokens.encode(rest)
     return None if end is None or ids[:1] != [tokens.added[end]] else ids
 
 
 def _closing_of(before: str, tokens: Tokens) -> str | None:
-    """How ``before`` ends after MARK, with which its last message ends; None if that is not there."""
+    """Return the text after MARK, with which the last message ends, from the last stop token on.
+
+    It is empty if there is no stop token. None: MARK is not in ``before``.
+    """
     _, mark, tail = before.rpartition(MARK)
     position = tokens.last_stop(tail)
     return None if not mark else "" if position is None else tail[position:]
@@ -273,7 +283,10 @@ def _closing_of(before: str, tokens: Tokens) -> str | None:
 def _split(
     render: Render, before: str, whole: str, messages: Sequence[Message], known: int, closing: str, tokens: Tokens
 ) -> int | None:
-    """Where in ``whole`` the last known message's end-of-turn token begins; None if the past is written anew."""
+    """Return the position in ``whole`` at which the last known message's end-of-turn token begins.
+
+    None: the template renders the earlier messages differently than before.
+    """
     if whole.startswith(before):
         return len(before) - len(closing)
     # Some templates write a message that is the last one differently: Qwen 3 puts an empty thought into it.
@@ -288,7 +301,7 @@ def _split(
 
 
 def _own_words(message: Message) -> list[str] | None:
-    """A message's content, and its calls; None if it has reasoning beside them, or parts."""
+    """Return a message's content and its calls, or None if it has reasoning, or content in parts."""
     content = message.get("content") or ""
     if not isinstance(content, str) or message.get("reasoning"):
         return None

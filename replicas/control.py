@@ -1,8 +1,9 @@
-"""The side channel into a replica's scheduler: plain msgpack values in and out, between two steps, bounded in time.
+"""The side channel into a replica's scheduler. Its operations run between two steps and have bounded cost.
 
-Importing this module gives vLLM's EngineCore one more utility method, in this process. The engine is therefore given
-its scheduler's class by the name SCHEDULER. The replica calls the method through the engine client. An operation that
-makes no sense is answered with ``{"refused": why}``, never with an exception inside the engine.
+Arguments and results are plain msgpack values. Importing this module adds one utility method to vLLM's EngineCore in
+this process. The engine therefore gets its scheduler's class by the name SCHEDULER. The replica calls the method
+through the engine client. An operation that cannot be done returns ``{"refused": why}``; it never raises inside the
+engine.
 """
 
 import asyncio
@@ -27,16 +28,16 @@ UTILITY = "caesura_control"
 """Name of the EngineCore method."""
 
 SCHEDULER = f"{__name__}.{AgentScheduler.__name__}"
-"""The scheduler's class as vLLM's argument ``scheduler_cls`` has it: resolving it imports this module."""
+"""The scheduler's class for vLLM's argument ``scheduler_cls``. Resolving the name imports this module."""
 
 
 class ControlChannel:
-    """The replica's end.
+    """The replica's side of the channel.
 
     Args:
         engine_client: vLLM's AsyncLLM.
-        timeout_s: a call that is not answered within this time raises ControlTimeout. After the death of the engine
-            no call is ever answered, so that every call needs it.
+        timeout_s: seconds after which a call without an answer raises ControlTimeout. Every call needs it, because no
+            call is answered after the death of the engine.
     """
 
     def __init__(self, engine_client: Any, timeout_s: float) -> None:
@@ -47,8 +48,8 @@ class ControlChannel:
         """Run one operation of OPERATIONS in the scheduler.
 
         Raises:
-            ControlRefused: the scheduler refused, with a reason; nothing was changed.
-            ControlTimeout: no answer in time; whether it acted is unknown.
+            ControlRefused: the scheduler refused, with a reason, and nothing was changed.
+            ControlTimeout: there was no answer in time. It is unknown whether the operation was done.
             EngineGone: the engine is dead.
         """
         if self._engine_client.errored:
@@ -70,7 +71,7 @@ class ControlChannel:
 
 
 def dispatch(scheduler: AgentScheduler, operation: str, payload: Mapping[str, Any]) -> dict[str, Any]:
-    """Run an operation; ``{"refused": why}`` where it cannot be."""
+    """Run an operation. Return ``{"refused": why}`` where it cannot be done."""
     run = OPERATIONS.get(operation)
     if run is None:
         return {"refused": f"unknown operation {operation!r}; there are: {', '.join(OPERATIONS)}"}
@@ -88,15 +89,16 @@ def _exchange(
     observed: int | None = None,
     noted: int | None = None,
 ) -> dict[str, Any]:
-    """Take what other replicas saw of tools, give what this one saw; also ends what has expired while nothing runs.
+    """Exchange tool durations with the other replicas, and end expired holds, which matters while nothing runs.
 
     Args:
-        scheduler: the replica's.
-        durations: packed, of the tools of which the others have seen more.
-        forgotten: tools of which the others know nothing any more.
-        revision: of this scheduler's durations that the replica has; None: it wants none.
-        observed: how many observations the replica has, see `replicas.stats.Stats.observations`; None: it wants none.
-        noted: how many notes of traced turns it has; None: it wants none.
+        scheduler: the replica's scheduler.
+        durations: packed statistics of the tools of which the other replicas have observed more. None: there are none.
+        forgotten: tools of which the others no longer have statistics.
+        revision: revision of this scheduler's durations that the replica has. None: it does not want any.
+        observed: number of observations that the replica has, see `replicas.stats.Stats.observations`. None: it does
+            not want any.
+        noted: number of notes of traced turns that the replica has. None: it does not want any.
     """
     if durations is not None:
         scheduler.durations.update_others(unpack_parts(durations), forgotten)
@@ -114,13 +116,13 @@ def _exchange(
 
 
 def _routing(scheduler: AgentScheduler, replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
-    """The replica as the router wants to know it; also ends what has expired while nothing runs."""
+    """Return the replica's snapshot for the router. Also end expired holds, which matters while nothing runs."""
     scheduler.expire_holds(scheduler.clock.now_s())
     return {"snapshot": routing_snapshot(scheduler, replica, model, number, draining).encode()}
 
 
 def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
-    """The program goes on elsewhere: what it has here is given up, when its turns in flight have ended."""
+    """End a program here that has moved to another replica. Its turns in flight end first."""
     if scheduler.programs.get(key) is None:
         return {"moved": False}
     scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.MOVED))
@@ -128,7 +130,7 @@ def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 
 
 def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
-    """The replica in numbers: memory in blocks, tokens and bytes, queues, programs, totals since start."""
+    """Return the replica's numbers: memory in blocks, tokens and bytes, queues, programs, and totals since start."""
     now_s, cache = scheduler.clock.now_s(), scheduler.swapping.cache
     pool = scheduler.kv_cache_manager.block_pool
     waiting = (turn for turn in scheduler.turns.values() if turn.admitted_s is None)
@@ -162,7 +164,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
 
 
 def _program(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
-    """The program's state, turns and events; empty if this replica does not know it."""
+    """Return the program's state, turns and events. It is empty if this replica does not know the program."""
     return scheduler.programs.to_public_dict(key) or {}
 
 
@@ -176,7 +178,7 @@ def _paused(scheduler: AgentScheduler, key: str) -> None:
 
 
 def _hold(scheduler: AgentScheduler, key: str, seconds: float) -> dict[str, Any]:
-    """Hold a program, that is held already, for so long from now."""
+    """Let the hold of a held program end ``seconds`` from now."""
     if key not in scheduler.holds:
         raise ControlRefused(f"{key} holds nothing that could be held longer")
     limit_s = scheduler.settings.limits.max_pin_s
@@ -187,7 +189,7 @@ def _hold(scheduler: AgentScheduler, key: str, seconds: float) -> dict[str, Any]
 
 
 def _release(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
-    """Give a held program's blocks back."""
+    """Free a held program's blocks."""
     if key not in scheduler.holds:
         return {"released": False}
     scheduler.apply(key, HoldEnded(scheduler.clock.now_s(), ReleaseReason.ASKED))
@@ -195,7 +197,7 @@ def _release(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 
 
 def _end(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
-    """The program will not come back; turns in flight go on."""
+    """End a program that will not come back. Its turns in flight go on."""
     if scheduler.programs.get(key) is None:
         return {"ended": False}
     scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.ASKED))
@@ -205,7 +207,7 @@ def _end(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 def _tool_started(
     scheduler: AgentScheduler, key: str, tools: list[str], expected_s: float | None = None
 ) -> dict[str, Any]:
-    """The executor runs these tools now; a hold lasts at least as long as they are expected to."""
+    """Record that these tools run now. A hold lasts at least as long as they are expected to."""
     _paused(scheduler, key)
     now_s = scheduler.clock.now_s()
     scheduler.apply(key, ToolStarted(now_s, tuple(tools)))
@@ -217,7 +219,7 @@ def _tool_started(
 
 
 def _tool_finished(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
-    """The slowest tool is done: its duration enters the statistics, and a swapped context is fetched."""
+    """Record that the slowest tool is done: its duration enters the statistics, and a swapped context is loaded."""
     _paused(scheduler, key)
     scheduler.apply(key, ToolFinished(scheduler.clock.now_s()))
     program = scheduler.programs.get(key)
@@ -225,7 +227,7 @@ def _tool_finished(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 
 
 def _set_policy(scheduler: AgentScheduler, **policy: Any) -> dict[str, Any]:
-    """Decide by another policy from now on: the fields of `cluster.config.schema.PolicyConfig`."""
+    """Use another policy from now on. The arguments are the fields of `cluster.config.schema.PolicyConfig`."""
     scheduler.use_policy(PolicyConfig.model_validate(policy))
     return _policy(scheduler)
 
@@ -235,7 +237,7 @@ def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
 
 
 def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
-    """End all holds and empty the prefix cache and the host tier; False while turns run that use the cache."""
+    """End all holds, and empty the prefix cache and the host tier. It fails while turns run that use the cache."""
     return {"reset": scheduler.reset_prefix_cache(reset_connector=True)}
 
 
@@ -253,11 +255,11 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "policy": _policy,
     "reset": _reset,
 }
-"""Every operation that the side channel knows."""
+"""Every operation of the side channel, by name."""
 
 
 def _kv_token_bytes(scheduler: AgentScheduler) -> float:
-    """Bytes of one token's KV, all ranks of the replica together."""
+    """Return the bytes of one token's KV, all ranks of the replica together."""
     layout, parallel = scheduler.kv_cache_config, scheduler.vllm_config.parallel_config
     rank_bytes = max((tensor.size for tensor in layout.kv_cache_tensors), default=0)  # all lie in one allocation
     return float(rank_bytes * parallel.world_size / (layout.num_blocks * scheduler.block_size))

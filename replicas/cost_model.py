@@ -1,13 +1,14 @@
-"""How long a replica's work takes and what its KV cache costs: one form for presets and for measured engines.
+"""The cost model: how long a replica's work takes, and how much KV cache it needs.
 
-A forward pass alternates linear layers and attention, each with its own roofline:
+Presets and measured engines use the same form. A forward pass alternates linear layers and attention, and each has its
+own roofline:
 
     t = overhead + sequences · sequence + max(weights, tokens · token) + max(context · context, pairs · pair)
 
-The linear layers read all weights, whatever the batch, or compute on each scheduled token; attention reads the KV of
-each sequence once, or computes on each pair of a new token and one that it attends to. Where the linear layers' roofs
-meet is the saturation point S of InferCept (section 4.3): scheduled tokens are all but free below it. Times are
-seconds, lengths tokens.
+The linear layers either read all weights, whatever the batch, or compute on each scheduled token. Attention either
+reads the KV of each sequence once, or computes on each pair of a new token and a token that it attends to. The two
+roofs of the linear layers meet at the saturation point S of InferCept (section 4.3): below it, more scheduled tokens
+hardly make an iteration longer. Times are in seconds and lengths in tokens.
 """
 
 from collections.abc import Mapping
@@ -22,7 +23,7 @@ from pydantic_core import from_json, to_json
 from cluster.core.errors import ConfigError
 
 FILE_KEY = "cost_model"
-"""The key of a saved file under which the cost model stands; beside it may stand what it was fitted to."""
+"""Key of the cost model in a saved file. Other keys may hold the data to which it was fitted."""
 
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -30,45 +31,47 @@ Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 
 @dataclass(frozen=True, slots=True)
 class CostModel:
-    """One replica: all its tensor-parallel ranks together. Pure, picklable, the same after a journey through JSON."""
+    """Costs of one replica, all its tensor-parallel ranks together. It is picklable, and JSON preserves it exactly."""
 
     __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
 
     name: str
-    """Whose costs these are: a preset's name, or what was measured."""
+    """Name of the preset or of the measured engine."""
     kv_bytes_per_token: Positive
-    """M: keys and values of one token in all layers, of all ranks."""
+    """M: bytes of the keys and values of one token in all layers, of all ranks together."""
     kv_capacity_tokens: Annotated[int, Field(gt=0)]
-    """Tokens whose KV fits the memory of the replica."""
+    """Tokens whose KV fits into the memory of the replica."""
     overhead_s: NotNegative
-    """Seconds of an iteration before any work: scheduling, launches, sampling."""
+    """Seconds of an iteration that do not depend on its work: scheduling, kernel launches, sampling."""
     sequence_s: NotNegative
     """Seconds for each sequence of the batch: its bookkeeping on the host."""
     weights_s: NotNegative
-    """Seconds to read the weights once: the linear layers' memory roof."""
+    """Seconds to read the weights once. This is the memory roof of the linear layers."""
     token_s: Positive
-    """Seconds of the linear layers for each scheduled token: their compute roof."""
+    """Seconds of the linear layers for each scheduled token. This is their compute roof."""
     context_s: NotNegative
-    """Seconds to read one token's KV: attention's memory roof."""
+    """Seconds to read one token's KV. This is the memory roof of attention."""
     pair_s: NotNegative
-    """Seconds for one new token to attend to one token: attention's compute roof."""
+    """Seconds for one new token to attend to one token. This is the compute roof of attention."""
     swap_token_s: Positive
     """Seconds to move one token's KV over the host link, one way."""
     swap_overhead_s: NotNegative = 0.0
-    """Seconds of a transfer of any size, one way."""
+    """Seconds that a transfer of any size takes in addition, one way."""
     turn_s: NotNegative = 0.0
-    """Seconds of a turn's way from its client to the scheduler and back, in no step: latency, not work."""
+    """Seconds that a turn spends between its client and the scheduler, both ways. This is latency and not part of a
+    step."""
 
     def step_s(self, scheduled_tokens: int, context_tokens: int, sequences: int, pairs: float | None = None) -> float:
-        """T_fwd(n): seconds of one iteration.
+        """Return T_fwd(n), the seconds of one iteration.
 
         Args:
             scheduled_tokens: new tokens, over all sequences.
-            context_tokens: the sequences' lengths after the step, added up: the KV that attention reads, the new
-                tokens' own included. Never less than ``scheduled_tokens``.
-            sequences: sequences that have a token scheduled.
-            pairs: pairs of a new token and one it attends to, itself included; None takes sequences that are all
-                alike, which is exact for one prompt and for any decode, too much for long contexts beside a prompt.
+            context_tokens: sum of the sequences' lengths after the step, that is the KV that attention reads, with the
+                new tokens. It is never less than ``scheduled_tokens``.
+            sequences: number of sequences that have a token scheduled.
+            pairs: number of pairs of a new token and a token that it attends to, itself included. None assumes that all
+                sequences are alike. This is exact for one prompt and for any decode; it is too large for long contexts
+                beside a prompt.
         """
         tokens = scheduled_tokens
         if tokens <= 0:
@@ -85,12 +88,12 @@ class CostModel:
         return self.overhead_s + sequences * self.sequence_s + linear + attention
 
     def prefill_s(self, tokens: int, context_tokens: int = 0, chunk_tokens: int | None = None) -> float:
-        """T_fwd(C): seconds to compute ``tokens`` of one sequence, alone on the device.
+        """Return T_fwd(C), the seconds to compute ``tokens`` of one sequence that is alone on the device.
 
         Args:
             tokens: tokens to compute.
-            context_tokens: tokens before them whose KV is there.
-            chunk_tokens: no iteration schedules more; None does all in one.
+            context_tokens: tokens before them whose KV is in memory.
+            chunk_tokens: largest number of tokens of an iteration. None computes all in one iteration.
         """
         if tokens <= 0:
             return 0.0
@@ -102,33 +105,39 @@ class CostModel:
         return seconds + (self.step_s(rest, context_tokens + tokens, 1) if rest else 0.0)
 
     def decode_step_s(self, sequences: int = 1, context_tokens: int = 0) -> float:
-        """T_fwd: seconds of an iteration in which each of ``sequences`` gets one token.
+        """Return T_fwd, the seconds of an iteration in which each of ``sequences`` gets one token.
 
         Args:
-            sequences: the batch.
-            context_tokens: the lengths of all of them together.
+            sequences: size of the batch.
+            context_tokens: sum of the lengths of the sequences.
         """
         return self.step_s(sequences, context_tokens, sequences)
 
     def swap_s(self, tokens: int) -> float:
-        """T_swap(n): seconds to move the KV of ``tokens`` over the host link, one way; both ways cost the same."""
+        """Return T_swap(n), the seconds to move the KV of ``tokens`` over the host link, one way.
+
+        Both directions cost the same.
+        """
         return self.swap_overhead_s + tokens * self.swap_token_s if tokens > 0 else 0.0
 
     @property
     def saturation_tokens(self) -> int:
-        """S: scheduled tokens beyond which an iteration only gets longer: where the linear layers' roofs meet."""
+        """S: scheduled tokens beyond which every token makes an iteration longer.
+
+        The linear layers' roofs meet there.
+        """
         return max(1, ceil(self.weights_s / self.token_s))
 
     @property
     def refill_s(self) -> float:
         """Seconds to compute as many tokens as the memory holds, in saturated iterations without attention.
 
-        The break-even time of a hold: memory that is held so long could have been filled with other work.
+        This is the break-even time of a hold: in this time, other work could have filled the held memory.
         """
         return self.kv_capacity_tokens * self.token_s
 
     def slowed(self, factor: float) -> "CostModel":
-        """The same replica, its computation ``factor`` times as slow; the host link and the way to it are as before."""
+        """Return this replica with computation ``factor`` times as slow. Host link and ``turn_s`` do not change."""
         return replace(
             self,
             overhead_s=factor * self.overhead_s,
@@ -140,14 +149,14 @@ class CostModel:
         )
 
     def save(self, path: Path, evidence: Mapping[str, Any] | None = None) -> None:
-        """Write as JSON.
+        """Write the model as JSON.
 
         Args:
-            path: the file; replaced if it is there.
-            evidence: what is to stand beside the model, such as the measurements; :meth:`load` does not read it.
+            path: the file. An existing file is replaced.
+            evidence: other keys to write beside the model, such as the measurements. :meth:`load` ignores them.
 
         Raises:
-            ConfigError: it cannot be written.
+            ConfigError: the file cannot be written.
         """
         try:
             path.write_bytes(to_json({FILE_KEY: self, **(evidence or {})}, indent=2) + b"\n")
@@ -156,10 +165,10 @@ class CostModel:
 
     @classmethod
     def load(cls, path: Path) -> "CostModel":
-        """Read what :meth:`save` wrote.
+        """Read a file that :meth:`save` wrote.
 
         Raises:
-            ConfigError: no such file, or it holds no cost model; the message names the file and the key.
+            ConfigError: there is no such file, or it has no valid cost model. The message names the file and the key.
         """
         try:
             content = from_json(path.read_bytes())
@@ -179,10 +188,11 @@ class CostModel:
             raise ConfigError("\n".join(lines)) from None
 
     def _chunks_s(self, count: int, chunk: int, context: int) -> float:
-        """``count`` iterations of ``chunk`` tokens each, of one sequence that begins with ``context``; in closed form.
+        """Return the seconds of ``count`` iterations of ``chunk`` tokens of one sequence, in closed form.
 
-        The i-th ends at length context + i · chunk. Attention's roofs are linear in that length and cross at most
-        once: the first ``bound`` iterations are bound by memory, the others by compute.
+        The sequence begins with ``context`` tokens, and iteration i ends at length context + i · chunk. Attention's
+        roofs are linear in this length and cross at most once: the first ``bound`` iterations are bound by memory, the
+        others by compute.
         """
         growth = chunk * self.pair_s - self.context_s
         if growth > 0:

@@ -1,8 +1,9 @@
-"""Which request broke the engine? The only one whose first token had not come, or else the only one that it had.
+"""Finds the request that crashed the engine.
 
-What breaks an engine is as a rule an unusual request, and it does so before its first token. The engine's process keeps
-the id of the only one that may be it in memory that it shares with the replica's process, where it can be read after
-the engine's death. Where several may be it, nobody is suspected; nor where the engine was killed from outside.
+The suspect is the only request without a first token, or else the only request that the engine had. A crash is usually
+caused by an unusual request, before its first token. The engine's process writes the id of the suspect into memory that
+it shares with the replica's process, which reads it after the engine has died. Nobody is suspected where several
+requests could be the cause, or where the engine was killed from outside.
 """
 
 import os
@@ -17,20 +18,20 @@ from typing import Any
 from vllm.v1.core.sched.output import SchedulerOutput
 
 VARIABLE = "CAESURA_SUSPECT_FILE"
-"""Environment variable with the file that is the shared memory; without it nothing is written."""
+"""Environment variable with the path of the file that is the shared memory. Without it nothing is written."""
 
 SIZE = 1024
-"""Bytes of it: the id, and zeros."""
+"""Size of the shared memory in bytes. It holds the id, padded with zeros."""
 
 KILLED = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT)
-"""Exit codes of a process that was ended from outside."""
+"""Exit codes of a process that was killed from outside."""
 
 
 class SharedSuspect:
-    """Memory that the engine and its replica share, with the id of one request.
+    """Memory that the engine and its replica share. It holds the id of at most one request.
 
     Args:
-        file: of SIZE bytes.
+        file: a file of SIZE bytes.
     """
 
     def __init__(self, file: Path) -> None:
@@ -39,22 +40,25 @@ class SharedSuspect:
 
     @property
     def request_id(self) -> str | None:
-        """The engine's id of the one request under suspicion; None: there is no such one."""
+        """The engine's id of the suspected request, or None if no request is suspected."""
         return self._memory[:].rstrip(b"\0").decode(errors="replace") or None
 
     def is_turn(self, name: str) -> bool:
-        """Whether the one is the request of this name; the engine's ids have something random after it."""
+        """Return whether the suspect is the request of this name. The engine adds a random suffix to the name."""
         return self.request_id is not None and self.request_id.rpartition("-")[0] == name
 
     def write(self, request_id: str | None) -> None:
-        """Suspect this one, or nobody; an id that is too long is nobody's."""
+        """Suspect this request, or none if the id is None or longer than SIZE bytes."""
         name = (request_id or "").encode()
         self._memory[:] = (name if len(name) <= SIZE else b"").ljust(SIZE, b"\0")
 
 
 @contextmanager
 def shared_suspect() -> Iterator[SharedSuspect]:
-    """Memory that is shared with the engine that is started meanwhile; it lasts as long as both."""
+    """Provide memory that is shared with an engine that is started in the block.
+
+    The file is removed at the end of the block. The mapped memory lives as long as the two processes.
+    """
     descriptor, name = tempfile.mkstemp(prefix="caesura-suspect-")
     try:
         os.truncate(descriptor, SIZE)
@@ -67,10 +71,10 @@ def shared_suspect() -> Iterator[SharedSuspect]:
 
 
 class CrashAttribution:
-    """In the engine's process: turns that have been given to the model, and of which no token has come.
+    """Finds the suspect, in the engine's process: a turn that was scheduled and has no token yet.
 
     Args:
-        requests: vLLM's, of the scheduler: all that it has.
+        requests: vLLM's requests of the scheduler, by id.
     """
 
     def __init__(self, requests: Mapping[str, Any]) -> None:
@@ -81,7 +85,7 @@ class CrashAttribution:
         self._written: str | None = None
 
     def began(self, output: SchedulerOutput) -> None:
-        """A step begins: some turns are given to the model, and others' first tokens have come since the last one."""
+        """Update the suspect when a step begins: requests were scheduled, and others have got their first token."""
         if self._suspect is None:
             return
         if self._unproven:
@@ -96,7 +100,7 @@ class CrashAttribution:
 
 
 def died_by_itself(engine_client: Any) -> bool:
-    """Whether a dead engine was not killed from outside: it reported its failure, or its exit code shows it.
+    """Return whether a dead engine was not killed from outside: it reported its failure, or its exit code shows it.
 
     Args:
         engine_client: vLLM's AsyncLLM.

@@ -1,7 +1,8 @@
-"""Tool durations between a scheduler and its replica: only what changed since the last exchange travels, and not all
-of it at once, so that an exchange costs a step of the engine no more than MAX_PARTS statistics.
+"""Exchanges tool durations between a scheduler and its replica.
 
-Parts are whole: one that travels twice, because an answer was lost, changes nothing.
+Only statistics that changed since the last exchange are sent. One exchange has at most MAX_PARTS statistics in each
+direction, which bounds its cost for a step of the engine. A part is a tool's complete statistics: when an answer was
+lost and a part is sent twice, the second one changes nothing.
 """
 
 from collections import OrderedDict
@@ -16,18 +17,18 @@ from cluster.durations.statistics import DurationStatistics
 from cluster.durations.table import MAX_TOOLS, OVERALL, DurationTable, encode_tool
 
 MAX_PARTS = 32
-"""Statistics of one exchange and direction. Parsing and merging one takes up to about 0.1 ms."""
+"""Largest number of statistics per exchange and direction. Parsing and merging one takes up to about 0.1 ms."""
 
 
 class DurationChanges:
-    """The scheduler's end: which tools were observed, in the order of their latest observation."""
+    """The scheduler's side: which tools were observed, in the order of their latest observation."""
 
     def __init__(self) -> None:
         self._revision = 0
         self._changed: OrderedDict[str, int] = OrderedDict()
 
     def note(self, tool: str) -> None:
-        """A duration of this tool was observed."""
+        """Record that a duration of this tool was observed."""
         for name in dict.fromkeys((OVERALL, tool, without_class(tool))):
             self._revision += 1
             self._changed[name] = self._revision
@@ -36,7 +37,10 @@ class DurationChanges:
             self._changed.popitem(last=False)
 
     def since(self, revision: int, table: DurationTable) -> tuple[int, bytes]:
-        """The own parts that changed after a revision, oldest change first, and the revision that they lead to."""
+        """Return the own parts that changed after a revision, and the revision that the receiver has then.
+
+        The parts are packed, at most MAX_PARTS, those with the oldest change first.
+        """
         names = []
         for name, at in reversed(self._changed.items()):
             if at <= revision:
@@ -50,7 +54,7 @@ class DurationChanges:
 
 
 class DurationSync:
-    """The replica's end: what its scheduler observed, and what of the others' observations the scheduler has."""
+    """The replica's side: what its scheduler observed, and which of the others' observations the scheduler has."""
 
     def __init__(self) -> None:
         self._revision = 0
@@ -62,15 +66,15 @@ class DurationSync:
 
     @property
     def own(self) -> Mapping[str, DurationStatistics]:
-        """What the scheduler observed: per tool, and overall under OVERALL."""
+        """Statistics that the scheduler observed, by tool. The key OVERALL has those of all tools."""
         return self._own
 
     def set_others(self, others: Mapping[str, DurationStatistics]) -> None:
-        """What the other replicas have observed."""
+        """Set the statistics that the other replicas have observed."""
         self._others = others
 
     def payload(self) -> dict[str, Any]:
-        """Arguments of the next exchange; see `replicas.control`."""
+        """Return the arguments of the next exchange; see `replicas.control`."""
         changed = ((name, part) for name, part in self._others.items() if _differs(self._sent.get(name), part))
         self._sending = dict(islice(changed, MAX_PARTS))
         self._forgetting = list(islice((name for name in self._sent if name not in self._others), MAX_PARTS))
@@ -80,7 +84,12 @@ class DurationSync:
         return payload
 
     def answered(self, revision: int, durations: bytes) -> None:
-        """The exchange of the last payload went through."""
+        """Apply the answer to the last payload.
+
+        Args:
+            revision: the scheduler's revision that the answer leads to.
+            durations: the scheduler's parts, packed.
+        """
         self._revision = revision
         for name, part in unpack_parts(durations).items():
             self._own[name] = part
@@ -97,15 +106,15 @@ def _differs(sent: DurationStatistics | None, part: DurationStatistics) -> bool:
 
 
 def pack_parts(parts: Mapping[str, DurationStatistics]) -> bytes:
-    """Some tools' statistics as `unpack_parts` reads them."""
+    """Pack the statistics of some tools for `unpack_parts`."""
     return msgspec.msgpack.encode({encode_tool(name): part.to_bytes() for name, part in parts.items()})
 
 
 def unpack_parts(data: bytes) -> dict[str, DurationStatistics]:
-    """The inverse of ``pack_parts``; nothing of no bytes.
+    """Unpack the result of ``pack_parts``. No bytes give an empty result.
 
     Raises:
-        ValueError: these are not its bytes, or they were damaged.
+        ValueError: the bytes are not of ``pack_parts``, or they are damaged.
     """
     parts = DurationTable.from_bytes(data).own() if data else {}
     return {name: part for name, part in parts.items() if part.count}

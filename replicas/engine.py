@@ -1,10 +1,10 @@
 """The vLLM engine of a replica, as Ray Serve LLM 2.60 starts it.
 
-Overrides of `ray.llm`'s VLLMEngine (private; tests/contracts/test_ray_contracts.py holds each name):
-    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for; vLLM's
-                             serving layer gets the engine through a ContinuedClient
-    _prepare_engine_config   one process less on CPU; the configured KV cache size counts; the host tier's is chosen
-    _start_async_llm_engine  on CPU EngineCore is a fork
+It overrides these private methods of `ray.llm`'s VLLMEngine (tests/contracts/test_ray_contracts.py checks each name):
+    start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for; gives
+                             vLLM's serving layer the engine through a ContinuedClient
+    _prepare_engine_config   saves one process on CPU; uses the configured KV cache size; chooses the host tier's size
+    _start_async_llm_engine  forks EngineCore on CPU
 """
 
 import asyncio
@@ -27,17 +27,17 @@ logger = logging.getLogger("ray.serve")
 
 
 class LocalModel(CallbackBase):
-    """Ray's hook before its download of a model: files that are here need none, nor the process it would take."""
+    """Ray's hook before it downloads a model. Local files need no download and no process for it."""
 
     async def on_before_node_init(self) -> None:
-        """Called by the engine's start."""
+        """Skip the download. The engine calls this when it starts."""
         self.ctx.run_init_node = False
 
 
 class ReplicaEngine(VLLMEngine):
-    """vLLM in EngineCore's process; on CPU without tensor parallelism its worker runs in that process too.
+    """A vLLM engine in EngineCore's process. On CPU without tensor parallelism its worker runs in that process too.
 
-    Ray insists on the `mp` executor on CPU, which costs a third process for each replica: twice the memory and the
+    Ray requires the `mp` executor on CPU, which costs a third process for each replica: twice the memory and the
     start-up time.
     """
 
@@ -49,7 +49,7 @@ class ReplicaEngine(VLLMEngine):
         self.watch_streams()
 
     def watch_streams(self) -> None:
-        """Put the client that knows of streams between the serving layer and the engine."""
+        """Put the ContinuedClient, which knows of streams, between vLLM's serving layer and the engine."""
         self.streams = ContinuedClient(self._engine_client)
         for serving in (self._oai_serving_chat, self._oai_serving_completion):
             serving.engine_client = self.streams
@@ -66,9 +66,10 @@ class ReplicaEngine(VLLMEngine):
             return super()._start_async_llm_engine(engine_args, config, placement_group)
 
     async def log_for_ever(self) -> NoReturn:
-        """Let vLLM log its statistics now and then, as its own server does and Ray's does not.
+        """Let vLLM log its statistics every ``VLLM_LOG_STATS_INTERVAL`` seconds, as vLLM's own server does.
 
-        What its loggers gather for a line, among it each copy to or from the host tier, they keep until they write it.
+        Ray does not do this. vLLM's loggers keep what they gather, such as each copy to or from the host tier, until
+        they write a line.
         """
         while True:
             await asyncio.sleep(envs.VLLM_LOG_STATS_INTERVAL)
@@ -78,12 +79,12 @@ class ReplicaEngine(VLLMEngine):
                 logger.exception("vLLM could not log its statistics")
 
     def broken_by(self, name: str | None) -> bool:
-        """Whether the engine, which is dead, died of the request that it was given by this name."""
+        """Return whether the engine, which is dead, was crashed by the request of this name."""
         return name is not None and self._suspect.is_turn(name) and died_by_itself(self._engine_client)
 
     @property
     def client(self) -> Any:
-        """vLLM's AsyncLLM; None before the start."""
+        """vLLM's AsyncLLM, or None before the start."""
         return self._engine_client
 
     @property

@@ -1,7 +1,8 @@
-"""What is expected of a turn: the client's hints, the predictor's forecast, or else what turns of its kind did before.
+"""Forecasts a turn: by the client's hints, else by the predictor, else by earlier turns of its kind.
 
-The kind of a turn is the tool whose result it brings; of a first turn, the size class of its prompt. Means are learnt
-online at three levels (all turns, kind, kind and position), each drawn to its parent while it has seen little.
+The kind of a turn is the tool whose result it brings. The kind of a first turn is the size class of its prompt. Means
+are learnt online at three levels (all turns; kind; kind and position). Each mean is shrunk towards that of the level
+above while it has few observations.
 """
 
 from collections.abc import Callable
@@ -12,13 +13,13 @@ from cluster.durations.table import DurationTable
 from replicas.policy import Forecast
 
 MAX_POSITION = 24
-"""Later positions count as this one."""
+"""Largest position that is distinguished. Later positions count as this one."""
 MAX_KINDS = 1024
-"""Kinds and positions that are kept; others count at the level above."""
+"""Largest number of kinds and positions that are kept. Others count at the level above."""
 PARENT_WEIGHT = 4.0
-"""Observations that the parent's mean counts for."""
+"""Number of observations for which the mean of the level above counts."""
 MAX_OPEN_TURNS = 512
-"""Turns of one unfinished program that are remembered for what came after them."""
+"""Largest number of turns of an unfinished program that are kept until the program ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +31,18 @@ class Features:
 
     @classmethod
     def of(cls, tool: str, position: int, prompt_tokens: int) -> "Features":
-        """``tool``: whose result it brings, empty at the start; ``position``: turns before it."""
+        """Return the features of a turn.
+
+        Args:
+            tool: the tool whose result the turn brings; empty for a first turn.
+            position: number of the program's turns before it.
+            prompt_tokens: length of its prompt, in tokens.
+        """
         return cls(tool or f"prompt:{prompt_tokens.bit_length()}", min(position, MAX_POSITION))
 
     @property
     def levels(self) -> tuple[tuple[str, int], ...]:
-        """From the general to the particular."""
+        """Keys of the three levels, the most general first."""
         return ("", -1), (self.kind, -1), (self.kind, self.position)
 
 
@@ -43,7 +50,7 @@ NOTHING_KNOWN = Features("", -1)
 
 
 class _Means:
-    """A mean for every level, drawn to its parent's."""
+    """The mean of a value at each level, shrunk towards the mean of the level above."""
 
     def __init__(self, default: float) -> None:
         self._default = default
@@ -64,7 +71,7 @@ class _Means:
 
 
 class Forecaster:
-    """Learns from turns that have ended; one per replica."""
+    """Learns from turns that have ended. Each replica has one."""
 
     def __init__(self) -> None:
         self._output = _Means(default=128.0)
@@ -81,7 +88,15 @@ class Forecaster:
         last: bool,
         foreseen: Prediction | None = None,
     ) -> Forecast:
-        """The forecast of a turn: hints first, then what the predictor foresaw, then what was learnt here."""
+        """Return the forecast of a turn.
+
+        Args:
+            features: what is known of the turn.
+            hints: the client's hints, which come first.
+            durations: tool durations, for the pause.
+            last: whether the turn is its program's last; nothing follows it then.
+            foreseen: the predictor's forecast, which comes second. None: the means of this replica are used.
+        """
         output = _first_of(
             hints.expected_output_tokens,
             None if foreseen is None else foreseen.output_tokens,
@@ -120,19 +135,26 @@ class Forecaster:
         )
 
     def turn_ended(self, key: str, features: Features, output_tokens: int, served_tokens: int) -> None:
-        """A turn generated ``output_tokens``; ``served_tokens`` were computed for its program so far, it included."""
+        """Learn from a turn that ended.
+
+        Args:
+            key: the program's key.
+            features: what was known of the turn.
+            output_tokens: tokens that the turn generated.
+            served_tokens: tokens computed for the program so far, this turn included.
+        """
         self._output.observe(features, output_tokens)
         turns = self._open.setdefault(key, [])
         if len(turns) < MAX_OPEN_TURNS:
             turns.append((features, served_tokens))
 
     def tools_returned(self, key: str, tokens: int) -> None:
-        """The program's next turn brought so many new prompt tokens."""
+        """Learn how many new prompt tokens the program's next turn brought."""
         if turns := self._open.get(key):
             self._returned.observe(turns[-1][0], tokens)
 
     def program_ended(self, key: str, served_tokens: int) -> None:
-        """The program is over: what came after each of its turns is known."""
+        """Learn from a program that ended: it is now known what came after each of its turns."""
         turns = self._open.pop(key, [])
         for position, (features, so_far) in enumerate(turns):
             self._later_tokens.observe(features, max(0, served_tokens - so_far))
@@ -140,7 +162,7 @@ class Forecaster:
 
 
 def expected_pause_s(tool: str, durations: DurationTable) -> float:
-    """Mean duration of the tool with such arguments, else of the tool, else of all tools, else 1 s."""
+    """Return the mean duration of the tool with such arguments, else of the tool, else of all tools, else 1 s."""
     return next((statistics.mean_s for statistics in durations.levels(tool)), 1.0)
 
 

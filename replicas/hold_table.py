@@ -1,4 +1,4 @@
-"""The KV blocks of paused programs: which program holds which, until when. Each block is given back once."""
+"""The KV blocks of paused programs: which program holds which blocks, and until when. Each block is freed once."""
 
 import heapq
 from collections import OrderedDict
@@ -14,19 +14,19 @@ Block = TypeVar("Block")
 Key = TypeVar("Key", bound=Hashable)
 
 SPARE_EXPIRIES = 64
-"""Stale entries that the queue of ends may have beside as many as there are holds; then it is built anew."""
+"""Number of stale entries that the expiry heap may have beside one per hold. Beyond it, the heap is rebuilt."""
 
 LOOKS_A_STEP = 8
-"""Holds that one step looks at again, at most."""
+"""Largest number of holds that one step reviews."""
 
 
 class RoundRobin(Generic[Key]):
-    """Keys that are looked at periodically, spread over the steps, so that no step pays for all of them.
+    """Keys that are visited periodically, spread over the steps, so that no step pays for all of them.
 
-    The key that was not looked at for longest comes first.
+    The key whose last visit is oldest comes first.
 
     Args:
-        most: looks that a step may take. With more keys the period grows, so that a step's cost does not.
+        most: largest number of visits of a step. With many keys the period grows, so that a step's cost does not.
     """
 
     def __init__(self, most: int) -> None:
@@ -38,18 +38,19 @@ class RoundRobin(Generic[Key]):
         return len(self._looked)
 
     def add(self, key: Key) -> None:
-        """Add a key that is looked at now, for the first time or again."""
+        """Add a key as visited now, for the first time or again."""
         self._looked[key] = self._step
         self._looked.move_to_end(key)
 
     def remove(self, key: Key) -> None:
-        """Drop a key, if it is here."""
+        """Remove a key, if it is here."""
         self._looked.pop(key, None)
 
     def next(self, steps: int) -> list[Key]:
-        """The keys to look at in this step; called once in each.
+        """Return the keys to visit in this step. It is called once in each step.
 
-        An equal share of all, and whoever would else wait for more than ``steps`` steps; ``most`` at most.
+        These are an equal share of all keys, and those that would otherwise wait for more than ``steps`` steps,
+        ``most`` at most.
         """
         self._step += 1
         share, due = -(-len(self._looked) // steps), self._step - steps
@@ -69,14 +70,14 @@ class HoldOrigin(Enum):
 
     POLICY = "policy"
     ASKED = "asked"
-    """The client asked for it."""
+    """The client asked for the hold."""
     FETCHED = "fetched"
-    """They were loaded from the host tier for a turn that is on its way."""
+    """The blocks were loaded from the host tier for a turn that will come soon."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldBlocks(Generic[Block]):
-    """One program's hold. ``blocks`` in the order of their tokens."""
+    """One program's hold. ``blocks`` are in the order of their tokens."""
 
     key: str
     blocks: Sequence[Block]
@@ -85,23 +86,25 @@ class HeldBlocks(Generic[Block]):
     until_s: float
     origin: HoldOrigin = HoldOrigin.POLICY
     forecast: Forecast = NOTHING_EXPECTED
-    """Of the turn that the pause followed."""
+    """The forecast of the turn that the pause followed."""
 
 
 class HoldTable(Generic[Block]):
-    """At most one hold a program. Owns one reference to each block; ``free`` gives a program's references back.
+    """The holds, at most one for each program.
+
+    The table owns one reference to each block. ``free`` gives a program's references back.
 
     Args:
-        free: called with a hold's blocks, last first, so that the tail is evicted before the prefix it extends.
+        free: called with a hold's blocks, the last first, so that the end of a context is evicted before its beginning.
     """
 
     def __init__(self, free: Callable[[Sequence[Block]], None]) -> None:
         self._free = free
         self._holds: dict[str, HeldBlocks[Block]] = {}
         self._ends: dict[str, float] = {}
-        """Of each hold whose end has not been reported by `expired`."""
+        """End of each hold that `expired` has not reported, in seconds, by program key."""
         self._expiry: list[tuple[float, str]] = []
-        """A heap with every entry of ``_ends``, and stale ones."""
+        """A heap with every entry of ``_ends``, and with stale entries."""
         self._reviews: RoundRobin[str] = RoundRobin(LOOKS_A_STEP)
         self._num_blocks = 0
         self._num_tokens = 0
@@ -116,17 +119,17 @@ class HoldTable(Generic[Block]):
         return iter(self._holds.values())
 
     def get(self, key: str) -> HeldBlocks[Block] | None:
-        """The program's hold, if it has one."""
+        """Return the program's hold, or None if it has none."""
         return self._holds.get(key)
 
     @property
     def num_blocks(self) -> int:
-        """Blocks held; one that two programs share counts twice."""
+        """Number of held blocks. A block that two programs share counts twice."""
         return self._num_blocks
 
     @property
     def num_tokens(self) -> int:
-        """Tokens whose KV is held."""
+        """Number of tokens whose KV is held."""
         return self._num_tokens
 
     def hold(
@@ -141,8 +144,17 @@ class HoldTable(Generic[Block]):
     ) -> None:
         """Take over the references to ``blocks``.
 
+        Args:
+            key: the program's key.
+            blocks: the blocks, in the order of their tokens.
+            tokens: tokens whose KV they hold.
+            since_s: time of the beginning, in seconds.
+            until_s: time of the end, in seconds.
+            origin: why they are held.
+            forecast: the forecast of the turn that the pause followed.
+
         Raises:
-            IntegrityError: the program holds already, or would be held until before ``since_s``.
+            IntegrityError: the program already has a hold, or ``until_s`` is before ``since_s`` or not finite.
         """
         if key in self._holds:
             raise IntegrityError(f"{key} is held already")
@@ -155,10 +167,15 @@ class HoldTable(Generic[Block]):
         self._num_tokens += tokens
 
     def extend(self, key: str, until_s: float, origin: HoldOrigin | None = None) -> None:
-        """Move the end of a hold, to later or earlier; ``origin``: who wants it so, None is who did before.
+        """Move the end of a hold, to a later or earlier time.
+
+        Args:
+            key: the program's key.
+            until_s: the new end, in seconds.
+            origin: why it is held from now on. None leaves it as it is.
 
         Raises:
-            IntegrityError: the program is not held, or ``until_s`` is not finite.
+            IntegrityError: the program has no hold, or ``until_s`` is not finite.
         """
         held = self._holds.get(key)
         if held is None or not until_s < float("inf"):
@@ -167,11 +184,11 @@ class HoldTable(Generic[Block]):
         self._set_end(key, until_s)
 
     def returned(self, key: str) -> None:
-        """The program is back and waits to be admitted: its hold, if it has one, is not looked at any more."""
+        """Stop reviewing the program's hold, if it has one: its next turn has come and waits for admission."""
         self._reviews.remove(key)
 
     def release(self, key: str) -> int:
-        """Give a program's blocks back; the number of blocks (0: it held none)."""
+        """Give a program's blocks back. Return their number, which is 0 if it held none."""
         held = self._holds.pop(key, None)
         if held is None:
             return 0
@@ -184,14 +201,14 @@ class HoldTable(Generic[Block]):
         return len(held.blocks)
 
     def due(self, steps: int) -> list[HeldBlocks[Block]]:
-        """Holds to look at in this step; called once a step. Not those whose program is back.
+        """Return the holds to review in this step, without those whose program is back. It is called once in each step.
 
-        Each comes up every ``steps`` calls, or with more than ``steps`` · LOOKS_A_STEP as soon as it is its turn.
+        Each hold comes up every ``steps`` calls. With more than ``steps`` · LOOKS_A_STEP holds the period is longer.
         """
         return [self._holds[key] for key in self._reviews.next(steps)]
 
     def expired(self, now_s: float) -> list[str]:
-        """Programs whose hold ended at or before ``now_s``, earliest first. Each is reported once."""
+        """Return the programs whose hold ended at or before ``now_s``, the earliest first. Each is reported once."""
         keys: list[str] = []
         while self._expiry and self._expiry[0][0] <= now_s:
             until_s, key = heapq.heappop(self._expiry)
@@ -201,7 +218,7 @@ class HoldTable(Generic[Block]):
         return keys
 
     def _set_end(self, key: str, until_s: float) -> None:
-        """Queue an end. A hold that is extended often must not leave an entry for each time."""
+        """Queue an end. A hold that is extended often must not leave an entry for each extension."""
         if self._ends.get(key) == until_s:
             return
         self._ends[key] = until_s

@@ -1,22 +1,26 @@
 """The host tier: vLLM's offloading connector with a manager that knows programs, on CUDA and on CPU.
 
-Written for vLLM 0.29.0: `HostCache` is vLLM's CPUOffloadingManager, `ProgramChunks` its CachePolicy. vLLM stores
-eagerly, as soon as a block is full, and knows requests only; here every chunk belongs to the programs whose newest
-turn has it in its context. The scheduler reports how each program stands (`HostCache.update`).
+This is written for vLLM 0.29.0: `HostCache` is vLLM's CPUOffloadingManager, and `ProgramChunks` is its CachePolicy.
+vLLM stores a block as soon as it is full, and knows only requests. Here every chunk belongs to the programs whose
+newest turn has it in its context. The scheduler reports the state of each program (`HostCache.update`).
 
-What goes first when room is needed:
-    1. chunks of nobody: programs that ended, turns without a program, contexts that a program no longer extends (LRU)
-    2. programs that are resident on the device: their copy is redundant now, losing it costs a store, no computation
-    3. programs that are away (swapped or released): what the host has is all there is
-Within 2 and 3 by worth, least first: the seconds that a loaded token saves, times the chance that it is asked for in
-the next second. That chance is one over the expected pause, and over the time that the pause has lasted already once
-it is longer than expected: a pause that has lasted long is expected to last as long again. A program that never comes
-back therefore sinks by itself. Nobody is evicted for a program that is worth less: the store is refused instead, and
-tried again if the program is swapped (`HostCache.reopen`). A program's last chunks go before its first, which they
-extend; a chunk that several programs have in their context goes with the last of them.
+Chunks are evicted in this order when room is needed:
+    1. chunks without an owner: of programs that ended, of turns without a program, and of contexts that a program no
+        longer extends (LRU)
+    2. chunks of programs that are resident on the device: the copy is redundant, and losing it costs a store but no
+        computation
+    3. chunks of programs that are away (swapped or released): the host has the only copy
 
-`HostTierSpec` is vLLM's CPUOffloadingSpec with this manager, and with a worker for CPU engines, where vLLM has none. On
-CUDA vLLM's own worker copies: pinned memory under /dev/shm, asynchronous, in streams of its own.
+Within 2 and 3, the chunks of the program with the least worth are evicted first. The worth is the number of seconds
+that a loaded token saves, times the probability that it is requested in the next second. This probability is 1 /
+expected pause, or 1 / time that the pause has lasted once it is longer than expected, because a pause that has lasted
+long is expected to last as long again. The worth of a program that never comes back therefore decreases to 0. A
+program's chunks are never evicted for a program of less worth: the store is refused instead, and tried again if that
+program is swapped (`HostCache.reopen`). The last chunks of a program are evicted before its first ones, which they
+extend. A chunk in the contexts of several programs is evicted with the last of these.
+
+`HostTierSpec` is vLLM's CPUOffloadingSpec with this manager, and with a worker for CPU engines, for which vLLM has
+none. On CUDA vLLM's own worker copies: asynchronously, in its own streams, with pinned memory under /dev/shm.
 """
 
 import shutil
@@ -50,37 +54,38 @@ from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError, IntegrityError
 
 SHORTEST_PAUSE_S = 0.01
-"""No expected pause counts as shorter: a program worth infinitely much would never sink."""
+"""Shortest expected pause in seconds; shorter ones count as this. Otherwise the worth of a program could be infinite.
+"""
 
 Entry = tuple[OffloadKey, BlockStatus]
 
 
 @dataclass(frozen=True, slots=True)
 class Standing:
-    """What the scheduler knows of a program that is worth knowing here."""
+    """What the scheduler knows of a program, as far as the worth of its copy depends on it."""
 
     resident: bool
-    """Its KV is on the device: a turn of it is in flight, or it is held."""
+    """Whether its KV is on the device: a turn of it is in flight, or it is held."""
     saved_s: float
-    """Seconds that loading a token saves against computing it."""
+    """Seconds that loading one token saves compared with computing it."""
     pause_s: float
-    """Expected seconds until the copy is asked for."""
+    """Expected seconds until the copy is requested."""
     since_s: float
-    """When the pause began."""
+    """Time at which the pause began, in seconds. It has no meaning for a resident program."""
 
     def worth(self, now_s: float) -> float:
-        """Seconds saved per token and second."""
+        """Return the seconds that are saved per token, per second of waiting."""
         waited_s = 0.0 if self.resident else now_s - self.since_s
         return self.saved_s / max(self.pause_s, waited_s, SHORTEST_PAUSE_S)
 
 
 UNKNOWN = Standing(resident=True, saved_s=0.0, pause_s=1.0, since_s=0.0)
-"""Of a program of which nothing is known: it is worth nothing."""
+"""The standing of a program of which nothing is known. Its worth is 0."""
 
 
 @dataclass(slots=True)
 class Context:
-    """The whole chunks of a turn in one KV cache group, stored or not."""
+    """The full chunks of a turn in one KV cache group, whether they are stored or not."""
 
     request_id: str = ""
     keys: list[OffloadKey] = field(default_factory=list)
@@ -88,26 +93,26 @@ class Context:
 
 @dataclass(slots=True, eq=False)
 class Account:
-    """One program's chunks."""
+    """The chunks of one program."""
 
     key: str
     standing: Standing = UNKNOWN
     chunks: dict[OffloadKey, None] = field(default_factory=dict)
-    """Stored or being stored, in the order of the context."""
+    """Chunks that are stored or being stored, in the order of the context."""
     contexts: dict[int, Context] = field(default_factory=dict)
-    """The newest turn's, by KV cache group."""
+    """The context of the newest turn, by KV cache group."""
     leading: int | None = None
-    """Leading chunks of the first group's context that are there; None: to be counted anew."""
+    """Number of leading chunks of the first group's context that are stored. None: it has to be counted again."""
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """The newest turn's chunks in the first group."""
+        """Chunks of the newest turn in the first KV cache group."""
         context = self.contexts.get(0)
         return context.keys if context else []
 
 
 class ProgramChunks(CachePolicy):
-    """Chunks by the programs that own them; see the module."""
+    """Chunks by the programs that own them. The module's docstring has the order of eviction."""
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
@@ -115,7 +120,7 @@ class ProgramChunks(CachePolicy):
         self.accounts: dict[str, Account] = {}
         self.now_s = 0.0
         self.storing: Account | None = None
-        """Whose chunks are being inserted; None: nobody's."""
+        """The program whose chunks are being inserted, or None if they have no owner."""
         self._owners: dict[OffloadKey, set[Account]] = {}
         self._nobodys: OrderedDict[OffloadKey, None] = OrderedDict()
         self._order: list[Account] | None = None
@@ -123,11 +128,11 @@ class ProgramChunks(CachePolicy):
     # --- vLLM's CachePolicy -------------------------------------------------------------------------------------------
 
     def get(self, key: OffloadKey) -> BlockStatus | None:
-        """The block of a chunk."""
+        """Return the block of a chunk, or None if it is not stored."""
         return self.blocks.get(key)
 
     def insert(self, key: OffloadKey, block: BlockStatus) -> None:
-        """A chunk is about to be stored for ``storing``."""
+        """Insert a chunk that is about to be stored for ``storing``."""
         self.blocks[key] = block
         if self.storing is None:
             self._nobodys[key] = None
@@ -135,7 +140,7 @@ class ProgramChunks(CachePolicy):
             self._own(self.storing, (key,))
 
     def remove(self, key: OffloadKey) -> None:
-        """A store has failed."""
+        """Remove a chunk, because its store has failed or it is evicted."""
         del self.blocks[key]
         self._nobodys.pop(key, None)
         for owner in self._owners.pop(key, ()):
@@ -143,13 +148,13 @@ class ProgramChunks(CachePolicy):
             owner.leading = None
 
     def touch(self, keys: Iterable[OffloadKey], req_context: ReqContext) -> None:
-        """Nobody's chunks: used now. A program's are dealt with by :meth:`extend`."""
+        """Mark chunks without an owner as used now. Chunks of a program are handled by :meth:`extend`."""
         for key in reversed(list(keys)):
             if key in self._nobodys:
                 self._nobodys.move_to_end(key)
 
     def evict(self, n: int, protected: set[OffloadKey]) -> list[Entry] | None:
-        """Exactly ``n`` chunks that ``storing`` may displace, or None and nothing has changed."""
+        """Evict exactly ``n`` chunks for ``storing``. If there are too few, return None and change nothing."""
         victims = self.victims(n, protected)
         if len(victims) < n:
             return None
@@ -158,7 +163,7 @@ class ProgramChunks(CachePolicy):
         return victims
 
     def clear(self) -> None:
-        """Forget all chunks; the programs stay."""
+        """Remove all chunks. The programs stay."""
         self.blocks.clear()
         self._owners.clear()
         self._nobodys.clear()
@@ -169,7 +174,7 @@ class ProgramChunks(CachePolicy):
     # --- ours ---------------------------------------------------------------------------------------------------------
 
     def victims(self, n: int, protected: Collection[OffloadKey]) -> list[Entry]:
-        """Up to ``n`` chunks that may go for ``storing``, in the order of the module."""
+        """Return up to ``n`` chunks that may be evicted for ``storing``, in the order of eviction."""
         found: list[Entry] = []
         for key in self._candidates():
             if len(found) == n:
@@ -194,7 +199,7 @@ class ProgramChunks(CachePolicy):
                     yield key
 
     def _ranked(self) -> list[Account]:
-        """Least worth keeping first. Taken again after an update, not as time goes by: worths move slowly."""
+        """Return the accounts in the order of eviction. They are sorted after each update, as worths change slowly."""
         if self._order is None:
             self._order = sorted(
                 self.accounts.values(), key=lambda a: (not a.standing.resident, a.standing.worth(self.now_s))
@@ -202,7 +207,7 @@ class ProgramChunks(CachePolicy):
         return self._order
 
     def update(self, key: str, standing: Standing) -> Account:
-        """How a program stands from now on; its account."""
+        """Set the standing of a program. Return its account, which is created if there is none."""
         account = self.accounts.get(key)
         if account is None:
             account = self.accounts[key] = Account(key)
@@ -211,7 +216,7 @@ class ProgramChunks(CachePolicy):
         return account
 
     def extend(self, account: Account, request_id: str, keys: list[OffloadKey]) -> None:
-        """The program's newest turn has this context; what it no longer extends is nobody's from now on."""
+        """Set the context of the program's newest turn. Chunks that it no longer includes lose this owner."""
         group = get_offload_group_idx(keys[0])
         context = account.contexts.get(group) or Context()
         known = len(context.keys)
@@ -229,7 +234,7 @@ class ProgramChunks(CachePolicy):
         self._disown(account, [key for key in before if key not in account.chunks])
 
     def drop(self, key: str) -> None:
-        """The program has ended: its chunks are nobody's."""
+        """Remove a program that has ended. Its chunks lose this owner."""
         account = self.accounts.pop(key, None)
         if account is not None:
             before, account.chunks = account.chunks, {}
@@ -237,14 +242,14 @@ class ProgramChunks(CachePolicy):
             self._order = None
 
     def leading(self, account: Account) -> int:
-        """Chunks that a turn with this context would find, from its first one on."""
+        """Return how many chunks a turn with this context would find, counted from its first one."""
         if account.leading is None:
             missing = (i for i, key in enumerate(account.keys) if key not in self.blocks)
             account.leading = next(missing, len(account.keys))
         return account.leading
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless every chunk is its owners' or nobody's."""
+        """Raise IntegrityError unless every chunk has owners or is listed as without an owner."""
         owned = {(key, account.key) for account in self.accounts.values() for key in account.chunks}
         known = {(key, account.key) for key, owners in self._owners.items() for account in owners}
         if owned != known:
@@ -253,7 +258,7 @@ class ProgramChunks(CachePolicy):
             raise IntegrityError(f"{len(self.blocks)} chunks, {len(self._owners)} owned, {len(self._nobodys)} nobody's")
 
     def _own(self, account: Account, keys: Iterable[OffloadKey]) -> None:
-        """Those of ``keys`` that are stored are the program's, too."""
+        """Make the program an owner of those of ``keys`` that are stored."""
         for key in keys:
             if key in self.blocks:
                 self._nobodys.pop(key, None)
@@ -262,7 +267,7 @@ class ProgramChunks(CachePolicy):
         account.leading = None
 
     def _disown(self, account: Account, keys: Iterable[OffloadKey]) -> None:
-        """Last chunks first, so that they are evicted before the first ones, which they extend."""
+        """Remove an owner. The last chunks come first, so that they are evicted before those that they extend."""
         for key in reversed(list(keys)):
             owners = self._owners[key]
             owners.discard(account)
@@ -272,13 +277,14 @@ class ProgramChunks(CachePolicy):
 
 
 class HostCache(CPUOffloadingManager):
-    """vLLM's manager of host blocks, which knows which program each request is a turn of.
+    """vLLM's manager of host blocks, extended by the program that each request belongs to.
 
     Args:
-        num_chunks: what the tier takes.
-        tokens_per_chunk: of the first KV cache group.
-        program_share: no program gets more than this part of the chunks; one that two programs share counts for both.
-        enable_events: vLLM's KV events are on.
+        num_chunks: capacity of the tier, in chunks.
+        tokens_per_chunk: tokens of a chunk in the first KV cache group.
+        program_share: largest share of the chunks for one program, in (0, 1]. A chunk that two programs own counts for
+            both.
+        enable_events: whether vLLM's KV events are on.
     """
 
     def __init__(self, num_chunks: int, tokens_per_chunk: int, program_share: float, enable_events: bool) -> None:
@@ -292,50 +298,57 @@ class HostCache(CPUOffloadingManager):
         self.tokens_per_chunk = tokens_per_chunk
         self.quota_chunks = max(1, int(num_chunks * program_share)) if num_chunks else 0
         self.refused_chunks = 0
-        """Chunks that were not stored: the program's share or the tier was full."""
+        """Number of chunks that were not stored because the program's share or the tier was full."""
         self.stored_chunks = 0
-        """Chunks that have been copied to the host."""
+        """Number of chunks that were copied to the host."""
         self.fetched_chunks = 0
-        """Chunks that have been copied back."""
+        """Number of chunks that were copied back to the device."""
         self._programs: dict[str, str] = {}
         self._closed: set[str] = set()
 
     @property
     def chunks(self) -> ProgramChunks:
-        """The chunks and whose they are."""
+        """The chunks and their owners."""
         policy: ProgramChunks = self._policy
         return policy
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the tier takes."""
+        """Capacity of the tier, in tokens."""
         return int(self._num_blocks) * self.tokens_per_chunk
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that the tier has a copy of, those included that are just being copied."""
+        """Tokens of which the tier has a copy. Tokens that are being copied are included."""
         return len(self.chunks.blocks) * self.tokens_per_chunk
 
     # --- for the scheduler -----------------------------------------------------------------------------
 
     def update(self, key: str, standing: Standing, now_s: float, request_id: str | None = None) -> None:
-        """How a program stands; ``request_id``: a turn of it has come."""
+        """Set the standing of a program.
+
+        Args:
+            key: the program's key.
+            standing: what the scheduler knows of the program.
+            now_s: the scheduler's time, in seconds.
+            request_id: a turn of the program that has arrived. None: no turn has arrived.
+        """
         self.chunks.now_s = now_s
         self.chunks.update(key, standing)
         if request_id is not None:
             self._programs[request_id] = key
 
     def forget(self, key: str) -> None:
-        """The program has ended. Its turns that are still being copied are nobody's."""
+        """Remove a program that has ended. Chunks of its turns that are still being copied have no owner."""
         self.chunks.drop(key)
 
     def tokens_of(self, key: str) -> int:
-        """Tokens of the program's newest context that the host has, from the first one on."""
+        """Return how many tokens of the program's newest context the host has, counted from the first one."""
         account = self.chunks.accounts.get(key)
         return self.chunks.leading(account) * self.tokens_per_chunk if account else 0
 
     def could_hold(self, key: str, context_tokens: int) -> bool:
-        """The host has all whole chunks of the program's context, or would take those that are missing."""
+        """Return whether the host has all full chunks of the program's context, or has room for the missing ones."""
         account = self.chunks.accounts.get(key)
         wanted = context_tokens // self.tokens_per_chunk
         if account is None or not 0 < wanted <= self.quota_chunks:
@@ -347,22 +360,22 @@ class HostCache(CPUOffloadingManager):
         return short <= 0 or len(self._victims(account, short, account.keys)) == short
 
     def reopen(self, request_id: str) -> None:
-        """Take this turn's chunks again, although some were refused."""
+        """Accept this turn's chunks again, although some were refused."""
         self._closed.discard(request_id)
 
     # --- vLLM's OffloadingManager -------------------------------------------------------------------------------------
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
-        """Nothing to do: the scheduler has reported whose turn it is."""
+        """Do nothing: the scheduler has already reported the program of the request."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: ReqContext) -> None:
-        """No store of this turn will follow."""
+        """Forget the request: no store of it will follow."""
         self._programs.pop(req_context.req_id, None)
         self._closed.discard(req_context.req_id)
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """``keys`` are the context of a turn: of one KV cache group, from the first chunk on."""
+        """Set ``keys`` as the context of a turn. They are of one KV cache group, from the first chunk on."""
         account = self._account(req_context)
         if account is None or not keys:
             super().touch(keys, req_context)
@@ -370,7 +383,10 @@ class HostCache(CPUOffloadingManager):
             self.chunks.extend(account, req_context.req_id, list(keys))
 
     def prepare_store(self, keys: Collection[OffloadKey], req_context: ReqContext) -> PrepareStoreOutput | None:
-        """Take as many as there is room for, from the first on: what follows a gap would never be loaded."""
+        """Prepare the store of as many leading chunks as there is room for.
+
+        Chunks after a gap could never be loaded.
+        """
         account = self._account(req_context)
         present = [key for key in keys if key in self.chunks.blocks]
         missing = [key for key in keys if key not in self.chunks.blocks]
@@ -387,17 +403,17 @@ class HostCache(CPUOffloadingManager):
         return super().prepare_store(present + missing[:room], req_context)
 
     def complete_store(self, keys: Collection[OffloadKey], req_context: ReqContext, success: bool = True) -> None:
-        """They are on the host now."""
+        """Record that the chunks are on the host now, or that their store failed."""
         self.stored_chunks += len(keys) if success else 0
         super().complete_store(keys, req_context, success)
 
     def complete_load(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
-        """They are on the device now."""
+        """Record that the chunks are on the device now."""
         self.fetched_chunks += len(keys)
         super().complete_load(keys, req_context)
 
     def reset_cache(self) -> None:
-        """Empty the tier."""
+        """Remove all chunks from the tier."""
         super().reset_cache()
         self._closed.clear()
 
@@ -412,29 +428,29 @@ class HostCache(CPUOffloadingManager):
 
 CONNECTOR = "OffloadingConnector"
 PROGRAM_SHARE = 0.25
-"""No program gets more than this part of the tier."""
+"""Default of the largest share of the tier for one program."""
 
 MEMORY_SHARE = 0.5
-"""Part of the machine's available memory that its replicas' tiers take together."""
+"""Share of the machine's available memory that the tiers of all its replicas take together."""
 
 CPU_CACHES = 2
-"""On a CPU machine a tier takes no more than so many times the KV cache: host and device memory are the same there,
-and the tier is there to be tried."""
+"""Largest size of a tier on a CPU machine, as a multiple of the KV cache. Host and device memory are the same there,
+and the tier only serves to try it out."""
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where vLLM's CUDA worker keeps the tier."""
+"""Directory in which vLLM's CUDA worker keeps the tier."""
 
 
 def kv_transfer_config(
     num_bytes: int | None, program_share: float = PROGRAM_SHARE, replicas_here: int = 1
 ) -> dict[str, Any]:
-    """vLLM's engine argument of that name.
+    """Return the value of vLLM's engine argument ``kv_transfer_config``.
 
     Args:
-        num_bytes: of the tier, all ranks of the replica together; None: :func:`choose_size` is to be called where the
+        num_bytes: size of the tier, all ranks of the replica together. None: :func:`choose_size` chooses it where the
             replica starts.
-        program_share: no program gets more than this part.
-        replicas_here: that share the machine.
+        program_share: largest share of the tier for one program.
+        replicas_here: number of replicas that share the machine.
     """
     return {
         "kv_connector": CONNECTOR,
@@ -452,10 +468,10 @@ def kv_transfer_config(
 
 
 def choose_size(config: Any) -> None:
-    """Give a host tier that has no size one that fits this machine. To be called before any process is forked.
+    """Choose a size that fits this machine, if the configured host tier has none. Call it before any process is forked.
 
     Args:
-        config: vLLM's VllmConfig, changed in place.
+        config: vLLM's VllmConfig, which is changed in place.
     """
     transfers = config.kv_transfer_config
     extra = transfers.kv_connector_extra_config if transfers is not None else {}
@@ -466,11 +482,11 @@ def choose_size(config: Any) -> None:
 
 
 def fitting_bytes(replicas: int, kv_cache_bytes: int | None) -> int:
-    """The size of a replica's tier where the configuration has none.
+    """Return the size in bytes of a replica's tier, where the configuration has none.
 
     Args:
-        replicas: that share this machine.
-        kv_cache_bytes: of a CPU replica; None on CUDA, where the tier lives in shared memory.
+        replicas: number of replicas that share this machine.
+        kv_cache_bytes: KV cache size of a CPU replica. None on CUDA, where the tier is in shared memory.
     """
     share = int(psutil.virtual_memory().available * MEMORY_SHARE) // max(1, replicas)
     if kv_cache_bytes is not None:
@@ -481,10 +497,10 @@ def fitting_bytes(replicas: int, kv_cache_bytes: int | None) -> int:
 
 
 class HostTierSpec(CPUOffloadingSpec):
-    """What vLLM's connector asks: who manages the host's blocks, and who copies.
+    """What vLLM's connector requests: the manager of the host's blocks, and the worker that copies them.
 
     Raises:
-        ConfigError: chunks of several blocks are wanted (``blocks_per_chunk``); a chunk is a block here.
+        ConfigError: ``blocks_per_chunk`` is not 1. Here a chunk is always one block.
     """
 
     _manager: OffloadingManager | None
@@ -492,13 +508,13 @@ class HostTierSpec(CPUOffloadingSpec):
 
     def __init__(self, config: OffloadingConfig) -> None:
         if not self._uses_shared_region():
-            self.BLOCK_SIZE_ALIGNMENT = 1  # pages matter to memory that is mapped and pinned only
+            self.BLOCK_SIZE_ALIGNMENT = 1  # page alignment is only needed for mapped and pinned memory
         super().__init__(config)
         if self.blocks_per_chunk != 1:
             raise ConfigError(f"kv_transfer_config: a chunk is one block in the host tier, not {self.blocks_per_chunk}")
 
     def get_manager(self) -> OffloadingManager:
-        """The scheduler's side."""
+        """Return the manager, for the scheduler."""
         if self._manager is None:
             self._manager = HostCache(
                 num_chunks=self.num_blocks,
@@ -509,7 +525,7 @@ class HostTierSpec(CPUOffloadingSpec):
         return self._manager
 
     def get_worker(self, kv_caches: CanonicalKVCaches) -> OffloadingWorker:
-        """The worker's side: vLLM's own on CUDA."""
+        """Return the worker, for the engine's worker. On CUDA it is vLLM's own."""
         if self._uses_shared_region():
             return super().get_worker(kv_caches)
         if self._worker is None:
@@ -518,11 +534,12 @@ class HostTierSpec(CPUOffloadingSpec):
 
 
 class CopyingWorker(OffloadingWorker):
-    """Copies blocks between two places in memory, at once: a transfer is done when it was submitted.
+    """Copies blocks between two places in memory. A transfer is complete when its submission returns.
 
     Args:
         kv_caches: the engine's KV cache.
-        num_blocks: of the host tier. Memory that no block was copied to yet is not taken from the machine.
+        num_blocks: capacity of the host tier, in blocks. The operating system provides the memory of a block when the
+            first copy to it is made.
     """
 
     def __init__(self, kv_caches: CanonicalKVCaches, num_blocks: int) -> None:
@@ -532,20 +549,20 @@ class CopyingWorker(OffloadingWorker):
         self._done: list[TransferResult] = []
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: CPULoadStoreSpec) -> bool:
-        """Engine to host."""
+        """Copy blocks from the engine to the host."""
         return self._copy(job_id, src_spec.group_sizes, (self._device, src_spec), (self._host, dst_spec))
 
     def submit_load(self, job_id: int, src_spec: CPULoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Host to engine."""
+        """Copy blocks from the host to the engine."""
         return self._copy(job_id, dst_spec.group_sizes, (self._host, src_spec), (self._device, dst_spec))
 
     def get_finished(self) -> list[TransferResult]:
-        """What was copied since the last call."""
+        """Return the transfers that were completed since the last call."""
         done, self._done = self._done, []
         return done
 
     def wait(self, job_ids: set[int]) -> None:
-        """They are done."""
+        """Return at once: the transfers are already complete."""
 
     def _copy(
         self,

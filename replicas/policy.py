@@ -1,7 +1,7 @@
-"""The plug-points of a replica's scheduler: order, pause and budget, each a pure function of a frozen view.
+"""The interfaces of a scheduling policy: order, pause, admission and budget. Each is a pure function of a frozen view.
 
-A policy keeps no state and reads no clock: what it may know is in the view, and the scheduler does the work. Times are
-seconds on the scheduler's clock, lengths tokens.
+A policy keeps no state and reads no clock. The view has everything that it may know, and the scheduler acts on its
+result. Times are in seconds on the scheduler's clock, and lengths in tokens.
 """
 
 from collections.abc import Callable
@@ -22,51 +22,52 @@ RankKey = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaFacts:
-    """What does not change while a replica lives, but for its pace."""
+    """Facts that do not change while a replica lives, except for the measured speed in ``cost``."""
 
     cost: CostModel
-    """Learns: see `replicas.step_pace`."""
+    """The cost model, scaled by measured step times: see `replicas.step_pace`."""
     slo: SloConfig
     capacity_tokens: int
-    """Tokens whose KV fits the replica's memory."""
+    """Tokens whose KV fits into the replica's memory."""
     max_tokens: int
-    """vLLM's max_num_batched_tokens: no step schedules more."""
+    """vLLM's max_num_batched_tokens: the largest number of tokens of a step."""
     host_tokens: int = 0
-    """Tokens that the host tier takes; 0: there is none."""
+    """Capacity of the host tier, in tokens. 0 means that there is none."""
 
 
 @dataclass(frozen=True)
 class LoadView:
-    """The replica now. One view serves a whole step: what policies ask of it for every turn is worked out once."""
+    """The replica's load. One view serves a whole step, so that values needed for every turn are computed once."""
 
     facts: ReplicaFacts
     now_s: float
     step: int
-    """Steps scheduled since the start."""
+    """Number of steps scheduled since the start."""
     running: int
     running_tokens: int
-    """KV of the running turns."""
+    """Tokens of KV of the running turns."""
     waiting: int
     held_tokens: int
     free_tokens: int
-    """Not owned by anybody; the prefix cache may still have something there."""
+    """Tokens of memory that nobody owns. The prefix cache may still have contents there."""
     on_time_share: float = 1.0
-    """Of the turns that ended of late, those whose programs were never late with a first token; 0 before the first."""
+    """Share of recently ended turns whose programs never exceeded the TTFT SLO. It is 0 before the first turn."""
     waiting_late: int = 0
-    """Of those that wait, turns that the order policy puts off: see ``Policy.late_rank``."""
+    """Number of waiting turns that the order policy defers: see ``Policy.late_rank``."""
     lost_queue_s: float = 0.0
-    """Recent mean seconds from arrival to admission of turns whose programs had lost their KV; 0 before the first."""
+    """Recent mean of the seconds from arrival to admission of turns whose programs had lost their KV. It is 0 before
+    the first."""
     prefill_tokens: int = 0
-    """Tokens that the running turns still need computed before they generate, without turns that are put off."""
+    """Tokens that the running turns have to compute before they generate, without deferred turns."""
 
     @property
     def waiting_in_time(self) -> int:
-        """Turns that wait and can still meet the SLO."""
+        """Number of waiting turns that can still meet the SLO."""
         return self.waiting - self.waiting_late
 
     @cached_property
     def iteration_s(self) -> float:
-        """T_fwd: seconds of a decode iteration of the running turns, or of one where none runs."""
+        """T_fwd: seconds of a decode iteration of the running turns, or of one turn if none runs."""
         return self.facts.cost.decode_step_s(max(1, self.running), self.running_tokens)
 
     @cached_property
@@ -77,20 +78,20 @@ class LoadView:
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What is expected of a turn and of what follows it: the client's hints, or else what was learnt (means)."""
+    """What is expected of a turn and of what follows it, by the client's hints or by learnt means."""
 
     output_tokens: float
     """Tokens that the turn generates."""
     pause_s: float
-    """Seconds of the tool call after it; 0 for a last turn."""
+    """Seconds of the tool call after the turn. It is 0 for a last turn."""
     returned_tokens: float
-    """Prompt tokens that the next turn brings; 0 for a last turn."""
+    """New prompt tokens of the next turn. It is 0 for a last turn."""
     later_tokens: float
-    """Tokens that the program's turns after this one will have computed for them, prompts and outputs."""
+    """Tokens that will be computed for the program's turns after this one, prompts and outputs."""
     later_turns: float
-    """Turns after this one."""
+    """Number of the program's turns after this one."""
     pause_hinted: bool = False
-    """``pause_s`` is the client's own hint."""
+    """Whether ``pause_s`` is the client's hint."""
 
 
 NOTHING_EXPECTED = Forecast(0.0, 0.0, 0.0, 0.0, 0.0)
@@ -102,36 +103,36 @@ class KvPlace(Enum):
     HELD = "held"
     SWAPPED = "swapped"
     NONE = "none"
-    """Released, or never there; the prefix cache may still have some."""
+    """The KV is released or was never computed. The prefix cache may still have some of it."""
 
 
 @dataclass(frozen=True, slots=True)
 class TurnView:
-    """A turn that waits to be admitted."""
+    """A turn that waits for admission."""
 
     program: ProgramState
     hints: Hints
     forecast: Forecast
     load: LoadView
     arrived_s: float
-    """When this turn came (not its program: that is ``program.arrived_s``)."""
+    """Time at which this turn arrived. ``program.arrived_s`` is the time of its program."""
     arrived_step: int
-    """The step count when it came."""
+    """Number of the step at its arrival."""
     tokens: int
-    """Prompt tokens, and those generated before a preemption."""
+    """Tokens of its prompt, and those that it generated before a preemption."""
     cached_tokens: int
-    """Of these, tokens whose KV is held or swapped."""
+    """Those of ``tokens`` whose KV is held or swapped."""
     preempted: bool
-    """It ran already and lost its place for want of memory."""
+    """Whether it has run and was preempted for lack of memory."""
     kv: KvPlace
     generated_tokens: int = 0
-    """Of ``tokens``, those that it generated before a preemption."""
+    """Those of ``tokens`` that it generated before a preemption."""
     first_token_s: float | None = None
-    """When its first token came; None: not yet."""
+    """Time of its first token, or None if there is none yet."""
 
     @property
     def pinned(self) -> bool:
-        """Its program's KV is held and the hold is not broken."""
+        """Whether its program's KV is held, and the hold has not been evicted."""
         return self.kv is KvPlace.HELD
 
 
@@ -144,17 +145,17 @@ class PauseView:
     forecast: Forecast
     load: LoadView
     tools: tuple[str, ...]
-    """The tools that the turn asked for; never empty (see ``cluster.core.program.USER_REPLY``)."""
+    """Tools that the turn asked for. It is never empty (see ``cluster.core.program.USER_REPLY``)."""
     context_tokens: int
     """Tokens whose KV the program has in memory."""
     durations: DurationTable
-    """What is known of tool durations: this replica's observations and the others'."""
+    """Known tool durations: observations of this replica and of the others."""
     average_turns: float | None
-    """Turns of an ended program in the mean; None before the first one ended."""
+    """Mean number of turns of the programs that have ended, or None before the first has."""
 
     @property
     def now_s(self) -> float:
-        """When it paused."""
+        """Time of the pause's beginning."""
         return self.load.now_s
 
 
@@ -170,25 +171,25 @@ class HoldView:
     since_s: float
     until_s: float
     owner_waits: bool
-    """Its next turn has come and waits to be admitted."""
+    """Whether its next turn has arrived and waits for admission."""
     asked: bool = False
-    """The client asked for the hold."""
+    """Whether the client asked for the hold."""
 
 
 class Claimant(Enum):
     """Who needs the memory that a hold occupies."""
 
     RUNNING = "running"
-    """A running turn grows; without memory it would be preempted."""
+    """A running turn that grows and would be preempted without memory."""
     WAITING = "waiting"
-    """A waiting turn, while others run and will free memory by themselves."""
+    """A waiting turn, while others run and will free memory."""
     STARVED = "starved"
-    """A waiting turn, while nothing runs: nobody else will ever free memory."""
+    """A waiting turn, while nothing runs and so nothing else will free memory."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hold:
-    """Keep the blocks allocated until ``until_s``, unless they are broken or used before."""
+    """Keep the blocks allocated until ``until_s``, unless the hold is evicted or used before."""
 
     until_s: float
     reason: PauseReason = PauseReason.POLICY
@@ -196,14 +197,14 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Give the blocks back, the host tier has a copy; it is fetched when the tool has finished."""
+    """Free the blocks, of which the host tier has a copy. The copy is loaded when the tool has finished."""
 
     reason: PauseReason = PauseReason.POLICY
 
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Give the blocks back: the prefix cache may still have them when the program comes back."""
+    """Free the blocks. The prefix cache may still have them when the program comes back."""
 
     reason: PauseReason = PauseReason.POLICY
 
@@ -212,83 +213,86 @@ PauseDecision = Hold | Swap | Release
 
 
 class OrderPolicy(Protocol):
-    """In which order may waiting turns be admitted?"""
+    """Orders the waiting turns for admission."""
 
     @property
     def refresh_steps(self) -> int | None:
-        """Ranks that change by themselves are taken again every so many steps; None: they change with events only."""
+        """Number of steps within which time-dependent ranks are computed again. None: ranks change only with events."""
         ...
 
     def key(self, turn: TurnView) -> RankKey:
-        """A rank: least first, ties by arrival."""
+        """Return the rank of a turn. The least is admitted first, and ties are in order of arrival."""
         ...
 
 
 class PausePolicy(Protocol):
-    """What becomes of a paused program's KV, and whose goes first when memory is short?"""
+    """Decides what happens to a paused program's KV, and whose KV is evicted first when memory is short."""
 
     @property
     def review_steps(self) -> int | None:
-        """Holds are looked at again every so many steps; None: never."""
+        """Number of steps after which a hold is reviewed again. None: holds are not reviewed."""
         ...
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold or release, at the end of a turn that is not the last."""
+        """Decide between hold, swap and release, at the end of a turn that is not the last."""
         ...
 
     def review(self, hold: HoldView) -> PauseDecision:
-        """Go on holding, swap or release, while the pause lasts; asked every ``review_steps``."""
+        """Decide between hold, swap and release while the pause lasts. It is called every ``review_steps`` steps."""
         ...
 
     def victim_key(self, hold: HoldView) -> RankKey:
-        """Least is broken first."""
+        """Return the rank of a hold for eviction. The least is evicted first."""
         ...
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """May ``claimant`` break this hold? It must be True for STARVED, or the replica would stop for ever."""
+        """Return whether the hold may be evicted for ``claimant``.
+
+        It must return True for STARVED, because the replica would otherwise never run a turn again.
+        """
         ...
 
 
 class AdmissionPolicy(Protocol):
-    """How much of the memory has to be left to others when a turn is admitted? Where nothing runs, nothing has to."""
+    """Decides how much memory an admission must leave to others. It is not asked where nothing runs."""
 
     def room_share(self, turn: TurnView) -> float:
-        """The share of the memory, in [0, 1], that running turns leave together, this one being one of them.
+        """Return the share of the memory, in [0, 1], that the running turns and this one together must leave.
 
-        The turn that ranks first is asked; where it has to wait, so do all that rank after it. Held memory counts as
-        left: what is worth holding is not there for admissions anyway.
+        Only the first turn in rank is asked. If it has to wait, all turns after it wait too. Held memory counts as
+        left, because admissions cannot use it anyway.
         """
         ...
 
 
 class BudgetPolicy(Protocol):
-    """How many tokens may this step schedule?"""
+    """Decides how many tokens a step may schedule."""
 
     def tokens(self, load: LoadView) -> int:
-        """Between 1 and ``load.facts.max_tokens``."""
+        """Return the number of tokens, between 1 and ``load.facts.max_tokens``."""
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """One choice for each question. ``name`` is what the registry calls it."""
+    """A complete policy. ``name`` is its name in the registry."""
 
     name: str
     order: OrderPolicy
     pause: PausePolicy
     budget: BudgetPolicy
     reserve_share: float = 0.0
-    """Part of the memory that admissions leave free while others run: what running turns grow into, else they would
-    break holds or be preempted. vLLM's watermark; the larger of the two counts."""
+    """Share of the memory that admissions leave free while other turns run. Running turns grow into it; otherwise they
+    would evict holds or be preempted. It corresponds to vLLM's watermark, and the larger of the two is used."""
     admission: AdmissionPolicy | None = None
-    """None: whatever fits is admitted."""
+    """The admission policy. None admits every turn that fits into memory."""
     late_rank: RankKey | None = None
-    """Turns of this rank and of later ones are put off: ``LoadView.waiting_late`` while they wait, behind all others
-    while their prompts are computed (`replicas.prefill_scheduling`); None: no turn is."""
+    """Rank from which turns are deferred, or None to defer no turn. While they wait, ``LoadView.waiting_late`` counts
+    them. Their prompts are computed after all others (`replicas.prefill_scheduling`)."""
 
     @property
     def guards_memory(self) -> bool:
-        """Its admissions keep the memory from thrashing, however many programs come."""
+        """Whether its admissions keep the memory from thrashing, however many programs arrive."""
         return self.admission is not None
 
 

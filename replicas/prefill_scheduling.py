@@ -1,9 +1,9 @@
-"""Which prompts under way a step computes first.
+"""Orders the prompts that a step computes.
 
-vLLM gives a step's tokens to the running turns in the order in which they were admitted, and what is left to those that
-wait. A long prompt, once begun, keeps every other one waiting until it is computed (head-of-line blocking). Here turns
-that generate come first, which is a token for each, then prompts by their rank. While a turn waits that can be in time,
-late prompts sit out every other step, so that it is admitted. They do not sit out every step, as it may be waiting for
+vLLM gives a step's tokens to the running turns in the order of their admission, and the rest to waiting turns. A long
+prompt that has begun blocks all others until it is computed (head-of-line blocking). Here turns that generate come
+first, with one token each, and then prompts by their rank. While a turn waits that can still meet its SLO, late prompts
+skip every other step, so that the turn is admitted. They do not skip every step, because the turn may be waiting for
 memory.
 """
 
@@ -15,14 +15,14 @@ from replicas.policy import RankKey
 
 
 class PrefillScheduling:
-    """The order of one scheduler's prompts. Where the policy puts nobody off, vLLM's own order stays."""
+    """The order of one scheduler's prompts. vLLM's own order stays where the policy has no late prompts."""
 
     def __init__(self) -> None:
         self._late: frozenset[str] = frozenset()
         self._sat_out = False
 
     def tokens(self, running: list[Request]) -> int:
-        """Tokens that the prompts under way still need computed, without those that are late."""
+        """Return how many tokens the running prompts still need computed, without the prompts that are late."""
         return sum(missing_tokens(request) for request in _under_way(running) if request.request_id not in self._late)
 
     def order(
@@ -34,23 +34,23 @@ class PrefillScheduling:
         in_time_waits: bool,
         step: int,
     ) -> bool:
-        """Before a step: put ``running`` in order, and let late prompts sit the step out where others need it.
+        """Sort ``running`` before a step, and let late prompts skip the step where a turn in time waits.
 
         Args:
-            running: vLLM's list, sorted in place.
-            rank: of a prompt under way.
-            late_from: prompts of this rank and of later ones are late; None: none is.
-            in_time_waits: a turn that is not late waits.
-            step: the number of the step before.
+            running: vLLM's list, which is sorted in place.
+            rank: returns the rank of a running prompt.
+            late_from: prompts of this rank and of later ones are late. None: no prompt is late.
+            in_time_waits: whether a turn that is not late waits.
+            step: number of the previous step.
 
         Returns:
-            Whether other prompts are late than before.
+            Whether the set of late prompts has changed.
         """
         prompts = _under_way(running) if late_from is not None else []
         ranks = {request.request_id: rank(request) for request in prompts}
         late = frozenset(name for name, key in ranks.items() if late_from is not None and key >= late_from)
         changed, self._late = late != self._late, late
-        if prompts:  # stable: equals stay in the order of their admission, which those that generate are
+        if prompts:  # stable: turns that generate have equal ranks and stay in the order of their admission
             running.sort(key=lambda request: ranks.get(request.request_id, ()))
         self._sat_out = bool(late) and not self._sat_out and in_time_waits
         if self._sat_out:
@@ -66,5 +66,8 @@ def _under_way(running: list[Request]) -> list[Request]:
 
 
 def missing_tokens(request: Request) -> int:
-    """Tokens to compute before the next one is generated; 1 of a turn that generates, 0 where that is under way."""
+    """Return how many tokens are to be computed before the next one is generated.
+
+    It is 1 for a turn that generates, and 0 where its next token is already being computed.
+    """
     return int(request.num_tokens - request.num_computed_tokens)

@@ -1,8 +1,8 @@
-"""Cost models by roofline: the papers' models on common GPUs, named ``model/device``, such as ``opt-13b/h800``.
+"""Cost models by roofline for the papers' models on common GPUs, named ``model/device``, such as ``opt-13b/h800``.
 
-Data sheets give the roofs, an :class:`Engine` what a serving engine reaches of them: today's, or with ``@2023`` behind
-the name that of the papers' time. `caesura profile` measures instead; take a preset where the hardware is not at hand.
-The built-in model on a CPU is such a measurement.
+Data sheets give the roofs, and an :class:`Engine` the share of them that a serving engine reaches. The suffix ``@2023``
+selects the engines of the papers' time; without it, the engine is a current one. `caesura profile` measures a cost
+model instead; use a preset where the hardware is not available. The built-in model on a CPU is such a measurement.
 """
 
 from collections.abc import Iterator
@@ -17,13 +17,13 @@ from replicas.cost_model import CostModel
 MEMORY_UTILIZATION = 0.9
 """vLLM's default share of the device's memory."""
 WORKING_BYTES = 1.0e9
-"""Of that share, on each device: activations, CUDA graphs, communication buffers."""
+"""Bytes of this share on each device that activations, CUDA graphs and communication buffers take."""
 LINK_EFFICIENCY = 0.8
-"""Share of its nominal bandwidth that a host or a device link reaches."""
+"""Share of its nominal bandwidth that a host or device link reaches."""
 ALL_REDUCE_S = 10e-6
-"""Latency of one all-reduce between tensor-parallel ranks; each layer has two."""
+"""Latency in seconds of one all-reduce between tensor-parallel ranks. Each layer has two."""
 MIN_CAPACITY_TOKENS = 4096
-"""A replica whose memory takes fewer tokens does not count as fitting."""
+"""Least number of tokens of KV. A model that leaves less memory does not fit a device."""
 
 
 ENGINE_MARK = "@"
@@ -31,16 +31,16 @@ ENGINE_MARK = "@"
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """What a serving engine reaches of a device's roofs. Shares are in (0, 1]."""
+    """The share of a device's roofs that a serving engine reaches. Shares are in (0, 1]."""
 
     compute_efficiency: float
-    """Of the dense peak, by the linear layers and attention in a full batch."""
+    """Share of the dense peak that linear layers and attention reach in a full batch."""
     bandwidth_efficiency: float
-    """Of the memory bandwidth, in reading weights and KV."""
+    """Share of the memory bandwidth that is reached in reading weights and KV."""
     step_overhead_s: float
-    """An iteration before any work: what of scheduling and launching does not overlap with the device."""
+    """Seconds of scheduling and launching in an iteration that do not overlap with the device."""
     sequence_overhead_s: float
-    """Each sequence of a batch: block table, sampling, output."""
+    """Seconds for each sequence of a batch: block table, sampling, output."""
 
 
 TODAY = Engine(0.55, 0.8, step_overhead_s=1.5e-3, sequence_overhead_s=10e-6)
@@ -53,7 +53,10 @@ ENGINES = {
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """What of a model's architecture its costs follow from. Weights and KV have ``dtype_bytes`` a number."""
+    """The parts of a model's architecture on which its costs depend.
+
+    Each number of weights and KV has ``dtype_bytes``.
+    """
 
     parameters: int
     layers: int
@@ -62,39 +65,39 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     tensor_parallel: int = 1
-    """Devices of one replica."""
+    """Number of devices of one replica."""
     dtype_bytes: int = 2
 
     @property
     def weight_bytes(self) -> int:
-        """All ranks together."""
+        """Bytes of the weights, all ranks together."""
         return self.parameters * self.dtype_bytes
 
     @property
     def kv_bytes_per_token(self) -> int:
-        """A key and a value for each layer and KV head, all ranks together."""
+        """Bytes of a key and a value for each layer and KV head, all ranks together."""
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
     def linear_flops_per_token(self) -> int:
-        """One multiplication and one addition for each parameter."""
+        """Operations of the linear layers per token: one multiplication and one addition for each parameter."""
         return 2 * self.parameters
 
     @property
     def attention_flops_per_pair(self) -> int:
-        """Query times key and weight times value, each a multiplication and an addition per dimension."""
+        """Operations of attention per pair: query · key and weight · value, with two operations per dimension each."""
         return 4 * self.layers * self.heads * self.head_dim
 
     @property
     def all_reduce_bytes_per_token(self) -> float:
-        """What each rank sends for a token: two ring all-reduces a layer."""
+        """Bytes that each rank sends for one token: two ring all-reduces per layer."""
         ring = 2 * (self.tensor_parallel - 1) / self.tensor_parallel
         return 2 * self.layers * ring * self.hidden * self.dtype_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU as its data sheet has it. Bytes are decimal; link rates are per direction."""
+    """One GPU according to its data sheet. Bytes are decimal, and link rates are per direction."""
 
     memory_bytes: float
     bandwidth: float
@@ -102,13 +105,13 @@ class Device:
     flops: float
     """Dense 16-bit operations per second, accumulated in 32 bits."""
     host_link: float
-    """Bytes per second from or to the host: PCIe x16."""
+    """Bytes per second from or to the host over PCIe x16."""
     device_link: float
-    """Bytes per second to other devices: NVLink, else the host link."""
+    """Bytes per second to other devices over NVLink, or else over the host link."""
 
 
 PCIE4, PCIE5 = 32e9, 64e9
-"""Bytes per second of sixteen lanes, one direction."""
+"""Bytes per second of sixteen PCIe lanes, in one direction."""
 
 MODELS = {
     # From each model's config.json; parameters as counted in its checkpoint.
@@ -135,7 +138,7 @@ DEVICES = {
 }
 
 DEFAULT = "llama-3.1-8b/h100"
-"""Where nothing is known of a replica: policies need the ratios of its costs, not their seconds."""
+"""The preset where nothing is known of a replica. Policies need the ratios of its costs, not their absolute values."""
 
 TINY_CPU = CostModel(
     name="tiny/cpu",
@@ -150,23 +153,23 @@ TINY_CPU = CostModel(
     swap_token_s=2.5e-8,
     turn_s=1.2e-3,
 )
-"""The built-in model on one core, without HTTP: benchmarks/results/profile_tiny_cpu.json, rounded."""
+"""The built-in model on one core, without HTTP. It is rounded from benchmarks/results/profile_tiny_cpu.json."""
 
 
 def cost_model(source: str) -> CostModel:
-    """What ``source`` names: a preset, or by its path a ``.json`` file that `caesura profile` wrote.
+    """Return the cost model of a preset, or of a ``.json`` file that `caesura profile` wrote.
 
     Raises:
-        ConfigError: no such preset, or not such a file.
+        ConfigError: there is no such preset, or the file is not valid.
     """
     return CostModel.load(Path(source)) if source.endswith(".json") else preset(source)
 
 
 def cost_model_for(config: CaesuraConfig) -> CostModel:
-    """The cost model of a replica: the configured one, else the preset that fits its model and device, else DEFAULT.
+    """Return a replica's cost model: the configured one, else the preset of its model and device, else DEFAULT.
 
     Raises:
-        ConfigError: the configured one cannot be had.
+        ConfigError: the configured cost model cannot be loaded.
     """
     if config.cost_model is not None:
         try:
@@ -186,10 +189,10 @@ def cost_model_for(config: CaesuraConfig) -> CostModel:
 
 
 def preset(name: str) -> CostModel:
-    """The cost model of ``model/device`` or ``model/device@engine``.
+    """Return the cost model of ``model/device`` or ``model/device@engine``.
 
     Raises:
-        ConfigError: no such model, device or engine, or the model does not fit; the message has by how much.
+        ConfigError: there is no such model, device or engine, or the model does not fit. The message has the sizes.
     """
     if name == TINY_CPU.name:
         return TINY_CPU
@@ -209,7 +212,7 @@ def preset(name: str) -> CostModel:
 
 
 def preset_names() -> Iterator[str]:
-    """Every ``model/device`` that fits; each may have an engine behind it."""
+    """Yield every ``model/device`` that fits. Each may be followed by an engine."""
     for model_name, model in MODELS.items():
         for device_name, device in DEVICES.items():
             if _capacity_tokens(model, device) >= MIN_CAPACITY_TOKENS:
@@ -217,7 +220,7 @@ def preset_names() -> Iterator[str]:
 
 
 def _capacity_tokens(model: ModelShape, device: Device) -> int:
-    """Tokens whose KV fits; negative where the weights alone are too much."""
+    """Return the number of tokens whose KV fits. It is negative where the weights alone do not fit."""
     per_device = device.memory_bytes * MEMORY_UTILIZATION - WORKING_BYTES
     free = per_device * model.tensor_parallel - model.weight_bytes
     return int(free // model.kv_bytes_per_token)

@@ -1,10 +1,10 @@
-"""Measures a cost model on a running vLLM engine, from outside, through the API that serves requests.
+"""Measures the cost model of a running vLLM engine, through the API that serves requests.
 
-What a number includes: a *decode* sample is the time between the tokens of sequences that all decode, so one
-iteration of the engine with scheduling, forward pass, sampling and the output's way to the caller as far as it does
-not overlap. A *prefill* sample is the time from submitting a prompt to its first token: one iteration, and the
-request's way in and out, which the fit separates (`CostModel.turn_s`): no part of a step. Swap is one
-contiguous copy between device and host memory: what the link gives, not what a scattered transfer reaches.
+A *decode* sample is the time between the tokens of sequences that all decode. It is one iteration of the engine:
+scheduling, forward pass, sampling, and the output's way to the caller as far as this does not overlap. A *prefill*
+sample is the time from submitting a prompt to its first token. It is one iteration and the request's way into the
+engine and out of it. The fit separates this way (`CostModel.turn_s`) from the step. The swap cost is measured with one
+contiguous copy between device and host memory. It is the rate of the link; a scattered transfer may be slower.
 """
 
 import asyncio
@@ -33,10 +33,10 @@ CROSSINGS = tuple(float(2**power) for power in range(13))
 """Pairs per token of context at which attention's roofs may cross: from no reuse of what was read to a full cache."""
 
 SATURATIONS = 33
-"""Saturation points that are tried, between the least and the largest but one of the measured token counts."""
+"""Number of saturation points that are tried, from the smallest to the second largest of the measured token counts."""
 
 TOKEN_COLUMN = 2
-"""Of `_columns`: the coefficient that a cost model cannot be without."""
+"""Index in the result of `_columns` of the coefficient that a cost model always needs."""
 
 Matrix = NDArray[np.float64]
 
@@ -46,20 +46,20 @@ class StepSample:
     """The measured time of one kind of iteration."""
 
     tokens: int
-    """Scheduled."""
+    """Scheduled tokens."""
     context: int
-    """The sequences' lengths after the step, added up."""
+    """Sum of the sequences' lengths after the step, in tokens."""
     sequences: int
     pairs: float
-    """Pairs of a new token and one that it attends to."""
+    """Number of pairs of a new token and a token that it attends to."""
     seconds: float
     requests: int = 0
-    """Requests whose way into the engine and out of it is part of ``seconds``."""
+    """Number of requests whose way into the engine and out of it is part of ``seconds``."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepCosts:
-    """The step time's coefficients, as in `CostModel`, and how well they fit. Seconds; errors are relative."""
+    """The coefficients of the step time, as in `CostModel`, in seconds, and the relative errors of the fit."""
 
     overhead_s: float
     sequence_s: float
@@ -68,14 +68,14 @@ class StepCosts:
     context_s: float
     pair_s: float
     request_s: float
-    """A request's way into the engine and out of it: measured apart, in no step. `CostModel.turn_s`."""
+    """Seconds of a request's way into the engine and out of it, which is not part of a step: `CostModel.turn_s`."""
     mean_error: float
     max_error: float
 
     def cost_model(
         self, name: str, kv_bytes_per_token: float, kv_capacity_tokens: int, swap_token_s: float, swap_overhead_s: float
     ) -> CostModel:
-        """With what is not of the step: the size of the KV and the host link."""
+        """Return the cost model, given the size of the KV and the costs of the host link."""
         steps: dict[str, Any] = asdict(self)
         for beside in ("request_s", "mean_error", "max_error"):
             del steps[beside]
@@ -91,9 +91,9 @@ class StepCosts:
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepCosts:
-    """The coefficients with the least sum of squared relative errors.
+    """Return the coefficients with the least sum of squared relative errors.
 
-    The form is linear once it is known where each pair of roofs crosses; both crossings are tried over a grid.
+    The form is linear once it is known where each pair of roofs crosses. Both crossings are searched over a grid.
 
     Raises:
         ConfigError: a time is not positive, or all samples have the same number of tokens.
@@ -130,7 +130,7 @@ def fit_steps(samples: Sequence[StepSample]) -> StepCosts:
 
 
 def _columns(samples: Sequence[StepSample], saturation: float, crossing: float) -> Matrix:
-    """What each coefficient is multiplied with: a row for each sample."""
+    """Return the factors of the coefficients, shape [samples, coefficients]."""
     return np.array(
         [(1, s.sequences, max(s.tokens, saturation), max(s.context, s.pairs / crossing), s.requests) for s in samples],
         dtype=np.float64,
@@ -138,9 +138,10 @@ def _columns(samples: Sequence[StepSample], saturation: float, crossing: float) 
 
 
 def _solutions(weighted: Matrix) -> Iterator[tuple[float, Matrix]]:
-    """Least-squares solutions of ``weighted @ x = 1`` over the subsets of columns, where all of x is positive.
+    """Yield the least-squares solutions of ``weighted @ x = 1`` over the subsets of columns with all of x positive.
 
-    With so few columns that is the exact optimum without negative coefficients: its own zeros are one of the subsets.
+    The best of them is the exact optimum without negative coefficients, because the columns of its positive
+    coefficients are one of the subsets.
     """
     target = np.ones(len(weighted))
     others = [column for column in range(weighted.shape[1]) if column != TOKEN_COLUMN]
@@ -157,49 +158,49 @@ def _solutions(weighted: Matrix) -> Iterator[tuple[float, Matrix]]:
 
 
 SWAP_BYTES = (1 << 20, 64 << 20)
-"""Sizes of the two copies that the host link is measured with: one for its latency, one for its rate."""
+"""Sizes in bytes of the two copies that measure the host link: one for its latency, one for its rate."""
 SWAP_REPEATS = 5
 FIRST_TOKEN_ID = 16
-"""Prompts are made of random tokens from here on: below stand most vocabularies' special tokens."""
+"""Smallest id in the random prompts. Most vocabularies have their special tokens below it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ProfilePlan:
-    """What to measure; what exceeds the engine's bounds is left out. Lengths in tokens."""
+    """What is measured. Sizes beyond the engine's bounds are left out. Lengths are in tokens."""
 
     prompts: tuple[int, ...] = (1, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-    """New tokens of a prefill."""
+    """Numbers of new tokens of a prefill."""
     cached: tuple[int, ...] = (0, 512, 2048, 8192)
-    """Tokens before them that the prefix cache holds."""
+    """Numbers of tokens before them that the prefix cache has."""
     batches: tuple[int, ...] = (1, 2, 4, 8, 16, 32, 64, 128, 256)
-    """Sequences of a decode."""
+    """Numbers of sequences of a decode."""
     contexts: tuple[int, ...] = (32, 512, 2048, 8192)
-    """Length of each of them."""
+    """Lengths of each of these sequences."""
     decode_steps: int = 32
-    """Iterations that a decode sample is the mean of."""
+    """Number of iterations over which a decode sample is averaged."""
     repeats: int = 5
-    """A sample is the median of so many."""
+    """Number of repetitions, of which a sample is the median."""
 
 
 QUICK = ProfilePlan((16, 128, 512), (0, 256), (1, 4, 8), (32, 256), decode_steps=8, repeats=2)
-"""Seconds on a small model: to see that it works, not to rely on."""
+"""A plan that takes seconds on a small model. It shows that profiling works; its result is not reliable."""
 
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """A fitted model and what it was fitted to."""
+    """A fitted model, and the samples to which it was fitted."""
 
     model: CostModel
     steps: StepCosts
     samples: tuple[StepSample, ...]
 
     def predicted_s(self, sample: StepSample) -> float:
-        """What the model, with the request's own part, predicts for a sample."""
+        """Return the seconds that the model predicts for a sample, with the requests' own part."""
         step_s = self.model.step_s(sample.tokens, sample.context, sample.sequences, sample.pairs)
         return step_s + sample.requests * self.steps.request_s
 
     def evidence(self) -> dict[str, Any]:
-        """What stands beside the model in its file."""
+        """Return what is written beside the model into its file."""
         return {"fit": self.steps, "samples": self.samples}
 
 
@@ -210,17 +211,17 @@ async def profile_engine(
     report: Callable[[StepSample], None] = lambda sample: None,
     clock: Clock | None = None,
 ) -> Profile:
-    """Start an engine, measure it, stop it.
+    """Start an engine, measure it, and stop it.
 
     Args:
-        name: of the model that comes out.
-        arguments: vLLM's engine arguments; those of the OpenAI surface are ignored.
+        name: name of the resulting model.
+        arguments: vLLM's engine arguments. Those of the OpenAI server are ignored.
         plan: what to measure.
-        report: called with each sample as it comes.
-        clock: what time is measured with.
+        report: called with each sample after its measurement.
+        clock: the clock to measure with. None is the monotonic clock.
 
     Raises:
-        ConfigError: the engine is too small for the plan, or its times make no sense.
+        ConfigError: the engine is too small for the plan, or its times are not valid.
     """
     known = {field.name for field in fields(AsyncEngineArgs)}
     engine_args = AsyncEngineArgs(**{key: value for key, value in arguments.items() if key in known})
@@ -257,7 +258,7 @@ class _Stopwatch:
         self._requests = 0
 
     async def samples(self) -> AsyncIterator[StepSample]:
-        """Each sample of the plan that the engine's bounds allow.
+        """Yield each sample of the plan that the engine's bounds allow.
 
         Raises:
             ConfigError: they allow none.
@@ -268,7 +269,7 @@ class _Stopwatch:
                 f"nothing to measure within {self.max_step} tokens a step, {self.max_length} tokens a sequence and"
                 f" {self.capacity} tokens of KV memory"
             )
-        await self._prefill(*prefills[0])  # first times are of compilation and allocation
+        await self._prefill(*prefills[0])  # the first times include compilation and allocation
         await self._decode(*decodes[0])
         for new, cached in prefills:
             yield _median(await self._prefill(new, cached))
@@ -291,7 +292,7 @@ class _Stopwatch:
                     yield batch, context
 
     async def _prefill(self, new: int, cached: int) -> list[StepSample]:
-        """The time to a prompt's only token, again and again. What the cache really held decides what it is of."""
+        """Measure the time to a prompt's only token ``repeats`` times, and count the real hits of the prefix cache."""
         known = self._tokens(cached)
         if cached:
             await self._first_token(known)
@@ -307,10 +308,10 @@ class _Stopwatch:
         return samples
 
     async def _decode(self, batch: int, context: int) -> list[StepSample]:
-        """The time between tokens of ``batch`` sequences that all decode, again and again."""
+        """Measure the time between tokens of ``batch`` sequences that all decode, ``repeats`` times."""
         prompts = [self._tokens(context) for _ in range(batch)]
         for prompt in prompts:
-            await self._first_token(prompt)  # from the prefix cache, all of them then begin within a few steps
+            await self._first_token(prompt)  # with cached prompts, all of them begin within a few steps
         samples = []
         for _ in range(self.plan.repeats):
             window = _Window(batch, self.plan.decode_steps, self.clock)
@@ -322,7 +323,7 @@ class _Stopwatch:
         return samples
 
     async def _first_token(self, prompt: list[int]) -> int:
-        """Run a request of one token; how many of its prompt's tokens were in the prefix cache."""
+        """Run a request of one token. Return how many of its prompt's tokens were in the prefix cache."""
         params = SamplingParams(max_tokens=1, ignore_eos=True, output_kind=RequestOutputKind.FINAL_ONLY)
         hits = 0
         async for output in self.engine.generate({"prompt_token_ids": prompt}, params, self._request_id()):
@@ -350,7 +351,7 @@ class _Stopwatch:
 
 
 class _Window:
-    """The steps in which all sequences of a batch decode: it opens with the last one's first token."""
+    """The steps in which all sequences of a batch decode. It opens with the first token of the last sequence."""
 
     def __init__(self, batch: int, steps: int, clock: Clock) -> None:
         self._counts = [0] * batch
@@ -362,10 +363,10 @@ class _Window:
         self.closed = False
         self.seconds_per_step = 0.0
         self.generated = 0
-        """Tokens of the whole batch, in the middle of the window."""
+        """Generated tokens of the whole batch, at the middle of the window."""
 
     def count(self, index: int, tokens: int) -> None:
-        """``tokens`` came of a sequence: several at once when its reader lags behind."""
+        """Count ``tokens`` new tokens of a sequence. Several come at once when its reader is slow."""
         self._counts[index] += tokens
         if self.closed:
             return
@@ -381,20 +382,23 @@ class _Window:
 
 
 def _median(samples: list[StepSample]) -> StepSample:
-    """The sample with the median time; of an even number, the faster one of the middle."""
+    """Return the sample with the median time, or the faster one of the two in the middle."""
     middle = statistics.median_low(sample.seconds for sample in samples)
     return next(sample for sample in samples if sample.seconds == middle)
 
 
 def _kv_bytes_per_token(config: Any) -> int:
-    """Of all ranks, for attention that keeps a key and a value for each layer and KV head."""
+    """Return the bytes of all ranks, for attention that keeps a key and a value for each layer and KV head."""
     model = config.model_config
     numbers = 2 * model.get_total_num_hidden_layers() * model.get_total_num_kv_heads() * model.get_head_size()
     return int(numbers * get_dtype_size(kv_cache_dtype_str_to_dtype(config.cache_config.cache_dtype, model)))
 
 
 def _swap_costs(config: Any, kv_bytes_per_token: int, clock: Clock) -> tuple[float, float]:
-    """Seconds for a token's KV over the host link, one way, and of any transfer; each rank has its own link."""
+    """Return the swap costs, one way: seconds for one token's KV, and seconds for any transfer.
+
+    Each rank has its own host link.
+    """
     on_gpu = config.device_config.device_type == "cuda"
     small_s, large_s = (_copy_s(size, on_gpu, clock) for size in SWAP_BYTES)
     byte_s = max(large_s - small_s, 0.0) / (SWAP_BYTES[1] - SWAP_BYTES[0]) or large_s / SWAP_BYTES[1]
@@ -403,7 +407,10 @@ def _swap_costs(config: Any, kv_bytes_per_token: int, clock: Clock) -> tuple[flo
 
 
 def _copy_s(size: int, on_gpu: bool, clock: Clock) -> float:
-    """The shortest of a few copies of ``size`` bytes from the device to the host, on CPU within its memory."""
+    """Return the least seconds of a few copies of ``size`` bytes from the device to the host.
+
+    On CPU both are memory.
+    """
     device = torch.ones(size, dtype=torch.uint8, device="cuda" if on_gpu else "cpu")
     host = torch.zeros(size, dtype=torch.uint8, pin_memory=on_gpu)
     times = []

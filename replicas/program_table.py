@@ -11,13 +11,13 @@ from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
 from cluster.durations.statistics import DurationStatistics
 
 MAX_RECORDED = 4096
-"""Programs whose turns are recorded; of older ones only the state is kept."""
+"""Largest number of programs whose turns are recorded. Of older ones only the state is kept."""
 MAX_TURN_RECORDS = 512
-"""Turns kept of one program; earlier ones are dropped."""
+"""Largest number of turns that are kept of one program. Earlier ones are dropped."""
 
 
 class KvDecision(StrEnum):
-    """What becomes of a paused program's KV."""
+    """What happens to a paused program's KV."""
 
     HOLD = "hold"
     SWAP = "swap"
@@ -26,30 +26,30 @@ class KvDecision(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class TurnRecord:
-    """What happened to one turn. Times in seconds on the replica's clock, lengths in tokens."""
+    """What happened to one turn. Times are in seconds on the replica's clock, and lengths in tokens."""
 
     request_id: str
     arrived_s: float
     queue_s: float
-    """From arrival to the first admission."""
+    """Seconds from arrival to the first admission."""
     run_s: float
-    """From the first admission to the last token."""
+    """Seconds from the first admission to the last token."""
     prompt_tokens: int
     cached_tokens: int
     """Prompt tokens that needed no computation at the first admission."""
     output_tokens: int
     preemptions: int
     priority: int | None
-    """As the client gave it."""
+    """The client's priority, or None if it gave none."""
     tools: tuple[str, ...]
-    """What the turn asked for."""
+    """Tools that the turn asked for."""
     outcome: str
     decision: KvDecision = KvDecision.RELEASE
-    """What became of the KV afterwards."""
+    """What happened to the KV after the turn."""
     reason: PauseReason | None = None
-    """Why; None: no policy was asked."""
+    """The reason of the decision, or None if no policy was asked."""
     hold_s: float | None = None
-    """How long the KV was to be held, if it was."""
+    """Planned seconds of the hold, or None if the KV was not held."""
 
     @property
     def decision_text(self) -> str:
@@ -60,7 +60,7 @@ class TurnRecord:
         return decided if self.reason is None else f"{decided} ({self.reason})"
 
     def to_public_dict(self) -> dict[str, Any]:
-        """As plain values; ``decision`` is for people, ``kv`` and ``reason`` are for programs."""
+        """Return plain values. ``decision`` is for people; ``kv`` and ``reason`` are for programs."""
         values = asdict(self)
         decision, reason = values.pop("decision"), values.pop("reason")
         return {**values, "decision": self.decision_text, "kv": str(decision), "reason": reason and str(reason)}
@@ -76,11 +76,11 @@ class _Entry:
 
 
 class ProgramTable:
-    """States by program key, least recently used first.
+    """States by program key, the least recently used first.
 
     Args:
-        max_programs: above it, the least recently used program that has no turn in flight is ended.
-        idle_s: a program without an event for so long has ended.
+        max_programs: above this number, the least recently used program without a turn in flight is ended.
+        idle_s: seconds without an event after which a program is ended.
     """
 
     def __init__(self, max_programs: int, idle_s: float) -> None:
@@ -90,36 +90,36 @@ class ProgramTable:
         self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
         self.abandoned = 0
-        """Programs that were taken to have ended, as they were idle for too long."""
+        """Number of programs that were ended because they were idle for too long."""
 
     def __len__(self) -> int:
         return len(self._live)
 
     def get(self, key: str) -> ProgramState | None:
-        """The program's state, unless it has ended or was never seen."""
+        """Return the program's state, or None if it has ended or was never seen."""
         entry = self._live.get(key)
         return entry.state if entry else None
 
     def __getitem__(self, key: str) -> ProgramState:
-        """The state of a program that is known to be here."""
+        """Return the state of a program that is known to be here."""
         return self._live[key].state
 
     def recent(self) -> Iterator[ProgramState]:
-        """The states of all programs that have not ended, those with the latest event first."""
+        """Yield the states of all programs that have not ended, those with the latest event first."""
         return (entry.state for entry in reversed(self._live.values()))
 
     @property
     def average_turns(self) -> float | None:
-        """Turns of an ended program in the mean (Continuum's AvgTurns)."""
+        """Mean number of turns of the programs that have ended (Continuum's AvgTurns), or None before the first has."""
         return self._turns.mean_s if self._turns.count else None
 
     @property
     def concluded(self) -> int:
-        """Programs that have ended."""
+        """Number of programs that have ended."""
         return self._turns.count
 
     def apply(self, key: str, event: Event) -> Sequence[Action]:
-        """Take the program through ``event``; what has to be done.
+        """Apply ``event`` to the program. Return the actions that have to be done.
 
         Raises:
             IllegalTransition: see ``cluster.core.lifecycle.machine.step``; nothing was changed.
@@ -146,7 +146,7 @@ class ProgramTable:
             entry.turns.append(turn)
 
     def to_public_dict(self, key: str) -> dict[str, Any] | None:
-        """The program's state, turns and last events as plain values; None if it is not known (any more)."""
+        """Return the program's state, turns and last events as plain values, or None if it is not known (any more)."""
         entry = self._recorded.get(key)
         if entry is None:
             return None
@@ -166,7 +166,11 @@ class ProgramTable:
         }
 
     def sweep(self, now_s: float) -> list[tuple[str, Sequence[Action]]]:
-        """End what was idle for too long and, above the bound, what was used least recently; the actions of each."""
+        """End programs that were idle for too long and, above the bound, the least recently used ones.
+
+        Returns:
+            The actions of each program that was ended.
+        """
         done: list[tuple[str, Sequence[Action]]] = []
         excess = len(self._live) - self._max_programs
         for key in list(self._live):

@@ -1,8 +1,8 @@
-"""One turn of a program that the cluster runs: its prompt goes on from exact ids, its output comes with its ids.
+"""One turn of a program that the cluster runs. Its prompt continues from exact ids, and its output has its ids.
 
-vLLM takes a prompt's ids beside the messages (``kv_transfer_params.prompt_token_ids``, made for split prefill): it then
-leaves out templating and tokenization, and everything else of a chat request stays as it is, tool choice, structured
-output and the parsing of reasoning and tool calls.
+vLLM accepts a prompt's ids beside the messages (``kv_transfer_params.prompt_token_ids``, made for disaggregated
+prefill). It then skips templating and tokenization. Everything else of a chat request works as usual: tool choice,
+structured output, and the parsing of reasoning and tool calls.
 """
 
 import json
@@ -44,7 +44,7 @@ FIXED: Mapping[str, Any] = {
     "truncate_prompt_tokens": None,
     "kv_transfer_params": None,
 }
-"""Fields that a program's turn cannot have otherwise: it is one stream of ids, after all that was before."""
+"""Fields with the only value that a program's turn may have: a turn is one stream of ids, after all earlier ones."""
 
 OURS: Mapping[str, Any] = {
     "stream": True,
@@ -52,10 +52,10 @@ OURS: Mapping[str, Any] = {
     "return_token_ids": True,
     "include_reasoning": True,  # without it, vLLM keeps the ids back; what the caller does not want is left out here
 }
-"""Fields that are set here, whatever the caller asked for."""
+"""Fields that are set here, whatever the caller requested."""
 
 ABORTED = "abort"
-"""vLLM's finish reason of a request that somebody else than its caller ended."""
+"""vLLM's finish reason of a request that was ended by somebody other than its caller."""
 
 Piece = TurnPiece | HttpError
 
@@ -65,9 +65,9 @@ class ProgramTurns:
 
     Args:
         engine: a started `ReplicaEngine`.
-        text: of the engine's chat prompts.
-        interval_s: pieces of one turn that are ready within this time travel together.
-        count: called with how each turn's prompt was made.
+        text: the renderer of the engine's chat prompts.
+        interval_s: seconds within which pieces of one turn are sent together.
+        count: called for each turn with the way in which its prompt was made.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class ProgramTurns:
         return self._examined.stable
 
     async def examine(self) -> None:
-        """Look at what the model's chat template does; until then every prompt is rendered again."""
+        """Examine the model's chat template. Until then every prompt is rendered again."""
         self._examined = await self._text.examine()
         if self._examined.faults:
             usable = "extended only where it keeps what it wrote" if self._examined.closings else "rendered again"
@@ -107,17 +107,17 @@ class ProgramTurns:
         continuation: Continuation | None,
         watch: Watch,
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
-        """One TurnBegan, TurnDeltas, one TurnDone; or an HttpError at the end. Closing it aborts the turn.
+        """Yield one TurnBegan, TurnDeltas and one TurnDone, or an HttpError at the end. Closing it aborts the turn.
 
-        Pieces that are ready together come together, so that they travel as one message.
+        Pieces that are ready together are sent as one message.
 
         Args:
-            body: a chat completion's, with all messages of the program so far.
-            headers: those that vLLM may see.
-            key: of the program.
-            identity: encoded ProgramIdentity.
-            continuation: ids that stand for the first messages; None on the program's first turn.
-            watch: sees what the engine makes of it; knows how far it has come elsewhere.
+            body: the body of a chat completion, with all messages of the program so far.
+            headers: headers that vLLM may see.
+            key: the program's key.
+            identity: the encoded ProgramIdentity.
+            continuation: ids of the first messages. None on the program's first turn.
+            watch: sees the engine's outputs, and knows how far the turn has come on another replica.
 
         Raises:
             HttpError, Exception: ours and vLLM's, for a request that cannot be served.
@@ -143,7 +143,10 @@ class ProgramTurns:
                         yield refusal
 
     async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[PromptMode, list[int], list[int]]:
-        """How the prompt is made, the ids that it goes on from, and those that come after them, if we make it."""
+        """Return how the prompt is made, the ids from which it continues, and the ids after them.
+
+        Both lists are empty if vLLM makes the prompt.
+        """
         self._text.bound_output(request)
         if continuation is None:
             return PromptMode.FIRST, [], []
@@ -184,9 +187,9 @@ class Reading:
 
     Args:
         rendering: how the prompt is made.
-        added: the ids that continue it; of a prompt that vLLM makes, its stream has the ids.
-        reasoning: whether the caller wants to see it.
-        watch: of the stream; knows how many of its events have been sent before.
+        added: packed ids that continue the prompt. If vLLM makes the prompt, its stream has the ids.
+        reasoning: whether the caller wants the reasoning.
+        watch: the watch of the stream, which knows how many of its events were sent before.
     """
 
     def __init__(self, rendering: PromptMode, added: bytes, reasoning: bool, watch: Watch) -> None:
@@ -201,7 +204,7 @@ class Reading:
         self._finish_reason: str | None = None
 
     async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[StreamChunk[tuple[Piece, ...]]]:
-        """The stream's pieces, event by event; after a refusal, or the end, nothing.
+        """Yield the stream's pieces, event by event. A refusal or the end is the last one.
 
         Raises:
             Exception: what ended the engine's outputs.
@@ -268,10 +271,10 @@ class Reading:
         return TurnDone(reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
 
     def _reason(self, of_vllm: str) -> str:
-        """Why the turn ended.
+        """Return why the turn ended.
 
-        vLLM 0.29 says `tool_calls` of each streamed turn in which a call began, also if that was cut, and `stop` of a
-        named call. The watch knows the engine's own reason.
+        vLLM 0.29 reports `tool_calls` for each streamed turn in which a call began, even if it was cut, and `stop` for
+        a named call. The watch knows the engine's own reason.
         """
         ending = self._watch.last_ending
         if ending is None:
@@ -286,7 +289,7 @@ def _call(call: Mapping[str, Any]) -> CallDelta:
 
 
 def together(batch: list[Piece]) -> list[Piece]:
-    """The same, with deltas that follow one another as one."""
+    """Return the same pieces, with consecutive deltas merged into one."""
     joined: list[Piece] = []
     for piece in batch:
         last = joined[-1] if joined else None

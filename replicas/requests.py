@@ -1,6 +1,6 @@
-"""vLLM's request models and refusals: the one place where they are read, and mapped to ours.
+"""The only place that reads vLLM's request models and errors, and maps them to those of the cluster.
 
-The ingress knows none of them, so that it starts without importing vLLM.
+The ingress does not import it, so that it starts without importing vLLM.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ OVERLOAD_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABL
 
 
 def parse_request(method: str, body: Mapping[str, Any]) -> Any:
-    """The body of a call of ``method`` (``chat``, ``completions``, ``tokenize``, ``detokenize``) as vLLM's model.
+    """Parse the body of a call of ``method`` (``chat``, ``completions``, ``tokenize``, ``detokenize``) as vLLM's model.
 
     Raises:
-        BadRequest: vLLM's models refuse it; ``param`` is the path of the field at fault.
+        BadRequest: vLLM's models reject it, or the method is unknown. ``param`` is the path of the wrong field.
     """
     try:
         match method:
@@ -62,7 +62,7 @@ def parse_request(method: str, body: Mapping[str, Any]) -> Any:
 
 
 def _read_through(request: ChatCompletionRequest) -> ChatCompletionRequest:
-    """The request with the parts of its messages validated that pydantic validates only when they are read."""
+    """Validate those parts of the messages that pydantic validates only when they are read. Return the request."""
     for number, message in enumerate(request.messages):
         for field in ("content", "tool_calls"):
             value = message.get(field)
@@ -76,7 +76,7 @@ def _read_through(request: ChatCompletionRequest) -> ChatCompletionRequest:
 
 
 def attach_program(request: Any, headers: Mapping[str, str], key: str | None, identity: str | None) -> None:
-    """Attach the program's identity to a request for the scheduler; without an identity, nothing."""
+    """Attach the program's identity to a request for the scheduler. Do nothing without an identity."""
     if identity is not None:
         request.request_id = headers["x-request-id"]
         request.session_id = key
@@ -84,7 +84,10 @@ def attach_program(request: Any, headers: Mapping[str, str], key: str | None, id
 
 
 def as_refusal(error: Exception) -> HttpError:
-    """What an exception of vLLM's request handling means to a client. Total: what is not foreseen is a plain 500."""
+    """Return the HTTP error that an exception of vLLM's request handling means.
+
+    An unknown exception gives a plain 500.
+    """
     match error:
         case HttpError():
             return error
@@ -98,7 +101,7 @@ def as_refusal(error: Exception) -> HttpError:
 
 
 def of_response(answer: ErrorResponse) -> HttpError:
-    """vLLM's error body, in our shape."""
+    """Convert vLLM's error body to an HTTP error."""
     refusal = answer.error
     if refusal.code in OVERLOAD_STATUSES:
         return Overloaded(refusal.message, status=refusal.code, retry_after_s=RETRY_AFTER_S)
@@ -108,7 +111,7 @@ def of_response(answer: ErrorResponse) -> HttpError:
 
 
 def of_first_event(event: bytes) -> HttpError | None:
-    """vLLM's refusal, if a stream begins with it: nothing has been sent yet, so it can have its status."""
+    """Return vLLM's error if a stream begins with it, else None. Its status can still be sent, as nothing was yet."""
     if not event.startswith(ERROR_EVENT):
         return None
     answer = json.loads(event.partition(b"\n\n")[0].removeprefix(b"data: "))
@@ -116,7 +119,7 @@ def of_first_event(event: bytes) -> HttpError | None:
 
 
 def naming_field(refusal: HttpError, body: Mapping[str, Any]) -> HttpError:
-    """The refusal with ``param``, where vLLM only begins its message with the field's name."""
+    """Set ``param`` of an error where vLLM's message only begins with the field's name. Return the error."""
     word = refusal.message.partition(" ")[0].strip("`'\"")
     if refusal.param is None and word in body:
         refusal.param = word
@@ -127,12 +130,12 @@ Other = TypeVar("Other")
 
 
 async def gather(chunks: AsyncGenerator[Other], interval_s: float) -> AsyncGenerator[list[Other]]:
-    """What came since the last list, one list per ``interval_s``; the first and the last go at once.
+    """Yield lists of the chunks since the last list, one list per ``interval_s``. The first and the last come at once.
 
     Closing the result closes ``chunks``.
 
     Raises:
-        Exception: what ``chunks`` raised, after everything before it has been yielded.
+        Exception: what ``chunks`` raised, after everything before it was yielded.
     """
     pending: list[Other] = []
     ready = asyncio.Event()
@@ -169,9 +172,9 @@ async def gather(chunks: AsyncGenerator[Other], interval_s: float) -> AsyncGener
 async def coalesce(
     pieces: AsyncGenerator[StreamChunk[str] | Other], interval_s: float
 ) -> AsyncGenerator[StreamChunk[bytes] | Other]:
-    """Server-sent events joined to one piece per ``interval_s``, as bytes that a client can be sent; see `gather`.
+    """Join server-sent events to one piece of bytes per ``interval_s``; see `gather`.
 
-    Whatever is not an event (vLLM's refusal) is passed on as it is, after those that came before it.
+    Other pieces (vLLM's errors) are passed on unchanged, after the events that came before them.
     """
     async with aclosing(gather(pieces, interval_s)) as batches:
         async for batch in batches:

@@ -1,12 +1,12 @@
-"""Streams that report how far they have come, and streams that go on where another replica's broke off.
+"""Streams that report their progress, and streams that continue where a stream of another replica ended.
 
-Between vLLM's serving layer and its engine stands a client that writes down each output's ids, and for a resumed stream
-begins with outputs made of the ids that are known already. So the serving layer (tool parsers, reasoning parsers,
-usage) comes to the state in which the other replica's was; the events that it makes on the way have been sent before,
-and `events` leaves them out. The engine then gets prompt and known ids as its prompt. Its text is made here, as a
-character or a stop string may begin in what is known and end in what is new.
+A client between vLLM's serving layer and its engine records the ids of each output. For a resumed stream it first
+yields outputs made of the ids that are already known. This brings the serving layer (tool parsers, reasoning parsers,
+usage) to the state that it had on the other replica. The events of these outputs were already sent, and `events` leaves
+them out. The engine then gets the prompt and the known ids as its prompt. The text is made here, because a character or
+a stop string may begin in the known ids and end in the new ones.
 
-Of vLLM 0.29 (tests/contracts/test_resumption.py holds what it does):
+It uses these names of vLLM 0.29 (tests/contracts/test_resumption.py checks what they do):
     AsyncLLM.generate, RequestOutput, SamplingParams, IncrementalDetokenizer
     GenerateBaseServing.engine_client   replaced by a ContinuedClient
 """
@@ -31,19 +31,19 @@ from replicas.vllm_patches import RESUMED_KEY
 Other = TypeVar("Other")
 
 TICKET = "caesura_stream"
-"""The key of ``vllm_xargs`` under which a request brings its Watch's name to the engine's client."""
+"""The key of ``vllm_xargs`` with which a request passes its Watch's name to the engine's client."""
 
 WITH_IDS = ("token", "multimodal")
-"""Types of vLLM's engine inputs whose prompt is ids."""
+"""Types of vLLM's engine inputs whose prompt is token ids."""
 
 _CREATED = re.compile(r'"created":(\d+)')
 
 
 def obstacle(prompt: Mapping[str, Any], params: Any) -> str | None:
-    """Why a stream could not go on exactly from its ids alone; None if it could.
+    """Return why a stream cannot be continued exactly from its ids alone, or None if it can.
 
-    Of sampling parameters, those are in the way of which vLLM keeps a state, or that look at the output as apart from
-    the prompt. (A repetition penalty looks at both alike. Without a seed every continuation is as good a sample.)
+    Sampling parameters prevent it if vLLM keeps a state for them, or if they treat the output differently from the
+    prompt. A repetition penalty treats both alike. Without a seed, every continuation is an equally good sample.
     """
     reasons = {
         "its prompt is not token ids": prompt.get("type") not in WITH_IDS,
@@ -61,20 +61,20 @@ def obstacle(prompt: Mapping[str, Any], params: Any) -> str | None:
 
 
 class Watch:
-    """One request's outputs on their way from the engine.
+    """Records one request's outputs from the engine.
 
     Args:
-        so_far: how far the stream had come elsewhere; None: it begins here.
+        so_far: progress of the stream on another replica. None: it begins here.
     """
 
     def __init__(self, so_far: Progress | None = None) -> None:
         self.so_far = so_far
         self.failure: Exception | None = None
-        """What ended the engine's outputs, although vLLM makes an event of it."""
+        """The exception that ended the engine's outputs. vLLM only makes an event of it."""
         self.name: str | None = None
-        """By which the engine has been given the request; None: it has not."""
+        """The name of the request in the engine, or None if the engine has not got it."""
         self.last_ending: Ending | None = None
-        """Why the engine's outputs ended; None: they have not."""
+        """Why the engine's outputs ended, or None if they have not."""
         self._obstacle: str | None = None
         self._begun: Begun | None = None
         self._ending: Ending | None = None
@@ -82,7 +82,7 @@ class Watch:
         self._sizes: list[int] = []
 
     def take(self, *, events: int = 0, created: str = "") -> Progress:
-        """What has come since the last time."""
+        """Return the progress since the last call."""
         taken = Progress(events, pack_ids(self._ids), pack_ids(self._sizes), self._begun, self._ending, created)
         self._begun = self._ending = None
         self._ids.clear()
@@ -97,13 +97,13 @@ class Watch:
         params: Any,
         name: str,
     ) -> AsyncGenerator[RequestOutput]:
-        """The engine's outputs for a prompt, all of them, also those that were made elsewhere.
+        """Yield all outputs for a prompt: those that were made elsewhere, then the engine's.
 
         Args:
-            generate: AsyncLLM's, but for the three arguments that come here.
-            tokenizer: the engine's.
+            generate: AsyncLLM's method with the three arguments prompt, parameters and name.
+            tokenizer: the engine's tokenizer.
             prompt: vLLM's engine input.
-            params: SamplingParams.
+            params: vLLM's SamplingParams.
             name: the request's id.
         """
         self._obstacle = "several prompts" if self.name else obstacle(prompt, params)
@@ -184,10 +184,10 @@ class Watch:
 
 
 class ContinuedClient:
-    """vLLM's engine client as the serving layer sees it; everything but `generate` is the engine's own.
+    """vLLM's engine client for the serving layer. Everything except `generate` is the engine's own.
 
     Args:
-        client: AsyncLLM.
+        client: vLLM's AsyncLLM.
     """
 
     def __init__(self, client: Any) -> None:
@@ -199,7 +199,7 @@ class ContinuedClient:
 
     @contextmanager
     def watching(self, request: Any, watch: Watch) -> Iterator[None]:
-        """Let ``watch`` see what the engine makes of vLLM's ``request``, if it is one that generates."""
+        """Let ``watch`` see the outputs for vLLM's ``request``, if it is a request that generates."""
         if not hasattr(request, "vllm_xargs"):
             yield
             return
@@ -212,10 +212,10 @@ class ContinuedClient:
             del self._watches[ticket]
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
-        """As AsyncLLM's."""
+        """Generate as AsyncLLM does, through the request's Watch if it has one."""
         extra = sampling_params.extra_args or {}
         watch = self._watches.get(str(extra.get(TICKET)))
-        # A client may have put the words there; from here on they are ours.
+        # A client may have set these keys; only our values count from here on.
         sampling_params.extra_args = {key: extra[key] for key in extra if key not in (TICKET, RESUMED_KEY)} or None
         if watch is None:
             return self._client.generate(prompt, sampling_params, request_id, **options)
@@ -230,7 +230,7 @@ class ContinuedClient:
 async def events(
     chunks: AsyncGenerator[str | Other], watch: Watch
 ) -> AsyncGenerator[StreamChunk[str] | HttpError | Other]:
-    """vLLM's server-sent events, each with how far the stream has come; without those that have been sent before.
+    """Yield vLLM's server-sent events with their progress, except those that were sent before.
 
     Raises:
         Exception: what ended the engine's outputs.
@@ -266,7 +266,7 @@ class _Text:
         self._detokenizer = IncrementalDetokenizer.from_new_request(tokenizer if params.detokenize else None, asked)
 
     def output(self, ids: Sequence[int], ending: Ending | None) -> CompletionOutput:
-        """The next output; it ends where a stop string does."""
+        """Return the next output. It ends where a stop string does."""
         token = ending is not None and ending.finish_reason == "stop" and not isinstance(ending.stop_reason, str)
         for count, number in enumerate(ids, start=1):
             found = self._detokenizer.update([number], token and count == len(ids))
@@ -279,7 +279,10 @@ class _Text:
 
 
 def _rest_of(params: Any, known: int) -> Any:
-    """What the engine still has to do after ``known`` tokens. It makes no text: that is done here."""
+    """Return the parameters of the request that remains after ``known`` tokens.
+
+    Its text is made here, not by the engine.
+    """
     rest = params.clone()
     rest.detokenize, rest.stop = False, []
     rest.max_tokens = None if params.max_tokens is None else params.max_tokens - known

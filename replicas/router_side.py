@@ -1,9 +1,9 @@
-"""The replica's half of the router: its snapshot, the turns that it refuses, whether it drains.
+"""The replica's side of the router: its snapshot, the turns that it rejects, and whether it drains.
 
-The snapshot names the beginnings of prompts that are likely cached. Blocks that several programs began with are what
-is worth knowing: system prompts and tool definitions. They come first and are dropped last. What only one program has
-begun with takes the room that they leave, since the next program with the same beginning may come at any time. (All
-blocks in one line would not do: a few programs with long prompts of their own would push out every system prompt.)
+The snapshot names prompt prefixes that are probably cached. The most useful are blocks with which several programs
+began, such as system prompts and tool definitions. They come first in the snapshot and are dropped last. Blocks of only
+one program fill the remaining room, because the next program with the same prefix may come at any time. One common LRU
+list would not work: a few programs with long prompts of their own would evict every system prompt.
 """
 
 import logging
@@ -20,13 +20,13 @@ from cluster.observing.recorders import Fallback
 from replicas.control import ControlChannel
 
 MAX_FENCED = 65_536
-"""Programs whose epochs are remembered, those heard of last."""
+"""Largest number of programs whose epochs are remembered. The most recent ones stay."""
 
 
 class Fence:
     """The highest epoch that this replica knows of each program (`router.decisions.Home.epoch`).
 
-    What is forgotten is let through: a turn on an old home costs a recomputation, no wrong answer.
+    A turn of a forgotten program is accepted: a turn on an old home costs a recomputation, but its answer is right.
     """
 
     def __init__(self, max_programs: int = MAX_FENCED) -> None:
@@ -37,14 +37,17 @@ class Fence:
         return len(self._epochs)
 
     def raise_to(self, key: str, epoch: int) -> None:
-        """The program has been placed, here or elsewhere, with this epoch."""
+        """Record that the program was placed with this epoch, here or elsewhere."""
         self._epochs[key] = max(epoch, self._epochs.get(key, epoch))
         self._epochs.move_to_end(key)
         if len(self._epochs) > self._max_programs:
             self._epochs.popitem(last=False)
 
     def refuses(self, key: str, epoch: int) -> int | None:
-        """The later epoch that is known, if a turn of this one comes too late; else older ones may come no more."""
+        """Return the later epoch that is known if a turn comes too late, else None.
+
+        Older turns are rejected from then on.
+        """
         known = self._epochs.get(key, epoch)
         if epoch < known:
             return known
@@ -53,11 +56,11 @@ class Fence:
 
 
 MAX_KEYS = 8192
-"""Programs that are remembered, so that a later turn of one does not count as another program's."""
+"""Largest number of programs that are remembered, so that a later turn of one does not count as another program's."""
 
 
 class PrefixMemory:
-    """Fed with the prompts that a replica serves, as text or as token ids; whoever asks names them alike. Bounded."""
+    """Prefix blocks of the prompts that a replica serves, as text or as token ids. The number of blocks is bounded."""
 
     def __init__(self, max_blocks: int = MAX_PREFIXES) -> None:
         self._max_blocks = max_blocks
@@ -66,9 +69,12 @@ class PrefixMemory:
         self._keys: OrderedDict[str, None] = OrderedDict()
 
     def serve(self, key: str | None, prompt: Sequence[int] | bytes, salt: str = "") -> None:
-        """A turn of a program (None: of none) is served here. Of a program's later turns nothing is learnt.
+        """Learn from a turn that is served here. Nothing is learnt from a program's later turns.
 
-        ``prompt`` and ``salt``: as for `prefix_blocks`.
+        Args:
+            key: the program's key. None: the turn belongs to no program.
+            prompt: as for `prefix_blocks`.
+            salt: as for `prefix_blocks`.
         """
         if key is not None:
             known = key in self._keys
@@ -78,7 +84,7 @@ class PrefixMemory:
                 return
             if len(self._keys) > MAX_KEYS:
                 self._keys.popitem(last=False)
-        # Last block first: then the end of a prompt is dropped before its beginning, without which it is of no use.
+        # Last block first, so that the end of a prompt is dropped before the beginning that it needs.
         for block in reversed(prefix_blocks(prompt, salt)):
             if block in self._once or block in self._shared:
                 self._once.pop(block, None)
@@ -87,7 +93,9 @@ class PrefixMemory:
                 self._touch(self._once, block)
 
     def packed(self) -> bytes:
-        """For `ReplicaSnapshot.prefixes`: blocks of several programs first, those used last first."""
+        """Return the blocks for `ReplicaSnapshot.prefixes`: those of several programs first, the most recently used
+        first.
+        """
         return pack_blocks(islice(chain(reversed(self._shared), reversed(self._once)), self._max_blocks))
 
     def _touch(self, blocks: OrderedDict[int, None], block: int) -> None:
@@ -104,13 +112,13 @@ GENERATES = frozenset({"chat", "completions"})
 
 
 class RouterSide:
-    """One replica's.
+    """The router's side of one replica.
 
     Args:
-        channel: to its scheduler.
-        replica: Ray Serve's unique id of it.
-        model: the model's id, as clients name it.
-        fell_back: counts the times that the scheduler did not answer.
+        channel: the channel to its scheduler.
+        replica: Ray Serve's unique id of the replica.
+        model: the model's id, as clients use it.
+        fell_back: counts the calls that the scheduler did not answer in time.
     """
 
     def __init__(
@@ -127,10 +135,10 @@ class RouterSide:
         self.draining = False
 
     def receive(self, method: str, body: Mapping[str, Any], key: str | None, epoch: int | None) -> None:
-        """A request has come.
+        """Check the epoch of a request and learn its prefix.
 
         Raises:
-            ProgramMoved: its program lives elsewhere now.
+            ProgramMoved: the program's home is now another replica.
         """
         if key is not None and epoch is not None and (later := self._fence.refuses(key, epoch)) is not None:
             raise ProgramMoved(f"program {key!r} has left this home; epoch {epoch} is over", epoch=later)
@@ -138,21 +146,21 @@ class RouterSide:
             self._prefixes.serve(key, prompt_of(body), salt_of(body))
 
     async def moved_away(self, key: str, epoch: int) -> dict[str, Any]:
-        """The program lives elsewhere with this epoch: turns of older ones are refused, its KV is given up.
+        """End a program here whose home is another replica with this epoch. Turns of older epochs are rejected.
 
-        Turns in flight go on; what they leave is given up when they end.
+        Its KV is freed. Turns in flight go on, and their KV is freed when they end.
 
         Raises:
-            ControlTimeout: the scheduler did not answer; the refusal holds all the same.
+            ControlTimeout: the scheduler did not answer. Older turns are rejected nevertheless.
             EngineGone: the engine is dead.
         """
         self._fence.raise_to(key, epoch)
         return await self._channel.call("moved", key=key)
 
     async def publish(self) -> bytes | None:
-        """The snapshot of now as `ReplicaSnapshot.encode` packs it; the one before where the scheduler does not answer.
+        """Return the replica's snapshot, as `ReplicaSnapshot.encode` packs it.
 
-        None: there never was one.
+        It is the previous snapshot if the scheduler does not answer, and None if there is no previous one.
         """
         placing = {"replica": self._replica, "model": self._model, "draining": self.draining}
         try:

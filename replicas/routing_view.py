@@ -1,8 +1,8 @@
 """The snapshot of a replica for the router: its scheduler's state now, and what is expected of its programs.
 
-It is made once a second between two steps, so its cost is bounded: waiting turns and paused programs beyond a number
-are not looked at one by one. A paused program counts for as much as it is likely to come back
-(`replicas.routing_view`): one that ended without a report fades away by itself.
+It is made once a second between two steps, so its cost is bounded: only a limited number of waiting turns and paused
+programs is examined one by one. A paused program is weighted by the probability that it comes back. The weight of a
+program that ended without a report decreases to 0 with time.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -26,39 +26,40 @@ from replicas.policy import Forecast
 from replicas.scheduler import AgentScheduler
 
 MIN_OBSERVATIONS = 5
-"""Durations of a tool that are enough to go by; with fewer, what is known of tools in general counts."""
+"""Number of observed durations from which on a tool's own statistics are used. With fewer, those of all tools are used.
+"""
 PRIOR_PAUSES = 10
-"""Before anything was seen, one pause of so many is taken for an end."""
+"""Number of pauses that the prior counts for: before any observation, one pause of this many is taken for an end."""
 DONE_S = 1.0
-"""A program whose tool has finished, as its executor reported, is expected back after about so long."""
+"""Expected seconds until a program comes back after its tool has finished, as its executor reported."""
 
 
 AGES_PER_OCTAVE = 8
-"""Pauses of about the same length, an eighth more or less, are taken for the same: it saves most of the work."""
+"""Resolution of pause lengths, in steps per factor of two. Pauses of about equal length share one computation."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resume:
-    """Of one paused program."""
+    """The forecast of one paused program's return."""
 
     returns: float
     """Probability that it comes back at all."""
     within: tuple[float, ...]
-    """Probabilities that it is back by the given times."""
+    """Probabilities that it is back by each of the given times."""
 
 
 class ResumeEstimator:
-    """Answers for one moment.
+    """Estimates the return of paused programs at one moment.
 
-    A program that is silent looks like one that waits for a slow tool. By Bayes, with e how often a pause
-    has turned out to be an end and S(t) the share of pauses longer than t:
+    A silent program may be waiting for a slow tool, or it may have ended. Let e be the share of pauses that were an
+    end, and S(t) the share of pauses longer than t. By Bayes:
     P(comes back | silent for t) = (1 - e) S(t) / ((1 - e) S(t) + e).
 
     Args:
-        durations: what is known of pauses.
-        ends: pauses that were none, of those seen here: programs that ended without a report.
-        now_s: the moment.
-        horizons_s: seconds from then that are asked for.
+        durations: known durations of pauses.
+        ends: number of programs seen here that ended without a report.
+        now_s: the moment, in seconds on the scheduler's clock.
+        horizons_s: seconds from that moment for which probabilities are wanted.
     """
 
     def __init__(self, durations: DurationTable, ends: int, now_s: float, horizons_s: Sequence[float]) -> None:
@@ -70,7 +71,12 @@ class ResumeEstimator:
         self._answers: dict[tuple[str, int], Resume] = {}
 
     def of(self, program: ProgramState, forecast: Forecast | None) -> Resume:
-        """Of a program that has no turn in flight; ``forecast``: of the turn that its pause followed, if known."""
+        """Estimate the return of a program that has no turn in flight.
+
+        Args:
+            program: the program's state.
+            forecast: the forecast of the turn that its pause followed, or None if it is not known.
+        """
         if program.paused_s is not None and program.observed:
             return self._answer(Tool(None, None, DONE_S), max(0.0, self._now_s - program.last_event_s))
         began_s = program.last_event_s if program.paused_s is None else program.paused_s
@@ -103,7 +109,7 @@ class ResumeEstimator:
 
 
 def _share_longer(tool: Tool, away_s: float) -> float:
-    """S(away): the share of such pauses that last longer. Past all that was observed it falls as 1 / away."""
+    """Return S(away), the share of such pauses that last longer. Beyond all observations it decreases as 1 / away."""
     if tool.hinted_s is not None and away_s <= tool.hinted_s * HINT_SLACK:
         return 1.0
     statistics = tool.statistics
@@ -114,21 +120,26 @@ def _share_longer(tool: Tool, away_s: float) -> float:
 
 
 HORIZONS_S = (1.0, 5.0, 30.0)
-"""Of `ReplicaSnapshot.resume_tokens`."""
+"""Horizons in seconds of `ReplicaSnapshot.resume_tokens`."""
 ACTIVE_WITHIN_S = HORIZONS_S[1]
-"""Who comes back later than that takes part in few of the next iterations."""
+"""Seconds within which a program has to come back to count as active. Later ones take part in few of the next
+iterations."""
 MAX_PAUSED = 2048
-"""Paused programs that are looked at, those that paused last first."""
+"""Largest number of paused programs that are examined, the most recently paused first."""
 MAX_WAITING = 256
-"""Waiting turns of which is looked up what is cached of their prompts; of the others, the same share is."""
+"""Largest number of waiting turns whose prompts are looked up in the cache. The same share is assumed for the others.
+"""
 MOSTLY = 0.5
-"""A program's KV is where at least so much of it is."""
+"""Least share of a program's KV in a place for the program to count as being there."""
 
 
 def routing_snapshot(
     scheduler: AgentScheduler, replica: str, model: str, number: int, draining: bool
 ) -> ReplicaSnapshot:
-    """An AgentScheduler's replica, now; between two steps. ``prefixes`` are for `replicas.router_side` to add."""
+    """Return the snapshot of an AgentScheduler's replica now, between two steps.
+
+    `replicas.router_side` adds ``prefixes``.
+    """
     load = scheduler.load_now()
     in_flight = _InFlight(scheduler, scheduler.swapping.tokens_of)
     for request in _requests(scheduler):
@@ -147,7 +158,7 @@ def routing_snapshot(
         model=model,
         number=number,
         draining=draining,
-        # As given: by the pace that each has learnt, small differences would send every program to one replica.
+        # The given costs: with measured ones, small differences would send every program to one replica.
         costs=step_costs(scheduler.settings.cost),
         kv_tokens=load.facts.capacity_tokens,
         free_tokens=load.free_tokens,
@@ -180,7 +191,10 @@ def routing_snapshot(
 def plain_snapshot(
     scheduler: Scheduler, cost: CostModel, replica: str, model: str, number: int, draining: bool
 ) -> ReplicaSnapshot:
-    """The same of vLLM's own scheduler: it knows no programs, and every turn counts as one; nothing is learnt."""
+    """Return the snapshot of vLLM's own scheduler.
+
+    It knows no programs, so each turn counts as one, and nothing is learnt.
+    """
     pool = scheduler.kv_cache_manager.block_pool
     capacity_tokens = (pool.num_gpu_blocks - 1) * scheduler.block_size
     free_tokens = int(pool.get_num_free_blocks()) * scheduler.block_size
@@ -219,7 +233,7 @@ def plain_snapshot(
 
 
 def step_costs(cost: CostModel) -> StepCosts:
-    """The part of a cost model that the router gets."""
+    """Return the part of a cost model that the router gets."""
     return StepCosts(
         overhead_s=cost.overhead_s,
         sequence_s=cost.sequence_s,
@@ -235,24 +249,24 @@ def _requests(scheduler: Scheduler) -> Iterable[Request]:
 
 
 def _distinct_share(used_tokens: int, counted_tokens: int) -> float:
-    """Of the contexts that are in memory, added up, what they take there: shared prefixes are there once."""
+    """Return the ratio of used memory to the sum of the contexts in it. It is below 1 where contexts share prefixes."""
     return min(1.0, used_tokens / counted_tokens) if counted_tokens and used_tokens > 0 else 1.0
 
 
 @dataclass(slots=True)
 class _Place:
-    """Where the KV of a program with turns in flight is: shares of its turn that has most of it there."""
+    """Shares of a program's KV on the device and on the host, for the turn in flight that has the most there."""
 
     device: float = 0.0
     host: float = 0.0
 
 
 class _InFlight:
-    """All turns that run or wait, added up.
+    """Sums over all turns that run or wait.
 
     Args:
-        scheduler: whose turns they are.
-        host_tokens: how much of a program's context the host has.
+        scheduler: the turns' scheduler.
+        host_tokens: returns how many tokens of a program's context the host has.
     """
 
     def __init__(self, scheduler: Scheduler, host_tokens: Callable[[str], int]) -> None:
@@ -266,13 +280,20 @@ class _InFlight:
         self._single_turns = self._single_put_off = 0
         self._pressing: set[str] = set()
         self.running_tokens = 0
-        """KV of running turns."""
+        """Tokens of KV of running turns."""
         self.output_tokens = 0.0
         self.programs: dict[str, _Place] = {}
-        """By key, those that have one."""
+        """Places of the programs that have a key, by key."""
 
     def add(self, request: Request, key: str | None, output_tokens: float, *, put_off: bool = False) -> None:
-        """One turn, expected to generate so many tokens in all; ``put_off``: it takes only what the others leave."""
+        """Add one turn.
+
+        Args:
+            request: the turn's request.
+            key: its program's key, or None if it belongs to no program.
+            output_tokens: tokens that it is expected to generate in all.
+            put_off: whether it is deferred, and so uses only what the others leave.
+        """
         if put_off:
             if key is None:
                 self._single_put_off += 1
@@ -303,25 +324,25 @@ class _InFlight:
 
     @property
     def count(self) -> int:
-        """Programs; a turn of none is one."""
+        """Number of programs. A turn that belongs to none counts as one."""
         return len(self.programs) + self._single_turns + self._single_put_off
 
     @property
     def pressing(self) -> int:
-        """Of these, those of which not all turns are put off."""
+        """Number of programs that have a turn that is not deferred."""
         return len(self._pressing) + self._single_turns
 
     def missing_tokens(self) -> int:
-        """Prompt tokens that are to be computed."""
+        """Return how many prompt tokens are to be computed."""
         share = self._missing_tokens / self._known_tokens if self._known_tokens else 1.0
         return self._prefill_tokens + self._missing_tokens + round(share * self._unknown_tokens)
 
     def final_tokens(self, distinct: float) -> float:
-        """KV of all of them at their ends; ``distinct``: see `_distinct_share`."""
+        """Return the tokens of KV of all turns at their ends. ``distinct`` is the result of `_distinct_share`."""
         return self._tokens + self.output_tokens - (1.0 - distinct) * self.running_tokens
 
     def where(self, *, device: bool) -> Iterator[str]:
-        """Keys of programs that are mostly on the device, or else on the host."""
+        """Yield the keys of programs that are mostly on the device, or else on the host."""
         for key, place in self.programs.items():
             on_device = place.device >= MOSTLY
             if on_device if device else not on_device and place.host >= MOSTLY:
@@ -329,7 +350,7 @@ class _InFlight:
 
 
 class _Paused:
-    """Programs without a turn in flight, each weighted by the chance that it comes back."""
+    """Sums over programs without a turn in flight, each weighted by the probability that it comes back."""
 
     def __init__(self, scheduler: AgentScheduler, distinct: float) -> None:
         self._scheduler = scheduler
@@ -344,16 +365,16 @@ class _Paused:
         self.on_device: list[str] = []
         self.on_host: list[str] = []
         self.returning = 0.0
-        """How many are expected to come back at all."""
+        """Expected number of programs that come back at all."""
         self.back = self.back_tokens = 0.0
-        """How many are expected back within the refill time, and their KV."""
+        """Expected number of programs that are back within the refill time, and tokens of their KV."""
         self.active = self.active_tokens = 0.0
-        """The same within ACTIVE_WITHIN_S."""
+        """Expected number of programs that are back within ACTIVE_WITHIN_S, and tokens of their KV."""
         self.missing_tokens = [0.0] * len(HORIZONS_S)
-        """What those expected back within each of HORIZONS_S will need computed."""
+        """Expected tokens to compute for programs that are back within each of HORIZONS_S."""
 
     def add(self, program: ProgramState) -> None:
-        """One more."""
+        """Add one program."""
         scheduler, key, context_tokens = self._scheduler, program.key, max(1, program.context_tokens)
         prefix = scheduler.cached_prefixes.get(key)
         held = scheduler.holds.get(key)

@@ -1,22 +1,23 @@
-"""AgentScheduler: vLLM's scheduler for turns that belong to programs. It adapts; policies decide.
+"""AgentScheduler: vLLM's scheduler for turns that belong to programs. It carries out what the policies decide.
 
-Written for vLLM 0.29.0. Of ``AsyncScheduler`` it overrides, and tests pin:
-    __init__, shutdown                      own state
-    add_request, _free_blocks               a turn arrives; a turn has ended: hold or free its blocks
-    schedule, update_from_output            holds, ranks and budget before; how long the step takes
-    _update_request_with_output             when a turn's first token came
+It is written for vLLM 0.29.0. It overrides these methods of ``AsyncScheduler``, which tests pin:
+    __init__, shutdown                      the state of this class
+    add_request, _free_blocks               a turn arrives; a turn has ended and its blocks are held or freed
+    schedule, update_from_output            holds, ranks and budget before a step; the duration of the step
+    _update_request_with_output             the time of a turn's first token
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
-    _preempt_request                        how far a turn was is forgotten by it
+    _preempt_request                        a preemption resets the progress that is recorded here
     reset_prefix_cache                      held blocks would make it fail
-and it sets the KV cache manager's watermark_blocks, as the policy has it. All else that reaches into vLLM is in
-`replicas.vllm_patches`. Subclassing AsyncScheduler also serves synchronous engines; subclassing Scheduler would turn
-async scheduling off.
 
-The parts (programs, holds, views, swapping, statistics, ...) own their state, and are given what they need by name.
-The engine's process is to import `replicas.control`, which adds the side channel.
+It also sets the KV cache manager's watermark_blocks to the policy's value. All other code that changes vLLM is in
+`replicas.vllm_patches`. A subclass of AsyncScheduler also serves synchronous engines; a subclass of Scheduler would
+turn async scheduling off.
 
-Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold; a program has a hold
-exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING; every request has one Turn or is a fetch.
+The parts (programs, holds, views, swapping, statistics, ...) own their state, and get what they need as named
+arguments. The engine's process has to import `replicas.control`, which adds the side channel.
+
+Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold. A program has a hold
+exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every request has one Turn or is a fetch.
 """
 
 import itertools
@@ -73,23 +74,23 @@ from replicas.vllm_patches import FoundContext, LoadingScheduler, advance_gramma
 from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
-"""How often programs are looked over for those that will not come back."""
+"""Seconds between two searches for programs that will not come back."""
 
 BROKEN = {
     Claimant.RUNNING: ReleaseReason.BROKEN_RUNNING,
     Claimant.WAITING: ReleaseReason.BROKEN_WAITING,
     Claimant.STARVED: ReleaseReason.BROKEN_STARVED,
 }
-"""Why a hold ends that is broken for a turn."""
+"""Release reasons of a hold that is evicted for a turn."""
 
 
 class AgentScheduler(LoadingScheduler):
-    """One replica's scheduler. Its clock and policy may be replaced between steps."""
+    """One replica's scheduler. Its clock and its policy may be replaced between steps."""
 
     clock: Clock = MonotonicClock()
     facts: ReplicaFacts
     max_num_scheduled_tokens: int
-    """Of vLLM: the budget of a step."""
+    """vLLM's attribute: the token budget of a step."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -169,7 +170,7 @@ class AgentScheduler(LoadingScheduler):
         return self.clock.now_s()
 
     def use_policy(self, policy: PolicyConfig) -> None:
-        """Decide by another policy from now on. Holds end: they are promises of the policy that made them."""
+        """Use another policy from now on. All holds end, because the previous policy decided them."""
         self.policy_config, self.policies = policy, build_policy(policy)
         reserve_share = max(self.policies.reserve_share, self.scheduler_config.watermark)
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
@@ -181,7 +182,7 @@ class AgentScheduler(LoadingScheduler):
     # --- a step -------------------------------------------------------------------------------------------------------
 
     def schedule(self, throttle_prefills: bool = False) -> SchedulerOutput:
-        """One step."""
+        """Schedule one step."""
         self.expire_holds(self._now_s())
         self.swapping.step()
         self.views.load = self.load_now()
@@ -194,7 +195,7 @@ class AgentScheduler(LoadingScheduler):
         return output
 
     def expire_holds(self, now_s: float) -> None:
-        """End the holds whose time has come, unless their program's next turn waits already (Continuum 5.3)."""
+        """End expired holds, unless the program's next turn is already waiting (Continuum, section 5.3)."""
         for key in self.holds.expired(now_s):
             program = self.programs.get(key)
             if program is not None and program.phase is Phase.HELD:
@@ -205,9 +206,9 @@ class AgentScheduler(LoadingScheduler):
                 self._act(key, actions)
 
     def load_now(self) -> LoadView:
-        """The replica now."""
+        """Return the replica's load now."""
         free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
-        # What is being fetched is going to be a hold.
+        # Tokens that are being loaded will be held.
         held = self.holds.num_tokens + self.swapping.fetching_tokens
         return LoadView(
             facts=self.facts,
@@ -237,12 +238,12 @@ class AgentScheduler(LoadingScheduler):
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
 
     def _review_holds(self) -> None:
-        """Ask again what becomes of the programs that are held and whose pause lasts: a share of them in each step."""
+        """Review a share of the holds in each step. The pause policy decides again while the pause lasts."""
         if (review_steps := self.policies.pause.review_steps) is None:
             return
         now_s = self.views.load.now_s
         for held in self.holds.due(review_steps):
-            if held.origin is not HoldOrigin.POLICY:  # what somebody asked for lasts as long as they asked
+            if held.origin is not HoldOrigin.POLICY:  # a requested hold lasts as long as was requested
                 continue
             decision = self.policies.pause.review(self.views.hold(held))
             if isinstance(decision, Swap) and self.swapping.swaps_out(held.key):
@@ -255,7 +256,7 @@ class AgentScheduler(LoadingScheduler):
                     self.holds.extend(held.key, until_s)
 
     def _order_waiting(self) -> None:
-        """Take a share of the ranks again, if the policy's ranks change by themselves."""
+        """Compute a share of the ranks again, if the policy's ranks change with time."""
         if (refresh_steps := self.policies.order.refresh_steps) is not None:
             self.waiting.refresh(refresh_steps)
             self.skipped_waiting.refresh(refresh_steps)
@@ -270,7 +271,7 @@ class AgentScheduler(LoadingScheduler):
         self.crash_attribution.began(output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
-        """A step has ended: policies reckon with the pace that the replica really has."""
+        """Process the end of a step. Policies use the replica's measured step times from now on."""
         self.stats.step_ended(scheduler_output, self.pace.ended(scheduler_output))
         if self.pace.scale != self._pace_scale:
             self._pace_scale = self.pace.scale
@@ -283,7 +284,7 @@ class AgentScheduler(LoadingScheduler):
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
-        """The queue whose head ranks first; skipped turns before equals, as vLLM's FCFS has it."""
+        """Return the queue whose head ranks first. At equal ranks, skipped turns come first, as in vLLM's FCFS."""
         if self._stale_ranks:
             self.waiting.rerank(self._stale_ranks)
             self.skipped_waiting.rerank(self._stale_ranks)
@@ -338,14 +339,14 @@ class AgentScheduler(LoadingScheduler):
     def _update_request_with_output(
         self, request: Request, new_token_ids: list[int], is_stale: bool = False
     ) -> tuple[list[int], bool]:
-        """The tokens of a step have come: note when a turn's first one did."""
+        """Process the tokens of a step, and note the time of a turn's first token."""
         if new_token_ids and not request.num_output_tokens:
             self.turns[request.request_id].first_token_s = self._now_s()
         updated: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
         return updated
 
     def _free_blocks(self, request: Request) -> None:
-        """A turn has ended: its program pauses, and the policy decides whether its blocks stay; or it is over."""
+        """Process the end of a turn. Its program ends, or it pauses and the policy decides about its blocks."""
         turn = self.turns.pop(request.request_id, None)
         if turn is None:
             self.swapping.freed(request)
@@ -373,7 +374,7 @@ class AgentScheduler(LoadingScheduler):
             tools=(),
             outcome=str(request.status).removeprefix("FINISHED_").lower(),
         )
-        # A turn that never ran its course (aborted, refused, failed) leaves nothing that the program could go on from.
+        # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
             for action in self.apply(key, self._ended_event(request, turn, self.programs[key], record.tools)):
@@ -385,7 +386,7 @@ class AgentScheduler(LoadingScheduler):
         self.stats.traces.turn_ended(turn, record, now_s)
 
     def _ended_event(self, request: Request, turn: Turn, program: ProgramState, tools: tuple[str, ...]) -> TurnEnded:
-        """The event of a turn that ran its course; the forecaster learns from it."""
+        """Return the event of a completed turn. The forecaster learns from the turn."""
         now_s = self._now_s()
         served = request.num_tokens - turn.cached_tokens
         generated = request.num_output_tokens
@@ -407,7 +408,7 @@ class AgentScheduler(LoadingScheduler):
     # --- holds --------------------------------------------------------------------------------------------------------
 
     def _decide(self, request: Request, turn: Turn, key: str, record: TurnRecord) -> TurnRecord:
-        """Ask the pause policy and do as it decides; the record with the decision."""
+        """Ask the pause policy, and apply its decision. Return the record with the decision."""
         now_s = self._now_s()
         # The last token was sampled but not computed; an asynchronous engine counts it early.
         context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
@@ -430,7 +431,7 @@ class AgentScheduler(LoadingScheduler):
         return replace(record, decision=kv, reason=decision.reason, hold_s=hold_s)
 
     def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> float:
-        """Hold the blocks of a turn that has ended; for how many seconds."""
+        """Hold the blocks of a turn that has ended. Return the length of the hold in seconds."""
         now_s = pause.now_s
         until_s = max(now_s, min(decision.until_s, now_s + self.settings.limits.max_pin_s))
         origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
@@ -443,7 +444,7 @@ class AgentScheduler(LoadingScheduler):
     def _hold_fetched(
         self, key: str, blocks: Sequence[KVCacheBlock], tokens: int, seconds: float, forecast: Forecast
     ) -> float:
-        """Hold a context that was loaded from the host; until when."""
+        """Hold a context that was loaded from the host. Return the time at which the hold ends, in seconds."""
         now_s = self._now_s()
         until_s = now_s + min(seconds, self.settings.limits.max_pin_s)
         self.stats.holds_change()
@@ -457,7 +458,7 @@ class AgentScheduler(LoadingScheduler):
     # --- memory -------------------------------------------------------------------------------------------------------
 
     def _may_admit(self, request: Request) -> bool:
-        """Does the policy let this waiting turn in beside those that run? Where nothing runs, it need not be asked."""
+        """Return whether the policy admits this waiting turn beside the running ones. It is not asked if none runs."""
         if self.policies.admission is None or not self.running:
             return True
         share = self.policies.admission.room_share(self.views.waiting(request))
@@ -465,7 +466,10 @@ class AgentScheduler(LoadingScheduler):
         return bool(share <= 0 or taken <= (1 - share) * self.facts.capacity_tokens)
 
     def _break_hold(self, request: Request) -> bool:
-        """Give the blocks of one hold back, if one yields to ``request``; its own program's goes last."""
+        """Evict one hold that yields to ``request``.
+
+        Its own program's hold comes last. Return whether one was evicted.
+        """
         if not len(self.holds):
             return False
         if request.status is RequestStatus.RUNNING:
@@ -482,7 +486,9 @@ class AgentScheduler(LoadingScheduler):
         return True
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
-        """Free memory is enough for a context and for other programs' turns that wait: it is theirs first."""
+        """Return whether free memory suffices for a context and for the other programs' waiting turns, which come
+        first.
+        """
         waiting = itertools.chain(self.waiting, self.skipped_waiting)
         others = (request for request in waiting if self.turns[request.request_id].key != key)
         wanted = sum(request.num_tokens + self.block_size for request in others)
@@ -491,14 +497,14 @@ class AgentScheduler(LoadingScheduler):
         return bool(found.local + found.remote - shared + wanted <= free)
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-        """End all holds, then as vLLM; ``reset_connector``: the host tier is emptied, too."""
+        """End all holds, then reset as vLLM does. ``reset_connector`` empties the host tier too."""
         self._end_all_holds(ReleaseReason.CACHE_RESET)
         if reset_connector:
             self.swapping.reset()
         return bool(super().reset_prefix_cache(reset_running_requests, reset_connector and self.swapping.may_reset))
 
     def shutdown(self) -> None:
-        """End all holds, then as vLLM."""
+        """End all holds, then shut down as vLLM does."""
         for key in [held.key for held in self.holds]:
             self.holds.release(key)
         super().shutdown()
@@ -506,7 +512,11 @@ class AgentScheduler(LoadingScheduler):
     # --- the lifecycle's actions --------------------------------------------------------------------------------------
 
     def apply(self, key: str, event: Event) -> tuple[Action, ...]:
-        """Take a program through an event and do what follows; the actions, done already but for Decide."""
+        """Apply an event to a program, and perform the actions that follow.
+
+        Returns:
+            The actions. All of them are done, except for Decide.
+        """
         actions = tuple(self.programs.apply(key, event))
         self._act(key, actions)
         self.swapping.follow(key, self.programs.get(key))
@@ -532,9 +542,10 @@ class AgentScheduler(LoadingScheduler):
                     self.cached_prefixes.forget(key)
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
-        """The program is no longer pinned: its turns that wait rank anew, before the next one is chosen.
+        """Queue a program's waiting turns for a new rank, because its hold has ended.
 
-        Not at once: between looking at the head of a queue and taking it, vLLM allocates, which may break a hold.
+        They are ranked before the next turn is chosen, and not at once: between looking at the head of a queue and
+        removing it, vLLM allocates blocks, which may evict a hold.
         """
         program = self.programs.get(key)
         if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
@@ -542,7 +553,7 @@ class AgentScheduler(LoadingScheduler):
         self._stale_ranks.extend(request_id for request_id, turn in self.turns.items() if turn.key == key)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless the invariants above hold."""
+        """Raise IntegrityError unless the invariants of the module's docstring hold."""
         self.holds.check_integrity()
         if self.turns.keys() | self.swapping.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")

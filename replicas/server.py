@@ -1,6 +1,7 @@
-"""ProgramServer: one replica of the model, as a Ray Serve deployment. A thin shell around vLLM and the side channel.
+"""ProgramServer: one replica of the model, as a Ray Serve deployment. It connects vLLM and the side channel.
 
-Overrides of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py holds the private names):
+It overrides these methods of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py checks the
+names):
     __init__, start, check_health, record_routing_stats   our loops beside the engine
     _start_engine                                         no telemetry actor
 """
@@ -53,16 +54,16 @@ from replicas.router_side import RouterSide
 logger = logging.getLogger("ray.serve")
 
 LAST_WORDS_S = 0.3
-"""Seconds from the engine's death to the replica's end, in which its streams are ended."""
+"""Seconds from the engine's death to the replica's end. Its streams are ended in this time."""
 
 ENGINE_GONE_STATUS = 1
 """Exit status of a replica whose engine is dead."""
 
 
 class ProgramServer(LLMServer):
-    """A vLLM engine, the channel to its scheduler, and the loop that carries tool statistics between it and the store.
+    """A vLLM engine, the channel to its scheduler, and the loop that exchanges tool statistics with the store.
 
-    A replica whose engine is dead ends its process at once: Ray replaces it, and until then nothing is sent to it.
+    A replica whose engine is dead ends its process at once. Ray replaces it, and no request is sent to it until then.
     """
 
     async def __init__(self, llm_config: LLMConfig, *, config: CaesuraConfig) -> None:  # type: ignore[misc]
@@ -106,7 +107,7 @@ class ProgramServer(LLMServer):
         await self.engine.start()
 
     async def _warm_up(self) -> None:
-        """One token, before the first client comes: what vLLM imports and compiles on its first request takes seconds.
+        """Generate one token before the first client comes, because vLLM's imports and compilation then take seconds.
 
         Raises:
             HttpError: this model cannot generate.
@@ -138,18 +139,19 @@ class ProgramServer(LLMServer):
         epoch: int | None = None,
         so_far: Progress | None = None,
     ) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
-        """Serve one request of the ingress: what the client is sent, or as the last piece why it is not.
+        """Serve one request of the ingress. Yield what the client gets, or as the last piece the error.
 
-        A stream's pieces report how far it has come with them.
+        A stream's pieces report the stream's progress.
 
         Args:
             method: ``chat``, ``completions``, ``tokenize`` or ``detokenize``.
             body: the JSON body, without the fields of the program's identity.
-            headers: those that vLLM may see; ``x-request-id`` becomes part of the answer's id.
-            key: of the program; None without one.
-            identity: encoded ProgramIdentity; None for what is not a turn.
-            epoch: of the program's placement. A turn of one that is over is refused as ProgramMoved; None never is.
-            so_far: how far another replica came with this stream; None: it begins here.
+            headers: headers that vLLM may see. ``x-request-id`` becomes part of the answer's id.
+            key: the program's key. None: the request belongs to no program.
+            identity: the encoded ProgramIdentity. None for a request that is not a turn.
+            epoch: epoch of the program's placement. A turn of an earlier epoch is rejected as ProgramMoved. None: it is
+                never rejected.
+            so_far: progress of this stream on another replica. None: it begins here.
         """
         watch = Watch(so_far)
         bind(program=key, request=headers.get(REQUEST_ID))
@@ -179,7 +181,7 @@ class ProgramServer(LLMServer):
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`.
 
-        ``epoch``, ``so_far``: as for :meth:`answer`.
+        ``epoch`` and ``so_far`` are as for :meth:`answer`.
         """
         watch = Watch(so_far)
         bind(program=key, request=headers.get(REQUEST_ID))
@@ -192,7 +194,7 @@ class ProgramServer(LLMServer):
             yield self._refused(error, "turn", body, watch)
 
     def _refused(self, error: Exception, method: str, body: Mapping[str, Any], watch: Watch) -> HttpError:
-        """What an exception means to the caller; the death of the engine is this replica's end, too."""
+        """Return the error for the caller. If the engine is dead, this replica ends soon too."""
         refusal = as_refusal(error)
         if isinstance(refusal, ReplicaLost):
             refusal.at_work = watch.name is not None
@@ -205,12 +207,16 @@ class ProgramServer(LLMServer):
     # --- called by the ingress, by name -------------------------------------------------------------------------------
 
     async def ready(self) -> bool:
-        """True once the engine's own loop has answered; raises what keeps it from doing so."""
+        """Return True once the engine's own loop has answered.
+
+        Raises:
+            ControlError: the loop did not answer, or the engine is dead.
+        """
         await self._channel.call("policy")
         return True
 
     async def program_story(self, key: str) -> dict[str, Any]:
-        """What this replica knows of a program; empty if it does not know it."""
+        """Return what this replica knows of a program. It is empty if it does not know the program."""
         return await self._channel.call("program", key=key)
 
     async def control(self, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
@@ -218,24 +224,24 @@ class ProgramServer(LLMServer):
         return {"replica": self.replica_id, **await self._channel.call(operation, **payload)}
 
     async def moved_away(self, key: str, epoch: int) -> dict[str, Any]:
-        """The program lives elsewhere now; see `replicas.router_side.RouterSide.moved_away`."""
+        """End a program here whose home is another replica; see `replicas.router_side.RouterSide.moved_away`."""
         return {"replica": self.replica_id, **await self._of_router.moved_away(key, epoch)}
 
     async def drain(self, on: bool) -> dict[str, Any]:
-        """Whether programs are to leave this replica at their pauses; the router hears of it within about a second."""
+        """Set whether programs leave this replica at their pauses. The router sees it within about a second."""
         self._of_router.draining = on
         return {"replica": self.replica_id, "draining": on}
 
     async def set_policy(self, policy: dict[str, Any]) -> dict[str, Any]:
-        """Switch the scheduler's policy from the next step on. The programs stay, their holds end."""
+        """Switch the scheduler's policy from the next step on. The programs stay, and their holds end."""
         return await self.control("set_policy", policy)
 
     async def reset_caches(self) -> dict[str, Any]:
-        """End all holds and empty the prefix cache; ``reset`` is False while turns run that use it."""
+        """End all holds and empty the prefix cache. ``reset`` is False while turns run that use it."""
         return await self.control("reset", {})
 
     async def snapshot(self) -> dict[str, Any]:
-        """The scheduler's numbers, now; and whether prompts of programs can be extended exactly."""
+        """Return the scheduler's numbers now, and whether prompts of programs can be extended exactly."""
         answer = await self._channel.call("exchange")
         own = {"template_prefix_stable": self._turns.template_prefix_stable, "draining": self._of_router.draining}
         return {"replica": self.replica_id, "pid": os.getpid(), **own, **answer["snapshot"]}
@@ -243,14 +249,17 @@ class ProgramServer(LLMServer):
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
 
     async def check_health(self) -> None:
-        """Raises if one of the loops has ended; ends the process soon if the engine is dead."""
+        """Raise if one of the loops has ended. End the process soon if the engine is dead."""
         for loop in self._loops:
             if loop.done():
                 await loop
         self._end_if_engine_gone()
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Called by Ray about once a second; the result, a packed `ReplicaSnapshot`, reaches every router."""
+        """Return Ray's routing stats with a packed `ReplicaSnapshot`.
+
+        Ray calls it about once a second, for every router.
+        """
         stats = await super().record_routing_stats()
         packed = await self._router_side.publish() if self._router_side is not None else None
         return stats if packed is None else {**stats, ROUTING_STATS_KEY: packed}
@@ -292,7 +301,7 @@ class ProgramServer(LLMServer):
             self._end_soon()
 
     def _end_soon(self) -> None:
-        """Every request in flight has to be answered before."""
+        """End the process after LAST_WORDS_S. Every request in flight has to be answered before."""
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
 
     def _end(self) -> NoReturn:
@@ -302,7 +311,7 @@ class ProgramServer(LLMServer):
 
 
 async def _as_sent(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
-    """Pieces of a stream, or the one answer, as the client is sent them; vLLM's refusals as ours."""
+    """Yield pieces of a stream, or the one answer, as they are sent to the client. vLLM's errors become ours."""
     first = True
     async for piece in answers:
         match piece:

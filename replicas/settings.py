@@ -1,7 +1,7 @@
-"""What a replica's engine and scheduler are started with.
+"""The settings with which a replica's engine and scheduler are started.
 
-A scheduler's settings travel through vLLM's ``additional_config``. This module imports neither vLLM nor Ray: a CPU
-replica's environment has to be set before.
+A scheduler gets its settings through vLLM's ``additional_config``. This module imports neither vLLM nor Ray, because a
+CPU replica's environment has to be set before.
 """
 
 from collections.abc import Iterable
@@ -23,13 +23,16 @@ CPU_ENVIRONMENT = {
     "TOKENIZERS_PARALLELISM": "false",  # its threads would not survive the fork of EngineCore
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Environment of a CPU replica; what the machine sets beside it stays."""
+"""Environment variables of a CPU replica. Other variables of the machine stay."""
 
 
 def unknown_engine_arguments(names: Iterable[str]) -> list[str]:
-    """Those of ``names`` that the installed vLLM does not know, in their order. Imports vLLM: seconds.
+    """Return those of ``names`` that the installed vLLM does not know, in their order.
 
-    Ray Serve LLM takes both kinds through its ``engine_kwargs``: ``chat_template``, for one, is of the surface.
+    It imports vLLM, which takes seconds.
+
+    Ray Serve LLM accepts arguments of the engine and of the OpenAI server in its ``engine_kwargs``; ``chat_template``,
+    for example, belongs to the server.
     """
     from vllm.engine.arg_utils import AsyncEngineArgs
     from vllm.entrypoints.launchers.cli_args import FrontendArgs
@@ -39,13 +42,13 @@ def unknown_engine_arguments(names: Iterable[str]) -> list[str]:
 
 
 def in_one_process(config: Any, arguments: Any) -> None:
-    """Make vLLM's configuration of a CPU engine as a replica runs it; of any other it stays as it is.
+    """Change vLLM's configuration of a CPU engine to that of a replica. Other configurations stay as they are.
 
-    vLLM's worker gets no process of its own, and the KV cache size of the arguments counts.
+    vLLM's worker gets no process of its own, and the KV cache size of the arguments is used.
 
     Args:
-        config: the VllmConfig, changed in place.
-        arguments: the AsyncEngineArgs that it was made from.
+        config: the VllmConfig, which is changed in place.
+        arguments: the AsyncEngineArgs from which it was made.
     """
     if arguments.kv_cache_memory_bytes is not None:
         # On CPU the machine's VLLM_CPU_KVCACHE_SPACE would win over the configuration.
@@ -66,24 +69,24 @@ class SchedulerSettings(BaseModel):
     policy: PolicyConfig = Field(default_factory=lambda: PolicyConfig(name="vllm"))
     """The policy at start."""
     cost: CostModel = Field(default_factory=lambda: preset(DEFAULT))
-    """What steps and transfers cost on this replica's hardware."""
+    """The costs of steps and transfers on this replica's hardware."""
     slo: SloConfig = Field(default_factory=SloConfig)
-    """What a turn is good by."""
+    """The SLO of turns, by which policies decide."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
-    """Bounds."""
+    """Limits of holds, programs and waiting times."""
     tool_parser: str | None = None
-    """vLLM's tool parser, for the names of the tools that a turn asks for."""
+    """Name of vLLM's tool parser, which reads the names of the tools that a turn calls. None: text formats are read."""
 
     def additional_config(self) -> dict[str, Any]:
-        """What goes into vLLM's engine argument of that name."""
+        """Return the value of vLLM's engine argument ``additional_config``."""
         return {KEY: self.model_dump(mode="json")}
 
     @classmethod
     def for_replica(cls, config: CaesuraConfig) -> "SchedulerSettings":
-        """Those of a replica of this configuration.
+        """Return the settings of a replica with this configuration.
 
         Raises:
-            ConfigError: the cost model cannot be had.
+            ConfigError: the cost model cannot be loaded.
         """
         return cls(
             policy=config.policy,
@@ -95,19 +98,20 @@ class SchedulerSettings(BaseModel):
 
     @classmethod
     def of(cls, additional_config: Any) -> "SchedulerSettings":
-        """The inverse; defaults where vLLM was started without Caesura's application.
+        """Read the settings from ``additional_config``. They are the defaults where vLLM was started without Caesura.
 
         Raises:
-            pydantic.ValidationError: what stands there are not settings.
+            pydantic.ValidationError: the value has no valid settings.
         """
         values = additional_config.get(KEY, {}) if isinstance(additional_config, dict) else {}
         return cls.model_validate(values)
 
 
 def build_policy(config: PolicyConfig) -> Policy:
-    """The policy of that name, with an axis of another where the configuration mixes.
+    """Return the configured policy, with axes of other policies where the configuration mixes them.
 
-    Admission goes with the order, since who waits for room is whoever ranks first, and so does what a rank means.
+    The admission policy and ``late_rank`` belong to the order: the turn that ranks first waits for memory, and the
+    order defines what a rank means.
     """
 
     def axes_of(name: str) -> Policy:

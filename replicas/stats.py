@@ -1,10 +1,10 @@
-"""What a scheduler counts: totals, observations one by one, wasted KV, and notes of traced turns.
+"""The scheduler's statistics: totals, single observations, wasted KV, and notes of traced turns.
 
-Nothing is exported from here, as the engine's process has no Ray. The replica asks about once a second and records
-(`replicas.control`, `cluster.observing`). Totals only grow, so that an answer that is lost loses nothing. Observations
-and notes are sent again until the replica acknowledges their number.
+Nothing is exported from here, because the engine's process has no Ray. The replica reads them about once a second and
+records them (`replicas.control`, `cluster.observing`). Totals only grow, so that a lost answer loses nothing.
+Observations and notes are sent again until the replica acknowledges their number.
 
-A step costs two additions here, and a look whether a turn computes again what was computed before.
+A step costs two additions here, and a check whether a turn computes tokens again.
 """
 
 from collections import Counter, deque
@@ -26,14 +26,15 @@ from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.turns import Turn
 
 MAX_OBSERVED = 16_384
-"""Observations that are kept until the replica asks. Of more, the oldest are lost."""
+"""Largest number of observations that are kept until the replica reads them. The oldest are dropped when there are
+more."""
 MAX_NOTES = 8192
-"""Notes of traced turns that are kept until the replica asks."""
+"""Largest number of notes of traced turns that are kept until the replica reads them."""
 MAX_UNDER_WAY = 16
-"""Steps that an engine has under way at once, at most."""
+"""Largest number of steps that an engine has in flight at once."""
 SAMPLED_BLOCKS = 4096
-"""Blocks of a larger pool that are looked at, evenly spread. The cached part is then right within about two percent,
-and the look takes 0.3 ms of an engine that serves."""
+"""Largest number of blocks of a pool that are counted, evenly spread. The cached share of a larger pool is then right
+within about two percent, and the count takes 0.3 ms of the engine's time."""
 
 Item = TypeVar("Item")
 
@@ -45,44 +46,44 @@ class Part(StrEnum):
     REUSED = "reused"
     """Its KV was on the device."""
     FETCHED = "fetched"
-    """It came from the host tier, before the turn or with it."""
+    """Its KV came from the host tier, before the turn or with it."""
     RECOMPUTED = "recomputed"
-    """It was computed for the program before, and is computed again."""
+    """Its KV was computed for the program before, and is computed again."""
 
 
 class Seen(StrEnum):
-    """What is observed one by one, in seconds."""
+    """Quantities that are observed one by one, in seconds."""
 
     QUEUE_FIRST = "queue_first"
-    """From arrival to admission, of a program's first turn."""
+    """Time from arrival to admission of a program's first turn."""
     QUEUE_RESUMED = "queue_resumed"
-    """The same of a turn that comes after a pause."""
+    """Time from arrival to admission of a turn that follows a pause."""
     HOLD = "hold"
-    """The time for which a program's KV was held."""
+    """Time for which a program's KV was held."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fresh(Generic[Item]):
-    """What a reader does not have yet."""
+    """The items that a reader does not have yet."""
 
     number: int
-    """How many items there were in all; the reader acknowledges it with its next call."""
+    """Number of all items so far. The reader acknowledges it with its next call."""
     lost: int
-    """Items that the reader never had and that are gone."""
+    """Number of items that were dropped before the reader had them."""
     items: tuple[Item, ...]
 
 
 class RingBuffer(Generic[Item]):
-    """The latest items, numbered, for a reader that asks now and then and acknowledges what it has.
+    """The latest items, numbered, for a reader that reads at intervals and acknowledges what it has.
 
     Args:
-        limit: of more items, the oldest are lost.
+        limit: largest number of items. The oldest are dropped when there are more.
     """
 
     def __init__(self, limit: int) -> None:
         self._items: deque[Item] = deque(maxlen=limit)
         self.number = 0
-        """How many items were put in."""
+        """Number of items that were put in."""
 
     def put(self, item: Item) -> None:
         """Add an item."""
@@ -93,7 +94,10 @@ class RingBuffer(Generic[Item]):
         return iter(self._items)
 
     def since(self, taken: int) -> Fresh[Item]:
-        """What came after the first ``taken``. A reader that has more than there ever were knew another buffer."""
+        """Return the items after the first ``taken``.
+
+        It returns all if ``taken`` is too large, as of another buffer.
+        """
         taken = taken if 0 <= taken <= self.number else 0
         wanted = self.number - taken
         kept = min(wanted, len(self._items))
@@ -102,54 +106,64 @@ class RingBuffer(Generic[Item]):
 
 @dataclass(slots=True)
 class Waste:
-    """KV that did nothing, integrated over time up to the last call, in tokens times seconds.
+    """KV memory that did no work, integrated over time up to the last call, in token-seconds.
 
-    These are the two terms of InferCept's eq. 1 that a replica can see. Simulated replicas use the same definition.
+    These are the two terms of InferCept's eq. 1 that a replica can measure. Simulated replicas use the same definition.
     """
 
     held: float = 0.0
-    """KV of paused programs, and of turns that wait, on hold."""
+    """Held KV, of paused programs and of turns that wait."""
     recomputed: float = 0.0
-    """KV of each step's batch, in the proportion of recomputed to scheduled tokens: the program's own KV and that of
-    the others that run beside it while it is computed again."""
+    """KV of each step's batch, times the share of recomputed tokens in the scheduled tokens. It includes the program's
+    own KV and that of the other turns in the batch."""
     _settled_s: float = field(default=0.0, repr=False, compare=False)
 
     def settle(self, now_s: float, held_tokens: int) -> None:
-        """Add up what was held since the last call. It has to be called before ``held_tokens`` changes."""
+        """Add the held KV since the last call. It has to be called before ``held_tokens`` changes."""
         self.held += held_tokens * (now_s - self._settled_s)
         self._settled_s = now_s
 
     def recompute(self, again: int, total: int, context: int, seconds: float) -> None:
-        """Add a step of ``total`` tokens, ``again`` of them computed before, beside ``context`` tokens of KV."""
+        """Add a step.
+
+        Args:
+            again: tokens of the step that were computed before.
+            total: scheduled tokens of the step.
+            context: tokens of KV of the batch.
+            seconds: duration of the step.
+        """
         self.recomputed += again / total * seconds * context
 
 
 def computed_again(length: int, tokens: int, known_tokens: int) -> int:
-    """How many of a step's ``tokens`` of one turn were computed at some time before.
+    """Return how many of one turn's ``tokens`` in a step were computed before.
 
     Args:
-        length: what is computed of the turn once the step is done.
-        tokens: of the step.
-        known_tokens: leading tokens whose KV was computed at some time.
+        length: computed tokens of the turn after the step.
+        tokens: tokens of the turn in the step.
+        known_tokens: leading tokens whose KV was computed before.
     """
     return max(0, min(length, known_tokens) - (length - tokens))
 
 
 @dataclass(frozen=True, slots=True)
 class KvUse:
-    """What a replica's KV blocks are used for. The four numbers are all blocks that there are."""
+    """What a replica's KV blocks are used for. The four numbers add up to all blocks."""
 
     running: int
-    """Allocated to turns, those included that wait preempted or for a load."""
+    """Blocks allocated to turns. Turns that wait after a preemption or for a load are included."""
     held: int
-    """Of paused programs, and nobody else's."""
+    """Blocks that only paused programs own."""
     cached: int
-    """Free for whoever needs them; until then the prefix cache could use what is in them."""
+    """Free blocks whose contents the prefix cache can still use."""
     empty: int
 
     @classmethod
     def of(cls, pool: BlockPool, held_blocks: int = 0) -> "KvUse":
-        """The use between two steps. A prefix that two holds share, or a hold and a running turn, counts as held."""
+        """Return the use between two steps.
+
+        A prefix that two holds share, or a hold and a running turn, counts as held.
+        """
         total, free = pool.num_gpu_blocks - 1, pool.get_num_free_blocks()
         held = min(held_blocks, total - free)
         cached = min(free, cached_blocks(pool.blocks))
@@ -157,21 +171,27 @@ class KvUse:
 
 
 def cached_blocks(blocks: Sequence[Any]) -> int:
-    """How many of a pool's blocks are free and known to the prefix cache; of a large pool, a sample is looked at."""
+    """Return how many of a pool's blocks are free and in the prefix cache.
+
+    For a large pool it is estimated by a sample.
+    """
     stride = -(-len(blocks) // SAMPLED_BLOCKS)
     found = sum(1 for block in blocks[::stride] if block.ref_cnt == 0 and block.block_hash is not None)
     return found * stride
 
 
 class TurnTraces:
-    """Times of turns whose identity has a trace parent. The replica makes spans of them; the engine has the times."""
+    """Times of turns whose identity has a trace parent.
+
+    The engine has the times, and the replica makes spans of them.
+    """
 
     def __init__(self) -> None:
         self.notes: RingBuffer[dict[str, Any]] = RingBuffer(MAX_NOTES)
         self._holds: dict[str, str] = {}
 
     def turn_ended(self, turn: Turn, record: TurnRecord, now_s: float) -> None:
-        """A turn has ended, and what becomes of its program's KV is decided."""
+        """Note a turn that has ended, after the decision about its program's KV."""
         traceparent = turn.identity.traceparent
         if traceparent is None:
             return
@@ -194,12 +214,12 @@ class TurnTraces:
         )
 
     def hold_began(self, key: str, turn: Turn) -> None:
-        """The program is held after this turn."""
+        """Note that the program is held after this turn."""
         if turn.identity.traceparent is not None:
             self._holds[key] = turn.identity.traceparent
 
     def hold_ended(self, key: str, since_s: float, until_s: float, reason: ReleaseReason) -> None:
-        """The program's hold has ended."""
+        """Note that the program's hold has ended."""
         traceparent = self._holds.pop(key, None)
         if traceparent is not None:
             times = {"since_s": since_s, "until_s": until_s}
@@ -207,16 +227,16 @@ class TurnTraces:
 
 
 class Stats:
-    """One scheduler's numbers since its start.
+    """One scheduler's statistics since its start.
 
     Args:
-        now_s: the scheduler's clock.
+        now_s: returns the scheduler's time, in seconds.
         programs: its programs.
         holds: its holds.
-        cached_prefixes: what paused programs left in the prefix cache.
+        cached_prefixes: its estimates of what the prefix cache has of paused programs.
         requests: vLLM's requests by id.
-        block_tokens: tokens of a block's hash.
-        starvation_s: a turn that waits longer for its admission is starved.
+        block_tokens: tokens of a block hash.
+        starvation_s: seconds of waiting for admission after which a turn counts as starved.
     """
 
     def __init__(
@@ -247,23 +267,23 @@ class Stats:
         self.waste = Waste()
         self._observed: RingBuffer[tuple[Seen, float]] = RingBuffer(MAX_OBSERVED)
         self._known: dict[str, int] = {}
-        """By request id, of turns that compute again: how many leading tokens were computed before."""
+        """Leading tokens that were computed before, by request id, of turns that compute some of them again."""
         self._again: deque[tuple[SchedulerOutput, int, int]] = deque(maxlen=MAX_UNDER_WAY)
-        """Steps under way that compute again: how much of it, and the batch's KV."""
+        """Steps in flight that recompute: their output, the recomputed tokens, and the batch's KV in tokens."""
 
     # --- events -------------------------------------------------------------------------------------------------------
 
     def paused(self, decision: KvDecision, reason: PauseReason) -> None:
-        """A program pauses, and this was done with its KV."""
-        # A policy from elsewhere may give any text, but a metric's labels have to be few.
+        """Count what was decided about a paused program's KV."""
+        # A third-party policy may give any text, but a metric may only have few label values.
         self.pauses[decision, reason if isinstance(reason, PauseReason) else PauseReason.OTHER] += 1
 
     def holds_change(self) -> None:
-        """A hold is about to begin or to end."""
+        """Update the waste. A hold is about to begin or to end."""
         self.waste.settle(self._now_s(), self._holds.num_tokens)
 
     def hold_ends(self, key: str, reason: ReleaseReason) -> None:
-        """The program's hold is about to end."""
+        """Record a hold that is about to end."""
         self.holds_change()
         held = self._holds.get(key)
         if held is not None:
@@ -273,13 +293,13 @@ class Stats:
             self.traces.hold_ended(key, held.since_s, now_s, reason)
 
     def admitted(self, request: Request, turn: Turn, local: int, remote: int) -> None:
-        """A turn has its memory for the first time; the event has not been applied to its program yet.
+        """Record a turn's first admission, before the event is applied to its program.
 
         Args:
-            request: the turn's.
-            turn: what is noted of it.
+            request: the turn's request.
+            turn: what is noted of the turn.
             local: tokens whose KV was on the device.
-            remote: tokens whose KV the host tier brings.
+            remote: tokens whose KV comes from the host tier.
         """
         assert turn.admitted_s is not None, "the scheduler sets it first"
         waited_s = turn.admitted_s - turn.arrived_s
@@ -303,18 +323,18 @@ class Stats:
             self._known[request.request_id] = known
 
     def preempted(self, request: Request) -> None:
-        """A running turn is about to lose its memory."""
+        """Record that a running turn is about to lose its memory."""
         computed = min(int(request.num_computed_tokens), int(request.num_tokens))
         self._known[request.request_id] = max(computed, self._known.get(request.request_id, 0))
 
     def ended(self, request: Request, turn: Turn) -> None:
-        """A turn has ended, whatever its outcome."""
+        """Record the end of a turn, whatever its outcome."""
         self._known.pop(request.request_id, None)
         if turn.admitted_s is None:
             self._waited(self._now_s() - turn.arrived_s)
 
     def step_began(self, output: SchedulerOutput) -> None:
-        """A step was scheduled."""
+        """Count a step that was scheduled."""
         total = output.total_num_scheduled_tokens
         if not total:
             return
@@ -324,7 +344,7 @@ class Stats:
             self._note_again(output)
 
     def step_ended(self, output: SchedulerOutput, took_s: float) -> None:
-        """The tokens of a step have come."""
+        """Record the end of a step, which took ``took_s`` seconds."""
         if self._again and self._again[0][0] is output:
             _, again, context = self._again.popleft()
             self.waste.recompute(again, output.total_num_scheduled_tokens, context, took_s)
@@ -332,7 +352,7 @@ class Stats:
     # --- for the replica ----------------------------------------------------------------------------------------------
 
     def observations(self, taken: int | None) -> dict[str, Any]:
-        """What was observed since the replica had ``taken`` observations; None: it wants none.
+        """Return the observations after the first ``taken``. None: the replica does not want any.
 
         The replica acknowledges ``number`` with its next call.
         """
@@ -345,7 +365,7 @@ class Stats:
         return {"number": fresh.number, "lost": fresh.lost, **values}
 
     def numbers(self) -> dict[str, Any]:
-        """The totals as plain values; ``wasted`` in tokens times seconds."""
+        """Return the totals as plain values. ``wasted_token_seconds`` is in tokens times seconds."""
         self.holds_change()
         pauses: dict[str, dict[str, int]] = {str(decision): {} for decision in KvDecision}
         for (decision, reason), count in self.pauses.items():
@@ -367,7 +387,7 @@ class Stats:
         self.starved += seconds > self._starvation_s
 
     def _known_tokens(self, key: str, request: Request) -> int:
-        """Leading tokens of the prompt that were computed for the program before: to an eighth where it has changed."""
+        """Return how many leading prompt tokens were computed before, to an eighth where the prompt has changed."""
         known = min(self._programs[key].context_tokens, int(request.num_tokens))
         prefix = self._cached_prefixes.get(key)
         if prefix is None or not prefix.marks or not request.block_hashes:

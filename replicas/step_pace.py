@@ -1,9 +1,10 @@
-"""How long steps really take, against what the cost model expects.
+"""Measures how long steps take, compared with the cost model.
 
-A preset is of the plain device, a measured model of the day on which it was measured; a shared or a slower machine is
-neither. What policies decide by seconds (who can still be in time, what a hold is worth, how large a step may be) is
-wrong by the same factor as the step time, so one factor is learnt, and the model's times of computation are multiplied
-by it. It is left alone while it is about right: near-equal models would only make decisions hard to repeat.
+A preset describes the device alone, and a measured model describes the day of its measurement. A shared or slower
+machine differs from both. All decisions in seconds (whether a turn is feasible, what a hold is worth, how large a step
+may be) are then wrong by the same factor as the step time. Therefore one factor is learnt, and the model's computation
+times are multiplied by it. The factor stays while it is about right, because small changes would only make decisions
+hard to reproduce.
 """
 
 from collections import deque
@@ -15,22 +16,22 @@ from vllm.v1.request import Request
 from replicas.cost_model import CostModel
 
 SAMPLED = 8
-"""One step in so many is compared: the work of a step is a sum over its requests."""
+"""One of this many steps is compared. The comparison costs a sum over the step's requests."""
 REMEMBERED = 16
-"""Compared steps that the factor is mostly of."""
+"""Number of compared steps that dominate the factor (time constant of the moving average)."""
 ENOUGH = 8
-"""Compared steps before the first change."""
+"""Number of compared steps before the first change."""
 TOLERANCE = 1.25
-"""The model stays as it is while steps take between 1 / TOLERANCE and TOLERANCE times what it expects."""
+"""The model stays while steps take between 1 / TOLERANCE and TOLERANCE times the expected time."""
 OUTLIER = 8.0
-"""No step counts as more than so many times what was expected: a compilation, a machine that was suspended."""
+"""Largest ratio of actual to expected time that counts for a step. A compilation or a suspended machine exceeds it."""
 
 Work = tuple[int, int, int, float]
-"""Of a step, as `CostModel.step_s` takes it: scheduled tokens, context tokens, sequences, pairs."""
+"""The work of a step, as arguments of `CostModel.step_s`: scheduled tokens, context tokens, sequences, pairs."""
 
 
 def work_of(output: SchedulerOutput, requests: Mapping[str, Request]) -> Work:
-    """What a step that has just been scheduled computes; ``requests`` are the scheduler's."""
+    """Return the work of a step that has just been scheduled. ``requests`` are the scheduler's, by id."""
     context = 0
     pairs = 0.0
     for request_id, tokens in output.num_scheduled_tokens.items():
@@ -45,7 +46,7 @@ class StepPace:
 
     Args:
         cost: the given model.
-        now_s: the scheduler's clock.
+        now_s: returns the scheduler's time, in seconds.
         requests: vLLM's requests by id.
     """
 
@@ -61,7 +62,7 @@ class StepPace:
         self._expected_s = self._took_s = self._ended_s = 0.0
 
     def began(self, output: SchedulerOutput) -> None:
-        """A step was scheduled; an asynchronous engine may still compute the one before it."""
+        """Note a step that was scheduled. An asynchronous engine may still be computing the step before it."""
         if not output.total_num_scheduled_tokens:
             return
         expected_s = None
@@ -71,7 +72,7 @@ class StepPace:
         self._begun.append((self._now_s(), expected_s))
 
     def ended(self, output: SchedulerOutput) -> float:
-        """The tokens of the oldest step under way have come; how long it took, 0 for a step without tokens."""
+        """Note the end of the oldest step in flight. Return its seconds, or 0 for a step without tokens."""
         if not output.total_num_scheduled_tokens or not self._begun:
             return 0.0
         now_s = self._now_s()

@@ -1,11 +1,11 @@
-"""The host tier of one scheduler: swap out at a pause, fetch when the tool has finished.
+"""Swaps programs out to the host tier at a pause, and loads them when the tool has finished.
 
-vLLM's connector stores a block on the host as soon as it is full, and loads by itself what a waiting turn finds there.
-Swapping a program out therefore only means to give its blocks back; they are not evicted from the prefix cache:
-InferCept's swap needs the memory to be free, not empty, and what nobody has taken by the resume need not be loaded.
-Three things are added here. The tier learns which programs are worth its room. A swap is refused where the host has no
-copy. A program is fetched before its next turn comes. A fetch is a request of our own that no queue, policy or client
-ever sees; it takes free memory only, and none that waiting turns could have.
+vLLM's connector stores a block on the host as soon as it is full, and loads the blocks that a waiting turn finds there.
+Swapping a program out therefore only means to free its blocks. They stay in the prefix cache, because InferCept's swap
+needs free memory and not empty memory. Blocks that are still cached at the resume need not be loaded. This module adds
+three things. It reports to the tier how much the copy of each program is worth. It refuses a swap where the host has no
+copy. It loads a program's context before its next turn arrives. Such a load (a fetch) is a request of the scheduler's
+own, which no queue, policy or client sees. It uses only free memory that no waiting turn needs.
 """
 
 import itertools
@@ -28,30 +28,30 @@ from replicas.program_table import ProgramTable
 from replicas.vllm_patches import FoundContext, stop_storing_after, store_again, transfers_under_way
 
 FETCHED_HOLD_S = 10.0
-"""For so long a fetched context is held for the turn that its tool's end has announced."""
+"""Seconds for which a loaded context is held for the turn that the end of its tool announces."""
 
 RESIDENT = frozenset({Phase.RUNNING, Phase.DECIDING, Phase.HELD, Phase.RESUMING, Phase.FETCHING})
-"""Phases in which a program's KV is, or will be, on the device."""
+"""Phases in which a program's KV is on the device, or is being loaded."""
 
 PREFIX = "caesura-fetch-"
-"""Of the request ids of fetches."""
+"""Prefix of the request ids of fetches."""
 
 
 @dataclass(frozen=True, slots=True)
 class Context:
-    """What it takes to find a paused program's KV again: whole blocks of it."""
+    """The full blocks of a paused program's context, by which its KV is found again."""
 
     tokens: Sequence[int]
     hashes: Sequence[BlockHash]
     length: int
-    """Tokens in whole blocks."""
+    """Number of tokens in full blocks."""
     forecast: Forecast
-    """Of the turn that the pause followed."""
+    """The forecast of the turn that the pause followed."""
 
 
 @dataclass(slots=True)
 class Fetch:
-    """A load from the host, from the wish to the hold."""
+    """A load from the host, from the request to the hold."""
 
     key: str
     request: Request
@@ -60,12 +60,12 @@ class Fetch:
 
 @dataclass(frozen=True, slots=True)
 class LoadCalls:
-    """What a fetch calls in the scheduler; most of it is `replicas.vllm_patches.LoadingScheduler`'s."""
+    """The scheduler's functions that a fetch calls. Most are of `replicas.vllm_patches.LoadingScheduler`."""
 
     register: Callable[[Request], None]
     find: Callable[[Request], FoundContext | None]
     fits: Callable[[str, FoundContext], bool]
-    """Free memory is enough for this program's context, and for other programs' turns that wait."""
+    """Returns whether free memory suffices for this program's context and for other programs' waiting turns."""
     begin: Callable[[Request, FoundContext], bool]
     complete: Callable[[Request], bool]
     free: Callable[[Request], None]
@@ -73,21 +73,21 @@ class LoadCalls:
     take_cached: Callable[[FoundContext], Sequence[KVCacheBlock]]
     take_blocks: Callable[[Request], Sequence[KVCacheBlock]]
     hold: Callable[[str, Sequence[KVCacheBlock], int, float, Forecast], float]
-    """Holds a program's blocks of so many tokens for so many seconds; until when."""
+    """Holds a program's blocks, given their tokens and the seconds to hold. Returns the time at which the hold ends."""
 
 
 class Swapping:
-    """Without a host tier it does nothing.
+    """The host tier of one scheduler. Without a host tier it does nothing.
 
     Args:
-        connector: the scheduler's, of vLLM; None without one.
-        now_s: the scheduler's clock.
-        cost: the cost model of now.
-        block_tokens: tokens of a block's hash.
-        programs: the scheduler's.
-        apply: takes a program through an event.
-        counters: of the scheduler.
-        calls: what a fetch needs.
+        connector: vLLM's connector of the scheduler, or None if there is none.
+        now_s: returns the scheduler's time, in seconds.
+        cost: returns the current cost model.
+        block_tokens: tokens of a block hash.
+        programs: the scheduler's programs.
+        apply: applies an event to a program.
+        counters: the scheduler's counters.
+        calls: the scheduler's functions that a fetch needs.
     """
 
     def __init__(
@@ -122,48 +122,48 @@ class Swapping:
 
     @property
     def capacity_tokens(self) -> int:
-        """Tokens that the host tier takes; 0: there is none."""
+        """Capacity of the host tier, in tokens. 0 means that there is none."""
         return self.cache.capacity_tokens if self.cache else 0
 
     @property
     def used_tokens(self) -> int:
-        """Tokens that the tier has a copy of."""
+        """Tokens of which the tier has a copy."""
         return self.cache.used_tokens if self.cache else 0
 
     @property
     def fetching_tokens(self) -> int:
-        """Tokens that memory was allocated for and that are being loaded."""
+        """Tokens that are being loaded, for which memory is allocated."""
         return sum(fetch.request.num_computed_tokens for fetch in self._fetches.values())
 
     @property
     def request_ids(self) -> set[str]:
-        """Requests that are fetches, those included that nobody waits for any more."""
+        """Ids of the requests that are fetches, cancelled ones included."""
         return self._fetches.keys() | self._cancelled
 
     def __len__(self) -> int:
-        """Fetches under way."""
+        """Return the number of fetches in progress."""
         return len(self._fetches)
 
     def tokens_of(self, key: str) -> int:
-        """Tokens of a program's context that the host has, from its first one on."""
+        """Return how many tokens of a program's context the host has, counted from the first one."""
         return self.cache.tokens_of(key) if self.cache else 0
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
     def arrives(self, request: Request, key: str, forecast: Forecast) -> None:
-        """A turn has come; vLLM does not know it yet."""
+        """Process the arrival of a turn, which vLLM does not have yet."""
         if self.cache is None:
             return
         self._expect(key, request.num_tokens, forecast)
         self.cache.update(key, self._standing(key, None), self._now_s(), request.request_id)
 
     def ends(self, request: Request) -> None:
-        """A turn has ended, whatever its outcome."""
+        """Process the end of a turn, whatever its outcome."""
         if self._offloading is not None:
             stop_storing_after(self._offloading, request)
 
     def pauses(self, request: Request, key: str, context_tokens: int, forecast: Forecast) -> None:
-        """The program pauses with this context; the policy has not decided yet."""
+        """Keep the context of a program that pauses. The policy has not decided yet."""
         if self.cache is None:
             return
         self._expect(key, context_tokens, forecast)
@@ -172,11 +172,11 @@ class Swapping:
         self._contexts[key] = Context(request.all_token_ids[: whole + 1], hashes, whole, forecast)
 
     def swaps_out(self, key: str, request: Request | None = None) -> bool:
-        """May the program's blocks be given back because the host has a copy, or will have one?
+        """Return whether the program's blocks may be freed, because the host has a copy or will have one.
 
         Args:
-            key: of the program, which has paused.
-            request: its turn, if that ends just now: what the host refused of it is offered once more.
+            key: key of the program, which has paused.
+            request: its turn, if that ends just now. Chunks of it that the host refused are offered again.
         """
         swaps = self._has_copy(key, request)
         self._counters["swapped" if swaps else "swap_refused"] += 1
@@ -198,7 +198,7 @@ class Swapping:
         return True
 
     def follow(self, key: str, state: ProgramState | None) -> None:
-        """The program's state has changed: whether its copy is the only one, and since when."""
+        """Report a changed program state to the tier: whether its copy is the only one, and since when."""
         if self.cache is None or state is None or key not in self._forecasts:
             return
         since_s = state.last_event_s if state.paused_s is None else state.paused_s
@@ -208,14 +208,14 @@ class Swapping:
             self._contexts.pop(key, None)
 
     def forget(self, key: str) -> None:
-        """The program has ended."""
+        """Remove a program that has ended."""
         self._contexts.pop(key, None)
         self._forecasts.pop(key, None)
         if self.cache is not None:
             self.cache.forget(key)
 
     def _expect(self, key: str, context_tokens: int, forecast: Forecast) -> None:
-        """A program of which no later turn is expected is worth nothing."""
+        """Keep what the program's copy is worth. It is 0 where no later turn is expected."""
         cost, tokens = self._cost(), max(1, context_tokens)
         saved_s = max(0.0, cost.prefill_s(tokens) - cost.swap_s(tokens)) / tokens if forecast.later_turns > 0 else 0.0
         self._forecasts[key] = (saved_s, max(0.0, forecast.pause_s))
@@ -227,7 +227,7 @@ class Swapping:
     # --- fetches ------------------------------------------------------------------------------------------------------
 
     def fetch(self, key: str) -> None:
-        """Begin to load a swapped program's context; the next steps do it."""
+        """Begin to load a swapped program's context. The next steps do the work."""
         context = self._contexts.get(key)
         if self.cache is None or context is None or not context.length:
             self._lose(key, LoadFailure.NO_CONTEXT)
@@ -237,11 +237,11 @@ class Swapping:
         request.block_hashes = list(context.hashes)
         self._fetches[request_id] = Fetch(key, request)
         self._calls.register(request)
-        # vLLM's queue is not passed: the tier learns here whose context this is.
+        # The request bypasses vLLM's queue, so the tier gets its program here.
         self.cache.update(key, self._standing(key, None), self._now_s(), request_id)
 
     def cancel(self, key: str) -> None:
-        """Nobody waits for it any more: what is being loaded is given back as soon as it has come."""
+        """Cancel the program's fetches. Blocks that are being loaded are freed when the load has finished."""
         for request_id in [i for i, fetch in self._fetches.items() if fetch.key == key]:
             self._abort(request_id)
 
@@ -251,9 +251,9 @@ class Swapping:
         self._calls.abort(request_id)
 
     def step(self) -> None:
-        """Before each step: begin loads that can begin, and hold what has come."""
+        """Begin loads that can begin, and hold the loaded contexts. It is called before each step."""
         for fetch in list(self._fetches.values()):
-            if fetch.request.is_finished():  # somebody aborts all requests; it is freed when its load has come
+            if fetch.request.is_finished():  # all requests are being aborted; it is freed when its load has finished
                 continue
             if fetch.request.status is not RequestStatus.WAITING_FOR_REMOTE_KVS:
                 self._start(fetch)
@@ -269,7 +269,7 @@ class Swapping:
             self._lose(fetch.key, LoadFailure.GONE)
         elif not self._calls.fits(fetch.key, found):
             self._fail(fetch)
-        elif found.remote == 0:  # all that the host has is in the prefix cache still
+        elif found.remote == 0:  # the prefix cache still has all that the host has
             blocks = self._calls.take_cached(found)
             self._abort(fetch.request.request_id)
             self._hold(fetch, blocks, found.local)
@@ -277,7 +277,7 @@ class Swapping:
             self._fail(fetch)
 
     def freed(self, request: Request) -> None:
-        """vLLM gives a fetch's blocks back: it is loaded, it was cancelled, or all requests are being aborted."""
+        """Process the end of a fetch: it is loaded, it was cancelled, or all requests are being aborted."""
         fetch = self._fetches.pop(request.request_id, None)
         self._cancelled.discard(request.request_id)
         if fetch is None:
@@ -306,7 +306,7 @@ class Swapping:
     # --- the whole tier -----------------------------------------------------------------------------------------------
 
     def reset(self) -> None:
-        """The copies are no longer to be used: programs that had one have none now."""
+        """Invalidate all copies. Programs that are swapped or being loaded have lost theirs."""
         for key in list(self._contexts):
             program = self._programs.get(key)
             if program is not None and program.phase in (Phase.SWAPPED, Phase.FETCHING):
@@ -314,11 +314,11 @@ class Swapping:
 
     @property
     def may_reset(self) -> bool:
-        """vLLM's connector cannot be reset twice between two steps if transfers were under way the first time."""
+        """Whether vLLM's connector may be reset: not twice between two steps, if transfers were in progress."""
         return self._offloading is None or not transfers_under_way(self._offloading)
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless exactly the programs in FETCHING have a fetch, and the tier's counts add up."""
+        """Raise IntegrityError unless exactly the programs in FETCHING have a fetch, and the tier is consistent."""
         for fetch in self._fetches.values():
             program = self._programs.get(fetch.key)
             if program is None or program.phase is not Phase.FETCHING:

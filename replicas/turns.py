@@ -1,6 +1,6 @@
-"""What a scheduler notes of a turn, and how it reads from a turn's output which tools the turn asks for.
+"""The scheduler's notes of a turn, and the reader of the tool names in its output.
 
-The reading runs in the engine's process at the end of a turn: no text is refused.
+The tool names are read in the engine's process at the end of a turn. The reader never fails, whatever the text is.
 """
 
 import logging
@@ -20,10 +20,10 @@ from replicas.vllm_patches import resumed_tokens
 logger = logging.getLogger(__name__)
 
 RECENT = 32
-"""Observations that a recent mean is mostly of."""
+"""Number of observations that dominate a recent mean."""
 
 MAX_READ_TOKENS = 16_384
-"""Only so many tokens, the last ones, are read."""
+"""Largest number of output tokens that are read. They are the last ones."""
 
 TEXT_PARSERS = frozenset(
     (
@@ -38,12 +38,12 @@ TEXT_PARSERS = frozenset(
         "qwen3_xml",
     )
 )
-"""vLLM tool parsers whose formats `tool_names` reads. For any other name vLLM's own parser is asked first."""
+"""vLLM tool parsers whose formats `tool_names` reads. For any other name vLLM's own parser is tried first."""
 
 
 @dataclass(slots=True)
 class RecentMean:
-    """An exponentially weighted mean; of the first few observations the plain mean. 0 before the first."""
+    """An exponentially weighted mean. It is the plain mean of the first few observations, and 0 before the first."""
 
     mean: float = 0.0
     count: int = 0
@@ -56,7 +56,7 @@ class RecentMean:
 
 @dataclass(slots=True)
 class Turn:
-    """A request. ``key`` None: it belongs to no program."""
+    """A request that waits or runs. ``key`` is None if it belongs to no program."""
 
     identity: ProgramIdentity
     key: str | None
@@ -71,7 +71,7 @@ class Turn:
 
 
 def read_identity(request: Request) -> ProgramIdentity:
-    """Whose turn a request is, as the ingress sent it; an empty identity if it sent none.
+    """Return the identity that the ingress sent with a request, or an empty one if it sent none.
 
     Raises:
         ValueError: it cannot be read.
@@ -81,21 +81,24 @@ def read_identity(request: Request) -> ProgramIdentity:
 
 
 def tools_of(request: Request, turn: Turn, names: "ToolNames | None") -> tuple[str, ...]:
-    """What a finished turn asks for: as its client hinted, else as its output has it, else it waits for its user."""
+    """Return what a finished turn waits for: the client's hint, else the tools in its output, else the user's reply."""
     if turn.identity.hints.expected_tool is not None:
         return (turn.identity.hints.expected_tool,)
     return (names(_output_ids(request)) if names else ()) or (USER_REPLY,)
 
 
 def _output_ids(request: Request) -> Sequence[int]:
-    """All that the turn generated, here and, if it was resumed, elsewhere."""
+    """Return all ids that the turn generated, here and, if it was resumed, elsewhere."""
     known = resumed_tokens(request)
     ids: Sequence[int] = request.all_token_ids if known else request.output_token_ids
     return ids[request.num_prompt_tokens - known :] if known else ids
 
 
 def tool_name_reader(model_config: Any, parser: str | None) -> "ToolNames | None":
-    """Made at start, as the first turn that needs it must not stop the engine. None where vLLM has no tokenizer."""
+    """Return the reader of tool names, or None where vLLM has no tokenizer.
+
+    It is made at the start, so that no turn has to wait for it.
+    """
     return None if model_config.skip_tokenizer_init else ToolNames(cached_tokenizer_from_config(model_config), parser)
 
 
@@ -103,7 +106,7 @@ class Decoder(Protocol):
     """The part of a tokenizer that is needed here."""
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
-        """The text of ``ids``."""
+        """Return the text of ``ids``."""
         ...
 
 
@@ -111,7 +114,7 @@ class ToolNames:
     """Reads tool names out of the output tokens of one model.
 
     Attributes:
-        parser_failures: how often vLLM's parser raised; the text formats were read instead.
+        parser_failures: number of times that vLLM's parser raised. The text formats were read instead.
     """
 
     def __init__(self, tokenizer: Decoder, parser_name: str | None) -> None:
@@ -127,14 +130,17 @@ class ToolNames:
                 self._fall_back(error)
 
     def __call__(self, output_token_ids: Sequence[int]) -> tuple[str, ...]:
-        """The names in order, repeated where a tool is called twice; ``()`` when the output asks for no tool."""
+        """Return the names in order, repeated where a tool is called twice.
+
+        They are empty if the output has no call.
+        """
         # Special tokens stay: in some formats they are what marks a call.
         text = self._tokenizer.decode(list(output_token_ids[-MAX_READ_TOKENS:]), skip_special_tokens=False)
         if self._parse is not None:
             try:
                 names = bounded(self._parse(text))
             except Exception as error:  # noqa: BLE001
-                # Whatever a foreign parser raises on what a model made up: it must not end the engine.
+                # A parser may raise anything on a model's output, which must not end the engine.
                 self._fall_back(error)
             else:
                 if names:
@@ -148,7 +154,7 @@ class ToolNames:
 
 
 def _vllm_parser(tokenizer: Decoder, name: str) -> Callable[[str], list[str]]:
-    """vLLM's parser ``name`` as a function of the text. Raises whatever vLLM does."""
+    """Return vLLM's parser ``name`` as a function of the text. It raises whatever vLLM raises."""
     # Imported here, as only such a model pays for it (12 MB, 0.8 s).
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.tool_parsers import ToolParserManager

@@ -18,16 +18,16 @@ from replicas.turns import Turn
 
 
 class Views:
-    """Makes the views of turns and programs, from what the scheduler's parts know.
+    """Makes the views of turns and programs from the state of the scheduler's parts.
 
     Args:
-        load: the replica at the start; the scheduler replaces it in every step.
-        turns: by request id.
+        load: the replica's load at the start. The scheduler replaces it in every step.
+        turns: the turns by request id.
         programs: the programs.
         holds: the holds.
         swapping: the host tier.
         forecaster: forecasts turns.
-        durations: how long tools take.
+        durations: durations of tools.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class Views:
         durations: DurationTable,
     ) -> None:
         self.load = load
-        """The replica in this step."""
+        """The replica's load in this step."""
         self._turns = turns
         self._programs = programs
         self._holds = holds
@@ -51,7 +51,7 @@ class Views:
         self._durations = durations
 
     def waiting(self, request: Request) -> TurnView:
-        """A turn that waits."""
+        """Return the view of a waiting turn."""
         turn = self._turns[request.request_id]
         program = self._programs.get(turn.key) if turn.key is not None else None
         held = self._holds.get(turn.key) if turn.key is not None else None
@@ -75,11 +75,11 @@ class Views:
         )
 
     def prefilling(self, request: Request) -> TurnView:
-        """A turn that was admitted and whose prompt is not all computed."""
+        """Return the view of an admitted turn whose prompt is not completely computed."""
         return replace(self.waiting(request), cached_tokens=request.num_computed_tokens, kv=KvPlace.HELD)
 
     def pause(self, program: ProgramState, turn: Turn, context_tokens: int, load: LoadView) -> PauseView:
-        """A program whose turn has just ended: which tools it asked for is known now."""
+        """Return the view of a program whose turn has just ended, so that its tools are known."""
         hints = turn.identity.hints
         asked = replace(hints, expected_tool=tool_key(program.tools))
         predicted = turn.identity.forecast
@@ -95,7 +95,7 @@ class Views:
         )
 
     def hold(self, held: HeldBlocks[KVCacheBlock]) -> HoldView:
-        """A hold."""
+        """Return the view of a hold."""
         program = self._programs[held.key]
         return HoldView(
             program=program,
@@ -110,13 +110,13 @@ class Views:
         )
 
     def forecast(self, turn: Turn) -> Forecast:
-        """What is expected of a turn: hints first, then the predictor's, then what was learnt here."""
+        """Return the forecast of a turn: by hints, else by the predictor, else by what was learnt here."""
         identity = turn.identity
         last = turn.key is None or identity.last_turn
         return self._forecaster.of(turn.features, identity.hints, self._durations, last, identity.forecast)
 
 
 def features_of(turn: Turn, program: ProgramState, prompt_tokens: int) -> Features:
-    """What is known of a turn when it arrives; ``program`` as it is then."""
+    """Return what is known of a turn when it arrives. ``program`` is its program at that time."""
     last_tool = turn.identity.hints.last_tool or (tool_key(program.tools) if program.turns > 1 else "")
     return Features.of(last_tool, program.turns - 1, prompt_tokens)

@@ -1,16 +1,15 @@
 """A replica without a model: a real vLLM scheduler class, driven step by step with made-up tokens.
 
-What runs is vLLM's scheduler, KV cache manager and block pool as they are; only the forward pass is missing. Each
-request generates exactly its ``max_tokens`` (``ignore_eos``). Tests and benchmarks drive it as a readable timeline;
+vLLM's scheduler, KV cache manager and block pool run unchanged; only the forward pass is missing. Each request
+generates exactly its ``max_tokens`` (``ignore_eos``). Tests and benchmarks drive it as a readable timeline, and
 `replicas.virtual_replica` gives its steps a duration.
 
-The host tier of a virtual replica: vLLM's own offloading connector, and a link whose transfers take virtual time.
-
-Both halves of the connector run as they are: the scheduler's plans loads, stores and flushes, the worker's decides when
-each is handed to the link and reported. Only the copying is missing. As on a GPU, a store begins at the start of the
-step after the one that planned it, a load when the compute of the step that planned it has ended (the copy stream waits
-for the compute stream), each direction does one transfer after the other, and a step waits for the stores whose blocks
-it is to overwrite.
+The host tier of a virtual replica consists of vLLM's own offloading connector and a link whose transfers take virtual
+time. Both halves of the connector run unchanged: the scheduler's half plans loads, stores and flushes, and the worker's
+half decides when each is submitted to the link and reported. Only the copying is missing. Times are as on a GPU. A
+store begins at the start of the step after the one that planned it. A load begins when the compute of the step that
+planned it has ended, because the copy stream waits for the compute stream. Each direction does one transfer after the
+other. A step waits for the stores whose blocks it will overwrite.
 """
 
 import json
@@ -45,21 +44,21 @@ from replicas.settings import SchedulerSettings
 
 @dataclass(slots=True)
 class _Direction:
-    """One way of the link: transfers end in the order in which they were submitted."""
+    """One direction of the link. Transfers end in the order in which they were submitted."""
 
     under_way: deque[tuple[int, float, int]]
-    """Job, when it ends, its tokens."""
+    """Triples (job id, end in seconds, tokens) of the transfers in progress."""
     free_at_s: float = 0.0
     tokens: int = 0
-    """Moved up to now."""
+    """Tokens moved so far."""
 
 
 class VirtualLink(OffloadingWorker):
-    """Moves nothing, but takes its time.
+    """A link that moves nothing, but takes virtual time.
 
     Args:
-        clock: whose time it takes.
-        transfer_s: seconds to move the KV of so many tokens one way.
+        clock: the virtual clock.
+        transfer_s: returns the seconds to move the KV of this many tokens one way.
         block_size: tokens of a block.
     """
 
@@ -83,15 +82,15 @@ class VirtualLink(OffloadingWorker):
 
     @property
     def next_end_s(self) -> float | None:
-        """When the next transfer ends; None: none is under way."""
+        """Time at which the next transfer ends, or None if none is in progress."""
         return min((way.under_way[0][1] for way in (self._out, self._in) if way.under_way), default=None)
 
     def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: LoadStoreSpec) -> bool:
-        """Device to host."""
+        """Submit a transfer from the device to the host."""
         return self._submit(self._out, job_id, src_spec)
 
     def submit_load(self, job_id: int, src_spec: LoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Host to device."""
+        """Submit a transfer from the host to the device."""
         return self._submit(self._in, job_id, dst_spec)
 
     def _submit(self, way: _Direction, job_id: int, device: GPULoadStoreSpec) -> bool:
@@ -101,7 +100,10 @@ class VirtualLink(OffloadingWorker):
         return True
 
     def get_finished(self) -> list[TransferResult]:
-        """The transfers that have ended, each reported once. Neither bytes nor seconds: vLLM would only count them."""
+        """Return the transfers that have ended, each once.
+
+        Bytes and seconds are left out, as vLLM would only count them.
+        """
         now_s = self._clock.now_s()
         results: list[TransferResult] = []
         for way in (self._out, self._in):
@@ -112,12 +114,12 @@ class VirtualLink(OffloadingWorker):
         return results
 
     def wait(self, job_ids: set[int]) -> None:
-        """The step that begins now goes on only when these have ended: see :meth:`take_wait_s`."""
+        """Make the step that begins now wait until these transfers have ended: see :meth:`take_wait_s`."""
         ends = (end_s for way in (self._out, self._in) for job_id, end_s, _ in way.under_way if job_id in job_ids)
         self._waited_until_s = max(ends, default=self._waited_until_s)
 
     def take_wait_s(self) -> float:
-        """Seconds from now until what was waited for has ended."""
+        """Return the seconds from now until the awaited transfers have ended."""
         wait_s = max(0.0, self._waited_until_s - self._clock.now_s())
         self._waited_until_s = 0.0
         return wait_s
@@ -127,10 +129,10 @@ class VirtualHostTier:
     """The worker's half of the connector of one virtual engine, on a link.
 
     Args:
-        config: the engine's, with a ``kv_transfer_config``.
-        kv_cache_config: the engine's.
+        config: the engine's configuration, with a ``kv_transfer_config``.
+        kv_cache_config: the engine's KV cache configuration.
         connector: the scheduler's half.
-        link: what transfers take.
+        link: the link that takes the transfers.
     """
 
     def __init__(
@@ -143,14 +145,14 @@ class VirtualHostTier:
         _make_repeatable(connector)
 
     def step_begins(self, output: SchedulerOutput) -> None:
-        """Submit the stores of the step before; wait for those whose blocks are to be overwritten."""
+        """Submit the stores of the previous step, and wait for those whose blocks will be overwritten."""
         transfers = _transfers_of(output)
         self._worker.handle_preemptions(transfers)
         if not output.total_num_scheduled_tokens:
             self._worker.start_kv_transfers(transfers)
 
     def step_ends(self, output: SchedulerOutput) -> KVConnectorOutput:
-        """Submit the step's loads, keep its stores for the next one; what has arrived."""
+        """Submit the step's loads, and keep its stores for the next step. Return what has arrived."""
         transfers = _transfers_of(output)
         if output.total_num_scheduled_tokens:
             self._worker.start_kv_transfers(transfers)
@@ -164,7 +166,10 @@ class VirtualHostTier:
 
 
 def stock_transfer_config(num_bytes: int) -> dict[str, Any]:
-    """vLLM's own host tier. What a turn generates is kept too, which is not vLLM's default: agents send it again."""
+    """Return the configuration of vLLM's own host tier.
+
+    Generated tokens are kept too, which is not vLLM's default, because agents send them again.
+    """
     return {
         "kv_connector": "OffloadingConnector",
         "kv_role": "kv_both",
@@ -179,9 +184,9 @@ def _transfers_of(output: SchedulerOutput) -> OffloadingConnectorMetadata:
 
 
 def _make_repeatable(connector: OffloadingConnector) -> None:
-    """Where the scheduler's half walks a set of names or hashes, let it walk in an order that each process has.
+    """Make the connector iterate over sets of names and hashes in the same order in each process.
 
-    Host blocks are given out, and evicted, in that order. What vLLM leaves to chance is fixed here, nothing else.
+    Host blocks are allocated and evicted in that order. Nothing else of vLLM is changed.
     """
     scheduler = connector.connector_scheduler
     assert scheduler is not None, "this is a worker's half"
@@ -202,13 +207,13 @@ def _make_repeatable(connector: OffloadingConnector) -> None:
 
 
 FIRST_TOKEN = 100
-"""Generated tokens are this one and those after it: never an end-of-sequence token of the tiny model."""
+"""The first id of generated tokens. They never include the end-of-sequence token of the tiny model."""
 
 HASH_BYTES = 8
-"""Length of a block's hash; vLLM's own has 32. Two blocks are confused once in 2^64 pairs."""
+"""Bytes of a block's hash. vLLM's own has 32. Two blocks have the same hash once in 2^64 pairs."""
 
 HEAD_SIZE = mmap.PAGESIZE
-"""Of the made-up KV cache, so that a block is whole pages of memory, which vLLM's host tier rounds it up to."""
+"""Head size of the made-up KV cache. With it a block has full pages of memory, to which vLLM's host tier rounds up."""
 
 CONFIG_ONLY_MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -222,35 +227,36 @@ CONFIG_ONLY_MODEL = {
     "vocab_size": 4096,
     "torch_dtype": "float32",
 }
-"""Some model: a scheduler reads only that it is a decoder, and how long its context may be."""
+"""A model configuration. A scheduler reads only that it is a decoder, and how long its context may be."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The memory and the bounds of a virtual replica."""
+    """The memory and the limits of a virtual replica."""
 
     num_blocks: int = 64
-    """KV blocks, vLLM's null block included."""
+    """Number of KV blocks, vLLM's null block included."""
     block_size: int = 16
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
     prefix_caching: bool = True
     host_blocks: int = 0
-    """Blocks of the host tier; 0: there is none."""
+    """Number of blocks of the host tier. 0 means that there is none."""
 
 
 class VirtualEngine:
     """One scheduler and the loop around it.
 
     Args:
-        scheduler_cls: a class with vLLM's scheduler constructor; the stock one for a baseline.
-        model: directory with a model's config.json; weights and tokenizer are not read.
-        shape: memory and bounds.
-        settings: policy and bounds for an AgentScheduler.
-        asynchronous: schedule the next step before the last one's tokens are known, as on a GPU.
-        link: what moves blocks to the host tier and back; needed if ``shape`` has one.
-        transfer_config: of that tier, by its bytes: vLLM's own or `replicas.host_tier.kv_transfer_config`.
+        scheduler_cls: a class with vLLM's scheduler constructor. vLLM's own class serves as a baseline.
+        model: a directory with a model's config.json. Weights and tokenizer are not read.
+        shape: memory and limits.
+        settings: policy and limits for an AgentScheduler.
+        asynchronous: whether the next step is scheduled before the last one's tokens are known, as on a GPU.
+        link: the link to the host tier. It is needed if ``shape`` has a host tier.
+        transfer_config: returns the configuration of a tier of so many bytes: vLLM's own or
+            `replicas.host_tier.kv_transfer_config`.
     """
 
     def __init__(
@@ -291,7 +297,10 @@ class VirtualEngine:
         identity: ProgramIdentity | None = None,
         arrival_s: float | None = None,
     ) -> Request:
-        """Add a request that generates exactly ``max_tokens``. vLLM notes ``arrival_s``; None: the time of day."""
+        """Add a request that generates exactly ``max_tokens``.
+
+        vLLM records ``arrival_s``. None is the time of day.
+        """
         extra: Mapping[str, Any] | None = {WIRE_KEY: identity.encode()} if identity else None
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=dict(extra) if extra else None)
         request = Request(
@@ -307,7 +316,7 @@ class VirtualEngine:
         return request
 
     def step(self) -> SchedulerOutput:
-        """Schedule once and, unless a step is to stay in flight, take its tokens; what was scheduled."""
+        """Schedule once, and process the step's tokens unless it stays in flight. Return what was scheduled."""
         output = self.scheduler.schedule()
         self.begin(output)
         self._in_flight.append((output, self._samples(output), self._transferred(output)))
@@ -316,26 +325,29 @@ class VirtualEngine:
         return output
 
     def begin(self, output: SchedulerOutput) -> None:
-        """Hand the link what a step that the caller scheduled by itself has for it at its beginning."""
+        """Submit the transfers at the beginning of a step that the caller has scheduled."""
         if self._host_tier is not None:
             self._host_tier.step_begins(output)
 
     def complete(self, output: SchedulerOutput) -> list[EngineCoreOutput]:
-        """The tokens of a step that the caller scheduled by itself; not for asynchronous engines."""
+        """Process the tokens of a step that the caller has scheduled. It is not for asynchronous engines."""
         return self._finish(output, self._samples(output), self._transferred(output))
 
     def _transferred(self, output: SchedulerOutput) -> KVConnectorOutput | None:
         return self._host_tier.step_ends(output) if self._host_tier is not None else None
 
     def _samples(self, output: SchedulerOutput) -> list[bool]:
-        """Which requests get a token from this step: not those whose prompt goes on. The next step may change it."""
+        """Return which requests get a token from this step, without those whose prompt goes on.
+
+        It has to be called before the next step, which may change the result.
+        """
         return [not self.scheduler.requests[i].is_prefill_chunk for i in output.num_scheduled_tokens]
 
     def run(self, max_steps: int = 10_000) -> int:
-        """Step until nothing is left; the number of steps.
+        """Step until no request is left. Return the number of steps.
 
         Raises:
-            RuntimeError: something is left after ``max_steps``.
+            RuntimeError: a request is left after ``max_steps``.
         """
         for steps in range(max_steps):
             if not self.scheduler.has_unfinished_requests() and not self._in_flight:
@@ -347,19 +359,19 @@ class VirtualEngine:
         raise RuntimeError(f"{self.scheduler.get_num_unfinished_requests()} requests are left after {max_steps} steps")
 
     def free_blocks(self) -> int:
-        """Blocks that nobody owns; ``shape.num_blocks - 1`` when all are free."""
+        """Return the number of blocks that nobody owns. It is ``shape.num_blocks - 1`` when all are free."""
         return int(self.scheduler.kv_cache_manager.block_pool.get_num_free_blocks())
 
     def cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """How many leading ones of these blocks are in the prefix cache; the host tier does not count.
+        """Return how many of the leading blocks are in the prefix cache. The host tier does not count.
 
-        By bisection: of a chain the end is evicted first.
+        The search is a bisection, because the end of a chain is evicted first.
         """
         find = self.scheduler.kv_cache_manager.block_pool.get_cached_block
         return bisect_left(hashes, True, key=lambda block: find(block, [0]) is None)
 
     def fill_cache(self, prompt: Sequence[int], tokens: int) -> None:
-        """Have the KV of the prompt's first ``tokens`` cached, as if it had been computed here; all that memory takes.
+        """Put the KV of the prompt's first ``tokens`` into the prefix cache, as far as memory suffices.
 
         Raises:
             ValueError: there is no prefix cache.
@@ -397,14 +409,15 @@ class VirtualEngine:
 
 
 def block_hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
-    """Hashes of a request's new full blocks, each chained to the one before it, as vLLM does it but without sha256.
+    """Return a function that hashes a request's new full blocks, each chained to the one before it.
 
-    Ints hash the same in every process, so that a run can be repeated. There is no cache salt, no LoRA, no image.
+    It works as vLLM's hasher, but without sha256. Integers have the same hash in every process, so that a run can be
+    repeated. There is no cache salt, no LoRA and no image.
     """
 
     def hashes(request: Request) -> list[BlockHash]:
         known = request.block_hashes
-        if (len(known) + 1) * block_size > request.num_tokens:  # so it is after most tokens
+        if (len(known) + 1) * block_size > request.num_tokens:  # this is the case after most tokens
             return []
         return chained_hashes(request._all_token_ids, block_size, len(known), known[-1] if known else None)
 
@@ -414,7 +427,7 @@ def block_hasher(block_size: int) -> Callable[[Request], list[BlockHash]]:
 def chained_hashes(
     tokens: Sequence[int], block_size: int, known: int = 0, last: BlockHash | None = None
 ) -> list[BlockHash]:
-    """Hashes of the full blocks of ``tokens`` after the first ``known``, of which the last has the hash ``last``."""
+    """Return the hashes of the full blocks of ``tokens`` after the first ``known``, whose last hash is ``last``."""
     parent = int.from_bytes(last, "big", signed=True) if last is not None else 0
     new: list[BlockHash] = []
     for begin in range(known * block_size, len(tokens) - block_size + 1, block_size):
@@ -424,7 +437,7 @@ def chained_hashes(
 
 
 def write_config_only_model(directory: Path, max_model_len: int) -> Path:
-    """Write the directory of a model of which there is nothing but its configuration: ``directory``."""
+    """Write a model directory that has only a configuration. Return ``directory``."""
     config = CONFIG_ONLY_MODEL | {"max_position_embeddings": max_model_len}
     (directory / "config.json").write_text(json.dumps(config))
     return directory

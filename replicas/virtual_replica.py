@@ -1,11 +1,11 @@
 """A replica under virtual time: a real scheduler, whose steps take as long as a cost model expects.
 
-A step is scheduled when the one before has ended, as a synchronous engine does; the time that ``schedule()`` itself
-takes is measured but costs no virtual time (on a GPU it overlaps with the device). Turns that arrive during a step are
-known to the scheduler at once and can be admitted by the next one.
+A step is scheduled when the one before has ended, as in a synchronous engine. The time of ``schedule()`` itself is
+measured, but it costs no virtual time, because it overlaps with the device on a GPU. Turns that arrive during a step
+are known to the scheduler at once, and the next step can admit them.
 
-With a host tier a step goes on beside the transfers of the steps before it (see `replicas.virtual_engine`); one that
-only waits for them ends with the next one, or when a turn arrives.
+With a host tier, a step overlaps with the transfers of earlier steps (see `replicas.virtual_engine`). A step that only
+waits for transfers ends with the next one, or when a turn arrives.
 """
 
 import time
@@ -30,27 +30,27 @@ from replicas.step_pace import work_of
 from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
 
 MIN_STEP_S = 1e-3
-"""A step in which nothing could be scheduled takes at least so long: an engine that polls its queues."""
+"""Least seconds of a step in which nothing could be scheduled. They stand for an engine that polls its queues."""
 
 
 @dataclass(slots=True)
 class VirtualTurn:
-    """A turn on a virtual replica: what was asked, and what has come of it so far. Times are the clock's."""
+    """A turn on a virtual replica: its request and its progress. Times are in seconds of the clock."""
 
     request: Request
     submitted_s: float
     known_tokens: int
-    """Leading tokens whose KV was computed at some time: to compute one of them is to compute it again."""
+    """Leading tokens whose KV was computed before. To compute one of them is a recomputation."""
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
     cached_tokens: int | None = None
-    """Prompt tokens that needed no computation at the first admission; None: no token yet."""
+    """Prompt tokens that needed no computation at the first admission. None: there is no token yet."""
     fetched_tokens: int | None = None
-    """Of these, those that came from the host tier."""
+    """Those of ``cached_tokens`` that came from the host tier."""
 
     def computes(self, tokens: int) -> int:
-        """A step of so many tokens was scheduled; how many of them were computed at some time before."""
+        """Process a scheduled step of so many tokens. Return how many of them were computed before."""
         length: int = self.request.num_computed_tokens  # vLLM counts the step's own already
         again = computed_again(length, tokens, self.known_tokens)
         self.known_tokens = max(self.known_tokens, length)
@@ -64,33 +64,40 @@ class VirtualTurn:
 
 @dataclass(slots=True)
 class VirtualReplica:
-    """One scheduler, its engine without a model, and what its steps cost."""
+    """One scheduler, its engine without a model, and the cost of its steps."""
 
     engine: VirtualEngine
     cost: CostModel
     clock: ManualClock
     link: VirtualLink | None = None
-    """To the host tier, where there is one."""
+    """The link to the host tier, or None if there is none."""
     waste: Waste = field(default_factory=Waste)
     schedule_s: list[float] = field(default_factory=list)
     """Real seconds of each ``schedule()``."""
     preemptions: int = 0
     busy_s: float = 0.0
-    """Seconds of steps that computed something."""
+    """Virtual seconds of steps that computed something."""
     _turns: dict[str, VirtualTurn] = field(default_factory=dict)
     _in_flight: SchedulerOutput | None = None
     _waits_for_link: bool = False
-    """The step under way computes nothing: it ends with the next transfer, or when a turn arrives."""
+    """Whether the current step computes nothing. It ends with the next transfer, or when a turn arrives."""
     interrupted: bool = False
-    """A turn has arrived while the step under way waits for the link: it is to end now."""
+    """Whether a turn has arrived while the current step waits for the link. The step has to end now."""
 
     @classmethod
     def build(
         cls, policy: PolicyConfig | None, cost: CostModel, slo: SloConfig, shape: Shape, model: Path, clock: ManualClock
     ) -> "VirtualReplica":
-        """A replica that decides by ``policy``, with Caesura's host tier; None: vLLM's own class, untouched, and tier.
+        """Build a replica.
 
-        ``model`` is a directory with a model's config.json.
+        Args:
+            policy: the policy of an AgentScheduler with Caesura's host tier. None: vLLM's own scheduler class and host
+                tier.
+            cost: the cost model of its steps.
+            slo: the SLO that the policy uses.
+            shape: memory and limits.
+            model: a directory with a model's config.json.
+            clock: the virtual clock.
         """
         link = VirtualLink(clock, cost.swap_s, shape.block_size) if shape.host_blocks else None
         if policy is None:
@@ -102,18 +109,18 @@ class VirtualReplica:
 
     @property
     def busy(self) -> bool:
-        """A step is under way."""
+        """Whether a step is in progress."""
         return self._in_flight is not None
 
     def is_prefilled(self, request_id: str) -> bool:
-        """Whether the turn has its first token, or has ended."""
+        """Return whether the turn has its first token, or has ended."""
         turn = self._turns.get(request_id)
         return turn is None or turn.first_token_s is not None
 
     def submit(
         self, request_id: str, prompt: Sequence[int], output_tokens: int, identity: ProgramIdentity, known_tokens: int
     ) -> VirtualTurn:
-        """A turn arrives that generates exactly ``output_tokens``."""
+        """Add a turn that generates exactly ``output_tokens``."""
         now_s = self.clock.now_s()
         self._settle()
         request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s)
@@ -122,7 +129,7 @@ class VirtualReplica:
         return turn
 
     def begin_step(self) -> float | None:
-        """Schedule a step; the virtual seconds that it takes. None: there is nothing to do."""
+        """Schedule a step. Return its virtual seconds, or None if there is nothing to do."""
         scheduler = self.engine.scheduler
         # A host tier goes on when the last turn has ended: its KV is still to be stored.
         if not (scheduler.has_unfinished_requests() if self.link is None else scheduler.has_requests()):
@@ -147,7 +154,10 @@ class VirtualReplica:
         return self.link.take_wait_s() if self.link is not None else 0.0
 
     def _idle_s(self) -> float:
-        """Seconds of a step that computes nothing. Where all that is left to do is to wait for the link, it waits."""
+        """Return the seconds of a step that computes nothing.
+
+        It waits for the link where nothing else is left to do.
+        """
         polled_s = max(self.cost.overhead_s, MIN_STEP_S)
         next_end_s = self.link.next_end_s if self.link is not None else None
         if next_end_s is None:
@@ -159,7 +169,7 @@ class VirtualReplica:
         return max(next_end_s - self.clock.now_s(), MIN_STEP_S)
 
     def end_step(self) -> list[VirtualTurn]:
-        """The step's tokens have come; the turns that it ended."""
+        """Process the tokens of the step. Return the turns that it ended."""
         output, self._in_flight = self._in_flight, None
         self._waits_for_link = self.interrupted = False
         assert output is not None, "no step is under way"
@@ -179,7 +189,10 @@ class VirtualReplica:
         return ended
 
     def check_integrity(self) -> None:
-        """Raise IntegrityError unless, with no turn left, every block is free once holds and the cache are given up."""
+        """Raise IntegrityError if blocks are lost.
+
+        With no turn left, every block has to be free after holds and the cache are dropped.
+        """
         scheduler = self.engine.scheduler
         if isinstance(scheduler, AgentScheduler):
             scheduler.check_integrity()
@@ -193,18 +206,21 @@ class VirtualReplica:
                 )
 
     def settled_waste(self) -> Waste:
-        """The waste up to now."""
+        """Return the waste up to now."""
         self._settle()
         return Waste(self.waste.held, self.waste.recomputed)
 
     def _settle(self) -> None:
-        """What is held changes only within a call of the scheduler: integrate up to now before each."""
+        """Integrate the held memory up to now.
+
+        It changes only within calls of the scheduler, so this comes before each.
+        """
         scheduler = self.engine.scheduler
         if isinstance(scheduler, AgentScheduler):
             self.waste.settle(self.clock.now_s(), scheduler.holds.num_tokens)
 
     def _cost_of(self, output: SchedulerOutput) -> float:
-        """Seconds of the step, by its tokens, sequences and pairs of tokens; notes what it computes again."""
+        """Return the seconds of the step by its tokens, sequences and pairs. Add what it recomputes to the waste."""
         total, context, sequences, pairs = work_of(output, self.engine.scheduler.requests)
         seconds = self.cost.step_s(total, context, sequences, pairs)
         recomputed = sum(self._turns[key].computes(tokens) for key, tokens in output.num_scheduled_tokens.items())

@@ -1,4 +1,4 @@
-"""All that changes vLLM 0.29.0 or calls its private names, with the reason for each and when it can be deleted.
+"""Changes of vLLM 0.29.0 and calls of its private names. Each has its reason, and when it can be deleted.
 
 `install_utility`: EngineCore has no hook for calls to a scheduler plug-in. Delete it when vLLM has one.
     Contract: tests/contracts/test_vllm_engine.py, the calls that round trip.
@@ -13,8 +13,8 @@
 `forked_engine_core`: vLLM spawns its engine inside a Ray actor, which costs all imports again on CPU. Delete it when
     the method can be configured there. Contract: tests/contracts/test_vllm_contracts.py, the start method.
 
-Beside these, `replicas.amx` is a plugin of vLLM, `replicas.host_tier` and `replicas.host_tier` are classes that vLLM's
-connector asks for, and `replicas.scheduler` lists what it overrides.
+Beside these, `replicas.amx` is a plugin of vLLM, `replicas.host_tier` has classes that vLLM's connector loads by their
+names, and `replicas.scheduler` lists what it overrides.
 """
 
 import ctypes
@@ -39,7 +39,7 @@ from cluster.core.malloc_trim import trim
 
 
 def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict[str, Any]]) -> None:
-    """Give EngineCore, in this process, a utility method that runs an operation on its scheduler."""
+    """Add a utility method to EngineCore, in this process, that runs an operation on its scheduler."""
 
     def utility(core: Any, operation: str, payload: dict[str, Any]) -> dict[str, Any]:
         return run(core.scheduler, operation, payload)
@@ -57,15 +57,16 @@ def wrap_allocate_slots(
     break_hold: Callable[[Request], bool],
     on_admitted: Callable[[Request, int, int], None],
 ) -> None:
-    """Let every allocation of a scheduler ask and report.
+    """Wrap a scheduler's allocation of KV blocks with the callbacks below.
 
-    This runs for every running turn at every step: a closure over the names that it needs, nothing else on that path.
+    It runs for every running turn at every step. Therefore it is a closure over the names that it needs.
 
     Args:
-        manager: the scheduler's.
-        may_admit: whether a waiting turn may have memory at all.
-        break_hold: gives the blocks of one hold back for this request. False: none yields.
-        on_admitted: a waiting turn has its memory, with so many tokens from the prefix cache and from the connector.
+        manager: the scheduler's KV cache manager.
+        may_admit: returns whether a waiting turn may get memory at all.
+        break_hold: evicts one hold for this request. Returns False if none yields.
+        on_admitted: called when a waiting turn has got its memory, with the number of tokens from the prefix cache and
+            from the connector.
     """
     allocate_slots = manager.allocate_slots
     running = RequestStatus.RUNNING
@@ -90,32 +91,32 @@ def wrap_allocate_slots(
 
 
 class FoundContext(NamedTuple):
-    """What the replica has of a context, from its first token on."""
+    """The part of a context that the replica has, from its first token on."""
 
     blocks: KVCacheBlocks
-    """Those of the prefix cache."""
+    """Blocks that are in the prefix cache."""
     local: int
-    """Tokens of ``blocks``."""
+    """Number of tokens of ``blocks``."""
     remote: int
-    """Tokens after these that the host has."""
+    """Number of tokens after these that the host has."""
 
 
 class LoadingScheduler(AsyncScheduler):
-    """vLLM's scheduler, which can also load a context from the host before a turn asks for it.
+    """vLLM's scheduler, extended by loads of a context from the host before a turn needs it.
 
-    A load is a request among ``requests``, so that vLLM keeps stepping until it is done, but in no queue.
+    A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
-    Names of vLLM that are used here: requests, connector, finished_recving_kv_req_ids, needs_kv_cache_zeroing,
+    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, needs_kv_cache_zeroing,
     _get_local_prefix_cache_hit, _inflight_prefill_reserved_blocks, _skip_zero_block_ids, _update_waiting_for_remote_kv.
     """
 
     def register_load(self, request: Request) -> None:
-        """Make the load known to vLLM and its connector."""
+        """Register the load with vLLM and its connector."""
         self.requests[request.request_id] = request
         self.connector.on_new_request(request)
 
     def find_context(self, request: Request) -> FoundContext | None:
-        """What prefix cache and host have of a load's context; None while the host's part is being moved."""
+        """Return what prefix cache and host have of a load's context. None: the host's part is being moved."""
         blocks, local, *_ = self._get_local_prefix_cache_hit(request)
         if local % self.block_size:
             blocks, local = self.kv_cache_manager.empty_kv_cache_blocks, 0
@@ -123,7 +124,11 @@ class LoadingScheduler(AsyncScheduler):
         return None if remote is None else FoundContext(blocks, local, remote)
 
     def begin_load(self, request: Request, found: FoundContext) -> bool:
-        """Allocate as vLLM does it for a waiting turn whose context the connector loads. False: there is no memory."""
+        """Allocate blocks as vLLM does for a waiting turn whose context the connector loads.
+
+        Returns:
+            False if there is not enough memory.
+        """
         manager, request_id = self.kv_cache_manager, request.request_id
         # The class's own method, as the wrapper of `wrap_allocate_slots` would break holds.
         allocated = KVCacheManager.allocate_slots(
@@ -148,7 +153,7 @@ class LoadingScheduler(AsyncScheduler):
         return True
 
     def complete_load(self, request: Request) -> bool:
-        """Take over what has been loaded; False: it is still under way."""
+        """Take over a load that has finished. Return False if it is still in progress."""
         if request.request_id not in self.finished_recving_kv_req_ids:
             return False
         tokens = request.num_computed_tokens
@@ -157,27 +162,27 @@ class LoadingScheduler(AsyncScheduler):
         return True
 
     def abort_load(self, request_id: str) -> None:
-        """Give up a load. Its memory is freed when the transfer, if one is under way, has ended."""
+        """Abort a load. Its memory is freed when its transfer, if there is one, has ended."""
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
 
     def take_cached(self, found: FoundContext) -> list[KVCacheBlock]:
-        """Own the blocks that the prefix cache has of a context."""
+        """Take references to the blocks of a context that are in the prefix cache."""
         blocks = [block for group in found.blocks.blocks for block in group]
         self.kv_cache_manager.block_pool.touch(blocks)
         return blocks
 
     def take_blocks(self, request: Request) -> Sequence[KVCacheBlock]:
-        """Own a request's blocks: vLLM frees them no more, and knows the request no more."""
+        """Take over a request's blocks. vLLM does not free them any more, and forgets the request."""
         blocks: Sequence[KVCacheBlock] = self.kv_cache_manager.pop_blocks_for_free(request)
         del self.requests[request.request_id]
         return blocks
 
 
 def stop_storing_after(offloading: OffloadingConnectorScheduler, request: Request) -> None:
-    """A turn has ended: let the connector store no more of it than was computed.
+    """Limit the connector's stores of a turn that has ended to its computed tokens.
 
-    vLLM stores the last block when its tokens fill it, although the last token has no KV: whoever loads that block
-    later computes with garbage. (With ``offload_prompt_only`` it does not come to that.)
+    vLLM stores the last block when its tokens fill it, although the last token has no KV. Whoever loads that block
+    later computes with invalid KV. (With ``offload_prompt_only`` this does not happen.)
     """
     status = offloading._req_status.get(request.request_id)
     if status is not None:
@@ -187,7 +192,7 @@ def stop_storing_after(offloading: OffloadingConnectorScheduler, request: Reques
 
 
 def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bool:
-    """Let the connector offer a turn's chunks once more; False: it does not know the turn."""
+    """Let the connector offer a turn's chunks again. Return False if it does not know the turn."""
     status = offloading._req_status.get(request_id)
     if status is None:
         return False
@@ -197,25 +202,26 @@ def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bo
 
 
 def transfers_under_way(offloading: OffloadingConnectorScheduler) -> bool:
-    """Whether the connector has transfers that it must not be reset with twice between two steps."""
+    """Return whether the connector has transfers because of which it must not be reset twice between two steps."""
     return bool(offloading._current_batch_jobs_to_flush)
 
 
 # --- grammars of resumed turns ----------------------------------------------------------------------------------------
 
 RESUMED_KEY = "caesura_resumed"
-"""The key of ``SamplingParams.extra_args`` with how many of the prompt's last tokens are this turn's output."""
+"""The key of ``SamplingParams.extra_args`` whose value is the number of the prompt's last tokens that are this turn's
+output."""
 
 
 def resumed_tokens(request: Any) -> int:
-    """How many of the last tokens of the prompt of vLLM's ``request`` were generated elsewhere."""
+    """Return how many of the last prompt tokens of vLLM's ``request`` were generated elsewhere."""
     extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
     known: int = extra.get(RESUMED_KEY, 0)
     return known
 
 
 def advance_grammars(manager: Any) -> None:
-    """Let every grammar that ``manager`` makes from now on begin where its request does."""
+    """Let every grammar that ``manager`` makes from now on begin after the tokens that its request already has."""
     create = manager._create_grammar
 
     def advanced(request: Any) -> Any:
@@ -231,7 +237,10 @@ def advance_grammars(manager: Any) -> None:
 
 
 def _without_reasoning(manager: Any, request: Any, ids: list[int], known: int) -> Sequence[int]:
-    """The known tokens that are the grammar's; notes in ``request`` where among them the reasoning ended."""
+    """Return the known tokens to which the grammar applies.
+
+    Set in ``request`` whether the reasoning has ended in them.
+    """
     asked = request.structured_output_request
     reasoner = manager._get_reasoner(request)
     if manager.enable_in_reasoning or asked.reasoning_ended is True or reasoner is None:
@@ -254,28 +263,28 @@ METHOD = "VLLM_WORKER_MULTIPROC_METHOD"
 PR_SET_PDEATHSIG = 1
 
 TITLE = "VLLM::EngineCore"
-"""vLLM's own name for the process; after a fork from a Ray worker it cannot set it itself."""
+"""vLLM's name for the process. After a fork from a Ray worker vLLM cannot set it itself."""
 
 _libc = ctypes.CDLL(None)
 _set_title: Callable[[str], None] | None = None
-"""None: a fork is not ours to prepare."""
+"""Sets the title of a process. None: the current fork does not belong to `forked_engine_core`."""
 
 
 @contextmanager
 def forked_engine_core(set_title: Callable[[str], None]) -> Iterator[None]:
-    """Within, vLLM forks its engine process. Linux only, and not after CUDA has been initialised.
+    """Let vLLM fork its engine process in the block. It works on Linux only, before CUDA is initialised.
 
-    The fork shares what the replica has imported, and starts without importing. vLLM spawns inside a Ray actor, since a
-    fork inherits the locks and sockets of Ray's threads. EngineCore uses neither: vLLM's engine loop alone runs in it,
-    and a multiprocessing child ends without the parent's exit handlers. It must not outlive the replica, whose sockets
-    it holds open: the kernel ends it with its parent.
+    The fork shares the imported modules of the replica, so that it starts without importing. vLLM spawns inside a Ray
+    actor, because a fork inherits the locks and sockets of Ray's threads. EngineCore uses neither: only vLLM's engine
+    loop runs in it, and a multiprocessing child ends without the parent's exit handlers. It must not outlive the
+    replica, whose sockets it holds open. Therefore the kernel kills it when its parent ends.
 
     Args:
-        set_title: gives a process its title.
+        set_title: sets the title of a process.
     """
     global _set_title
     before, asked = os.environ.get(METHOD), system_utils.is_in_ray_actor
-    # What is garbage, or would be moved by a collection, would be copied in the child page by page.
+    # Garbage, and objects that a collection would write to, would be copied into the child page by page.
     gc.collect()
     trim()
     gc.freeze()

@@ -11,22 +11,22 @@ from replicas.hold_table import RoundRobin
 from replicas.policy import RankKey
 
 LOADED: RankKey = ()
-"""Before every rank that a policy may give: that of a turn that owns memory while it waits, as its context was, or is
-being, loaded from the host. Behind a turn for which too little is left it would wait for ever: nobody but itself can
-give that memory back."""
+"""The rank before every rank that a policy may give. It is that of a waiting turn that owns memory, because its context
+was or is being loaded from the host. Behind a turn that lacks memory it would wait for ever, because only its own end
+frees that memory."""
 EQUAL: RankKey = (0.0,)
-"""In place of a policy's empty rank."""
+"""The rank that replaces a policy's empty rank."""
 RANKS_A_STEP = 32
-"""Ranks that one step takes again, at most."""
+"""Largest number of ranks that one step computes again."""
 SLACK = 16
-"""Entries beyond two for each request before those that are stale are dropped from the heap."""
+"""Entries of the heap, beyond two for each request, after which stale ones are dropped."""
 
 
 class RankedQueue(RequestQueue):
-    """Least rank first; among equals vLLM's own order, so that a constant rank is its FCFS queue.
+    """A queue with the least rank first. Equal ranks have vLLM's order, so that a constant rank gives its FCFS queue.
 
-    A rank is taken when a request comes in and again at :meth:`rerank` and :meth:`refresh`; between the two it does
-    not change. Removal is lazy: an entry that is no longer the request's own is skipped when it surfaces.
+    A rank is computed when a request is added, and again by :meth:`rerank` and :meth:`refresh`. It does not change in
+    between. Removal is lazy: a stale entry is dropped when it reaches the top of the heap.
     """
 
     def __init__(self, rank: Callable[[Request], RankKey]) -> None:
@@ -36,7 +36,7 @@ class RankedQueue(RequestQueue):
         self.late_from: RankKey | None = None
         self._late: set[str] = set()
         self._refreshes: RoundRobin[str] = RoundRobin(RANKS_A_STEP)
-        # Numbers grow at the tail and fall at the head: put back in front means before all equals.
+        # Numbers grow at the tail and fall at the head, so that a prepended request comes before all equal ranks.
         self._tail = itertools.count(1)
         self._head = itertools.count(-1, -1)
 
@@ -71,20 +71,20 @@ class RankedQueue(RequestQueue):
         return None
 
     def add_request(self, request: Request) -> None:
-        """Behind its equals."""
+        """Add a request after those of equal rank."""
         self._put(request, next(self._tail))
 
     def prepend_request(self, request: Request) -> None:
-        """Before its equals."""
+        """Add a request before those of equal rank."""
         self._put(request, next(self._head))
 
     def prepend_requests(self, requests: RequestQueue) -> None:
-        """Before their equals, in reverse of the given order, as vLLM's own queue does."""
+        """Add requests before those of equal rank, in reverse of the given order, as vLLM's own queue does."""
         for request in requests:
             self.prepend_request(request)
 
     def peek_request(self) -> Request:
-        """The request that is admitted next.
+        """Return the request that is admitted next.
 
         Raises:
             IndexError: the queue is empty.
@@ -95,21 +95,29 @@ class RankedQueue(RequestQueue):
         return top[2]
 
     def peek_rank(self) -> RankKey:
-        """The rank of :meth:`peek_request`'s request."""
+        """Return the rank of the request that is admitted next.
+
+        Raises:
+            IndexError: the queue is empty.
+        """
         top = self._top()
         if top is None:
             raise IndexError("peek from an empty queue")
         return top[0]
 
     def pop_request(self) -> Request:
-        """Take the request that is admitted next."""
+        """Remove and return the request that is admitted next.
+
+        Raises:
+            IndexError: the queue is empty.
+        """
         request = self.peek_request()
         heapq.heappop(self._heap)
         self.remove_request(request)
         return request
 
     def remove_request(self, request: Request) -> None:
-        """Take one request out.
+        """Remove one request.
 
         Raises:
             KeyError: it is not in the queue.
@@ -119,13 +127,13 @@ class RankedQueue(RequestQueue):
         self._late.discard(request.request_id)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
-        """Take out those that are in the queue."""
+        """Remove those requests that are in the queue."""
         for request in requests:
             if request.request_id in self._entries:
                 self.remove_request(request)
 
     def rerank(self, request_ids: Iterable[str]) -> None:
-        """Take the ranks of these again, where they wait here; their place among equals stays."""
+        """Compute the ranks of those requests again that are in this queue. Their order among equal ranks stays."""
         for request_id in request_ids:
             entry = self._entries.get(request_id)
             if entry is not None:
@@ -135,15 +143,15 @@ class RankedQueue(RequestQueue):
                     self._enter(rank, number, request)
 
     def refresh(self, steps: int) -> None:
-        """Take a share of the ranks again; called once a step.
+        """Compute a share of the ranks again. It is called once a step.
 
-        None is older than ``steps`` calls, or with more than ``steps`` · RANKS_A_STEP requests as many calls as it
-        takes to get around: a step costs the same however long the queue is.
+        No rank is older than ``steps`` calls. With more than ``steps`` · RANKS_A_STEP requests the period is longer, so
+        that a step costs the same however long the queue is.
         """
         self.rerank(self._refreshes.next(steps))
 
     def rerank_all(self) -> None:
-        """Take every rank again, at once: they are another policy's."""
+        """Compute every rank again at once, because the policy has changed."""
         self._entries = {key: (self._rank(request), n, request) for key, (_, n, request) in self._entries.items()}
         for key, (rank, _, _) in self._entries.items():
             self._count(key, rank)
@@ -151,11 +159,11 @@ class RankedQueue(RequestQueue):
 
     @property
     def late(self) -> int:
-        """How many wait with a rank from ``late_from`` on."""
+        """Number of requests that wait with a rank from ``late_from`` on."""
         return len(self._late)
 
     def puts_off(self, request_id: str) -> bool:
-        """Does this one wait with such a rank?"""
+        """Return whether this request waits with a rank from ``late_from`` on."""
         return request_id in self._late
 
     def __bool__(self) -> bool:

@@ -1,11 +1,11 @@
-"""The pool of Ray actors that run tools, as an ingress sees it: where a call goes, and what becomes of it.
+"""The pool of Ray actors that run tools, as an ingress sees it: it chooses an actor for each call.
 
-The actors belong to nobody: they are shared by all pools of the same configuration, and outlive each. A call goes to
-the actor with the fewest calls of this pool; calls with an idempotency key, and all calls of one program to a `sticky`
-tool, go to one actor as long as that lives. A call whose actor dies is run once more elsewhere if its tool is
-idempotent; else its outcome is UNKNOWN. Limits of concurrency hold in each actor.
+The actors are detached: all pools of the same configuration share them, and they outlive each pool. A call goes to the
+actor with the fewest calls of this pool. Calls with an idempotency key, and all calls of one program to a `sticky`
+tool, go to the same actor as long as it lives. A call whose actor dies is run once more on another actor if its tool is
+idempotent; otherwise its outcome is UNKNOWN. Limits of concurrency hold in each actor.
 
-A call whose caller died goes on, and its result is kept under its idempotency key: whoever resumes the caller's work
+A call whose caller died goes on, and its result is kept under its idempotency key. Whoever resumes the caller's work
 sends the call again as `resumed`, to any pool.
 """
 
@@ -31,23 +31,23 @@ from tools_runtime.executor import key_of
 # --- the shared actors ------------------------------------------------------------------------------------------------
 
 MAX_CONCURRENT_CALLS = 10_000
-"""Of one actor; the tools' own limits come first."""
+"""Largest number of concurrent calls of one actor. The tools' own limits are reached before."""
 
 LONGEST_PERIOD_S = 5.0
-"""Between two times that a pool attends."""
+"""Longest time in seconds between two `attend` calls of a pool to an actor."""
 
 FIRST_WAITS_S = (0.1, 0.3, 1.0, 2.0, 4.0)
-"""Before an actor that does not start is asked again, when a pool begins."""
+"""Seconds to wait before each retry of an actor that does not start, when a pool begins."""
 
 AGAIN_S = (0.1, 2.0)
-"""First and longest wait before a dead actor is asked again."""
+"""First and longest wait in seconds before a dead actor is tried again."""
 
 
 class SharedActors:
     """One pool's view of the actors.
 
     Args:
-        config: which tools there are, and how many actors.
+        config: the tools, and the number of actors.
         cpus: Ray CPUs that each actor reserves.
     """
 
@@ -57,38 +57,38 @@ class SharedActors:
         self._period_s = min(LONGEST_PERIOD_S, config.unattended_s / LOOKS)
         self._handles = [self._found(index) for index in range(config.actors)]
         self._gone = [asyncio.Event() for _ in self._handles]
-        """Set when the actor's process is gone; another one for its successor."""
+        """One event per actor. It is set when the actor's process is gone; the actor's successor gets a new one."""
         self._attending: list[asyncio.Task[None]] = []
         self._watching: dict[int, asyncio.Task[None]] = {}
         self._reviving: dict[int, asyncio.Task[None]] = {}
-        """Actors that died, each with the task that waits for it to be back."""
+        """Actors that died, each with the task that waits until it is back."""
 
     def __len__(self) -> int:
         return len(self._handles)
 
     def __getitem__(self, index: int) -> Any:
-        """The actor's handle of now."""
+        """Return the actor's current handle."""
         return self._handles[index]
 
     @property
     def living(self) -> list[int]:
-        """Those that are not known to be dead."""
+        """Indices of the actors that are not known to be dead."""
         return [index for index in range(len(self)) if index not in self._reviving]
 
     def gone(self, index: int) -> asyncio.Event:
-        """Set when the process that this actor has now is gone."""
+        """Return the event that is set when the actor's current process is gone."""
         return self._gone[index]
 
     def attend(self) -> None:
-        """From now on, let the actors know that they are needed; again is nothing."""
+        """Begin to signal the actors periodically that they are needed. Further calls do nothing."""
         if not self._attending:
             self._attending = [asyncio.create_task(self._attend(index)) for index in range(len(self))]
 
     async def ready(self) -> list[int]:
-        """The actors' process ids, once all can run tools.
+        """Return the actors' process ids once all of them can run tools.
 
         Raises:
-            RayError: one cannot: what its ConfigError says is in the message.
+            RayError: an actor cannot. The message has the text of its ConfigError.
         """
         self.attend()
         pids = await asyncio.gather(*(self._started(index) for index in range(len(self))))
@@ -97,12 +97,12 @@ class SharedActors:
         return list(pids)
 
     async def one_living(self) -> None:
-        """Wait until one is not known to be dead."""
+        """Wait until one actor is not known to be dead."""
         while not self.living:
             await asyncio.wait(self._reviving.values(), return_when=asyncio.FIRST_COMPLETED)
 
     def revive(self, index: int) -> None:
-        """The actor's process is gone: wait for the next one."""
+        """Mark the actor's process as gone, and wait in the background for the next one."""
         if index in self._reviving:
             return
         self._gone[index].set()
@@ -110,7 +110,7 @@ class SharedActors:
         self._reviving[index] = asyncio.create_task(self._until_ready(index))
 
     def close(self, *, kill: bool) -> None:
-        """Attend no longer; ``kill`` ends the actors, whoever else uses them."""
+        """Stop attending. ``kill`` ends the actors, even if other pools use them."""
         for task in (*self._attending, *self._reviving.values(), *self._watching.values()):
             task.cancel()
         if kill:
@@ -127,7 +127,7 @@ class SharedActors:
             max_restarts=-1,
             max_task_retries=0,
             max_concurrency=MAX_CONCURRENT_CALLS,
-            enable_task_events=False,  # as Serve's actors: the GCS would keep each call for a page that nobody looks at
+            enable_task_events=False,  # as Serve's actors: otherwise the GCS would record each call
         )
         return options.remote(self._text)
 
@@ -160,7 +160,7 @@ class SharedActors:
         try:
             address = await self._handles[index].door.remote()
             if not await _held(*address):
-                return  # the network lets nobody in; Ray will tell
+                return  # the network forbids it; Ray will report the death
             while await _held(*address):
                 pass  # only the connection broke
             self.revive(index)
@@ -182,13 +182,13 @@ class SharedActors:
                     wait_s = min(wait_s * 1.5, longest_s)
                     await self._renew(index)
                 except RayError:
-                    return  # it is back, but its tools cannot work: its calls say why
+                    return  # it is back, but its tools cannot work: its calls report why
         finally:
             del self._reviving[index]
 
 
 async def _held(host: str, port: int) -> bool:
-    """Hold a connection until it ends; False if there was none."""
+    """Keep a connection open until it ends. Return False if it could not be opened."""
     try:
         reader, writer = await asyncio.open_connection(host, port)
     except OSError:
@@ -205,18 +205,18 @@ async def _held(host: str, port: int) -> bool:
 # --- the pool ---------------------------------------------------------------------------------------------------------
 
 ANSWER_S = 0.05
-"""Longer than its deadline a call takes at most, if its actor does not answer at all."""
+"""Seconds after a call's deadline within which it ends, if its actor does not answer at all."""
 
 ASK_S = 2.0
-"""Within which an actor says whether it knows a call."""
+"""Seconds within which an actor has to answer whether it knows a call."""
 
 MAX_STARTED = 65_536
-"""Asynchronous calls whose actor is remembered."""
+"""Largest number of asynchronous calls whose actor is remembered."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Settings:
-    """What the pool needs to know of a call's tool."""
+    """The properties of a call's tool that the pool needs."""
 
     idempotent: bool
     sticky: bool
@@ -224,10 +224,10 @@ class _Settings:
 
 
 class ToolActors:
-    """The pool, as its callers see it.
+    """The pool for its callers.
 
     Args:
-        config: which tools there are, and how many actors.
+        config: the tools, and the number of actors.
         cpus: Ray CPUs that each actor reserves.
     """
 
@@ -237,26 +237,26 @@ class ToolActors:
         self._outstanding = [0] * config.actors
         self._started: OrderedDict[tuple[str, str], int] = OrderedDict()
         self._running: dict[tuple[str, str], list[int]] = {}
-        """The actors of each call: one, unless it was sent twice."""
+        """The actors of each call. There is one, unless the call was sent twice."""
 
     async def ready(self) -> list[int]:
-        """The actors' process ids, once all can run tools.
+        """Return the actors' process ids once all of them can run tools.
 
         Raises:
-            RayError: one cannot: what its ConfigError says is in the message.
+            RayError: an actor cannot. The message has the text of its ConfigError.
         """
         return await self._actors.ready()
 
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
-        """The call's one outcome; see `ToolExecutor.run`.
+        """Run a call and return its one outcome; see `ToolExecutor.run`.
 
         Args:
-            call: what to run.
+            call: the call to run.
             definitions: the tools that the request brought, as in the configuration.
-            resumed: the call may have been sent before, by somebody who died. If an actor knows its idempotency key,
-                the answer is that of the first sending; else an idempotent tool is run, and of any other the outcome is
+            resumed: whether a caller that died may have sent the call before. If an actor knows its idempotency key,
+                the result is that of the first sending. Otherwise an idempotent tool is run, and any other outcome is
                 UNKNOWN.
         """
         settings = self._settings(call, definitions or {})
@@ -270,7 +270,7 @@ class ToolActors:
         return result
 
     async def cancel(self, program: str, call_id: str) -> bool:
-        """End a call with CANCELLED, whichever pool sent it; False if no such call is under way."""
+        """End a call with CANCELLED, whichever pool sent it. Return False if no such call is in progress."""
         index = await self._place(program, call_id)
         if index is None:
             return False
@@ -282,7 +282,7 @@ class ToolActors:
             return True  # whatever became of it, nobody waits for its answer
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The answer of an asynchronous call, when it is there; UNKNOWN if its actor died."""
+        """Wait for the result of an asynchronous call. The outcome is UNKNOWN if its actor died."""
         index = await self._place(program, call_id)
         if index is None:
             return _lost(call_id)
@@ -296,13 +296,13 @@ class ToolActors:
         return result
 
     async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
-        """The tools that are known now, the configuration's first, then those that a request brings.
+        """Return the tools that are known now: the configuration's first, then those that a request brings.
 
         Args:
-            definitions: the tools that the request brought; its servers are connected to and listed.
+            definitions: the tools that the request brought. Their servers are connected to and listed.
 
         Raises:
-            ToolRefused: those are not allowed, or wrong, or cannot be listed.
+            ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
             RayError: a configured tool cannot work.
         """
         for _ in range(3):
@@ -319,18 +319,18 @@ class ToolActors:
         raise ToolRefused("the actors that run tools die; try again later")
 
     async def aclose(self, *, kill: bool = False) -> None:
-        """Attend to the actors no longer; those that no other pool attends to end themselves.
+        """Stop attending to the actors. Actors to which no pool attends end themselves.
 
         Args:
-            kill: end them now, with the calls of all pools.
+            kill: whether to end the actors now, with the calls of all pools.
         """
         self._actors.close(kill=kill)
 
     def check_integrity(self) -> None:
-        """Nothing is outstanding when nothing runs.
+        """Check that nothing is outstanding when nothing runs.
 
         Raises:
-            IntegrityError: not so.
+            IntegrityError: the counts differ.
         """
         running = sum(map(len, self._running.values()))
         if sum(self._outstanding) != running or min(self._outstanding) < 0:
@@ -348,7 +348,7 @@ class ToolActors:
         return _Settings(theirs.get("idempotent") is True, theirs.get("sticky") is True, longest_s)
 
     def _home(self, call: ToolCall, settings: _Settings) -> int | None:
-        """Where all that belongs to this call goes; the same in all pools. None: anywhere."""
+        """Return the actor for this call, the same in all pools. None: any actor will do."""
         key = key_of(call)
         if not settings.sticky and key is None:
             return None
@@ -364,13 +364,13 @@ class ToolActors:
         return min(self._actors.living, key=lambda index: self._outstanding[index])
 
     async def _resumed_at(self, call: ToolCall, settings: _Settings) -> int:
-        """Home, unless the call had been sent elsewhere because home was dead then."""
+        """Return the actor for a resumed call: its home, unless the call was sent elsewhere while its home was dead."""
         home = self._home(call, settings)
         elsewhere = await self._who_knows(call, [index for index in self._actors.living if index != home])
         return await self._pick(call, settings) if elsewhere is None else elsewhere
 
     async def _who_knows(self, call: ToolCall, among: Sequence[int]) -> int | None:
-        """The first of these actors that has the call under way or keeps its answer."""
+        """Return the first of these actors that runs the call or keeps its result, or None."""
         self._actors.attend()
         asked = {index: asyncio.ensure_future(_awaited(self._actors[index].knows.remote(call))) for index in among}
         if asked:
@@ -388,7 +388,7 @@ class ToolActors:
     async def _run_on(
         self, index: int, call: ToolCall, definitions: Mapping[str, Any] | None, settings: _Settings, resumed: bool
     ) -> ToolResult | None:
-        """The outcome; None if the actor died."""
+        """Run the call on an actor. Return its outcome, or None if the actor died."""
         self._actors.attend()
         self._outstanding[index] += 1
         self._running.setdefault(call.key, []).append(index)
@@ -433,7 +433,7 @@ class ToolActors:
             self._started.popitem(last=False)
 
     async def _place(self, program: str, call_id: str) -> int | None:
-        """The actor that has a call; None if none says so."""
+        """Return the actor that has a call, or None if no actor knows it."""
         key = (program, call_id)
         if running := self._running.get(key):
             return running[-1]

@@ -1,7 +1,6 @@
 """The Ray actor: one process that runs tools, shared by all pools of the same configuration.
 
-It is detached: it outlives its callers, and so do the calls that they had sent. When no pool attends to it any more it
-ends itself.
+It is detached, so that it and its calls outlive their callers. It ends itself when no pool attends to it any more.
 """
 
 import asyncio
@@ -24,11 +23,11 @@ from tools_runtime.kind import LoopClock
 
 
 class Attendance:
-    """Over when nobody has attended, and no call has been under way, for a time.
+    """Decides when an actor may end: nobody has attended for a time, and no call was in progress in it.
 
     Args:
-        clock: the time.
-        unattended_s: that time.
+        clock: the clock.
+        unattended_s: this time, in seconds.
     """
 
     def __init__(self, clock: Clock, unattended_s: float) -> None:
@@ -38,23 +37,26 @@ class Attendance:
         self._calls = 0
 
     def attend(self) -> None:
-        """Somebody is there."""
+        """Record that a pool attends."""
         self._last_s = self._clock.now_s()
 
     def begin(self) -> None:
-        """A call is under way."""
+        """Record that a call begins."""
         self._calls += 1
 
     def end(self) -> None:
-        """It has ended; its caller may be gone, and whoever resumes it not there yet."""
+        """Record that a call has ended.
+
+        It counts as attended, because the caller may be gone and its successor not yet there.
+        """
         self._calls -= 1
         self.attend()
 
     def is_over(self, *, busy: bool = False) -> bool:
-        """Nobody is there any more.
+        """Return whether the actor may end.
 
         Args:
-            busy: something else is under way; that counts as a call.
+            busy: whether other work is in progress, which counts as a call.
         """
         if busy:
             self.attend()
@@ -62,7 +64,7 @@ class Attendance:
 
 
 LOOKS = 4
-"""How often in `unattended_s` an actor looks whether it is attended, and a pool attends."""
+"""How often within `unattended_s` an actor checks whether it is attended, and a pool attends."""
 
 
 class ToolActor:
@@ -89,18 +91,18 @@ class ToolActor:
         threading.Thread(target=self._look, args=(context.current_actor,), daemon=True).start()
 
     async def attend(self) -> None:
-        """A pool is there."""
+        """Record that a pool attends."""
         self._attendance.attend()
 
     async def door(self) -> tuple[str, int]:
-        """Address and port of connections that say nothing, and end with this process."""
+        """Return address and port for connections that carry no data and end with this process."""
         if self._door is None:
             self._door = await asyncio.start_server(_hold, ray.util.get_node_ip_address(), 0)
         host, port = self._door.sockets[0].getsockname()[:2]
         return host, port
 
     async def ready(self) -> int:
-        """Its process id, once its tools can be called.
+        """Return its process id, once its tools can be called.
 
         Raises:
             ConfigError: a tool cannot work as configured.
@@ -112,10 +114,12 @@ class ToolActor:
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None, resumed: bool, attempt: str
     ) -> ToolResult:
-        """The call's one outcome. It does not end with its caller, unless that says so.
+        """Run a call and return its one outcome.
+
+        The call does not end with its caller, unless the caller calls `abandon`.
 
         Args:
-            call: what to run.
+            call: the call to run.
             definitions: the tools that the request brought.
             resumed: see `ToolExecutor.run`.
             attempt: names this sending of the call, for `abandon`.
@@ -133,24 +137,24 @@ class ToolActor:
             self._attendance.end()
 
     async def abandon(self, attempt: str) -> None:
-        """Nobody waits for this attempt's answer any more; its call ends, unless another attempt has taken it over."""
+        """Cancel an attempt for whose result nobody waits. Its call ends, unless another attempt has taken it over."""
         if task := self._attempts.get(attempt):
             task.cancel()
 
     async def cancel(self, program: str, call_id: str) -> bool:
-        """End a call with CANCELLED; False if it is not under way here."""
+        """End a call with CANCELLED. Return False if it is not in progress here."""
         return self._host is not None and self._host.executor.cancel(program, call_id)
 
     async def knows(self, call: ToolCall) -> bool:
-        """Whether a call is under way here, or its answer is kept."""
+        """Return whether a call is in progress here, or its result is kept."""
         return self._host is not None and self._host.executor.knows(call)
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The answer of an asynchronous call, when it is there."""
+        """Wait for the result of an asynchronous call."""
         return await (await self._opened()).executor.completion(program, call_id)
 
     async def offers(self, definitions: Mapping[str, Any] | None) -> list[ToolOffer] | str:
-        """The tools that are known now; or why those of the request are refused."""
+        """Return the tools that are known now, or the reason why those of the request are rejected."""
         self._attendance.begin()
         try:
             return await (await self._opened()).offers(definitions)
@@ -175,7 +179,7 @@ class ToolActor:
         pause, before = threading.Event(), False
         while not pause.wait(self._look_s):
             unattended = self._is_unattended()
-            if unattended and before:  # twice, as the loop may have been blocked, and whoever attends not heard
+            if unattended and before:  # twice, as a blocked loop may have delayed an attend
                 # Not exit_actor(): that waits for all that is under way, and only a task can call it. This is as final.
                 ray.kill(itself)
                 return

@@ -1,7 +1,9 @@
-"""Which addresses a tool may reach: what a name resolves to is checked, and then that very address is connected to.
+"""Decides which addresses a tool may reach.
 
-So a name that changes between the check and the connection (DNS rebinding) gains nothing, and spellings of an address
-(decimal, octal, IPv4 inside IPv6) are seen as what they resolve to.
+A name is resolved and checked, and the connection uses the checked address.
+
+A name that changes between the check and the connection (DNS rebinding) therefore has no effect. All spellings of an
+address (decimal, octal, IPv4 inside IPv6) are judged by what they resolve to.
 """
 
 import asyncio
@@ -15,10 +17,10 @@ from cluster.core.errors import ToolFailed, ToolRefused
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 RESOLVERS = 4
-"""Names that one tool looks up at a time."""
+"""Number of names that one tool can look up at a time."""
 
 _EMBEDDING = ipaddress.ip_network("64:ff9b::/96")
-"""NAT64: the last 32 bits are an IPv4 address (RFC 6052)."""
+"""The NAT64 network. The last 32 bits of its addresses are an IPv4 address (RFC 6052)."""
 
 _NOT_PUBLIC = tuple(
     map(
@@ -35,11 +37,14 @@ _NOT_PUBLIC = tuple(
         ),
     )
 )
-"""What `is_global` of this Python says of these differs between releases."""
+"""Networks that are not public, for which Python's `is_global` differs between releases."""
 
 
 def is_public(address: Address) -> bool:
-    """Whether an address is on the internet: not private, loopback, link-local, multicast, metadata or reserved."""
+    """Return whether an address is on the internet.
+
+    Private, loopback, link-local, multicast, metadata and reserved addresses are not.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         embedded = _embedded(address)
         if embedded is not None:
@@ -59,7 +64,7 @@ class Resolver:
     """Looks up names on threads of its own, so that a name server that hangs delays one tool only.
 
     Args:
-        networks: in CIDR form; addresses in them are as good as public ones.
+        networks: networks in CIDR form, whose addresses are allowed like public ones.
     """
 
     def __init__(self, networks: Sequence[str] = ()) -> None:
@@ -67,11 +72,11 @@ class Resolver:
         self._threads = ThreadPoolExecutor(RESOLVERS, thread_name_prefix="resolve")
 
     async def public_address(self, host: str, port: int) -> str:
-        """An address of ``host``, all of whose addresses are public, or in the networks.
+        """Return an address of ``host``. All its addresses have to be public, or in the allowed networks.
 
         Raises:
-            ToolRefused: one is not.
-            ToolFailed: there is none.
+            ToolRefused: an address is not allowed.
+            ToolFailed: there is no address.
         """
         loop = asyncio.get_running_loop()
         try:
@@ -87,7 +92,7 @@ class Resolver:
         return str(found[0])
 
     def close(self) -> None:
-        """Look up nothing more."""
+        """End the threads. No name can be looked up any more."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
 

@@ -1,9 +1,9 @@
 """Runs tool calls: deadlines, queues, retries, idempotency keys, cancellation, asynchronous tools.
 
-A *run* is one tool at work, a task of its own. Callers only wait for it: each with its own deadline, several for one
-run where they share an idempotency key. A caller that leaves - its deadline passed, it was cancelled - gets its outcome
-at once; a run that nobody waits for any more is cancelled, and keeps its place among its tool's until it has ended.
-So neither a tool that is slow to stop nor one that never stops delays anybody but those who call the same tool.
+A *run* is one execution of a tool, in a task of its own. Callers wait for a run, each with its own deadline. Several
+callers wait for one run if they share an idempotency key. A caller whose deadline passes or who is cancelled gets its
+outcome at once. A run for which nobody waits any more is cancelled, and keeps its slot of the tool until it has ended.
+A tool that is slow to stop, or never stops, therefore delays only callers of the same tool.
 """
 
 import asyncio
@@ -26,11 +26,11 @@ from tools_runtime.text import bounded, cut_marker
 
 
 class Slots:
-    """A tool's own places, so that a slow tool keeps nobody but its own callers waiting.
+    """The slots of one tool. A slow tool therefore makes only its own callers wait.
 
     Args:
-        count: calls that run at a time.
-        max_waiting: calls that wait; more are refused.
+        count: number of calls that can run at a time.
+        max_waiting: number of calls that can wait. Further calls are rejected.
     """
 
     def __init__(self, count: int, max_waiting: int) -> None:
@@ -42,10 +42,10 @@ class Slots:
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
-        """Wait for a place, and keep it.
+        """Wait for a slot, and keep it in the block.
 
         Raises:
-            ToolRefused: too many wait already.
+            ToolRefused: too many calls are already waiting.
         """
         if self._free.locked() and self.waiting >= self._max_waiting:
             raise ToolRefused(f"the tool is busy: {self.taken} calls run and {self.waiting} wait; try again later")
@@ -62,10 +62,10 @@ class Slots:
             self._free.release()
 
     def check_integrity(self) -> None:
-        """No place is lost.
+        """Check that no slot is lost.
 
         Raises:
-            IntegrityError: one is.
+            IntegrityError: a slot is lost.
         """
         if not (0 <= self.taken <= self._count and self.waiting >= 0):
             raise IntegrityError(f"{self.taken} of {self._count} places taken, {self.waiting} calls wait")
@@ -76,12 +76,12 @@ class Slots:
 # --- tables -----------------------------------------------------------------------------------------------------------
 
 MAX_NAME_LENGTH = 200
-"""Characters of a name that a refusal repeats."""
+"""Largest number of characters of a name in an error message."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One entry of the configuration, or of a request: a tool, or a server with several."""
+    """One entry of the configuration or of a request: a tool, or a server with several tools."""
 
     name: str
     config: ToolModel
@@ -90,16 +90,16 @@ class Entry:
 
     @classmethod
     def of(cls, name: str, config: ToolModel, kind: ToolKind) -> "Entry":
-        """With places of its own."""
+        """Make an entry with slots of its own."""
         return cls(name, config, kind, Slots(config.concurrency, config.max_queued))
 
 
 class ToolTable:
-    """Entries by name; those of a request beside the configuration's, which they cannot replace.
+    """Entries by name. Those of a request are added to the configuration's, which they cannot replace.
 
     Args:
         entries: the entries.
-        below: tools that are there, too.
+        below: another table, whose tools are included.
     """
 
     def __init__(self, entries: Iterable[Entry], below: "ToolTable | None" = None) -> None:
@@ -107,10 +107,10 @@ class ToolTable:
         self.entries: Mapping[str, Entry] = {**self.own, **(below.entries if below else {})}
 
     def entry(self, call: ToolCall) -> Entry:
-        """The entry that has a call's tool.
+        """Return the entry that has a call's tool.
 
         Raises:
-            ToolRefused: there is none; with the names that are near.
+            ToolRefused: there is none. The message has similar names.
         """
         entry = self.entries.get(call.owner or call.name)
         if entry is None:
@@ -118,11 +118,11 @@ class ToolTable:
         return entry
 
     def offers(self) -> list[ToolOffer]:
-        """All tools that are known now."""
+        """Return all tools that are known now."""
         return [known.offer for entry in self.entries.values() for known in entry.kind.tools()]
 
     def unknown(self, tool: str) -> ToolRefused:
-        """The refusal of a tool that there is not."""
+        """Return the error for a tool that does not exist."""
         names = sorted(offer.name for offer in self.offers())
         near = difflib.get_close_matches(tool[:MAX_NAME_LENGTH], names, n=3) or names[:10]
         there_are = f"; there are: {', '.join(near)}" if near else "; there are none"
@@ -130,11 +130,11 @@ class ToolTable:
 
     @property
     def busy(self) -> bool:
-        """A call of one of its own entries runs or waits."""
+        """Whether a call of one of its own entries runs or waits."""
         return any(entry.slots.taken or entry.slots.waiting for entry in self.own.values())
 
     async def open(self) -> None:
-        """Open its own entries' kinds.
+        """Open the kinds of its own entries.
 
         Raises:
             ConfigError: one cannot work as configured.
@@ -143,7 +143,7 @@ class ToolTable:
             await entry.kind.open()
 
     async def aclose(self) -> None:
-        """Close its own entries' kinds."""
+        """Close the kinds of its own entries."""
         for entry in self.own.values():
             await entry.kind.aclose()
 
@@ -151,17 +151,17 @@ class ToolTable:
 # --- kept results -----------------------------------------------------------------------------------------------------
 
 Key = tuple[str, str, str]
-"""Program, tool, idempotency key."""
+"""Program, tool and idempotency key."""
 
 CONSENT = "\0consent"
-"""Stands for the program in the key of a call that runs under a consent: no program has this name."""
+"""Takes the place of the program in the key of a call that runs under a consent. No program has this name."""
 
 MAX_RESULTS = 4096
 MAX_BYTES = 32 << 20
 
 
 def key_of(call: ToolCall) -> Key | None:
-    """Under which the call's result is kept; None without an idempotency key."""
+    """Return the key under which the call's result is kept, or None without an idempotency key."""
     if call.consent is not None:
         return (CONSENT, call.name, call.consent)
     return None if call.idempotency_key is None else (call.program, call.name, call.idempotency_key)
@@ -188,10 +188,10 @@ class KeptResults:
         return key in self._kept
 
     def get(self, key: Key, call: ToolCall) -> ToolResult | None:
-        """The result kept under ``key``.
+        """Return the result that is kept under ``key``, or None.
 
         Raises:
-            ToolRefused: it is that of a call with other arguments.
+            ToolRefused: the result is of a call with other arguments.
         """
         kept = self._kept.get(key)
         if kept is None:
@@ -201,16 +201,16 @@ class KeptResults:
         return kept.result
 
     def keep(self, key: Key, call: ToolCall, result: ToolResult, *, idempotent: bool) -> None:
-        """Keep ``result``, unless running the tool again is what a repeated call should do.
+        """Keep ``result``, unless a repeated call should run the tool again.
 
-        That is so where nothing was run, and where an idempotent tool gave no answer.
+        It should where nothing was run, and where an idempotent tool gave no answer.
         """
         answered = result.outcome in (Outcome.OK, Outcome.ERROR)
         if result.attempts > 0 and (answered or not idempotent):
             self.settle(key, call, result)
 
     def settle(self, key: Key, call: ToolCall, result: ToolResult) -> None:
-        """Keep ``result`` whatever it is: no call with this key runs the tool any more."""
+        """Keep ``result`` whatever it is. No call with this key runs the tool any more."""
         kept = _Kept(call, result, len(result.text))
         if kept.size > MAX_BYTES:
             return
@@ -226,7 +226,7 @@ class KeptResults:
 
 
 def require_same(first: ToolCall, repeated: ToolCall) -> None:
-    """A key stands for one call.
+    """Check that a key is used for one call only.
 
     Raises:
         ToolRefused: the arguments differ.
@@ -238,10 +238,10 @@ def require_same(first: ToolCall, repeated: ToolCall) -> None:
 # --- the executor -----------------------------------------------------------------------------------------------------
 
 MAX_FINISHED = 4096
-"""Results of asynchronous calls that are kept until somebody asks for them."""
+"""Largest number of results of asynchronous calls that are kept until they are requested."""
 
 LARGE_ARGUMENTS = 16 << 10
-"""Characters of arguments from which on they are checked beside the event loop."""
+"""Characters of arguments above which they are checked in a thread instead of the event loop."""
 
 CallKey = tuple[str, str]
 """Program and call id."""
@@ -255,12 +255,12 @@ class _Waiter:
     answer: "asyncio.Future[ToolResult]"
     since_s: float
     deadline_s: float
-    """On the clock."""
+    """Deadline in seconds on the executor's clock."""
     timer: Timer
     handed_over: bool = False
-    """The caller has a handle, and the answer is kept until somebody asks."""
+    """Whether the caller has a handle. The answer is then kept until it is requested."""
     asked: int = 0
-    """Times that this very call was made: once, and again by each who resumes its caller's work."""
+    """Number of times that this call was made. Each caller that resumes it counts once more."""
 
 
 @dataclass(slots=True)
@@ -269,7 +269,7 @@ class _Run:
     entry: Entry
     key: Key | None
     accepted: "asyncio.Future[None]"
-    """Done when the arguments were found right."""
+    """Done when the arguments have been validated."""
     statistics_name: str
     since_s: float
     started_s: float | None = None
@@ -279,15 +279,15 @@ class _Run:
 
 
 class ToolExecutor:
-    """Everything that runs tools in one process.
+    """Runs the tools of one process.
 
     Args:
         tools: the tools of the configuration.
-        clock: of deadlines and durations.
-        special_tokens: chat-template tokens to be escaped in answers.
-        max_argument_bytes: larger arguments are refused.
-        observe: told of each run that ended, with its result.
-        jitter: of the waits between retries.
+        clock: the clock of deadlines and durations.
+        special_tokens: chat-template tokens that are escaped in answers.
+        max_argument_bytes: size above which arguments are rejected.
+        observe: called with each run that ended, and its result.
+        jitter: random numbers for the waits between retries.
     """
 
     def __init__(
@@ -307,7 +307,7 @@ class ToolExecutor:
         self._observe = observe
         self._jitter = jitter or random.Random()
         self._runs: dict[CallKey, _Run] = {}
-        """The run that each call waits for."""
+        """The run for which each call waits."""
         self._shared: dict[Key, _Run] = {}
         self._kept = KeptResults()
         self._finished: OrderedDict[CallKey, ToolResult] = OrderedDict()
@@ -315,19 +315,20 @@ class ToolExecutor:
 
     @property
     def under_way(self) -> int:
-        """Calls without an answer yet, asynchronous ones included."""
+        """Number of calls without an answer, asynchronous ones included."""
         return len(self._runs)
 
     async def run(self, call: ToolCall, tools: ToolTable | None = None, *, resumed: bool = False) -> ToolResult:
-        """The call's one outcome; for an asynchronous tool that takes its time, STARTED.
-
-        Args:
-            call: what to run.
-            tools: instead of the configuration's, where a request brings its own.
-            resumed: an earlier caller, who has died, may have made this call. If its idempotency key is known here, the
-                answer is the first one's; else only an idempotent tool is run, and of any other the outcome is UNKNOWN.
+        """Run a call and return its one outcome. For an asynchronous tool that takes longer, it is STARTED.
 
         If the caller is cancelled, so is the tool, unless another caller waits for it or has resumed the call.
+
+        Args:
+            call: the call to run.
+            tools: the table to use where a request brings tools. None is the configuration's.
+            resumed: whether a caller that died may have made this call. If its idempotency key is known here, the
+                result is that of the first call. Otherwise only an idempotent tool is run, and any other outcome is
+                UNKNOWN.
         """
         try:
             entry = (tools or self._tools).entry(call)
@@ -367,7 +368,7 @@ class ToolExecutor:
             raise
 
     def _lost(self, call: ToolCall, key: Key | None) -> ToolResult:
-        """Of a call that may have been made before, where nobody knows what became of it."""
+        """Return the result of a call that may have been made before, and whose outcome nobody knows."""
         reason = f"{call.name} may have been run before, and what became of it is lost; it was not run again"
         text = self._told(Outcome.UNKNOWN, ToolUnknown(reason))
         result = ToolResult(call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
@@ -376,7 +377,10 @@ class ToolExecutor:
         return result
 
     def cancel(self, program: str, call_id: str) -> bool:
-        """End a call with CANCELLED, and its tool if nobody else waits for it; False if no such call is under way."""
+        """End a call with CANCELLED, and its tool if nobody else waits for it.
+
+        Return False if there is no such call.
+        """
         run = self._runs.get((program, call_id))
         if run is None:
             return False
@@ -384,7 +388,7 @@ class ToolExecutor:
         return True
 
     def knows(self, call: ToolCall) -> bool:
-        """Whether the call, or one with its idempotency key, is under way here, or its answer is kept."""
+        """Return whether the call, or one with its idempotency key, is in progress here, or its result is kept."""
         key = key_of(call)
         return (
             call.key in self._runs
@@ -393,9 +397,9 @@ class ToolExecutor:
         )
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The answer of an asynchronous call, when it is there. Waiting for it keeps nothing running.
+        """Wait for the result of an asynchronous call. Waiting does not keep the call running.
 
-        The outcome is UNKNOWN if nothing is known of the call.
+        The outcome is UNKNOWN if the call is not known here.
         """
         key = (program, call_id)
         if key in self._runs:
@@ -404,17 +408,17 @@ class ToolExecutor:
         return self._finished.get(key, nothing)
 
     async def aclose(self) -> None:
-        """Cancel everything, and wait until it has ended."""
+        """Cancel all calls, and wait until they have ended."""
         for key in list(self._runs):
             self.cancel(*key)
         while self._tasks:
             await asyncio.wait(self._tasks)
 
     def check_integrity(self) -> None:
-        """Every call waits for a live run, every live run is waited for or ending.
+        """Check that every call waits for a live run, and that every live run is waited for or ending.
 
         Raises:
-            IntegrityError: not so.
+            IntegrityError: one of these is not so.
         """
         for key, run in self._runs.items():
             if key not in run.waiters or run.task is None or run.task not in self._tasks:
@@ -452,7 +456,7 @@ class ToolExecutor:
         return ToolResult(call.id, call.name, Outcome.STARTED, text, statistics_name=run.statistics_name)
 
     def _give(self, waiter: _Waiter, result: ToolResult) -> None:
-        """Let a caller have its answer."""
+        """Deliver a caller's answer."""
         waiter.timer.cancel()
         if not waiter.answer.done():
             waiter.answer.set_result(result)
@@ -469,7 +473,7 @@ class ToolExecutor:
             self._leave(key, self._unanswered(run, key, Outcome.TIMEOUT))
 
     def _leave(self, key: CallKey, answer: ToolResult) -> None:
-        """Take a caller away from its run, with ``answer`` if it still listens; end a run that nobody waits for."""
+        """Remove a caller from its run, with ``answer`` if it still waits. Cancel a run for which nobody waits."""
         run = self._runs.pop(key)
         self._give(run.waiters.pop(key), answer)
         if run.waiters or run.task is None or run.task.done():
@@ -484,7 +488,7 @@ class ToolExecutor:
     def _ended(self, run: _Run, task: "asyncio.Task[ToolResult]") -> None:
         self._tasks.discard(task)
         if not run.waiters:
-            return  # it was cancelled, and told as that
+            return  # it was cancelled, and was observed as such
         result = self._foreign_cancellation(run) if task.cancelled() else task.result()
         if run.key is not None:
             del self._shared[run.key]
@@ -568,7 +572,7 @@ class ToolExecutor:
         )
 
     def _unanswered(self, run: _Run, key: CallKey, outcome: Outcome) -> ToolResult:
-        """Of a caller that leaves before its run has ended."""
+        """Return the result of a caller that leaves before its run has ended."""
         waiter = run.waiters[key]
         now_s = self._clock.now_s()
         effect = "it was never started" if run.attempts == 0 else "it was stopped and may have taken effect"

@@ -1,4 +1,4 @@
-"""Everything that one process needs to run tools: the configured tools, those of requests, and the executor."""
+"""The parts that one process needs to run tools: the configured tools, those of requests, and the executor."""
 
 import asyncio
 import json
@@ -19,13 +19,13 @@ from tools_runtime.kind import LoopClock, TimerClock
 # --- tools of the configuration and of requests -----------------------------------------------------------------------
 
 MAX_REQUEST_BYTES = 256 << 10
-"""Size of all the tools of one request."""
+"""Largest size of all tools of one request, in characters of JSON."""
 
 MAX_REQUEST_CONCURRENCY = 64
-"""Calls at a time of a tool that a request brings."""
+"""Largest concurrency of a tool that a request brings."""
 
 MAX_TABLES = 64
-"""Different sets of request tools that are kept ready."""
+"""Largest number of different sets of request tools that are kept open."""
 
 _NOT_FOR_REQUESTS = (
     "headers_from_environment",
@@ -39,7 +39,7 @@ _REQUEST_TOOLS = pydantic.TypeAdapter(dict[ToolName, ToolConfig])
 
 
 def entry(name: str, config: ToolModel) -> Entry:
-    """One entry of the configuration.
+    """Make one entry of the configuration.
 
     Raises:
         ConfigError: it cannot work.
@@ -48,7 +48,7 @@ def entry(name: str, config: ToolModel) -> Entry:
 
 
 def configured(config: ToolsConfig) -> ToolTable:
-    """The operator's tools, not opened yet.
+    """Make the table of the operator's tools, without opening them.
 
     Raises:
         ConfigError: one cannot work.
@@ -57,7 +57,7 @@ def configured(config: ToolsConfig) -> ToolTable:
 
 
 class RequestTables:
-    """Tables for the tools that requests bring; the same tools get the same table.
+    """Tables of the tools that requests bring. The same tools get the same table.
 
     Args:
         config: what the operator allows.
@@ -70,13 +70,13 @@ class RequestTables:
         self._tables: OrderedDict[str, ToolTable] = OrderedDict()
 
     async def table(self, definitions: Mapping[str, Any]) -> ToolTable:
-        """The operator's tools and these.
+        """Return the table of the operator's tools and these.
 
         Args:
-            definitions: by name, as in the configuration's `tools.defined`.
+            definitions: tools by name, as in the configuration's `tools.defined`.
 
         Raises:
-            ToolRefused: one is not allowed, or wrong.
+            ToolRefused: a tool is not allowed, or not valid.
         """
         text = _text(definitions)
         known = self._tables.get(text)
@@ -88,7 +88,7 @@ class RequestTables:
         return known
 
     async def aclose(self) -> None:
-        """Close all of them."""
+        """Close all tables."""
         while self._tables:
             _, table = self._tables.popitem()
             await table.aclose()
@@ -166,16 +166,16 @@ REQUEST = "request"
 """The name under which tools that requests bring are counted."""
 
 REFRESH_S = 1.0
-"""Longest wait for a configured server that is reached again, before the tools that are known are listed."""
+"""Longest wait in seconds for a configured server to be reached again, before the known tools are listed."""
 
 
 class ToolHost:
     """The tools of one process.
 
     Args:
-        config: which tools there are.
-        clock: of deadlines and durations.
-        observe: told of each run that ended: the entry's name, or REQUEST, and the result.
+        config: the tools.
+        clock: the clock of deadlines and durations. None is the event loop's.
+        observe: called with each run that ended: the entry's name, or REQUEST, and the result.
 
     Raises:
         ConfigError: a tool cannot work as configured.
@@ -203,7 +203,7 @@ class ToolHost:
         )
 
     async def open(self) -> None:
-        """Make the configured tools ready; again is nothing.
+        """Open the configured tools. Further calls do nothing.
 
         Raises:
             ConfigError: one cannot work as configured.
@@ -216,10 +216,10 @@ class ToolHost:
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
-        """The call's one outcome.
+        """Run a call and return its one outcome.
 
         Args:
-            call: what to run.
+            call: the call to run.
             definitions: the tools that the request brought, as in the configuration.
             resumed: see `ToolExecutor.run`.
         """
@@ -228,16 +228,16 @@ class ToolHost:
         try:
             tools = await self._request_tools.table(definitions)
         except ToolRefused as refusal:
-            # REFUSED would say that nothing was run.
+            # REFUSED would mean that nothing was run.
             outcome = Outcome.UNKNOWN if resumed else Outcome.REFUSED
             return ToolResult(call.id, call.name, outcome, f"{outcome}: {refusal}")
         return await self.executor.run(call, tools, resumed=resumed)
 
     async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
-        """The tools that are known now, the configuration's first, then those that a request brings.
+        """Return the tools that are known now: the configuration's first, then those that a request brings.
 
         Raises:
-            ToolRefused: the request's tools are not allowed, or wrong, or cannot be listed.
+            ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
         """
         tools = await self._request_tools.table(definitions) if definitions else self._tools
         await self._refresh()
@@ -247,7 +247,10 @@ class ToolHost:
         return [known.offer for entry in (*self._tools.own.values(), *theirs) for known in entry.kind.tools()]
 
     async def _refresh(self) -> None:
-        """Reach configured servers that were not there, or whose tools have changed; without waiting for long."""
+        """Connect to configured servers that were not reachable or whose tools have changed.
+
+        It waits for REFRESH_S at most.
+        """
         for name, entry in self._tools.own.items():
             if name not in self._refreshing:
                 self._refreshing[name] = asyncio.create_task(self._reach(entry))
@@ -272,7 +275,7 @@ class ToolHost:
             raise ToolRefused(f"the request's tool {entry.name!r}: {text}") from None
 
     async def aclose(self) -> None:
-        """End all calls, then all tools."""
+        """End all calls, then close all tools."""
         for task in list(self._refreshing.values()):
             task.cancel()
         await self.executor.aclose()

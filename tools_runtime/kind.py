@@ -1,4 +1,4 @@
-"""The protocol of a kind of tool, what passes between it and the executor, and the clock that both go by."""
+"""The protocol of a kind of tool, the data between it and the executor, and the clock that both use."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -13,25 +13,25 @@ from tools_runtime.schemas import ArgumentCheck
 
 
 class Timer(Protocol):
-    """A wake-up that was asked for."""
+    """A scheduled wake-up."""
 
     def cancel(self) -> None:
-        """Do not wake."""
+        """Cancel the wake-up."""
         ...
 
 
 class TimerClock(Clock, Protocol):
-    """What time is it, and who wakes me?"""
+    """A clock that can also call a function at a given time."""
 
     def call_at(self, at_s: float, wake: Callable[[], None]) -> Timer:
-        """Call ``wake`` at ``at_s`` of this clock, or soon if that is past."""
+        """Call ``wake`` at ``at_s`` of this clock, or soon if this time is past."""
         ...
 
 
 class LoopClock(MonotonicClock):
-    """The machine's monotonic clock, with the running event loop's timers.
+    """The machine's monotonic clock, with the timers of the running event loop.
 
-    Not the loop's own time: uvloop, on which Ray's actors run, keeps that in whole milliseconds.
+    It is not the loop's own time, because uvloop, on which Ray's actors run, has that in whole milliseconds.
     """
 
     def call_at(self, at_s: float, wake: Callable[[], None]) -> Timer:
@@ -64,42 +64,42 @@ class KnownTool:
 
 @dataclass(frozen=True, slots=True)
 class Invocation:
-    """One start of a tool, its arguments checked."""
+    """One start of a tool, with validated arguments."""
 
     name: str
-    """As programs call it."""
+    """Name of the tool as programs call it."""
     arguments: Mapping[str, Any]
     output_cap_bytes: int
-    """A kind stops reading an answer soon after this."""
+    """Bytes of an answer. A kind stops reading soon after this."""
     idempotency_key: str | None = None
-    """For tools that can pass it on."""
+    """The call's idempotency key, for tools that can pass it on. None: there is none."""
     traceparent: str | None = None
-    """As W3C's header says it; for tools that can pass it on."""
+    """The value of W3C's traceparent header, for tools that can pass it on. None: there is none."""
 
     @classmethod
     def of(cls, call: ToolCall, arguments: Mapping[str, Any], output_cap_bytes: int) -> "Invocation":
-        """The start of a call whose arguments were checked."""
+        """Make the invocation of a call whose arguments were validated."""
         return cls(call.name, arguments, output_cap_bytes, call.idempotency_key, call.traceparent)
 
 
 @dataclass(frozen=True, slots=True)
 class ToolOutput:
-    """What a tool answered, as it came."""
+    """The answer of a tool, unchanged."""
 
     text: str
     truncated: bool = False
-    """There was more."""
+    """Whether the answer was longer."""
 
 
 class ToolKind(Protocol):
-    """How is a tool of this kind run? One object for each entry of the configuration.
+    """Runs tools of one kind. There is one object for each entry of the configuration.
 
-    A kind has no deadlines, retries or queues: those are the executor's. It is cancelled by asyncio's cancellation,
-    which it passes on to the tool; whatever is awaited then must end soon.
+    A kind has no deadlines, retries or queues, because the executor has them. It is cancelled by asyncio's
+    cancellation, which it passes on to the tool. What it awaits then must end soon.
     """
 
     async def open(self) -> None:
-        """Make ready what can be made ready beforehand. A tool that cannot be reached yet is no error.
+        """Prepare what can be prepared before the first call. A tool that cannot be reached yet is no error.
 
         Raises:
             ConfigError: the configuration cannot work.
@@ -107,14 +107,14 @@ class ToolKind(Protocol):
         ...
 
     def tools(self) -> Sequence[KnownTool]:
-        """The tools that are known now."""
+        """Return the tools that are known now."""
         ...
 
     async def tool(self, name: str) -> KnownTool | None:
-        """The tool that programs call ``name``; None if there is none.
+        """Return the tool that programs call ``name``, or None if there is none.
 
         Raises:
-            ToolError: it cannot be said.
+            ToolError: it is not possible to know.
         """
         ...
 
@@ -124,17 +124,17 @@ class ToolKind(Protocol):
         Raises:
             ToolRefused: nothing was run.
             ToolFailed: the tool failed.
-            ToolUnknown: whatever ran it is gone.
+            ToolUnknown: the process or connection that ran it is gone.
         """
         ...
 
     async def aclose(self) -> None:
-        """End everything that belongs to it: processes, connections."""
+        """End everything that belongs to the kind, such as processes and connections."""
         ...
 
 
 class SingleTool:
-    """The part of a kind whose entry is one tool of a known schema.
+    """The part of a kind whose entry is one tool with a known schema.
 
     Raises:
         ValueError: the schema cannot be used.
@@ -147,9 +147,9 @@ class SingleTool:
         )
 
     def tools(self) -> Sequence[KnownTool]:
-        """The one tool."""
+        """Return the one tool."""
         return (self._tool,)
 
     async def tool(self, name: str) -> KnownTool | None:
-        """The one tool, by its name."""
+        """Return the one tool if it has this name, else None."""
         return self._tool if name == self._tool.offer.name else None

@@ -1,7 +1,8 @@
-"""What carries MCP's messages: a process's pipes, or HTTP; both cut an answer that is too long before it is kept.
+"""Transports of MCP messages: a process's pipes, or HTTP. Both cut messages that are too long before they are stored.
 
-An answer to `tools/call` is cut within its text, and is a whole message again; the beginning says whose answer it is,
-and the rest is dropped as it comes, or not fetched at all. Other messages that are too long become errors.
+An answer to `tools/call` is cut within its text, and the result is a complete message. The beginning of the message
+shows which call it answers. The rest is dropped while it is read, or not fetched at all. Other messages that are too
+long become errors.
 """
 
 import asyncio
@@ -29,10 +30,10 @@ CUT = "caesura/cut"
 CALL_METHOD = "tools/call"
 
 TAIL_BYTES = 512
-"""Of a message whose beginning does not say which call it answers, the end may."""
+"""Bytes that are kept of the end of a message. It may have the id of the answered call where the beginning has not."""
 
 HEAD_BYTES = 256
-"""Of a message, which say how long it may be."""
+"""Bytes of the beginning of a message, which decide its largest length."""
 
 _ID_AT_START = re.compile(rb'"id"\s*:\s*(\d+)')
 _ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+|"(?:[^"\\]|\\.){0,200}")\s*[,}][^{}]*\}?\s*$')
@@ -42,29 +43,29 @@ Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObj
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Bytes of one message."""
+    """Largest length of one message, in bytes."""
 
     answer: int
-    """Of an answer to `tools/call`."""
+    """Bytes of an answer to `tools/call`."""
     other: int
-    """Of any other: a listing of tools is one."""
+    """Bytes of any other message, such as a listing of tools."""
 
 
 @dataclass(slots=True)
 class Message:
-    """One message as it came: whole, or its beginning and its end."""
+    """One message: complete, or its beginning and its end."""
 
     text: bytearray
     tail: bytes | None = None
-    """None: ``text`` is all there is."""
+    """The last bytes of a message that was cut. None: ``text`` is the complete message."""
 
 
 class Messages:
-    """Splits what comes into lines, or takes it as one, and keeps a bounded beginning of each.
+    """Splits the input into lines, or treats it as one message, and keeps a bounded beginning of each message.
 
     Args:
-        limit_bytes: of a message, by its first bytes.
-        lines: each line is a message; else all is one.
+        limit_bytes: returns the largest length of a message, given its first bytes.
+        lines: whether each line is a message. Otherwise the whole input is one.
     """
 
     def __init__(self, limit_bytes: Callable[[bytes], int], *, lines: bool = True) -> None:
@@ -76,11 +77,11 @@ class Messages:
 
     @property
     def begun(self) -> Message | None:
-        """A message that is too long already, and not at its end."""
+        """A message that is already too long and has not ended, or None."""
         return None if self._tail is None else Message(self._text, self._tail)
 
     def feed(self, chunk: bytes) -> Iterator[Message]:
-        """The messages that end in ``chunk``."""
+        """Yield the messages that end in ``chunk``."""
         start = 0
         while self._lines and (end := chunk.find(b"\n", start)) >= 0:
             self._add(chunk[start:end])
@@ -89,7 +90,7 @@ class Messages:
         self._add(chunk[start:] if start else chunk)
 
     def end(self) -> Iterator[Message]:
-        """The message that the end of all ends."""
+        """Yield the message that the end of the input ends, if there is one."""
         if self._text:
             yield self._taken()
 
@@ -108,7 +109,10 @@ class Messages:
 
 
 def shortened(message: Message) -> dict[str, Any] | None:
-    """A message that is too long as a shorter one; None if it cannot be said what it answers, or it is no answer."""
+    """Return a shorter form of a message that is too long.
+
+    It is None if the message is no answer, or its call is not known.
+    """
     size = len(message.text)
     try:
         value = pydantic_core.from_json(message.text, allow_partial="trailing-strings")
@@ -136,7 +140,7 @@ def shortened(message: Message) -> dict[str, Any] | None:
 
 
 def _unreadable(message: Message, error: ValueError) -> dict[str, Any] | None:
-    """For whoever waits for an answer that cannot be read, instead of waiting on; None if nobody can be named."""
+    """Return an error answer in place of a message that cannot be read. It is None if its call is not known."""
     head = message.text[:HEAD_BYTES]
     found = _ID_AT_START.search(head)
     if found is None or b'"method"' in head:
@@ -154,12 +158,12 @@ def _id_at_end(tail: bytes) -> Any:
 
 
 class PipeStreams:
-    """The streams of an MCP server that is a process of ours. An async context manager, for `mcp.Client`.
+    """The streams of an MCP server in a child process. It is an async context manager for `mcp.Client`.
 
     Args:
-        argv: starts it.
-        environment: all of its environment.
-        limits: longer messages are cut.
+        argv: the command that starts the server.
+        environment: its whole environment.
+        limits: lengths above which messages are cut.
     """
 
     def __init__(self, argv: Sequence[str], environment: Mapping[str, str], limits: Limits) -> None:
@@ -167,13 +171,13 @@ class PipeStreams:
         self._environment = environment
         self._limits = limits
         self._calls: set[str] = set()
-        """Ids of the tool calls whose answers are to come."""
+        """Ids of the tool calls that have no answer yet."""
         self._stack = AsyncExitStack()
         self.ended = asyncio.Event()
-        """Its output ended: it is gone, or as good as that."""
+        """Set when the server's output has ended. The server is gone then, or of no more use."""
 
     async def __aenter__(self) -> Streams:
-        """Start it.
+        """Start the server.
 
         Raises:
             ToolRefused: it cannot be started.
@@ -197,7 +201,7 @@ class PipeStreams:
         return read_stream, write_stream
 
     async def __aexit__(self, *_: object) -> None:
-        """End it."""
+        """End the server."""
         await self._stack.aclose()
 
     async def _read(self, child: Child, incoming: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
@@ -247,14 +251,14 @@ def _parsed(message: Message) -> SessionMessage | Exception | None:
 async def http_streams(
     url: str, headers: Mapping[str, str], limits: Limits, timeout_s: float, resolver: Resolver | None
 ) -> AsyncIterator[Any]:
-    """The streams of an MCP server behind a URL.
+    """Open the streams of an MCP server behind a URL.
 
     Args:
-        url: of its one endpoint.
-        headers: sent with each request.
-        limits: longer messages are cut.
-        timeout_s: seconds between two parts of an answer.
-        resolver: checks the addresses that are connected to; None reaches any.
+        url: the URL of its one endpoint.
+        headers: headers of each request.
+        limits: lengths above which messages are cut.
+        timeout_s: largest number of seconds between two parts of an answer.
+        resolver: checks the addresses of connections. None allows any address.
     """
     # A connection to a checked address is not kept: another name at that address would be sent through it.
     kept = httpx2.Limits(max_connections=None, max_keepalive_connections=20 if resolver is None else 0)
@@ -295,7 +299,7 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         await self._inner.aclose()
 
     async def _pinned(self, request: httpx2.Request, resolver: Resolver) -> httpx2.Request:
-        """The same request, to the address that was checked; redirects are still judged by the one that names it."""
+        """Return the same request to the checked address. Redirects are still judged by the request with the name."""
         host, port = request.url.host, request.url.port or (443 if request.url.scheme == "https" else 80)
         address = await resolver.public_address(host, port)
         return httpx2.Request(
@@ -308,7 +312,7 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
 
 
 class _BoundedStream(httpx2.AsyncByteStream):
-    """A body whose messages are of bounded length: one message, or the events of a stream, a line each."""
+    """A body whose messages have bounded length: one message, or the events of a stream with one line each."""
 
     def __init__(self, inner: httpx2.AsyncByteStream, limit_bytes: int, *, events: bool) -> None:
         self._inner = inner

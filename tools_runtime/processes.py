@@ -1,4 +1,4 @@
-"""Processes that run tools: started in a group of their own, read up to a bound, ended as a whole."""
+"""Processes that run tools. Each is started in a process group, read up to a bound, and killed with its group."""
 
 import asyncio
 import contextlib
@@ -11,15 +11,16 @@ from collections.abc import Mapping, Sequence
 from cluster.core.errors import ToolRefused
 
 AS_NOBODY = ("--reuid=65534", "--regid=65534", "--clear-groups", "--inh-caps=-all", "--")
-"""Options of setpriv: a user and a group that belong to nobody. Linux exempts root from the limit on processes."""
+"""Options of setpriv: a user and a group without any rights. They are needed because Linux does not apply the limit on
+processes to root."""
 
 READ_BYTES = 64 << 10
 
 
 class Child:
-    """A process in a session and a group of its own, whose output is a pipe of ours.
+    """A process in a session and a group of its own, whose output is a pipe.
 
-    The pipe is ours, not asyncio's, so that it can be closed while somebody still writes to it.
+    The pipe is not asyncio's, so that it can be closed while another process still writes to it.
     """
 
     def __init__(self, process: Process, output: asyncio.StreamReader, pipe: asyncio.ReadTransport) -> None:
@@ -29,26 +30,29 @@ class Child:
 
     @property
     def alive(self) -> bool:
-        """Not known to have ended."""
+        """Whether it is not known to have ended."""
         return self.process.returncode is None
 
     def end(self) -> None:
-        """Kill it and its group, and listen no more. Safe to call again."""
-        if self.alive:  # else its number may be another's by now
+        """Kill it and its group, and close the pipe. It is safe to call again."""
+        if self.alive:  # otherwise its pid may belong to another process by now
             self._kill_group()
         self._pipe.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
 
     async def wait(self, *, leave_none: bool) -> int:
-        """Its exit status; with ``leave_none``, what it left running in its group is killed at once."""
+        """Wait for its exit status.
+
+        With ``leave_none``, processes that it left running in its group are then killed.
+        """
         status = await self.process.wait()
         if leave_none:
             self._kill_group()
         return status
 
     async def reaped(self) -> None:
-        """Wait until a process that was ended is gone."""
+        """Wait until a killed process is gone."""
         await self.process.wait()
 
     def _kill_group(self) -> None:
@@ -68,13 +72,13 @@ async def spawn(
 
     Args:
         argv: the command.
-        environment: all of it.
-        feed: give it a pipe as stdin, instead of nothing.
-        join_errors: its stderr is its output too, instead of nobody's.
+        environment: its whole environment.
+        feed: whether it gets a pipe as stdin. Otherwise stdin is empty.
+        join_errors: whether its stderr is part of its output. Otherwise stderr is dropped.
         cwd: its working directory.
 
     Raises:
-        ToolRefused: it cannot be started: no such file, or arguments that no process can have.
+        ToolRefused: it cannot be started: there is no such file, or an argument is not possible.
     """
     if shutil.which(argv[0], path=environment.get("PATH")) is None:
         raise ToolRefused(f"the command {argv[0]!r} cannot be started: No such file or directory")
@@ -107,13 +111,13 @@ async def spawn(
 
 
 def _tied() -> list[str]:
-    """Linux kills what it starts when its parent dies, even where that had no time to."""
+    """Return the command prefix with which Linux kills the process when its parent dies."""
     setpriv = shutil.which("setpriv")
     return [] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--"]
 
 
 async def read_bounded(reader: asyncio.StreamReader, cap_bytes: int) -> tuple[bytearray, bool]:
-    """At most ``cap_bytes`` of what comes, up to its end; and whether there was more."""
+    """Read to the end, at most ``cap_bytes``. Return what was read, and whether there was more."""
     answer = bytearray()
     while chunk := await reader.read(min(READ_BYTES, cap_bytes - len(answer) + 1)):
         answer += chunk

@@ -1,7 +1,7 @@
 """The process in which a synchronous Python tool runs: `python -m tools_runtime.python_worker ENTRY`.
 
-It answers one call at a time over its stdin and stdout, so that a call can be ended by ending the process. A call is a
-length and as many bytes of JSON, `{"arguments": {...}, "cap_bytes": n}`; an answer is a status, a length and text.
+It answers one call at a time over its stdin and stdout, so that killing the process ends a call. A call is a length and
+as many bytes of JSON, `{"arguments": {...}, "cap_bytes": n}`. An answer is a status, a length and text.
 """
 
 import importlib
@@ -16,14 +16,15 @@ CALL = struct.Struct(">I")
 ANSWER = struct.Struct(">BI")
 
 OK, CUT, FAILED, BROKEN = range(4)
-"""Status of an answer: whole, cut at the cap, an exception of the tool, no such function."""
+"""Status of an answer: complete, cut at the cap, an exception of the tool, or no such function."""
 
 
 def load(entry: str) -> Callable[..., Any]:
-    """The function ``module:function``.
+    """Import the function ``module:function``.
 
     Raises:
-        ImportError, AttributeError, or whatever its module raises.
+        ImportError, AttributeError: there is no such module or function.
+        Exception: what its module raises.
     """
     module, _, name = entry.partition(":")
     function: Callable[..., Any] = getattr(importlib.import_module(module), name)
@@ -31,7 +32,7 @@ def load(entry: str) -> Callable[..., Any]:
 
 
 def as_text(value: Any) -> str:
-    """What a Python tool returned, as text: a str as it is, anything else as JSON."""
+    """Return the result of a Python tool as text: a str unchanged, anything else as JSON."""
     if isinstance(value, str):
         return value
     if isinstance(value, bytes | bytearray):
@@ -40,14 +41,14 @@ def as_text(value: Any) -> str:
 
 
 def told(error: BaseException) -> str:
-    """An exception in one line, for the model."""
+    """Return an exception as one line for the model."""
     return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
     """Answer calls until stdin ends."""
     calls, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
-    # What the tool prints is no answer, and what it reads is no call.
+    # The tool's own prints must not become answers, and it must not read calls.
     os.dup2(2, 1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     try:

@@ -1,9 +1,9 @@
-"""Arguments checked against a JSON Schema, in bounded time whatever the schema and the arguments are.
+"""Checks arguments against a JSON Schema, in bounded time for any schema and any arguments.
 
-A schema is admitted once, when its tool is: its size, depth and references are bounded, references lead only into
-itself and never in a circle, and patterns are those of linear time (Rust's regex: no look-around, no back-references).
-A check costs at most about (keywords of the schema, references expanded) x (values of the arguments): that product is
-bounded, too.
+A schema is checked once, when its tool is made: its size, depth and references are bounded, references stay within the
+schema and form no circle, and patterns have linear time (Rust's regex: no look-around, no back-references). A check of
+arguments costs at most about (keywords of the schema, references expanded) · (values of the arguments). This product is
+bounded too.
 """
 
 import json
@@ -20,31 +20,32 @@ from cluster.core.errors import ToolRefused
 MAX_SCHEMA_BYTES = 64 << 10
 MAX_SCHEMA_DEPTH = 32
 MAX_EXPANDED_VALUES = 5_000
-"""Values of a schema, each reference counted as what it stands for."""
+"""Largest number of values of a schema, with each reference expanded."""
 MAX_WORK = 400_000
-"""Values of a schema times values of the arguments."""
+"""Largest product of the values of a schema and the values of the arguments."""
 MAX_REFERENCES = 256
 MAX_ARGUMENT_DEPTH = 64
 MAX_COMPLAINTS = 5
 MAX_COMPLAINT_LENGTH = 300
 
 DIALECTS = ("http://json-schema.org/", "https://json-schema.org/")
-"""A schema that names another dialect is read as one of 2020-12."""
+"""Prefixes of the known dialects. A schema that names another dialect is read as 2020-12."""
 
 _FORBIDDEN = ("$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")
 _UNBOUNDED = ("unevaluatedProperties", "unevaluatedItems")
-"""Keywords whose check repeats that of their neighbours, level by level: exponential in the depth."""
+"""Keywords that are not supported, because their check repeats that of their neighbours at each level. This takes time
+exponential in the depth."""
 
 
 class ArgumentCheck:
-    """The arguments that one tool takes.
+    """Checks the arguments of one tool.
 
     Args:
         schema: JSON Schema of an object.
-        note: added to every complaint.
+        note: text that is added to every error message.
 
     Raises:
-        ValueError: the schema is not valid, too large, too deep, circular, or needs something from elsewhere.
+        ValueError: the schema is not valid, too large, too deep, circular, or refers to another document.
     """
 
     def __init__(self, schema: Mapping[str, Any], note: str = "") -> None:
@@ -64,10 +65,11 @@ class ArgumentCheck:
             raise ValueError(f"not a JSON Schema: {_at(error)}") from None
 
     def checked(self, arguments: str | Mapping[str, Any], max_bytes: int) -> dict[str, Any]:
-        """The arguments as an object that the schema allows.
+        """Return the arguments as an object that the schema allows.
 
         Raises:
-            ToolRefused: with what is wrong and where, for the model to read.
+            ToolRefused: the schema does not allow them. The message has the faults and their places, for the model to
+                read.
         """
         value = _parsed(arguments, max_bytes)
         work = self._values * _count(value)
@@ -103,7 +105,11 @@ def _parsed(arguments: str | Mapping[str, Any], max_bytes: int) -> dict[str, Any
 
 
 def _admitted(schema: Mapping[str, Any]) -> int:
-    """The number of values in ``schema``, references expanded."""
+    """Return the number of values in ``schema``, with references expanded.
+
+    Raises:
+        ValueError: the schema is not supported, too large or too deep.
+    """
     if _depth(schema, MAX_SCHEMA_DEPTH) > MAX_SCHEMA_DEPTH:
         raise ValueError(f"a schema nested deeper than {MAX_SCHEMA_DEPTH}")
     try:
@@ -125,7 +131,10 @@ def _admitted(schema: Mapping[str, Any]) -> int:
 
 
 class _Expansion:
-    """Counts what a schema amounts to. Memoised, so that a bomb costs no more than its text."""
+    """Counts the values of an expanded schema.
+
+    It is memoised, so that nested references cost no more than their text.
+    """
 
     def __init__(self, root: Mapping[str, Any]) -> None:
         self._root = root
@@ -136,7 +145,7 @@ class _Expansion:
         if isinstance(part, list):
             total = 1 + sum(self.values(item) for item in part)
         elif isinstance(part, dict):
-            # What a $ref leads to is counted there; definitions count only where they are used.
+            # The target of a $ref is counted at the $ref; definitions count only where they are used.
             named = ((key, item) for key, item in part.items() if key not in ("$defs", "definitions"))
             total = 1 + sum(
                 self._target(item) if key == "$ref" and isinstance(item, str) else self.values(item)
@@ -159,10 +168,10 @@ class _Expansion:
 
 
 def resolved(document: Any, reference: str) -> Any:
-    """What a reference into its own document leads to.
+    """Return the part of a document to which a reference leads.
 
     Raises:
-        ValueError: it leads elsewhere, or nowhere.
+        ValueError: it leads to another document, or nowhere.
     """
     if reference != "#" and not reference.startswith("#/"):
         raise ValueError(f"a reference to another document: {reference[:100]}")
@@ -181,7 +190,7 @@ def resolved(document: Any, reference: str) -> Any:
 def _at(error: jsonschema_rs.ValidationError) -> str:
     path = ".".join(str(step) for step in error.instance_path)
     text = f"{path}: {error.message}" if path else error.message
-    half = MAX_COMPLAINT_LENGTH // 2  # a long value stands in the middle, and what is wrong with it at the end
+    half = MAX_COMPLAINT_LENGTH // 2  # the fault is at the end, after a value that may be long
     return text if len(text) <= MAX_COMPLAINT_LENGTH else f"{text[:half]}...{text[-half:]}"
 
 
@@ -203,7 +212,7 @@ def _count(value: Any) -> int:
 
 
 def _depth(value: Any, limit: int) -> int:
-    """How deep ``value`` is nested; ``limit`` + 1 where it is deeper than that."""
+    """Return how deep ``value`` is nested, or ``limit`` + 1 where it is deeper."""
     depth, level = 0, [value]
     while level and depth <= limit:
         level = [item for here in level for item in _items(here)]

@@ -1,12 +1,12 @@
-"""What a tool said, as text that is safe to put into a prompt: bounded, and nothing in it acts.
+"""Makes a tool's output safe for a prompt: it is bounded, and its control characters and special tokens are escaped.
 
 The escape is reversible (`restored`) and visible. Its sign is U+241B, the symbol for escape, which tokenizers do not
-normalise away:
+remove by normalisation:
 
     \u241b\u241b     the sign itself
     \u241bxHH    a control character: C0 but tab and line feed, DEL, C1; a CR before an LF stays
     \u241buHHHH  half of a surrogate pair, or a control of writing direction
-    \u241b.      nothing: it stands after the first character of a chat-template token, which thereby is none
+    \u241b.      nothing; it is put after the first character of a chat-template token, so that it is no token
 """
 
 import re
@@ -23,7 +23,7 @@ KNOWN_TOKENS = (
     "<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<tools>", "</tools>",
     "<think>", "</think>", "<function_calls>", "</function_calls>", "[gMASK]", "<sop>",
 )  # fmt: skip
-"""Tokens of common chat templates; those of the form <|...|> (with either bar) need no list."""
+"""Tokens of common chat templates. Those of the form <|...|> (with either bar) need no list."""
 
 _MARKED = r"<[|\uff5c][^<>\n]{1,64}[|\uff5c]>"
 _ACTING = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
@@ -31,24 +31,25 @@ _ESCAPED = re.compile(SIGN + r"(?:" + SIGN + r"|\.|x[0-9a-f]{2}|u[0-9a-f]{4})")
 
 
 def sanitized(text: str, special_tokens: Iterable[str] = ()) -> str:
-    """``text`` with everything escaped that a terminal or a chat template would act on.
+    """Escape everything in ``text`` on which a terminal or a chat template would act.
 
     Args:
-        text: anything.
-        special_tokens: of the model, beside the known ones; those of one character cannot be broken and are left.
+        text: any text.
+        special_tokens: tokens of the model, beside the known ones. Those of one character cannot be escaped and stay.
     """
     return _acting(tuple(special_tokens)).sub(_escape, text)
 
 
 def restored(text: str) -> str:
-    """The inverse of `sanitized`."""
+    """Return the inverse of `sanitized`."""
     return _ESCAPED.sub(_unescape, text)
 
 
 def bounded(text: str, cap_bytes: int, special_tokens: Iterable[str] = ()) -> tuple[str, bool]:
-    """``text`` sanitized, of at most ``cap_bytes`` as UTF-8; and whether something was cut off.
+    """Return ``text`` sanitized and cut to ``cap_bytes`` of UTF-8, and whether it was cut.
 
-    What is escaped grows up to sixfold, so it is made piece by piece, and no more of it than is kept.
+    Escaping can make a text six times as long. Therefore the result is made piece by piece, and only as much as is
+    kept.
     """
     pieces = _Pieces()
     room = cap_bytes
@@ -72,7 +73,7 @@ def bounded(text: str, cap_bytes: int, special_tokens: Iterable[str] = ()) -> tu
 
 
 class _Pieces:
-    """Text in pieces. Small ones are joined as they come: each alone would take ten times its size."""
+    """Text in pieces. Small pieces are joined in groups, because each alone would take ten times its size."""
 
     def __init__(self) -> None:
         self._joined: list[str] = []
@@ -89,7 +90,7 @@ class _Pieces:
 
 
 def cut_marker(cap_bytes: int) -> str:
-    """What is put after an answer that was cut."""
+    """Return the text that is added to an answer that was cut."""
     return f"\n[... cut: the answer is longer than {cap_bytes} bytes]"
 
 

@@ -1,8 +1,8 @@
-"""One request's answer, from as many replicas as it takes: if one dies, another continues.
+"""One request's answer, from as many replicas as necessary: if one dies, another continues.
 
 The tokens that were sent are kept as ids (`cluster.core.stream.Progress`), eight bytes each. The other replica gets
 them and generates what follows. A request without output yet is run again from its beginning. A request is quarantined
-(`Blame`) after two deaths, or after one if the replica reports that the request crashed its engine.
+(``blame``) after two deaths, or after one if the replica reports that the request crashed its engine.
 """
 
 import asyncio
@@ -20,26 +20,27 @@ logger = logging.getLogger("ray.serve")
 Data = TypeVar("Data")
 
 ATTEMPTS = 2
-"""Replicas that may die under one request."""
+"""Number of replica deaths after which a request is rejected."""
 
 DEAD_ON_ARRIVAL_ATTEMPTS = 20
-"""Attempts that may meet a replica that was dead before the request."""
+"""Largest number of attempts that may meet a replica that was dead before the request."""
 
 DEAD_ON_ARRIVAL_WAIT_S = 0.1
-"""Wait before each further attempt."""
+"""Seconds to wait before each further attempt."""
 
 ROOM_ATTEMPTS = 180
-"""Attempts, after a death, to find a replica with room: enough for the dead one to be replaced."""
+"""Largest number of attempts, after a death, to find a replica with room. It suffices for the dead one to be replaced.
+"""
 
 ROOM_WAIT_S = 1.0
-"""Wait before each of them."""
+"""Seconds to wait before each of these attempts."""
 
 _finishing: set[asyncio.Task[None]] = set()
 """Tasks that read calls to their end after the last piece."""
 
 
 def ends_stream(data: bytes) -> bool:
-    """Whether these server-sent events are a stream's last."""
+    """Return whether these server-sent events are the last of a stream."""
     return data.endswith(SSE_DONE)
 
 
@@ -49,7 +50,7 @@ class Answers(Protocol):
     def __aiter__(self) -> Self: ...
 
     async def __anext__(self) -> object:
-        """A StreamChunk, bytes (an answer that is no stream), or an HttpError."""
+        """Return a StreamChunk, bytes (an answer that is no stream), or an HttpError."""
         ...
 
     def cancel(self) -> None:
@@ -93,7 +94,7 @@ class FailoverStream(Generic[Data]):
         self._answers: Answers | None = None
         self._steps: list[Progress] = []
         self._id_bytes = 0
-        """Bytes of the token ids in them."""
+        """Bytes of the token ids in ``_steps``."""
         self._over = False
         self._deaths = 0
         self._dead_on_arrival = 0
@@ -103,7 +104,7 @@ class FailoverStream(Generic[Data]):
         return self
 
     async def __anext__(self) -> Data | HttpError:
-        """The next piece; an HttpError is the last.
+        """Return the next piece. An HttpError is the last one.
 
         Raises:
             Exception: what the call raised, unless a replica's death was the reason.
@@ -140,7 +141,7 @@ class FailoverStream(Generic[Data]):
         return self._id_bytes // ID_BYTES
 
     def cancel(self) -> None:
-        """Stop the replica's work on it. A call whose last piece has come is left to end by itself."""
+        """Stop the replica's work on the answer. A call whose last piece has come is left to end by itself."""
         if self._answers is None:
             return
         if self._over:
@@ -164,7 +165,7 @@ class FailoverStream(Generic[Data]):
             raise
 
     async def _lost(self, loss: ReplicaLost) -> HttpError | None:
-        """The error for the client; None: another replica is called."""
+        """Return the error for the client, or None if another replica is to be called."""
         self._give_up()
         if not loss.at_work:
             self._dead_on_arrival += 1
@@ -184,7 +185,7 @@ class FailoverStream(Generic[Data]):
         return None
 
     async def _wait_for_room(self) -> bool:
-        """Wait, since no replica has room to continue; False: the request has waited long enough."""
+        """Wait because no replica has room to continue. Return False if the request has waited long enough."""
         self._give_up()
         self._without_room += 1
         if self._without_room >= ROOM_ATTEMPTS:

@@ -1,4 +1,4 @@
-"""Which model a request is for: the one it names, or the one that the class it names leads its program to."""
+"""Selects the model of a request: the one that it names, or one by the rules of the class that it names."""
 
 import asyncio
 from collections import OrderedDict
@@ -15,32 +15,32 @@ from cluster.dispatch.placed_calls import prompt_tokens
 from router.model_choice import Chosen, TurnFacts, choose_model
 
 MAX_PROGRAMS = 100_000
-"""Programs whose model is remembered; the store knows the others."""
+"""Largest number of programs whose model is remembered. The store knows the others."""
 
 
 class Loads(Protocol):
-    """How busy the models are."""
+    """The load of the models."""
 
     def start_s(self) -> Mapping[str, float | None]:
-        """By model, seconds within which a turn is expected to start; None: no replica is there."""
+        """Return by model the expected seconds until a turn starts. None: there is no replica."""
         ...
 
 
 class Homes(Protocol):
-    """A `PlacementStore`: here a program and class have a model where programs have a replica."""
+    """A `PlacementStore`. Here the value of a program and class is a model instead of a replica."""
 
     async def claim(self, key: str, home: Home) -> Home | None:
-        """The home that holds; None: the store does not answer."""
+        """Propose a home. Return the home that is valid, or None if the store does not answer."""
         ...
 
 
 class ModelSelection:
-    """Leads programs to models. A program stays with the model that its class chose, on every ingress.
+    """Selects the models of programs. A program stays with the model that was chosen for its class, on every ingress.
 
     Args:
         config: the whole configuration.
-        loads: how busy the models are.
-        homes: where the choices of all ingresses are.
+        loads: the load of the models.
+        homes: the store of the choices of all ingresses.
     """
 
     def __init__(self, config: CaesuraConfig, loads: Loads, homes: Homes) -> None:
@@ -54,10 +54,10 @@ class ModelSelection:
         self.counters: dict[Chosen, int] = dict.fromkeys(Chosen, 0)
 
     def check(self, model: str | None) -> None:
-        """Is this a model, or a class, that there is? None: nothing was named.
+        """Check that a model, or a class, of this name exists. None: the request named nothing, which is valid.
 
         Raises:
-            BadRequest: 404, it is not.
+            BadRequest: it does not exist (status 404).
         """
         if model is None or model in self._served:
             return
@@ -66,11 +66,11 @@ class ModelSelection:
             raise no_model(model)
 
     async def model_of(self, body: Mapping[str, Any], identity: ProgramIdentity | None) -> str:
-        """The id of the model that a request is for.
+        """Return the id of the model that a request is for.
 
         Args:
-            body: of the request; its `model` has been checked.
-            identity: whose turn it is; None: it is no turn.
+            body: the body of the request. Its `model` has been checked.
+            identity: the identity of the turn, or None if the request is no turn.
         """
         named = body.get("model")
         if named is None:
@@ -89,7 +89,7 @@ class ModelSelection:
         return self._chosen[key]
 
     async def _agree(self, key: str, name: str, body: Mapping[str, Any], identity: ProgramIdentity) -> str:
-        """What is chosen here, or what another ingress has chosen."""
+        """Return the model that is chosen here, or the one that another ingress has chosen before."""
         try:
             model = self._choose(self._classes[name], body, identity)
             held = await self._homes.claim(key, Home(quote(model, safe=""), 1))
@@ -110,7 +110,10 @@ class ModelSelection:
 
 
 def turn_facts(body: Mapping[str, Any], identity: ProgramIdentity | None) -> TurnFacts:
-    """What rules ask of a request: chat completions name a tool in its function, responses beside its type."""
+    """Return the facts about a request that rules use.
+
+    Chat completions have a tool's name in `function`, and responses have it beside the type.
+    """
     names: set[str] = set()
     offered = body.get("tools")
     for tool in offered if isinstance(offered, list) else ():

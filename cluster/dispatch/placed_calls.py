@@ -1,4 +1,4 @@
-"""A turn's call of its replica, which is placed again where that replica is gone.
+"""A turn's call of its replica. The turn is placed again if that replica is gone.
 
 `cluster.dispatch.failover` continues a turn whose replica dies while it works on it.
 """
@@ -17,7 +17,7 @@ from router.decisions import TurnRequest
 from router.placement import Placement, Placer
 
 MAX_HOPS = 16
-"""A request is placed again this often because its replica is gone, or its program has moved."""
+"""Number of times that a request is placed again because its replica is gone, or its program has moved."""
 BYTES_PER_TOKEN = 4
 
 Piece = TypeVar("Piece")
@@ -37,7 +37,7 @@ class Calls(Protocol[Output]):
 
 
 def turn_request(identity: ProgramIdentity, body: Mapping[str, Any]) -> TurnRequest:
-    """The router's request for a turn."""
+    """Return the router's request for a turn."""
     key, parent = identity.key, identity.parent_id
     return TurnRequest(
         key=key if key is not None else f"{identity.tenant}//{uuid4().hex}",  # two slashes: no program's key
@@ -53,7 +53,10 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any]) -> TurnRequ
 
 
 def prompt_tokens(body: Mapping[str, Any]) -> int:
-    """Prompt tokens of a request: exact for token ids, else estimated from the bytes."""
+    """Return the number of prompt tokens of a request.
+
+    It is exact for token ids, and estimated from the bytes otherwise.
+    """
     prompt = body.get("prompt")
     if isinstance(prompt, list) and prompt and all(isinstance(one, int) for one in prompt):
         return len(prompt)
@@ -63,12 +66,12 @@ def prompt_tokens(body: Mapping[str, Any]) -> int:
 class PlacedStream(Generic[Piece]):
     """The pieces of a turn's answer. Its placement ends with the answer, by `over`, or by `cancel`.
 
-    Until the first piece has come, the turn is placed again where the call did not reach the replica, or the replica
+    Until the first piece has come, the turn is placed again if the call did not reach the replica, or if the replica
     knows a later home of the program.
 
     Args:
         placer: places the turn.
-        request: the turn.
+        request: the turn's request for a placement.
         call: makes the call for a placement.
     """
 
@@ -143,9 +146,9 @@ class FailoverAttempts:
 
     Args:
         placer: places the turn.
-        request: makes the turn's request, once its prediction is there.
+        request: makes the turn's request, once it has its prediction.
         call: makes the call for a placement and the state from which to resume.
-        check: called before each attempt; raises to reject the turn.
+        check: called before each attempt. It raises to reject the turn.
     """
 
     def __init__(
@@ -173,13 +176,13 @@ class FailoverAttempts:
         return self._last
 
     def over(self, *, context_tokens: int) -> None:
-        """The turn has ended without a failure."""
+        """Record that the turn has ended without a failure."""
         if self._last is not None:
             self._last.over(context_tokens=context_tokens)
 
 
 def _text_bytes(value: object) -> int:
-    """Bytes of all text in a JSON value. Its depth is bounded where bodies are read."""
+    """Return the bytes of all text in a JSON value. Its depth is bounded where bodies are read."""
     match value:
         case str():
             return len(value.encode("utf-8", "surrogatepass"))

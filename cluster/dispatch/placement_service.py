@@ -21,7 +21,7 @@ from router.settings import RouterSettings
 from router.snapshots import HUB
 
 METRICS_PERIOD_S = 1.0
-"""Gauges go stale in Ray unless they are set about so often."""
+"""Seconds between two recordings. Ray drops gauges that are not set about this often."""
 
 
 class PlacementService:
@@ -29,8 +29,8 @@ class PlacementService:
 
     Args:
         replicas: a handle to the `ProgramServer`s of a model.
-        config: the whole configuration, as that model sees it.
-        clock: for all of the router.
+        config: the whole configuration, for that model.
+        clock: the clock of the router.
     """
 
     def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig, clock: Clock) -> None:
@@ -64,7 +64,7 @@ class PlacementService:
 
     @property
     def ours(self) -> bool:
-        """Whether we place programs; else Ray's own router sends them by their keys."""
+        """Whether this ingress places programs. Otherwise Ray's own router places them by their keys."""
         return self._program_placer is not None
 
     @property
@@ -83,7 +83,7 @@ class PlacementService:
             self._tasks.start("record metrics", lambda: self._record_metrics(placer))
 
     def view(self) -> dict[str, Any]:
-        """The placement by this ingress, for operators."""
+        """Return the placement by this ingress, for operators."""
         tasks = {"failures": dict(self._tasks.failures), "failed": list(self._tasks.failed)}
         return {**self.placer.view(), "unreadable_snapshots": HUB.unreadable, "background": tasks}
 

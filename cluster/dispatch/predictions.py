@@ -1,4 +1,4 @@
-"""An ingress's predictions: asks for one of each turn on its way to a replica, and records what became of the turn.
+"""An ingress's predictions. It requests one for each turn that is sent to a replica, and records the turn's outcome.
 
 A turn never waits longer than the client's deadline, and is served without a prediction if there is none.
 """
@@ -31,20 +31,24 @@ from predictor_service.service import ServiceHandle
 logger = logging.getLogger("ray.serve")
 
 MAX_PROGRAMS = 20_000
-"""Programs whose turns an ingress remembers."""
+"""Largest number of programs whose turns an ingress remembers."""
 SWEEP_S = 1.0
-"""Between two sweeps for programs that have ended. Ray drops gauges that are not set about so often, too."""
+"""Seconds between two sweeps for programs that have ended. The gauges are set as often, because Ray drops older ones.
+"""
 
 
 class PredictedTurn(Protocol):
-    """A turn on its way."""
+    """A turn that is sent to a replica."""
 
     async def identity(self) -> ProgramIdentity:
-        """The identity of the turn's program, with the prediction."""
+        """Return the identity of the turn's program, with the prediction."""
         ...
 
     def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
-        """The turn is over; a second call does nothing. ``output_tokens`` None: the turn failed or was cancelled."""
+        """Record the end of the turn. A second call does nothing.
+
+        ``output_tokens`` is None if the turn failed or was cancelled.
+        """
         ...
 
 
@@ -55,34 +59,34 @@ class NullPrediction:
         self._identity = identity
 
     async def identity(self) -> ProgramIdentity:
-        """The identity as the client sent it."""
+        """Return the identity as the client sent it."""
         return self._identity
 
     def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
 
 class NullPredictions:
-    """Stands where the configuration wants no predictions."""
+    """Replaces `Predictions` where the configuration has no predictor."""
 
     failed: tuple[str, ...] = ()
-    """Nothing runs in the background."""
+    """Names of failing background loops: there are none."""
 
     def turn(self, identity: ProgramIdentity, body: Mapping[str, Any]) -> PredictedTurn:
-        """The turn without a prediction."""
+        """Return the turn without a prediction."""
         return NullPrediction(identity)
 
     def program_ended(self, key: str) -> None:
-        """Nothing is learnt."""
+        """Learn nothing."""
 
     def open(self) -> None:
-        """There is nothing to start."""
+        """Start nothing."""
 
     async def aclose(self) -> None:
-        """There is nothing to stop."""
+        """Stop nothing."""
 
     def view(self) -> dict[str, Any]:
-        """For operators."""
+        """Return the state for operators."""
         return {"mode": "none"}
 
 
@@ -92,9 +96,9 @@ class Predictions:
     Args:
         client: answers within its deadline.
         clock: measures pauses.
-        program_ttl_s: a program without a turn for so long has ended.
-        default_model: the model whose programs have no model in their source's name.
-        metrics: where predictions are recorded.
+        program_ttl_s: seconds without a turn after which a program has ended.
+        default_model: the model that is not part of the name of its programs' source.
+        metrics: records predictions.
     """
 
     def __init__(
@@ -107,16 +111,17 @@ class Predictions:
     ) -> None:
         self.history = LiveHistory(MAX_PROGRAMS, program_ttl_s)
         self.unread = 0
-        """Turns from which nothing could be learnt because of a bug of ours."""
+        """Number of turns from which nothing was learnt because of a bug."""
         self._client = client
         self._clock = clock
         self._default_model = default_model
         self._metrics = metrics
         self._errors = {"output_tokens": [0, 0.0, 0.0], "pause_s": [0, 0.0, 0.0]}
-        """Predictions that were compared with the outcome, the sum of their absolute errors, and of the outcomes."""
+        """By quantity: the number of compared predictions, the sum of their absolute errors, and the sum of the
+        outcomes."""
         self._waited_s = 0.0
         self._last: OrderedDict[str, Prediction] = OrderedDict()
-        """By program, the prediction of its last turn."""
+        """The prediction of the last turn, by program."""
         self._tasks = SupervisedTasks("predictions", clock)
 
     @property
@@ -125,20 +130,20 @@ class Predictions:
         return self._tasks.healthy and self._client.healthy
 
     def turn(self, identity: ProgramIdentity, body: Mapping[str, Any]) -> PredictedTurn:
-        """A turn has come. Its prediction is requested when its identity is."""
+        """Record the arrival of a turn. Its prediction is requested together with its identity."""
         model = body.get("model")
         source = identity.tenant
         if isinstance(model, str) and model != self._default_model:
             source = f"{source}@{model}"
         try:
             return LiveTurn(self, identity, body, source)
-        except Exception:  # a bug of ours, or a body that nobody thought of: the turn is served all the same
+        except Exception:  # a bug, or an unexpected body: the turn is served nevertheless
             logger.exception("a turn could not be read for its prediction")
             self.unread += 1
             return NullPrediction(identity)
 
     def program_ended(self, key: str) -> None:
-        """A client or a run has ended the program."""
+        """Record that a client or a run has ended the program."""
         self.learn(self.history.program_ended(key))
 
     def open(self) -> None:
@@ -157,7 +162,7 @@ class Predictions:
         await self._client.aclose()
 
     def view(self) -> dict[str, Any]:
-        """For operators: who answered, and how far off the predictions were."""
+        """Return for operators who answered, and how large the errors of the predictions were."""
         return {
             "answered": {kind.value: n for kind, n in self._client.counters.items()},
             "mean_absolute_error": {name: total / n if n else None for name, (n, total, _) in self._errors.items()},
@@ -171,7 +176,7 @@ class Predictions:
     # --- called by a LiveTurn -----------------------------------------------------------------------------------------
 
     async def predict(self, context: TurnContext) -> Prediction | None:
-        """Ask the client."""
+        """Return the client's prediction for a turn, or None, and record the wait."""
         began_s = self._clock.now_s()
         prediction = await self._client.predict(context)
         waited_s = self._clock.now_s() - began_s
@@ -180,7 +185,10 @@ class Predictions:
         return prediction
 
     def arrived(self, turn: Arrived, *, single: bool) -> TurnContext:
-        """A turn has come; what it shows of the turn before it is learnt. ``single``: it is of no program."""
+        """Record the arrival of a turn, and learn what it shows of the turn before.
+
+        ``single``: it belongs to no program.
+        """
         if single:
             return self.history.single(turn)
         context, news = self.history.arrived(turn, self._clock.now_s())
@@ -200,7 +208,7 @@ class Predictions:
         output_tokens: int | None,
         prompt_tokens: int | None,
     ) -> None:
-        """A turn is over."""
+        """Record the end of a turn."""
         now_s = self._clock.now_s()
         if prediction is not None and output_tokens is not None:
             self._compared("output_tokens", prediction.output_tokens, output_tokens)
@@ -210,7 +218,7 @@ class Predictions:
         self.learn(self.history.ended(turn, context, now_s, output_tokens=output_tokens, prompt_tokens=prompt_tokens))
 
     def learn(self, news: list[Observation]) -> None:
-        """Pass what was observed of turns to the client."""
+        """Pass observations of turns to the client."""
         if news:
             self._client.observe(news)
 
@@ -234,7 +242,7 @@ class Predictions:
 
 
 class LiveTurn:
-    """A turn on its way: see `PredictedTurn`."""
+    """A turn that is sent to a replica: see `PredictedTurn`."""
 
     def __init__(
         self, predictions: Predictions, identity: ProgramIdentity, body: Mapping[str, Any], source: str
@@ -258,12 +266,12 @@ class LiveTurn:
         self._over = False
 
     async def identity(self) -> ProgramIdentity:
-        """The identity of the turn's program, with the prediction."""
+        """Return the identity of the turn's program, with the prediction."""
         self._prediction = await self._predictions.predict(self._context)
         return replace(self._identity, forecast=self._prediction)
 
     def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
-        """The turn is over; a second call does nothing."""
+        """Record the end of the turn. A second call does nothing."""
         if self._over:
             return
         self._over = True
@@ -281,7 +289,7 @@ class LiveTurn:
 
 
 class WatchedAnswers:
-    """A turn's answer on its way to a client; its end is recorded with the turn.
+    """A turn's answer for a client. Its end is recorded with the turn.
 
     Args:
         relay: the answer.
@@ -307,11 +315,11 @@ class WatchedAnswers:
 
     @property
     def output_tokens(self) -> int:
-        """The tokens of a stream that have come."""
+        """Number of tokens of a stream that have come."""
         return self._relay.output_tokens
 
     def cancel(self) -> None:
-        """The answer is over, or nobody wants it any more."""
+        """Stop the answer. It is complete, or nobody wants it any more."""
         self._relay.cancel()
         self._turn.over(output_tokens=None)
 
@@ -319,13 +327,13 @@ class WatchedAnswers:
 def predictions(
     config: CaesuraConfig, clock: Clock, name: str, predictor: DeploymentHandle | None
 ) -> Predictions | NullPredictions:
-    """The predictions that the configuration wants.
+    """Return the predictions for the configuration.
 
     Args:
         config: the whole configuration.
         clock: measures pauses and waits.
-        name: of this ingress process.
-        predictor: the predictor service; None: there is none.
+        name: the name of this ingress process.
+        predictor: the predictor service, or None if there is none.
 
     Raises:
         ConfigError: the store's URL cannot be used.

@@ -29,13 +29,13 @@ NAMES = frozenset(
 """Fields of a body that do not change the engine's work."""
 
 REMEMBERED = 1024
-"""Requests that are remembered; of more, the oldest are forgotten."""
+"""Largest number of requests in it. The oldest are dropped when there are more."""
 
 _JSON = msgspec.json.Encoder(order="deterministic")
 
 
 def digest_of(method: str, tenant: str, body: Mapping[str, Any]) -> str:
-    """A digest of the request's content."""
+    """Return a digest of the request's content."""
     content = {name: value for name, value in body.items() if name not in NAMES}
     try:
         packed = _JSON.encode(content)
@@ -54,11 +54,11 @@ class SharedQuarantine(Protocol):
         ...
 
     async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
-        """Add a request; None: the store does not answer."""
+        """Add a request. Return None if the store does not answer."""
         ...
 
     async def is_quarantined(self, digest: str) -> bool | None:
-        """Whether a request is in it; None: the store does not answer."""
+        """Return whether a request is in it, or None if the store does not answer."""
         ...
 
 
@@ -66,9 +66,9 @@ class Quarantine:
     """The quarantine of this ingress, and the shared one.
 
     Args:
-        clock: for the expiry.
-        expiry_s: a request is rejected for this long.
-        shared: the shared quarantine; None: there is only this ingress.
+        clock: the clock of the expiry.
+        expiry_s: seconds for which a request is rejected.
+        shared: the shared quarantine. None: there is only this ingress.
     """
 
     def __init__(self, clock: Clock, expiry_s: float, shared: SharedQuarantine | None = None) -> None:

@@ -22,7 +22,7 @@ from router.decisions import TurnRequest
 from router.placement import Placement, Placer
 
 BROADCAST_SLACK_S = 5.0
-"""A broadcast may take so much longer than one call."""
+"""Seconds that a broadcast may take longer than one call."""
 
 
 class ReplicaClient:
@@ -59,7 +59,7 @@ class ReplicaClient:
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
     ) -> WatchedAnswers:
-        """The answer to a client's turn, as bytes. Where a replica dies, another one continues it."""
+        """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
         turn = self._turn(method, identity, body)
 
         def call(whose: ProgramIdentity, placement: Placement, resume_state: Progress | None) -> Calls[Any]:
@@ -113,16 +113,16 @@ class ReplicaClient:
         )
 
     def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
-        """The answer of any replica to a request that is no turn."""
+        """Return the answer of any replica to a request that is no turn."""
         made: Calls[bytes | HttpError] = self._streams.answer.remote(method, body, headers, None, None)
         return made
 
     async def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
     ) -> AsyncIterator[TurnPiece | HttpError]:
-        """The pieces of a turn. If it fails, its last piece is the error. Closing the iterator stops the replica.
+        """Yield the pieces of a turn. If it fails, its last piece is the error. Closing the iterator stops the replica.
 
-        Where a replica dies, another one continues. The last piece does not wait for the end of the replica's call.
+        If a replica dies, another one continues. The last piece does not wait for the end of the replica's call.
         """
         headers = {REQUEST_ID: uuid4().hex}
         turn = self._turn("turn", identity, body)
@@ -178,7 +178,7 @@ class ReplicaClient:
                 self._placer.forget(key)
 
     async def story(self, key: str) -> dict[str, Any] | None:
-        """What the replicas know of a program; its home is asked first.
+        """Return what the replicas know of a program, or None. Its home is asked first.
 
         Raises:
             ControlTimeout: they did not answer.
@@ -209,11 +209,11 @@ class ReplicaClient:
             raise ControlTimeout(f"{method}: replica {replica!r} did not answer within {self._timeout_s} s") from error
 
     async def ready(self) -> None:
-        """Return when a replica has answered; raise what prevents it."""
+        """Return when a replica has answered. Raise the error that prevents it."""
         await self._calls.ready.remote()
 
     async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
-        """Each replica's answer, or the exception that it raised.
+        """Call all replicas. Return each one's answer, or the exception that it raised.
 
         Raises:
             ControlTimeout: not all answered in time.

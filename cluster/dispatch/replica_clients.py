@@ -1,4 +1,4 @@
-"""The replicas of all models, as the rest of an ingress calls them."""
+"""The replicas of all models, for the rest of an ingress."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
@@ -24,16 +24,17 @@ from cluster.store.placements import PlacementStore
 Result = TypeVar("Result")
 
 CLASSES = "//classes"
-"""Where the store keeps which models programs were led to; no model's id, which it stands in place of."""
+"""Takes the place of a model's id in the store, for the models that were selected for programs. No model has this id.
+"""
 
 
 class ReplicaClients:
     """A client and a placement for each model.
 
     Args:
-        replicas: by model, a handle to its `ProgramServer`s.
+        replicas: a handle to the `ProgramServer`s of each model, by model.
         config: the whole configuration.
-        clock: for all of the routers.
+        clock: the clock of the routers.
         name: the name of this ingress process.
         predictions: predicts turns.
         traces: records turns and ends of programs.
@@ -76,7 +77,7 @@ class ReplicaClients:
 
     @property
     def ours(self) -> bool:
-        """Whether we place programs; else Ray's own router sends them by their keys."""
+        """Whether this ingress places programs. Otherwise Ray's own router places them by their keys."""
         return all(placement.ours for placement in self._placements.values())
 
     def open(self) -> None:
@@ -100,11 +101,11 @@ class ReplicaClients:
             stack.push_async_callback(self._predictions.aclose)
 
     def start_s(self) -> Mapping[str, float | None]:
-        """By model, seconds within which a turn is expected to start; None: there is no replica."""
+        """Return by model the expected seconds until a turn starts. None: there is no replica."""
         return {model: placement.placer.start_s() for model, placement in self._placements.items()}
 
     def view(self) -> dict[str, Any]:
-        """The placement by this ingress, for operators."""
+        """Return the placement by this ingress, for operators."""
         models = {model: placement.view() for model, placement in self._placements.items()}
         chosen = {reason.value: n for reason, n in self.classes.counters.items()}
         return {"ingress": self._name, "models": models, "classes": chosen}
@@ -114,17 +115,17 @@ class ReplicaClients:
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
     ) -> WatchedAnswers:
-        """The answer to a client's turn, as bytes. Where a replica dies, another one continues it."""
+        """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
         return self._of(body).answers(method, kept_apart(body, identity.tenant), headers, identity)
 
     def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
-        """The answer of any replica to a request that is no turn."""
+        """Return the answer of any replica to a request that is no turn."""
         return self._of(body).plain(method, body, headers)
 
     def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
     ) -> AsyncIterator[TurnPiece | HttpError]:
-        """The pieces of a turn of a program that the cluster runs; see `ReplicaClient.turn`."""
+        """Return the pieces of a turn of a program that the cluster runs; see `ReplicaClient.turn`."""
         return self._of(body).turn(key, kept_apart(body, identity.tenant), identity, continuation)
 
     def _of(self, body: Mapping[str, Any]) -> ReplicaClient:
@@ -144,7 +145,7 @@ class ReplicaClients:
         _raise_first(await self._of_each(lambda client: client.tell(key, operation, payload)))
 
     async def story(self, key: str) -> dict[str, Any] | None:
-        """What the first model that knows the program reports of it.
+        """Return what the first model that knows the program reports of it, or None.
 
         Raises:
             ControlTimeout: they did not answer, and no other model knows it.
@@ -171,11 +172,11 @@ class ReplicaClients:
         return await last.to(replica, method, *arguments)
 
     async def ready(self) -> None:
-        """Return when a replica of each model has answered; raise what prevents one."""
+        """Return when a replica of each model has answered. Raise the error that prevents it."""
         _raise_first(await self._of_each(ReplicaClient.ready))
 
     async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
-        """Each replica's answer, or the exception that it raised.
+        """Call all replicas of all models. Return each one's answer, or the exception that it raised.
 
         Raises:
             ControlTimeout: not all answered in time.
@@ -184,12 +185,15 @@ class ReplicaClients:
         return [one for of_model in _raise_first(answers) for one in of_model]
 
     async def _of_each(self, call: Callable[[ReplicaClient], Awaitable[Result]]) -> list[Result | BaseException]:
-        """What comes of a call of each model, all at the same time: the failure of one stops none of the others."""
+        """Make a call for each model, all at the same time.
+
+        Return the results and exceptions. A failure stops no other call.
+        """
         return await asyncio.gather(*(call(client) for client in self._clients.values()), return_exceptions=True)
 
 
 def _raise_first(outcomes: Sequence[Result | BaseException]) -> list[Result]:
-    """The results, if there are no exceptions among them."""
+    """Return the results. If there are exceptions among them, raise the first."""
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
             raise outcome

@@ -1,8 +1,8 @@
-"""Items of the input as messages of chat completions.
+"""Converts items of the input to messages of chat completions.
 
-The model saw turns: an assistant's message with reasoning, text and calls, then the calls' answers. A response's output
-has them as a list of items; here that list becomes turns again. Answers are found by their call's id, wherever they
-stand, and follow the message that asks for them, as chat templates want it.
+The model sees turns: an assistant's message with reasoning, text and calls, followed by the answers of the calls. A
+response's output has them as a list of items, and this module makes turns of that list again. Answers are found by the
+id of their call, at any position, and follow the message with the call, as chat templates require.
 """
 
 from collections import defaultdict, deque
@@ -37,30 +37,30 @@ ChatMessage = dict[str, Any]
 
 
 def tool_message(call_id: str, text: str) -> ChatMessage:
-    """A call's answer."""
+    """Return the message with a call's answer."""
     return {"role": "tool", "tool_call_id": call_id, "content": text}
 
 
 def denied(response: McpApprovalResponse) -> str:
-    """What the model reads instead of an answer."""
+    """Return the text that the model reads instead of an answer."""
     return f"{DENIED} Reason: {response.reason}" if response.reason else DENIED
 
 
 @dataclass(slots=True)
 class InputCalls:
-    """What the input has for calls: answers and consent, each used once."""
+    """Answers and approvals of calls in the input. Each is used once."""
 
     outputs: dict[str, deque[tuple[int, str]]]
-    """By call id: the item's place in the input, and its text."""
+    """Answers by call id: the item's position in the input, and its text."""
     approvals: dict[str, tuple[int, McpApprovalResponse]]
-    """By approval request."""
+    """Approval responses by the id of the approval request, with their position in the input."""
 
     @classmethod
     def of(cls, items: Sequence[InputItem]) -> "InputCalls":
-        """From all items.
+        """Collect them from all items.
 
         Raises:
-            BadRequest: a request for approval is answered twice.
+            BadRequest: an approval request is answered twice.
         """
         outputs: dict[str, deque[tuple[int, str]]] = defaultdict(deque)
         approvals: dict[str, tuple[int, McpApprovalResponse]] = {}
@@ -75,7 +75,7 @@ class InputCalls:
         return cls(outputs, approvals)
 
     def output(self, call_id: str) -> str:
-        """The answer to a call of the caller's.
+        """Remove and return the answer to a call of one of the caller's functions.
 
         Raises:
             BadRequest: there is none.
@@ -86,7 +86,7 @@ class InputCalls:
         return answers.popleft()[1]
 
     def approval(self, request_id: str) -> McpApprovalResponse:
-        """The answer to a request for approval.
+        """Remove and return the answer to an approval request.
 
         Raises:
             BadRequest: there is none.
@@ -97,10 +97,10 @@ class InputCalls:
         return found[1]
 
     def require_used(self) -> None:
-        """Everything belonged to a call.
+        """Check that every answer belonged to a call.
 
         Raises:
-            BadRequest: something did not.
+            BadRequest: one did not.
         """
         for call_id, answers in self.outputs.items():
             for place, _ in answers:
@@ -111,16 +111,17 @@ class InputCalls:
 
 @dataclass(slots=True)
 class _Turn:
-    """An assistant's message that is being put together."""
+    """An assistant's message in progress."""
 
     content: list[str] = field(default_factory=list)
     reasoning: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     answers: list[Callable[[], ChatMessage | None]] = field(default_factory=list)
-    """Of the calls, in their order; taken when the turn is complete. None: the call is run before the next turn."""
+    """Functions that return the answers of the calls, in their order. They are called when the turn is complete. None:
+    the call is run before the next turn."""
     names: dict[str, str] = field(default_factory=dict)
     answered: bool = False
-    """An answer came: whatever the model generates next is another turn."""
+    """Whether an answer has come. The model's next output is then another turn."""
 
     def message(self) -> ChatMessage:
         message: ChatMessage = {"role": "assistant", "content": "".join(self.content)}
@@ -132,30 +133,29 @@ class _Turn:
 
 
 class Conversation:
-    """Messages, put together item by item.
+    """Builds messages, item by item.
 
     Args:
-        offers: the tools that there are now.
-        given: answers and consent in the input; what belongs to an earlier run's calls has been taken out.
-        approved: calls of the last message that are consented to already.
+        given: answers and approvals in the input, without those for calls of an earlier run.
+        offers: the tools that exist now.
+        approved: calls of the last message that are already approved.
     """
 
     def __init__(self, given: InputCalls, offers: Sequence[ToolOffer], approved: Sequence[Call] = ()) -> None:
         self.messages: list[ChatMessage] = []
         self.approved = list(approved)
         self.approval_ids: list[str] = []
-        """Of the approved calls that were found here, in their order."""
+        """Ids of the approval requests of approved calls that were found here, in their order."""
         self._given = given
         self._names = {(offer.server, offer.server_tool): offer.name for offer in offers}
         self._turn: _Turn | None = None
         self._settled: set[str] = set()
 
     def add_all(self, items: Sequence[InputItem]) -> None:
-        """All of them, in order.
+        """Add all items, in order.
 
         Raises:
-            BadRequest: a call without an answer, an answer without a call, or words between a call that is to be run
-                and its run.
+            BadRequest: a call has no answer, an answer has no call, or a message comes before an approved call is run.
         """
         self._settled = {item.approval_request_id or "" for item in items if isinstance(item, McpCall)}
         for place, item in enumerate(items):
@@ -203,7 +203,7 @@ class Conversation:
         turn.answers.append(lambda: tool_message(call_id, text))
 
     def _name(self, item: McpCall | McpApprovalRequest) -> str:
-        """What the model calls the tool, as it is offered now."""
+        """Return the name of the tool for the model, as it is offered now."""
         known = self._names.get((item.server_label, item.name))
         return known or server_tool_name(item.server_label, item.name)
 
@@ -236,7 +236,7 @@ class Conversation:
             if message is not None:
                 self.messages.append(message)
         for call_id, name in turn.names.items():
-            # The tool was asynchronous: its answer came after the word that it was started.
+            # The tool was asynchronous: its final answer follows the answer that it was started.
             while self._given.outputs.get(call_id):
                 self.messages.append(late_message(name, self._given.output(call_id)))
 
@@ -269,7 +269,7 @@ def _bad(place: int, key: str, message: str) -> BadRequest:
 
 @dataclass(frozen=True, slots=True)
 class History:
-    """What came before the request's own input."""
+    """The conversation before the request's own input."""
 
     messages: tuple[ChatMessage, ...] = ()
     approved: tuple[Call, ...] = ()
@@ -279,12 +279,12 @@ class History:
 
 
 def history(previous: RunState, instructions: str | None, given: InputCalls) -> History:
-    """The conversation of ``previous``, its open calls answered from the input.
+    """Return the conversation of ``previous``, with its open calls answered from the input.
 
     Args:
-        previous: the final state.
-        instructions: the new request's; the earlier ones are not carried over.
-        given: what the input has for calls; what is used here is taken out.
+        previous: the final state of the run.
+        instructions: the instructions of the new request. Those of earlier requests are dropped.
+        given: answers and approvals in the input. The ones that are used here are removed.
 
     Raises:
         BadRequest: the earlier response is not done, or a call of its last turn has no answer.
@@ -331,5 +331,5 @@ def _with_instructions(
 
 
 def system_message(instructions: str) -> ChatMessage:
-    """The first message of a conversation with instructions."""
+    """Return the first message of a conversation with instructions."""
     return {"role": "system", "content": instructions}

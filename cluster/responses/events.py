@@ -1,9 +1,9 @@
-"""A run's log as the events of OpenAI's response stream, numbered: the same for whoever reads the same log.
+"""Converts a run's log to the numbered events of OpenAI's response stream. All readers of a log get the same events.
 
-An item grows as its turn generates. Text ends where something else begins; a call ends only with its turn, because
-until then the turn may be lost and tried again, and a client may run what it has seen complete. What a lost attempt
-has generated stays in the output, since clients count items by their place: it is `incomplete`, and the next attempt
-begins new items.
+An item grows while its turn generates. A text ends where another item begins. A call ends only with its turn: until
+then the turn may be lost and tried again, and a client may run a call that it has seen complete. The items of a lost
+attempt stay in the output, because clients identify items by their position. They are `incomplete`, and the next
+attempt begins new items.
 """
 
 from collections.abc import Sequence
@@ -48,7 +48,8 @@ from cluster.runs.state import RunState, begin, step
 # --- the response as it stands ----------------------------------------------------------------------------------------
 
 INCOMPLETE_REASONS = {MAX_OUTPUT_TOKENS: "max_output_tokens", MAX_TURNS: "max_messages"}
-"""OpenAI's word for ours. For the others it has none: the reason is null, and `detail`, which is ours, names it."""
+"""OpenAI's incomplete reasons by end reason. For others the reason is null, and the additional field `detail` names it.
+"""
 
 ERROR_CODES = frozenset(get_args(ResponseError.model_fields["code"].annotation))
 
@@ -68,7 +69,7 @@ ECHOED = (
 
 
 def unchanging(spec: RunSpec) -> Response:
-    """The response before anything has happened."""
+    """Return the response before anything has happened."""
     echo = spec.echo
     return Response.model_validate(
         {
@@ -97,12 +98,12 @@ def unchanging(spec: RunSpec) -> Response:
 
 
 def response(base: Response, state: RunState, begun: bool, output: Sequence[ResponseOutputItem]) -> Response:
-    """The response as it stands.
+    """Return the response as it is now.
 
     Args:
-        base: of `unchanging`.
-        state: of the run.
-        begun: a runner works on it.
+        base: the result of `unchanging`.
+        state: the state of the run.
+        begun: whether a runner works on it.
         output: the items so far.
     """
     status: ResponseStatus = "in_progress" if begun else base.status or "in_progress"
@@ -120,12 +121,12 @@ def response(base: Response, state: RunState, begun: bool, output: Sequence[Resp
 
 
 def incomplete_details(reason: str | None) -> IncompleteDetails:
-    """Why a response is incomplete."""
+    """Return why a response is incomplete."""
     return IncompleteDetails.model_validate({"reason": INCOMPLETE_REASONS.get(reason or ""), "detail": reason})
 
 
 def error(fault: Fault) -> ResponseError:
-    """Why a response failed. OpenAI's codes are few; ours is beside them, as the type."""
+    """Return why a response failed. OpenAI has few codes, so our code is added as the type."""
     if fault.code in ERROR_CODES:
         code = fault.code
     elif fault.status == 429:
@@ -138,9 +139,9 @@ def error(fault: Fault) -> ResponseError:
 
 
 def usage(state: RunState) -> ResponseUsage:
-    """Tokens of all turns that ran their course. Each turn's prompt counts whole, most of it from the cache.
+    """Return the tokens of all completed turns. Each turn counts its whole prompt, most of which is cached.
 
-    Reasoning is not counted apart: the number is 0.
+    Reasoning is not counted separately; its number is 0.
     """
     prompts = sum(turn.prompt_tokens for turn in state.turns)
     return ResponseUsage.model_validate(
@@ -175,7 +176,7 @@ LAST_TYPES = {
 
 
 class ResponseFold:
-    """Folds a log, entry by entry."""
+    """Processes a log, entry by entry."""
 
     def __init__(self) -> None:
         self._state: RunState | None = None
@@ -185,7 +186,7 @@ class ResponseFold:
 
     @property
     def state(self) -> RunState:
-        """Of the run.
+        """The state of the run.
 
         Raises:
             IllegalTransition: nothing was fed.
@@ -196,7 +197,7 @@ class ResponseFold:
 
     @property
     def response(self) -> Response:
-        """As it stands; an object of its own.
+        """The response as it is now, as a new object.
 
         Raises:
             IllegalTransition: nothing was fed.
@@ -206,10 +207,10 @@ class ResponseFold:
         return response(self._base, state, self._begun, self._output.models())
 
     def feed(self, event: RunEvent) -> list[ResponseStreamEvent]:
-        """The events that ``event`` makes for a client.
+        """Process an entry. Return the events that it makes for a client.
 
         Raises:
-            IllegalTransition: it cannot follow what was fed.
+            IllegalTransition: the entry cannot follow the earlier ones.
         """
         if self._state is None:
             return self._accept(event)

@@ -1,7 +1,6 @@
-"""The items of a request's `input`, as clients send them: their own, or an earlier response's output sent back.
+"""The items of a request's `input`: the client's own items, or the output of an earlier response.
 
-What an item has beside the fields here (`status`, `phase`, annotations, ...) does not change what the model reads, and
-is ignored.
+Other fields of an item (`status`, `phase`, annotations, ...) do not change what the model reads, and are ignored.
 """
 
 from collections.abc import Mapping
@@ -28,26 +27,26 @@ class _Part(BaseModel):
 
 
 class InputText(_Part):
-    """Text, of whoever speaks."""
+    """Text of any role."""
 
     type: Literal["input_text", "output_text", "text"]
     text: str
 
     @property
     def shown(self) -> str:
-        """What is read of it."""
+        """The text that the model reads."""
         return self.text
 
 
 class Refusal(_Part):
-    """The model's refusal: text, too."""
+    """The model's refusal, which is text too."""
 
     type: Literal["refusal"]
     refusal: str
 
     @property
     def shown(self) -> str:
-        """What is read of it."""
+        """The text that the model reads."""
         return self.refusal
 
 
@@ -78,7 +77,7 @@ class _Item(BaseModel):
 
 
 class Message(_Item):
-    """A message; also in the easy form, without a type."""
+    """A message, with or without a type."""
 
     type: Literal["message"] = "message"
     role: Literal["user", "system", "developer", "assistant"]
@@ -86,7 +85,7 @@ class Message(_Item):
 
 
 class FunctionCall(_Item):
-    """A call that the model asked for."""
+    """A call that the model made."""
 
     type: Literal["function_call"]
     call_id: CallId
@@ -96,12 +95,12 @@ class FunctionCall(_Item):
 
     @property
     def unfinished(self) -> bool:
-        """A turn was cut within it: it is no call."""
+        """Whether a turn was cut within the call. It is no call then."""
         return self.status == "incomplete" and not is_object(self.arguments)
 
 
 class FunctionCallOutput(_Item):
-    """The answer to it."""
+    """The answer to a function call."""
 
     type: Literal["function_call_output"]
     call_id: CallId
@@ -113,7 +112,7 @@ class _Text(_Part):
 
 
 class Reasoning(_Item):
-    """What the model thought. Its text is read from `content`; a summary is not what was generated."""
+    """Reasoning of the model. Its text is in `content`; a summary is not what the model generated."""
 
     type: Literal["reasoning"]
     summary: list[_Text] = []
@@ -121,7 +120,7 @@ class Reasoning(_Item):
 
 
 class McpCall(_Item):
-    """A call that ran here, and its answer."""
+    """A call that the cluster ran, and its answer."""
 
     type: Literal["mcp_call"]
     server_label: Label
@@ -134,19 +133,19 @@ class McpCall(_Item):
 
     @property
     def unfinished(self) -> bool:
-        """A turn was cut within it: it is no call."""
+        """Whether a turn was cut within the call. It is no call then."""
         return self.status == "incomplete" and not is_object(self.arguments)
 
 
 class McpListTools(_Item):
-    """The tools of a server as they were listed before. They are listed afresh, without a new item."""
+    """An earlier listing of a server's tools. They are listed again, without a new item."""
 
     type: Literal["mcp_list_tools"]
     server_label: Label
 
 
 class McpApprovalRequest(_Item):
-    """A call that waits for consent."""
+    """A call that waits for approval."""
 
     type: Literal["mcp_approval_request"]
     id: CallId
@@ -156,7 +155,7 @@ class McpApprovalRequest(_Item):
 
 
 class McpApprovalResponse(_Item):
-    """Consent, or the lack of it."""
+    """The approval or denial of a call."""
 
     type: Literal["mcp_approval_response"]
     approval_request_id: CallId
@@ -213,12 +212,12 @@ AnyItem = Annotated[
 
 
 def text_of(content: str | list[InputText | Refusal]) -> str:
-    """The text, without what is between the parts."""
+    """Return the text of all parts, joined without a separator."""
     return content if isinstance(content, str) else "".join(part.shown for part in content)
 
 
 def error_text(error: Any) -> str:
-    """The error of a call that failed, in any form that responses have had."""
+    """Return the error text of a failed call, in any form that responses have used."""
     if isinstance(error, dict):
         error = error.get("message", error.get("content"))
     if isinstance(error, list):
@@ -234,16 +233,16 @@ MOST_LISTED = 100
 
 
 def input_items(spec: RunSpec, *, order: Literal["asc", "desc"], limit: int, after: str | None) -> ResponseItemList:
-    """A page of the items that a request brought itself; those of earlier responses are theirs.
+    """Return a page of the items that a request itself brought. Items of earlier responses are not included.
 
     Args:
-        spec: of the response's run.
-        order: the newest first is `desc`.
-        limit: of the page.
-        after: the page begins behind the item of this id.
+        spec: the specification of the response's run.
+        order: `desc` has the newest item first.
+        limit: largest number of items of the page.
+        after: id of the item before the page. None: the page is the first.
 
     Raises:
-        BadRequest: ``limit`` or ``after`` cannot be used.
+        BadRequest: ``limit`` or ``after`` is not valid.
     """
     if not 1 <= limit <= MOST_LISTED:
         raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
@@ -268,7 +267,7 @@ def input_items(spec: RunSpec, *, order: Literal["asc", "desc"], limit: int, aft
 
 
 def _as_item(item: Mapping[str, Any]) -> dict[str, Any]:
-    """An item of the input as it is shown: whole, where the request was brief."""
+    """Return an item of the input as it is shown, with the fields that the request left out."""
     whole = {"status": "completed", **item}
     match item["type"]:
         case "message":

@@ -1,4 +1,4 @@
-"""A request's tools as offers to the model, its MCP servers as definitions for the tool runtime, and its choice."""
+"""A request's tools as offers to the model, its MCP servers as definitions for the tool runtime, and tool choices."""
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,12 +12,12 @@ from cluster.core.tools import ToolOffer, function_object
 from cluster.responses.request import ChosenFunction, ChosenMcpTool, CreateResponse, FunctionTool, McpTool, ToolFilter
 
 FAILED_DEPENDENCY = 424
-"""The HTTP status where an MCP server that the request names does not list its tools."""
+"""The HTTP status if an MCP server that the request names does not list its tools."""
 
 SECRET_FIELDS = ("authorization", "headers")
 
 Listing = Mapping[str, Sequence[ToolOffer]]
-"""By label of an MCP server, its tools as the tool runtime offers them."""
+"""The tools of each MCP server as the tool runtime offers them, by the server's label."""
 
 Registered = Mapping[str, ToolOffer]
 """The operator's tools by name."""
@@ -28,24 +28,24 @@ class RequestTools:
     """The MCP servers of a request."""
 
     definitions: dict[str, dict[str, Any]]
-    """By label, as in the configuration's `tools.defined`; without what is secret."""
+    """Definitions by label, as in the configuration's `tools.defined`, without their secrets."""
     secrets: dict[str, dict[str, Any]]
-    """By label, the fields of the definition that are secret: headers for the server. Never in a log."""
+    """Secret fields of the definitions by label: headers for the server. They are never in a log."""
 
     def whole(self) -> dict[str, dict[str, Any]]:
-        """The definitions with their secrets, for whoever calls the servers."""
+        """Return the definitions with their secrets, for calls of the servers."""
         return {label: {**definition, **self.secrets.get(label, {})} for label, definition in self.definitions.items()}
 
 
 def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTools:
-    """The MCP servers that ``request`` brings.
+    """Return the MCP servers that ``request`` brings.
 
     Args:
         request: the request.
         taken: names of the operator's own tools and servers.
 
     Raises:
-        BadRequest: two have the same label, or one has a label that stands for something else.
+        BadRequest: two servers have the same label, or a label is in ``taken``.
     """
     definitions: dict[str, dict[str, Any]] = {}
     secrets: dict[str, dict[str, Any]] = {}
@@ -71,15 +71,15 @@ def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTool
 
 
 def offers(request: CreateResponse, registered: Registered, listings: Listing) -> tuple[ToolOffer, ...]:
-    """What the model may call.
+    """Return the tools that the model may call.
 
     Args:
         request: the request.
         registered: the operator's tools by name.
-        listings: of each MCP server that the request brings.
+        listings: the listings of the MCP servers that the request brings.
 
     Raises:
-        BadRequest: an unknown registered tool, two tools of one name, or 424: a server without a listing.
+        BadRequest: a registered tool is unknown, two tools have one name, or a server has no listing (status 424).
     """
     made: dict[str, ToolOffer] = {}
     for place, tool in enumerate(request.tools or ()):
@@ -119,12 +119,12 @@ def _of_server(tool: McpTool, listings: Listing, place: int) -> Iterator[ToolOff
 
 
 def chat_choice(choice: Any, offered: Sequence[ToolOffer], param: str) -> Any:
-    """A choice of the request's as chat completions have it; None: the request has none.
+    """Convert a tool choice to that of chat completions. None: the request has none.
 
     Args:
-        choice: of `tool_choice`, or one of `tool_choices`.
-        offered: the tools that there are.
-        param: where the choice stands.
+        choice: the value of `tool_choice`, or one of `tool_choices`.
+        offered: the tools that exist.
+        param: the field of the choice, for errors.
 
     Raises:
         BadRequest: there is no such tool.
@@ -156,7 +156,7 @@ def _missing(name: str, param: str) -> BadRequest:
 
 
 def shown_tools(request: CreateResponse) -> list[dict[str, Any]]:
-    """The request's tools, as its response repeats them."""
+    """Return the request's tools, as its response repeats them."""
     dumped = (tool.model_dump(mode="json", exclude_unset=True) for tool in request.tools or ())
     return [{key: value for key, value in tool.items() if key not in SECRET_FIELDS} for tool in dumped]
 

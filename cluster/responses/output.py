@@ -1,6 +1,6 @@
-"""Items of a response's output while they grow, and as OpenAI's models; and the ids of responses and items.
+"""Items of a response's output in progress, their conversion to OpenAI's models, and the ids of responses and items.
 
-An item's id follows from the log: all readers give the same.
+An item's id depends on the log only, so that all readers of a log give the same id.
 """
 
 import re
@@ -28,27 +28,27 @@ RESPONSE_PREFIX = "resp_"
 
 
 def stem(run_id: str) -> str:
-    """The part of a run's id that its items' ids share."""
+    """Return the part of a run's id that its items' ids share."""
     return run_id.removeprefix(RESPONSE_PREFIX)
 
 
 def output_item_id(prefix: str, run_id: str, output_index: int) -> str:
-    """Of an item of the output."""
+    """Return the id of an item of the output."""
     return f"{prefix}_{stem(run_id)}_{output_index:04d}"
 
 
 def input_item_id(run_id: str, index: int) -> str:
-    """Of an item of the input that came without one."""
+    """Return the id of an item of the input that has none."""
     return f"in_{stem(run_id)}_{index:04d}"
 
 
 def approval_request_id(run_id: str, call: Call) -> str:
-    """Of the request for consent to ``call``: it names the call."""
+    """Return the id of the approval request for ``call``. It identifies the call."""
     return f"mcpr_{stem(run_id)}_t{call.turn}c{call.index}"
 
 
 def is_approval_request_id(text: str) -> bool:
-    """Whether it is an id that was made here, and so is nobody else's."""
+    """Return whether the id was made by `approval_request_id`. Such an id is unique."""
     return _APPROVAL_REQUEST_ID.fullmatch(text) is not None
 
 
@@ -69,16 +69,16 @@ class MessageItem:
 
     id: str
     index: int
-    """In the output."""
+    """Position of the item in the output."""
     text: str = ""
     status: ItemStatus = "in_progress"
 
     def part(self) -> ResponseOutputText:
-        """Its one part."""
+        """Return its one part."""
         return ResponseOutputText(type="output_text", text=self.text, annotations=[], logprobs=[])
 
     def model(self) -> ResponseOutputItem:
-        """As it stands."""
+        """Return the item as it is now."""
         content = [self.part()] if self.text else []
         return ResponseOutputMessage(
             id=self.id, type="message", role="assistant", status=self.status, content=list(content)
@@ -95,29 +95,29 @@ class ReasoningItem:
     status: ItemStatus = "in_progress"
 
     def part(self) -> ReasoningContent:
-        """Its one part."""
+        """Return its one part."""
         return ReasoningContent(type="reasoning_text", text=self.text)
 
     def model(self) -> ResponseOutputItem:
-        """As it stands."""
+        """Return the item as it is now."""
         content = [self.part()] if self.text else []
         return ResponseReasoningItem(id=self.id, type="reasoning", summary=[], content=content, status=self.status)
 
 
 @dataclass(slots=True)
 class FunctionCallItem:
-    """A call of the caller's function, or of a tool that is registered here."""
+    """A call of the caller's function, or of a registered tool."""
 
     id: str
     index: int
     call_id: str
     name: str
     text: str = ""
-    """The arguments."""
+    """The arguments, as JSON text."""
     status: ItemStatus = "in_progress"
 
     def model(self) -> ResponseOutputItem:
-        """As it stands."""
+        """Return the item as it is now."""
         return ResponseFunctionToolCall(
             id=self.id,
             type="function_call",
@@ -140,17 +140,17 @@ class McpCallItem:
     server_tool: str
     approval_request_id: str | None = None
     text: str = ""
-    """The arguments."""
+    """The arguments, as JSON text."""
     status: ItemStatus | Literal["failed"] = "in_progress"
     answer: str = ""
 
     def take(self, answer: ToolAnswer) -> None:
-        """It is done."""
+        """Set the answer, which completes the item."""
         self.answer = answer.text
         self.status = "completed" if answer.outcome == Outcome.OK else "failed"
 
     def model(self) -> ResponseOutputItem:
-        """As it stands."""
+        """Return the item as it is now."""
         failed = McpToolExecutionError(type="mcp_tool_execution_error", content=[{"type": "text", "text": self.answer}])
         return McpCall(
             id=self.id,
@@ -167,7 +167,7 @@ class McpCallItem:
 
 @dataclass(slots=True)
 class WholeItem:
-    """An item that does not grow."""
+    """An item that is complete from the beginning."""
 
     id: str
     index: int
@@ -175,7 +175,7 @@ class WholeItem:
     status: ItemStatus = "completed"
 
     def model(self) -> ResponseOutputItem:
-        """The item."""
+        """Return the item."""
         return self.whole
 
 
@@ -185,7 +185,10 @@ Item = TextItem | CallItem | WholeItem
 
 
 def function_output(item_id: str, call_id: str, answer: ToolAnswer) -> ResponseOutputItem:
-    """What a registered tool answered. An asynchronous one has two such items: that it was started, and its answer."""
+    """Return the answer of a registered tool.
+
+    An asynchronous tool has two: that it was started, and its final answer.
+    """
     if answer.outcome == Outcome.STARTED:
         status: ItemStatus = "in_progress"
     else:
@@ -196,7 +199,7 @@ def function_output(item_id: str, call_id: str, answer: ToolAnswer) -> ResponseO
 
 
 def approval_request(item_id: str, offer: ToolOffer, call: Call) -> ResponseOutputItem:
-    """A call that waits for consent."""
+    """Return the item of a call that waits for approval."""
     return McpApprovalRequest(
         id=item_id,
         type="mcp_approval_request",
@@ -207,7 +210,7 @@ def approval_request(item_id: str, offer: ToolOffer, call: Call) -> ResponseOutp
 
 
 def tool_list(item_id: str, label: str, offers: tuple[ToolOffer, ...]) -> McpListTools:
-    """The tools of a server that the model is offered."""
+    """Return the item with the tools of a server that the model may call."""
     tools = [
         McpListToolsTool(
             name=offer.server_tool or offer.name,

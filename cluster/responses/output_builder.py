@@ -1,4 +1,4 @@
-"""How a response's output grows: items that begin, get longer and end, each step an event."""
+"""Builds a response's output: items begin, grow and end, and each step is an event."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -52,7 +52,7 @@ Place = tuple[int, int]
 
 @dataclass(slots=True)
 class _Nameless:
-    """A call of which the id or the name has not been generated yet."""
+    """A call whose id or name has not been generated yet."""
 
     call_id: str | None = None
     name: str | None = None
@@ -63,9 +63,9 @@ class OutputBuilder:
     """The output, and the events that were not taken yet.
 
     Args:
-        run_id: whose items' ids follow from it.
+        run_id: the run's id, from which the items' ids are made.
         offers: the tools that the model may call.
-        approvals: requests for approval that the run's approved calls answer, in their order.
+        approvals: ids of the approval requests that the run's approved calls answer, in the order of the calls.
     """
 
     def __init__(self, run_id: str, offers: tuple[ToolOffer, ...], approvals: tuple[str, ...] = ()) -> None:
@@ -76,40 +76,40 @@ class OutputBuilder:
         self._items: list[Item] = []
         self._events: list[ResponseStreamEvent] = []
         self._number = 0
-        # Of the attempt under way:
+        # State of the current attempt:
         self._attempt: list[Item] = []
         self._open_text: TextItem | None = None
         self._sent = {MessageItem: "", ReasoningItem: ""}
         self._nameless: dict[Place, _Nameless] = {}
-        # Of the whole run:
+        # State of the whole run:
         self._calls: dict[Place, CallItem] = {}
 
     def models(self) -> list[ResponseOutputItem]:
-        """The items as they stand."""
+        """Return the items as they are now."""
         return [item.model() for item in self._items]
 
     def take(self) -> list[ResponseStreamEvent]:
-        """The events since it was asked last."""
+        """Return the events since the last call."""
         taken, self._events = self._events, []
         return taken
 
     def emit(self, kind: Any, **fields: Any) -> None:
-        """One more event."""
+        """Add an event."""
         self._events.append(kind(sequence_number=self._number, **fields))
         self._number += 1
 
     # --- a turn -------------------------------------------------------------------------------------------------------
 
     def add_reasoning(self, delta: str) -> None:
-        """More reasoning."""
+        """Add reasoning."""
         self._grow_text(ReasoningItem, delta)
 
     def add_text(self, delta: str) -> None:
-        """More text."""
+        """Add text."""
         self._grow_text(MessageItem, delta)
 
     def call_piece(self, turn: int, piece: CallDelta) -> None:
-        """More of a call."""
+        """Add a piece of a call."""
         place = (turn, piece.index)
         item = self._calls.get(place)
         if item is not None:
@@ -120,12 +120,12 @@ class OutputBuilder:
         known.name = piece.name or known.name
         known.arguments += piece.arguments
         if known.call_id is None or known.name is None or self._needs_approval(known.name):
-            return  # a call that waits for consent is shown when it is complete
+            return  # a call that needs approval is shown when it is complete
         del self._nameless[place]
         self._grow_call(self._begin_call(place, known.call_id, known.name), known.arguments)
 
     def finish_turn(self, result: TurnResult) -> None:
-        """The turn's items are done; what its pieces left out comes now."""
+        """Complete the turn's items, with what its pieces left out."""
         self._complete_text(ReasoningItem, result.reasoning)
         self._complete_text(MessageItem, result.content)
         self._end_text("incomplete" if result.finish_reason == "length" else "completed")
@@ -140,7 +140,7 @@ class OutputBuilder:
         self._forget_attempt()
 
     def lose_attempt(self) -> None:
-        """The turn is tried again, or never: what it has generated so far does not count."""
+        """End the items of an attempt that failed. The turn is tried again, or not at all."""
         self._end_text("incomplete")
         for item in self._attempt:
             if isinstance(item, FunctionCallItem | McpCallItem):
@@ -151,7 +151,7 @@ class OutputBuilder:
         self._forget_attempt()
 
     def end(self) -> None:
-        """Nothing grows any more."""
+        """End all items that are still growing."""
         self.lose_attempt()
         for item in self._calls.values():
             if item.status == "in_progress":
@@ -184,7 +184,7 @@ class OutputBuilder:
     def _complete_text(self, kind: type[MessageItem] | type[ReasoningItem], whole: str) -> None:
         sent = self._sent[kind]
         if not whole.startswith(sent):
-            # The pieces were another text. The result is what the conversation goes on with.
+            # The pieces were another text. The conversation continues with the result.
             if isinstance(self._open_text, kind):
                 self._end_text("incomplete")
             for item in self._attempt:
@@ -209,7 +209,7 @@ class OutputBuilder:
     # --- calls --------------------------------------------------------------------------------------------------------
 
     def begin_approved(self, calls: Iterable[Call]) -> None:
-        """Calls of an earlier response, consented to, are about to be run."""
+        """Add the items of approved calls of an earlier response, which are about to be run."""
         for call in calls:
             if call.turn == 0 and call.place not in self._calls:
                 item = self._begin_call(call.place, call.id, call.name)
@@ -217,7 +217,7 @@ class OutputBuilder:
                 self._end_arguments(item)
 
     def answered(self, answer: ToolAnswer) -> None:
-        """A tool that ran here has answered."""
+        """Add the answer of a tool that the cluster ran."""
         item = self._calls[answer.place]
         if isinstance(item, FunctionCallItem):
             output_id = self._next_id("fco")
@@ -284,7 +284,7 @@ class OutputBuilder:
             self._emit_at(item, done, "function_call_arguments.done", arguments=item.text)
 
     def _abandon(self, item: CallItem) -> None:
-        """The item ends without its end: its arguments may be half."""
+        """End an item that is not complete. Its arguments may be cut."""
         item.status = "incomplete"
         self._done(item)
 

@@ -1,8 +1,8 @@
-"""The body of `POST /v1/responses`: OpenAI's, and what we add.
+"""The body of `POST /v1/responses`: OpenAI's fields, and additional ones.
 
-A field that OpenAI has and we do not is refused where leaving it out would change the answer (`conversation`, `prompt`,
-a hosted tool), and ignored where it would not (`user`, `service_tier`, what tunes OpenAI's own caches). A field that
-nobody knows is refused: it is a misspelling, or wants something.
+A field of OpenAI's that is not supported is rejected if its omission would change the answer (`conversation`, `prompt`,
+a hosted tool). It is ignored if it would not (`user`, `service_tier`, settings of OpenAI's own caches). An unknown
+field is rejected, because it may be misspelled or request something.
 """
 
 from collections.abc import Mapping
@@ -45,7 +45,7 @@ class _Part(BaseModel):
 
 
 class FunctionTool(_Part):
-    """A function that the caller runs; or, with `server_side`, a tool of the operator's that the cluster runs."""
+    """A function that the caller runs, or with `server_side` one of the operator's tools, which the cluster runs."""
 
     type: Literal["function"]
     name: Name
@@ -53,27 +53,28 @@ class FunctionTool(_Part):
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     server_side: bool = False
-    """Ours: the tool of this name that is registered here. Its description and parameters are the registration's."""
+    """Additional field. If true, this is the registered tool of this name, with its registered description and
+    parameters."""
     defer_loading: Literal[False] | None = None
     allowed_callers: list[Literal["direct"]] | None = None
     output_schema: dict[str, Any] | None = None
 
 
 class ToolFilter(_Part):
-    """Some tools of a server."""
+    """A selection of a server's tools."""
 
     tool_names: list[ServerTool] | None = Field(None, max_length=512)
     read_only: bool | None = None
-    """The server's `readOnlyHint` of the tool; a tool without one is not read-only."""
+    """The server's `readOnlyHint` of the tool. A tool without the hint is not read-only."""
 
     def matches(self, name: str, read_only: bool) -> bool:
-        """The tool is one of them."""
+        """Return whether the tool is selected."""
         named = self.tool_names is None or name in self.tool_names
         return named and (self.read_only is None or self.read_only == read_only)
 
 
 class ApprovalFilter(_Part):
-    """Which tools need consent. One that neither filter names does."""
+    """The tools that need approval. A tool that neither filter selects needs it."""
 
     always: ToolFilter | None = None
     never: ToolFilter | None = None
@@ -102,13 +103,13 @@ class McpTool(_Part):
     allowed_callers: list[Literal["direct"]] | None = None
 
     def allows(self, name: str, read_only: bool) -> bool:
-        """The model may call this tool of the server."""
+        """Return whether the model may call this tool of the server."""
         if isinstance(self.allowed_tools, ToolFilter):
             return self.allowed_tools.matches(name, read_only)
         return self.allowed_tools is None or name in self.allowed_tools
 
     def needs_approval(self, name: str, read_only: bool) -> bool:
-        """The caller has to consent to each call of this tool."""
+        """Return whether the caller has to approve each call of this tool."""
         if isinstance(self.require_approval, ApprovalFilter):
             always, never = self.require_approval.always, self.require_approval.never
             if always is not None and always.matches(name, read_only):
@@ -167,19 +168,19 @@ ToolChoice = Annotated[
 
 
 class PlainText(_Part):
-    """Any text."""
+    """The answer may be any text."""
 
     type: Literal["text"]
 
 
 class JsonObject(_Part):
-    """Some JSON object."""
+    """The answer is a JSON object."""
 
     type: Literal["json_object"]
 
 
 class JsonSchema(_Part):
-    """JSON of a schema."""
+    """The answer is JSON of a schema."""
 
     type: Literal["json_schema"]
     name: Name
@@ -201,15 +202,15 @@ TextFormat = Annotated[
 
 
 class Text(_Part):
-    """How the answer is written."""
+    """The form of the answer."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None
-    """Other values would ask for something that these models have no setting for."""
+    """Other values are rejected, because these models have no such setting."""
 
 
 class Reasoning(_Part):
-    """How much is thought. A summary is not made: the text itself is in the answer."""
+    """The effort of reasoning. Summaries are not made, because the answer has the reasoning itself."""
 
     effort: Effort | None = None
     summary: Literal["auto", "concise", "detailed"] | None = None
@@ -227,8 +228,8 @@ Includable = Literal[
     "computer_call_output.output.image_url",
     "code_interpreter_call.outputs",
 ]
-"""What asks for more of items that never occur here; and for encrypted reasoning, which is here in the clear, so that a
-client that keeps its history itself sends it back as it is."""
+"""Values of `include`. Most request more of items that never occur here. Encrypted reasoning is returned unencrypted,
+so that a client that keeps its own history sends it back unchanged."""
 
 
 def _refuse(value: Any) -> Any:
@@ -246,14 +247,14 @@ class CreateResponse(_Part):
     model: str | None = Field(None, max_length=256)
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] = ""
     instructions: str | None = None
-    """A system message at the front. It is not kept for a response that goes on from this one."""
+    """A system message at the beginning. It is not kept for a response that continues this one."""
     previous_response_id: str | None = Field(None, min_length=1, max_length=256)
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tool_calls: int | None = Field(None, ge=1, le=2**31 - 1)
     max_output_tokens: int | None = Field(None, ge=1, le=2**31 - 1)
-    """Of all turns together."""
+    """Largest number of generated tokens of all turns together."""
     text: Text | None = None
     reasoning: Reasoning | None = None
     temperature: float | None = Field(None, ge=0, le=2)
@@ -265,9 +266,9 @@ class CreateResponse(_Part):
 
     # Ours.
     tool_choices: list[ToolChoice] | None = Field(None, max_length=MAX_FORCED_CHOICES)
-    """`tool_choice` of the first turns, one each; `tool_choice` itself holds for those after them."""
+    """`tool_choice` of the first turns, one each. `tool_choice` applies to later turns."""
     max_turns: int | None = Field(None, ge=1, le=2**31 - 1)
-    """Turns of the model; the last may call no tool. Never more than the operator allows."""
+    """Largest number of turns of the model, within the operator's limit. The last turn may call no tool."""
 
     # vLLM's, of sampling and of the chat template; each turn's replica looks at them.
     top_k: int | None = None
@@ -317,17 +318,17 @@ SAMPLING = (
     "chat_template_kwargs",
     "vllm_xargs",
 )
-"""Fields that are a chat completion's, too."""
+"""Fields that chat completions have too."""
 
 
 def read_request(body: Mapping[str, Any]) -> CreateResponse:
-    """``body``, checked as far as it can be by itself.
+    """Parse ``body``, and check what can be checked without other data.
 
     Args:
         body: the JSON object, without the fields that name its program (`cluster.core.identity`).
 
     Raises:
-        BadRequest: with the field at fault.
+        BadRequest: a field is not valid. ``param`` names it.
     """
     request = validated(CreateResponse, body)
     if request.background and request.store is False:

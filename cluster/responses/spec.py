@@ -1,4 +1,4 @@
-"""A request for a response as a run."""
+"""Converts a request for a response to the specification of a run."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -18,26 +18,26 @@ from cluster.runs.events import Accepted, Limits, Prior, RunSpec, encode
 from cluster.runs.state import RunState
 
 _RENDERED = ("reasoning_effort", "chat_template_kwargs")
-"""Of the sampling fields, those that the chat template sees."""
+"""Sampling fields that the chat template uses."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestContext:
-    """What a request does not bring itself."""
+    """Values for a run that are not in its request."""
 
     run_id: str
     created_s: float
-    """Unix time."""
+    """Unix time in seconds."""
     identity: ProgramIdentity
     model: str
     limits: Limits
-    """The operator's; a request may ask for less."""
+    """The operator's limits. A request may set lower ones."""
     registered: Registered = field(default_factory=dict)
     """The operator's tools by name."""
     listings: Listing = field(default_factory=dict)
-    """Of the MCP servers that the request brings (`brought`)."""
+    """Listings of the MCP servers that the request brings (`brought`)."""
     previous: RunState | None = None
-    """The final state of the run that `previous_response_id` names."""
+    """The final state of the run that `previous_response_id` names, or None."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ class RunRequest:
 
     spec: RunSpec
     brought: RequestTools
-    """The request's own tools. Its secrets are nowhere in ``spec``."""
+    """The request's own tools. Their secrets are not in ``spec``."""
 
 
 def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
-    """The run that ``request`` asks for.
+    """Return the run that ``request`` asks for.
 
     Raises:
-        BadRequest: with the field at fault.
+        BadRequest: a field is not valid. ``param`` names it.
     """
     if (request.previous_response_id is None) != (around.previous is None):
         raise _not_found(request.previous_response_id)
@@ -99,7 +99,11 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
 
 
 def _require_encodable(spec: RunSpec) -> None:
-    """JSON has numbers that a log has not. They can stand only where a body is free: for example in a schema."""
+    """Check that the log can encode the run. JSON allows larger numbers, in fields of any content such as a schema.
+
+    Raises:
+        BadRequest: the body has an integer of more than 64 bits.
+    """
     try:
         encode(Accepted(spec))
     except OverflowError as error:
@@ -117,7 +121,10 @@ def _before(request: CreateResponse, previous: RunState | None, given: InputCall
 
 
 def _identity(around: RequestContext) -> ProgramIdentity:
-    """A conversation is one program: that of its first response, unless the request names another."""
+    """Return the identity with its program.
+
+    The program is that of the first response of the conversation, unless the request names one.
+    """
     if around.identity.program_id is not None:
         return around.identity
     program = around.run_id if around.previous is None else around.previous.spec.program
@@ -153,7 +160,10 @@ def _sampling(request: CreateResponse) -> dict[str, Any]:
 def _same_prefix(
     prior: Prior | None, around: RequestContext, offered: Sequence[ToolOffer], sampling: Mapping[str, Any]
 ) -> Prior | None:
-    """``prior`` if the template would write the same before the new messages; it sees tools and settings, too."""
+    """Return ``prior`` if the template renders the earlier messages as before, else None.
+
+    It also uses tools and settings.
+    """
     if prior is None or around.previous is None:
         return None
     spec = around.previous.spec

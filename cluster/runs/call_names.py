@@ -1,4 +1,4 @@
-"""What a tool call is called where durations are learnt."""
+"""Names of tool calls under which durations are learnt."""
 
 import json
 from collections.abc import Callable
@@ -7,11 +7,12 @@ from cluster.config.tools import ToolsConfig
 from cluster.core.tools import statistics_name
 
 CallNaming = Callable[[str, str, str | None], str]
-"""Of a tool's name, a call's arguments as JSON text, and the tool's owner (`cluster.core.tools.ToolOffer`)."""
+"""Names a call, given the tool's name, the arguments as JSON text, and the tool's owner
+(`cluster.core.tools.ToolOffer`)."""
 
 
 def naming(tools: ToolsConfig) -> CallNaming:
-    """Under which name a call's duration is learnt: as the executor names it, from the configuration alone."""
+    """Return the function that names calls as the executor does. It uses the configuration alone."""
 
     def known_as(name: str, arguments: str, owner: str | None) -> str:
         entry = tools.defined.get(owner or name)

@@ -1,7 +1,7 @@
-"""Chat completions that ask for the loop: tools marked `server_side` are run by the cluster, turn after turn.
+"""Chat completions with tools that the cluster runs: the run makes turn after turn with the tools marked `server_side`.
 
-The answer is one assistant message with the text of all turns; the calls between them are the cluster's own affair. A
-client that wants to see them asks `/v1/responses` or `/v1/programs`.
+The answer is one assistant message with the text of all turns, without the calls between them. A client that wants to
+see the calls uses `/v1/responses` or `/v1/programs`.
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -15,10 +15,10 @@ from cluster.core.tools import ToolOffer
 from cluster.runs.events import STOP_SEQUENCE, Ended, Fault, Generated, Limits, RunEvent, RunSpec, TurnResult
 
 MARK = "server_side"
-"""The key of a tool that the cluster runs."""
+"""The key that marks a tool that the cluster runs."""
 
 BETWEEN_TURNS = "\n\n"
-"""Between the texts of two turns."""
+"""Text between the texts of two turns."""
 
 _OWN = frozenset(
     ("messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "model", "store", "user")
@@ -28,7 +28,7 @@ _BOUNDS = {"max_turns": "turns", "max_tool_calls": "tool_calls"}
 
 
 def asks_for_loop(body: Mapping[str, Any]) -> bool:
-    """A tool of this request is marked."""
+    """Return whether a tool of this request is marked."""
     tools = body.get("tools")
     return isinstance(tools, list) and any(isinstance(tool, dict) and MARK in tool for tool in tools)
 
@@ -43,19 +43,19 @@ def chat_spec(
     limits: Limits,
     registered: Mapping[str, ToolOffer],
 ) -> RunSpec:
-    """The run that a chat completions body asks for. vLLM's own fields are checked by the first turn's replica.
+    """Return the run that a chat completions body requests. The first turn's replica checks vLLM's own fields.
 
     Args:
-        body: without the fields that name its program it is.
-        run_id: a new one.
-        created_s: Unix time.
-        identity: whose program it is.
-        model: as clients name it.
-        limits: the operator's; the request may ask for less.
+        body: the body, without the fields that name its program.
+        run_id: a new run id.
+        created_s: Unix time of the request, in seconds.
+        identity: the identity of its program.
+        model: the model's name, as clients use it.
+        limits: the operator's limits. The request may set lower ones.
         registered: the operator's tools by name.
 
     Raises:
-        BadRequest: with the field at fault.
+        BadRequest: a field is not valid. ``param`` names it.
     """
     for name in _UNFIT:
         if body.get(name) not in (None, False, 1 if name == "n" else None):
@@ -117,10 +117,10 @@ def _bad(param: str, message: str) -> BadRequest:
 
 
 class ChatFold:
-    """A run's events as a chat completion, whole or in chunks.
+    """Builds a chat completion from a run's events, complete or in chunks.
 
     Args:
-        spec: what was asked for.
+        spec: the run.
     """
 
     def __init__(self, spec: RunSpec) -> None:
@@ -130,11 +130,11 @@ class ChatFold:
         self._turns: list[TurnResult] = []
         self._turn = 0
         self._has_text = False
-        """Something was generated in an earlier turn."""
+        """Whether an earlier turn has generated text."""
         self.ended: Ended | None = None
 
     def feed(self, event: RunEvent) -> dict[str, Any] | None:
-        """The delta that ``event`` adds to the message, if any."""
+        """Process an event. Return the delta that it adds to the message, or None."""
         match event:
             case Generated():
                 return self._generated(event)
@@ -158,7 +158,7 @@ class ChatFold:
         return delta or None
 
     def completion(self) -> dict[str, Any]:
-        """The whole answer.
+        """Return the complete answer.
 
         Raises:
             HttpError: the run failed, or was cancelled.
@@ -173,12 +173,12 @@ class ChatFold:
         return {**self._head("chat.completion"), "choices": [choice], "usage": self.usage(), "caesura": self._summary()}
 
     def chunk(self, delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
-        """A chunk with ``delta``."""
+        """Return a chunk with ``delta``."""
         choice = {"index": 0, "delta": delta, "finish_reason": finish_reason, "logprobs": None}
         return {**self._head("chat.completion.chunk"), "choices": [choice]}
 
     def usage_chunk(self) -> dict[str, Any]:
-        """The chunk that `stream_options.include_usage` asks for."""
+        """Return the chunk that `stream_options.include_usage` requests."""
         return {
             **self._head("chat.completion.chunk"),
             "choices": [],
@@ -187,7 +187,7 @@ class ChatFold:
         }
 
     def finish_reason(self) -> str:
-        """Of the run that has ended.
+        """Return the finish reason of the run, which has ended.
 
         Raises:
             HttpError: the run failed, or was cancelled.
@@ -200,7 +200,7 @@ class ChatFold:
         return "stop" if ended.status == "completed" or ended.reason == STOP_SEQUENCE else "length"
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of all turns."""
+        """Return the token counts of all turns."""
         prompt = sum(turn.prompt_tokens for turn in self._turns)
         output = sum(turn.output_tokens for turn in self._turns)
         cached = sum(turn.cached_tokens for turn in self._turns)
@@ -220,7 +220,7 @@ class ChatFold:
 
 
 def as_error(fault: Fault | None) -> HttpError:
-    """A failed run's fault, as a client sees it."""
+    """Return the HTTP error for a failed run's fault."""
     if fault is None:
         return HttpError("the program failed")
     kind = BadRequest if fault.status < 500 else HttpError
@@ -228,7 +228,7 @@ def as_error(fault: Fault | None) -> HttpError:
 
 
 async def deltas(fold: ChatFold, batches: AsyncIterator[Sequence[RunEvent]]) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a stream, to its end.
+    """Yield the chunks of a stream, to its end.
 
     Raises:
         HttpError: the run failed, or was cancelled.

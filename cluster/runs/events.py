@@ -1,7 +1,7 @@
 """The specification of a run, and the events in its log, from which `cluster.runs.state` computes its state.
 
-A *program* is a conversation; a *run* is one request's share of it: turns and tools until the model is done, a bound is
-reached, or the caller has to act. Every event is written to the log before anybody acts on it.
+A *program* is a conversation. A *run* is the part of it that one request starts: turns and tools until the model is
+done, a limit is reached, or the caller has to act. Every event is written to the log before anybody acts on it.
 """
 
 from typing import Any, Literal
@@ -17,7 +17,7 @@ MAX_OUTPUT_TOKENS = "max_output_tokens"
 MAX_TURNS = "max_turns"
 MAX_WALL_TIME = "max_wall_time"
 STOP_SEQUENCE = "stop_sequence"
-"""A stop string ended a turn within a tool call."""
+"""End reason of a run whose turn was ended by a stop string within a tool call."""
 
 
 class _Word(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -32,43 +32,44 @@ class Call(_Word, frozen=True):
     """One tool call of a turn."""
 
     turn: int
-    """The turn's number in its run, from 1; 0: asked for in an earlier run, and approved in this one."""
+    """Number of the turn in its run, from 1. 0: an earlier run requested the call, and it is approved in this one."""
     index: int
     id: str
     name: str
     arguments: str
     """JSON text, as the model wrote it."""
     consent: str | None = None
-    """The request for approval that was answered with consent to it; it runs once under it."""
+    """Id of the approval request that the user granted. The call runs once under it. None: the call needed no approval.
+    """
 
     @property
     def place(self) -> tuple[int, int]:
-        """Unique in its run, also where a model repeats an id."""
+        """The call's place, which is unique in its run even where a model repeats an id."""
         return self.turn, self.index
 
 
 class Limits(_Word, frozen=True):
-    """What ends a run that does not end by itself."""
+    """Limits of a run, which end it if it does not end by itself."""
 
     turns: int
     tool_calls: int
     output_tokens: int
-    """Of all turns together."""
+    """Generated tokens of all turns together."""
     wall_s: float
     turn_attempts: int
-    """How often a turn is tried whose replica, or whose runner, failed."""
+    """Number of times that a turn is tried if its replica or its runner fails."""
 
 
 class Prior(_Word, frozen=True):
-    """The conversation that a run goes on from, as token ids."""
+    """The conversation that a run continues, as token ids."""
 
     token_ids: bytes
     messages: int
-    """How many of the run's messages they stand for."""
+    """Number of the run's messages that the ids represent."""
 
 
 class RunSpec(_Word, frozen=True):
-    """All that a run needs to know."""
+    """The complete specification of a run."""
 
     id: str
     api: Literal["responses", "chat"]
@@ -76,44 +77,44 @@ class RunSpec(_Word, frozen=True):
     program: str
     """The program's id, without its tenant."""
     identity: str
-    """`ProgramIdentity.encode` of the request."""
+    """The encoded `ProgramIdentity` of the request."""
     model: str
     created_s: float
-    """Unix time."""
+    """Unix time in seconds."""
     limits: Limits
     messages: tuple[dict[str, Any], ...]
-    """The conversation so far in the form of chat completions, the request's own input included."""
+    """The conversation so far as chat completions messages, with the request's own input."""
     prior: Prior | None = None
     offers: tuple[ToolOffer, ...] = ()
     tool_choice: Any = None
-    """As in chat completions; None: the model chooses."""
+    """The value of chat completions' `tool_choice`. None: the model chooses."""
     tool_choices: tuple[Any, ...] = ()
-    """For the first turns, one each, before `tool_choice` applies."""
+    """Tool choices of the first turns, one each, before `tool_choice` applies."""
     parallel: bool = True
-    """A turn may ask for several tools."""
+    """Whether a turn may call several tools."""
     sampling: dict[str, Any] = {}
-    """Other fields of a chat completions body, passed on to each turn."""
+    """Other fields of a chat completions body, which each turn gets."""
     definitions: dict[str, Any] = {}
-    """Tools that the request brought, as in the configuration; without what is secret."""
+    """Tools that the request brought, as in the configuration, without their secrets."""
     approved: tuple[Call, ...] = ()
     """Calls of the conversation's last assistant message that are run before the first turn."""
     background: bool = False
     store: bool = True
     last: bool = False
-    """Nobody can go on with its program: its memory is given back at the end."""
+    """Whether nobody can continue its program. The program's memory is then freed at the end."""
     previous: str | None = None
-    """The run whose conversation this one goes on with."""
+    """Id of the run whose conversation this one continues, or None."""
     echo: dict[str, Any] = {}
-    """What the API repeats in its answer and the run does not look at."""
+    """Fields that the API repeats in its answer and the run does not use."""
 
 
 class Fault(_Word, frozen=True):
-    """Why a run failed."""
+    """The reason why a run failed."""
 
     code: str
     message: str
     status: int = 500
-    """The HTTP status of it."""
+    """The HTTP status of the fault."""
     param: str | None = None
 
 
@@ -124,7 +125,7 @@ class Accepted(_Event, frozen=True):
 
 
 class TurnIntent(_Event, frozen=True):
-    """A turn is about to be asked for. Answers of asynchronous tools that came meanwhile are in its prompt."""
+    """A turn is about to be requested. Answers of asynchronous tools that have arrived are in its prompt."""
 
     turn: int
     attempt: int = 1
@@ -140,13 +141,14 @@ class Generated(_Event, frozen=True):
 
 
 class TurnResult(_Event, frozen=True):
-    """A turn that ran its course."""
+    """A turn that completed."""
 
     turn: int
     continued: bool
-    """Its prompt began with all ids before it; else it was rendered anew, and `added_ids` are the whole prompt."""
+    """Whether its prompt began with all earlier ids. Otherwise it was rendered again, and `added_ids` are the whole
+    prompt."""
     rendering: str
-    """`cluster.core.turn.PromptMode`."""
+    """A value of `cluster.core.turn.PromptMode`."""
     added_ids: bytes
     output_ids: bytes
     finish_reason: str
@@ -159,7 +161,7 @@ class TurnResult(_Event, frozen=True):
     content: str = ""
     reasoning: str = ""
     calls: tuple[Call, ...] = ()
-    """Those that are complete: `cluster.core.tools.split_complete`."""
+    """The complete calls, by `cluster.core.tools.split_complete`."""
     unfinished: tuple[Call, ...] = ()
     """The call within which the turn was cut."""
 
@@ -171,7 +173,10 @@ class ToolIntent(_Event, frozen=True):
 
 
 class ToolAnswer(_Event, frozen=True):
-    """What became of a call. ``outcome``: `cluster.core.tools.Outcome`; STARTED: a `LateAnswer` follows."""
+    """The answer of a call.
+
+    ``outcome`` is a value of `cluster.core.tools.Outcome`; after STARTED a `LateAnswer` follows.
+    """
 
     turn: int
     index: int
@@ -184,7 +189,7 @@ class ToolAnswer(_Event, frozen=True):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Of the call."""
+        """The call's place."""
         return self.turn, self.index
 
 
@@ -195,7 +200,7 @@ class LateAnswer(_Event, frozen=True):
 
 
 class TakenOver(_Event, frozen=True):
-    """Another runner goes on with the run: the one before it is gone."""
+    """Another runner continues the run, because the previous one is gone."""
 
     runner: str
     after_s: float = 0.0
@@ -209,7 +214,7 @@ class Ended(_Event, frozen=True):
     reason: str | None = None
     fault: Fault | None = None
     at_s: float = 0.0
-    """Unix time."""
+    """Unix time in seconds."""
 
 
 RunEvent = Accepted | TurnIntent | Generated | TurnResult | ToolIntent | ToolAnswer | LateAnswer | TakenOver | Ended
@@ -219,14 +224,14 @@ _decoder: msgspec.msgpack.Decoder[RunEvent] = msgspec.msgpack.Decoder(RunEvent)
 
 
 def encode(event: RunEvent) -> bytes:
-    """An entry as the log holds it."""
+    """Encode an entry for the log."""
     return _encoder.encode(event)
 
 
 def decode(entry: bytes) -> RunEvent:
-    """The inverse of :func:`encode`.
+    """Decode an entry of the log.
 
     Raises:
-        ValueError: ``entry`` is not what :func:`encode` writes.
+        ValueError: ``entry`` is not a result of :func:`encode`.
     """
     return _decoder.decode(entry)

@@ -1,7 +1,7 @@
-"""A run for people and for other programs, from its log: plain values for `/v1/programs`, and lines of a trace.
+"""Exports a run's log: plain values for `/v1/programs`, and lines of a trace.
 
-A trace is what `caesura bench`, `simulate` and `predictor` read. There a run is a program of its own; runs of one
-program, and no others, share its `split_group`.
+`caesura bench`, `simulate` and `predictor` read traces. In a trace each run is a program of its own. Runs of one
+program have the same `split_group`, and other runs have another.
 """
 
 from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
@@ -20,11 +20,14 @@ from cluster.store.runs.store import RunStore
 
 
 def account(events: Sequence[RunEvent], *, token_ids: bool = False) -> dict[str, Any]:
-    """A run in plain values. Times in seconds since the run was accepted (or last taken over), lengths in tokens.
+    """Return a run as plain values.
+
+    Times are in seconds since the run was accepted or last taken over, lengths in tokens.
 
     Args:
         events: its log so far.
-        token_ids: with the ids of each turn (`prompt_ids` are those added to what was there) and of the whole run.
+        token_ids: whether to include the ids of each turn and of the whole run. `prompt_ids` of a turn are those that
+            it added.
 
     Raises:
         ValueError: there are no events.
@@ -103,7 +106,7 @@ class RunTrace:
 
 
 def run_trace(events: Iterable[RunEvent], source: str) -> RunTrace | None:
-    """The trace of one run's log, as far as it got; None: it generated nothing."""
+    """Return the trace of one run's log so far, or None if it generated nothing."""
     spec: RunSpec | None = None
     turns: list[TurnResult] = []
     answers: dict[tuple[int, int], ToolAnswer] = {}
@@ -161,7 +164,7 @@ def _turn_rows(turns: Sequence[TurnResult], answers: Mapping[tuple[int, int], To
 
 
 def _seconds(calls: Sequence[Call], answers: Mapping[tuple[int, int], ToolAnswer]) -> float | None:
-    """Until the slowest call of a turn had answered; None where one never did."""
+    """Return the seconds until the slowest call of a turn was answered, or None if one was not."""
     given = [answers.get(call.place) for call in calls]
     if not given or any(answer is None or answer.outcome == Outcome.STARTED for answer in given):
         return None
@@ -181,11 +184,13 @@ def _text_rows(
 # --- the traces of a tenant's runs ------------------------------------------------------------------------------------
 
 PAGE = 100
-"""Runs asked for at a time."""
+"""Number of runs in one request to the store."""
 
 
 async def exported(store: RunStore, tenant: str, source: str) -> AsyncIterator[RunTrace]:
-    """Of closed runs, the newest first; what was forgotten meanwhile, or cannot be read, is left out.
+    """Yield the traces of closed runs, the newest first.
+
+    Runs that were deleted meanwhile or are unreadable are left out.
 
     Raises:
         RunStoreUnavailable: the store does not answer.

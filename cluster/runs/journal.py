@@ -1,8 +1,8 @@
-"""The log of one run, in the process that works on it: written in order, read by its followers once it is safe.
+"""The log of one run, in the process that works on it. It is written in order, and followers read what is stored.
 
-What is recorded here is readable at once by the runner's own fold, and by anybody else only after the store has it: an
-event's number never changes, whoever is asked for it. While the store is away the journal tries again; it holds all of
-the run, so that it can write it anew into a store that has forgotten it.
+The runner itself can read a recorded event at once; others only when the store has it. An event's number therefore
+never changes, whoever reads it. While the store is unavailable the journal tries again. It keeps the whole run in
+memory, so that it can write it again to a store that has lost it.
 """
 
 import asyncio
@@ -19,16 +19,16 @@ logger = logging.getLogger("ray.serve")
 
 FIRST_RETRY_S = 0.05
 LAST_RETRY_S = 1.0
-"""Bounds of the waits between two attempts to reach the store."""
+"""Bounds in seconds of the waits between two attempts to reach the store."""
 
 
 class Journal:
     """One run's events, and the task that writes them.
 
     Args:
-        store: where they go.
-        run: how the store knows it.
-        events: what the store has already.
+        store: the store of the events.
+        run: the run, for the store.
+        events: events that the store already has.
     """
 
     def __init__(self, store: RunStore, run: NewRun, events: Sequence[RunEvent]) -> None:
@@ -39,39 +39,39 @@ class Journal:
         self._durable = len(events)
         self._lost = False
         self._forgotten = False
-        """The store knows nothing of the run."""
+        """Whether the store has lost the run."""
         self._news = asyncio.Event()
-        """Something is to be written."""
+        """Set when there are events to write."""
         self._progress = asyncio.Event()
         """Set, and replaced, when something has been written or the lease is lost."""
         self._writer = asyncio.create_task(self._write_for_ever())
 
     @property
     def safe(self) -> Sequence[RunEvent]:
-        """What the store has."""
+        """The events that the store has."""
         return self._events[: self._durable]
 
     @property
     def lost(self) -> bool:
-        """The run is somebody else's, and has gone on there."""
+        """Whether another runner has taken over the run."""
         return self._lost
 
     @property
     def closed(self) -> bool:
-        """Nothing more will be written: the end is safe, or the run is somebody else's."""
+        """Whether nothing more will be written: the run's end is stored, or another runner has the run."""
         return self._lost or (self._durable == len(self._events) and self._ended)
 
     def record(self, *events: RunEvent) -> None:
-        """Add events; they are written soon."""
+        """Add events. They are written soon."""
         self._events += events
         self._encoded += [encode(event) for event in events]
         self._news.set()
 
     async def flush(self) -> None:
-        """Wait until everything recorded so far is safe.
+        """Wait until the store has everything that was recorded so far.
 
         Raises:
-            RunLeaseLost: the run is somebody else's now.
+            RunLeaseLost: another runner has the run now.
         """
         target = len(self._events)
         while self._durable < target and not self._lost:
@@ -80,10 +80,10 @@ class Journal:
             raise RunLeaseLost(f"run {self.run.id} is worked on by another runner")
 
     async def follow(self, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
-        """Events from number ``start`` on, as they become safe; ends after the last one.
+        """Yield events from number ``start`` on, as they are stored. It ends after the last event.
 
         Raises:
-            RunLeaseLost: the run is somebody else's now; what came so far is right.
+            RunLeaseLost: another runner has the run now. The events so far are valid.
         """
         while True:
             progress = self._progress
@@ -99,12 +99,12 @@ class Journal:
                 await progress.wait()
 
     def write_again(self) -> None:
-        """The store has lost the run: give it all that there is."""
+        """Write the whole run again, because the store has lost it."""
         self._forgotten = True
         self._news.set()
 
     def abandon(self) -> None:
-        """Write nothing more: the run is somebody else's."""
+        """Write nothing more, because another runner has the run."""
         self._lost = True
         self._writer.cancel()
         self._announce()
@@ -148,7 +148,7 @@ class Journal:
         except (RunUnknown, RunLogGap):
             self._forgotten = True
         if self._forgotten:
-            # The store was emptied under us. All of the run is here; its idempotency key may be another's by now.
+            # The store has lost its data. The run is complete here; another run may have its idempotency key by now.
             if isinstance(await self._store.create(self.run, self._encoded[:end]), AlreadyThere):
                 self.run = replace(self.run, idempotency=None)
                 await self._store.create(self.run, self._encoded[:end])

@@ -1,7 +1,7 @@
-"""The server-side loop over whole programs: starts runs, lets callers follow and cancel them, takes over orphans.
+"""Runs programs on the server: starts runs, lets callers follow and cancel them, and takes over orphaned runs.
 
-Each ingress process has one. A run belongs to one runner at a time, by a lease in the store; when its process dies,
-another runner (or its own successor) finds the lease expired, reads the log, and goes on.
+Each ingress process has one runner. A run belongs to one runner at a time, by a lease in the store. When the runner's
+process dies, another runner finds the lease expired, reads the log, and continues the run.
 """
 
 import asyncio
@@ -42,44 +42,44 @@ from cluster.store.runs.store import RunStore
 logger = logging.getLogger("ray.serve")
 
 LEASE_SHARE = 3
-"""Renewals within the time of a lease."""
+"""Number of renewals within the time of a lease."""
 
 KEPT_S = 30.0
-"""Seconds for which an ended run stays at hand, for callers that are just about to follow it."""
+"""Seconds for which an ended run stays in memory, for callers that are about to follow it."""
 
 TAKEN_AT_ONCE = 8
-"""Runs of others that are taken over between two renewals of our own leases."""
+"""Largest number of other runners' runs that are taken over between two renewals of the own leases."""
 
 RENOUNCE_S = 0.2
-"""Between two attempts to undo what may have been accepted."""
+"""Seconds between two attempts to undo a run that may have been accepted."""
 
 STORE_GONE = "programs cannot be accepted now"
 
 PAGE = 256
-"""Entries read from the store at a time."""
+"""Number of entries that are read from the store at a time."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """What became of a request for a run."""
+    """The result of a request for a run."""
 
     run_id: str
     new: bool
-    """False: the idempotency key is known, and this is its run."""
+    """Whether the run is new. Otherwise the idempotency key is known, and this is its run."""
 
 
 class ProgramRunner:
     """The runs of this process.
 
     Args:
-        name: this runner's, unique.
+        name: the unique name of this runner.
         store: the log of all runs, opened under this name.
         replicas: run turns.
         tools: run tools.
         config: limits and leases.
-        clock: for durations.
+        clock: the clock of durations.
         observe: receives each tool's result.
-        turns: counts what becomes of turns and programs.
+        turns: counts the outcomes of turns and programs. None counts nothing.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class ProgramRunner:
         turns: Turns | None = None,
     ) -> None:
         self.counters: Counter[str] = Counter()
-        """Runs that were started, taken over, and ended by status, since the start."""
+        """Numbers of runs that were started, taken over, and ended by status, since the start."""
         self._name = name
         self._store = store
         self._replicas = replicas
@@ -107,16 +107,16 @@ class ProgramRunner:
         self._known_as = naming(config.tools)
         self._tenants = Tenants(config)
         self._tasks: dict[str, RunTask] = {}
-        """Runs at work, and those that ended a moment ago."""
+        """Runs in progress, and those that ended less than KEPT_S ago."""
         self._working: dict[str, asyncio.Task[None]] = {}
         self._background = SupervisedTasks(name, clock)
         self._attending = False
         self._asking = 0
-        """Starts that wait for the store."""
+        """Number of starts that wait for the store."""
 
     @property
     def open_runs(self) -> int:
-        """Runs at work here."""
+        """Number of runs in progress here."""
         return len(self._working)
 
     @property
@@ -126,22 +126,28 @@ class ProgramRunner:
 
     @property
     def uncertain_starts(self) -> int:
-        """Starts that were rejected although the store may have accepted them, and that are not undone yet."""
+        """Number of rejected starts that the store may have accepted, and that are not undone yet."""
         return self._background.pending_jobs
 
     def written(self, run_id: str) -> Sequence[RunEvent]:
-        """What the store has of a run at work here; empty if there is none."""
+        """Return the stored events of a run in progress here. They are empty if there is no such run."""
         task = self._tasks.get(run_id)
         return () if task is None else tuple(task.journal.safe)
 
     def attend(self) -> None:
-        """Begin to renew leases, to look for cancellations, and to take over what others left. Again is nothing."""
+        """Begin to renew leases, to look for cancellations, and to take over orphaned runs.
+
+        Further calls do nothing.
+        """
         if not self._attending:
             self._attending = True
             self._background.start("leases", self._attend_for_ever)
 
     async def aclose(self) -> None:
-        """Let others go on with the runs at once. Tools under way go on; whoever takes over gets their answers."""
+        """Give up all runs, so that other runners can continue them at once.
+
+        Tools in progress go on for the next runner.
+        """
         await self._background.aclose()
         open_runs = list(self._working)
         for run_id in open_runs:
@@ -162,14 +168,15 @@ class ProgramRunner:
         """Accept a run and begin to work on it.
 
         Args:
-            spec: what is asked for.
-            idempotency: the same key and body a second time is the same run.
-            secret: per definition of ``spec``, fields that the log must not hold; kept until the run has ended.
-            arrived_s: when it was asked for, by the clock; None: now.
+            spec: the specification of the run.
+            idempotency: key and body of the request. The same key and body again return the same run.
+            secret: by definition of ``spec``, fields that the log must not have. They are stored until the run has
+                ended.
+            arrived_s: time of the request, in seconds on the clock. None is now.
 
         Raises:
-            Overloaded: too many runs are open here, of all or of the tenant (TooManyRequests), or the store cannot be
-                reached: nothing was accepted.
+            Overloaded: nothing was accepted, because too many runs are open, or the store cannot be reached. It is
+                TooManyRequests if too many runs of the tenant are open.
             IdempotencyConflict: the key was used with another body.
         """
         if self.open_runs >= self._config.programs.max_open:
@@ -177,7 +184,8 @@ class ProgramRunner:
         most = self._tenants.max_programs(spec.tenant)
         if most is not None and sum(self._tasks[one].state.spec.tenant == spec.tenant for one in self._working) >= most:
             raise self._refusal(TooManyRequests, f"{most} programs of this tenant are open", spec, arrived_s)
-        if (self._asking or self.uncertain_starts) and not self._store.healthy:  # they find out
+        # The starts that wait, or are being undone, show when the store is back.
+        if (self._asking or self.uncertain_starts) and not self._store.healthy:
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s)
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}
@@ -200,7 +208,7 @@ class ProgramRunner:
         return Started(spec.id, new=True)
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
-        """All that is known of a run; None if the tenant has none of this id.
+        """Return the events of a run, or None if the tenant has no run of this id.
 
         Raises:
             Overloaded: the store cannot be reached.
@@ -217,7 +225,7 @@ class ProgramRunner:
         return found if begin(found[0]).spec.tenant == tenant else None
 
     async def follow(self, run_id: str, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
-        """A run's events from number ``start`` on, as they come, until its end; whoever works on it."""
+        """Yield a run's events from number ``start`` to its end, as they are stored, whichever runner works on it."""
         task = self._tasks.get(run_id)
         if task is not None:
             try:
@@ -231,7 +239,7 @@ class ProgramRunner:
             yield [decode(entry) for entry in entries]
 
     async def cancel(self, run_id: str) -> bool:
-        """End a run that is open, wherever it is worked on; False if there is none."""
+        """End an open run, whichever runner works on it. Return False if there is none."""
         task = self._tasks.get(run_id)
         if task is not None and run_id in self._working:
             task.cancel()
@@ -239,7 +247,7 @@ class ProgramRunner:
         return await self._store.ask_cancel(run_id)
 
     async def delete(self, run_id: str) -> bool:
-        """Forget a run that has ended; False if there is none.
+        """Delete a run that has ended. Return False if there is none.
 
         Raises:
             RunOpen: it has not ended.
@@ -249,16 +257,17 @@ class ProgramRunner:
         return await self._store.delete(run_id)
 
     async def runs(self, tenant: str, *, program: str | None = None, limit: int = 100) -> list[RunHead]:
-        """A tenant's runs, the newest first."""
+        """Return a tenant's runs, the newest first."""
         return await self._store.runs(tenant, program=program, limit=limit)
 
     # --- work ---------------------------------------------------------------------------------------------------------
 
     def _begin(self, *arguments: Any) -> None:
-        """Begin to work on a run, in a context of its own: it is nobody's request.
+        """Begin to work on a run, in a context that belongs to no request.
 
-        Ray Serve gives the calls made for a request that request's own id, mixes up those of them that wait for a
-        replica at the same time (one may then wait for ever), and cancels them all when the request ends.
+        Otherwise Ray Serve would give the run's calls the id of the request in whose context they are made. It confuses
+        calls with one id that wait for a replica at the same time, so that one may wait for ever, and it cancels all of
+        them when the request ends.
         """
         Context().run(self._work_on, *arguments)
 
@@ -330,7 +339,7 @@ class ProgramRunner:
                 await self._take_over()
             except RunStoreUnavailable as error:
                 logger.warning("leases were not renewed: %s", error)
-            except Exception:  # whatever is in a log of somebody else must not end the leases of ours
+            except Exception:  # an invalid log of another runner must not end the own leases
                 logger.exception("leases")
             await asyncio.sleep(period_s)
 
@@ -381,7 +390,7 @@ class ProgramRunner:
             await self._store.append(run_id, page.length, [last], status="failed", final=True)
 
     def _renounce(self, run_id: str) -> None:
-        """See to it that a run whose acceptance has no known outcome, and was answered as refused, is not worked on."""
+        """Cancel a run in the background that was rejected to its caller, but that the store may have accepted."""
         self._background.run(f"renounce {run_id}", self._until_renounced(run_id))
 
     async def _until_renounced(self, run_id: str) -> None:
@@ -392,7 +401,7 @@ class ProgramRunner:
                 await self._store.append(run_id, 1, [last], status="cancelled", final=True)
                 return
             except (RunUnknown, RunLeaseLost):
-                return  # it was never there, or is somebody's already
+                return  # it was never accepted, or another runner already has it
             except RunStoreUnavailable:
                 continue
 

@@ -1,4 +1,4 @@
-"""What a run reports of its turns to whoever counts them: one report a turn, however often the turn is tried."""
+"""Reports a run's turns to the SLO tracker: one report for each turn, however often the turn is tried."""
 
 from typing import Protocol
 
@@ -9,54 +9,54 @@ from cluster.runs.events import MAX_WALL_TIME, Ended, RunSpec
 
 
 class TurnWatch(Protocol):
-    """A turn under way."""
+    """A turn in progress."""
 
     def received(self, tokens: int) -> None:
-        """So many have come, all together."""
+        """Record the number of tokens received so far."""
         ...
 
     def over(self, outcome: Outcome | None) -> None:
-        """What became of it; None: it was no turn. Again is nothing."""
+        """Record the outcome of the turn. None: it was no turn. A second call does nothing."""
         ...
 
 
 class Turns(Protocol):
-    """Whoever counts turns and programs: `cluster.observing.slo_tracker.SloTracker`."""
+    """Counts turns and programs: `cluster.observing.slo_tracker.SloTracker`."""
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> TurnWatch:
-        """A turn has come."""
+        """Record the arrival of a turn."""
         ...
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
-        """A program has ended; not OK: for another reason than one of its turns."""
+        """Record the end of a program. An outcome other than OK means that none of its turns was the reason."""
         ...
 
 
 class NullTurns:
-    """Nobody counts."""
+    """Counts nothing."""
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "NullTurns":
-        """Nothing."""
+        """Record nothing."""
         return self
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
-        """Nothing."""
+        """Record nothing."""
 
     def received(self, tokens: int) -> None:
-        """Nothing."""
+        """Record nothing."""
 
     def over(self, outcome: Outcome | None) -> None:
-        """Nothing."""
+        """Record nothing."""
 
 
 class RunWatch:
     """The turns of one run. A later turn arrives when its tools have answered.
 
     Args:
-        turns: counts them.
+        turns: counts the turns.
         spec: the run.
-        arrived_s: when the run was asked for; None: it goes on here.
-        clock: by which turns arrive.
+        arrived_s: time in seconds at which the run was requested. None: it was taken over from another runner.
+        clock: the clock of the arrivals.
     """
 
     def __init__(self, turns: Turns, spec: RunSpec, arrived_s: float | None, clock: Clock) -> None:
@@ -68,29 +68,29 @@ class RunWatch:
         self._left = False
 
     def turn(self) -> None:
-        """One is asked for; again, if the one before has come to nothing."""
+        """Record that a turn is requested. It is the same turn if the previous attempt failed."""
         if self._turn is None:
             arrived_s = self._clock.now_s() if self._arrived_s is None else self._arrived_s
             self._turn = self._turns.begin(self._model, self._identity, arrived_s)
             self._arrived_s = None
 
     def received(self, tokens: int) -> None:
-        """Of the turn, so far."""
+        """Record the number of tokens of the turn so far."""
         if self._turn is not None:
             self._turn.received(tokens)
 
     def answered(self) -> None:
-        """The turn has come to its proper end."""
+        """Record that the turn has completed."""
         self._over(Outcome.OK)
 
     def refused(self) -> None:
-        """The run was not accepted."""
+        """Record that the run was not accepted."""
         self.turn()
         self._over(Outcome.REJECTED)
         self._turns.program_ended(str(self._identity.key))
 
     def ended(self, end: Ended | None) -> None:
-        """The run has; None: it goes on elsewhere, and what happens to it here from now on is nothing."""
+        """Record the end of the run. None: another runner continues it, and further calls here do nothing."""
         if self._left:
             return
         self._left = end is None
@@ -107,7 +107,7 @@ class RunWatch:
 
 
 def _outcome(end: Ended) -> Outcome | None:
-    """What a run's end means for the turn, or the tool, that was under way; None: what was asked for made no sense."""
+    """Return the outcome of the turn or tool in progress when a run ended. None: the request was not valid."""
     if end.status == "cancelled":
         return Outcome.UNFINISHED
     if end.status == "failed":

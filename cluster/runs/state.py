@@ -1,9 +1,9 @@
-"""A run's state, folded from its log, and what comes next: pure, so that any runner goes on from the same log alike.
+"""A run's state, computed from its log, and its next step. Both are pure, so that every runner continues a log alike.
 
     Accepted -> [approved calls] -> turn -> tools -> turn -> ... -> Ended
 
-A turn may be tried again: it has no effect beside its text. A tool call may not, unless the tool says so: whoever
-takes a run over sets that a call may have been sent before (`CallTools.resumed`).
+A turn may be tried again, because its text is its only effect. A tool call may not, unless the tool is idempotent: a
+runner that takes a run over marks calls that may have been sent before (`CallTools.resumed`).
 """
 
 from collections.abc import Iterable
@@ -41,40 +41,40 @@ Place = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class RunState:
-    """A run, folded from its log."""
+    """A run's state, computed from its log."""
 
     spec: RunSpec
     messages: tuple[dict[str, Any], ...]
-    """The conversation as the next turn sees it, without late answers that no turn has seen."""
+    """The conversation as the next turn gets it, without late answers that no turn has got."""
     token_ids: bytes = b""
-    """Ids of the first `covered` messages, as they were sent and generated; empty before the first turn."""
+    """Ids of the first `covered` messages, as they were sent and generated. They are empty before the first turn."""
     covered: int = 0
     turns: tuple[TurnResult, ...] = ()
     attempt: int = 0
-    """Of the turn under way; 0: none is."""
+    """Number of the attempt at the current turn. 0 if there is none."""
     calls: tuple[Call, ...] = ()
-    """Asked for by the last turn."""
+    """Calls of the last turn."""
     sent: frozenset[Place] = frozenset()
-    """Calls whose intent is in the log."""
+    """Places of the calls whose intent is in the log."""
     answers: dict[Place, ToolAnswer] = field(default_factory=dict)
-    """Of all turns' calls; an asynchronous one's is first that it was started."""
+    """Answers of all turns' calls. The first answer of an asynchronous call is that it was started."""
     late: tuple[Place, ...] = ()
-    """Asynchronous calls without a final answer."""
+    """Places of asynchronous calls without a final answer."""
     undelivered: tuple[ToolAnswer, ...] = ()
-    """Final answers of asynchronous calls that no turn has seen."""
+    """Final answers of asynchronous calls that no turn has got."""
     names: dict[Place, str] = field(default_factory=dict)
     runners: int = 1
-    """How many have worked on it."""
+    """Number of runners that have worked on the run."""
     ended: Ended | None = None
 
     @property
     def output_tokens(self) -> int:
-        """Of all turns."""
+        """Generated tokens of all turns."""
         return sum(turn.output_tokens for turn in self.turns)
 
     @property
     def tool_calls(self) -> int:
-        """Calls that were sent to a tool."""
+        """Number of calls that were sent to a tool."""
         return len(self.sent)
 
     @property
@@ -83,11 +83,11 @@ class RunState:
         return tuple(call for call in self.calls if call.place not in self.answers)
 
     def offer(self, name: str) -> ToolOffer | None:
-        """The tool of this name; None if none was offered."""
+        """Return the tool of this name, or None if none was offered."""
         return next((offer for offer in self.spec.offers if offer.name == name), None)
 
     def known_as(self, call: Call, naming: CallNaming) -> str:
-        """Under which name a call's duration is learnt."""
+        """Return the name under which a call's duration is learnt."""
         offer = self.offer(call.name)
         return naming(call.name, call.arguments, None if offer is None else offer.owner)
 
@@ -96,10 +96,10 @@ class RunState:
 
 
 def fold(events: Iterable[RunEvent]) -> RunState | None:
-    """The state after ``events``; None if there are none.
+    """Return the state after ``events``, or None if there are none.
 
     Raises:
-        IllegalTransition: it is no log of a run.
+        IllegalTransition: the events are not the log of a run.
     """
     state = None
     for event in events:
@@ -108,10 +108,10 @@ def fold(events: Iterable[RunEvent]) -> RunState | None:
 
 
 def begin(event: RunEvent) -> RunState:
-    """The state after a log's first entry.
+    """Return the state after a log's first entry.
 
     Raises:
-        IllegalTransition: a log begins otherwise.
+        IllegalTransition: the entry is not `Accepted`.
     """
     if not isinstance(event, Accepted):
         raise IllegalTransition(f"a run's log begins with {type(event).__name__}")
@@ -122,10 +122,10 @@ def begin(event: RunEvent) -> RunState:
 
 
 def step(state: RunState, event: RunEvent) -> RunState:
-    """The state after ``event``.
+    """Return the state after ``event``.
 
     Raises:
-        IllegalTransition: it cannot follow.
+        IllegalTransition: the event cannot follow.
     """
     if state.ended is not None:
         raise IllegalTransition(f"run {state.spec.id}: {type(event).__name__} after its end")
@@ -154,9 +154,10 @@ def step(state: RunState, event: RunEvent) -> RunState:
 
 
 def worked_s(events: Iterable[RunEvent]) -> float:
-    """Seconds from a run's acceptance on that its log proves: no less than its last runner began before it was gone.
+    """Return the seconds since a run's acceptance that its log proves.
 
-    No wall clock is in it: that of whoever goes on with the run may be another, or have jumped.
+    It is at least the time at which the last runner took the run over. It does not use a wall clock, because that of
+    the next runner may differ or have jumped.
     """
     began_s = asked_s = known_s = 0.0
     for event in events:
@@ -215,12 +216,12 @@ def _late_message(state: RunState, answer: ToolAnswer) -> dict[str, Any]:
 
 
 def late_message(name: str, text: str) -> dict[str, Any]:
-    """The second answer of a call: the first was that its tool had started."""
+    """Return the message with the second answer of a call, whose first answer was that its tool had started."""
     return {"role": "user", "content": f"[The call of {name} that was started earlier has ended]\n{text}"}
 
 
 def conversation(state: RunState) -> tuple[dict[str, Any], ...]:
-    """All messages, for a run that goes on from here."""
+    """Return all messages, for a run that continues from here."""
     return state.messages + tuple(_late_message(state, answer) for answer in state.undelivered)
 
 
@@ -229,7 +230,7 @@ def conversation(state: RunState) -> tuple[dict[str, Any], ...]:
 
 @dataclass(frozen=True, slots=True)
 class AskTurn:
-    """Log the intent, and ask a replica for the turn."""
+    """Log the intent, and request the turn from a replica."""
 
     turn: int
     attempt: int
@@ -238,28 +239,28 @@ class AskTurn:
 
 @dataclass(frozen=True, slots=True)
 class CallTools:
-    """Log the intent, run these calls together, log the answers."""
+    """Log the intent, run these calls together, and log the answers."""
 
     calls: tuple[Call, ...]
     resumed: bool
-    """Another runner may have sent them."""
+    """Whether another runner may have sent the calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class Refuse:
-    """Log these answers; nothing is run."""
+    """Log these answers, without running anything."""
 
     answers: tuple[ToolAnswer, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitLate:
-    """The model is done, but tools that it started are not: wait for one of them."""
+    """Wait for one of the tools that the model started. The model itself is done."""
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Log the end."""
+    """Log the end of the run."""
 
     status: Status
     reason: str | None = None
@@ -270,7 +271,7 @@ Next = AskTurn | CallTools | Refuse | AwaitLate | Finish
 
 
 def next_step(state: RunState) -> Next | None:
-    """What comes next; None after the end."""
+    """Return the next step, or None after the end."""
     if state.ended is not None:
         return None
     if state.attempt:
@@ -282,7 +283,7 @@ def next_step(state: RunState) -> Next | None:
     if ours:
         return _call(state, ours)
     if state.waiting:
-        # The caller's turn: it runs a tool, or consents to one.
+        # The caller has to act: it runs a tool, or approves one.
         return AwaitLate() if state.late else Finish("completed")
     if last is not None and not last.calls and not state.undelivered:
         return AwaitLate() if state.late else Finish("completed")
@@ -294,14 +295,14 @@ def next_step(state: RunState) -> Next | None:
 
 
 def _cut(turn: TurnResult) -> str | None:
-    """Why a run can go no further after a turn that was cut."""
+    """Return why a run cannot continue after a turn that was cut, or None if it can."""
     if turn.finish_reason == "stop" and turn.unfinished:
         return STOP_SEQUENCE
     return MAX_OUTPUT_TOKENS if turn.finish_reason == "length" or turn.unfinished else None
 
 
 def runs_here(state: RunState, call: Call) -> bool:
-    """The cluster answers this call: by running the tool, or, where nobody offered it, by saying so."""
+    """Return whether the cluster answers this call: it runs the tool, or answers that there is no such tool."""
     if call.turn == 0:
         return True
     offer = state.offer(call.name)

@@ -1,7 +1,7 @@
-"""One run at work: asks what comes next, does it, and records what became of it, until the run has ended.
+"""Works on one run: it determines the next step, does it, and records the result, until the run has ended.
 
-Nothing is acted on before its intent is in the log. What a turn or a tool costs in time is bounded by the run's own
-limits; what fails is retried where that is harmless, and else becomes the run's outcome.
+No step is taken before its intent is in the log. The run's limits bound the time of turns and tools. A failure is
+retried where that is harmless, and otherwise becomes the run's outcome.
 """
 
 import asyncio
@@ -47,62 +47,62 @@ from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, Ru
 logger = logging.getLogger("ray.serve")
 
 RETRY_S = 0.5
-"""Wait before a turn is asked for again."""
+"""Seconds to wait before a turn is requested again."""
 
 NOTIFY_AFTER_S = 0.03
-"""Seconds that a tool works before the scheduler is notified that it does."""
+"""Seconds that a tool runs before the scheduler is notified of it."""
 
 NOTIFY_TIMEOUT_S = 10.0
-"""Seconds for one notification of the scheduler; it is given up then."""
+"""Seconds after which a notification of the scheduler is given up."""
 
 END_S = 5.0
-"""Seconds that a run whose time is up has to stop its tools and write its end."""
+"""Seconds that a run at its time limit has to stop its tools and write its end."""
 
 
 class Replicas(Protocol):
-    """Where turns run."""
+    """The replicas, on which turns run."""
 
     def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
     ) -> AsyncIterator[TurnPiece | HttpError]:
-        """The pieces of a turn on the replica that has the program; closing the iterator stops it."""
+        """Yield the pieces of a turn on the program's replica. Closing the iterator stops the turn."""
         ...
 
     async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
-        """Run an operation of the side channel on the replica that has the program."""
+        """Run an operation of the side channel on the program's replica."""
         ...
 
 
 class Tools(Protocol):
-    """Where tools run: `tools_runtime.actor.ToolActors`."""
+    """Runs tools: `tools_runtime.actor.ToolActors`."""
 
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
-        """The call's one outcome."""
+        """Run a call and return its one outcome."""
         ...
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """The answer of an asynchronous call, when it is there."""
+        """Wait for the result of an asynchronous call."""
         ...
 
     async def cancel(self, program: str, call_id: str) -> bool:
-        """End a call."""
+        """End a call. Return False if no such call is in progress."""
         ...
 
 
 class RunTask:
-    """A run at work.
+    """Works on one run.
 
     Args:
-        state: the run as its log has it.
-        journal: where events go.
+        state: the run's state, from its log.
+        journal: records events.
         replicas: run turns.
         tools: run tools.
-        clock: for durations and the run's bound in time.
-        left_s: seconds until its bound in time.
+        clock: the clock of durations and of the run's time limit.
+        left_s: seconds until the run's time limit.
         definitions: the tools that the request brought, with their secrets.
-        known_as: the name under which a call's duration is learnt.
+        known_as: returns the name under which a call's duration is learnt.
         observe: receives each tool's result.
         watch: receives the progress of its turns.
     """
@@ -136,14 +136,14 @@ class RunTask:
         self._traceparent = ProgramIdentity.decode(state.spec.identity).traceparent
         self._late: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._notifications: set[asyncio.Task[None]] = set()
-        """On their way to the replica."""
+        """Tasks of notifications that are being sent to the replica."""
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
-        """Work until the run has ended, or is somebody else's.
+        """Work until the run has ended, or another runner has it.
 
         Raises:
-            RunLeaseLost: it is somebody else's.
+            RunLeaseLost: another runner has it.
         """
         bind(program=self._key, run=self.state.spec.id)
         self._work = asyncio.create_task(self._until_done())
@@ -162,19 +162,19 @@ class RunTask:
             if self.state.spec.last:
                 self._notify("end")
             elif self.state.ended is not None and self.state.ended.status == "cancelled":
-                self._notify("release")  # most likely nobody comes back for what is held for its next turn
+                self._notify("release")  # the next turn, for which its KV is held, will probably never come
         finally:
             self._watched.ended(self.state.ended)
             await self._stop_work()
             await self._stop_late()
 
     def cancel(self) -> None:
-        """End the run: the turn and the tools under way are stopped."""
+        """End the run. The turn and the tools in progress are stopped."""
         if self._work is not None:
             self._work.cancel()
 
     def abandon(self) -> None:
-        """Stop: the run is somebody else's. Nothing more is written, and no end is recorded."""
+        """Stop, because another runner has the run. Nothing more is written, and no end is recorded."""
         self._watched.ended(None)
         self.journal.abandon()
         self.cancel()
@@ -208,7 +208,7 @@ class RunTask:
 
     def _end(self, finish: Finish) -> None:
         if self.state.ended is None:
-            # Counted from its beginning: the wall clock may have been set back since.
+            # Counted from its beginning, because the wall clock may have been set back since.
             spec = self.state.spec
             took_s = spec.limits.wall_s - (self._deadline_s - self._clock.now_s())
             self._record(Ended(finish.status, finish.reason, finish.fault, spec.created_s + took_s))
@@ -283,7 +283,7 @@ class RunTask:
         tool_call = self._tool_call(call)
         try:
             result = await self._late_result(tool_call, resumed)
-        except Exception:  # a defect of what runs tools is this call's outcome, and not the end of its run
+        except Exception:  # a bug of the tool runtime is this call's outcome, and does not end the run
             logger.exception("the asynchronous call %s has no known outcome", tool_call.id)
             text = f"{Outcome.UNKNOWN}: what became of {call.name} is not known; it may have taken effect"
             result = ToolResult(tool_call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
@@ -302,7 +302,7 @@ class RunTask:
         return next(call for call in calls if call.place == place)
 
     def _tool_call(self, call: Call) -> ToolCall:
-        """As the tool runtime knows it; the same whoever's turn it is to run it."""
+        """Return the call for the tool runtime. It is the same for every runner of the run."""
         own = f"{self.state.spec.id}/{call.turn}.{call.index}"
         offer = self.state.offer(call.name)
         return ToolCall(
@@ -334,9 +334,11 @@ class RunTask:
         self._background(self._notified(operation, payload))
 
     async def _notify_round(self, calls: Sequence[Call], finished: asyncio.Event) -> None:
-        """Notify the replica of a round of tools, in order; other notifications do not wait for it.
+        """Notify the replica of the start and the end of a round of tools, in order.
 
-        A tool that answers at once is not worth two messages: the next turn shows the same as soon.
+        Other notifications do not wait for it.
+
+        A tool that answers at once is not reported, because the next turn reports the same just as early.
         """
         try:
             await asyncio.wait_for(finished.wait(), NOTIFY_AFTER_S)
@@ -382,7 +384,7 @@ def _fault(error: BaseException) -> Fault:
 
 
 async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """All of it together. Where one fails, the others are stopped, and its own exception is raised."""
+    """Run all of them concurrently. If one fails, the others are stopped, and its exception is raised."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         await asyncio.gather(*tasks)
@@ -396,7 +398,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
-    """A chat completions body with the whole conversation."""
+    """Return a chat completions body with the whole conversation."""
     spec = state.spec
     body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
     body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
@@ -409,7 +411,7 @@ def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
 
 
 def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> ProgramIdentity:
-    """Whose turn it is, with what is known of the tools before and after it."""
+    """Return the identity of a turn, with what is known of the tools before and after it."""
     identity = ProgramIdentity.decode(state.spec.identity)
     hints = identity.hints
     if state.calls:
@@ -421,7 +423,7 @@ def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> Progr
 
 
 class TurnText:
-    """A turn's pieces, put together."""
+    """Joins a turn's pieces."""
 
     def __init__(self, number: int) -> None:
         self._number = number
@@ -433,7 +435,7 @@ class TurnText:
         self._calls: dict[int, list[CallDelta]] = {}
 
     def take(self, piece: TurnPiece) -> Generated | None:
-        """The entry of the log that it makes, if any."""
+        """Process a piece. Return the entry of the log that it makes, or None."""
         match piece:
             case TurnBegan():
                 self._began = piece
@@ -455,11 +457,11 @@ class TurnText:
 
     @property
     def tokens(self) -> int:
-        """How many have come."""
+        """Number of tokens received so far."""
         return len(self._ids) // ID_BYTES
 
     def result(self, began_s: float, ended_s: float) -> TurnResult:
-        """The whole turn.
+        """Return the complete turn.
 
         Raises:
             HttpError: the replica ended before the turn did.

@@ -1,7 +1,7 @@
-"""AugServe: turns by what they will cost, predicted at arrival and corrected at each resume; a budget by free memory.
+"""AugServe: turns ordered by their predicted cost, corrected at each resume, and a budget by free memory.
 
-Source: AugServe sections 4.3 (two-stage value, eq. 4-26) and 4.4 (dynamic budget, eq. 27-32), algorithm 1. As with
-the wastes, M is left out: values are token-seconds.
+Source: AugServe sections 4.3 (two-stage value, eq. 4-26) and 4.4 (dynamic budget, eq. 27-32), algorithm 1. As with the
+wastes, M is left out: values are in token-seconds.
 """
 
 from dataclasses import dataclass
@@ -47,7 +47,7 @@ class AugserveParameters(BaseModel):
         return self
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         alpha = self.alpha_tokens if self.anti_starvation else 0.0
         order: OrderPolicy = TwoStage(alpha, self.cache_aware) if self.two_stage else OriginalArrival()
         budget: BudgetPolicy = FreeMemoryBudget(self) if self.dynamic_budget else FullBudget()
@@ -55,32 +55,35 @@ class AugserveParameters(BaseModel):
 
 
 def prefill_cost(prompt: float, step_tokens: float, step_s: float) -> float:
-    """½ · L_pre² / N_max · T_fwd (eq. 9); swap-out (12), swap-in (16) and recomputation (17) have the same form."""
+    """Return ½ · L_pre² / N_max · T_fwd (eq. 9).
+
+    Swap-out (12), swap-in (16) and recomputation (17) have the same form.
+    """
     return prompt * prompt / 2 / step_tokens * step_s
 
 
 def decode_cost(start: float, output: float, step_s: float) -> float:
-    """T_fwd · (L · L_out + ½ L_out²) (eq. 10; eq. 19 with L = L_tot + L_ret)."""
+    """Return T_fwd · (L · L_out + ½ L_out²) (eq. 10; eq. 19 with L = L_tot + L_ret)."""
     return step_s * (start * output + output * output / 2)
 
 
 def api_cost(context: float, pause_s: float) -> float:
-    """(L_pre + L_out) · T_api (eq. 11, 24)."""
+    """Return (L_pre + L_out) · T_api (eq. 11, 24)."""
     return context * pause_s
 
 
 def returned_cost(total: float, returned: float, step_tokens: float, step_s: float) -> float:
-    """T_fwd / N_max · (L_tot · L_ret + ½ L_ret²) (eq. 18)."""
+    """Return T_fwd / N_max · (L_tot · L_ret + ½ L_ret²) (eq. 18)."""
     return step_s / step_tokens * (total * returned + returned * returned / 2)
 
 
 @dataclass(frozen=True, slots=True)
 class TwoStage:
-    """Queue by queue (running, swapped, the others: algorithm 1), the least scheduling value first (eq. 9-26).
+    """Orders by queue (running, swapped, the others: algorithm 1), then by least scheduling value (eq. 9-26).
 
-    The paper's V_sched = V_final + alpha · (now - last scheduled) would let waiting turns rise, not fall; the sign
-    here is the other. ``now`` is the same for all, so that - alpha · (now - last) ranks as + alpha · last does, which
-    does not change while a turn waits: each stage is computed once, at the arrival or the resume.
+    The paper's V_sched = V_final + alpha · (now - last scheduled) would let waiting turns rise in value and so fall
+    behind; the sign here is the opposite. ``now`` is the same for all turns, so - alpha · (now - last) ranks like +
+    alpha · last. This does not change while a turn waits, so each stage is computed once, at the arrival or the resume.
     """
 
     alpha_tokens: float
@@ -88,11 +91,11 @@ class TwoStage:
 
     @property
     def refresh_steps(self) -> None:
-        """Values are taken at arrival and corrected at the resume only."""
+        """None: values are computed only at arrival and at resume."""
         return None
 
     def key(self, turn: TurnView) -> RankKey:
-        """(0 running or preserved, 1 swapped, 2 new or discarded; V_final + alpha · last scheduled)."""
+        """Return the rank (0 running or preserved, 1 swapped, 2 new or discarded; V_final + alpha · last scheduled)."""
         if turn.preempted or turn.kv is KvPlace.HELD:
             queue = 0.0
         else:
@@ -100,7 +103,7 @@ class TwoStage:
         return (queue, self.value(turn) + self.alpha_tokens * _last_scheduled_s(turn))
 
     def value(self, turn: TurnView) -> float:
-        """V1 before the program's first call (eq. 13-15), V_final after one (eq. 20-25); token-seconds."""
+        """Return V1 before the program's first call (eq. 13-15), V_final after it (eq. 20-25), in token-seconds."""
         load, tokens = turn.load, turn.tokens
         output = max(0.0, turn.forecast.output_tokens)
         step_s, step_tokens = iteration_s(load), load.facts.max_tokens
@@ -117,7 +120,7 @@ class TwoStage:
         return spent + decode_cost(tokens, output, step_s) + call
 
     def _call(self, load: LoadView, context: int, pause_s: float, step_s: float) -> float:
-        """What the next call adds under its predicted handling (eq. 13-15, 23-25); 0 for a last turn."""
+        """Return what the next call adds under its predicted handling (eq. 13-15, 23-25). It is 0 for a last turn."""
         match predicted(load, context, load.running_tokens, pause_s, self.cache_aware).least:
             case Handling.PRESERVE:
                 return api_cost(context, pause_s)
@@ -128,19 +131,19 @@ class TwoStage:
 
 
 def _last_scheduled_s(turn: TurnView) -> float:
-    """When the program was last worked on; a preempted turn has run since it arrived."""
+    """Return the time at which the program was last scheduled. A preempted turn has run since it arrived."""
     served_s = turn.program.last_served_s
     return turn.arrived_s if served_s is None or turn.preempted else min(served_s, turn.arrived_s)
 
 
 @dataclass(frozen=True, slots=True)
 class FreeMemoryBudget:
-    """Section 4.4: as many tokens as find memory, within bounds around a profiled target."""
+    """Section 4.4: as many tokens as fit into memory, within bounds around a profiled target."""
 
     parameters: AugserveParameters
 
     def tokens(self, load: LoadView) -> int:
-        """Free tokens + gamma · paused tokens (eq. 27-32), within [beta_low, beta_high] · target."""
+        """Return free tokens + gamma · paused tokens (eq. 27-32), within [beta_low, beta_high] · target."""
         parameters, most = self.parameters, load.facts.max_tokens
         target = parameters.target_tokens or most
         available = int(load.free_tokens + parameters.gamma * load.held_tokens)

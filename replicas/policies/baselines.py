@@ -1,7 +1,7 @@
 """The policies that hold nothing: vLLM's own scheduling, and PLAS.
 
-vLLM: turns in order of arrival, the full token budget. PLAS: programs by the service that they have received, least
-first; source: Autellix (Luo et al. 2025), program-level attained service.
+vLLM orders turns by arrival and uses the full token budget. PLAS orders programs by the service that they have
+received, the least first. Source: Autellix (Luo et al. 2025), program-level attained service.
 """
 
 from dataclasses import dataclass
@@ -25,34 +25,37 @@ from replicas.policy import (
 
 
 class ArrivalOrder:
-    """First come, first served, as vLLM counts it: by the turn, not by the program."""
+    """First come, first served, as in vLLM: by the arrival of the turn, not of the program."""
 
     refresh_steps = None
 
     def key(self, turn: TurnView) -> RankKey:
-        """Equal for all: the queue's own order stands."""
+        """Return an equal rank for all turns, so that the queue's own order stays."""
         return ()
 
 
 class NoHold:
-    """Blocks go back at the end of every turn; the prefix cache may still have them at the next."""
+    """Frees the blocks at the end of every turn. The prefix cache may still have them at the next turn."""
 
     review_steps = None
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Release."""
+        """Release the KV."""
         return Release(PauseReason.POLICY)
 
     def review(self, hold: HoldView) -> PauseDecision:
-        """A hold that somebody asked for lasts as long as they asked."""
+        """Keep a requested hold for as long as it was requested."""
         return Hold(hold.until_s)
 
     def victim_key(self, hold: HoldView) -> RankKey:
-        """Holds that somebody asked for through the side channel: longest held first."""
+        """Return the rank for eviction of holds that were requested through the side channel.
+
+        The oldest is evicted first.
+        """
         return (hold.since_s,)
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """To anyone."""
+        """Return True: every hold may be evicted for any claimant."""
         return True
 
 
@@ -60,7 +63,7 @@ class FullBudget:
     """vLLM's max_num_batched_tokens at every step."""
 
     def tokens(self, load: LoadView) -> int:
-        """All of it."""
+        """Return vLLM's limit."""
         return load.facts.max_tokens
 
 
@@ -70,7 +73,7 @@ class VllmParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return Policy("vllm", ArrivalOrder(), NoHold(), FullBudget())
 
 
@@ -85,13 +88,13 @@ class PlasParameters(BaseModel):
     """Number of levels; a program that has received more service stays in the last."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return Policy("plas", AttainedService(self.quantum_tokens, self.levels), NoHold(), FullBudget())
 
 
 @dataclass(frozen=True, slots=True)
 class AttainedService:
-    """Least attained service of the program's earlier turns, in discrete levels; arrival of the turn within a level.
+    """Orders by least attained service of the program's earlier turns, in discrete levels, then by arrival of the turn.
 
     Levels keep programs of about equal service from overtaking each other at every turn.
     """
@@ -101,10 +104,10 @@ class AttainedService:
 
     @property
     def refresh_steps(self) -> None:
-        """Service only changes when a turn ends."""
+        """None: service changes only when a turn ends."""
         return None
 
     def key(self, turn: TurnView) -> RankKey:
-        """(level, arrival of the turn in seconds)."""
+        """Return the rank (level, arrival of the turn in seconds)."""
         level = int(log2(1 + turn.program.served_tokens / self.quantum_tokens))
         return (float(min(level, self.levels - 1)), turn.arrived_s)

@@ -1,18 +1,18 @@
-"""Caesura's own policy: triage by the SLO, holds by optimal stopping, steps that keep the pace.
+"""Caesura's own policy: triage by the SLO, holds by optimal stopping, and steps within a time bound.
 
-Triage: which turns can still be good, and which of them first. Three groups, in this order: lottery winners among the
-turns that have missed the SLO, the feasible, the others that have missed it; the last two by the work of all that their
-programs have left, so that last comes what costs most for one good program. Admission is trunk reservation: a new
-program, and more so a turn that has missed the SLO, must not fill in a quiet moment the memory that the turns of the
-next seconds need. The lottery (in the sense of lottery scheduling) keeps the last group from starving: every EPOCH_S
-each of its turns wins with a probability that makes the work of all winners ``lottery_share`` of the epoch, in
-expectation. No counters: the draw is a hash of program, turn and epoch.
+Triage decides which turns can still meet the SLO and which of them come first. There are three groups, in this order:
+lottery winners among the turns that have missed the SLO, feasible turns, and the other turns that have missed it. The
+last two are ordered by the remaining work of the whole program, so that programs that cost most for one met SLO come
+last. Admission is trunk reservation: in a quiet moment, a new program must not fill the memory that the turns of the
+next seconds need; still less may a turn that has missed the SLO. The lottery (as in lottery scheduling) keeps the last
+group from starving. Every EPOCH_S each of its turns wins with a probability for which the expected work of all winners
+is ``lottery_share`` of the epoch. There are no counters: the draw is a hash of program, turn and epoch.
 
-Optimal stopping: a paused program's KV is held for as long as waiting for its tool is worth the memory. Both sides are
-GPU seconds. Value: computing the context again, or fetching it from the host tier. Price, per second: the share of the
-memory that it takes, times how scarce memory is, since all memory together is worth all that the replica can do. At
-full pressure the break-even time without a host tier is therefore that in which the memory could be filled anew,
-``CostModel.refill_s``, whatever the context's length. How long the tool may still take is what was observed of it,
+Optimal stopping holds a paused program's KV while waiting for its tool is worth the memory. Both sides are GPU seconds.
+The value of a hold is the time to compute the context again, or to load it from the host tier. The price per second is
+the hold's share of the memory times how scarce memory is (`pressure`), because all memory together is worth all work of
+the replica. At full pressure and without a host tier, the break-even time is ``CostModel.refill_s``, the time to fill
+the memory again, whatever the context's length. How long the tool may still take follows from its observed durations,
 given that it has lasted so long.
 """
 
@@ -47,45 +47,47 @@ from replicas.policy import (
 # LOTTERY_SHARE and MISSED_HEADROOM: see docs/adr/0007. The other constants below were chosen, not measured one by one.
 
 LOTTERY_SHARE = 0.01
-"""Part of the replica's time, in expectation, that goes to turns that have missed the SLO, before all others. They get
-more wherever the others leave any."""
+"""Expected share of the replica's time that turns that have missed the SLO get before all others. They get more where
+the others leave time."""
 NEWCOMER_HEADROOM = 0.1
-"""Part of the memory that a program's first turn leaves to the programs that have begun."""
+"""Share of the memory that a program's first turn leaves to the programs that have begun."""
 MISSED_HEADROOM = 0.5
-"""Part of the memory that a turn that has missed the SLO leaves to all others, on an overloaded replica."""
+"""Share of the memory that a turn that has missed the SLO leaves to all others, on an overloaded replica."""
 HOLD_WORTH = 1.0
-"""What losing a context costs, in times of computing it again."""
+"""Value of a lost context, as a multiple of the cost to compute it again."""
 STEP_SATURATIONS = 2.0
-"""The largest step where many feasible turns wait, in times of the tokens for which reading the weights takes as long
-as computing. Where none waits it is once as many: a prompt is spread over steps that read the weights anyway, and the
-turns that decode beside it hardly notice."""
+"""Upper bound on scheduled tokens per step where many feasible turns wait, as a multiple of the saturation point. Where
+none waits, the multiple is 1: a prompt is spread over steps that read the weights anyway, and turns that decode beside
+it are hardly slowed."""
 PROMPT_SHARE = 0.25
-"""Part of the bound on the time to the first token within which the prompts under way are to be computed; steps are
-larger where that takes it."""
+"""Share of the TTFT SLO within which the running prompts should be computed. Steps become larger if that is necessary.
+"""
 EPOCH_S = 2.0
-"""Seconds for which a draw counts: long enough to be admitted, at the head of the queue, as memory comes free."""
+"""Seconds for which a lottery draw is valid. It is long enough to be admitted at the head of the queue when memory is
+freed."""
 
 LOTTERY_WINNER, SLO_FEASIBLE, SLO_MISSED = 0.0, 1.0, 2.0
 
 OVERLOADED_AT = 0.35
-"""Turns that wait for each one that runs, from which on turns past their SLO leave their whole headroom to others."""
+"""Waiting turns per running turn from which on turns that have missed the SLO leave their whole headroom to others."""
 
 URGENT_AT = 0.15
-"""Turns that can still be in time and wait, for each one that runs, from which on steps are the largest."""
+"""Waiting turns per running turn, only those that can still meet the SLO, from which on steps have their largest size.
+"""
 
 NO_TIER_FACTOR = 0.8
-"""Without a host tier turns past their SLO leave so much of their headroom: the longer one waits, the surer its context
-is lost and computed again. With a tier it is fetched, and less headroom costs goodput (0.03 of it at 6 a second on the
-Merge trace)."""
+"""Factor on the headroom of turns that have missed the SLO, on a replica without a host tier. The longer such a turn
+waits, the more probably its context is lost and computed again. With a tier the context is loaded, and less headroom
+costs goodput (0.03 of it at 6 programs/s on the Merge trace)."""
 
 LONGEST_S = 3600.0
-"""A hold that costs nothing ends after this time; the replica's own limit is usually less."""
+"""Seconds after which a hold that costs nothing ends. The replica's own limit is usually shorter."""
 
 LOOKAHEAD = (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0, 2.0, 4.0)
-"""Times at which a hold may be ended, in break-even times from now."""
+"""Times at which a hold may be ended, from now, as multiples of the break-even time."""
 
 HINT_SLACK = 1.25
-"""A client's word on a pause is trusted up to so many times its length."""
+"""Multiple of the client's hint on a pause up to which the hint is trusted."""
 
 
 class CaesuraParameters(BaseModel):
@@ -107,7 +109,7 @@ class CaesuraParameters(BaseModel):
     """However slow the steps, so many tokens of prompts may be computed in each."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         order = Triage(self.ageing, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
@@ -118,36 +120,38 @@ class CaesuraParameters(BaseModel):
 
 
 def overload(load: LoadView) -> float:
-    """How far the replica is behind, in [0, 1]: by the turns that wait for each one that runs."""
+    """Return how far the replica is behind, in [0, 1], by the number of waiting turns per running turn."""
     return min(1.0, load.waiting / (OVERLOADED_AT * max(1, load.running)))
 
 
 def urgency(load: LoadView) -> float:
-    """How many wait that can still be in time, in [0, 1]. Turns past their SLO do not count: they wait in any case, and
-    steps that are large for their sake make all others slow, so that more of them miss it.
+    """Return how many turns wait that can still meet the SLO, in [0, 1], relative to the running turns.
+
+    Turns that have missed their SLO do not count. They wait in any case, and steps that are larger for them slow down
+    all others, so that more of them miss it.
     """
     return min(1.0, load.waiting_in_time / (URGENT_AT * max(1, load.running)))
 
 
 def token_s(load: LoadView) -> float:
-    """Seconds of a decode iteration with one more turn than run now: what a turn waits for each of its tokens."""
+    """Return the seconds of a decode iteration with one more turn than run now, which a turn waits for each token."""
     return load.joined_iteration_s
 
 
 def decode_work_s(load: LoadView, context_tokens: float) -> float:
-    """One turn's part of a decode iteration: its share of what all have in common, and the reading of its own KV."""
+    """Return one turn's seconds of a decode iteration: its share of the common cost, and the reading of its own KV."""
     cost, turns = load.facts.cost, load.running + 1
     return cost.decode_step_s(turns) / turns + context_tokens * cost.context_s
 
 
 def turn_work_s(turn: TurnView) -> float:
-    """Expected GPU seconds of a turn: the prefill of what is missing, and its part of the iterations after it."""
+    """Return the expected GPU seconds of a turn: its prefill, and its share of its decode iterations."""
     output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
     return _prefill_s(turn) + output * decode_work_s(turn.load, turn.tokens + output / 2)
 
 
 def later_work_s(turn: TurnView) -> float:
-    """Expected GPU seconds of the turns after this one, if no KV is lost."""
+    """Return the expected GPU seconds of the turns after this one, if no KV is lost."""
     forecast, load = turn.forecast, turn.load
     later = max(0.0, forecast.later_tokens)
     outputs = min(_later_outputs(forecast), later)
@@ -156,9 +160,9 @@ def later_work_s(turn: TurnView) -> float:
 
 
 def is_feasible(turn: TurnView) -> bool:
-    """Can the turn and its program still meet every bound, if it is admitted now and all goes as expected?"""
+    """Return whether the turn and its program can still meet every bound, if the turn is admitted now."""
     load, slo = turn.load, turn.load.facts.slo
-    # The others decode beside its prefill, and the step under way has to end before it.
+    # The others decode beside its prefill, and the current step has to end before it.
     to_first_s = load.now_s - turn.arrived_s + _prefill_s(turn) + 2 * token_s(load)
     if slo.ttft_s is not None:
         ttft_s = to_first_s if turn.first_token_s is None else turn.first_token_s - turn.arrived_s
@@ -173,14 +177,14 @@ def is_feasible(turn: TurnView) -> bool:
 
 
 def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: float, output: float) -> bool:
-    """Can the program's time for each of its tokens still be within the bound?
+    """Return whether the program's time per generated token can still be within the bound.
 
     Args:
-        program: with what its ended turns took and generated.
-        forecast: of the turn under way, or the one that has just ended.
-        load: the replica now.
-        turn_s: seconds that the turn under way will have taken; 0 where none is.
-        output: tokens that it will have generated.
+        program: the program, with the time and the tokens of its ended turns.
+        forecast: the forecast of the current turn, or of the one that has just ended.
+        load: the replica's load now.
+        turn_s: seconds that the current turn will have taken. 0 if there is none.
+        output: tokens that the current turn will have generated.
     """
     bound_s = load.facts.slo.normalized_latency_s
     if bound_s is None:
@@ -193,7 +197,10 @@ def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: flo
 
 @dataclass(frozen=True, slots=True)
 class Triage:
-    """Feasible turns first, then those past their SLO; without an SLO, the least work first, less what it waited."""
+    """Orders feasible turns first, then those that have missed the SLO.
+
+    Without an SLO the turn with the least work comes first, where waiting time reduces the work.
+    """
 
     ageing: float
     refresh_steps: int | None
@@ -202,7 +209,7 @@ class Triage:
     missed_headroom: float = MISSED_HEADROOM
 
     def key(self, turn: TurnView) -> RankKey:
-        """(group, seconds of work)."""
+        """Return the rank (group, seconds of work)."""
         left_s = turn_work_s(turn) + later_work_s(turn)
         if not bounds(turn.load):
             return (SLO_FEASIBLE, left_s - self.ageing * (turn.load.now_s - turn.arrived_s))
@@ -211,10 +218,11 @@ class Triage:
         return (LOTTERY_WINNER, turn.arrived_s) if self._wins_lottery(turn) else (SLO_MISSED, left_s)
 
     def room_share(self, turn: TurnView) -> float:
-        """A program that has begun takes what there is; a new one leaves room for them, a turn past its SLO for all.
+        """Return the share of the memory that the turn leaves to others.
 
-        As far as many wait, since what keeps a few waiting is soon over; and as far as turns are on time at all:
-        where none could be, the room would help no turn.
+        It is 0 for a program that has begun. A new program leaves room for those that have begun, and a turn that has
+        missed the SLO leaves room for all others. Its room is larger the more turns wait, because a short queue empties
+        soon. It is also proportional to the share of turns on time: where no turn is on time, the room would help none.
         """
         if not bounds(turn.load):
             return 0.0
@@ -226,7 +234,7 @@ class Triage:
         return room * turn.load.on_time_share * overload(turn.load)
 
     def _wins_lottery(self, turn: TurnView) -> bool:
-        """Each turn past its SLO with probability share · EPOCH_S / (its work · turns that wait)."""
+        """Return whether a turn wins, with probability share · EPOCH_S / (its work · waiting turns)."""
         load = turn.load
         ticket = f"{turn.program.key}\n{turn.program.turns}\n{int(load.now_s / EPOCH_S)}"
         draw = int.from_bytes(blake2b(ticket.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
@@ -234,20 +242,20 @@ class Triage:
 
 
 def bounds(load: LoadView) -> bool:
-    """Is there an SLO that waiting can break?"""
+    """Return whether there is an SLO that waiting can violate."""
     slo = load.facts.slo
     return not (slo.ttft_s is None and slo.e2e_s is None and slo.normalized_latency_s is None)
 
 
 def _prefill_s(turn: TurnView) -> float:
-    """Seconds until all of the prompt's KV is there: what is swapped is fetched, what is missing computed."""
+    """Return the seconds until all of the prompt's KV is in memory: swapped KV is loaded, missing KV computed."""
     cost, cached = turn.load.facts.cost, min(turn.cached_tokens, turn.tokens)
     fetched_s = cost.swap_s(cached) if turn.kv is KvPlace.SWAPPED else 0.0
     return fetched_s + cost.prefill_s(turn.tokens - cached, cached, turn.load.facts.max_tokens)
 
 
 def _later_outputs(forecast: Forecast) -> float:
-    """Tokens that the turns after this one generate, each as many as this one: no forecast has it."""
+    """Return the tokens that the later turns generate. Each is assumed to generate as many as this one."""
     return max(0.0, forecast.later_turns) * max(0.0, forecast.output_tokens)
 
 
@@ -255,8 +263,10 @@ def _later_outputs(forecast: Forecast) -> float:
 
 
 def pressure(load: LoadView) -> float:
-    """How scarce memory is, in [0, 1]: the share of the waiting turns' KV, taken as long as the running ones', that
-    would find no room now. 0 where nobody waits that can still be in time.
+    """Return how scarce memory is, in [0, 1].
+
+    It is the share of the waiting turns' KV that does not fit into free memory now. Waiting turns are assumed to be as
+    long as the running ones. It is 0 where no turn waits that can still meet the SLO.
     """
     demand = load.waiting_in_time * max(1.0, load.running_tokens / max(1, load.running))
     return max(0.0, demand - load.free_tokens) / demand if load.waiting_in_time else 0.0
@@ -267,15 +277,17 @@ class Tool:
     """What is known of the tool that a program waits for."""
 
     statistics: Durations | None
-    """None: nothing was observed of any."""
+    """Observed durations, or None if no tool was observed."""
     hinted_s: float | None
-    """The client's word on this very pause."""
+    """The client's hint in seconds for this pause, or None if there is none."""
     expected_s: float
 
     @classmethod
     def of(cls, view: PauseView | HoldView, min_observations: int) -> "Tool":
-        """Its own durations with such arguments once they were seen ``min_observations`` times, else those of the
-        tool, else of all tools.
+        """Return what is known of the tool of a paused program.
+
+        The statistics are those of the tool with such arguments if it has ``min_observations``, else of the tool, else
+        of all tools.
         """
         hinted_s = max(0.0, view.forecast.pause_s) if view.forecast.pause_hinted else None
         tools = view.tools if isinstance(view, PauseView) else view.program.tools
@@ -283,10 +295,10 @@ class Tool:
         return cls(statistics, hinted_s, max(1e-3, view.forecast.pause_s))
 
     def survival(self, elapsed_s: float) -> Callable[[float], float]:
-        """P(lasts t seconds longer | lasted ``elapsed_s``), of t.
+        """Return the function P(lasts t seconds longer | lasted ``elapsed_s``) of t.
 
-        Past all that was observed, or where nothing was, the tool is taken to last as long again as it did or as
-        expected, in the mean.
+        Beyond all observations, or without any, the tool is expected to last as long again as it has lasted, or as it
+        was expected to.
         """
         hinted_s = None if self.hinted_s is None else self.hinted_s * HINT_SLACK - elapsed_s
         if hinted_s is not None and hinted_s >= 0:
@@ -300,7 +312,10 @@ class Tool:
 
 
 def gains(survival: Callable[[float], float], break_even_s: float) -> Iterator[tuple[float, float]]:
-    """Of each time t of LOOKAHEAD (t, P(back within t) - E[min(t, back)] / break-even): what a hold until t gains."""
+    """Yield (t, gain) for each t of LOOKAHEAD, in seconds from now.
+
+    The gain of a hold until t is P(back within t) - E[min(t, back)] / break-even.
+    """
     cost, before, before_s = 0.0, 1.0, 0.0
     for times in LOOKAHEAD:
         at_s = times * break_even_s
@@ -311,37 +326,45 @@ def gains(survival: Callable[[float], float], break_even_s: float) -> Iterator[t
 
 
 def best_stop_s(survival: Callable[[float], float], break_even_s: float) -> float | None:
-    """When to end a hold, in seconds from now; None: at once, as no later time gains more than it costs."""
+    """Return when to end a hold, in seconds from now.
+
+    None: at once, because every later time costs more than it gains.
+    """
     at_s, gain = max(gains(survival, break_even_s), key=lambda stop: stop[1])
     return at_s if gain > 0 else None
 
 
 @dataclass(frozen=True, slots=True)
 class Stopping:
-    """Hold while it pays at the present price; programs past their SLO and what is least worth its memory go first."""
+    """Holds while it pays at the current price.
+
+    Programs that have missed the SLO, and holds of least value, go first.
+    """
 
     min_observations: int
     review_steps: int | None
     worth: float = HOLD_WORTH
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client asks (``retention_s``), else while it pays."""
+        """Hold for as long as the client requests (``retention_s``), else while it pays."""
         if pause.hints.retention_s is not None:
             return Hold(pause.now_s + max(0.0, pause.hints.retention_s), reason=PauseReason.RETENTION)
         return self._choose(pause, 0.0)
 
     def review(self, hold: HoldView) -> PauseDecision:
-        """With the load of now, and what the tool has taken already."""
+        """Decide again with the current load and the time that the tool has taken already."""
         return Hold(hold.until_s, reason=PauseReason.BACK) if hold.owner_waits else self._choose(hold, elapsed_s(hold))
 
     def victim_key(self, hold: HoldView) -> RankKey:
-        """(0 past the SLO or 1 feasible, 0 paused or 1 back, value for each token and second)."""
+        """Return the rank (0 missed the SLO or 1 feasible, 0 paused or 1 back, value per token and second)."""
         return (0.0 if has_missed_slo(hold) else 1.0, 1.0 if hold.owner_waits else 0.0, self._value_rate(hold))
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """To a running turn always; to a waiting one if holding would not pay at full pressure, or if the program is
-        back itself and past its SLO: then it ranks low and may wait for long. Whatever any waiting turn may break
-        protects nothing.
+        """Return whether the hold may be evicted for ``claimant``.
+
+        It always yields to a running turn. It yields to a waiting turn if holding would not pay at full pressure, or if
+        the program is back and has missed its SLO, because it then ranks low and may wait for long. A hold that any
+        waiting turn may evict would protect nothing.
         """
         if claimant is not Claimant.WAITING:
             return True
@@ -363,7 +386,7 @@ class Stopping:
         return Swap(PauseReason.DOES_NOT_PAY) if _swaps(view) else Release(PauseReason.DOES_NOT_PAY)
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
-        """Seconds after which a hold has cost what it can save."""
+        """Return the seconds after which a hold has cost as much as it can save."""
         facts = view.load.facts
         context = max(1, view.context_tokens)
         lost_s = facts.cost.swap_s(context) if _swaps(view) else facts.cost.prefill_s(context)
@@ -377,13 +400,13 @@ class Stopping:
 
 
 def elapsed_s(hold: HoldView) -> float:
-    """Seconds that the tool has taken, from the executor's word if there is one."""
+    """Return the seconds that the tool has taken, by its executor's report if there is one."""
     started_s = hold.program.tool_started_s
     return max(0.0, hold.load.now_s - (hold.since_s if started_s is None else max(started_s, hold.since_s)))
 
 
 def has_missed_slo(hold: HoldView) -> bool:
-    """The program was late, is late with the turn that waits, or is too slow for its tokens."""
+    """Return whether the program has missed the SLO: with an ended turn, with the waiting turn, or per token."""
     slo, waited_s = hold.load.facts.slo, hold.load.now_s - hold.program.last_event_s if hold.owner_waits else 0.0
     if slo.ttft_s is not None and (not hold.program.on_time or waited_s > slo.ttft_s):
         return True
@@ -391,7 +414,7 @@ def has_missed_slo(hold: HoldView) -> bool:
 
 
 def _swaps(view: PauseView | HoldView) -> bool:
-    """The context fits the host tier, and comes back from there sooner than it is computed."""
+    """Return whether the context fits the host tier and loads faster from there than it is computed."""
     facts, context = view.load.facts, view.context_tokens
     return 0 < context <= facts.host_tokens and facts.cost.swap_s(context) < facts.cost.prefill_s(context)
 
@@ -406,14 +429,16 @@ def _statistics(durations: DurationTable, tool: str, min_observations: int) -> D
 
 @dataclass(frozen=True, slots=True)
 class PacedBudget:
-    """The largest step that spreads prompts well and whose time is within the bound on the time per output token."""
+    """The largest step that spreads prompts well and keeps the bound on the time per output token (TPOT)."""
 
     min_prefill_tokens: int
     step_saturations: float = STEP_SATURATIONS
     prompt_share: float = PROMPT_SHARE
 
     def _prompt_bound(self, load: LoadView) -> int:
-        """Tokens of a step with which the prompts under way are computed in time: b with P / b steps of b tokens."""
+        """Return the tokens of a step with which the running prompts are computed in time: b, with P / b steps of b
+        tokens.
+        """
         ttft_s, tokens = load.facts.slo.ttft_s, load.prefill_tokens
         if ttft_s is None or not tokens:
             return 0
@@ -425,7 +450,10 @@ class PacedBudget:
         return load.running + round(min(tokens * fixed_s / compute_s, load.facts.max_tokens))
 
     def tokens(self, load: LoadView) -> int:
-        """Every running turn's next token, and as much prefill as the bounds let in; all where nothing runs."""
+        """Return the tokens of every running turn, and as much prefill as the bounds allow.
+
+        It is the maximum if none runs.
+        """
         most, bound_s = load.facts.max_tokens, load.facts.slo.tpot_s
         if not load.running:
             return most

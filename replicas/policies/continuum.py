@@ -1,8 +1,8 @@
-"""Continuum: pin a program's KV across a tool call for a time to live, and serve programs in order of their arrival.
+"""Continuum: pins a program's KV across a tool call for a time to live, and serves programs in order of their arrival.
 
 Source: Continuum sections 4.2 (estimation), 4.3 (time to live), 4.4 (priority), 4.5 (simplified version) and 5.3
-(victims). `continuum2` is its later time to live: pin for as long as it is expected to gain more than it costs. A pin
-of tau seconds saves, if the tool returns in time, the wait to get back in and the reload of the context; it costs tau.
+(victims). `continuum2` is its later time to live, which maximises expected gain minus cost. A pin of tau seconds costs
+tau. If the tool returns in time, it saves the wait for admission and the reload of the context.
 """
 
 from dataclasses import dataclass
@@ -58,52 +58,58 @@ class ContinuumParameters(BaseModel):
         return self
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         pause = SimplifiedTimeToLive(self) if self.simplified else TimeToLive(self)
         return Policy("continuum", ProgramArrivalOrder(), pause, FullBudget())
 
 
 class ProgramArrivalOrder:
-    """Section 4.4: preempted turns, then pinned programs, then programs by arrival."""
+    """Section 4.4: orders preempted turns, then pinned programs, then programs by arrival."""
 
     refresh_steps = None
 
     def key(self, turn: TurnView) -> RankKey:
-        """(0 if preempted, 0 if pinned, arrival of the program in seconds)."""
+        """Return the rank (0 if preempted, 0 if pinned, arrival of the program in seconds)."""
         return (0.0 if turn.preempted else 1.0, 0.0 if turn.pinned else 1.0, turn.program.arrived_s)
 
 
 class Pins:
-    """What all versions share: a pin's end is set once; and who loses a pin (section 5.3)."""
+    """The common part of all versions: a pin's end is set once, and victims are chosen by section 5.3."""
 
     __slots__ = ()
 
     @property
     def review_steps(self) -> None:
-        """A pin's end is set once."""
+        """None: a pin's end is set once and never reviewed."""
         return None
 
     def review(self, hold: HoldView) -> PauseDecision:
-        """As it was pinned."""
+        """Keep the pin as it is."""
         return Hold(hold.until_s)
 
     def victim_key(self, hold: HoldView) -> RankKey:
-        """The program that arrived last goes first."""
+        """Return the rank of a pin for eviction. The program that arrived last is evicted first."""
         return (-hold.program.arrived_s,)
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """To a waiting turn only when nothing runs; to a running one always, since a preemption would cost more."""
+        """Return whether the pin may be evicted for ``claimant``.
+
+        It yields to a waiting turn only when nothing runs. It always yields to a running one, because a preemption
+        would cost more.
+        """
         return claimant is not Claimant.WAITING
 
 
 @dataclass(frozen=True, slots=True)
 class TimeToLive(Pins):
-    """Section 4.3: time to live = bound of the tool's duration * beta * turns so far / average turns."""
+    """Section 4.3: time to live = bound of the tool's duration · beta · turns so far / average turns."""
 
     parameters: ContinuumParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client asks (``retention_s``), else for the time to live if it is short enough."""
+        """Hold for as long as the client requests (``retention_s``), else for the time to live, if this is not too
+        long.
+        """
         if pause.hints.retention_s is not None:
             return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
         ttl_s = self.ttl_s(pause)
@@ -112,12 +118,12 @@ class TimeToLive(Pins):
         return Hold(pause.now_s + ttl_s, reason=PauseReason.TTL)
 
     def ttl_s(self, pause: PauseView) -> float:
-        """Seconds."""
+        """Return the time to live in seconds."""
         turns = pause.program.turns / pause.average_turns if pause.average_turns else 1.0
         return self._bound_s(pause) * self.parameters.beta * turns
 
     def _bound_s(self, pause: PauseView) -> float:
-        """Of the tool once it was seen K times, else of all tools, else the default."""
+        """Return the bound of the tool's duration if it was seen K times, else of all tools, else the default."""
         for statistics in pause.durations.levels(tool_key(pause.tools)):
             if statistics.count >= self.parameters.min_observations:
                 return statistics.bernstein_bound_s(self.parameters.delta)
@@ -126,12 +132,15 @@ class TimeToLive(Pins):
 
 @dataclass(frozen=True, slots=True)
 class SimplifiedTimeToLive(Pins):
-    """Section 4.5: one time to live, for tools that are short in the mean."""
+    """Section 4.5: one time to live, for tools whose mean duration is short."""
 
     parameters: ContinuumParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for ``fixed_ttl_s`` where the mean is below ``threshold_s``; a tool never seen counts by all tools."""
+        """Hold for ``fixed_ttl_s`` if the mean is below ``threshold_s``.
+
+        All tools count for one that was never seen.
+        """
         statistics = next(pause.durations.levels(tool_key(pause.tools)), None)
         if statistics is None or statistics.mean_s < self.parameters.threshold_s:
             return Hold(pause.now_s + self.parameters.fixed_ttl_s, reason=PauseReason.SHORT_TOOL)
@@ -139,7 +148,7 @@ class SimplifiedTimeToLive(Pins):
 
 
 QUANTILES = 32
-"""Observed durations are tried at so many ranks."""
+"""Number of ranks at which observed durations are tried."""
 
 
 class ContinuumCostParameters(BaseModel):
@@ -157,18 +166,18 @@ class ContinuumCostParameters(BaseModel):
     does not correlate with what it has left."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return Policy("continuum2", ProgramArrivalOrder(), CostBenefit(self), FullBudget())
 
 
 @dataclass(frozen=True, slots=True)
 class CostBenefit(Pins):
-    """tau* = argmax P(tool <= tau) · (T_queue · eta + reload(C)) - tau, over the durations that were observed."""
+    """tau* = argmax P(tool <= tau) · (T_queue · eta + reload(C)) - tau, over the observed durations."""
 
     parameters: ContinuumCostParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client asks (``retention_s``), else for tau*; release where no pin pays."""
+        """Hold for as long as the client requests (``retention_s``), else for tau*. Release if no pin pays."""
         if pause.hints.retention_s is not None:
             return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
         statistics = self._statistics(pause)
@@ -179,13 +188,13 @@ class CostBenefit(Pins):
         return Hold(pause.now_s + ttl_s, reason=PauseReason.TTL) if ttl_s > 0 else Release(PauseReason.NO_PIN_PAYS)
 
     def _statistics(self, pause: PauseView) -> Durations | None:
-        """The tool's own once it was seen K times, else all tools', else None."""
+        """Return the tool's statistics if it was seen K times, else those of all tools, else None."""
         levels = pause.durations.levels(tool_key(pause.tools))
         return next((level for level in levels if level.count >= self.parameters.min_observations), None)
 
 
 def best_ttl_s(statistics: Durations, gain_s: float) -> float:
-    """The tau of the largest P(tool <= tau) · ``gain_s`` - tau; 0 where none is positive."""
+    """Return the tau of the largest P(tool <= tau) · ``gain_s`` - tau, in seconds. It is 0 if none is positive."""
     best_s, best = 0.0, 0.0
     for rank in range(1, QUANTILES + 1):
         share = rank / QUANTILES
@@ -198,7 +207,7 @@ def best_ttl_s(statistics: Durations, gain_s: float) -> float:
 
 
 def reload_s(load: LoadView, context_tokens: int) -> float:
-    """Seconds to have the context back: from the host tier, if it would fit there, else by computing it again."""
+    """Return the seconds to restore the context: from the host tier if it fits there, else by computing it again."""
     cost = load.facts.cost
     if context_tokens <= load.facts.host_tokens:
         return min(cost.swap_s(context_tokens), cost.prefill_s(context_tokens))

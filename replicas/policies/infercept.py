@@ -1,4 +1,4 @@
-"""InferCept: at a pause, whatever wastes the least memory; turns by the arrival of their program.
+"""InferCept: at a pause, the decision that wastes the least memory; turns ordered by the arrival of their program.
 
 Source: InferCept sections 4.1 (swap limit), 4.2 (chunked recomputation), 4.3 (decisions) and 4.4 (duration estimate).
 """
@@ -32,32 +32,34 @@ class InferceptParameters(BaseModel):
     """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the paper."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         judge = MinWaste(self.estimate == "dynamic", self.swap_out_share, self.cache_aware)
         budget: BudgetPolicy = SaturationBudget() if self.saturation_budget else FullBudget()
         return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)
 
 
 class OriginalArrival:
-    """Section 4.3: swapped programs first, since their memory comes over the link; each queue by original arrival."""
+    """Section 4.3: orders swapped programs first, as their memory comes over the link, then the others, each by
+    arrival.
+    """
 
     @property
     def refresh_steps(self) -> None:
-        """Arrivals do not change."""
+        """None: arrivals do not change."""
         return None
 
     def key(self, turn: TurnView) -> RankKey:
-        """(0 if swapped, arrival of the program in seconds)."""
+        """Return the rank (0 if swapped, arrival of the program in seconds)."""
         return (0.0 if turn.kv is KvPlace.SWAPPED else 1.0, turn.program.arrived_s)
 
 
 @dataclass(frozen=True, slots=True)
 class MinWaste:
-    """The wastes of eq. 2 and 4, and a swap that costs nothing while the swap limit lasts (sections 4.1 to 4.3).
+    """The wastes of eq. 2 and 4, and a swap that costs nothing within the swap limit (sections 4.1 to 4.3).
 
-    The paper sorts all paused programs by waste and swaps them until the iteration's limit is spent. Here each is
-    judged by itself: it may be swapped once the limits of the iterations since its pause add up to the contexts of
-    all paused programs, so that the link is never promised twice.
+    The paper sorts all paused programs by waste and swaps them until the iteration's limit is used up. Here each
+    program is judged alone. It may be swapped once the sum of the limits since its pause covers the contexts of all
+    paused programs, so that the link is never used twice.
     """
 
     dynamic: bool
@@ -65,7 +67,7 @@ class MinWaste:
     cache_aware: bool
 
     def __call__(self, paused: Paused) -> Wastes:
-        """Token-seconds. A call lasts at least until the next iteration."""
+        """Return the wastes in token-seconds. A call lasts at least until the next iteration."""
         load, context = paused.load, paused.context_tokens
         step_s, cost = iteration_s(load), load.facts.cost
         pause_s = max(paused.elapsed_s, step_s if self.dynamic else paused.forecast_s)
@@ -86,5 +88,5 @@ class SaturationBudget:
     """Section 4.2: prompts and recomputation fill a step up to the saturation point, in chunks of S - |running|."""
 
     def tokens(self, load: LoadView) -> int:
-        """S, or the running turns if they are more, at most vLLM's own limit."""
+        """Return S, or the number of running turns if it is larger, at most vLLM's own limit."""
         return max(1, min(load.facts.max_tokens, max(load.facts.cost.saturation_tokens, load.running)))

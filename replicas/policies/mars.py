@@ -1,8 +1,8 @@
-"""LAMPS and MARS: turns by the memory that they will occupy over time, least first; pauses by predicted least waste.
+"""LAMPS and MARS: turns ordered by the memory that they will occupy over time, and pauses by predicted least waste.
 
-Sources: LAMPS sections 4.2 (handling), 4.3 (ranking, refresh) and 4.4 (starvation); MARS section 3, steps 1 and 2.
-Both rank by the integral of KV memory over time under the predicted handling. LAMPS ranks each segment of a program
-as a new request; MARS by what remains of it, so that a context which is still there does not count as work.
+Sources: LAMPS sections 4.2 (handling), 4.3 (ranking, refresh) and 4.4 (starvation); MARS section 3, steps 1 and 2. Both
+rank by the integral of KV memory over time under the predicted handling, the least first. LAMPS ranks each segment of a
+program as a new request. MARS ranks the remaining work, so that a context that is still in memory does not count.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ class LampsParameters(BaseModel):
     """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the papers."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return self._policy("lamps", remaining=False)
 
     def _policy(self, name: str, remaining: bool) -> Policy:
@@ -39,31 +39,32 @@ class MarsParameters(LampsParameters):
     """Parameters of the policy `mars`."""
 
     def build(self) -> Policy:
-        """The policy."""
+        """Build the policy."""
         return self._policy("mars", remaining=True)
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryOverTime:
-    """Starving turns first, then all by their memory over time until the next call has been dealt with.
+    """Ranks starving turns first, then all by their memory over time until the next call has been handled.
 
-    The papers count the steps that a request waits, and what starved stays first until it completes. Here the steps
-    since the turn's arrival count, those that it ran before a preemption too, and the privilege ends with the turn.
+    The papers count the steps that a request waits, and a starved request stays first until it completes. Here all
+    steps since the turn's arrival count, even those in which it ran before a preemption, and the priority ends with the
+    turn.
     """
 
     starvation_steps: int
     refresh_steps: int
     cache_aware: bool
     remaining: bool
-    """Count only memory that the turn has still to fill (MARS)."""
+    """Whether only memory that the turn still has to fill counts (MARS)."""
 
     def key(self, turn: TurnView) -> RankKey:
-        """(0 if starving, token-seconds)."""
+        """Return the rank (0 if starving, token-seconds)."""
         starving = turn.load.step - turn.arrived_step >= self.starvation_steps
         return (0.0 if starving else 1.0, self.token_seconds(turn))
 
     def token_seconds(self, turn: TurnView) -> float:
-        """The integral: growth until the call, and what its handling adds."""
+        """Return the integral in token-seconds: growth until the call, and what the call's handling adds."""
         load, prompt = turn.load, turn.tokens
         output = max(0.0, turn.forecast.output_tokens)
         grown = growth(load, min(turn.cached_tokens, prompt) if self.remaining else 0, prompt, output)
@@ -72,7 +73,11 @@ class MemoryOverTime:
         return grown + self._handling(load, prompt + round(output), turn.forecast.pause_s)
 
     def _handling(self, load: LoadView, context: int, pause_s: float) -> float:
-        """Flat for the pause; or zero, then a ramp while it is computed again; or two ramps of transfer."""
+        """Return the token-seconds of the call's handling.
+
+        A preserved context is constant for the pause. A discarded one is zero, then a ramp while it is computed again.
+        A swapped one has two ramps of transfer.
+        """
         wastes = predicted(load, context, load.running_tokens, pause_s, self.cache_aware)
         match wastes.least:
             case Handling.PRESERVE:
@@ -85,6 +90,8 @@ class MemoryOverTime:
 
 
 def growth(load: LoadView, start: int, prompt: int, output: float) -> float:
-    """Token-seconds of memory that grows from ``start`` to ``prompt`` in one pass, then by one token an iteration."""
+    """Return the token-seconds of memory that grows from ``start`` to ``prompt`` in one pass, then by a token per
+    iteration.
+    """
     prefill_s = load.facts.cost.prefill_s(prompt - start, start)
     return prefill_s * (start + prompt) / 2 + iteration_s(load) * (prompt * output + output * output / 2)

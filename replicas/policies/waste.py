@@ -1,9 +1,8 @@
-"""What a pause wastes: KV memory that computes nothing, times how long.
+"""The waste of a pause: KV memory that computes nothing, times its duration.
 
-InferCept, LAMPS, MARS and AugServe decide by it.
-
-M, the bytes of one token's KV, is a factor of every term and the same for all programs of a replica. It is left out:
-waste is in token-seconds here, and in byte-seconds times ``CostModel.kv_bytes_per_token``.
+InferCept, LAMPS, MARS and AugServe decide by it. M, the bytes of one token's KV, is a factor of every term and the same
+for all programs of a replica. It is left out: waste is in token-seconds here. Times ``CostModel.kv_bytes_per_token`` it
+is in byte-seconds.
 """
 
 from collections.abc import Callable
@@ -27,42 +26,46 @@ from replicas.policy import (
 
 
 def preserve(pause_s: float, context_tokens: float) -> float:
-    """T_pause · C: the context lies idle (InferCept eq. 2, AugServe eq. 4)."""
+    """Return T_pause · C: the context is idle (InferCept eq. 2, AugServe eq. 4)."""
     return pause_s * context_tokens
 
 
 def discard(recompute_s: float, context_tokens: float, other_tokens: float) -> float:
-    """T_fwd(C) · C + T_fwd(C) · C_other: computed again while others wait (InferCept eq. 1, AugServe eq. 5)."""
+    """Return T_fwd(C) · C + T_fwd(C) · C_other: it is computed again, and others wait (InferCept eq. 1, AugServe eq.
+    5).
+    """
     return recompute_s * context_tokens + recompute_s * other_tokens
 
 
 def chunked_discard(recompute_s: float, chunks_s: float, context_tokens: float, other_tokens: float) -> float:
-    """T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other (InferCept eq. 4); ``chunks_s`` is n · T_fwd(C / n)."""
+    """Return T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other (InferCept eq. 4). ``chunks_s`` is n · T_fwd(C / n)."""
     return recompute_s * context_tokens / 2 + chunks_s * other_tokens
 
 
 def swap(swap_s: float, batch_tokens: float) -> float:
-    """2 · T_swap(C) · C_batch: the batch waits while the context goes and comes (InferCept eq. 3)."""
+    """Return 2 · T_swap(C) · C_batch: the batch waits while the context is moved out and in (InferCept eq. 3)."""
     return 2 * swap_s * batch_tokens
 
 
 def iteration_s(load: LoadView) -> float:
-    """T_fwd: seconds of a decode iteration of the running turns, or of one where none runs."""
+    """Return T_fwd, the seconds of a decode iteration of the running turns, or of one turn if none runs."""
     return load.iteration_s
 
 
 def swap_limit_tokens(load: LoadView) -> float:
-    """N with T_swap(N) = T_fwd, at least 1: what an iteration hides the transfer of (InferCept section 4.1)."""
+    """Return N with T_swap(N) = T_fwd, at least 1: the tokens whose transfer an iteration hides (InferCept section
+    4.1).
+    """
     cost = load.facts.cost
     return max(1.0, (iteration_s(load) - cost.swap_overhead_s) / cost.swap_token_s)
 
 
 def lost_share(load: LoadView) -> float:
-    """The share of a released context that the prefix cache will have lost by the resume, in [0, 1].
+    """Return the share of a released context that the prefix cache will have lost by the resume, in [0, 1].
 
-    None of the papers' engines had a prefix cache; with one, a discard costs only what was evicted. Where turns wait,
-    they take whatever is free: all. Else the share of the memory that is in use stands for the share of the freed
-    blocks that somebody takes in time.
+    None of the papers' engines had a prefix cache. With one, a discard costs only the evicted part. Waiting turns use
+    all free memory, so the share is 1 where turns wait. Otherwise the share of the memory that is in use estimates the
+    share of the freed blocks that is reused in time.
     """
     if load.waiting:
         return 1.0
@@ -70,7 +73,7 @@ def lost_share(load: LoadView) -> float:
 
 
 class Handling(Enum):
-    """What becomes of a context during a call."""
+    """What happens to a context during a call."""
 
     PRESERVE = "preserve"
     DISCARD = "discard"
@@ -79,7 +82,7 @@ class Handling(Enum):
 
 @dataclass(frozen=True, slots=True)
 class Wastes:
-    """Token-seconds of each way to handle one pause; infinite where there is no such way."""
+    """Token-seconds of each way to handle one pause. Infinite means that the way is not available."""
 
     preserve: float
     discard: float
@@ -87,12 +90,12 @@ class Wastes:
 
     @property
     def giving_back(self) -> float:
-        """The cheaper way to give the memory back."""
+        """Token-seconds of the cheaper way to free the memory."""
         return min(self.discard, self.swap)
 
     @property
     def least(self) -> Handling:
-        """The way with the least waste; of equals preserve, then discard (AugServe eq. 7-8)."""
+        """The way with the least waste. At equal waste it is preserve, then discard (AugServe eq. 7-8)."""
         if self.preserve <= self.giving_back:
             return Handling.PRESERVE
         return Handling.SWAP if self.swap < self.discard else Handling.DISCARD
@@ -101,17 +104,17 @@ class Wastes:
 def predicted(
     load: LoadView, context_tokens: int, other_tokens: float, pause_s: float, cache_aware: bool = True
 ) -> Wastes:
-    """The wastes of a pause that is only expected (LAMPS section 4.2, MARS step 1, AugServe eq. 4-6).
+    """Return the wastes of a pause that is only expected (LAMPS section 4.2, MARS step 1, AugServe eq. 4-6).
 
-    A swap is free if the iteration under way hides it. AugServe's eq. 6 has N_max where InferCept has C_batch; the
-    running turns are what waits, so C_batch it is for all.
+    A swap is free if the current iteration hides it. AugServe's eq. 6 has N_max where InferCept has C_batch. The
+    running turns are what waits, so C_batch is used for all.
 
     Args:
-        load: the replica now.
+        load: the replica's load now.
         context_tokens: C, at the call.
         other_tokens: C_other.
-        pause_s: T_pause.
-        cache_aware: count what the prefix cache will have lost; False is the papers' own.
+        pause_s: T_pause, in seconds.
+        cache_aware: whether only what the prefix cache will have lost counts. False is the papers' formula.
     """
     cost = load.facts.cost
     lost = lost_share(load) if cache_aware else 1.0
@@ -128,22 +131,22 @@ def predicted(
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """A paused program: at its pause, or later while it is held."""
+    """A paused program, at its pause or later while it is held."""
 
     load: LoadView
     context_tokens: int
-    """C."""
+    """C, in tokens."""
     other_tokens: int
-    """C_other: KV of the running turns without this one."""
+    """C_other: tokens of KV of the running turns, without this one."""
     held_tokens: int
-    """KV of all paused programs, this one's included."""
+    """Tokens of KV of all paused programs, with this one."""
     since_s: float
     forecast_s: float
     """Expected seconds of the whole pause."""
 
     @classmethod
     def of(cls, view: PauseView | HoldView) -> Self:
-        """At its pause a program's blocks still count as running; once held, they do not."""
+        """Make it from a view. At its pause a program's blocks still count as running; during a hold they do not."""
         load, context, forecast_s = view.load, view.context_tokens, max(0.0, view.forecast.pause_s)
         if isinstance(view, PauseView):
             other = max(0, load.running_tokens - context)
@@ -162,33 +165,37 @@ Judge = Callable[[Paused], Wastes]
 
 @dataclass(frozen=True, slots=True)
 class LeastWaste:
-    """Preserve, discard or swap, whichever wastes least by ``judge`` (InferCept section 4.3).
+    """Chooses preserve, discard or swap, whichever wastes least by ``judge`` (InferCept section 4.3).
 
-    What is preserved is held until the pause has cost as much as giving the memory back would: from then on the
-    forecast was wrong, or the pause not worth it.
+    A preserved context is held until the pause has cost as much as freeing the memory would. After that, the forecast
+    was wrong or the pause was not worth it.
     """
 
     judge: Judge
     review_steps: int | None = None
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """The least waste as it looks at the pause."""
+        """Return the decision with the least waste, as known at the pause."""
         return self._choose(Paused.of(pause))
 
     def review(self, hold: HoldView) -> PauseDecision:
-        """The least waste as it looks now; a program that is back keeps what it has."""
+        """Return the decision with the least waste, as known now. A program that is back keeps its hold."""
         return Hold(hold.until_s, reason=PauseReason.BACK) if hold.owner_waits else self._choose(Paused.of(hold))
 
     def victim_key(self, hold: HoldView) -> RankKey:
-        """Programs that are not back yet first, by how much more holding wastes than giving back, the most first."""
+        """Return the rank (0 paused or 1 back, waste of freeing minus waste of holding).
+
+        The least is evicted first.
+        """
         wastes = self.judge(Paused.of(hold))
         return (1.0 if hold.owner_waits else 0.0, wastes.giving_back - wastes.preserve)
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
-        """To a running turn always; to a waiting one if none runs, or if the program is back, ranked low and overdue.
+        """Return whether the hold may be evicted for ``claimant``.
 
-        A hold that any waiting turn may break protects nothing; one that none may break fills the memory with
-        programs that are back but do not rank first.
+        It always yields to a running turn. It yields to a waiting turn if none runs, or if the program is back and its
+        hold has ended. A hold that any waiting turn may evict protects nothing. If no waiting turn may evict any, the
+        memory fills with programs that are back but do not rank first.
         """
         return claimant is not Claimant.WAITING or (hold.owner_waits and hold.load.now_s >= hold.until_s)
 
@@ -207,15 +214,15 @@ class LeastWaste:
 
 @dataclass(frozen=True, slots=True)
 class Predicted:
-    """The judge of LAMPS, MARS and AugServe: T_pause is the forecast, or what has passed if that is more.
+    """The judge of LAMPS, MARS and AugServe: T_pause is the forecast, or the elapsed time if that is longer.
 
-    They label a request before it runs. A policy keeps no state, so the label is taken again at the pause from the
-    same forecast, with the context and the load as they are by then.
+    They label a request before it runs. A policy keeps no state, so here the label is computed again at the pause, from
+    the same forecast and with the context and load at that time.
     """
 
     cache_aware: bool = True
 
     def __call__(self, paused: Paused) -> Wastes:
-        """The wastes of eq. 1-3."""
+        """Return the wastes of eq. 1-3, in token-seconds."""
         pause_s = max(paused.forecast_s, paused.elapsed_s)
         return predicted(paused.load, paused.context_tokens, paused.other_tokens, pause_s, self.cache_aware)

@@ -1,8 +1,7 @@
-"""Commands in a sandbox: bubblewrap gives them no network, a read-only root and nobody else's processes; prlimit the
-limits.
+"""Commands in a sandbox. bubblewrap gives them no network, a read-only root and a separate process namespace.
 
-What bubblewrap does not bound: memory is limited for each process, so a call has at most `processes` times
-`memory_bytes`; only the scratch directories (/tmp, /dev/shm) are limited as a whole.
+prlimit sets the limits. bubblewrap does not limit the memory of a call: it is limited for each process, so that a call
+has at most `processes` times `memory_bytes`. Only the scratch directories (/tmp, /dev/shm) are limited as a whole.
 """
 
 import asyncio
@@ -54,10 +53,10 @@ class CommandKind(SingleTool):
         self._prlimit = shutil.which("prlimit")
         self._setpriv = shutil.which("setpriv")
         self._problem: str | None = None
-        """Why there is no sandbox; None where there is one."""
+        """The reason why there is no sandbox, or None if there is one."""
 
     async def open(self) -> None:
-        """Try the sandbox once."""
+        """Test the sandbox once."""
         self._problem = await self._sandbox_problem()
 
     async def run(self, invocation: Invocation) -> ToolOutput:
@@ -65,7 +64,7 @@ class CommandKind(SingleTool):
 
         Raises:
             ToolRefused: there is no sandbox, or the arguments make no command line.
-            ToolFailed: it ended with a status other than 0, or said more than the cap and was ended.
+            ToolFailed: its exit status is not 0, or its output exceeded the cap and it was killed.
         """
         argv = command_line(self._config, invocation.arguments)
         if self._problem is None:
@@ -92,7 +91,7 @@ class CommandKind(SingleTool):
         return ToolOutput(text)
 
     async def aclose(self) -> None:
-        """Nothing is kept between calls."""
+        """Do nothing: nothing is kept between calls."""
 
     async def _sandbox_problem(self) -> str | None:
         if self._bwrap is None:
@@ -155,10 +154,10 @@ class CommandKind(SingleTool):
 
 
 def command_line(config: CommandTool, arguments: Mapping[str, Any]) -> list[str]:
-    """The argument vector; each argument stays within the element that names it.
+    """Return the argument vector. Each argument stays within the element that names it.
 
     Raises:
-        ToolRefused: an argument that is needed is missing.
+        ToolRefused: a required argument is missing.
     """
     if config.shell:
         return ["/bin/bash", "-c", _text(arguments.get("command", ""))]

@@ -1,8 +1,8 @@
-"""HTTP requests: a URL template, or an operation of an OpenAPI document.
+"""HTTP requests, by a URL template or by an operation of an OpenAPI document.
 
-Unless the operator allows private addresses, each name - of the URL and of every redirect - is resolved once, all its
+Unless the operator allows private addresses, the name in the URL and in every redirect is resolved once, all its
 addresses are checked, and the connection goes to the checked address (`addresses`). Proxies of the environment are not
-used: a proxy would resolve the name again.
+used, because a proxy would resolve the name again.
 """
 
 import asyncio
@@ -38,22 +38,22 @@ METHODS = ("get", "post", "put", "patch", "delete")
 
 @dataclass(frozen=True, slots=True)
 class Operation:
-    """An HTTP request, of which the arguments are still to be filled in."""
+    """An HTTP request whose arguments are not filled in yet."""
 
     method: str
     url: str
-    """Template, with `{name}` for arguments."""
+    """URL template, with `{name}` for arguments."""
     header_names: frozenset[str] = frozenset()
     """Arguments that are sent as headers of the same name."""
     body_name: str | None = None
-    """The argument that is the whole JSON body."""
+    """The argument that is the whole JSON body, or None if there is none."""
     description: str = ""
     parameters: Mapping[str, Any] = field(default_factory=dict)
     """JSON Schema of the arguments."""
 
 
 def read_document(text: str) -> Any:
-    """An OpenAPI document, JSON or YAML.
+    """Parse an OpenAPI document, as JSON or YAML.
 
     Raises:
         ConfigError: it is neither.
@@ -65,16 +65,16 @@ def read_document(text: str) -> Any:
 
 
 def find_operation(document: Any, operation_id: str, server: str | None, base_url: str | None) -> Operation:
-    """The operation ``operation_id``.
+    """Return the operation ``operation_id``.
 
     Args:
-        document: the document, parsed.
-        operation_id: which operation.
-        server: URL of the server; None takes the document's first.
-        base_url: where the document came from, for a server that is relative to it.
+        document: the parsed document.
+        operation_id: the id of the operation.
+        server: URL of the server. None is the document's first.
+        base_url: URL of the document, for a server that is relative to it. None: the document is a file.
 
     Raises:
-        ConfigError: there is no such operation, or no server, or it leads to another document.
+        ConfigError: there is no such operation or no server, or a reference leads to another document.
     """
     try:
         path, method, shared, operation = _find(document, operation_id)
@@ -134,7 +134,7 @@ def _operation(
 
 
 class _Inliner:
-    """Puts in the place of each reference what it stands for, up to a size."""
+    """Replaces each reference by its target, up to a size."""
 
     def __init__(self, document: Any) -> None:
         self._document = document
@@ -173,9 +173,9 @@ class HttpKind:
     """One HTTP request.
 
     Args:
-        name: as programs call it.
+        name: the tool's name.
         config: its settings.
-        resolver: looks names up.
+        resolver: looks up names. None makes one.
 
     Raises:
         ConfigError: the schema or the OpenAPI operation cannot be used, or a secret is not set.
@@ -200,14 +200,14 @@ class HttpKind:
                 raise ConfigError(f"tools.defined.{name}.openapi.document: {error}") from None
 
     async def open(self) -> None:
-        """Nothing: an OpenAPI document behind a URL is fetched at the first call."""
+        """Do nothing: an OpenAPI document behind a URL is fetched at the first call."""
 
     def tools(self) -> Sequence[KnownTool]:
-        """The tool, if its document was read."""
+        """Return the tool, if its document was read."""
         return self._tool.tools() if self._tool else ()
 
     async def tool(self, name: str) -> KnownTool | None:
-        """The tool.
+        """Return the tool. Its document is fetched first if necessary.
 
         Raises:
             ToolFailed: its document cannot be fetched.
@@ -228,7 +228,7 @@ class HttpKind:
 
         Raises:
             ToolRefused: the address may not be reached, or an argument does not fit into the URL.
-            ToolFailed: no connection, or a status from 400 on; the answer is in the message.
+            ToolFailed: there was no connection, or the status is 400 or above. The message has the answer.
             ToolUnknown: the connection was lost after a request that may have had an effect.
         """
         request = self._request(invocation.arguments)
@@ -306,7 +306,7 @@ class HttpKind:
             raise ToolRefused(f"not a URL that tools may reach: {str(request.url)[:200]}")
         if not self._config.private_addresses:
             request = await self._pinned(request)
-        # What a server compresses could become any size at once.
+        # A compressed answer could expand to any size at once.
         request.headers["Accept-Encoding"] = "identity"
         try:
             response = await self._client.send(request, stream=True)
@@ -318,7 +318,7 @@ class HttpKind:
         return response
 
     async def _pinned(self, request: httpx.Request) -> httpx.Request:
-        """The same request, to the address that was checked; the name stays in Host and in TLS."""
+        """Return the same request to the checked address. Host header and TLS keep the name."""
         host = request.url.host
         port = request.url.port or (443 if request.url.scheme == "https" else 80)
         address = await self._resolver.public_address(host, port)
@@ -338,7 +338,7 @@ class HttpKind:
 
 
 def secret_headers(variables: Mapping[str, str]) -> dict[str, str]:
-    """Headers whose values are in the environment.
+    """Return headers whose values are in environment variables.
 
     Raises:
         ConfigError: a variable is not set.

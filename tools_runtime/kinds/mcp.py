@@ -1,8 +1,8 @@
-"""MCP servers: processes of ours or URLs, of both eras of the protocol (`mcp` 2.x).
+"""MCP servers, as child processes or behind URLs, for both generations of the protocol (`mcp` 2.x).
 
-One connection for each server and actor, made when it is needed and again after it broke, with a growing wait. The
-connection lives in a task of its own, because the library ends the task that holds a connection when that breaks:
-callers only see that their call was lost.
+Each actor has one connection to each server. It is made when it is needed, and again after it broke, with growing
+waits. The connection lives in a task of its own, because the library ends the task that holds a connection when it
+breaks. Callers only see that their call was lost.
 """
 
 import asyncio
@@ -34,26 +34,26 @@ MAX_PAGES = 64
 MAX_NAME_LENGTH = 64
 MAX_DESCRIPTION_LENGTH = 4096
 LISTING_BYTES = 1 << 20
-"""Longest message that is no answer of a tool: a page of the listing."""
+"""Bytes of the longest message that is no answer of a tool, such as a page of the listing."""
 ENVELOPE_BYTES = 4096
-"""Least that is taken of an answer, which is not all text."""
+"""Bytes that are always allowed for an answer, because not all of it is text."""
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 
 INHERITED = ("HOME", "LANG", "PATH", "TERM", "TZ", "USER")
-"""Variables that a server process gets without being asked for."""
+"""Environment variables that a server process always gets."""
 
 _MODES = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
 
 
 class _Connection:
-    """A client that is connected, and what it lists."""
+    """A connected client, and the state of its listing."""
 
     def __init__(self, client: Client, ended: asyncio.Event) -> None:
         self.client = client
         self.ended = ended
         self.stale = asyncio.Event()
-        """The server said that its tools have changed."""
+        """Set when the server has reported that its tools changed."""
         self.listing = asyncio.Lock()
 
 
@@ -61,10 +61,10 @@ class McpKind:
     """One MCP server.
 
     Args:
-        name: of the entry, and the first part of its tools' names.
+        name: name of the entry, and the first part of its tools' names.
         config: its settings.
-        clock: of the waits between connections.
-        resolver: looks names up.
+        clock: the clock of the waits between connections. None is the event loop's.
+        resolver: looks up names. None makes one.
 
     Raises:
         ConfigError: a secret is not set.
@@ -91,16 +91,16 @@ class McpKind:
         self._reason = ""
 
     async def open(self) -> None:
-        """Connect, if the server is there."""
+        """Connect, if the server is reachable."""
         with suppress(ToolError):
             await self._connection()
 
     def tools(self) -> Sequence[KnownTool]:
-        """The tools that the server listed last."""
+        """Return the tools that the server listed last."""
         return tuple(self._tools.values())
 
     async def tool(self, name: str) -> KnownTool | None:
-        """A tool of the server; its list is read again if the server said that it changed.
+        """Return a tool of the server, or None. The list is read again if the server reported a change.
 
         Raises:
             ToolFailed: the server cannot be reached.
@@ -114,8 +114,8 @@ class McpKind:
         """Call the tool on the server.
 
         Raises:
-            ToolFailed: the server cannot be reached, or says that the tool failed.
-            ToolUnknown: the server went away in the midst of the call.
+            ToolFailed: the server cannot be reached, or reports that the tool failed.
+            ToolUnknown: the connection was lost during the call.
         """
         connection = await self._connection()
         try:
@@ -137,7 +137,7 @@ class McpKind:
         return ToolOutput(text, truncated=bool((result.meta or {}).get(CUT)))
 
     async def aclose(self) -> None:
-        """End the connection, and the server if it is a process of ours."""
+        """End the connection, and the server if it is a child process."""
         if self._serving is not None:
             self._serving.cancel()
             await asyncio.wait({self._serving})
@@ -162,7 +162,7 @@ class McpKind:
         return connected.result()
 
     async def _serve(self, connected: "asyncio.Future[_Connection]") -> None:
-        """Hold a connection until it breaks."""
+        """Keep a connection until it breaks."""
         ended = asyncio.Event()
         try:
             async with AsyncExitStack() as stack:
@@ -209,7 +209,7 @@ class McpKind:
         return await connection.client.session.send_request(request, types.CallToolResult)
 
     async def _unless_ended(self, connection: _Connection, call: Any) -> types.CallToolResult:
-        """The call's answer, unless the connection breaks first."""
+        """Return the call's answer, unless the connection breaks first."""
         assert self._serving is not None
         task = asyncio.create_task(call)
         try:
@@ -294,7 +294,7 @@ def _handler(connection: _Connection) -> Any:
 
 
 async def _watch(connection: _Connection) -> None:
-    """From 2026-07-28 on, a client hears of changes only if it asks."""
+    """Subscribe to changes of the tools, which clients have to do from protocol 2026-07-28 on."""
     if connection.client.protocol_version not in MODERN_PROTOCOL_VERSIONS:
         return
     with suppress(MCPError, ListenNotSupportedError, SubscriptionLost, TimeoutError):

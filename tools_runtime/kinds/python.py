@@ -1,4 +1,4 @@
-"""Python functions: coroutines on the actor's event loop, others in worker processes, which can be ended."""
+"""Python functions. Coroutines run on the actor's event loop; others run in worker processes, which can be killed."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from tools_runtime.kind import Invocation, SingleTool, ToolOutput
 from tools_runtime.processes import Child, spawn
 
 MAX_GROWTH = 4
-"""Bytes of UTF-8 for each character of an answer, at most."""
+"""Largest number of bytes of UTF-8 for each character of an answer."""
 
 
 class PythonKind(SingleTool):
@@ -49,7 +49,7 @@ class PythonKind(SingleTool):
             self._threads = ThreadPoolExecutor(config.concurrency, thread_name_prefix=f"tool {name}")
 
     async def open(self) -> None:
-        """Nothing: workers are started when they are needed, and kept."""
+        """Do nothing: workers are started when they are needed, and kept."""
 
     async def run(self, invocation: Invocation) -> ToolOutput:
         """Call the function.
@@ -73,7 +73,7 @@ class PythonKind(SingleTool):
             raise ToolFailed(python_worker.told(error)) from error
 
     async def aclose(self) -> None:
-        """End the workers; threads end by themselves."""
+        """End the workers. Threads end when their calls do."""
         idle, self._idle = self._idle, []
         for child in idle:
             child.end()
@@ -97,7 +97,7 @@ class PythonKind(SingleTool):
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            # The thread goes on, and so its place among the tool's stays taken.
+            # The thread goes on, and so it keeps its slot of the tool.
             with contextlib.suppress(Exception):
                 await call
             raise
