@@ -210,7 +210,8 @@ async def test_a_dead_engine_is_told_apart_from_a_slow_one(tiny_model: Path) -> 
     try:
         channel = ControlChannel(engine, timeout_s=5.0)
         await channel.call("policy")
-        (core,) = engine.engine_core.resources.engine_manager.processes  # the process may have other engines' cores, too
+        # The process may have other engines' cores, too.
+        (core,) = engine.engine_core.resources.engine_manager.processes
         os.kill(core.pid, signal.SIGKILL)
         with pytest.raises(EngineGone):
             for _ in range(4):

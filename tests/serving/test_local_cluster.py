@@ -15,7 +15,7 @@ GAVE_UP = Exception("The current node timed out during startup. This could happe
 
 
 class Rays:
-    """In place of `ray.init`: the first ones give up. Each leaves a process and its child, whose environment is empty."""
+    """In place of `ray.init`: the first ones give up. Each leaves a process, and a child of it without the mark."""
 
     def __init__(self, *failures: Exception) -> None:
         self.failures = list(failures)
