@@ -13,24 +13,25 @@ Factor = Annotated[float, Field(ge=0, le=1e6, allow_inf_nan=False)]
 
 
 class RouterSettings(Section):
-    """How programs are placed, moved and admitted: `router.parameters`, where the router is `caesura`."""
+    """How programs are placed, migrated and admitted: `router.parameters` where the router is `caesura`."""
 
     filters: tuple[str, ...] = tuple(FILTERS)
-    """Registered filters that a replica has to pass."""
+    """Names of the registered filters that a replica has to pass."""
     scorers: dict[str, Factor] = Field(default_factory=lambda: dict.fromkeys(SCORERS, 1.0))
-    """Registered scorers, each with the weight of its seconds."""
+    """Names of the registered scorers, each with the weight of the seconds that it estimates."""
     max_moves: int = Field(3, ge=0)
     """How often a program may migrate to a less loaded replica. 0 keeps it on its first replica while that is there."""
     max_wait_s: float = Field(600.0, gt=0, allow_inf_nan=False)
-    """A program that would wait longer for admission is rejected with 503 (seconds)."""
+    """Seconds that a program may wait for admission. One that would wait longer is rejected with 503."""
     max_waiting: int = Field(4096, ge=1)
-    """Turns that may wait for admission in one ingress; more are rejected with 503."""
+    """Maximum number of turns that wait for admission in one ingress. Further turns are rejected with 503."""
     tenant_weights: dict[str, Weight] = Field(default_factory=dict)
-    """Shares of the tenants in admissions while several wait; 1 for those not named."""
+    """Weight of each tenant in admissions while programs of several tenants wait. A tenant that is not named has
+    weight 1."""
     max_programs: int = Field(100_000, ge=1)
-    """Programs whose home one ingress remembers; the store knows the others."""
+    """Maximum number of programs whose home one ingress remembers. The store knows the homes of the others."""
     program_ttl_s: float = Field(3600.0, gt=0, allow_inf_nan=False)
-    """A program without a turn for this long is forgotten (seconds)."""
+    """Seconds without a turn after which a program is forgotten."""
 
     @field_validator("filters")
     @classmethod

@@ -16,29 +16,31 @@ from replicas.policy import BudgetPolicy, KvPlace, LoadView, OrderPolicy, Policy
 
 
 class AugserveParameters(BaseModel):
-    """Parameters of the policy `augserve`; the three flags are the paper's ablations (section 5.4)."""
+    """Parameters of the policy `augserve`. The first three flags are the paper's ablations (section 5.4)."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     two_stage: bool = True
-    """Order by the scheduling value; false is first come, first served by the program, as InferCept."""
+    """Whether turns are ordered by the scheduling value. false: first come, first served by program, as in
+    InferCept."""
     anti_starvation: bool = True
-    """Lower the value of a turn by alpha for each second that its program was not scheduled."""
+    """Whether the value of a turn decreases by alpha for each second in which its program was not scheduled."""
     dynamic_budget: bool = True
-    """Tokens of a step by free memory; false is vLLM's own limit."""
+    """Whether the free memory limits the tokens of a step. false: vLLM's own limit applies."""
     alpha_tokens: float = Field(10.0, ge=0)
-    """Alpha: token-seconds of value that a second of waiting makes up for. The paper does not print its value."""
+    """Alpha: token-seconds of value that one second of waiting outweighs. The paper does not give its value."""
     gamma: float = Field(1.0, ge=0, le=1)
-    """The part of the paused programs' memory that counts as available."""
+    """Part of the memory of paused programs that counts as available."""
     target_tokens: int | None = Field(None, ge=1)
-    """The profiled reference of a step's tokens; null is vLLM's own limit."""
+    """Profiled reference of the tokens of a step. null: vLLM's own limit."""
     beta_low: float = Field(0.25, gt=0, le=1)
     """No budget is below this part of the target. The paper does not print it; the best limits of its table 1 are a
     quarter to three quarters of the largest."""
     beta_high: float = Field(1.0, gt=0)
     """No budget is above this part of the target."""
     cache_aware: bool = True
-    """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the paper."""
+    """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
+    context counts, as in the paper."""
 
     @model_validator(mode="after")
     def _range(self) -> Self:

@@ -83,9 +83,10 @@ class PlasParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     quantum_tokens: int = Field(1024, ge=1)
-    """Service, in tokens computed, that a program may receive in the first level; each level lasts twice as long."""
+    """Service, in computed tokens, that a program may receive in the first level. Each further level allows twice as
+    much."""
     levels: int = Field(8, ge=1)
-    """Number of levels; a program that has received more service stays in the last."""
+    """Number of levels. A program that has received more service stays in the last one."""
 
     def build(self) -> Policy:
         """Build the policy."""

@@ -96,17 +96,19 @@ class CaesuraParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     ageing: float = Field(0.05, ge=0)
-    """Without an SLO: seconds of work that a second of waiting makes up for."""
+    """Seconds of remaining work that one second of waiting outweighs, where no SLO is set."""
     refresh_steps: int = Field(8, ge=1)
-    """Ranks are taken again every so many steps: waiting turns miss the SLO."""
+    """Number of steps between two rankings of all waiting turns. A turn's rank changes while it waits, because its
+    SLO comes nearer."""
     review_steps: int = Field(8, ge=1)
-    """Holds are looked at again every so many steps."""
+    """Number of steps between two reviews of each hold."""
     min_observations: int = Field(3, ge=1)
-    """A tool's own durations count from so many observations on; before, all tools' together."""
+    """Minimum number of observations of a tool before its own durations are used. Below it, the durations of all
+    tools are used."""
     reserve_share: float = Field(0.0, ge=0, lt=1)
-    """Part of the memory that admissions leave to the growth of running turns."""
+    """Part of the KV memory that admissions leave free for the growth of running turns."""
     min_prefill_tokens: int = Field(64, ge=1)
-    """However slow the steps, so many tokens of prompts may be computed in each."""
+    """Minimum number of prompt tokens that a step may compute, however slow the steps are."""
 
     def build(self) -> Policy:
         """Build the policy."""

@@ -36,20 +36,22 @@ class ContinuumParameters(BaseModel):
     delta: float = Field(0.1, gt=0, lt=1)
     """The bound on a tool's duration holds with probability 1 - delta (empirical Bernstein)."""
     min_observations: int = Field(5, ge=2)
-    """K: a tool's own statistics count from so many observations on; before, all tools' together."""
+    """K: minimum number of observations of a tool before its own statistics are used. Below it, those of all tools
+    are used."""
     default_ttl_s: float = Field(2.0, gt=0)
-    """Time to live while there are fewer than K observations of anything."""
+    """Time to live in seconds while there are fewer than K observations of all tools together."""
     beta: float = Field(1.0, gt=0)
-    """Scales the time to live by turns so far / average turns of a program."""
+    """Factor of the time to live, beside (turns of this program so far) / (mean turns of a program)."""
     max_ttl_s: float = Field(10.0, gt=0)
     """A program whose time to live would be longer is not pinned at all: a pin that ends before its pause costs twice.
     The paper has no such bound; a large value is the paper's own behaviour."""
     simplified: bool = False
-    """Section 4.5: pin for fixed_ttl_s where the tool's mean is below threshold_s, else not at all."""
+    """Whether section 4.5's simplified version is used: a program is pinned for fixed_ttl_s if its tool's mean
+    duration is below threshold_s, and not at all otherwise."""
     threshold_s: float = Field(2.0, gt=0)
-    """Simplified version: tools that take longer in the mean are not pinned for."""
+    """Simplified version: mean duration in seconds above which a tool's programs are not pinned."""
     fixed_ttl_s: float = Field(2.0, gt=0)
-    """Simplified version: the one time to live."""
+    """Simplified version: the time to live of every pin in seconds."""
 
     @model_validator(mode="after")
     def _default_is_used(self) -> Self:
@@ -157,9 +159,10 @@ class ContinuumCostParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     min_observations: int = Field(5, ge=1)
-    """K: a tool's own durations count from so many observations on; before, all tools' together."""
+    """K: minimum number of observations of a tool before its own durations are used. Below it, those of all tools
+    are used."""
     default_ttl_s: float = Field(2.0, gt=0)
-    """Time to live while there are fewer than K observations of anything."""
+    """Time to live in seconds while there are fewer than K observations of all tools together."""
     eta: float = Field(1.0, ge=0, le=1)
     """How much of the queueing delay a pin saves: minus the correlation of the turns that programs have been served
     with the turns that they have left. 1: all programs have the same number of turns; 0: what a program was served

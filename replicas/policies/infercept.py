@@ -23,13 +23,14 @@ class InferceptParameters(BaseModel):
     """T_pause: `dynamic` is the time since the call started, renewed at each review (section 4.4); `forecast` is the
     client's hint or what was learnt."""
     review_steps: int = Field(4, ge=1)
-    """Steps between two looks at each hold; the paper's is 1."""
+    """Number of steps between two reviews of each hold. The paper reviews at each step (1)."""
     swap_out_share: float = Field(0.5, ge=0, le=1)
-    """The part of each iteration's swap limit that swap-out gets; the rest is left to swap-in."""
+    """Part of each iteration's swap limit that swap-out may use. Swap-in gets the rest."""
     saturation_budget: bool = True
-    """No step schedules more than the saturation point S; false is vLLM's own limit."""
+    """Whether no step schedules more tokens than the saturation point S. false: vLLM's own limit applies."""
     cache_aware: bool = True
-    """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the paper."""
+    """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
+    context counts, as in the paper."""
 
     def build(self) -> Policy:
         """Build the policy."""

@@ -20,11 +20,12 @@ class LampsParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     starvation_steps: int = Field(100, ge=1)
-    """Steps of waiting after which a turn goes to the head."""
+    """Number of steps after which a waiting turn moves to the head of the queue."""
     refresh_steps: int = Field(10, ge=1)
-    """Steps between two rankings of all waiting turns."""
+    """Number of steps between two rankings of all waiting turns."""
     cache_aware: bool = True
-    """Count as recomputation what the prefix cache will have lost by the resume; false counts all, as the papers."""
+    """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
+    context counts, as in the papers."""
 
     def build(self) -> Policy:
         """Build the policy."""
