@@ -65,8 +65,8 @@ class TenantConfig(Section):
     slo: SloConfig = Field(default_factory=SloConfig)
     """SLO bounds for this tenant, on every model. A bound that is not set here is the model's."""
     weight: float = Field(1.0, gt=0, le=1000)
-    """The tenant's weight when programs wait for admission. A tenant with weight 2 gets twice the share of memory of a
-    tenant with weight 1."""
+    """The tenant's weight when programs wait for admission. While both have programs waiting, a tenant with weight 2
+    gets twice the admitted work of a tenant with weight 1."""
     requests_per_s: float | None = Field(None, gt=0)
     """Requests per second. Only requests that make work for a replica count. Further requests get 429."""
     burst: int = Field(32, ge=1)
