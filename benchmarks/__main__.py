@@ -6,7 +6,7 @@ import sys
 BENCHMARKS = (
     "schedule_overhead",
     "resume_latency",
-    "ingress_throughput",
+    "front_end",
     "replica_footprint",
     "tool_executor",
     "turn_gap",

@@ -20,8 +20,8 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.ingress_throughput import compare, show
 from benchmarks.results import save
+from benchmarks.streams import compare, show
 from cluster.config.schema import CaesuraConfig
 from cluster.local.cluster import LocalCluster
 

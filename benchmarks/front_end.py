@@ -1,0 +1,253 @@
+"""Tokens a second, first token and CPU time of the ways from a client to vLLM, same engine arguments, in one run.
+
+    python -m benchmarks.front_end [--rounds 3] [--streams 1 16 64] [--tokens 64] [--flames DIRECTORY]
+
+The subjects are vLLM's own server (`vllm`), plain `ray.serve.llm` (`ray`), and Caesura with both of its data planes
+(`ingress`, `direct`). Each has one replica of the built-in model, in processes of its own. They take turns, the order
+swapped each round; those that wait are idle. Tokens a second and first tokens are medians over the rounds. CPU seconds
+are those of a subject's processes while its streams run, by the process's role, for 1,000 tokens. ``--flames`` writes
+a flame graph (py-spy) of each role at the largest number of streams.
+"""
+
+import argparse
+import asyncio
+import socket
+import statistics
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.results import save
+from benchmarks.served import serve, serving
+from benchmarks.streams import REQUESTS_EACH, measure
+from cluster.config.schema import CaesuraConfig
+from replicas.settings import CPU_ENVIRONMENT
+from replicas.tiny.model import tiny_model_directory
+
+VLLM, RAY, INGRESS, DIRECT = "vllm", "ray", "ingress", "direct"
+TARGETS = {16: 0.95, 64: 0.90, 256: 0.85}
+"""Streams, and how many times vLLM's own throughput ours has to reach."""
+START_WITHIN_S = 300.0
+STOP_WITHIN_S = 60.0
+FLAME_S = 8.0
+FLAMES = ("server", "proxy", "ingress", "replica")
+
+KV_BYTES = 64 << 20
+ENGINE = {"max_model_len": 2048, "max_num_seqs": 64}
+CONFIG: dict[str, Any] = {
+    "replicas": {"count": 1, "kv_cache_bytes": KV_BYTES},
+    "engine": ENGINE,
+    "policy": {"name": "caesura"},
+}
+
+ROLES = {
+    "EngineCore": "engine",
+    "ProgramServer": "replica",
+    "LLMServer": "replica",
+    "DirectRouter": "router",
+    "Ingress": "ingress",
+    "ProxyActor": "proxy",
+    "haproxy": "proxy",
+    "openai.api_server": "server",
+}
+"""By a part of the command line, what a process does on the way of a token. The first match counts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Subject:
+    """A server under test: its URL, and its first process."""
+
+    url: str
+    pid: int
+
+    def processes(self) -> Iterator[tuple[str, psutil.Process]]:
+        """Its processes, each with its role."""
+        first = psutil.Process(self.pid)
+        for process in (first, *first.children(recursive=True)):
+            try:
+                line = " ".join(process.cmdline())
+            except psutil.Error:
+                continue  # it has ended meanwhile
+            yield next((role for part, role in ROLES.items() if part in line), "other"), process
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds so far, by role."""
+        found: dict[str, float] = defaultdict(float)
+        for role, process in self.processes():
+            try:
+                times = process.cpu_times()
+            except psutil.Error:
+                continue
+            found[role] += times.user + times.system
+        return found
+
+
+def be(name: str) -> None:
+    """Serve as one of the subjects that are Ray clusters."""
+    plane = DIRECT if name == DIRECT else INGRESS
+    config = CaesuraConfig.model_validate({**CONFIG, "http": {"port": 0, "data_plane": plane}})
+    serve(config, deploy_plain if name == RAY else None)
+
+
+def deploy_plain(config: CaesuraConfig) -> str:
+    """Put Ray's own application in the place of ours, with all of the engine's arguments; its URL's path."""
+    from ray import serve as ray_serve
+    from ray.serve.llm import build_openai_app
+
+    from cluster.app import APPLICATION, llm_config_of
+
+    llm_config = llm_config_of(config)
+    environment = llm_config.runtime_env["env_vars"]
+    llm_config.runtime_env = {"env_vars": {**environment, "RAYLLM_VLLM_ENGINE_CLS": "replicas.engine.ReplicaEngine"}}
+    llm_config.engine_kwargs.pop("scheduler_cls")
+    llm_config.engine_kwargs.pop("kv_transfer_config", None)
+    llm_config.deployment_config.pop("request_router_config")
+    ray_serve.delete(APPLICATION)
+    ray_serve.run(build_openai_app({"llm_configs": [llm_config]}), name="plain", route_prefix="/plain")
+    return "/plain"
+
+
+@contextmanager
+def own_server(model: Path) -> Iterator[Subject]:
+    """vLLM's own server with the same engine arguments.
+
+    Raises:
+        RuntimeError: it did not start.
+    """
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    arguments = {
+        "model": model,
+        "served-model-name": "tiny",
+        "host": "127.0.0.1",
+        "port": port,
+        "kv-cache-memory-bytes": KV_BYTES,
+        "block-size": 32,
+        "distributed-executor-backend": "uni",  # with CPU_ENVIRONMENT: no process between engine and model, as in ours
+        **{name.replace("_", "-"): value for name, value in ENGINE.items()},
+    }
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--enforce-eager", "--disable-log-stats"]
+    command += [part for name, value in arguments.items() for part in (f"--{name}", str(value))]
+    environment = {**psutil.Process().environ(), **CPU_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
+    process = subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL)
+    try:
+        url = f"http://127.0.0.1:{port}"
+        give_up_s = time.monotonic() + START_WITHIN_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > give_up_s:
+                raise RuntimeError("vLLM's own server did not start")
+            time.sleep(0.2)
+        yield Subject(url, process.pid)
+    finally:
+        process.terminate()
+        process.wait(STOP_WITHIN_S)
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False
+
+
+def compare(subjects: dict[str, Subject], streams: int, rounds: int, tokens: int) -> list[dict[str, Any]]:
+    """A row for each subject at one number of streams, with ratios to vLLM's own server."""
+    found: dict[str, list[dict[str, float]]] = {name: [] for name in subjects}
+    spent: dict[str, dict[str, float]] = {name: defaultdict(float) for name in subjects}
+    for number in range(-1, rounds):  # the first one warms up
+        for name in list(subjects) if number % 2 else list(reversed(subjects)):
+            before = subjects[name].cpu_s()
+            result = asyncio.run(measure(subjects[name].url, streams, tokens))
+            after = subjects[name].cpu_s()
+            if number >= 0:
+                found[name].append(result)
+                for role, seconds in after.items():
+                    spent[name][role] += seconds - before.get(role, 0.0)
+    thousands = rounds * streams * REQUESTS_EACH * tokens / 1000
+    rows: list[dict[str, Any]] = []
+    for name, results in found.items():
+        medians = {key: statistics.median(result[key] for result in results) for key in results[0]}
+        cpu_s = {role: round(seconds / thousands, 4) for role, seconds in spent[name].items()}
+        rows.append({"subject": name, "streams": streams, **medians, "cpu_s_per_1000_tokens": cpu_s})
+    own = next(row for row in rows if row["subject"] == VLLM)
+    for row in rows:
+        row["ratio"] = row["tokens_per_s"] / own["tokens_per_s"]
+        row["ttft_ratio"] = row["ttft_s"] / own["ttft_s"]
+    return rows
+
+
+def draw_flames(subjects: Mapping[str, Subject], streams: int, tokens: int, directory: Path) -> None:
+    """Write a flame graph of each role of each subject under load."""
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, subject in subjects.items():
+        recorders = [
+            subprocess.Popen(
+                ["py-spy", "record", "--pid", str(process.pid), "--duration", str(int(FLAME_S)), "--rate", "100",
+                 "--output", str(directory / f"{name}_{role}.svg")],
+                stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )
+            for role, process in subject.processes()
+            if role in FLAMES
+        ]  # fmt: skip
+        give_up_s = time.monotonic() + 5 * FLAME_S
+        while any(one.poll() is None for one in recorders) and time.monotonic() < give_up_s:
+            asyncio.run(measure(subject.url, streams, tokens))
+        for one in recorders:
+            one.wait(STOP_WITHIN_S)
+
+
+def show(rows: Sequence[Mapping[str, Any]]) -> None:
+    """The rows as a table of at most 80 columns."""
+    table = Table("streams", "subject", "tok/s", "x vllm", "TTFT ms", "x vllm", "CPU s per 1,000 tokens")
+    for row in rows:
+        cpu_s = ", ".join(f"{role} {seconds:.3f}" for role, seconds in row["cpu_s_per_1000_tokens"].items())
+        numbers = (f"{row['tokens_per_s']:.0f}", f"{row['ratio']:.2f}", f"{row['ttft_s'] * 1e3:.0f}")
+        table.add_row(str(row["streams"]), row["subject"], *numbers, f"{row['ttft_ratio']:.2f}", cpu_s)
+    Console(width=80).print(table)
+
+
+def main() -> int:
+    """Measure, print, save; 1 if a target is missed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--flames", type=Path, default=None)
+    parser.add_argument("--out", type=Path, default=None)
+    parser.add_argument("--serve", choices=(RAY, INGRESS, DIRECT), default=None, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.serve is not None:
+        be(arguments.serve)
+        return 0
+    rows: list[dict[str, Any]] = []
+    with ExitStack() as stack:
+        subjects = {VLLM: stack.enter_context(own_server(tiny_model_directory()))}
+        for name in (RAY, INGRESS, DIRECT):
+            subjects[name] = Subject(*stack.enter_context(serving("front_end", name)))
+        for streams in arguments.streams:
+            rows += compare(subjects, streams, arguments.rounds, arguments.tokens)
+        if arguments.flames is not None:
+            draw_flames(subjects, max(arguments.streams), arguments.tokens, arguments.flames)
+    show(rows)
+    save("front_end", rows, arguments.out)
+    ours = {row["streams"]: row["ratio"] for row in rows if row["subject"] == INGRESS}
+    missed = {streams: ratio for streams, ratio in ours.items() if ratio < TARGETS.get(streams, 0.0)}
+    for streams, ratio in missed.items():
+        print(f"missed: {ratio:.2f} x vLLM's own server at {streams} streams, the target is {TARGETS[streams]:.2f} x")
+    return 1 if missed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
