@@ -185,7 +185,7 @@ class ProgramsConfig(Section):
 
 
 class CaesuraConfig(Section):
-    """The complete configuration."""
+    """The configuration of one application: what a YAML file, `CAESURA__` variables and `--set` give together."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
     engine: dict[EngineArgument, Any] = Field(default_factory=dict)

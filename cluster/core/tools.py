@@ -47,9 +47,9 @@ class Outcome(StrEnum):
     """The outcome of a tool call. Each call has exactly one."""
 
     OK = "ok"
-    """The tool answered."""
+    """The tool answered within its deadline. Its answer is the text of the result."""
     ERROR = "error"
-    """The tool failed."""
+    """The tool failed, or could not be reached. The text of the result is the error."""
     TIMEOUT = "timeout"
     """The deadline passed while the call was queued or the tool ran. The tool was stopped."""
     CANCELLED = "cancelled"

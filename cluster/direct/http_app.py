@@ -151,7 +151,7 @@ class ReplicaRoutes:
         return await self._call(request, "detokenize", await self._reader.body(request), None, None, None)
 
     async def models(self) -> Response:
-        """The model served."""
+        """OpenAI's list of models, with the one model of this replica."""
         return JSONResponse({"object": "list", "data": [model_card(self._config.model.id, self._started)]})
 
     async def model(self, model_id: str) -> Response:

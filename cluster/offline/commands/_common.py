@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
+from rich.console import Console
 from typer.core import TyperCommand
 
 from cluster.core.clock import MonotonicClock
@@ -77,11 +78,7 @@ def _write(flag: str, write: Callable[[], None]) -> None:
         raise ConfigError(f"{flag}: {error}") from error
 
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-
-def timed_steps(console: "Console") -> Callable[[str], AbstractContextManager[None]]:
+def timed_steps(console: Console) -> Callable[[str], AbstractContextManager[None]]:
     """Return the ``step`` of a `LocalCluster`, which prints each step of its start and stop with its duration.
 
     A terminal shows the current step. Otherwise, stderr gets a line about it every ten seconds.
