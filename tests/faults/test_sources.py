@@ -4,6 +4,8 @@ import ast
 from pathlib import Path
 from typing import Any
 
+from tests.sources import parsed
+
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("cluster", "replicas", "router", "tools_runtime", "predictor_service", "helm", "deploy")
 MODULES = frozenset({"pickle", "cloudpickle", "_pickle", "marshal", "shelve", "dill", "joblib"})
@@ -20,7 +22,7 @@ SAFE = {"cluster/config/loader.py": {"yaml.load"}}
 
 
 def unsafe(path: Path) -> list[str]:
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     found = []
     for node in ast.walk(tree):
         match node:

@@ -9,6 +9,7 @@ import pytest
 
 from cluster.observing import catalogue as metrics
 from cluster.observing.catalogue import CATALOGUE, Kind, Metric
+from tests.sources import parsed
 
 ROOT = Path(__file__).parents[2]
 IDS = {"program", "program_id", "request", "request_id", "turn_id", "session", "user", "call"}
@@ -22,7 +23,7 @@ READERS = {"dashboards", "live_view"}
 def recorded() -> set[str]:
     """The constants of the catalogue that code outside it and outside `READERS` uses."""
     files = (path for package in PACKAGES for path in (ROOT / package).rglob("*.py"))
-    trees = (ast.parse(path.read_text()) for path in files if not READERS & set(path.parts))
+    trees = (parsed(path) for path in files if not READERS & set(path.parts))
     return {name for tree in trees for name in used_constants(tree)} & set(CONSTANTS)
 
 
