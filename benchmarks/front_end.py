@@ -1,16 +1,18 @@
 """Tokens a second, first token and CPU time of the ways from a client to vLLM, same engine arguments, in one run.
 
-    python -m benchmarks.front_end [--rounds 3] [--streams 1 16 64] [--tokens 64] [--flames DIRECTORY]
+    python -m benchmarks.front_end [--rounds 3] [--streams 1 16 64 256] [--tokens 64] [--flames DIRECTORY]
 
-The subjects are vLLM's own server (`vllm`), plain `ray.serve.llm` (`ray`), and Caesura with both of its data planes
-(`ingress`, `direct`). Each has one replica of the built-in model, in processes of its own. They take turns, the order
-swapped each round; those that wait are idle. Tokens a second and first tokens are medians over the rounds. CPU seconds
-are those of a subject's processes while its streams run, by the process's role, for 1,000 tokens. ``--flames`` writes
-a flame graph (py-spy) of each role at the largest number of streams.
+The subjects are vLLM's own server (`vllm`), plain `ray.serve.llm` (`ray`) with HAProxy and Ray's settings for
+throughput, Caesura (`caesura`), and Caesura without HAProxy (`no_haproxy`). Each has one replica of the built-in model,
+in processes of its own. They take turns, the order swapped each round; those that wait are idle. Tokens a second and
+first tokens are medians over the rounds. CPU seconds are those of a subject's processes while its streams run, by the
+process's role, for 1,000 tokens. ``--flames`` writes a flame graph (py-spy) of each role at the largest number of
+streams.
 """
 
 import argparse
 import asyncio
+import os
 import socket
 import statistics
 import subprocess
@@ -32,10 +34,13 @@ from benchmarks.results import save
 from benchmarks.served import serve, serving
 from benchmarks.streams import REQUESTS_EACH, measure
 from cluster.config.schema import CaesuraConfig
+from cluster.local.haproxy import ENABLE
 from replicas.settings import CPU_ENVIRONMENT
 from replicas.tiny.model import tiny_model_directory
 
-VLLM, RAY, INGRESS, DIRECT = "vllm", "ray", "ingress", "direct"
+VLLM, RAY, CAESURA, NO_HAPROXY = "vllm", "ray", "caesura", "no_haproxy"
+ENVIRONMENTS = {RAY: {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}, NO_HAPROXY: {ENABLE: "0"}, CAESURA: {}}
+"""Environment variables of the subjects that are Ray clusters."""
 TARGETS = {16: 0.95, 64: 0.90, 256: 0.85}
 """Streams, and how many times vLLM's own throughput ours has to reach."""
 START_WITHIN_S = 300.0
@@ -44,7 +49,7 @@ FLAME_S = 8.0
 FLAMES = ("server", "proxy", "ingress", "replica")
 
 KV_BYTES = 64 << 20
-ENGINE = {"max_model_len": 2048, "max_num_seqs": 64}
+ENGINE = {"max_model_len": 2048, "max_num_seqs": 256}
 CONFIG: dict[str, Any] = {
     "replicas": {"count": 1, "kv_cache_bytes": KV_BYTES},
     "engine": ENGINE,
@@ -55,7 +60,6 @@ ROLES = {
     "EngineCore": "engine",
     "ProgramServer": "replica",
     "LLMServer": "replica",
-    "DirectRouter": "router",
     "Ingress": "ingress",
     "ProxyActor": "proxy",
     "haproxy": "proxy",
@@ -95,8 +99,8 @@ class Subject:
 
 def be(name: str) -> None:
     """Serve as one of the subjects that are Ray clusters."""
-    plane = DIRECT if name == DIRECT else INGRESS
-    config = CaesuraConfig.model_validate({**CONFIG, "http": {"port": 0, "data_plane": plane}})
+    os.environ.update(ENVIRONMENTS[name])
+    config = CaesuraConfig.model_validate({**CONFIG, "http": {"port": 0}})
     serve(config, deploy_plain if name == RAY else None)
 
 
@@ -222,11 +226,11 @@ def main() -> int:
     """Measure, print, save; 1 if a target is missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64])
+    parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--flames", type=Path, default=None)
     parser.add_argument("--out", type=Path, default=None)
-    parser.add_argument("--serve", choices=(RAY, INGRESS, DIRECT), default=None, help=argparse.SUPPRESS)
+    parser.add_argument("--serve", choices=tuple(ENVIRONMENTS), default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.serve is not None:
         be(arguments.serve)
@@ -234,7 +238,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         subjects = {VLLM: stack.enter_context(own_server(tiny_model_directory()))}
-        for name in (RAY, INGRESS, DIRECT):
+        for name in ENVIRONMENTS:
             subjects[name] = Subject(*stack.enter_context(serving("front_end", name)))
         for streams in arguments.streams:
             rows += compare(subjects, streams, arguments.rounds, arguments.tokens)
@@ -242,7 +246,7 @@ def main() -> int:
             draw_flames(subjects, max(arguments.streams), arguments.tokens, arguments.flames)
     show(rows)
     save("front_end", rows, arguments.out)
-    ours = {row["streams"]: row["ratio"] for row in rows if row["subject"] == INGRESS}
+    ours = {row["streams"]: row["ratio"] for row in rows if row["subject"] == CAESURA}
     missed = {streams: ratio for streams, ratio in ours.items() if ratio < TARGETS.get(streams, 0.0)}
     for streams, ratio in missed.items():
         print(f"missed: {ratio:.2f} x vLLM's own server at {streams} streams, the target is {TARGETS[streams]:.2f} x")

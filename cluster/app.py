@@ -6,7 +6,6 @@ from typing import Any
 
 import ray
 from ray import serve
-from ray.serve._private.constants import RAY_SERVE_ENABLE_HA_PROXY, RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
@@ -15,9 +14,6 @@ from cluster.config.models import TINY
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
 from cluster.core.registry import OUR_ROUTER, ROUTERS
-from cluster.direct.note import ROUTER_DEPLOYMENT
-from cluster.direct.replica import DirectProgramServer
-from cluster.direct.router import router_class
 from cluster.http.ingress import ingress_class
 from predictor_service.service import predictor_application
 from replicas.engine import LocalModel
@@ -25,7 +21,6 @@ from replicas.host_tier import kv_transfer_config
 from replicas.server import ProgramServer
 from replicas.settings import CPU_ENVIRONMENT, SchedulerSettings
 from replicas.tiny.model import tiny_model_directory
-from router.pinned_router import CONTROL_SLOTS
 
 APPLICATION = "caesura"
 """Name of the Serve application."""
@@ -53,8 +48,9 @@ HEALTH_CHECK_PERIOD_S = 5.0
 ROUTING_STATS_PERIOD_S = 1.0
 ROUTING_STATS_TIMEOUT_S = 5.0
 INGRESS_CPUS = 0.1
-ROUTER_REQUESTS = 100_000
-"""Maximum number of requests in the direct data plane's router, including those that wait for admission."""
+INGRESS_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
+"""With it, the HTTP server of an ingress runs in the event loop of its handlers. Otherwise each piece of an answer
+would pass from thread to thread."""
 INGRESS_SLACK = 256
 """Number of requests above ``http.max_concurrent_requests`` that Ray still sends to an ingress: probes, and requests
 that are rejected with 503."""
@@ -67,13 +63,10 @@ def build(config: CaesuraConfig) -> Application:
         config: the configuration. Ray makes it from the `args` of a Serve config file.
 
     Raises:
-        ConfigError: the store is `embedded`, which only `caesura serve` can start; the cost model cannot be read; or an
-            environment variable of the data plane is missing.
+        ConfigError: the store is `embedded`, which only `caesura serve` can start; or the cost model cannot be read.
     """
     if config.redis.url == EMBEDDED:
         raise ConfigError("redis.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
-    if config.http.data_plane == "direct":
-        return _direct(config)
     replicas = {
         model: build_llm_deployment(llm_config_of(own), deployment_cls=ProgramServer, bind_kwargs={"config": own})
         for model, own in config.served.items()
@@ -84,33 +77,10 @@ def build(config: CaesuraConfig) -> Application:
         num_replicas=config.http.ingress_replicas,
         max_ongoing_requests=config.http.max_concurrent_requests + INGRESS_SLACK,
         graceful_shutdown_timeout_s=config.http.request_timeout_s + SHUTDOWN_SLACK_S,
-        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        ray_actor_options={"num_cpus": INGRESS_CPUS, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
     )
     predictor = predictor_application(config) if config.predictor.mode == "service" else None
     return ingress.bind(replicas, config, predictor)
-
-
-def _direct(config: CaesuraConfig) -> Application:
-    """Build the direct data plane: replicas that are their own ingress behind HAProxy, and the router of HAProxy."""
-    if not RAY_SERVE_ENABLE_HA_PROXY:
-        raise ConfigError(
-            "http.data_plane: direct needs RAY_SERVE_ENABLE_HA_PROXY=1 in the environment of every process of the Ray "
-            "cluster, and of this one before it imports Ray"
-        )
-    if not RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY:
-        raise ConfigError("http.data_plane: direct needs RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY=1, as above")
-    replicas = build_llm_deployment(
-        llm_config_of(config),
-        deployment_cls=serve.ingress()(DirectProgramServer),
-        name_prefix="ProgramServer:",
-        bind_kwargs={"config": config},
-        override_serve_options={
-            # A request that waits here has not been read yet. The ingress's own limit must therefore apply first.
-            "max_ongoing_requests": config.http.max_concurrent_requests + INGRESS_SLACK + CONTROL_SLOTS,
-        },
-    )
-    router = serve.deployment(router_class(), name=ROUTER_DEPLOYMENT, max_ongoing_requests=ROUTER_REQUESTS)
-    return replicas._with_ingress_request_router(router.bind(replicas, config))
 
 
 def llm_config_of(config: CaesuraConfig) -> LLMConfig:
@@ -124,7 +94,7 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
         engine_kwargs=engine_kwargs(config),
         deployment_config={
             "num_replicas": replicas.count,
-            "max_ongoing_requests": replicas.max_ongoing_requests + (CONTROL_SLOTS if ours else 0),
+            "max_ongoing_requests": replicas.max_ongoing_requests,
             "max_queued_requests": replicas.max_queued_requests,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
             "graceful_shutdown_timeout_s": config.http.request_timeout_s + SHUTDOWN_SLACK_S,

@@ -2,7 +2,8 @@
 
 It overrides these methods of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py checks the
 names):
-    __init__, start, check_health, record_routing_stats   our loops beside the engine
+    __init__, start, check_health, record_routing_stats   our loops and the server of turns beside the engine
+    __del__                                               waits for the open turns, which Ray does not see
     _start_engine                                         no telemetry actor
 """
 
@@ -14,6 +15,7 @@ from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
 
+import ray
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
@@ -24,10 +26,12 @@ from cluster.api.openai import REQUEST_ID
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
+from cluster.core.frames import TURN, Answer, TurnCall
 from cluster.core.malloc_trim import keep_trimmed
 from cluster.core.replica_snapshot import ROUTING_STATS_KEY
 from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import Continuation, TurnPiece
+from cluster.core.turn_address import TurnAddress
 from cluster.observing.logs import bind
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
@@ -50,6 +54,7 @@ from replicas.requests import (
 )
 from replicas.resumption import Watch, events
 from replicas.router_side import RouterSide
+from replicas.turn_server import TurnServer
 
 logger = logging.getLogger("ray.serve")
 
@@ -73,6 +78,9 @@ class ProgramServer(LLMServer):
         self._observed = self._noted = 0
         self._router_side: RouterSide | None = None
         self._loops: list[asyncio.Task[NoReturn]] = []
+        replicas = config.replicas
+        max_waiting = None if replicas.max_queued_requests < 0 else replicas.max_queued_requests
+        self._turn_server = TurnServer(self._answer, max_turns=replicas.max_ongoing_requests, max_waiting=max_waiting)
         await super().__init__(llm_config, engine_cls=ReplicaEngine)
 
     async def start(self) -> None:
@@ -98,10 +106,17 @@ class ProgramServer(LLMServer):
         self._turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), interval_s, self._metrics.rendered)
         await self._turns.examine()
         await self._warm_up()
+        await self._turn_server.start(ray.util.get_node_ip_address())
         self._metrics.started()
         keep_trimmed()
         self._traces = traces(self._config, "replica")
         self._loops = [asyncio.create_task(loop) for loop in (self._exchange_for_ever(), self.engine.log_for_ever())]
+
+    async def __del__(self) -> None:
+        """Wait until no turn is open. Ray Serve calls it before it ends this process, and ends its wait after
+        ``graceful_shutdown_timeout_s``.
+        """
+        await self._turn_server.aclose()
 
     async def _start_engine(self) -> None:
         await self.engine.start()
@@ -193,6 +208,13 @@ class ProgramServer(LLMServer):
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             yield self._refused(error, "turn", body, watch)
 
+    def _answer(self, call: TurnCall) -> AsyncGenerator[Answer]:
+        """Serve one call of the turn server."""
+        whose, resumed = (call.key, call.identity), (call.epoch, call.so_far)
+        if call.method == TURN:
+            return self.turn(call.body, call.headers, *whose, call.continuation, *resumed)
+        return self.answer(call.method, call.body, call.headers, *whose, *resumed)
+
     def _refused(self, error: Exception, method: str, body: Mapping[str, Any], watch: Watch) -> HttpError:
         """Return the error for the caller. If the engine is dead, this replica ends soon too."""
         refusal = as_refusal(error)
@@ -205,6 +227,28 @@ class ProgramServer(LLMServer):
         return naming_field(refusal, body)
 
     # --- called by the ingress, by name -------------------------------------------------------------------------------
+
+    async def turn_address(self) -> TurnAddress:
+        """Return the address of this replica's turn server."""
+        return self._turn_server.address
+
+    async def slot(self, body: dict[str, Any]) -> AsyncGenerator[TurnAddress]:
+        """Yield the address of this replica's turn server, and occupy one of its requests until the call is cancelled.
+
+        With it, one of Ray's own routers places a turn and knows the load of each replica.
+
+        Args:
+            body: the body of the turn, by which some routers choose.
+        """
+        yield self._turn_server.address
+        await asyncio.sleep(self._config.http.request_timeout_s)
+
+    async def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes | HttpError:
+        """Serve one request that is not a turn (``tokenize``, ``detokenize``); see :meth:`answer`."""
+        async with aclosing(self.answer(method, body, headers, None, None)) as answers:
+            answer = await anext(answers)
+        assert not isinstance(answer, StreamChunk)
+        return answer
 
     async def ready(self) -> bool:
         """Return True once the engine's own loop has answered.

@@ -40,7 +40,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 SHARED = ("serving", "faults", "outsiders")
 """Rooms with a cluster that most of their tests share."""
-STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.(served|direct_cluster) import|^START_WITHIN_S", re.MULTILINE)
+STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.served import|^START_WITHIN_S", re.MULTILINE)
 """In a file of such a room that has nothing to do with the shared cluster."""
 
 

@@ -121,8 +121,8 @@ def role_of(path: str) -> Role:
 
 
 def caller_of(request: Request) -> Caller:
-    """Return the caller of a request. In the direct data plane, which has no keys, it is `ANYBODY`."""
-    caller = request.scope.get(CALLER, ANYBODY)
+    """Return the caller of a request."""
+    caller = request.scope[CALLER]
     assert isinstance(caller, Caller)
     return caller
 

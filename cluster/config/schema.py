@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Any
 
 from pydantic import Field, ValidationInfo, field_validator
 
@@ -111,10 +111,6 @@ class RedisConfig(Section):
 class HttpConfig(Section):
     """The HTTP server."""
 
-    data_plane: Literal["ingress", "direct"] = "ingress"
-    """How answers reach clients. `ingress`: through an ingress process, with all features. `direct`: from the replica
-    to the client through HAProxy only, which must be installed. It serves one model, with /v1/chat/completions,
-    /v1/completions, the token routes and the probes."""
     host: str = "127.0.0.1"
     """Address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
@@ -260,23 +256,6 @@ class CaesuraConfig(Section):
                 if unknown := [one for one in named or () if one not in there]:
                     raise ValueError(f"{name}.{key}: there is no {unknown[0]!r}; there are: {', '.join(sorted(there))}")
         return tenants
-
-    @field_validator("tools", "models", "model_routing", "predictor", "auth")
-    @classmethod
-    def _in_this_data_plane(cls, section: Any, info: ValidationInfo) -> Any:
-        direct = "http" in info.data and info.data["http"].data_plane == "direct"
-        match section:
-            case ToolsConfig():
-                asked: Any = section.defined or section.request_kinds
-            case PredictorConfig():
-                asked = section.mode == "service"
-            case AuthConfig():
-                asked = section.file
-            case _:
-                asked = section
-        if direct and asked:
-            raise ValueError("`http.data_plane: direct` cannot serve this; leave it out or choose `ingress`")
-        return section
 
     @property
     def placement(self) -> Any:

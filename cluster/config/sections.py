@@ -109,7 +109,7 @@ class PredictorConfig(Section):
     mode: Literal["none", "statistics", "service"] = "statistics"
     """Where predictions are made. `statistics`: each ingress predicts by itself, from statistics, which takes about
     half a millisecond a turn. `service`: separate processes predict, with a trained model if there is a bundle. `none`:
-    there are no predictions. With `http.data_plane: direct` there are never predictions."""
+    there are no predictions."""
     bundle: str | None = Field(None, min_length=1)
     """Directory that `caesura predictor train` wrote. Every process of the cluster must find it under this path. null:
     predictions use only what is learnt while serving. With the mode `statistics`, only the bundle's statistics are

@@ -5,10 +5,8 @@ Each field (program, parent, last turn, every hint) is taken from the first sour
 an error.
 """
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
-from json import JSONDecodeError, JSONDecoder
 from typing import Any
 
 from cluster.core.errors import BadRequest, HttpError
@@ -84,63 +82,9 @@ def _without_dialects(body: Mapping[str, Any]) -> dict[str, Any]:
     return cleaned
 
 
-def seen_turn(headers: Mapping[str, str], raw: bytes) -> tuple[ProgramIdentity, dict[str, Any]]:
-    """Read the identity and the fields of a request from the part that HAProxy forwards.
-
-    Invalid parts are left out, since the replica rejects an invalid request.
-
-    Args:
-        headers: the forwarded headers.
-        raw: the beginning of the body, which may be cut.
-    """
-    visible = {name: headers[name] for name in VISIBLE_HEADERS if name in headers}
-    body = visible_fields(raw)
-    for seen in (body, {}):
-        try:
-            return identify(visible, seen, DEFAULT_TENANT).identity, body
-        except HttpError:
-            continue
-    return ProgramIdentity(), body
-
-
-def visible_fields(raw: bytes) -> dict[str, Any]:
-    """Return the complete fields of a JSON object whose end may be missing. Anything else gives no fields."""
-    text = raw.decode("utf-8", errors="ignore")
+def identity_of_headers(headers: Mapping[str, str]) -> ProgramIdentity:
+    """Return the identity that the headers alone give. Invalid headers give an empty one."""
     try:
-        whole = json.loads(text)
-    except (ValueError, RecursionError):
-        return _fields_before_the_cut(text)
-    return whole if isinstance(whole, dict) else {}
-
-
-def _fields_before_the_cut(text: str) -> dict[str, Any]:
-    decoder = JSONDecoder()
-    found: dict[str, Any] = {}
-    at = _after(text, 0, "{")
-    while at is not None:
-        try:
-            key, at = decoder.raw_decode(text, at)
-            value_at = _after(text, at, ":")
-            if value_at is None or not isinstance(key, str):
-                break
-            value, at = decoder.raw_decode(text, value_at)
-        except (JSONDecodeError, RecursionError):
-            break
-        end = _behind_space(text, at)
-        if text[end : end + 1] not in (",", "}"):
-            break  # a number may be incomplete, since the cut may be within its digits or its exponent
-        found[key] = value
-        at = _after(text, at, ",")
-    return found
-
-
-def _after(text: str, at: int, mark: str) -> int | None:
-    """Return the position of the next value, which follows ``mark``; None: the next character is not ``mark``."""
-    at = _behind_space(text, at)
-    return _behind_space(text, at + 1) if text[at : at + 1] == mark else None
-
-
-def _behind_space(text: str, at: int) -> int:
-    while at < len(text) and text[at].isspace():
-        at += 1
-    return at
+        return identify(headers, {}, DEFAULT_TENANT).identity
+    except HttpError:
+        return ProgramIdentity()

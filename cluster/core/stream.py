@@ -9,11 +9,12 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
+import msgspec
+
 Data = TypeVar("Data")
 
 
-@dataclass(frozen=True, slots=True)
-class Begun:
+class Begun(msgspec.Struct, frozen=True, array_like=True):
     """The properties of a stream that are known at the engine's first output."""
 
     prompt: bytes
@@ -26,16 +27,14 @@ class Begun:
     """The reason why no other replica can continue the stream exactly; None: another replica can."""
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
+class Ending(msgspec.Struct, frozen=True, array_like=True):
     """The reason why the engine ended the output, in vLLM's terms."""
 
     finish_reason: str
     stop_reason: int | str | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Progress:
+class Progress(msgspec.Struct, frozen=True, array_like=True):
     """The progress of a stream. In a `StreamChunk` it is the progress that the chunk adds."""
 
     events: int = 0

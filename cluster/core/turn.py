@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 
+import msgspec
+
 _WIDTH = "I"  # four bytes everywhere that CPython runs; checked below
 
 ID_BYTES = 4
@@ -56,8 +58,7 @@ class Continuation:
     """Number of leading messages that the ids represent. The last of them is the assistant's."""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnBegan:
+class TurnBegan(msgspec.Struct, frozen=True, tag=True):
     """The turn's prompt was made: the continuation's ids (none if it was rendered from messages) and ``added_ids``."""
 
     rendering: PromptMode
@@ -74,8 +75,7 @@ class CallDelta:
     arguments: str = ""
 
 
-@dataclass(frozen=True, slots=True)
-class TurnDelta:
+class TurnDelta(msgspec.Struct, frozen=True, tag=True):
     """The parsed output since the last piece, and its token ids."""
 
     token_ids: bytes = b""
@@ -84,8 +84,7 @@ class TurnDelta:
     calls: tuple[CallDelta, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class TurnDone:
+class TurnDone(msgspec.Struct, frozen=True, tag=True):
     """The turn is over."""
 
     finish_reason: str

@@ -1,28 +1,35 @@
-"""Calls of one model's replicas by their Serve handle, each to the right replica."""
+"""Calls of one model's replicas, each to the right replica: turns by HTTP, control calls by their Serve handle."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
+from functools import partial
 from typing import Any
 from uuid import uuid4
 
+from msgspec.structs import replace
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.openai import REQUEST_ID
 from cluster.api.ray_errors import as_http_error, is_loss
 from cluster.core.errors import ControlTimeout, HttpError
+from cluster.core.frames import TURN, TurnCall
 from cluster.core.program import ProgramIdentity
 from cluster.core.stream import Progress
 from cluster.core.turn import Continuation, TurnDone, TurnPiece
+from cluster.core.turn_address import TurnAddress
 from cluster.dispatch.failover import FailoverStream, ends_stream
 from cluster.dispatch.placed_calls import Calls, FailoverAttempts, turn_request
 from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers
 from cluster.dispatch.quarantine import Quarantine, digest_of
+from cluster.dispatch.turn_client import TurnClient
 from cluster.observing.trace_context import NullTraces, TracedTurn, Traces, with_trace
 from router.decisions import TurnRequest
 from router.placement import Placement, Placer
 
 BROADCAST_SLACK_S = 5.0
 """Seconds that a broadcast may take longer than one call."""
+MAX_ADDRESSES = 4096
+"""Largest number of replicas whose addresses are remembered, the gone ones included."""
 
 
 class ReplicaClient:
@@ -30,6 +37,7 @@ class ReplicaClient:
 
     Args:
         replicas: a handle to `ProgramServer`.
+        turns: sends turns to replicas.
         placer: places turns.
         quarantine: the turns that are rejected.
         timeout_s: bounds each control call.
@@ -40,6 +48,7 @@ class ReplicaClient:
     def __init__(
         self,
         replicas: DeploymentHandle,
+        turns: TurnClient,
         placer: Placer,
         quarantine: Quarantine,
         timeout_s: float,
@@ -48,6 +57,9 @@ class ReplicaClient:
     ) -> None:
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
+        self._turns = turns
+        self._addresses: dict[str, TurnAddress] = {}
+        """Addresses by replica id. No id is used twice."""
         self._placer = placer
         self._quarantine = quarantine
         self._timeout_s = timeout_s
@@ -61,28 +73,44 @@ class ReplicaClient:
     ) -> WatchedAnswers:
         """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
         turn = self._turn(method, identity, body)
-
-        def call(whose: ProgramIdentity, placement: Placement, resume_state: Progress | None) -> Calls[Any]:
-            turn.placed(placement.session, placement.reason)
-            handle = self._streams.options(session_id=placement.session)
-            arguments = (
-                method,
-                body,
-                with_trace(headers, whose),
-                whose.key,
-                whose.encode(),
-                placement.epoch,
-                resume_state,
-            )
-            made: Calls[Any] = handle.answer.remote(*arguments)
-            return made
-
+        call = self._caller(TurnCall(method, body, headers), turn)
         _, stream = self._failover_stream(method, body, identity, turn, call, ends_stream)
         return WatchedAnswers(stream, turn)
 
     def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any]) -> TracedTurn:
         expected = self._predictions.turn(identity, body)
         return self._traces.turn(expected, method, str(body.get("model")), identity)
+
+    def _caller(
+        self, call: TurnCall, turn: TracedTurn
+    ) -> Callable[[ProgramIdentity, Placement, Progress | None], Calls[Any]]:
+        """Return the function that sends a turn to the replica where it was placed."""
+
+        def send(whose: ProgramIdentity, placement: Placement, resume_state: Progress | None) -> Calls[Any]:
+            turn.placed(placement.session, placement.reason)
+            placed = replace(
+                call,
+                headers=with_trace(call.headers, whose),
+                key=call.key if call.key is not None else whose.key,
+                identity=whose.encode(),
+                epoch=placement.epoch,
+                so_far=resume_state,
+            )
+            if placement.home is not None:
+                return self._turns.call(placed, partial(self._address, placement.session))
+            slot = self._streams.options(session_id=placement.session).slot.remote(call.body)
+            return self._turns.call(placed, slot.__anext__, slot.cancel)
+
+        return send
+
+    async def _address(self, replica: str) -> TurnAddress:
+        if (known := self._addresses.get(replica)) is not None:
+            return known
+        if len(self._addresses) >= MAX_ADDRESSES:
+            self._addresses.clear()
+        address: TurnAddress = await self._calls.options(session_id=replica).turn_address.remote()
+        self._addresses[replica] = address
+        return address
 
     def _failover_stream(
         self,
@@ -112,10 +140,17 @@ class ReplicaClient:
             attempts, ends=ends, error_map=as_http_error, blame=lambda: quarantine.add(digest)
         )
 
-    def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
-        """Return the answer of any replica to a request that is no turn."""
-        made: Calls[bytes | HttpError] = self._streams.answer.remote(method, body, headers, None, None)
-        return made
+    async def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+        """Return the answer of any replica to a request that is no turn.
+
+        Raises:
+            HttpError: the replica rejected the request.
+            Exception: what else Ray raised.
+        """
+        answer: bytes | HttpError = await self._calls.plain.remote(method, body, headers)
+        if isinstance(answer, HttpError):
+            raise answer
+        return answer
 
     async def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
@@ -124,25 +159,10 @@ class ReplicaClient:
 
         If a replica dies, another one continues. The last piece does not wait for the end of the replica's call.
         """
+        turn = self._turn(TURN, identity, body)
         headers = {REQUEST_ID: uuid4().hex}
-        turn = self._turn("turn", identity, body)
-
-        def call(whose: ProgramIdentity, placement: Placement, resume_state: Progress | None) -> Calls[Any]:
-            turn.placed(placement.session, placement.reason)
-            handle = self._streams.options(session_id=placement.session)
-            arguments = (
-                dict(body),
-                with_trace(headers, whose),
-                key,
-                whose.encode(),
-                continuation,
-                placement.epoch,
-                resume_state,
-            )
-            made: Calls[Any] = handle.turn.remote(*arguments)
-            return made
-
-        attempts, stream = self._failover_stream("turn", body, identity, turn, call, _ends_turn)
+        call = self._caller(TurnCall(TURN, dict(body), headers, key=key, continuation=continuation), turn)
+        attempts, stream = self._failover_stream(TURN, body, identity, turn, call, _ends_turn)
         try:
             async for batch in stream:
                 if isinstance(batch, HttpError):

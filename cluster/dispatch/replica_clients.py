@@ -14,10 +14,10 @@ from cluster.core.errors import HttpError, ReplicaGone
 from cluster.core.program import ProgramIdentity
 from cluster.core.turn import Continuation, TurnPiece
 from cluster.dispatch.model_selection import ModelSelection
-from cluster.dispatch.placed_calls import Calls
 from cluster.dispatch.placement_service import PlacementService
 from cluster.dispatch.predictions import NullPredictions, Predictions, WatchedAnswers
 from cluster.dispatch.replica_client import ReplicaClient
+from cluster.dispatch.turn_client import TurnClient
 from cluster.observing.trace_context import Traces
 from cluster.store.placements import PlacementStore
 
@@ -55,9 +55,11 @@ class ReplicaClients:
         self._predictions = predictions
         self._traces = traces
         self._placements = {model: PlacementService(handle, served[model], clock) for model, handle in replicas.items()}
+        self._turns = TurnClient()
         self._clients = {
             model: ReplicaClient(
                 handle,
+                self._turns,
                 self._placements[model].placer,
                 self._placements[model].quarantine,
                 config.limits.timeout_s,
@@ -95,6 +97,7 @@ class ReplicaClients:
     async def aclose(self) -> None:
         """Stop. Programs keep their homes."""
         async with AsyncExitStack() as stack:
+            stack.push_async_callback(self._turns.aclose)
             stack.push_async_callback(self._homes.close)
             for placement in self._placements.values():
                 stack.push_async_callback(placement.aclose)
@@ -118,9 +121,9 @@ class ReplicaClients:
         """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
         return self._of(body).answers(method, kept_apart(body, identity.tenant), headers, identity)
 
-    def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> Calls[bytes | HttpError]:
-        """Return the answer of any replica to a request that is no turn."""
-        return self._of(body).plain(method, body, headers)
+    async def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+        """Return the answer of any replica to a request that is no turn; see `ReplicaClient.plain`."""
+        return await self._of(body).plain(method, body, headers)
 
     def turn(
         self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None

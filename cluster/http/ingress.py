@@ -251,7 +251,9 @@ class ProgramIngress:
 
     async def _plain(self, request: Request, method: str) -> Response:
         body = await self._reader.body(request)
-        return await self._answered(self._fleet.plain(method, body, passed_headers(request.headers)))
+        async with asyncio.timeout(self._config.http.request_timeout_s):
+            answer = await self._fleet.plain(method, body, passed_headers(request.headers))
+        return Response(answer, media_type="application/json")
 
     async def _answered(self, answers: Answers) -> Response:
         return await answered(answers, self._config.http.request_timeout_s, as_http_error)

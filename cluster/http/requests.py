@@ -1,5 +1,4 @@
-"""Reads the request of a turn, and makes the HTTP response. Ingresses use it, and replicas in the direct data plane.
-
+"""Reads the request of a turn, and makes the HTTP response.
 It checks limits, finds the program's identity, and selects the headers that a replica receives. It imports neither Ray
 nor vLLM.
 """

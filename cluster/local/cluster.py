@@ -25,7 +25,7 @@ import psutil
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import CaesuraError
-from cluster.direct.environment import direct_environment
+from cluster.local.haproxy import ENABLE, haproxy_environment
 from cluster.observing.logs import FORMAT_VARIABLE
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE
 from cluster.proxy.middleware import IMPORT_PATH
@@ -164,13 +164,13 @@ class LocalCluster:
     def _enter_environment(self) -> None:
         before = dict(os.environ)
         wanted, http = dict(ENVIRONMENT), self.config.http
-        if self.config.http.data_plane == "direct":
-            wanted |= direct_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
+        wanted |= haproxy_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
         for name, value in wanted.items():
             os.environ.setdefault(name, value)
         os.environ[MARK] = self._mark
         os.environ[FORMAT_VARIABLE] = self.config.logs.format
-        os.environ[MAX_IN_FLIGHT_VARIABLE] = str(http.max_concurrent_requests * http.ingress_replicas)
+        behind = 1 if os.environ[ENABLE] == "1" else http.ingress_replicas  # ingresses behind one process of the limit
+        os.environ[MAX_IN_FLIGHT_VARIABLE] = str(http.max_concurrent_requests * behind)
         if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
             # Otherwise each of a dozen processes would compile torch and vLLM, which takes half of the start.
             os.environ.setdefault("PYTHONPYCACHEPREFIX", str(BYTECODE))

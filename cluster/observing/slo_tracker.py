@@ -15,7 +15,7 @@ from cluster.api.openai import SSE_DONE, ErrorMap, contains_error, usage_of
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import HttpError, Overloaded, Quarantined
-from cluster.core.identity import seen_turn
+from cluster.core.identity import identity_of_headers
 from cluster.core.program import DEFAULT_TENANT, ProgramIdentity
 from cluster.core.slo import Bound, Outcome, Slo, TurnRecord, Verdict
 from cluster.core.supervision import SupervisedTasks
@@ -153,7 +153,7 @@ class SloTracker:
         """Record a turn that was rejected before its body was read. It counts for the first model, since its model is
         not known.
         """
-        identity = replace(seen_turn(headers, b"")[0], tenant=tenant)
+        identity = replace(identity_of_headers(headers), tenant=tenant)
         self.begin(self._config.model.id, identity, self.arrival_s(headers)).over(Outcome.REJECTED)
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:

@@ -1,7 +1,7 @@
-"""Rejects excess requests in the HTTP proxy's process, where a rejection costs least.
+"""Rejects excess requests before anything is done for them.
 
-The ingress rejects requests above its limits, but a request that reaches it has already cost two processes some
-milliseconds each. `LoadShedder` limits the requests in flight. `RateLimitCache` repeats the ingress's 429 to a client
+The ingress rejects requests above its limits, but a request that reaches it has already cost some milliseconds.
+`LoadShedder` limits the requests in flight. `RateLimitCache` repeats the ingress's 429 to a client
 that retries at once.
 """
 
@@ -23,8 +23,7 @@ from cluster.core.clock import Clock
 from cluster.core.errors import Overloaded, TooManyRequests
 
 MAX_IN_FLIGHT_VARIABLE = "CAESURA_MAX_IN_FLIGHT"
-"""Environment variable with the maximum number of requests in flight in all ingresses together. Without it, the proxy
-has no limit."""
+"""Environment variable with the maximum number of requests in flight in this process. Without it, there is no limit."""
 
 REJECTIONS_FIRST_S = 0.1
 """Maximum time for which an accepted request waits while the proxy sends rejections (seconds)."""

@@ -1,4 +1,6 @@
-"""ASGI middleware of Ray's HTTP proxy, loaded by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``.
+"""ASGI middleware at the edge, loaded by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``.
+
+With HAProxy it runs in each ingress, in front of the application. Without HAProxy it runs in Ray's HTTP proxy.
 
 `HeaderGuard` rejects headers that are not UTF-8, which Ray would answer with a bare 500. It also limits X-Request-Id,
 which Ray puts on every response. `StreamErrorTerminator` ends answers whose ingress died. The module `load_shedding`
@@ -37,9 +39,6 @@ logger = logging.getLogger("ray.serve")
 
 IMPORT_PATH = "cluster.proxy.middleware.middlewares"
 
-ROUTE = "/internal/route"
-"""The path at which HAProxy asks for a replica in the direct data plane. It is Ray's, and has a port of its own."""
-
 RAY_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """Ray's own headers. They are removed, so that a client cannot set its timeout or hide its disconnect."""
 
@@ -52,7 +51,7 @@ LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"ev
 
 
 def middlewares() -> list[Middleware]:
-    """Install the protocol, and return the middleware. Ray's proxy calls it before it listens."""
+    """Install the protocol, and return the middleware. Ray Serve calls it before the process listens."""
     install_protocol()
     free_ended_answers()
     keep_trimmed()
@@ -114,10 +113,7 @@ class Rejections:
 
 
 class HeaderGuard:
-    """ASGI middleware that rejects headers that are not UTF-8, cleans X-Request-Id, and removes Ray's own headers.
-
-    In HAProxy's request for a replica, headers that are not UTF-8 are only removed, since the replica rejects them.
-    """
+    """ASGI middleware that rejects headers that are not UTF-8, cleans X-Request-Id, and removes Ray's own headers."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -125,8 +121,6 @@ class HeaderGuard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
         if scope["type"] == "http":
-            if scope["path"] == ROUTE:
-                scope["headers"] = [header for header in scope["headers"] if _is_text(*header)]
             try:
                 scope["headers"] = [_checked(*header) for header in scope["headers"] if header[0] not in RAY_HEADERS]
             except BadRequest as error:

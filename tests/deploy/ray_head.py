@@ -13,8 +13,8 @@ from pathlib import Path
 import httpx
 import psutil
 
-from cluster.direct.environment import free_ports
 from cluster.local.cluster import BYTECODE, ENVIRONMENT
+from cluster.local.haproxy import free_ports
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -13,8 +13,8 @@ import httpx
 import pytest
 import yaml
 
-from cluster.direct.environment import free_ports
 from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.local.haproxy import free_ports
 from tests.deploy.chart import CHART, needs_helm, of_kind, serve_config, template
 from tests.deploy.ray_head import ray_head
 from tests.deploy.test_chart import SCALED

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from cluster.direct.environment import free_ports
 from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.local.haproxy import free_ports
 from tests.faults.agents import STORIES, TURNS, Agents, apart, arguments
 from tests.faults.nodes import Nodes, await_ready, gcs_on, nodes, serve_config
 from tests.faults.proxy import Service

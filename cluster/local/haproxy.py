@@ -1,0 +1,51 @@
+"""The environment with which Ray Serve's HAProxy connects clients to the ingresses of a local cluster."""
+
+import socket
+from pathlib import Path
+
+from cluster.config.schema import CaesuraConfig
+
+ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+"""Environment variable. `0`: Ray Serve's own proxy is in front of the ingresses, and each answer makes one hop more."""
+
+BUFFER_SLACK_BYTES = 16 << 10
+"""Part of HAProxy's buffer that it keeps free for itself, beside a request's headers."""
+
+
+def haproxy_environment(config: CaesuraConfig, directory: str) -> dict[str, str]:
+    """Return environment variables, by name.
+
+    Sockets, files and ports are this cluster's own, so that two clusters can share a machine.
+
+    Args:
+        config: the configuration.
+        directory: the directory of HAProxy's sockets and files. Its path must be short, since a socket's path has at
+            most 107 characters.
+    """
+    place = Path(directory)
+    stats, metrics, fallback_http, fallback_grpc = free_ports(4)
+    return {
+        ENABLE: "1",
+        "RAY_SERVE_HAPROXY_TUNE_BUFSIZE": str(config.http.max_header_bytes + BUFFER_SLACK_BYTES),
+        "RAY_SERVE_HAPROXY_CONFIG_FILE_LOC": str(place / "haproxy.cfg"),
+        "RAY_SERVE_HAPROXY_SOCKET_PATH": str(place / "admin.sock"),
+        "RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH": str(place / "metrics.sock"),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_BASE": str(place),
+        "RAY_SERVE_HAPROXY_SERVER_STATE_FILE": str(place / "server-state"),
+        "RAY_SERVE_HAPROXY_STATS_PORT": str(stats),
+        "RAY_SERVE_HAPROXY_METRICS_PORT": str(metrics),
+        "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
+        "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
+    }
+
+
+def free_ports(count: int) -> list[int]:
+    """Return ports that nobody listens on now; all different."""
+    listeners = [socket.socket() for _ in range(count)]
+    try:
+        for listener in listeners:
+            listener.bind(("", 0))
+        return [int(listener.getsockname()[1]) for listener in listeners]
+    finally:
+        for listener in listeners:
+            listener.close()
