@@ -9,6 +9,7 @@ from ray import serve
 from ray.serve.config import RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
+from ray.serve.schema import LoggingConfig
 
 from cluster.config.models import TINY
 from cluster.config.schema import CaesuraConfig
@@ -77,6 +78,7 @@ def build(config: CaesuraConfig) -> Application:
         num_replicas=config.http.ingress_replicas,
         max_ongoing_requests=config.http.max_concurrent_requests + INGRESS_SLACK,
         graceful_shutdown_timeout_s=config.http.request_timeout_s + SHUTDOWN_SLACK_S,
+        logging_config=LoggingConfig(enable_access_log=False),
         ray_actor_options={"num_cpus": INGRESS_CPUS, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
     )
     predictor = predictor_application(config) if config.predictor.mode == "service" else None

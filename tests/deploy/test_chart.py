@@ -57,7 +57,6 @@ TOGGLES: dict[str, dict[str, Any]] = {
         "monitoring": {"scrape": "pods", "rules": True, "dashboards": True, "labels": {"release": "prom"}}
     },
     "scraped ingress": {"monitoring": {"scrape": "ingress"}},
-    "direct": {"keys": {"enabled": False}, "config": {"http": {"data_plane": "direct"}}},
     "digests": {"image": {"digest": "sha256:" + "a" * 64}, "redis": {"image": {"digest": "sha256:" + "b" * 64}}},
     "places": {
         "head": {
@@ -118,7 +117,6 @@ IMPOSSIBLE: dict[str, tuple[str | None, dict[str, Any]]] = {
     "a replica would be split": ("h100-tp4", {"workerGroups": {"h100": {"gpus": 6}}}),
     "wants 8 GPUs": ("gpu", {"config": {"replicas": {"count": 8}}}),
     "would travel unencrypted": (None, {"ingress": {"enabled": True}}),
-    "direct has no keys": (None, {"config": {"http": {"data_plane": "direct"}}}),
     "kubernetesApi.cidrs": (None, {"autoscaling": {"enabled": True}}),
     "gatewayClassName": (None, {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}}),
     "incremental upgrades need autoscaling": (

@@ -11,8 +11,8 @@ import yaml
 
 from cluster.auth.keys import keys_of, utc_now
 from cluster.config.schema import CaesuraConfig
-from cluster.direct.environment import direct_environment
 from cluster.local.cluster import ENVIRONMENT
+from cluster.local.haproxy import ENABLE, haproxy_environment
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE as MAX_IN_FLIGHT
 from tests.deploy.chart import CHART, ROOT, needs_helm, of_kind, pods, serve_config, template
 from tests.deploy.test_chart import SCALED, TOGGLES
@@ -72,13 +72,13 @@ def test_volumes_that_are_mounted_are_there(documents: list[dict[str, Any]]) -> 
 def test_pods_see_the_environment_of_a_local_cluster(documents: list[dict[str, Any]]) -> None:
     told = {entry["name"]: entry.get("value") for entry in worker(documents)["spec"]["containers"][0]["env"]}
     assert ENVIRONMENT.items() <= told.items()
-    rendered = template({"config": {"http": {"max_concurrent_requests": 300, "ingress_replicas": 3}}}, preset="cpu")
+    http = {"max_concurrent_requests": 300, "ingress_replicas": 3, "max_header_bytes": 9000}
+    rendered = template({"config": {"http": http}}, preset="cpu")
     told = {entry["name"]: entry.get("value") for entry in worker(rendered)["spec"]["containers"][0]["env"]}
-    assert told[MAX_IN_FLIGHT] == "900"
-    direct = template(TOGGLES["direct"], preset="cpu")
-    told = {entry["name"]: entry.get("value") for entry in worker(direct)["spec"]["containers"][0]["env"]}
-    wanted = direct_environment(CaesuraConfig.model_validate({"http": {"data_plane": "direct"}}), "/tmp")
-    for name in ("RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE", "RAY_SERVE_ENABLE_HA_PROXY"):
+    assert told[MAX_IN_FLIGHT] == "300"
+    wanted = haproxy_environment(CaesuraConfig.model_validate({"http": http}), "/tmp")
+    assert {name for name in wanted if not name.endswith("_PORT")} <= told.keys(), "a pod has its own ports"
+    for name in (ENABLE, "RAY_SERVE_HAPROXY_TUNE_BUFSIZE"):
         assert told[name] == wanted[name]
 
 

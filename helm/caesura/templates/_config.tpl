@@ -26,10 +26,6 @@
 {{- add (include "caesura.grace" . | int64) (int64 .Values.drain.replacementSeconds) -}}
 {{- end -}}
 
-{{- define "caesura.isDirect" -}}
-{{- if eq "direct" (dig "http" "data_plane" "ingress" .Values.config) }}yes{{ end -}}
-{{- end -}}
-
 {{- /* Sources of models that come from a hub, one a line. */ -}}
 {{- define "caesura.hubModels" -}}
 {{- $sources := list (dig "model" "source" "tiny" .Values.config) -}}
@@ -79,8 +75,6 @@ applications:
 {{- if and $onGpu (not .Values.autoscaling.enabled) (lt (int $there) (int $wanted)) -}}
 {{- fail (printf "workerGroups: config.replicas wants %d GPUs, all workers together have %d" $wanted $there) -}}
 {{- end -}}
-{{- if and (include "caesura.isDirect" .) .Values.keys.enabled }}{{ fail "config.http.data_plane: direct has no keys; set keys.enabled: false and close the service otherwise" }}{{ end -}}
-{{- if and (include "caesura.isDirect" .) .Values.autoscaling.enabled }}{{ fail "config.http.data_plane: direct cannot be autoscaled by this chart" }}{{ end -}}
 {{- $incremental := eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
 {{- if $incremental -}}
 {{- $_ := required "upgrade.incremental.gatewayClassName: incremental upgrades shift traffic at a Gateway; name its class" .Values.upgrade.incremental.gatewayClassName -}}

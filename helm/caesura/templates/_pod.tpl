@@ -138,19 +138,14 @@ spec:
 - {name: RAY_task_events_report_interval_ms, value: "0"}
 - {name: RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH, value: cluster.proxy.middleware.middlewares}
 - {name: RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH, value: cluster.local.serve_clock.never_back}
-- name: CAESURA_MAX_IN_FLIGHT
-  value: {{ mul (dig "http" "max_concurrent_requests" 1024 $values.config | int64) (dig "http" "ingress_replicas" 1 $values.config | int64) | quote }}
-{{- if include "caesura.isDirect" .root }}
-{{- $bytes := add (dig "http" "max_body_bytes" 8388608 $values.config | int64) (dig "http" "max_header_bytes" 32768 $values.config | int64) 16384 }}
+- {name: CAESURA_MAX_IN_FLIGHT, value: {{ dig "http" "max_concurrent_requests" 1024 $values.config | int64 | quote }}}
 - {name: RAY_SERVE_ENABLE_HA_PROXY, value: "1"}
-- {name: RAY_SERVE_INGRESS_REQUEST_ROUTER_FORWARD_BODY, value: "1"}
-- {name: RAY_SERVE_HAPROXY_INGRESS_REQUEST_ROUTER_BUFSIZE, value: {{ $bytes | quote }}}
+- {name: RAY_SERVE_HAPROXY_TUNE_BUFSIZE, value: {{ add (dig "http" "max_header_bytes" 32768 $values.config | int64) 16384 | quote }}}
 - {name: RAY_SERVE_HAPROXY_CONFIG_FILE_LOC, value: /tmp/haproxy.cfg}
 - {name: RAY_SERVE_HAPROXY_SOCKET_PATH, value: /tmp/haproxy-admin.sock}
 - {name: RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH, value: /tmp/haproxy-metrics.sock}
 - {name: RAY_SERVE_HAPROXY_SERVER_STATE_BASE, value: /tmp}
 - {name: RAY_SERVE_HAPROXY_SERVER_STATE_FILE, value: /tmp/haproxy-server-state}
-{{- end }}
 {{- if $values.modelCache.enabled }}
 - {name: HF_HOME, value: /models/huggingface}
 {{- if or $values.modelCache.readOnly $values.modelCache.download.enabled }}
