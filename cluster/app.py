@@ -78,7 +78,9 @@ def build(config: CaesuraConfig) -> Application:
         num_replicas=config.http.ingress_replicas,
         max_ongoing_requests=config.http.max_concurrent_requests + INGRESS_SLACK,
         graceful_shutdown_timeout_s=config.http.request_timeout_s + SHUTDOWN_SLACK_S,
-        logging_config=LoggingConfig(enable_access_log=False),
+        logging_config=LoggingConfig(
+            enable_access_log=False, encoding="JSON" if config.logs.format == "json" else "TEXT"
+        ),
         ray_actor_options={"num_cpus": INGRESS_CPUS, "runtime_env": {"env_vars": INGRESS_ENVIRONMENT}},
     )
     predictor = predictor_application(config) if config.predictor.mode == "service" else None

@@ -29,8 +29,9 @@ from cluster.core.turn import (
     unpack_ids,
 )
 from replicas.chat_text import NOT_TEXT, ChatText
+from replicas.coalescing import Ticks, gather
 from replicas.continuation import Again, Examined
-from replicas.requests import attach_program, gather, naming_field, of_response, parse_request
+from replicas.requests import attach_program, naming_field, of_response, parse_request
 from replicas.resumption import Watch
 
 logger = logging.getLogger("ray.serve")
@@ -66,7 +67,7 @@ class ProgramTurns:
     Args:
         engine: a started `ReplicaEngine`.
         text: the renderer of the engine's chat prompts.
-        interval_s: seconds within which pieces of one turn are sent together.
+        ticks: the ends of the intervals within which pieces of one turn are sent together.
         count: called for each turn with the way in which its prompt was made.
     """
 
@@ -74,12 +75,12 @@ class ProgramTurns:
         self,
         engine: Any,
         text: ChatText,
-        interval_s: float,
+        ticks: Ticks,
         count: Callable[[PromptMode], None],
     ) -> None:
         self._engine = engine
         self._text = text
-        self._interval_s = interval_s
+        self._ticks = ticks
         self._count = count
         self._examined: Examined = NOT_TEXT
         self._logged: set[Again] = set()
@@ -131,7 +132,7 @@ class ProgramTurns:
         reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)), watch)
         with self._engine.streams.watching(request, watch):
             stream = reading.pieces(self._engine.chat(request, RawRequestInfo(headers=headers)))
-            async with aclosing(gather(stream, self._interval_s)) as batches:
+            async with aclosing(gather(stream, self._ticks)) as batches:
                 async for batch in batches:
                     pieces = together([piece for one in batch for piece in one.data])
                     if any(isinstance(piece, TurnBegan) for piece in pieces):

@@ -3,12 +3,10 @@
 The ingress does not import it, so that it starts without importing vLLM.
 """
 
-import asyncio
 import json
-from collections.abc import AsyncGenerator, Mapping
-from contextlib import aclosing
+from collections.abc import Mapping
 from http import HTTPStatus
-from typing import Any, TypeVar
+from typing import Any
 
 import pydantic
 from ray.llm._internal.serve.core.configs.openai_api_models import (
@@ -26,7 +24,6 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.api.validation import validated
 from cluster.core.errors import BadRequest, HttpError, Overloaded, ReplicaLost
 from cluster.core.program import WIRE_KEY
-from cluster.core.stream import StreamChunk, joined
 
 ERROR_EVENT = b'data: {"error"'
 RETRY_AFTER_S = 1
@@ -124,64 +121,3 @@ def naming_field(refusal: HttpError, body: Mapping[str, Any]) -> HttpError:
     if refusal.param is None and word in body:
         refusal.param = word
     return refusal
-
-
-Other = TypeVar("Other")
-
-
-async def gather(chunks: AsyncGenerator[Other], interval_s: float) -> AsyncGenerator[list[Other]]:
-    """Yield lists of the chunks since the last list, one list per ``interval_s``. The first and the last come at once.
-
-    Closing the result closes ``chunks``.
-
-    Raises:
-        Exception: what ``chunks`` raised, after everything before it was yielded.
-    """
-    pending: list[Other] = []
-    ready = asyncio.Event()
-
-    async def read() -> None:
-        try:
-            async for chunk in chunks:
-                pending.append(chunk)
-                ready.set()
-        finally:
-            ready.set()
-
-    reader = asyncio.create_task(read())
-    try:
-        while True:
-            await ready.wait()
-            ready.clear()
-            # Emptied before it is yielded: more may come while whoever takes it does something else.
-            batch = pending[:]
-            pending.clear()
-            if batch:
-                yield batch
-            # Also ends at once when the reader does, so that the last tokens do not wait.
-            await asyncio.wait({reader}, timeout=interval_s)
-            if reader.done() and not pending:
-                break
-        await reader
-    finally:
-        reader.cancel()
-        await asyncio.wait({reader})
-        await chunks.aclose()
-
-
-async def coalesce(
-    pieces: AsyncGenerator[StreamChunk[str] | Other], interval_s: float
-) -> AsyncGenerator[StreamChunk[bytes] | Other]:
-    """Join server-sent events to one piece of bytes per ``interval_s``; see `gather`.
-
-    Other pieces (vLLM's errors) are passed on unchanged, after the events that came before them.
-    """
-    async with aclosing(gather(pieces, interval_s)) as batches:
-        async for batch in batches:
-            events = [piece for piece in batch if isinstance(piece, StreamChunk)]
-            if events:
-                data = "".join(event.data for event in events).encode()
-                yield StreamChunk(joined(event.progress for event in events), data)
-            for piece in batch:
-                if not isinstance(piece, StreamChunk):
-                    yield piece

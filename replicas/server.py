@@ -39,6 +39,7 @@ from cluster.observing.recorders import Fallback, ReplicaMetrics, ReplicaState
 from cluster.observing.tracing import traces
 from cluster.store.durations import DurationStore
 from replicas.chat_text import ChatText
+from replicas.coalescing import Ticks, coalesce
 from replicas.control import ControlChannel
 from replicas.duration_sync import DurationSync
 from replicas.engine import ReplicaEngine
@@ -46,7 +47,6 @@ from replicas.program_turn import ProgramTurns
 from replicas.requests import (
     as_refusal,
     attach_program,
-    coalesce,
     naming_field,
     of_first_event,
     of_response,
@@ -79,6 +79,7 @@ class ProgramServer(LLMServer):
         self._router_side: RouterSide | None = None
         self._loops: list[asyncio.Task[NoReturn]] = []
         replicas = config.replicas
+        self._ticks = Ticks(replicas.stream_interval_ms / 1000)
         max_waiting = None if replicas.max_queued_requests < 0 else replicas.max_queued_requests
         self._turn_server = TurnServer(self._answer, max_turns=replicas.max_ongoing_requests, max_waiting=max_waiting)
         await super().__init__(llm_config, engine_cls=ReplicaEngine)
@@ -102,8 +103,8 @@ class ProgramServer(LLMServer):
             expiry_s=store.expiry_s,
             clock=MonotonicClock(),
         )
-        interval_s = self._config.replicas.stream_interval_ms / 1000
-        self._turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), interval_s, self._metrics.rendered)
+        text = ChatText(self.engine.chat_renderer)
+        self._turns = ProgramTurns(self.engine, text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
         await self._warm_up()
         await self._turn_server.start(ray.util.get_node_ip_address())
@@ -177,7 +178,7 @@ class ProgramServer(LLMServer):
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):
                 if getattr(request, "stream", False):
-                    answers = coalesce(events(answers, watch), self._config.replicas.stream_interval_ms / 1000)
+                    answers = coalesce(events(answers, watch), self._ticks)
                 async with aclosing(answers):
                     async for piece in _as_sent(answers):
                         yield naming_field(piece, body) if isinstance(piece, HttpError) else piece

@@ -5,7 +5,6 @@ Another replica that receives these outputs makes the same events again, skips t
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Generic, TypeVar
 
@@ -49,8 +48,7 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """The field `created` of the first event, as its digits; empty before the first event."""
 
 
-@dataclass(frozen=True, slots=True)
-class StreamChunk(Generic[Data]):
+class StreamChunk(msgspec.Struct, Generic[Data], frozen=True):
     """A piece of a stream, and the progress that it adds."""
 
     progress: Progress

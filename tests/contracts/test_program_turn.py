@@ -20,6 +20,7 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.stream import StreamChunk
 from cluster.core.turn import Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids, unpack_ids
 from replicas.chat_text import ChatText
+from replicas.coalescing import Ticks
 from replicas.continuation import TOOLS
 from replicas.control import ControlChannel
 from replicas.engine import ReplicaEngine
@@ -44,7 +45,7 @@ class Replica:
         self.channel = ControlChannel(client, timeout_s=30.0)
         self._watch(client)
         self.text = ChatText(engine.chat_renderer)
-        self.turns = ProgramTurns(engine, self.text, 0.05, self.renderings.append)
+        self.turns = ProgramTurns(engine, self.text, Ticks(0.05), self.renderings.append)
 
     def _watch(self, client: AsyncLLM) -> None:
         generate = client.generate

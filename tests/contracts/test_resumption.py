@@ -3,12 +3,12 @@
 import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from msgspec.structs import replace
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from starlette.datastructures import State
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -22,6 +22,7 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.stream import Progress, StreamChunk, joined
 from cluster.core.turn import TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
 from replicas.chat_text import ChatText
+from replicas.coalescing import Ticks
 from replicas.continuation import TOOLS
 from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
@@ -50,7 +51,7 @@ class Replica:
         self.engine._oai_serving_chat = state.openai_serving_chat
         self.engine._oai_serving_completion = state.openai_serving_completion
         self.engine.watch_streams()
-        self.turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), 0.0, lambda rendering: None)
+        self.turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), Ticks(0.0), lambda rendering: None)
 
     async def stream(self, method: str, body: dict[str, Any], so_far: Progress | None = None) -> list[StreamChunk[str]]:
         request, watch = parse_request(method, body), Watch(so_far)

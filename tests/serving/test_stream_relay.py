@@ -1,10 +1,10 @@
 """Where a replica dies, another goes on; what the client gets has no gap and no repeat."""
 
 from collections.abc import AsyncIterator
-from dataclasses import replace
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from cluster.core.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.core.stream import Begun, Progress, StreamChunk, joined

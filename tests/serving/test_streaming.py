@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from cluster.core.stream import Progress, StreamChunk
-from replicas.requests import coalesce
+from replicas.coalescing import Ticks, coalesce
 
 LONG_S = 3600.0
 
@@ -24,7 +24,7 @@ async def test_what_is_ready_together_travels_together_and_nothing_waits_at_the_
         for text in ("a", "b", "c"):
             yield event(text)
 
-    assert b"".join([data(piece) async for piece in coalesce(chunks(), LONG_S)]) == b"abc"
+    assert b"".join([data(piece) async for piece in coalesce(chunks(), Ticks(LONG_S))]) == b"abc"
 
 
 async def test_the_first_piece_does_not_wait_for_the_interval() -> None:
@@ -36,7 +36,7 @@ async def test_the_first_piece_does_not_wait_for_the_interval() -> None:
         yield event("2")
         yield event("3")
 
-    pieces = coalesce(chunks(), LONG_S)
+    pieces = coalesce(chunks(), Ticks(LONG_S))
     assert data(await anext(pieces)) == b"1"
     go.set()
     assert [data(piece) async for piece in pieces] == [b"23"]
@@ -52,7 +52,7 @@ async def test_what_comes_while_the_taker_is_busy_is_not_lost() -> None:
             yield event(text)
 
     got = []
-    async for piece in coalesce(chunks(), 0.0):
+    async for piece in coalesce(chunks(), Ticks(0.0)):
         got.append(data(piece))
         busy.set()
         for _ in range(3):
@@ -67,7 +67,32 @@ async def test_what_is_no_event_passes_as_it_is_after_those_before_it() -> None:
         yield event("a")
         yield refusal
 
-    assert [piece async for piece in coalesce(chunks(), LONG_S)] == [StreamChunk(Progress(1, b"a"), b"a"), refusal]
+    assert [piece async for piece in coalesce(chunks(), Ticks(LONG_S))] == [
+        StreamChunk(Progress(1, b"a"), b"a"),
+        refusal,
+    ]
+
+
+async def test_streams_that_send_within_an_interval_send_together() -> None:
+    """A receiver of many streams wakes once, not once for each."""
+    ticks, woken = Ticks(0.05), []
+
+    async def chunks():
+        while True:
+            yield event("a")
+            await asyncio.sleep(0.001)
+
+    async def take(number: int) -> None:
+        pieces = coalesce(chunks(), ticks)
+        for _ in range(4):
+            await anext(pieces)
+            woken.append((round(asyncio.get_running_loop().time(), 2), number))
+        await pieces.aclose()
+
+    await asyncio.gather(*map(take, range(5)))
+    first, *_ = woken
+    assert [number for _, number in woken] == [*range(5)] * 4, "all of one interval, then all of the next"
+    assert woken[-1][0] - first[0] >= 0.14
 
 
 async def test_an_exception_comes_after_what_was_before_it() -> None:
@@ -77,7 +102,7 @@ async def test_an_exception_comes_after_what_was_before_it() -> None:
 
     got = []
     with pytest.raises(RuntimeError, match="broken"):
-        async for piece in coalesce(chunks(), 0.0):
+        async for piece in coalesce(chunks(), Ticks(0.0)):
             got.append(data(piece))
     assert got == [b"a"]
 
@@ -92,7 +117,7 @@ async def test_closing_closes_the_source() -> None:
         finally:
             closed.set()
 
-    pieces = coalesce(chunks(), 0.0)
+    pieces = coalesce(chunks(), Ticks(0.0))
     await anext(pieces)
     await pieces.aclose()
     assert closed.is_set()
