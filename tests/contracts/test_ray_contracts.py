@@ -153,7 +153,7 @@ async def test_a_server_starts_its_engine_when_it_is_made(config: LLMConfig) -> 
 
 
 def test_no_method_of_ours_hides_one_of_rays_by_chance() -> None:
-    ours = {name for name, value in vars(ProgramServer).items() if callable(value)}
+    ours = {name for name, value in vars(ProgramServer).items() if callable(value)} - {"__subclasshook__"}
     overridden = {"__init__", "__del__", "start", "_start_engine", "check_health", "record_routing_stats"}
     assert {name for name in ours if hasattr(LLMServer, name)} == overridden
 
