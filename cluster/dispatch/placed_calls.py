@@ -3,7 +3,6 @@
 `cluster.dispatch.failover` continues a turn whose replica dies while it works on it.
 """
 
-import asyncio
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
 from typing import Any, Generic, Protocol, Self, TypeVar
@@ -166,11 +165,8 @@ class FailoverAttempts:
 
     async def __call__(self, resume_state: Progress | None) -> PlacedStream[Any]:
         """Call a replica that has not failed this turn."""
-        if self._last is None:
-            request, _ = await asyncio.gather(self._request(), self._check())
-        else:
-            await self._check()
-            request = self._last.elsewhere
+        await self._check()
+        request = await self._request() if self._last is None else self._last.elsewhere
         call = self._call  # a lambda with `self` would make a reference cycle with the answers
         self._last = PlacedStream(self._placer, request, lambda placement: call(placement, resume_state))
         return self._last

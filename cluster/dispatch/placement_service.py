@@ -80,6 +80,7 @@ class PlacementService:
         if (placer := self._program_placer) is not None:
             self._unsubscribe = HUB.subscribe(self._deployment, placer.observe)
             self._tasks.start("attend", placer.attend)
+            self._tasks.start("follow the quarantine", self.quarantine.follow)
             self._tasks.start("record metrics", lambda: self._record_metrics(placer))
 
     def view(self) -> dict[str, Any]:

@@ -1,13 +1,15 @@
 """Quarantine of requests under which replicas died: they are rejected for a while.
 
 A request is known by a digest of its tenant, method and body, without the fields that only identify the client. The
-same request with another user or id kills replicas as well.
+same request with another user or id kills replicas as well. An ingress follows the list of what other ingresses
+quarantine, so that a request that nobody has quarantined needs no call of the store.
 """
 
+import asyncio
 from collections import OrderedDict
 from collections.abc import Mapping
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import msgspec
 
@@ -30,6 +32,9 @@ NAMES = frozenset(
 
 REMEMBERED = 1024
 """Largest number of requests in it. The oldest are dropped when there are more."""
+
+RETRY_S = 1.0
+"""Seconds between two calls of a store that does not answer."""
 
 _JSON = msgspec.json.Encoder(order="deterministic")
 
@@ -61,6 +66,10 @@ class SharedQuarantine(Protocol):
         """Return whether a request is in it, or None if the store does not answer."""
         ...
 
+    async def quarantined_after(self, entry: str) -> tuple[str, list[str]] | None:
+        """Wait for requests that were added after an entry of the list; see `PlacementStore.quarantined_after`."""
+        ...
+
 
 class Quarantine:
     """The quarantine of this ingress, and the shared one.
@@ -76,6 +85,26 @@ class Quarantine:
         self._expiry_s = expiry_s
         self._shared = shared
         self._until_s: OrderedDict[str, float] = OrderedDict()
+        self._listed: OrderedDict[str, None] = OrderedDict()
+        """Requests that some ingress has added. The store knows whether they are still in quarantine."""
+        self._follows = False
+        """Whether ``_listed`` is up to date. Otherwise the store is asked for each request."""
+
+    async def follow(self) -> NoReturn:
+        """Learn of the requests that other ingresses add, as soon as they are added."""
+        assert self._shared is not None
+        entry = "0"
+        while True:
+            found = await self._shared.quarantined_after(entry)
+            self._follows = found is not None
+            if found is None:
+                await asyncio.sleep(RETRY_S)
+                continue
+            entry, digests = found
+            for digest in digests:
+                self._listed[digest] = None
+                if len(self._listed) > REMEMBERED:
+                    self._listed.popitem(last=False)
 
     async def check(self, digest: str) -> None:
         """Check a request.
@@ -101,4 +130,6 @@ class Quarantine:
 
     async def _in_shared(self, digest: str) -> bool:
         shared = self._shared
-        return shared is not None and shared.healthy and bool(await shared.is_quarantined(digest))
+        if shared is None or (self._follows and digest not in self._listed):
+            return False
+        return shared.healthy and bool(await shared.is_quarantined(digest))

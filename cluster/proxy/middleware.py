@@ -10,6 +10,7 @@ rejects excess requests, and `http_protocol` handles connections.
 import asyncio
 import json
 import logging
+import os
 from collections import Counter
 from functools import partial, wraps
 from typing import Any
@@ -53,11 +54,16 @@ LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"ev
 def middlewares() -> list[Middleware]:
     """Install the protocol, and return the middleware. Ray Serve calls it before the process listens."""
     install_protocol()
-    free_ended_answers()
     keep_trimmed()
     rejections = Rejections(Meter())
+    in_proxy = []
+    if (
+        os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1"
+    ):  # Ray's proxy: answers come from other processes
+        free_ended_answers()
+        in_proxy = [Middleware(StreamErrorTerminator)]
     return [  # the innermost is the first, since Ray puts each around those before it
-        Middleware(StreamErrorTerminator),
+        *in_proxy,
         Middleware(HeaderGuard),
         Middleware(LoadShedder, limit=max_in_flight(), on_rejection=partial(rejections.count, "overload")),
         # It is outside of the LoadShedder, since rejections that wait must not count as requests in flight.

@@ -24,6 +24,10 @@ from cluster.store.client import (
 
 MAX_CONNECTIONS = 16
 """Maximum number of connections. Further calls wait for one."""
+QUARANTINED_KEPT = 1024
+"""Number of the newest quarantined requests of which other ingresses learn."""
+WAIT_S = 5.0
+"""Seconds for which a call waits for the next quarantined request."""
 MAX_TOUCHED = 512
 """Maximum number of homes that one script touches, so that it does not delay other calls."""
 
@@ -108,12 +112,35 @@ class PlacementStore(RedisStore):
 
     async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
         """Quarantine the request with this digest for ``ttl_s`` seconds. Return True."""
+        ttl_ms, stream = milliseconds(ttl_s), self._mark("")
         try:
-            async with self.request():
-                await self.redis.set(self._mark(digest), b"1", px=milliseconds(ttl_s))
+            async with self.request(), self.redis.pipeline(transaction=True) as calls:
+                calls.set(self._mark(digest), b"1", px=ttl_ms)
+                calls.xadd(stream, {"d": digest}, maxlen=QUARANTINED_KEPT, approximate=False)
+                calls.pexpire(stream, ttl_ms)
+                await calls.execute()
         except StoreUnavailable:
             return None
         return True
+
+    async def quarantined_after(self, entry: str) -> tuple[str, list[str]] | None:
+        """Wait up to `WAIT_S` for requests that were quarantined after an entry of their list.
+
+        Args:
+            entry: the entry. `0`: the beginning.
+
+        Returns:
+            The last entry now, and the digests. Some may not be in quarantine any more.
+        """
+        wait_ms = None if entry == "0" else milliseconds(WAIT_S)
+        try:
+            async with self.request(WAIT_S):
+                found: Any = await self.redis.xread({self._mark(""): entry}, block=wait_ms)
+        except StoreUnavailable:
+            return None
+        entries = found[0][1] if found else []
+        last = entries[-1][0].decode() if entries else entry if entry != "0" else "0-0"
+        return last, [fields[b"d"].decode() for _, fields in entries]
 
     async def is_quarantined(self, digest: str) -> bool | None:
         """Return whether the request with this digest is in quarantine."""

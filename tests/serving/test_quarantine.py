@@ -1,5 +1,7 @@
 """Requests under which replicas died are refused for a while, whoever asks."""
 
+import asyncio
+
 import pytest
 
 from cluster.core.clock import ManualClock
@@ -14,15 +16,27 @@ class Shared:
 
     def __init__(self, answers: bool = True) -> None:
         self.known: dict[str, float] = {}
+        self.asked = 0
         self._answers = answers
+        self._added = asyncio.Event()
         self.healthy = True
 
     async def quarantine(self, digest: str, ttl_s: float) -> bool | None:
         if self._answers:
             self.known[digest] = ttl_s
+            self._added.set()
         return True if self._answers else None
 
+    async def quarantined_after(self, entry: str) -> tuple[str, list[str]] | None:
+        if not self._answers:
+            return None
+        if entry != "0" and len(self.known) <= int(entry):
+            self._added.clear()
+            await self._added.wait()
+        return str(len(self.known)), list(self.known)[int(entry) :]
+
     async def is_quarantined(self, digest: str) -> bool | None:
+        self.asked += 1
         return digest in self.known if self._answers else None
 
 
@@ -67,6 +81,37 @@ async def test_other_ingresses_refuse_it_too_while_the_store_answers() -> None:
     await alone.add("bad")
     with pytest.raises(Quarantined):
         await alone.check("bad")
+
+
+async def test_an_ingress_that_follows_asks_only_for_what_some_ingress_has_added() -> None:
+    shared = Shared()
+    first, second = (Quarantine(ManualClock(), 600.0, shared) for _ in range(2))
+    await first.add("old")
+    following = asyncio.create_task(second.follow())
+    await asyncio.sleep(0)
+    asked = shared.asked
+    await second.check("good")
+    assert shared.asked == asked
+    with pytest.raises(Quarantined):
+        await second.check("old")
+    await first.add("new")
+    for _ in range(3):
+        await asyncio.sleep(0)
+    with pytest.raises(Quarantined):
+        await second.check("new")
+    del shared.known["new"]  # its time is over
+    await second.check("new")
+    following.cancel()
+
+
+async def test_an_ingress_that_cannot_follow_asks_for_each_request() -> None:
+    shared = Shared(answers=False)
+    quarantine = Quarantine(ManualClock(), 600.0, shared)
+    following = asyncio.create_task(quarantine.follow())
+    await asyncio.sleep(0)
+    await quarantine.check("good")
+    assert shared.asked == 1
+    following.cancel()
 
 
 async def test_what_is_remembered_is_bounded() -> None:

@@ -11,7 +11,7 @@ from cluster.core.clock import ManualClock
 from cluster.core.replica_snapshot import Home
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.store.client import StoreFailure
-from cluster.store.placements import MAX_TOUCHED, PlacementStore
+from cluster.store.placements import MAX_TOUCHED, QUARANTINED_KEPT, PlacementStore
 from tests.store.outages import FAR_MORE, SHORT_S, eventually, frozen, kill
 
 KEY = "default/program"
@@ -139,6 +139,25 @@ async def test_quarantine_is_remembered_for_its_time(places: MakePlacements, dir
     assert 0 < await direct.pttl("caesura:v1:{tiny}:quarantine:digest") <= 100_000
 
 
+async def test_who_follows_the_quarantine_learns_of_the_next_request_at_once(
+    places: MakePlacements, direct: redis.asyncio.Redis
+) -> None:
+    a, b = places(), places()
+    assert await b.quarantined_after("0") == ("0-0", [])
+    waiting = asyncio.create_task(b.quarantined_after("0-0"))
+    await asyncio.sleep(0.05)
+    assert not waiting.done()
+    await a.quarantine("first", 100.0)
+    async with asyncio.timeout(2):
+        last, digests = await waiting or ("", [])
+    assert digests == ["first"]
+    for number in range(QUARANTINED_KEPT + 10):
+        await a.quarantine(str(number), 100.0)
+    _, digests = await b.quarantined_after(last) or ("", [])
+    assert digests == [str(number) for number in range(10, QUARANTINED_KEPT + 10)]
+    assert 0 < await direct.pttl("caesura:v1:{tiny}:quarantine:") <= 100_000
+
+
 CALLS: dict[str, Callable[[PlacementStore], Any]] = {
     "claim": lambda store: store.claim(KEY, Home("r", 1)),
     "move": lambda store: store.move(KEY, 1, "r"),
@@ -147,6 +166,7 @@ CALLS: dict[str, Callable[[PlacementStore], Any]] = {
     "forget": lambda store: store.forget(KEY, 1),
     "quarantine": lambda store: store.quarantine("d", 9.0),
     "is_quarantined": lambda store: store.is_quarantined("d"),
+    "quarantined_after": lambda store: store.quarantined_after("0"),
 }
 
 
