@@ -30,7 +30,7 @@ import psutil
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.results import save
+from benchmarks.results import kept_rows, save
 from benchmarks.served import serve, serving
 from benchmarks.streams import REQUESTS_EACH, measure
 from cluster.config.schema import CaesuraConfig
@@ -43,6 +43,8 @@ ENVIRONMENTS = {RAY: {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}, NO_HAPROXY: {ENABL
 """Environment variables of the subjects that are Ray clusters."""
 TARGETS = {16: 0.95, 64: 0.90, 256: 0.85}
 """Streams, and how many times vLLM's own throughput ours has to reach."""
+FALL = 0.1
+"""A ratio that is this part below that of the kept run fails the command."""
 START_WITHIN_S = 300.0
 STOP_WITHIN_S = 60.0
 FLAME_S = 8.0
@@ -222,8 +224,18 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
     Console(width=80).print(table)
 
 
+def below_kept(ours: Mapping[int, float]) -> dict[int, tuple[float, float]]:
+    """Where a ratio is below that of the kept run by `FALL` or more: by the number of streams, both ratios."""
+    kept = {row["streams"]: row["ratio"] for row in kept_rows("front_end") if row["subject"] == CAESURA}
+    return {
+        streams: (ratio, kept[streams])
+        for streams, ratio in ours.items()
+        if streams in kept and ratio <= kept[streams] * (1 - FALL)
+    }
+
+
 def main() -> int:
-    """Measure, print, save; 1 if a target is missed."""
+    """Measure, print, save; 1 if a target is missed, or a ratio has fallen below that of the kept run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
@@ -245,8 +257,12 @@ def main() -> int:
         if arguments.flames is not None:
             draw_flames(subjects, max(arguments.streams), arguments.tokens, arguments.flames)
     show(rows)
-    save("front_end", rows, arguments.out)
     ours = {row["streams"]: row["ratio"] for row in rows if row["subject"] == CAESURA}
+    if fallen := below_kept(ours):
+        for streams, (ratio, kept) in fallen.items():
+            print(f"fallen: {ratio:.2f} x vLLM's own server at {streams} streams, the kept run had {kept:.2f} x")
+        return 1  # the kept run stays
+    save("front_end", rows, arguments.out)
     missed = {streams: ratio for streams, ratio in ours.items() if ratio < TARGETS.get(streams, 0.0)}
     for streams, ratio in missed.items():
         print(f"missed: {ratio:.2f} x vLLM's own server at {streams} streams, the target is {TARGETS[streams]:.2f} x")

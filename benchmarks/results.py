@@ -34,6 +34,13 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
     return path
 
 
+def kept_rows(name: str) -> list[dict[str, Any]]:
+    """Return the rows of benchmarks/results/NAME.json, or none if there is no such file."""
+    path = DIRECTORY / f"{name}.json"
+    rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
+    return rows
+
+
 def _commit() -> str:
     """Return the commit of this tree, with ``+`` if files have changed since; ``unknown`` outside of a repository."""
     described = subprocess.run(

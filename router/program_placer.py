@@ -182,9 +182,10 @@ class ProgramPlacer:
         Raises:
             Overloaded: it is rejected; TooManyRequests: its tenant exceeds its share.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(FIRST_SNAPSHOT_S):
-                await self._started.wait()
+        if not self._started.is_set():
+            with suppress(TimeoutError):
+                async with asyncio.timeout(FIRST_SNAPSHOT_S):
+                    await self._started.wait()
         known = self._use(request)
         try:
             for last_round in (*(False,) * (MAX_ROUNDS - 1), True):

@@ -57,9 +57,7 @@ def middlewares() -> list[Middleware]:
     keep_trimmed()
     rejections = Rejections(Meter())
     in_proxy = []
-    if (
-        os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1"
-    ):  # Ray's proxy: answers come from other processes
+    if os.environ.get("RAY_SERVE_ENABLE_HA_PROXY") != "1":  # Ray's proxy: answers come from other processes
         free_ended_answers()
         in_proxy = [Middleware(StreamErrorTerminator)]
     return [  # the innermost is the first, since Ray puts each around those before it
