@@ -1,13 +1,14 @@
 """Tokens a second, first token and CPU time of the ways from a client to vLLM, same engine arguments, in one run.
 
-    python -m benchmarks.front_end [--rounds 3] [--streams 1 16 64 256] [--tokens 64] [--flames DIRECTORY]
+    python -m benchmarks.front_end [--rounds 3] [--subjects ray caesura haproxy proxy]
+                                   [--streams 1 16 64 256] [--tokens 64] [--flames DIRECTORY]
 
 The subjects are vLLM's own server (`vllm`), plain `ray.serve.llm` (`ray`) with HAProxy and Ray's settings for
-throughput, Caesura (`caesura`), and Caesura without HAProxy (`no_haproxy`). Each has one replica of the built-in model,
-in processes of its own. They take turns, the order swapped each round; those that wait are idle. Tokens a second and
-first tokens are medians over the rounds. CPU seconds are those of a subject's processes while its streams run, by the
-process's role, for 1,000 tokens. ``--flames`` writes a flame graph (py-spy) of each role at the largest number of
-streams.
+throughput, and Caesura: with clients at the ingress (`caesura`), and with Ray Serve's HAProxy (`haproxy`) or Ray's own
+proxy (`proxy`) in front of it. Each has one replica of the built-in model, in processes of its own. They take turns,
+the order swapped each round; those that wait are idle. Tokens a second and first tokens are medians over the rounds.
+CPU seconds are those of a subject's processes while its streams run, by the process's role, for 1,000 tokens.
+``--flames`` writes a flame graph (py-spy) of each role at the largest number of streams.
 """
 
 import argparse
@@ -38,8 +39,13 @@ from cluster.local.haproxy import ENABLE
 from replicas.settings import CPU_ENVIRONMENT
 from replicas.tiny.model import tiny_model_directory
 
-VLLM, RAY, CAESURA, NO_HAPROXY = "vllm", "ray", "caesura", "no_haproxy"
-ENVIRONMENTS = {RAY: {"RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"}, NO_HAPROXY: {ENABLE: "0"}, CAESURA: {}}
+VLLM, RAY, CAESURA, HAPROXY, PROXY = "vllm", "ray", "caesura", "haproxy", "proxy"
+ENVIRONMENTS: dict[str, dict[str, str]] = {
+    RAY: {ENABLE: "1", "RAY_SERVE_THROUGHPUT_OPTIMIZED": "1"},
+    CAESURA: {},
+    HAPROXY: {ENABLE: "1"},
+    PROXY: {ENABLE: "0"},
+}
 """Environment variables of the subjects that are Ray clusters."""
 TARGETS = {16: 0.95, 64: 0.90, 256: 0.85}
 """Streams, and how many times vLLM's own throughput ours has to reach."""
@@ -238,6 +244,7 @@ def main() -> int:
     """Measure, print, save; 1 if a target is missed, or a ratio has fallen below that of the kept run."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--subjects", nargs="+", choices=tuple(ENVIRONMENTS), default=list(ENVIRONMENTS))
     parser.add_argument("--streams", type=int, nargs="+", default=[1, 16, 64, 256])
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--flames", type=Path, default=None)
@@ -250,7 +257,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with ExitStack() as stack:
         subjects = {VLLM: stack.enter_context(own_server(tiny_model_directory()))}
-        for name in ENVIRONMENTS:
+        for name in arguments.subjects:
             subjects[name] = Subject(*stack.enter_context(serving("front_end", name)))
         for streams in arguments.streams:
             rows += compare(subjects, streams, arguments.rounds, arguments.tokens)

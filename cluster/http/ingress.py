@@ -16,6 +16,8 @@ from uuid import uuid4
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from ray import serve
+from ray.serve.config import ProxyLocation
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -54,12 +56,14 @@ from cluster.http.requests import (
 )
 from cluster.http.responses import ResponseRoutes
 from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
+from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
 from cluster.observing.slo_tracker import MeasuredAnswers, SloTracker, record_rejection, set_process_tracker
 from cluster.observing.tracing import traces
+from cluster.proxy.middleware import guarded
 from cluster.runs.chat_api import asks_for_loop
 
 READY_TIMEOUT_S = 5.0
@@ -80,8 +84,13 @@ class Part(Protocol):
         ...
 
 
-def ingress_class(config: CaesuraConfig) -> type[Any]:
-    """Make the deployment class, with the routes and the middleware that ``config`` needs."""
+def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI:
+    """Make the application with the routes and the middleware that ``config`` needs.
+
+    Args:
+        config: the configuration.
+        handler: returns the handler of a route by its name.
+    """
     app = FastAPI(
         title="Caesura",
         version=version_of("caesura"),
@@ -133,9 +142,21 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
             "router": lambda app: app.get("/admin/router"),
             "predictor": lambda app: app.get("/admin/predictor"),
         }
+    for name, route in endpoints.items():
+        route(app)(handler(name))
+    return app
+
+
+def ingress_class(config: CaesuraConfig) -> type[Any]:
+    """Make the deployment class, for requests that Ray's proxy or HAProxy forwards."""
     # Each app has a class of its own, since Ray binds the routes to the class that it is given.
-    handlers = {name: route(app)(getattr(ProgramIngress, name)) for name, route in endpoints.items()}
-    made: type[Any] = serve.ingress(app)(type("Ingress", (ProgramIngress,), handlers))
+    own = type(
+        "Ingress",
+        (ProgramIngress,),
+        {name: value for name, value in vars(ProgramIngress).items() if callable(value) and not name.startswith("_")},
+    )
+    app = application(config, lambda name: getattr(own, name))
+    made: type[Any] = serve.ingress(app)(own)
     return made
 
 
@@ -187,6 +208,10 @@ class ProgramIngress:
         self._adopt(self._service)
         await self._service.open()
         keep_trimmed()
+        if await _proxies_are_disabled():
+            http = config.http
+            app = guarded(application(config, lambda name: getattr(self, name)), http.max_concurrent_requests)
+            self._adopt(HttpServer(app, http.host, http.port))
 
     def _adopt(self, part: Part) -> None:
         """Register a part. It is closed before those registered earlier, and `check_health` reports its failing
@@ -409,3 +434,9 @@ def _per_replica(answers: list[Any]) -> Response:
 
 async def _error_response(_: Request, error: Exception) -> Response:
     return error_response(as_http_error(error))
+
+
+async def _proxies_are_disabled() -> bool:
+    """Return whether Ray Serve has no proxies, so that each ingress listens itself."""
+    location = await _get_global_client()._controller.get_proxy_location.remote()
+    return bool(location == ProxyLocation.Disabled)

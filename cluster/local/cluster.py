@@ -164,12 +164,13 @@ class LocalCluster:
     def _enter_environment(self) -> None:
         before = dict(os.environ)
         wanted, http = dict(ENVIRONMENT), self.config.http
-        wanted |= haproxy_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
+        if os.environ.get(ENABLE) == "1":
+            wanted |= haproxy_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
         for name, value in wanted.items():
             os.environ.setdefault(name, value)
         os.environ[MARK] = self._mark
         os.environ[FORMAT_VARIABLE] = self.config.logs.format
-        behind = 1 if os.environ[ENABLE] == "1" else http.ingress_replicas  # ingresses behind one process of the limit
+        behind = http.ingress_replicas if os.environ.get(ENABLE) == "0" else 1  # ingresses behind one process
         os.environ[MAX_IN_FLIGHT_VARIABLE] = str(http.max_concurrent_requests * behind)
         if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
             # Otherwise each of a dozen processes would compile torch and vLLM, which takes half of the start.
@@ -244,7 +245,7 @@ class LocalCluster:
         if self._attached:
             self._stack.callback(serve.delete, APPLICATION)
         serve.start(
-            proxy_location="HeadOnly",
+            proxy_location="HeadOnly" if ENABLE in os.environ else "Disabled",
             http_options={"host": http.host, "port": http.port},
             logging_config={
                 "log_level": "WARNING",

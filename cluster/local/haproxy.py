@@ -1,4 +1,4 @@
-"""The environment with which Ray Serve's HAProxy connects clients to the ingresses of a local cluster."""
+"""The environment of a local cluster with Ray Serve's HAProxy in front of the ingresses."""
 
 import socket
 from pathlib import Path
@@ -6,7 +6,8 @@ from pathlib import Path
 from cluster.config.schema import CaesuraConfig
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
-"""Environment variable. `0`: Ray Serve's own proxy is in front of the ingresses, and each answer makes one hop more."""
+"""Environment variable. `1`: HAProxy is in front of the ingresses. `0`: Ray Serve's own proxy is. Without it, each
+ingress listens itself, and an answer makes one hop less."""
 
 BUFFER_SLACK_BYTES = 16 << 10
 """Part of HAProxy's buffer that it keeps free for itself, beside a request's headers."""

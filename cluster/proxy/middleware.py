@@ -1,6 +1,6 @@
-"""ASGI middleware at the edge, loaded by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``.
+"""ASGI middleware in the process that has a client's connection: an ingress, or Ray's HTTP proxy.
 
-With HAProxy it runs in each ingress, in front of the application. Without HAProxy it runs in Ray's HTTP proxy.
+Ray Serve loads it by ``RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH``: in its proxy, or with HAProxy in the ingress.
 
 `HeaderGuard` rejects headers that are not UTF-8, which Ray would answer with a bare 500. It also limits X-Request-Id,
 which Ray puts on every response. `StreamErrorTerminator` ends answers whose ingress died. The module `load_shedding`
@@ -69,6 +69,18 @@ def middlewares() -> list[Middleware]:
     ]
 
 
+def guarded(app: ASGIApp, max_in_flight: int) -> ASGIApp:
+    """Return the application of an ingress with the middleware around it. The ingress has its own server.
+
+    Args:
+        app: the application.
+        max_in_flight: maximum number of requests in flight.
+    """
+    rejections = Rejections(Meter())
+    app = LoadShedder(HeaderGuard(app), max_in_flight, partial(rejections.count, "overload"))
+    return RequestId(RateLimitCache(app, MonotonicClock(), rejections.count))
+
+
 def free_ended_answers() -> None:
     """Patch Ray's proxy, so that the objects of an answer are freed when the answer has ended. A second call does
     nothing.
@@ -114,6 +126,27 @@ class Rejections:
         for reason, number in unrecorded.items():
             self._meter.add(REQUESTS_REJECTED, number, model="", reason=reason)
         self._meter.add(REQUESTS, unrecorded.total(), model="", tenant="", outcome=Outcome.REJECTED.value)
+
+
+class RequestId:
+    """ASGI middleware that gives each request an id, and puts it on the response, as Ray's proxy does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        name = REQUEST_ID.encode()
+        sent = next((value for header, value in scope["headers"] if header == name), b"")
+        own = name, clean_request_id(sent.decode(errors="ignore")).encode()
+        scope["headers"] = [*(header for header in scope["headers"] if header[0] != name), own]
+
+        async def with_id(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message["headers"] = [*message["headers"], own]
+            await send(message)
+
+        await self._app(scope, receive, with_id)
 
 
 class HeaderGuard:
