@@ -147,6 +147,7 @@ class LocalCluster:
             self._stack.close()
 
     def _start(self) -> None:
+        self._check_port()
         self._enter_environment()
         with self._step("tool statistics store"):
             self._start_store()
@@ -160,6 +161,20 @@ class LocalCluster:
             self._await_running(deadline_s)
         with self._step("first answer"):
             self._await_ready(deadline_s)
+
+    def _check_port(self) -> None:
+        """Check that nobody listens on the port, since the ingresses of two clusters could share it.
+
+        Raises:
+            StartFailed: it cannot be listened on.
+        """
+        http = self.config.http
+        try:
+            socket.create_server((http.host, http.port), family=_family(http.host)).close()
+        except OSError as error:
+            raise StartFailed(
+                f"http.port: {http.host}:{http.port} cannot be used: {error.strerror or error}"
+            ) from error
 
     def _enter_environment(self) -> None:
         before = dict(os.environ)
@@ -361,7 +376,10 @@ def restore_environment(environment: MutableMapping[str, str], before: Mapping[s
     environment.update(before)
 
 
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET
+
+
 def _free_port(host: str) -> int:
-    with socket.socket() as listener:
-        listener.bind((host, 0))
+    with socket.create_server((host, 0), family=_family(host)) as listener:
         return int(listener.getsockname()[1])

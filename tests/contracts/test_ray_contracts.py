@@ -21,7 +21,9 @@ from ray.llm._internal.serve.core.server.llm_server import LLMServer
 from ray.llm._internal.serve.engines.vllm import vllm_engine, vllm_models
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from ray.serve._private import deployment_state, http_util, proxy_state
-from ray.serve.config import HTTPOptions
+from ray.serve._private.controller import ServeController
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentBroadcastResponse, DeploymentHandle, DeploymentResponseGenerator
 from ray.serve.llm import LLMConfig
 from ray.serve.schema import ApplicationStatus, DeploymentStatus
@@ -247,3 +249,10 @@ def test_serve_tells_how_a_start_goes() -> None:
     assert "UNHEALTHY" in {status.value for status in DeploymentStatus}
     assert "wait_for_applications_running" in parameters(serve.run_many)
     assert callable(ray.runtime_context.RuntimeContext.get_session_name)
+
+
+def test_the_controller_says_where_its_proxies_are() -> None:
+    """An ingress asks it whether Ray Serve's proxies are disabled."""
+    assert parameters(ServeController.get_proxy_location) == ["self"]
+    assert parameters(_get_global_client)[0] == "raise_if_no_controller_running"
+    assert ProxyLocation.Disabled.value == "Disabled"

@@ -2,15 +2,15 @@
 
 import pytest
 
-from tests.faults.stand import CONTROLLER, ENGINE, INGRESS, PROXY, REPLICA, TOOLS, Stand
+from tests.faults.stand import CONTROLLER, ENGINE, INGRESS, REPLICA, TOOLS, Stand
 from tests.faults.under_load import Outcome, background, clients, completion, run, stream
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 
 def test_its_parts_are_told_apart(whole: Stand) -> None:
-    counts = {title: len(whole.named(title)) for title in (REPLICA, ENGINE, INGRESS, TOOLS, CONTROLLER, PROXY)}
-    assert counts == {REPLICA: 2, ENGINE: 2, INGRESS: 1, TOOLS: 1, CONTROLLER: 1, PROXY: 1}
+    counts = {title: len(whole.named(title)) for title in (REPLICA, ENGINE, INGRESS, TOOLS, CONTROLLER)}
+    assert counts == {REPLICA: 2, ENGINE: 2, INGRESS: 1, TOOLS: 1, CONTROLLER: 1}
     assert whole.redis.pid is not None
 
 

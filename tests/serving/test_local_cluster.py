@@ -1,5 +1,6 @@
 """How a cluster starts on a machine that is too busy for Ray."""
 
+import socket
 import subprocess
 from typing import Any
 
@@ -67,3 +68,11 @@ def test_the_environment_is_restored_without_a_moment_in_which_it_is_empty() -> 
     environment = Environment({"PATH": "/bin", "CHANGED": "new", "ADDED": "2"})
     local_cluster.restore_environment(environment, before)
     assert environment == before
+
+
+def test_a_port_on_which_somebody_listens_is_not_shared() -> None:
+    """Two ingresses share a port, so that two clusters could do it, too."""
+    with socket.create_server(("127.0.0.1", 0), reuse_port=True) as listener:
+        config = CaesuraConfig.model_validate({"http": {"port": listener.getsockname()[1]}})
+        with pytest.raises(StartFailed, match=r"http\.port"):
+            LocalCluster(config).start()
