@@ -27,7 +27,7 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
 from cluster.core.frames import TURN, Answer, TurnCall
-from cluster.core.malloc_trim import keep_trimmed
+from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.replica_snapshot import ROUTING_STATS_KEY
 from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import Continuation, TurnPiece
@@ -110,6 +110,7 @@ class ProgramServer(LLMServer):
         await self._turn_server.start(ray.util.get_node_ip_address())
         self._metrics.started()
         keep_trimmed()
+        freeze_heap()
         self._traces = traces(self._config, "replica")
         self._loops = [asyncio.create_task(loop) for loop in (self._exchange_for_ever(), self.engine.log_for_ever())]
 

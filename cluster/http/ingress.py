@@ -42,7 +42,7 @@ from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
-from cluster.core.malloc_trim import keep_trimmed
+from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.http.chat import ChatPrograms
@@ -208,6 +208,7 @@ class ProgramIngress:
         self._adopt(self._service)
         await self._service.open()
         keep_trimmed()
+        freeze_heap()
         if await _proxies_are_disabled():
             http = config.http
             app = guarded(application(config, lambda name: getattr(self, name)), http.max_concurrent_requests)

@@ -9,12 +9,14 @@ import uuid
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import httpx
 import psutil
 
+from cluster.config.schema import CaesuraConfig
 from cluster.local.cluster import BYTECODE, ENVIRONMENT
-from cluster.local.haproxy import free_ports
+from cluster.local.haproxy import free_ports, haproxy_environment
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -28,13 +30,17 @@ POLL_S = 0.5
 def ray_head(token: str, num_cpus: int, log: Path) -> Iterator[tuple[str, dict[str, str]]]:
     """The dashboard's URL, and the environment that Ray's commands need; afterwards nothing of it is left.
 
+    HAProxy is in front of the ingresses, as in the chart.
+
     `ray stop` would stop every Ray of this machine: these processes are known by a variable in their environment.
     """
     port, dashboard, agent_http, agent_grpc, metrics = free_ports(5)
     mark = uuid.uuid4().hex
+    places = TemporaryDirectory("-ray")
     environment = {
         **os.environ,
         **ENVIRONMENT,
+        **haproxy_environment(CaesuraConfig(), places.name),
         MARK: mark,
         "PYTHONPATH": str(ROOT),
         "PATH": f"{BIN}:{os.environ['PATH']}",
@@ -66,6 +72,7 @@ def ray_head(token: str, num_cpus: int, log: Path) -> Iterator[tuple[str, dict[s
         _, alive = psutil.wait_procs(_marked(mark), timeout=STOP_WITHIN_S)
         for one in alive:
             one.kill()
+        places.cleanup()
 
 
 def _await(url: str, token: str, process: subprocess.Popen[bytes], log: Path) -> None:

@@ -1,6 +1,7 @@
 """What is free in the middle of C's heap goes back to the system; tried in processes of their own."""
 
 import ctypes
+import gc
 import threading
 import time
 from collections.abc import Callable
@@ -51,7 +52,18 @@ def trimmed_again_and_again() -> None:
             time.sleep(0.02)
 
 
-@pytest.mark.parametrize("trimmed", [trimmed_now, trimmed_again_and_again])
+def frozen() -> None:
+    made = [{} for _ in range(1000)]
+    heap.freeze_heap()
+    assert gc.get_freeze_count() > len(made)
+    assert not any(one is made[0] for one in gc.get_objects())
+    later: list[object] = []
+    later.append(later)
+    del later
+    assert gc.collect() > 0, "what is made later is still collected"
+
+
+@pytest.mark.parametrize("trimmed", [trimmed_now, trimmed_again_and_again, frozen])
 def test_what_is_free_goes_back(trimmed: Callable[[], None]) -> None:
     process = get_context("spawn").Process(target=trimmed)
     process.start()
