@@ -5,14 +5,17 @@
 Each size is replicas:programs. One ingress sees that many replicas, whose snapshots name that many living programs; the
 router's engine and the codec of the snapshots are those that serve. Measured are the CPU time of a decision and of
 taking in the snapshots of one second, the bytes of these snapshots, and the memory of the process for each program. The
-calls of Redis are counted at a real Redis while programs of several turns start, run and end.
+calls of Redis are counted at a real Redis while programs of several turns start, run and end. For the exchange of tool
+statistics, the CPU time and the traffic of that Redis are measured: replicas do it every `redis.refresh_s`.
 """
 
 import argparse
 import asyncio
 import gc
+import random
 import statistics
 import sys
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -25,9 +28,11 @@ from rich.table import Table
 from benchmarks.results import save
 from benchmarks.router_decisions import Site, measure, rows_of
 from cluster.config.schema import SloConfig
-from cluster.core.clock import ManualClock
+from cluster.core.clock import ManualClock, MonotonicClock
 from cluster.core.supervision import SupervisedTasks
+from cluster.durations.table import DurationTable
 from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store.durations import DurationStore
 from cluster.store.placements import PlacementStore
 from router.decisions import TurnRequest
 from router.placement_engine import PlacementEngine
@@ -38,6 +43,8 @@ TARGET_MS = 0.3
 """The p99 of a decision at 64 replicas and 10,000 programs."""
 TARGET_SIZE = (64, 10_000)
 REDIS_PROGRAMS, REDIS_TURNS = 500, 8
+WRITERS = (16, 32, 64, 128, 256)
+WRITER_TOOLS, WRITER_ROUNDS = 20, 3
 
 
 def size_row(replicas: int, programs: int, decisions: int) -> dict[str, Any]:
@@ -104,6 +111,53 @@ async def redis_row(programs: int, turns: int) -> dict[str, Any]:
     }
 
 
+async def writers_row(writers: int) -> dict[str, Any]:
+    """Measure the exchange of tool statistics: each writer has news, writes them, and reads those of all others."""
+    rng = random.Random(7)
+    with EmbeddedRedis() as server:
+        admin = redis.Redis.from_url(server.url)
+        tables = [DurationTable() for _ in range(writers)]
+        stores = [
+            DurationStore(
+                server.url, model="m", writer=f"r{i}", timeout_s=30.0, expiry_s=3600.0, clock=MonotonicClock()
+            )
+            for i in range(writers)
+        ]
+        for table in tables:
+            for _ in range(30 * WRITER_TOOLS):
+                table.observe(f"tool{rng.randrange(WRITER_TOOLS)}", rng.lognormvariate(0.0, 2.0))
+
+        async def all_exchange() -> None:
+            for table, store in zip(tables, stores, strict=True):
+                table.observe(f"tool{rng.randrange(WRITER_TOOLS)}", rng.lognormvariate(0.0, 2.0))
+                if await store.exchange(table.own()) is None:
+                    raise RuntimeError(f"the store failed: {dict(store.failures)}")
+
+        await all_exchange()
+        before, began = _used(admin), time.thread_time()
+        for _ in range(WRITER_ROUNDS):
+            await all_exchange()
+        spent, own_s = (
+            [after - one for after, one in zip(_used(admin), before, strict=True)],
+            time.thread_time() - began,
+        )
+        for store in stores:
+            await store.close()
+    rounds = WRITER_ROUNDS
+    return {
+        "writers": writers,
+        "redis_cpu_ms_per_round": round(spent[0] / rounds * 1e3, 2),
+        "redis_bytes_per_round": round(spent[1] / rounds),
+        "writer_cpu_ms_per_exchange": round(own_s / rounds / writers * 1e3, 3),
+    }
+
+
+def _used(admin: Any) -> tuple[float, int]:
+    """CPU seconds and bytes sent by a Redis so far."""
+    cpu = admin.info("cpu")
+    return cpu["used_cpu_user"] + cpu["used_cpu_sys"], int(admin.info("stats")["total_net_output_bytes"])
+
+
 async def _nobody(replica: str, key: str, epoch: int) -> None:
     pass
 
@@ -128,8 +182,8 @@ async def _counted(admin: Any, counts: dict[str, int], name: str, work: Callable
     counts[name] = used.get("cmdstat_evalsha", {"calls": 0})["calls"]  # not what a script itself calls
 
 
-def show(rows: list[dict[str, Any]], store: Mapping[str, Any]) -> None:
-    """Print both tables."""
+def show(rows: list[dict[str, Any]], store: Mapping[str, Any], exchanges: list[dict[str, Any]]) -> None:
+    """Print the tables."""
     table = Table(
         "replicas", "programs", "turn p50 / p99, ms", "new p50 / p99, ms", "snapshots, ms/s", "B/program", "turns/s"
     )
@@ -145,6 +199,11 @@ def show(rows: list[dict[str, Any]], store: Mapping[str, Any]) -> None:
         )
     Console(width=100).print(table)
     print("calls of Redis for a program:", {name: value for name, value in store.items() if name != "redis_programs"})
+    table = Table("writers", "Redis CPU, ms for all to exchange once", "MB sent", "writer CPU, ms an exchange")
+    for row in exchanges:
+        sent, cpu = f"{row['redis_bytes_per_round'] / 1e6:.2f}", f"{row['writer_cpu_ms_per_exchange']:.2f}"
+        table.add_row(str(row["writers"]), f"{row['redis_cpu_ms_per_round']:.0f}", sent, cpu)
+    Console(width=100).print(table)
 
 
 def main() -> int:
@@ -157,8 +216,9 @@ def main() -> int:
     sizes = [tuple(map(int, size.split(":"))) for size in arguments.sizes]
     rows = [size_row(replicas, programs, arguments.decisions) for replicas, programs in sizes]
     store = asyncio.run(redis_row(REDIS_PROGRAMS, REDIS_TURNS))
-    show(rows, store)
-    save("scale", [*rows, store], arguments.out)
+    exchanges = [asyncio.run(writers_row(writers)) for writers in WRITERS]
+    show(rows, store, exchanges)
+    save("scale", [*rows, store, *exchanges], arguments.out)
     missed = [
         row for row in rows if (row["replicas"], row["programs"]) == TARGET_SIZE and row["resumed_p99_ms"] > TARGET_MS
     ]

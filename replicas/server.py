@@ -76,6 +76,7 @@ class ProgramServer(LLMServer):
         self._config = config
         self._durations = DurationSync()
         self._observed = self._noted = 0
+        self._store_due_s = 0.0
         self._router_side: RouterSide | None = None
         self._loops: list[asyncio.Task[NoReturn]] = []
         replicas = config.replicas
@@ -335,8 +336,17 @@ class ProgramServer(LLMServer):
         self._metrics.observe(answer["observations"])
         self._metrics.record_state(ReplicaState.DRAINING if self._of_router.draining else ReplicaState.UP)
         self._durations.answered(answer["revision"], answer["durations"])
+        await self._exchange_durations()
+        self._metrics.record_store(self._store.failures, up=self._store.healthy)
+
+    async def _exchange_durations(self) -> None:
+        """Exchange tool statistics with the store, unless there are so many replicas that it is not yet time."""
+        now_s = asyncio.get_running_loop().time()
+        if now_s < self._store_due_s:
+            return
         others = await self._store.exchange(self._durations.own)
-        self._metrics.record_store(self._store.failures, up=others is not None)
+        period_s = self._config.redis.refresh_s
+        self._store_due_s = now_s + self._store.pause_s(period_s) - period_s / 2
         if others is None:
             self._metrics.fell_back(Fallback.STORE_UNREACHABLE)
         else:

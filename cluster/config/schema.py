@@ -103,7 +103,8 @@ class RedisConfig(Section):
     """Timeout of each call of Redis in seconds. After it, the cluster continues without the answer."""
     refresh_s: float = Field(1.0, gt=0)
     """Seconds between two exchanges of tool statistics: a replica writes its own and reads those of the others. A lower
-    value spreads them sooner, and makes more calls of Redis."""
+    value spreads them sooner, and makes more calls of Redis. With more than 32 replicas the exchanges are rarer, in
+    proportion to their number."""
     expiry_s: float = Field(7 * 24 * 3600.0, gt=0)
     """Seconds after which the statistics of a replica that no longer writes are deleted."""
 

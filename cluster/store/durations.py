@@ -22,7 +22,7 @@ from cluster.store.parts import PartLimits, SharedParts
 
 logger = logging.getLogger(__name__)
 
-LIMITS = PartLimits(writers=256, fields=MAX_TOOLS + 1, value_bytes=MAX_STATISTICS_BYTES, read_bytes=8 << 20)
+LIMITS = PartLimits(writers=1024, fields=MAX_TOOLS + 1, value_bytes=MAX_STATISTICS_BYTES, read_bytes=8 << 20)
 
 RUN_SPACE = "tool-run"
 QUEUE_SPACE = "tool-queue"
@@ -192,10 +192,12 @@ class SharedToolDurations(ToolDurations):
         return everything
 
     async def exchange_for_ever(self) -> None:
-        """Exchange every `redis.refresh_s` until cancelled. The next exchange repeats one that failed."""
+        """Exchange every `redis.refresh_s` until cancelled, or more rarely if there are many writers; see
+        `SharedParts.pause_s`. The next exchange repeats one that failed.
+        """
         while True:
             await self.exchange()
-            await asyncio.sleep(self._period_s)
+            await asyncio.sleep(max(store.pause_s(self._period_s) for _, store in self._stores))
 
     async def __aenter__(self) -> Self:
         return self

@@ -10,6 +10,9 @@ from typing import Any, cast
 
 from cluster.store.client import RedisStore, StoreFailure, StoreUnavailable, lua, milliseconds
 
+WRITERS_A_PERIOD = 32
+"""Number of writers up to which each exchanges once a period. With more, a period is longer, because each reads what
+all others have written: the work grows with their square."""
 MAX_HELD_BYTES = 64 << 20
 """Maximum size of all parts that a reader keeps between two exchanges. Beyond it, the parts that have been unchanged
 for longest are dropped, and read again."""
@@ -63,6 +66,11 @@ class SharedParts(RedisStore):
         """The own part as it is in Redis; None: unknown."""
         self._known: dict[bytes, tuple[bytes, Mapping[bytes, bytes]]] = {}
         """The version of each part and the part, by writer."""
+        self._others = 0
+
+    def pause_s(self, period_s: float) -> float:
+        """Return the seconds until the next exchange: ``period_s``, or longer if there are many writers."""
+        return period_s * max(1.0, self._others / WRITERS_A_PERIOD)
 
     async def exchange_parts(self, own: Mapping[bytes, bytes] | None) -> Mapping[bytes, Mapping[bytes, bytes]] | None:
         """Write this writer's part and read the others'. Only one call may be in progress at a time.
@@ -89,6 +97,7 @@ class SharedParts(RedisStore):
         for writer, version, words in news:
             self._known[writer] = version, dict(zip(words[::2], words[1::2], strict=False))
         self._known = self._bounded(names)
+        self._others = len(names)
         return {writer: part for writer, (_, part) in self._known.items()}
 
     async def _exchange(self, mode: str, own: Mapping[bytes, bytes]) -> _Answer:

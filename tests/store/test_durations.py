@@ -16,6 +16,7 @@ from cluster.durations.table import MAX_TOOLS, OVERALL, DurationTable
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.store.client import StoreFailure
 from cluster.store.durations import LIMITS, DurationStore
+from cluster.store.parts import WRITERS_A_PERIOD
 from tests.store.conftest import MakePeer
 
 WRITERS = "caesura:v1:{tiny}:writers"
@@ -302,3 +303,14 @@ def test_a_path_or_data_that_cannot_be_used_is_told(tmp_path: Path) -> None:
     (tmp_path / "appendonly.aof").write_text("not what Redis writes\n" * 10)
     with pytest.raises(ConfigError, match="Bad file format"):
         EmbeddedRedis(tmp_path).start()
+
+
+async def test_many_writers_exchange_more_rarely(peer: MakePeer) -> None:
+    """Each reads what all others have written, so that the work would grow with the square of their number."""
+    a = peer("a").observe("python", 1.0)
+    await a.exchange()
+    assert a.store.pause_s(2.0) == 2.0
+    for number in range(3 * WRITERS_A_PERIOD):
+        await peer(f"other-{number}").observe("python", 1.0).exchange()
+    await a.exchange()
+    assert a.store.pause_s(2.0) == 6.0
