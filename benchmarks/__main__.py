@@ -11,6 +11,7 @@ BENCHMARKS = (
     "tool_executor",
     "turn_gap",
     "router_decisions",
+    "scale",
     "predictor",
     "metrics_cost",
 )

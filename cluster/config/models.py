@@ -74,9 +74,9 @@ class ReplicaConfig(Section):
     replicas of a machine share half of its available memory, and on CPU a replica gets at most twice its KV cache. 0:
     there is no host tier."""
     max_ongoing_requests: int = Field(256, ge=1)
-    """Maximum number of requests in one replica. Further requests wait in Ray Serve's queue."""
+    """Maximum number of turns in one replica. Further turns wait there in the order of their arrival."""
     max_queued_requests: int = Field(2048, ge=-1)
-    """Maximum number of requests that wait in Ray Serve's queue. Further requests get 503. -1: no limit."""
+    """Maximum number of turns that wait in one replica. Further turns get 503. -1: no limit."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that a replica may take to start and load its model."""
     stream_interval_ms: int = Field(50, ge=0)
