@@ -15,7 +15,7 @@ from cluster.core.turn_address import TurnAddress
 
 CONNECT_WITHIN_S = 3.0
 """Seconds after which a replica that does not accept a connection is gone."""
-IDLE_CONNECTION_S = 60.0
+IDLE_CONNECTION_S = 5.0
 """Seconds for which an unused connection is kept."""
 
 DEAD_PEER = {

@@ -77,7 +77,7 @@ def guarded(app: ASGIApp, max_in_flight: int) -> ASGIApp:
         max_in_flight: maximum number of requests in flight.
     """
     rejections = Rejections(Meter())
-    app = LoadShedder(HeaderGuard(app), max_in_flight, partial(rejections.count, "overload"))
+    app = LoadShedder(HeaderGuard(CancelOnDisconnect(app)), max_in_flight, partial(rejections.count, "overload"))
     return RequestId(RateLimitCache(app, MonotonicClock(), rejections.count))
 
 
@@ -126,6 +126,53 @@ class Rejections:
         for reason, number in unrecorded.items():
             self._meter.add(REQUESTS_REJECTED, number, model="", reason=reason)
         self._meter.add(REQUESTS, unrecorded.total(), model="", tenant="", outcome=Outcome.REJECTED.value)
+
+
+class CancelOnDisconnect:
+    """ASGI middleware that cancels the application's work if the client disconnects, as Ray's proxy does."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope."""
+        work = asyncio.current_task()
+        assert work is not None
+        gone = asyncio.Event()
+        complete = False
+        watcher: asyncio.Task[None] | None = None
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+            if not complete:  # the server says the same at the end of a response
+                work.cancel()
+
+        async def watched() -> Message:
+            nonlocal watcher
+            if watcher is not None:
+                await gone.wait()
+                return {"type": "http.disconnect"}
+            message = await receive()
+            if not message.get("more_body", False):  # the body has been read
+                watcher = asyncio.create_task(watch())
+            return message
+
+        async def observed(message: Message) -> None:
+            nonlocal complete
+            complete = message["type"] == "http.response.body" and not message.get("more_body", False)
+            await send(message)
+
+        try:
+            await self._app(scope, watched, observed)
+        except asyncio.CancelledError:
+            if complete or not gone.is_set():
+                raise
+            work.uncancel()
+        finally:
+            if watcher is not None:
+                watcher.cancel()
 
 
 class RequestId:

@@ -89,6 +89,46 @@ async def test_a_server_that_has_ended_is_reported(server: HttpServer) -> None:
     assert server.failed == ("HTTP server",)
 
 
+async def test_a_client_that_leaves_ends_the_work(port: int) -> None:
+    ended = asyncio.Event()
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive()).get("more_body"):
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"begun", "more_body": True})
+        try:
+            await asyncio.Event().wait()
+        finally:
+            ended.set()
+
+    server = HttpServer(guarded(app, 8), HOST, port)
+    async with httpx.AsyncClient() as client, client.stream("POST", f"http://{HOST}:{port}/", content=b"x") as answer:
+        assert await anext(answer.aiter_text()) == "begun"
+    async with asyncio.timeout(10):
+        await ended.wait()
+        await server.aclose()
+
+
+async def test_work_that_ends_by_itself_is_not_cancelled(port: int) -> None:
+    left: list[object] = []
+
+    async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        assert await receive() == {"type": "http.request", "body": b"x", "more_body": False}
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"4")]})
+        await send({"type": "http.response.body", "body": b"done"})
+        left.append((await receive())["type"])  # what an application sees that still listens
+        await asyncio.sleep(0.01)
+        left.append("work after the response")
+
+    server = HttpServer(guarded(app, 8), HOST, port)
+    async with httpx.AsyncClient() as client:
+        for _ in range(3):
+            assert (await client.post(f"http://{HOST}:{port}/", content=b"x")).text == "done"
+    await server.aclose()
+    assert left == ["http.disconnect", "work after the response"] * 3
+
+
 @pytest.mark.parametrize(("sent", "kept"), [("mine-1", True), ("", False), ("x" * 4000, False)])
 async def test_each_request_has_an_id_which_the_response_names(sent: str, kept: bool) -> None:
     app = App("one")
