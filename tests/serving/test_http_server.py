@@ -126,7 +126,7 @@ async def test_work_that_ends_by_itself_is_not_cancelled(port: int) -> None:
         for _ in range(3):
             assert (await client.post(f"http://{HOST}:{port}/", content=b"x")).text == "done"
     await server.aclose()
-    assert left == ["http.disconnect", "work after the response"] * 3
+    assert sorted(left, key=str) == ["http.disconnect"] * 3 + ["work after the response"] * 3
 
 
 @pytest.mark.parametrize(("sent", "kept"), [("mine-1", True), ("", False), ("x" * 4000, False)])
