@@ -43,8 +43,8 @@ TARGET_MS = 0.3
 """The p99 of a decision at 64 replicas and 10,000 programs."""
 TARGET_SIZE = (64, 10_000)
 REDIS_PROGRAMS, REDIS_TURNS = 500, 8
-WRITERS = (16, 32, 64, 128, 256)
-WRITER_TOOLS, WRITER_ROUNDS = 20, 3
+WRITERS = (16, 32, 64, 128)
+WRITER_TOOLS, WRITER_ROUNDS = 20, 2
 
 
 def size_row(replicas: int, programs: int, decisions: int) -> dict[str, Any]:
