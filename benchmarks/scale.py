@@ -48,7 +48,7 @@ WRITER_TOOLS, WRITER_ROUNDS = 20, 2
 
 
 def size_row(replicas: int, programs: int, decisions: int) -> dict[str, Any]:
-    """Measure one size."""
+    """Measure decisions, snapshots and memory with so many replicas and live programs."""
     gc.collect()
     process = psutil.Process()
     before = process.memory_info().rss
@@ -183,7 +183,7 @@ async def _counted(admin: Any, counts: dict[str, int], name: str, work: Callable
 
 
 def show(rows: list[dict[str, Any]], store: Mapping[str, Any], exchanges: list[dict[str, Any]]) -> None:
-    """Print the tables."""
+    """Print the three tables: the router, calls of Redis, and the exchange of statistics."""
     table = Table(
         "replicas", "programs", "turn p50 / p99, ms", "new p50 / p99, ms", "snapshots, ms/s", "B/program", "turns/s"
     )

@@ -35,7 +35,7 @@ class PinnedRequestRouter(RequestRouter):
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
     ) -> list[list[RunningReplica]]:
-        """All replicas."""
+        """All replicas, as one group of candidates. Ray's loop calls it while there is no replica."""
         return [candidate_replicas]
 
     async def _choose_replica_for_request(

@@ -40,14 +40,14 @@ class TurnCall(msgspec.Struct, frozen=True):
     key: str | None = None
     """The program's key. None: the request belongs to no program."""
     identity: str | None = None
-    """The encoded ProgramIdentity."""
+    """The program's identity, as `ProgramIdentity.encode` made it. None for a request that is not a turn."""
     epoch: int | None = None
     """Epoch of the program's placement. A turn of an earlier epoch is rejected as ProgramMoved. None: it is never
     rejected."""
     so_far: Progress | None = None
     """Progress of this answer on another replica. None: it begins here."""
     continuation: Continuation | None = None
-    """What a turn of a run continues."""
+    """The token ids from which a turn of a run continues. None: its prompt is rendered from the messages."""
 
 
 class _Head(msgspec.Struct, array_like=True):

@@ -8,7 +8,7 @@ class TurnAddress:
     """The address of a replica's turn server."""
 
     host: str
-    """Its address in the network."""
+    """The IP address of its node, at which other nodes reach it."""
     port: int
     token: str = field(repr=False)
-    """The bearer token that it accepts."""
+    """The bearer token that it accepts. It is valid as long as the replica's process."""

@@ -52,7 +52,7 @@ class TurnClient:
         return TurnAnswers(send, on_end)
 
     async def aclose(self) -> None:
-        """Close all connections."""
+        """Close all connections. Turns that are still open end with an error."""
         if self._session is not None:
             await self._session.close()
 

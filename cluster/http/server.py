@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 from cluster.proxy.http_protocol import HardenedHttpProtocol
 
 BACKLOG = 2048
-"""Connections that wait for this process."""
+"""Maximum number of connections that the kernel keeps until this process accepts them."""
 IDLE_CONNECTION_S = 90
 """Seconds after which an idle connection is closed. Ray Serve's proxy uses the same time."""
 
