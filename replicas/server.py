@@ -119,7 +119,9 @@ class ProgramServer(LLMServer):
         """Wait until no turn is open. Ray Serve calls it before it ends this process, and ends its wait after
         ``graceful_shutdown_timeout_s``.
         """
-        await self._turn_server.aclose()
+        if hasattr(self, "_turn_server"):
+            await self._turn_server.aclose()
+        await super().__del__()
 
     async def _start_engine(self) -> None:
         await self.engine.start()
