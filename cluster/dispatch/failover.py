@@ -59,7 +59,7 @@ class Answers(Protocol):
 
 
 class Attempt(Protocol):
-    """Calls a replica."""
+    """Starts one attempt at the answer: it chooses a replica and sends it the request."""
 
     async def __call__(self, resume_state: Progress | None) -> Answers:
         """Call a replica for the answer, or for the rest of it after a state.

@@ -63,7 +63,7 @@ class NullPrediction:
         return self._identity
 
     def over(self, *, output_tokens: int | None, prompt_tokens: int | None = None) -> None:
-        """Learn nothing."""
+        """Ignore the end of the turn, since nothing was predicted."""
 
 
 class NullPredictions:
@@ -77,10 +77,10 @@ class NullPredictions:
         return NullPrediction(identity)
 
     def program_ended(self, key: str) -> None:
-        """Learn nothing."""
+        """Ignore the end of the program, since nothing is learnt."""
 
     def open(self) -> None:
-        """Start nothing."""
+        """Do nothing: there are no background loops."""
 
     async def aclose(self) -> None:
         """Stop nothing."""

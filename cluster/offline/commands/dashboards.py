@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, NoReturn
 
 import typer
 
-if TYPE_CHECKING:
+if TYPE_CHECKING:  # for its type alone: its packages belong to the extra `dashboards`, which may not be installed
     from cluster.offline.dashboards.push import GrafanaFolder
 
 app = typer.Typer(no_args_is_help=True)
