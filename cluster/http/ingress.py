@@ -58,6 +58,7 @@ from cluster.http.responses import ResponseRoutes
 from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
 from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
+from cluster.observing.http_metrics import HttpMetrics
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
@@ -95,6 +96,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         title="Caesura",
         version=version_of("caesura"),
         middleware=[
+            Middleware(HttpMetrics, meter=Meter(enabled=config.metrics.enabled), clock=MonotonicClock()),
             Middleware(
                 ErrorBoundary,
                 error_map=as_http_error,

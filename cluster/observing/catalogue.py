@@ -96,6 +96,7 @@ _REQUEST_S = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
     *(1920.0, 7680.0),
 )
+_HTTP_S = (0.005, 0.025, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 240.0, 960.0, 7680.0)
 _TOOL_S = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
 _PREDICTION_S = (0.0002, 0.0005, 0.001, 0.002, 0.004, 0.006, 0.01, 0.1)
 _PROGRAM_TURNS = (1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
@@ -136,6 +137,14 @@ PROGRAM_WALL_S = _histogram(
     "program_wall_seconds", AGENTS, "Time from a program's arrival to its end", _REQUEST_S, "model", "tenant"
 )
 PROGRAM_TURNS = _histogram("program_turns", AGENTS, "Turns of a program", _PROGRAM_TURNS, "model", "tenant")
+HTTP_REQUEST_S = _histogram(
+    "http_request_seconds",
+    OVERVIEW,
+    "Time from a request's arrival at an ingress to the end of its answer. Rejections for overload do not count",
+    _HTTP_S,
+    "route",
+    "status",
+)
 OPEN_PROGRAMS = _gauge("open_programs", AGENTS, "Programs that an ingress runs now", "model")
 PROGRAM_EVENTS = _counter(
     "program_events",

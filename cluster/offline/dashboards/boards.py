@@ -24,7 +24,18 @@ from cluster.offline.dashboards.board import (
 )
 from cluster.offline.dashboards.engine_boards import ENGINE, RAY, or_idle
 from cluster.offline.dashboards.foreign import VLLM_GENERATED, VLLM_RUNNING, VLLM_WAITING
-from cluster.offline.dashboards.promql import CLUSTER, PROCESS, REPLICAS, Scope, or_zero, per, quantile, rate, total
+from cluster.offline.dashboards.promql import (
+    CLUSTER,
+    PROCESS,
+    REPLICAS,
+    Scope,
+    observed,
+    or_zero,
+    per,
+    quantile,
+    rate,
+    total,
+)
 
 GOOD = 'verdict="good"'
 OBJECTIVE = 0.95
@@ -96,6 +107,27 @@ LATENCY = Row(
         cluster_panel(m.TPOT, "Time per output token", width=6),
         cluster_panel(m.E2E, "End-to-end latency", width=6),
         mean_and_p95(m.NORMALIZED, "Normalised latency", scope=CLUSTER, width=6),
+    ),
+)
+
+HTTP = Row(
+    "HTTP",
+    (
+        lines(
+            "HTTP answers by status",
+            "Of the ingresses. Rejections for overload are not included; see the rejected turns by reason.",
+            {"{{status}}": observed(m.HTTP_REQUEST_S, by=("status",))},
+            Unit.PER_S,
+            Shape.STACKED,
+            width=12,
+        ),
+        lines(
+            "HTTP latency by route, p95",
+            "From a request's arrival at an ingress to the last byte of its answer.",
+            {"{{route}}": quantile(0.95, m.HTTP_REQUEST_S, by=("route",))},
+            Unit.SECONDS,
+            width=12,
+        ),
     ),
 )
 
@@ -493,7 +525,7 @@ BOARDS: tuple[Board, ...] = (
         "Overview",
         "Goodput, latency and the state of the cluster.",
         (MODEL, TENANT),
-        *(GOODPUT, LATENCY, CLUSTER_STATE, DEGRADED),
+        *(GOODPUT, LATENCY, HTTP, CLUSTER_STATE, DEGRADED),
     ),
     board(
         Dashboard.AGENTS,

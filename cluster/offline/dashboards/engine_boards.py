@@ -130,15 +130,13 @@ PROCESSES = Row(
 SERVE = Row(
     "Ray Serve",
     (
-        panel(f.SERVE_REQUESTS, "HTTP responses by status", by=("status_code",)),
-        panel(f.SERVE_LATENCY, "HTTP latency, p95", by=("route",), unit=Unit.MILLISECONDS),
-        panel(f.SERVE_ONGOING, "Requests in replicas", by=("deployment",)),
+        panel(f.SERVE_ONGOING, "Requests in replicas", by=("deployment",), width=12),
         lines(
             "Event loop delay, p99",
             f"{f.SERVE_LOOP.help}.",
             {"{{component}} {{loop_type}}": quantile(0.99, f.SERVE_LOOP, by=("component", "loop_type"))},
             Unit.MILLISECONDS,
-            width=24,
+            width=12,
         ),
     ),
 )

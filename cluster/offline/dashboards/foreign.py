@@ -71,13 +71,8 @@ RAY_OBJECTS = Foreign(
     "object_store_memory", GAUGE, "By location. Requests and answers do not pass through it", ("Location",)
 )
 _REPLICA = ("deployment", "application", "replica")
-_HTTP = ("route", "method", "status_code")
 SERVE_HEALTHY = Foreign("serve_deployment_replica_healthy", GAUGE, "By deployment", _REPLICA)
 SERVE_ONGOING = Foreign("serve_replica_processing_queries", GAUGE, "By deployment", _REPLICA)
-SERVE_REQUESTS = Foreign("serve_num_http_requests_total", COUNTER, "Per second", _HTTP)
-SERVE_LATENCY = Foreign(
-    "serve_http_request_latency_ms", HISTOGRAM, "By route, as the proxy sees it. A stream counts to its end", _HTTP
-)
 SERVE_LOOP = Foreign(
     "serve_event_loop_scheduling_latency_ms",
     HISTOGRAM,
