@@ -5,7 +5,7 @@ drives it directly, so both place programs by the same code. The engine reads no
 given the time, in seconds. No input makes it raise; a decision is always made, and contains its reason.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import inf
 
 from cluster.config.schema import SloConfig
@@ -13,7 +13,7 @@ from cluster.core.replica_snapshot import ReplicaSnapshot, program_name
 from router.admission_queue import MIN_RETRY_S, AdmissionQueue, Waiter
 from router.candidate import NO_WORK, Arrival, Candidate, ExpectedWork, Gap, expected_work, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
-from router.placement_policy import Choice, PlacementPolicy, bounded, migration_pays, ranked
+from router.placement_policy import Choice, PlacementPolicy, bounded, migration_margin_s, migration_pays, ranked
 from router.router_state import ProgramRecord, RouterState
 from router.settings import EngineSettings, RouterSettings
 
@@ -202,7 +202,7 @@ class PlacementEngine:
         eligible = [one for one in eligible if one.replica != arrival.home]
         if not store_available:
             return self._hashed(arrival, eligible)
-        return self._policy.best(arrival, self._with_room(arrival, eligible, None) or eligible)
+        return self._best_with_room(arrival, eligible, None) or self._policy.best(arrival, eligible)
 
     def _better(self, arrival: Arrival, home: Candidate, candidates: list[Candidate]) -> Choice | None:
         """A replica that is better than the home by enough to migrate."""
@@ -211,7 +211,8 @@ class PlacementEngine:
         if here.seconds <= settings.move_gain_s:
             return None
         others = [one for one in self._policy.eligible(arrival, candidates) if one is not home]
-        best = self._policy.best(arrival, self._with_room(arrival, others, None))
+        at_most_s = here.seconds - migration_margin_s(arrival, here, settings)
+        best = self._best_with_room(arrival, others, None, at_most_s)
         if best is None or not migration_pays(arrival, here, best, settings, self._slo.ttft_s):
             return None
         return best
@@ -249,11 +250,11 @@ class PlacementEngine:
         if not store_available or not self._state.any_fresh(now_s):
             return self._without_store(turn_id, request, arrival, eligible, now_s)
         if self._goes_at_once(request, arrival, eligible):
-            choice = self._policy.best(arrival, self._with_room(arrival, eligible, None) or eligible)
+            choice = self._best_with_room(arrival, eligible, None) or self._policy.best(arrival, eligible)
         elif self._queue:
             choice = None
         else:
-            choice = self._policy.best(arrival, self._with_room(arrival, eligible, None))
+            choice = self._best_with_room(arrival, eligible, None)
         if choice is not None:
             self._join_others(request.key, choice, now_s)
             return self._enter(turn_id, request, choice, expected, Placed.NEW, now_s)
@@ -321,9 +322,15 @@ class PlacementEngine:
 
     # --- admission ----------------------------------------------------------------------------------------------------
 
-    def _with_room(self, arrival: Arrival, candidates: list[Candidate], waiter: Waiter | None) -> list[Candidate]:
+    def _has_room(self, arrival: Arrival, waiter: Waiter | None) -> Callable[[Candidate], bool]:
+        """Whether a replica has room for the program. ``waiter``: the program waits in the queue; see `reserved_for`."""
         kept, empty_share = self._queue.reserved_for(waiter), self._settings.empty_share
-        return [one for one in candidates if one.replica != kept and one.has_room(arrival.expected, empty_share)]
+        return lambda one: one.replica != kept and one.has_room(arrival.expected, empty_share)
+
+    def _best_with_room(
+        self, arrival: Arrival, candidates: list[Candidate], waiter: Waiter | None, at_most_s: float = inf
+    ) -> Choice | None:
+        return self._policy.best(arrival, candidates, fits=self._has_room(arrival, waiter), at_most_s=at_most_s)
 
     def _wait(
         self, turn_id: str, request: TurnRequest, expected: ExpectedWork, eligible: list[Candidate], now_s: float
@@ -356,7 +363,7 @@ class PlacementEngine:
                 continue
             arrival = self._arrival(waiter.request, self._expect(waiter.request), None)
             eligible = self._policy.eligible(arrival, self._state.candidates(now_s))
-            choice = self._policy.best(arrival, self._with_room(arrival, eligible, waiter) or eligible)
+            choice = self._best_with_room(arrival, eligible, waiter) or self._policy.best(arrival, eligible)
             if choice is not None:
                 self._enter_waiting(waiter, choice, Placed.NEW, now_s)
 
@@ -373,8 +380,10 @@ class PlacementEngine:
             expected = self._expect(waiter.request)
             arrival = self._arrival(waiter.request, expected, None)
             eligible = self._policy.eligible(arrival, candidates)
-            roomy = self._with_room(arrival, eligible, waiter)
-            choice = self._policy.best(arrival, roomy) if fresh else self._hashed(arrival, roomy)
+            if fresh:
+                choice = self._best_with_room(arrival, eligible, waiter)
+            else:
+                choice = self._hashed(arrival, list(filter(self._has_room(arrival, waiter), eligible)))
             if choice is None:
                 self._reserve(waiter, arrival, eligible)
                 continue

@@ -6,11 +6,11 @@ a key and a replica has a weight, and the key goes to the replica with the great
 bounded loads", 2018). A replica that comes or goes changes the placement of its own keys only.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from math import ceil
+from math import ceil, inf
 from typing import ClassVar, NamedTuple, Protocol
 
 from cluster.core.registry import FILTERS, SCORERS
@@ -149,7 +149,7 @@ class Scorer(Protocol):
     """
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
-        """``gap``: the part of the turn's prompt that is missing on the replica."""
+        """``gap``: the part of the turn's prompt that is missing on the replica. A larger gap never loses less."""
         ...
 
 
@@ -212,6 +212,9 @@ class Memory:
 # --- the choice -------------------------------------------------------------------------------------------------------
 
 
+NO_GAP = Gap(0.0, 0.0)
+
+
 class Choice(NamedTuple):
     """A replica for a turn."""
 
@@ -262,28 +265,68 @@ class PlacementPolicy:
     def score(self, turn: Arrival, candidate: Candidate, guess: int = 0) -> Choice:
         """The choice of this replica with its score; ``guess``: see `gap`."""
         missing = gap(turn, candidate, guess)
-        seconds = 0.0
-        for scorer, factor in self.scorers:
-            seconds += factor * scorer.seconds(turn, candidate, missing)
-        return Choice(candidate, missing, seconds)
+        return Choice(candidate, missing, self._seconds(turn, candidate, missing))
 
-    def best(self, turn: Arrival, candidates: Sequence[Candidate]) -> Choice | None:
-        """The replica with the least loss; of equals the one with the fewest programs, then by rendezvous weight."""
-        choices: list[Choice] = []
-        guess = 0
-        for one in candidates:
-            choices.append(self.score(turn, one, guess))
-            guess = choices[-1].gap.shared_blocks or guess
-        if not choices:
-            return None
-        least = min(choice.seconds for choice in choices)
-        equals = [choice for choice in choices if choice.seconds <= least]
-        if len(equals) == 1:
-            return equals[0]
+    def best(
+        self,
+        turn: Arrival,
+        candidates: Iterable[Candidate],
+        *,
+        fits: Callable[[Candidate], bool] | None = None,
+        at_most_s: float = inf,
+    ) -> Choice | None:
+        """The replica with the least loss; of equals the one with the fewest programs, then by rendezvous weight.
+
+        Only the replicas that might win with the whole prompt in their cache have their cached prefixes looked up.
+
+        Args:
+            turn: the turn.
+            candidates: the replicas to choose from.
+            fits: whether a replica may be chosen; None: any may.
+            at_most_s: a replica that loses more is not chosen (seconds).
+        """
+        if fits is not None and at_most_s == inf:
+            candidates, fits = filter(fits, candidates), None
+        floors = [(self._seconds(turn, one, NO_GAP, at_most_s), number, one) for number, one in enumerate(candidates)]
+        floors.sort()
+        least, guess = at_most_s, 0
+        equals: list[Choice] = []
+        for floor, _, one in floors:
+            if floor > least:
+                break
+            if fits is not None and not fits(one):
+                continue
+            choice = self.score(turn, one, guess)
+            guess = choice.gap.shared_blocks or guess
+            if choice.seconds <= least:
+                if choice.seconds < least:
+                    equals.clear()
+                least = choice.seconds
+                equals.append(choice)
+        if len(equals) <= 1:
+            return equals[0] if equals else None
         return min(
             equals,
             key=lambda one: (one.candidate.programs, -weight(turn.key, one.candidate.replica), one.candidate.replica),
         )
+
+    def _seconds(self, turn: Arrival, candidate: Candidate, missing: Gap, at_most_s: float = inf) -> float:
+        """The sum of the scorers, or of the first ones that exceed ``at_most_s`` together."""
+        seconds = 0.0
+        for scorer, factor in self.scorers:
+            seconds += factor * scorer.seconds(turn, candidate, missing)
+            if seconds > at_most_s:
+                break
+        return seconds
+
+
+def migration_margin_s(turn: Arrival, here: Choice, settings: EngineSettings) -> float:
+    """Seconds by which a replica has to be better than the program's home, beside what the migration costs.
+
+    A program whose KV at home is gone is as free to move as a new program.
+    """
+    missing = here.gap.compute_tokens / max(1, turn.expected.prompt_tokens)
+    return settings.move_gain_s + settings.move_margin * (1 - min(1.0, missing)) * here.seconds
 
 
 def migration_pays(turn: Arrival, here: Choice, there: Choice, settings: EngineSettings, ttft_s: float | None) -> bool:
@@ -300,7 +343,4 @@ def migration_pays(turn: Arrival, here: Choice, there: Choice, settings: EngineS
     if ttft_s is not None and here.first_token_s <= ttft_s < there.first_token_s:
         return False
     cost_s = max(0.0, there.gap.compute_tokens - here.gap.compute_tokens) * there.candidate.load.token_s
-    # A program whose KV at home is gone is as free to move as a new program.
-    missing = here.gap.compute_tokens / max(1, turn.expected.prompt_tokens)
-    margin_s = settings.move_gain_s + settings.move_margin * (1 - min(1.0, missing)) * here.seconds
-    return here.seconds - there.seconds > settings.hysteresis * cost_s + margin_s
+    return here.seconds - there.seconds > settings.hysteresis * cost_s + migration_margin_s(turn, here, settings)

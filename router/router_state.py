@@ -85,6 +85,27 @@ class _Left(NamedTuple):
     tokens: int
 
 
+class RecentBlocks:
+    """Prefix blocks of the newest prompts: at least half of ``most``, at most all of it and one prompt.
+
+    An LRU list costs ten times as much for each block.
+    """
+
+    def __init__(self, most: int) -> None:
+        self._half = most / 2
+        self._older: set[int] = set()
+        self._newer: set[int] = set()
+
+    def add(self, prefix: tuple[int, ...]) -> None:
+        """Add the blocks of a prompt."""
+        self._newer.update(prefix)
+        if len(self._newer) > self._half:
+            self._older, self._newer = self._newer if self._half else set(), set()
+
+    def __contains__(self, block: object) -> bool:
+        return block in self._newer or block in self._older
+
+
 class ReplicaState:
     """One replica: its newest snapshot, and what this ingress has done there since.
 
@@ -107,7 +128,7 @@ class ReplicaState:
         self._turns: dict[str, _Turn] = {}
         self._newcomers: dict[str, tuple[int, ProgramRecord]] = {}
         self._left: dict[str, _Left] = {}
-        self._blocks: OrderedDict[int, None] = OrderedDict()
+        self._blocks = RecentBlocks(settings.own_prefix_blocks)
         self._settled = 0
         self._newcomers_tokens = self._growth_tokens = self._left_tokens = 0
         self._cached: tuple[tuple[ReplicaLoad, bool], Candidate] | None = None
@@ -182,12 +203,7 @@ class ReplicaState:
     def begin(self, turn_id: str, prompt_tokens: int, output_tokens: int, prefix: tuple[int, ...]) -> None:
         """A turn goes there; ``prompt_tokens``: of its prompt, those that are missing there."""
         self._turns[turn_id] = _Turn(self.number, prompt_tokens, output_tokens)
-        blocks = self._blocks
-        for block in prefix:
-            blocks[block] = None
-            blocks.move_to_end(block)
-        while len(blocks) > self._settings.own_prefix_blocks:
-            blocks.popitem(last=False)
+        self._blocks.add(prefix)
         self._cached = None
 
     def end(self, turn_id: str) -> None:
