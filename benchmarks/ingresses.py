@@ -74,9 +74,7 @@ def main() -> int:
     for number in NUMBERS:
         each, ratio = sorted(spent[number].values()), capacities[number] / capacities[1]
         rows.append({"ingresses": number, "cpu_s": each, "tokens_per_s": capacities[number], "ratio": ratio})
-        table.add_row(
-            str(number), ", ".join(f"{one:.2f}" for one in each), f"{capacities[number]:.0f}", f"{ratio:.2f}"
-        )
+        table.add_row(str(number), ", ".join(f"{one:.2f}" for one in each), f"{capacities[number]:.0f}", f"{ratio:.2f}")
     Console(width=80).print(table)
     save("ingresses", rows)
     return 0 if rows[-1]["ratio"] >= TARGET else 1

@@ -33,7 +33,7 @@ from router.decisions import Go, TurnRequest
 from router.placement_engine import PlacementEngine
 from router.settings import RouterSettings
 
-TARGET_MS = 1.0
+TARGET_MS = 0.3
 """The p99 of a decision."""
 TENANTS, SYSTEM_PROMPTS = 8, 32
 CONTEXT = 6_000

@@ -35,13 +35,16 @@ class Calls(Protocol[Output]):
         ...
 
 
-def turn_request(identity: ProgramIdentity, body: Mapping[str, Any]) -> TurnRequest:
-    """Return the router's request for a turn."""
+def turn_request(identity: ProgramIdentity, body: Mapping[str, Any], tokens: int | None = None) -> TurnRequest:
+    """Return the router's request for a turn.
+
+    ``tokens``: its `prompt_tokens`, where they have been counted.
+    """
     key, parent = identity.key, identity.parent_id
     return TurnRequest(
         key=key if key is not None else f"{identity.tenant}//{uuid4().hex}",  # two slashes: no program's key
         tenant=identity.tenant,
-        prompt_tokens=prompt_tokens(body),
+        prompt_tokens=prompt_tokens(body) if tokens is None else tokens,
         prefix=prefix_blocks(prompt_of(body), salt_of(body)),
         single_turn=key is None,
         last=identity.last_turn,

@@ -19,7 +19,6 @@ from cluster.core.errors import HttpError
 from cluster.core.program import Prediction, ProgramIdentity
 from cluster.core.supervision import SupervisedTasks
 from cluster.dispatch.failover import FailoverStream, ends_stream
-from cluster.dispatch.placed_calls import prompt_tokens
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import PredictionMetrics
 from predictor_service.client import PredictionClient, prediction_client
@@ -72,7 +71,7 @@ class NullPredictions:
     failed: tuple[str, ...] = ()
     """Names of failing background loops: there are none."""
 
-    def turn(self, identity: ProgramIdentity, body: Mapping[str, Any]) -> PredictedTurn:
+    def turn(self, identity: ProgramIdentity, body: Mapping[str, Any], tokens: int) -> PredictedTurn:
         """Return the turn without a prediction."""
         return NullPrediction(identity)
 
@@ -129,14 +128,17 @@ class Predictions:
         """Whether no background task keeps failing."""
         return self._tasks.healthy and self._client.healthy
 
-    def turn(self, identity: ProgramIdentity, body: Mapping[str, Any]) -> PredictedTurn:
-        """Record the arrival of a turn. Its prediction is requested together with its identity."""
+    def turn(self, identity: ProgramIdentity, body: Mapping[str, Any], tokens: int) -> PredictedTurn:
+        """Record the arrival of a turn. Its prediction is requested together with its identity.
+
+        ``tokens``: the number of prompt tokens.
+        """
         model = body.get("model")
         source = identity.tenant
         if isinstance(model, str) and model != self._default_model:
             source = f"{source}@{model}"
         try:
-            return LiveTurn(self, identity, body, source)
+            return LiveTurn(self, identity, body, source, tokens)
         except Exception:  # a bug, or an unexpected body: the turn is served nevertheless
             logger.exception("a turn could not be read for its prediction")
             self.unread += 1
@@ -245,7 +247,7 @@ class LiveTurn:
     """A turn that is sent to a replica: see `PredictedTurn`."""
 
     def __init__(
-        self, predictions: Predictions, identity: ProgramIdentity, body: Mapping[str, Any], source: str
+        self, predictions: Predictions, identity: ProgramIdentity, body: Mapping[str, Any], source: str, tokens: int
     ) -> None:
         self._predictions = predictions
         self._identity = identity
@@ -255,7 +257,7 @@ class LiveTurn:
             key=identity.key or "",
             shown=shown(body),
             source=source,
-            prompt_tokens=prompt_tokens(body),
+            prompt_tokens=tokens,
             last=identity.last_turn,
             last_tool=hints.last_tool,
             expected_tool=hints.expected_tool,

@@ -7,7 +7,7 @@ quarantine, so that a request that nobody has quarantined needs no call of the s
 
 import asyncio
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from hashlib import blake2b
 from typing import Any, NoReturn, Protocol
 
@@ -106,12 +106,15 @@ class Quarantine:
                 if len(self._listed) > REMEMBERED:
                     self._listed.popitem(last=False)
 
-    async def check(self, digest: str) -> None:
-        """Check a request.
+    async def check(self, digest_of_request: Callable[[], str]) -> None:
+        """Check a request. Its digest is made only if some request is in quarantine.
 
         Raises:
             Quarantined: replicas died under it.
         """
+        if not self._until_s and (self._shared is None or (self._follows and not self._listed)):
+            return
+        digest = digest_of_request()
         until_s = self._until_s.get(digest)
         if until_s is not None and until_s <= self._clock.now_s():
             del self._until_s[digest]

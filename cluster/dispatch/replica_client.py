@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Mapping
-from functools import partial
+from functools import cache, partial
 from typing import Any
 from uuid import uuid4
 
@@ -18,7 +18,7 @@ from cluster.core.stream import Progress
 from cluster.core.turn import Continuation, TurnDone, TurnPiece
 from cluster.core.turn_address import TurnAddress
 from cluster.dispatch.failover import FailoverStream, ends_stream
-from cluster.dispatch.placed_calls import Calls, FailoverAttempts, turn_request
+from cluster.dispatch.placed_calls import Calls, FailoverAttempts, prompt_tokens, turn_request
 from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers
 from cluster.dispatch.quarantine import Quarantine, digest_of
 from cluster.dispatch.turn_client import TurnClient
@@ -72,13 +72,14 @@ class ReplicaClient:
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
     ) -> WatchedAnswers:
         """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
-        turn = self._turn(method, identity, body)
+        tokens = prompt_tokens(body)
+        turn = self._turn(method, identity, body, tokens)
         call = self._caller(TurnCall(method, body, headers), turn)
-        _, stream = self._failover_stream(method, body, identity, turn, call, ends_stream)
+        _, stream = self._failover_stream(method, body, identity, turn, tokens, call, ends_stream)
         return WatchedAnswers(stream, turn)
 
-    def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any]) -> TracedTurn:
-        expected = self._predictions.turn(identity, body)
+    def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any], tokens: int) -> TracedTurn:
+        expected = self._predictions.turn(identity, body, tokens)
         return self._traces.turn(expected, method, str(body.get("model")), identity)
 
     def _caller(
@@ -118,17 +119,21 @@ class ReplicaClient:
         body: Mapping[str, Any],
         identity: ProgramIdentity,
         turn: PredictedTurn,
+        tokens: int,
         call: Callable[[ProgramIdentity, Placement, Progress | None], Calls[Any]],
         ends: Callable[[Any], bool],
     ) -> tuple[FailoverAttempts, FailoverStream[Any]]:
-        digest = digest_of(method, identity.tenant, body)
         quarantine = self._quarantine
         whose = identity
+
+        @cache
+        def digest() -> str:
+            return digest_of(method, identity.tenant, body)
 
         async def request() -> TurnRequest:
             nonlocal whose
             whose = await turn.identity()
-            return turn_request(whose, body)
+            return turn_request(whose, body, tokens)
 
         attempts = FailoverAttempts(
             self._placer,
@@ -137,7 +142,7 @@ class ReplicaClient:
             lambda: quarantine.check(digest),
         )
         return attempts, FailoverStream(
-            attempts, ends=ends, error_map=as_http_error, blame=lambda: quarantine.add(digest)
+            attempts, ends=ends, error_map=as_http_error, blame=lambda: quarantine.add(digest())
         )
 
     async def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
@@ -159,10 +164,11 @@ class ReplicaClient:
 
         If a replica dies, another one continues. The last piece does not wait for the end of the replica's call.
         """
-        turn = self._turn(TURN, identity, body)
+        tokens = prompt_tokens(body)
+        turn = self._turn(TURN, identity, body, tokens)
         headers = {REQUEST_ID: uuid4().hex}
         call = self._caller(TurnCall(TURN, dict(body), headers, key=key, continuation=continuation), turn)
-        attempts, stream = self._failover_stream(TURN, body, identity, turn, call, _ends_turn)
+        attempts, stream = self._failover_stream(TURN, body, identity, turn, tokens, call, _ends_turn)
         try:
             async for batch in stream:
                 if isinstance(batch, HttpError):

@@ -14,6 +14,7 @@ from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import pack_ids
 from cluster.dispatch.failover import FailoverStream, ends_stream
+from cluster.dispatch.placed_calls import prompt_tokens
 from cluster.dispatch.predictions import Predictions, WatchedAnswers
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.observing.meter import Meter
@@ -74,7 +75,7 @@ class Door:
     async def turn(
         self, identity: ProgramIdentity, body: dict[str, Any], pieces: Pieces, read: int | None = None
     ) -> Any:
-        turn = self.predictions.turn(identity, body)
+        turn = self.predictions.turn(identity, body, prompt_tokens(body))
         told = await turn.identity()
 
         async def attempt(so_far: Progress | None) -> Pieces:

@@ -56,15 +56,15 @@ def test_any_body_has_a_digest(strange: object) -> None:
 async def test_it_is_refused_until_the_time_is_over() -> None:
     clock = ManualClock()
     quarantine = Quarantine(clock, 600.0)
-    await quarantine.check("bad")
+    await quarantine.check(lambda: "bad")
     await quarantine.add("bad")
-    await quarantine.check("good")
+    await quarantine.check(lambda: "good")
     clock.advance(599.0)
     with pytest.raises(Quarantined) as refusal:
-        await quarantine.check("bad")
+        await quarantine.check(lambda: "bad")
     assert (refusal.value.status, refusal.value.code) == (422, "quarantined")
     clock.advance(1.0)
-    await quarantine.check("bad")
+    await quarantine.check(lambda: "bad")
 
 
 async def test_other_ingresses_refuse_it_too_while_the_store_answers() -> None:
@@ -73,14 +73,14 @@ async def test_other_ingresses_refuse_it_too_while_the_store_answers() -> None:
     await first.add("bad")
     assert shared.known == {"bad": 600.0}
     with pytest.raises(Quarantined):
-        await second.check("bad")
+        await second.check(lambda: "bad")
     shared.healthy = False
-    await second.check("bad")
+    await second.check(lambda: "bad")
     alone = Quarantine(ManualClock(), 600.0, Shared(answers=False))
-    await alone.check("bad")
+    await alone.check(lambda: "bad")
     await alone.add("bad")
     with pytest.raises(Quarantined):
-        await alone.check("bad")
+        await alone.check(lambda: "bad")
 
 
 async def test_an_ingress_that_follows_asks_only_for_what_some_ingress_has_added() -> None:
@@ -90,17 +90,17 @@ async def test_an_ingress_that_follows_asks_only_for_what_some_ingress_has_added
     following = asyncio.create_task(second.follow())
     await asyncio.sleep(0)
     asked = shared.asked
-    await second.check("good")
+    await second.check(lambda: "good")
     assert shared.asked == asked
     with pytest.raises(Quarantined):
-        await second.check("old")
+        await second.check(lambda: "old")
     await first.add("new")
     for _ in range(3):
         await asyncio.sleep(0)
     with pytest.raises(Quarantined):
-        await second.check("new")
+        await second.check(lambda: "new")
     del shared.known["new"]  # its time is over
-    await second.check("new")
+    await second.check(lambda: "new")
     following.cancel()
 
 
@@ -109,7 +109,7 @@ async def test_an_ingress_that_cannot_follow_asks_for_each_request() -> None:
     quarantine = Quarantine(ManualClock(), 600.0, shared)
     following = asyncio.create_task(quarantine.follow())
     await asyncio.sleep(0)
-    await quarantine.check("good")
+    await quarantine.check(lambda: "good")
     assert shared.asked == 1
     following.cancel()
 
@@ -118,6 +118,6 @@ async def test_what_is_remembered_is_bounded() -> None:
     quarantine = Quarantine(ManualClock(), 600.0)
     for number in range(REMEMBERED + 1):
         await quarantine.add(str(number))
-    await quarantine.check("0")
+    await quarantine.check(lambda: "0")
     with pytest.raises(Quarantined):
-        await quarantine.check("1")
+        await quarantine.check(lambda: "1")
