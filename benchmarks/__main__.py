@@ -7,6 +7,8 @@ BENCHMARKS = (
     "schedule_overhead",
     "resume_latency",
     "front_end",
+    "ingresses",
+    "stream_failover",
     "replica_footprint",
     "tool_executor",
     "turn_gap",
