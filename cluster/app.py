@@ -36,8 +36,10 @@ CPU_KV_CACHE_BYTES = 128 << 20
 """Default size of the KV cache of one CPU replica, which is 131,072 tokens of the built-in model. vLLM's own default
 would use nearly all memory of the machine."""
 
-ENGINE = {"enable_prompt_tokens_details": True}
-"""Default engine arguments on all devices. With them, `usage` has the cached tokens."""
+ENGINE = {"enable_prompt_tokens_details": True, "structured_outputs_config": {"backend": "xgrammar"}}
+"""Default engine arguments on all devices. With them, `usage` has the cached tokens, and a schema that xgrammar cannot
+enforce is rejected. With vLLM's default (`auto`), the first request with a schema chooses the backend of all: after one
+that xgrammar cannot enforce, `tool_choice: required` fails until the engine restarts."""
 
 EMBEDDED = "embedded"
 

@@ -31,6 +31,7 @@ from cluster.core.turn import (
 from replicas.chat_text import NOT_TEXT, ChatText
 from replicas.coalescing import Ticks, gather
 from replicas.continuation import Again, Examined
+from replicas.finish_reasons import ended_by_model
 from replicas.requests import attach_program, naming_field, of_response, parse_request
 from replicas.resumption import Watch
 
@@ -277,11 +278,10 @@ class Reading:
         vLLM 0.29 reports `tool_calls` for each streamed turn in which a call began, even if it was cut, and `stop` for
         a named call. The watch knows the engine's own reason.
         """
-        ending = self._watch.last_ending
+        ending = self._watch.endings.get(0)
         if ending is None:
             return of_vllm
-        by_model = ending.finish_reason == "stop" and not isinstance(ending.stop_reason, str)
-        return ENDED_WITH_CALLS if by_model and self._has_calls else ending.finish_reason
+        return ENDED_WITH_CALLS if ended_by_model(ending) and self._has_calls else ending.finish_reason
 
 
 def _call(call: Mapping[str, Any]) -> CallDelta:

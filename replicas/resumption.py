@@ -25,6 +25,7 @@ from vllm.v1.engine.exceptions import EngineDeadError
 from cluster.core.errors import HttpError, UpstreamFailed
 from cluster.core.stream import Begun, Ending, Progress, StreamChunk, prompt_digest
 from cluster.core.turn import pack_ids, unpack_ids
+from replicas.finish_reasons import corrected_event
 from replicas.requests import of_first_event
 from replicas.vllm_patches import RESUMED_KEY
 
@@ -73,8 +74,8 @@ class Watch:
         """The exception that ended the engine's outputs. vLLM only makes an event of it."""
         self.name: str | None = None
         """The name of the request in the engine, or None if the engine has not got it."""
-        self.last_ending: Ending | None = None
-        """Why the engine's outputs ended, or None if they have not."""
+        self.endings: dict[int, Ending] = {}
+        """Why the engine's outputs ended, by the index of the choice. Choices that have not ended are missing."""
         self._obstacle: str | None = None
         self._begun: Begun | None = None
         self._ending: Ending | None = None
@@ -122,7 +123,9 @@ class Watch:
                 elif first:
                     self._begun = Begun(b"", None, obstacle=self._obstacle)
                 first = False
-                self.last_ending = _ending(output.outputs[0])
+                for one in output.outputs:
+                    if (ending := _ending(one)) is not None:
+                        self.endings[one.index] = ending
                 if self._obstacle is None:
                     self._note(output.outputs[0].token_ids, _ending(output.outputs[0]))
                 yield output
@@ -163,7 +166,8 @@ class Watch:
         *spans, last = _spans(unpack_ids(so_far.sizes))
         for begin, end in spans:
             yield output_of(known[begin:end], None)
-        self.last_ending = so_far.ending
+        if so_far.ending is not None:
+            self.endings[0] = so_far.ending
         yield output_of(known[last[0] :], so_far.ending)
         if so_far.ending is not None:
             return
@@ -171,8 +175,9 @@ class Watch:
         async with aclosing(self._failing(generate(longer, _rest_of(params, len(known)), name))) as outputs:
             async for output in outputs:
                 whole = output_of(output.outputs[0].token_ids, _ending(output.outputs[0]))
-                self.last_ending = _ending(whole.outputs[0])
-                self._note(whole.outputs[0].token_ids, self.last_ending)
+                if (ending := _ending(whole.outputs[0])) is not None:
+                    self.endings[0] = ending
+                self._note(whole.outputs[0].token_ids, ending)
                 yield whole
                 if whole.finished:
                     return
@@ -252,6 +257,7 @@ async def events(
                 continue
             if so_far.created:
                 chunk = _CREATED.sub(f'"created":{so_far.created}', chunk, count=1)
+            chunk = corrected_event(chunk, watch.endings)
             found = _CREATED.search(chunk) if number == 1 else None
             yield StreamChunk(watch.take(events=1, created=found[1] if found else ""), chunk)
 

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import ray
 from ray import serve
-from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
+from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionResponse, ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
@@ -43,6 +43,7 @@ from replicas.coalescing import Ticks, coalesce
 from replicas.control import ControlChannel
 from replicas.duration_sync import DurationSync
 from replicas.engine import ReplicaEngine
+from replicas.finish_reasons import correct_answer
 from replicas.program_turn import ProgramTurns
 from replicas.requests import (
     as_refusal,
@@ -184,7 +185,7 @@ class ProgramServer(LLMServer):
                 if getattr(request, "stream", False):
                     answers = coalesce(events(answers, watch), self._ticks)
                 async with aclosing(answers):
-                    async for piece in _as_sent(answers):
+                    async for piece in _as_sent(answers, watch):
                         yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             yield self._refused(error, method, body, watch)
@@ -368,7 +369,9 @@ class ProgramServer(LLMServer):
         os._exit(ENGINE_GONE_STATUS)
 
 
-async def _as_sent(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
+async def _as_sent(
+    answers: AsyncGenerator[Any], watch: Watch
+) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
     """Yield pieces of a stream, or the one answer, as they are sent to the client. vLLM's errors become ours."""
     first = True
     async for piece in answers:
@@ -379,6 +382,9 @@ async def _as_sent(answers: AsyncGenerator[Any]) -> AsyncGenerator[bytes | Strea
                 yield piece
             case ErrorResponse():
                 yield of_response(piece)
+            case ChatCompletionResponse():
+                correct_answer(piece, watch.endings)
+                yield piece.model_dump_json().encode()
             case _:
                 yield piece.model_dump_json().encode()
         first = False

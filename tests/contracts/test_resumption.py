@@ -11,11 +11,13 @@ import pytest_asyncio
 from msgspec.structs import replace
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from starlette.datastructures import State
+from vllm.config import StructuredOutputsConfig
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.api_server import init_app_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from cluster.app import ENGINE
 from cluster.config.schema import PolicyConfig
 from cluster.core.errors import HttpError, UpstreamFailed
 from cluster.core.program import ProgramIdentity
@@ -25,8 +27,9 @@ from replicas.chat_text import ChatText
 from replicas.coalescing import Ticks
 from replicas.continuation import TOOLS
 from replicas.engine import ReplicaEngine
+from replicas.finish_reasons import correct_answer
 from replicas.program_turn import ProgramTurns
-from replicas.requests import attach_program, parse_request
+from replicas.requests import attach_program, of_first_event, parse_request
 from replicas.resumption import Watch, events
 from replicas.settings import SchedulerSettings
 
@@ -65,6 +68,15 @@ class Replica:
             assert isinstance(piece, StreamChunk)
         return made  # type: ignore[return-value]
 
+    async def answer(self, body: dict[str, Any]) -> dict[str, Any]:
+        """A whole answer to a chat request."""
+        request, watch = parse_request("chat", body | {"stream": False, "stream_options": None}), Watch()
+        attach_program(request, HEADERS, None, ProgramIdentity().encode())
+        with self.engine.streams.watching(request, watch):
+            [made] = [piece async for piece in self.engine.chat(request, RawRequestInfo(headers=HEADERS))]
+        correct_answer(made, watch.endings)
+        return made.model_dump()  # type: ignore[no-any-return]
+
     async def turn(self, body: dict[str, Any], so_far: Progress | None = None) -> list[StreamChunk[Any]]:
         batches = self.turns.run(body, HEADERS, None, None, None, Watch(so_far))
         return [batch async for batch in batches]  # type: ignore[misc]
@@ -84,6 +96,7 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
         distributed_executor_backend="uni",
         scheduler_cls="replicas.control.AgentScheduler",
         additional_config=settings.additional_config(),
+        structured_outputs_config=StructuredOutputsConfig(**ENGINE["structured_outputs_config"]),
     )
     front = FrontendArgs(enable_auto_tool_choice=True, tool_call_parser="hermes", enable_prompt_tokens_details=True)
     config = arguments.create_engine_config()
@@ -287,3 +300,60 @@ async def test_a_turn_of_a_run_goes_on_where_it_broke_off(replica: Replica) -> N
     for count in range(1, len(whole), max(1, len(whole) // BREAKS)):
         rest = await replica.turn(body, joined(batch.progress for batch in whole[:count]))
         assert read([*whole[:count], *rest]) == read(whole)
+
+
+# --- whether a client may run the calls -----------------------------------------------------------------------------------
+
+TO_ULM = {
+    "type": "function",
+    "function": {
+        "name": "travel",
+        "parameters": {"type": "object", "properties": {"to": {"enum": ["Ulm"]}}, "required": ["to"]},
+    },
+}
+ONE_CALL = '<tool_call>{"name": "travel", "arguments": {"to": "Ulm"}}</tool_call>'
+CALLS = {"tools": [TO_ULM], "structured_outputs": {"choice": [ONE_CALL]}, "max_completion_tokens": 120}
+MUST = {"tools": [TO_ULM], "tool_choice": "required", "parallel_tool_calls": False, "max_completion_tokens": 120}
+ENDINGS: dict[str, tuple[dict[str, Any], str]] = {
+    "the model called a tool and stopped": (CALLS, "tool_calls"),
+    "the budget ended within a call": (MUST | {"max_completion_tokens": 10}, "length"),
+    "a stop string ended within a call": (MUST | {"stop": ["name"]}, "stop"),
+    "the budget ended after the call's last token": (CALLS, "length"),
+    "the model only wrote text": ({"tools": [TO_ULM], "structured_outputs": {"choice": ["It rains."]}}, "stop"),
+}
+
+
+@pytest.mark.parametrize("case", ENDINGS)
+async def test_tool_calls_is_the_reason_only_where_the_model_ended_after_a_call(replica: Replica, case: str) -> None:
+    more, expected = ENDINGS[case]
+    body = chat(**more)
+    if "last token" in case:
+        whole = await replica.answer(body)
+        body["max_completion_tokens"] = whole["usage"]["completion_tokens"] - 1  # without the end-of-turn token
+    told = folded(await replica.stream("chat", body))
+    assert told["ends"][0][0] == expected
+    [choice] = (await replica.answer(body))["choices"]
+    assert choice["finish_reason"] == expected
+    if expected == "tool_calls":
+        assert [call["arguments"] for call in told["calls"].values()] == ['{"to": "Ulm"}']
+        [call] = choice["message"]["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"to": "Ulm"}
+
+
+async def test_each_of_several_choices_has_its_own_reason(replica: Replica) -> None:
+    body = chat(**MUST | {"max_completion_tokens": 10}, n=2, temperature=0.7)
+    told = folded(await replica.stream("chat", body))
+    assert [end[0] for end in told["ends"] if end != "[DONE]"] == ["length", "length"]
+    answer = await replica.answer(body)
+    assert [choice["finish_reason"] for choice in answer["choices"]] == ["length", "length"]
+
+
+async def test_a_schema_that_cannot_be_enforced_is_refused_and_changes_nothing_for_others(replica: Replica) -> None:
+    # With vLLM's own default, this schema would give all later requests a backend that fails on tool calls.
+    unique = {"type": "array", "items": {"type": "integer"}, "uniqueItems": True}
+    asked = chat(response_format={"type": "json_schema", "json_schema": {"name": "places", "schema": unique}})
+    first, *_ = await replica.stream("chat", asked)
+    refusal = of_first_event(first.data.encode())
+    assert refusal is not None
+    assert (refusal.status, "not supported" in refusal.message) == (400, True)
+    assert folded(await replica.stream("chat", chat(**CALLS)))["ends"][0][0] == "tool_calls"

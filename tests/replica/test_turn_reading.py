@@ -26,7 +26,8 @@ async def read(
     *events: Any, rendering: PromptMode = PromptMode.FIRST, reasoning: bool = True, ending: Ending | None = None
 ) -> list[Piece]:
     watch = Watch()
-    watch.last_ending = ending
+    if ending is not None:
+        watch.endings[0] = ending
 
     async def stream() -> AsyncIterator[Any]:
         for event in events:
