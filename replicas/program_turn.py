@@ -270,7 +270,9 @@ class Reading:
         if reason == ABORTED:
             return UpstreamFailed("the engine gave the turn up")
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        return TurnDone(reason, usage["prompt_tokens"], cached, usage["completion_tokens"])
+        ending = self._watch.endings.get(0)
+        stopped_by = None if ending is None or not isinstance(ending.stop_reason, str) else ending.stop_reason
+        return TurnDone(reason, usage["prompt_tokens"], cached, usage["completion_tokens"], stopped_by)
 
     def _reason(self, of_vllm: str) -> str:
         """Return why the turn ended.

@@ -22,8 +22,10 @@ logger = logging.getLogger("caesura.http")
 TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
+MESSAGE_PATHS = {"create_message": "/v1/messages", "count_tokens": "/v1/messages/count_tokens"}
+"""Anthropic's Messages API, see `cluster.api.anthropic`."""
 
-LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values(), RESPONSES})
+LIMITED_PATHS = frozenset({*TURN_PATHS.values(), *TOKEN_PATHS.values(), *MESSAGE_PATHS.values(), RESPONSES})
 """The paths whose requests make work for a replica. Limits on requests apply to these paths only."""
 
 REQUEST_ID = "x-request-id"
@@ -44,6 +46,9 @@ CLIENT_ERROR_TYPES = {404: "not_found_error", 429: "rate_limit_error"}
 
 ErrorMap = Callable[[BaseException], HttpError]
 
+ErrorForm = Callable[[Scope, HttpError], Response]
+"""A function that makes the response of an error, in the form that clients of the request's path read."""
+
 
 def no_model(name: str) -> BadRequest:
     """Make the 404 error for a model that is not served."""
@@ -63,6 +68,11 @@ def error_response(error: HttpError) -> Response:
 
     If ``retry_after_s`` is not a whole number, `retry-after-ms` has the exact time. OpenAI's clients prefer it.
     """
+    return JSONResponse(error_body(error), status_code=error.status, headers=retry_headers(error))
+
+
+def retry_headers(error: HttpError) -> dict[str, str]:
+    """Return the headers of an error's response: when to retry, and how to authenticate."""
     headers = {}
     if (seconds := error.retry_after_s) is not None:
         headers["retry-after"] = str(max(1, ceil(seconds)))
@@ -70,7 +80,7 @@ def error_response(error: HttpError) -> Response:
             headers[RETRY_AFTER_MS] = str(ceil(1e3 * seconds))
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
-    return JSONResponse(error_body(error), status_code=error.status, headers=headers)
+    return headers
 
 
 def error_event(error: HttpError) -> bytes:
@@ -118,6 +128,7 @@ class ErrorBoundary:
             `Retry-After`.
         limited_paths: the paths that make work for a replica. Probes and admin routes are served under overload too.
         on_overload: called with the headers of each request that is rejected because too many are in flight.
+        form: makes the response of an error.
     """
 
     def __init__(
@@ -129,8 +140,10 @@ class ErrorBoundary:
         max_in_flight: int,
         limited_paths: frozenset[str],
         on_overload: Callable[[Headers], None] = lambda headers: None,
+        form: ErrorForm = lambda scope, error: error_response(error),
     ) -> None:
         self._app = app
+        self._form = form
         self._error_map = error_map
         self._max_header_bytes = max_header_bytes
         self._max_in_flight = max_in_flight
@@ -156,7 +169,7 @@ class ErrorBoundary:
         except HttpError as error:
             if isinstance(error, Overloaded):
                 self._on_overload(Headers(scope=scope))
-            await error_response(error)(scope, receive, send)
+            await self._form(scope, error)(scope, receive, send)
             return
         self._in_flight += limited
         try:
@@ -167,7 +180,7 @@ class ErrorBoundary:
                 logger.error("%s %s failed", scope["method"], scope["path"], exc_info=exception)
             if started:
                 raise
-            await error_response(mapped)(scope, receive, send)
+            await self._form(scope, mapped)(scope, receive, send)
         finally:
             self._in_flight -= limited
 

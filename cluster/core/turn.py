@@ -93,6 +93,8 @@ class TurnDone(msgspec.Struct, frozen=True, tag=True):
     prompt_tokens: int
     cached_tokens: int
     output_tokens: int
+    stop_sequence: str | None = None
+    """The stop string that ended the turn, if one did."""
 
 
 TurnPiece = TurnBegan | TurnDelta | TurnDone

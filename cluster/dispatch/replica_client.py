@@ -158,16 +158,28 @@ class ReplicaClient:
         return answer
 
     async def turn(
-        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+        self,
+        key: str | None,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        continuation: Continuation | None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """Yield the pieces of a turn. If it fails, its last piece is the error. Closing the iterator stops the replica.
 
         If a replica dies, another one continues. The last piece does not wait for the end of the replica's call.
+
+        Args:
+            key: the program's key. None: the turn names no program.
+            body: the body of a chat completion.
+            identity: the identity of the turn's program.
+            continuation: the token ids from which the turn continues. None: its prompt is rendered.
+            headers: headers that vLLM may see, with a request id. None: only a new request id.
         """
         tokens = prompt_tokens(body)
         turn = self._turn(TURN, identity, body, tokens)
-        headers = {REQUEST_ID: uuid4().hex}
-        call = self._caller(TurnCall(TURN, dict(body), headers, key=key, continuation=continuation), turn)
+        sent = {REQUEST_ID: uuid4().hex} if headers is None else dict(headers)
+        call = self._caller(TurnCall(TURN, dict(body), sent, key=key, continuation=continuation), turn)
         attempts, stream = self._failover_stream(TURN, body, identity, turn, tokens, call, _ends_turn)
         try:
             async for batch in stream:

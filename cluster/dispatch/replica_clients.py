@@ -126,10 +126,15 @@ class ReplicaClients:
         return await self._of(body).plain(method, body, headers)
 
     def turn(
-        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+        self,
+        key: str | None,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        continuation: Continuation | None,
+        headers: Mapping[str, str] | None = None,
     ) -> AsyncIterator[TurnPiece | HttpError]:
-        """Return the pieces of a turn of a program that the cluster runs; see `ReplicaClient.turn`."""
-        return self._of(body).turn(key, kept_apart(body, identity.tenant), identity, continuation)
+        """Return the pieces of a turn, not the bytes of an answer; see `ReplicaClient.turn`."""
+        return self._of(body).turn(key, kept_apart(body, identity.tenant), identity, continuation, headers)
 
     def _of(self, body: Mapping[str, Any]) -> ReplicaClient:
         return self._clients[body.get("model") or self._default]

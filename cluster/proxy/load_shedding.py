@@ -17,7 +17,8 @@ from http import HTTPStatus
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.openai import LIMITED_PATHS, RETRY_AFTER_MS, RETRY_AFTER_S, error_response
+from cluster.api.anthropic.errors import response_of
+from cluster.api.openai import LIMITED_PATHS, RETRY_AFTER_MS, RETRY_AFTER_S
 from cluster.auth.tenants import TENANT_CONCURRENCY, TENANT_RATE
 from cluster.core.clock import Clock
 from cluster.core.errors import Overloaded, TooManyRequests
@@ -64,7 +65,7 @@ class LoadShedder:
         self._app = app
         self._limit = limit
         self._on_rejection = on_rejection
-        self._rejection = error_response(Overloaded("too many requests are in flight", retry_after_s=RETRY_AFTER_S))
+        self._rejection = Overloaded("too many requests are in flight", retry_after_s=RETRY_AFTER_S)
         self._in_flight = self._rejected = 0
         self._entrance = asyncio.Lock()
 
@@ -76,7 +77,7 @@ class LoadShedder:
         if self._in_flight >= self._limit:
             self._rejected += 1
             self._on_rejection()
-            await self._rejection(scope, receive, send)
+            await response_of(scope, self._rejection)(scope, receive, send)
             return
         self._in_flight += 1
         try:
@@ -147,7 +148,7 @@ class RateLimitCache:
             rejection = client.rejection = None
         if rejection is not None and client.in_flight >= rejection.max_in_flight:
             await self._repeat(client, rejection.error)
-            await error_response(rejection.error)(scope, receive, send)
+            await response_of(scope, rejection.error)(scope, receive, send)
             return
         served_before, answer = client.served, list[Message]()
 

@@ -18,6 +18,8 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from cluster.api.anthropic.errors import error_event as anthropic_event
+from cluster.api.anthropic.errors import is_messages, response_of
 from cluster.api.openai import (
     REQUEST_ID,
     RESPONSES,
@@ -25,7 +27,6 @@ from cluster.api.openai import (
     SSE_DONE,
     clean_request_id,
     error_event,
-    error_response,
 )
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
@@ -48,6 +49,7 @@ RECORD_DELAY_S = 0.2
 a rejection."""
 
 EVENT_STREAM = b"text/event-stream"
+MESSAGE_ENDS = (b"event: message_stop", b"event: error")
 LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error")
 
 
@@ -208,7 +210,7 @@ class HeaderGuard:
             try:
                 scope["headers"] = [_checked(*header) for header in scope["headers"] if header[0] not in RAY_HEADERS]
             except BadRequest as error:
-                await error_response(error)(scope, receive, send)
+                await response_of(scope, error)(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
@@ -256,7 +258,7 @@ class StreamErrorTerminator:
         logger.warning("%s %s: its ingress died", scope["method"], scope["path"])
         if not answer.begun:
             error = UpstreamFailed("the process that had this request died", retry_after_s=RETRY_AFTER_S)
-            await error_response(error)(scope, receive, send)
+            await response_of(scope, error)(scope, receive, send)
         elif answer.is_stream:
             error = UpstreamFailed("the process that had this stream died")
             await send({"type": "http.response.body", "body": answer.ending(scope["path"], error), "more_body": False})
@@ -288,6 +290,8 @@ class _Answer:
         """
         if path.startswith(RESPONSES):
             return b"" if self._last_event.startswith(LAST_EVENTS) else self._numbered(error)
+        if is_messages(path):
+            return b"" if self._last_event.startswith(MESSAGE_ENDS) else anthropic_event(error)
         return b"" if self._last_event == SSE_DONE.strip() else error_event(error)
 
     def _numbered(self, error: HttpError) -> bytes:
