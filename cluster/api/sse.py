@@ -1,7 +1,7 @@
 """Server-sent events: responses that stream events or a replica's answer, and detection of clients that disconnect."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol, Self, TypeVar
 
@@ -63,10 +63,17 @@ class EventStream(Response):
     Args:
         events: the events as bytes; None: a subclass sends them.
         on_disconnect: called if the client disconnects before the end; None: nothing is called.
+        headers: further headers of the response.
     """
 
-    def __init__(self, events: AsyncIterator[bytes] | None, on_disconnect: Callable[[], None] | None = None) -> None:
+    def __init__(
+        self,
+        events: AsyncIterator[bytes] | None,
+        on_disconnect: Callable[[], None] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
         super().__init__()
+        self._more_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         self._events = events
         self._on_disconnect = on_disconnect
 
@@ -85,7 +92,9 @@ class EventStream(Response):
             self._on_disconnect()
 
     async def _send_all(self, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": EVENT_STREAM_HEADERS})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM_HEADERS, *self._more_headers]}
+        )
         ending = await self._send_events(send)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 

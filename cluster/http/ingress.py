@@ -23,14 +23,15 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
+from cluster.api.anthropic.errors import VERSION_HEADER, response_of
 from cluster.api.openai import (
     LIMITED_PATHS,
+    MESSAGE_PATHS,
     RESPONSES,
     RETRY_AFTER_S,
     TOKEN_PATHS,
     TURN_PATHS,
     ErrorBoundary,
-    error_response,
     no_model,
 )
 from cluster.api.ray_errors import as_http_error
@@ -46,6 +47,7 @@ from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.http.chat import ChatPrograms
+from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
     TurnReader,
     answered,
@@ -104,6 +106,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
                 max_in_flight=config.http.max_concurrent_requests,
                 limited_paths=LIMITED_PATHS,
                 on_overload=record_rejection,
+                form=response_of,
             ),
             Middleware(AuthMiddleware, config=config, limited_paths=LIMITED_PATHS, on_rejection=record_rejection),
         ],
@@ -120,6 +123,8 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
         "models": lambda app: app.get("/v1/models"),
         "model": lambda app: app.get("/v1/models/{model_id:path}"),
+        "create_message": lambda app: app.post(MESSAGE_PATHS["create_message"]),
+        "count_tokens": lambda app: app.post(MESSAGE_PATHS["count_tokens"]),
         "create_response": lambda app: app.post(RESPONSES),
         "response": lambda app: app.get(RESPONSES + "/{response_id}"),
         "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
@@ -196,6 +201,8 @@ class ProgramIngress:
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
         self._reader = TurnReader(config, self._fleet.classes)
+        timeout_s = config.http.request_timeout_s
+        self._messages = MessageRoutes(self._fleet, self._reader, self._turns, timeout_s, as_http_error)
         self._scrape = ClusterScrape(clock, Meter(enabled=config.metrics.enabled))
         set_process_tracker(self._turns)
         self._turns.open()
@@ -286,6 +293,14 @@ class ProgramIngress:
     async def _answered(self, answers: Answers) -> Response:
         return await answered(answers, self._config.http.request_timeout_s, as_http_error)
 
+    async def create_message(self, request: Request) -> Response:
+        """Create a message (Anthropic), with or without streaming and tools."""
+        return await self._messages.create(request)
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Count the tokens of a message's prompt (Anthropic), with the model's chat template and the tools."""
+        return await self._messages.count_tokens(request)
+
     # --- responses ----------------------------------------------------------------------------------------------------
 
     async def create_response(self, request: Request) -> Response:
@@ -326,15 +341,19 @@ class ProgramIngress:
     # --- models and programs ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """List the served models that the caller may use."""
+        """List the served models that the caller may use, in Anthropic's form if the request has `anthropic-version`."""
         tenant = caller_of(request).tenant
         allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
+        if VERSION_HEADER in request.headers:
+            return JSONResponse(model_list(allowed, self._started))
         return JSONResponse({"object": "list", "data": [model_card(model, self._started) for model in allowed]})
 
     async def model(self, request: Request, model_id: str) -> Response:
         """Return one model."""
         if model_id not in self._config.served or not self._tenants.may_name(caller_of(request).tenant, model_id):
             raise no_model(model_id)
+        if VERSION_HEADER in request.headers:
+            return JSONResponse(model_info(model_id, self._started))
         return JSONResponse(model_card(model_id, self._started))
 
     async def programs(self, request: Request, limit: int = 100) -> Response:
@@ -435,8 +454,8 @@ def _per_replica(answers: list[Any]) -> Response:
     return JSONResponse({"replicas": results})
 
 
-async def _error_response(_: Request, error: Exception) -> Response:
-    return error_response(as_http_error(error))
+async def _error_response(request: Request, error: Exception) -> Response:
+    return response_of(request.scope, as_http_error(error))
 
 
 async def _proxies_are_disabled() -> bool:

@@ -6,7 +6,7 @@ nor vLLM.
 import asyncio
 import logging
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, Protocol
@@ -38,6 +38,10 @@ PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
 
 REMEMBERED_CONFLICTS = 4096
 """Maximum number of programs whose conflicting identities are remembered, so that each is logged once."""
+
+
+Translation = Callable[[Mapping[str, Any]], dict[str, Any]]
+"""A function that makes the body of a chat completion from a body of another API. It raises BadRequest."""
 
 
 class Models(Protocol):
@@ -101,18 +105,27 @@ class TurnReader:
         raw = await read_body(request.receive, request.headers, http.max_body_bytes)
         return parse_object(raw, http.max_json_depth)
 
-    async def body(self, request: Request) -> dict[str, Any]:
+    async def body(self, request: Request, translate: Translation | None = None) -> dict[str, Any]:
         """Read the body of a request that is not a turn. Its `model` becomes the id of the model that is used.
+
+        ``translate`` is as for `identified`.
 
         Raises:
             BadRequest: the body is invalid, exceeds a limit, or names a model that is not served.
         """
         body = await self.json(request)
         self._check_model(_named(body), caller_of(request).tenant)
+        body = body if translate is None else translate(body)
         return body | {"model": await self._models.model_of(body, None)}
 
-    async def identified(self, request: Request) -> tuple[dict[str, Any], ProgramIdentity]:
+    async def identified(
+        self, request: Request, translate: Translation | None = None
+    ) -> tuple[dict[str, Any], ProgramIdentity]:
         """Read the body and the identity of a turn.
+
+        Args:
+            request: the request.
+            translate: makes the body of a chat completion from a body of another API. None: the body is returned.
 
         The returned body has no fields that only identify the program. Its `model` is the id of the model that is used.
 
@@ -129,11 +142,12 @@ class TurnReader:
         identity = identified.identity
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
-        check_structured_output(identified.body)
-        model = await self._models.model_of(identified.body, identity)
+        turn = identified.body if translate is None else translate(identified.body)
+        check_structured_output(turn)
+        model = await self._models.model_of(turn, identity)
         if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        return identified.body | {"model": model}, identity
+        return turn | {"model": model}, identity
 
     def _check_model(self, named: str | None, tenant: str) -> None:
         self._models.check(named)

@@ -1,0 +1,76 @@
+"""Anthropic's error form: `{"type": "error", "error": {"type", "message"}, "request_id"}`, as a response and as an event.
+
+The error object also has `param` and `code` where they are known, as OpenAI's form has.
+"""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.datastructures import Headers
+from starlette.responses import JSONResponse, Response
+from starlette.types import Scope
+
+from cluster.api.openai import (
+    MAX_MESSAGE_LENGTH,
+    MESSAGE_PATHS,
+    REQUEST_ID,
+    clean_request_id,
+    error_response,
+    retry_headers,
+)
+from cluster.core.errors import HttpError
+
+MESSAGES = MESSAGE_PATHS["create_message"]
+
+VERSION_HEADER = "anthropic-version"
+BETA_HEADER = "anthropic-beta"
+ANTHROPIC_REQUEST_ID = "request-id"
+"""The header in which Anthropic's clients look for the id of a request."""
+
+_TYPES = {
+    401: "authentication_error",
+    403: "permission_error",
+    404: "not_found_error",
+    408: "timeout_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+    504: "timeout_error",
+}
+
+
+def is_messages(path: str) -> bool:
+    """Return whether a path belongs to the Messages API, whose errors have Anthropic's form."""
+    return path == MESSAGES or path.startswith(MESSAGES + "/")
+
+
+def error_type(status: int) -> str:
+    """Return Anthropic's type of an error with this HTTP status."""
+    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")
+
+
+def error_body(error: HttpError, request_id: str | None) -> dict[str, Any]:
+    """Return the body of an error."""
+    details: dict[str, Any] = {"type": error_type(error.status), "message": error.message[:MAX_MESSAGE_LENGTH]}
+    details |= {name: value for name, value in (("param", error.param), ("code", error.code)) if value is not None}
+    return {"type": "error", "error": details, "request_id": request_id}
+
+
+def error_event(error: HttpError, request_id: str | None = None) -> bytes:
+    """Return an error as the last event of a stream, whose status has already been sent."""
+    return sse("error", error_body(error, request_id))
+
+
+def sse(name: str, data: Mapping[str, Any]) -> bytes:
+    """Return one server-sent event."""
+    return f"event: {name}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def response_of(scope: Scope, error: HttpError) -> Response:
+    """Make the response of an error, in the form that clients of the request's path read."""
+    if not is_messages(scope["path"]):
+        return error_response(error)
+    request_id = clean_request_id(Headers(scope=scope).get(REQUEST_ID, ""))
+    headers = {**retry_headers(error), ANTHROPIC_REQUEST_ID: request_id}
+    return JSONResponse(error_body(error, request_id), status_code=error.status, headers=headers)

@@ -1,0 +1,295 @@
+"""Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
+
+A request is one turn. It is translated to a chat completion, placed, predicted, measured and continued on another
+replica as any other turn, and its pieces are folded into Anthropic's events.
+"""
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import aclosing
+from dataclasses import replace
+from datetime import UTC, datetime
+from typing import Any, Protocol
+from uuid import uuid4
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from cluster.api.anthropic.answer import PING, MessageFold
+from cluster.api.anthropic.errors import ANTHROPIC_REQUEST_ID, error_event, sse
+from cluster.api.anthropic.request import (
+    MessagesRequest,
+    Prompt,
+    chat_body,
+    check_headers,
+    prompt_fields,
+    read_messages,
+    read_prompt,
+    retention_s,
+)
+from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, ErrorMap
+from cluster.api.sse import EventStream
+from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.core.program import ProgramIdentity
+from cluster.core.slo import Outcome
+from cluster.core.turn import Continuation, TurnPiece
+from cluster.http.requests import TurnReader, passed_headers
+from cluster.observing.slo_tracker import MeasuredTurn, SloTracker, outcome_of
+
+logger = logging.getLogger("ray.serve")
+
+PING_S = 10.0
+"""Seconds without an event after which a stream gets a `ping`."""
+
+LEFT_OUT = "x-caesura-tools-left-out"
+"""The header that names the types of tools that nobody here can run."""
+
+
+class Turns(Protocol):
+    """Runs turns: `cluster.dispatch.replica_clients.ReplicaClients`."""
+
+    def turn(
+        self,
+        key: str | None,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        continuation: Continuation | None,
+        headers: Mapping[str, str] | None = None,
+    ) -> AsyncIterator[TurnPiece | HttpError]:
+        """Return the pieces of a turn."""
+        ...
+
+    async def plain(self, method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+        """Return the answer of any replica to a request that is no turn."""
+        ...
+
+
+class MessageRoutes:
+    """The handlers of the routes.
+
+    Args:
+        turns: runs turns.
+        reader: reads requests within their limits.
+        tracker: measures turns.
+        timeout_s: maximum duration of an answer in seconds.
+        error_map: maps every exception to an HTTP error.
+    """
+
+    def __init__(
+        self, turns: Turns, reader: TurnReader, tracker: SloTracker, timeout_s: float, error_map: ErrorMap
+    ) -> None:
+        self._turns = turns
+        self._reader = reader
+        self._tracker = tracker
+        self._timeout_s = timeout_s
+        self._error_map = error_map
+
+    async def create(self, http: Request) -> Response:
+        """Answer a request, with a message or with a stream of events.
+
+        Raises:
+            HttpError: the request is invalid, or the turn failed before its first event.
+        """
+        arrived_s = self._tracker.arrival_s(http.headers)
+        check_headers(http.headers)
+        read: list[tuple[MessagesRequest, Prompt]] = []
+
+        def translate(body: Mapping[str, Any]) -> dict[str, Any]:
+            request, prompt = read_messages(body)
+            _check_runs_nothing(prompt)
+            read.append((request, prompt))
+            return chat_body(request, prompt)
+
+        body, identity = await self._reader.identified(http, translate)
+        [(request, prompt)] = read
+        identity = _with_retention(identity, request)
+        headers = passed_headers(http.headers)
+        answer = _Answer(
+            self._turns.turn(identity.key, body, identity, None, headers),
+            MessageFold(f"msg_{uuid4().hex}", body["model"]),
+            self._tracker.begin(body["model"], identity, arrived_s),
+            self._error_map,
+            asyncio.get_running_loop().time() + self._timeout_s,
+        )
+        shown = {ANTHROPIC_REQUEST_ID: headers[REQUEST_ID]}
+        if prompt.tools.left_out:
+            shown[LEFT_OUT] = ", ".join(sorted(set(prompt.tools.left_out)))[:1000]
+        if not request.stream:
+            return JSONResponse(await answer.whole(), headers=shown)
+        events = answer.events(headers[REQUEST_ID])
+        first = await anext(events)
+        return EventStream(_after(first, events), answer.gone, headers=shown)
+
+    async def count_tokens(self, http: Request) -> Response:
+        """Return the number of tokens of a prompt, with the model's chat template and the tools.
+
+        Raises:
+            HttpError: the request is invalid.
+        """
+        check_headers(http.headers)
+
+        def translate(body: Mapping[str, Any]) -> dict[str, Any]:
+            prompt = read_prompt(body)
+            _check_runs_nothing(prompt)
+            return prompt_fields(prompt)
+
+        body = await self._reader.body(http, translate)
+        headers = passed_headers(http.headers)
+        async with asyncio.timeout(self._timeout_s):
+            answer = json.loads(await self._turns.plain("tokenize", body, headers))
+        shown = {ANTHROPIC_REQUEST_ID: headers[REQUEST_ID]}
+        return JSONResponse({"input_tokens": answer["count"]}, headers=shown)
+
+
+def model_info(model_id: str, created_s: int) -> dict[str, Any]:
+    """Return a model in Anthropic's form. ``created_s`` is a Unix time in seconds."""
+    created = datetime.fromtimestamp(created_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {"type": "model", "id": model_id, "display_name": model_id, "created_at": created}
+
+
+def model_list(model_ids: list[str], created_s: int) -> dict[str, Any]:
+    """Return the list of models in Anthropic's form."""
+    ends = {"first_id": model_ids[0] if model_ids else None, "last_id": model_ids[-1] if model_ids else None}
+    return {"data": [model_info(one, created_s) for one in model_ids], "has_more": False, **ends}
+
+
+def _check_runs_nothing(prompt: Prompt) -> None:
+    """Reject tools that the cluster would have to run.
+
+    Raises:
+        BadRequest: there is one.
+    """
+    elsewhere = "the cluster runs tools for /v1/responses and /v1/chat/completions only"
+    if prompt.tools.here:
+        param = f"tools.{prompt.tools.here[0][0]}.server_side"
+        raise BadRequest(f"{param}: {elsewhere}", param=param)
+    if prompt.request.mcp_servers:
+        raise BadRequest(f"mcp_servers: {elsewhere}", param="mcp_servers")
+
+
+def _with_retention(identity: ProgramIdentity, request: MessagesRequest) -> ProgramIdentity:
+    asked_s = retention_s(request)
+    if asked_s is None or identity.hints.retention_s is not None:
+        return identity
+    return replace(identity, hints=replace(identity.hints, retention_s=asked_s))
+
+
+async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    async with aclosing(rest):  # type: ignore[type-var]
+        yield first
+        async for event in rest:
+            yield event
+
+
+class _Answer:
+    """The answer of one turn. Its end is recorded once, however it ends.
+
+    Args:
+        pieces: the turn.
+        fold: builds the message.
+        measured: records the turn.
+        error_map: maps every exception to an HTTP error.
+        deadline_s: the deadline, as a time of the running event loop's clock.
+    """
+
+    def __init__(
+        self,
+        pieces: AsyncIterator[TurnPiece | HttpError],
+        fold: MessageFold,
+        measured: MeasuredTurn,
+        error_map: ErrorMap,
+        deadline_s: float,
+    ) -> None:
+        self._pieces = pieces
+        self._fold = fold
+        self._measured = measured
+        self._error_map = error_map
+        self._deadline_s = deadline_s
+        self.gone: Callable[[], None] = measured.gone
+        """Record that the client has disconnected."""
+
+    async def whole(self) -> dict[str, Any]:
+        """Return the message.
+
+        Raises:
+            HttpError: the turn failed.
+            TimeoutError: the deadline passed.
+        """
+        try:
+            async with asyncio.timeout_at(self._deadline_s), aclosing(self._pieces):  # type: ignore[type-var]
+                async for piece in self._pieces:
+                    self._take(piece)
+            self._check_complete()
+            return self._fold.message()
+        finally:
+            self._measured.gone()  # it has no effect after the recorded end
+
+    async def events(self, request_id: str) -> AsyncIterator[bytes]:
+        """Yield the bytes of the stream. After the first event, an error is the last event.
+
+        Raises:
+            HttpError: the turn failed before its first event.
+            TimeoutError: the deadline passed before it.
+        """
+        begun = False
+        waiting: asyncio.Future[TurnPiece | HttpError] | None = None
+        try:
+            async with asyncio.timeout_at(self._deadline_s):
+                while not self._fold.done:
+                    waiting = waiting or asyncio.ensure_future(_next(self._pieces))
+                    done, _ = await asyncio.wait({waiting}, timeout=PING_S)
+                    if not done:
+                        begun = True  # a proxy would close a silent connection, so that the status is sent now
+                        yield sse("ping", PING)
+                        continue
+                    piece, waiting = waiting.result(), None
+                    for event in self._take(piece):
+                        begun = True
+                        yield sse(event["type"], event)
+        except Exception as error:
+            mapped = self._failed(error)
+            if not begun:
+                raise
+            logger.warning("a stream of messages broke: %s", mapped.message)
+            yield error_event(mapped, request_id)
+        finally:
+            if waiting is not None:
+                waiting.cancel()
+                await asyncio.wait({waiting})
+            await self._pieces.aclose()  # type: ignore[attr-defined]
+            self._measured.gone()
+
+    def _take(self, piece: TurnPiece | HttpError) -> list[dict[str, Any]]:
+        if isinstance(piece, HttpError):
+            self._measured.over(outcome_of(piece))
+            raise piece
+        events = self._fold.take(piece)
+        self._measured.received(self._fold.output_tokens)
+        if self._fold.done:
+            self._measured.over(Outcome.OK)
+        return events
+
+    def _check_complete(self) -> None:
+        if not self._fold.done:
+            error = UpstreamFailed("the replica ended without an answer", retry_after_s=RETRY_AFTER_S)
+            self._measured.over(outcome_of(error))
+            raise error
+
+    def _failed(self, error: Exception) -> HttpError:
+        mapped = self._error_map(error)
+        self._measured.over(outcome_of(mapped))
+        return mapped
+
+
+async def _next(pieces: AsyncIterator[TurnPiece | HttpError]) -> TurnPiece | HttpError:
+    """Return the next piece.
+
+    Raises:
+        UpstreamFailed: there is none.
+    """
+    try:
+        return await anext(pieces)
+    except StopAsyncIteration:
+        raise UpstreamFailed("the replica ended without an answer", retry_after_s=RETRY_AFTER_S) from None
