@@ -341,7 +341,7 @@ class ProgramIngress:
     # --- models and programs ------------------------------------------------------------------------------------------
 
     async def models(self, request: Request) -> Response:
-        """List the served models that the caller may use, in Anthropic's form if the request has `anthropic-version`."""
+        """List the served models that the caller may use. With the header `anthropic-version`, in Anthropic's form."""
         tenant = caller_of(request).tenant
         allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
         if VERSION_HEADER in request.headers:

@@ -236,18 +236,21 @@ class _Answer:
         begun = False
         waiting: asyncio.Future[TurnPiece | HttpError] | None = None
         try:
-            async with asyncio.timeout_at(self._deadline_s):
-                while not self._fold.done:
-                    waiting = waiting or asyncio.ensure_future(_next(self._pieces))
-                    done, _ = await asyncio.wait({waiting}, timeout=PING_S)
-                    if not done:
-                        begun = True  # a proxy would close a silent connection, so that the status is sent now
-                        yield sse("ping", PING)
-                        continue
-                    piece, waiting = waiting.result(), None
-                    for event in self._take(piece):
-                        begun = True
-                        yield sse(event["type"], event)
+            while not self._fold.done:
+                waiting = waiting or asyncio.ensure_future(_next(self._pieces))
+                # No asyncio.timeout: the first event and the others are awaited by different tasks.
+                left_s = self._deadline_s - asyncio.get_running_loop().time()
+                done, _ = await asyncio.wait({waiting}, timeout=max(0.0, min(PING_S, left_s)))
+                if not done and left_s <= PING_S:
+                    raise TimeoutError
+                if not done:
+                    begun = True  # a proxy would close a silent connection, so that the status is sent now
+                    yield sse("ping", PING)
+                    continue
+                piece, waiting = waiting.result(), None
+                for event in self._take(piece):
+                    begun = True
+                    yield sse(event["type"], event)
         except Exception as error:
             mapped = self._failed(error)
             if not begun:

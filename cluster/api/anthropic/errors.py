@@ -1,4 +1,4 @@
-"""Anthropic's error form: `{"type": "error", "error": {"type", "message"}, "request_id"}`, as a response and as an event.
+"""Anthropic's error form, `{"type": "error", "error": {"type", "message"}, "request_id"}`, as a response and an event.
 
 The error object also has `param` and `code` where they are known, as OpenAI's form has.
 """

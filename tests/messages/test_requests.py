@@ -1,0 +1,222 @@
+"""A Messages request becomes a chat completion, or a 400 that names the field by its path."""
+
+from typing import Any
+
+import pytest
+
+from cluster.api.anthropic.request import chat_body, check_headers, read_messages, retention_s
+from cluster.core.errors import BadRequest
+
+CALL = {"type": "tool_use", "id": "t1", "name": "ls", "input": {"path": "/"}}
+RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"}
+LS = {"name": "ls", "input_schema": {"type": "object", "properties": {}}}
+IMAGE = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AAAA"}}
+IMAGE_PART = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+
+
+def user(*content: Any) -> dict[str, Any]:
+    return {"role": "user", "content": list(content) if not isinstance(content[0], str) else content[0]}
+
+
+def assistant(*content: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": list(content)}
+
+
+def text(words: str) -> dict[str, Any]:
+    return {"type": "text", "text": words}
+
+
+def body_of(*messages: Any, **fields: Any) -> dict[str, Any]:
+    request, prompt = read_messages({"max_tokens": 9, "messages": list(messages) or [user("Go.")], **fields})
+    return chat_body(request, prompt)
+
+
+LS_CALL = {"id": "t1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
+
+
+@pytest.mark.parametrize(
+    ("messages", "made"),
+    [
+        ([user("Go.")], [{"role": "user", "content": "Go."}]),
+        ([user(text("a"), text("b"))], [{"role": "user", "content": "a\nb"}]),
+        ([user(text("a"), IMAGE)], [{"role": "user", "content": [text("a"), IMAGE_PART]}]),
+        (
+            [user("Go."), {"role": "system", "content": "Be brief."}, user("On.")],
+            [{"role": "user", "content": "Go."}, {"role": "system", "content": "Be brief."}, user("On.")],
+        ),
+        (
+            [user("Go."), assistant({"type": "thinking", "thinking": "hm", "signature": "x"}, text("I "), CALL)]
+            + [user(text("Note."), RESULT)],
+            [
+                {"role": "user", "content": "Go."},
+                {"role": "assistant", "content": "I ", "reasoning": "hm", "tool_calls": [LS_CALL]},
+                {"role": "tool", "tool_call_id": "t1", "content": "a.txt"},
+                {"role": "user", "content": "Note."},
+            ],
+        ),
+        (
+            [user("Go."), assistant(CALL), user({**RESULT, "content": [text("see"), IMAGE], "is_error": True})],
+            [
+                {"role": "user", "content": "Go."},
+                {"role": "assistant", "content": "", "tool_calls": [LS_CALL]},
+                {"role": "tool", "tool_call_id": "t1", "content": "Error: see\n[image: see the next message]"},
+                {"role": "user", "content": [IMAGE_PART]},
+            ],
+        ),
+        (
+            [
+                user("Go."),
+                assistant(
+                    {**CALL, "type": "mcp_tool_use", "server_name": "files"},
+                    {"type": "mcp_tool_result", "tool_use_id": "t1", "content": [text("a.txt")]},
+                    text("Done."),
+                ),
+                user("On."),
+            ],
+            [
+                {"role": "user", "content": "Go."},
+                {"role": "assistant", "content": "", "tool_calls": [LS_CALL]},
+                {"role": "tool", "tool_call_id": "t1", "content": "a.txt"},
+                {"role": "assistant", "content": "Done."},
+                {"role": "user", "content": "On."},
+            ],
+        ),
+        (
+            [user({"type": "document", "title": "T", "source": {"type": "text", "data": "words"}})],
+            [{"role": "user", "content": "T\nwords"}],
+        ),
+    ],
+)
+def test_messages(messages: Any, made: Any) -> None:
+    assert body_of(*messages)["messages"] == made
+
+
+@pytest.mark.parametrize(
+    ("system", "kept"),
+    [
+        ("Be brief.", "Be brief."),
+        ([text("x-anthropic-billing-header: cch=1;"), text("A"), text("B")], "A\n\nB"),
+        ("x-anthropic-billing-header: cch=1;\nBe brief.", "Be brief."),
+        ([text("x-anthropic-billing-header: cch=1;")], None),
+    ],
+)
+def test_the_system_prompt_loses_what_changes_with_each_request(system: Any, kept: str | None) -> None:
+    expected = [] if kept is None else [{"role": "system", "content": kept}]
+    assert body_of(system=system)["messages"][:-1] == expected
+
+
+@pytest.mark.parametrize(
+    ("fields", "made"),
+    [
+        ({"temperature": 0, "top_p": 0.5, "top_k": 4}, {"temperature": 0, "top_p": 0.5, "top_k": 4}),
+        ({"stop_sequences": ["END"]}, {"stop": ["END"]}),
+        ({"tools": [LS], "tool_choice": {"type": "auto"}}, {"tool_choice": "auto", "parallel_tool_calls": True}),
+        ({"tools": [LS], "tool_choice": {"type": "any"}}, {"tool_choice": "required"}),
+        ({"tools": [LS], "tool_choice": {"type": "none"}}, {"tool_choice": "none"}),
+        (
+            {"tools": [LS], "tool_choice": {"type": "tool", "name": "ls", "disable_parallel_tool_use": True}},
+            {"tool_choice": {"type": "function", "function": {"name": "ls"}}, "parallel_tool_calls": False},
+        ),
+        ({"thinking": {"type": "disabled"}}, {"chat_template_kwargs": {"enable_thinking": False}}),
+        (
+            {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+            {
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "output", "schema": {"type": "object"}, "strict": True},
+                }
+            },
+        ),
+        ({"service_tier": "auto", "metadata": {"user_id": "u"}}, {"max_completion_tokens": 9}),
+    ],
+)
+def test_fields(fields: Any, made: dict[str, Any]) -> None:
+    body = body_of(**fields)
+    assert {name: body.get(name) for name in made} == made
+    assert not {"service_tier", "metadata", "system", "max_tokens"} & body.keys()
+
+
+def test_client_tools_of_anthropic_get_a_schema_and_hosted_ones_are_left_out() -> None:
+    tools = [
+        {"type": "bash_20250124", "name": "bash"},
+        {"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"},
+        {"type": "web_search_20250305", "name": "web_search"},
+        LS,
+    ]
+    _, prompt = read_messages({"max_tokens": 1, "messages": [user("Go.")], "tools": tools})
+    assert [function["name"] for function in prompt.tools.functions] == ["bash", "str_replace_based_edit_tool", "ls"]
+    assert "command" in prompt.tools.functions[0]["parameters"]["properties"]
+    assert prompt.tools.left_out == ("web_search_20250305",)
+
+
+@pytest.mark.parametrize(
+    ("message", "seconds"),
+    [
+        (text("a"), None),
+        ({**text("a"), "cache_control": {"type": "ephemeral"}}, None),
+        ({**text("a"), "cache_control": {"type": "ephemeral", "ttl": "5m"}}, 300.0),
+        ({**text("a"), "cache_control": {"type": "ephemeral", "ttl": "1h"}}, 3600.0),
+    ],
+)
+def test_an_explicit_ttl_is_a_retention_hint(message: Any, seconds: float | None) -> None:
+    request, _ = read_messages({"max_tokens": 1, "messages": [user(message)], "system": [text("s")]})
+    assert retention_s(request) == seconds
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "wizard", "content": "a"}]}, "messages.0"),
+        ({"messages": [{"role": "user"}]}, "messages.0.content"),
+        ({"messages": [user({"type": "text"})]}, "messages.0.content.0.text"),
+        ({"messages": [user({"type": "riddle"})]}, "messages.0.content.0"),
+        ({"messages": [user(text("a"), {"type": "image", "source": {"type": "x"}})]}, "messages.0.content.1.source"),
+        ({"messages": [user(RESULT)]}, "messages.0.content.0.tool_use_id"),
+        ({"messages": [user("a"), assistant(CALL), user("b")]}, "messages.1.content.0"),
+        ({"messages": [user("a"), assistant(CALL, CALL), user(RESULT)]}, "messages.1.content.1.id"),
+        ({"messages": [user("a"), assistant(CALL), user(RESULT, RESULT)]}, "messages.2.content.1.tool_use_id"),
+        ({"messages": [user("a"), assistant({**CALL, "input": "x"}), user(RESULT)]}, "messages.1.content.0.input"),
+        ({"messages": [user("a"), assistant(text("b"))]}, "messages.1"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": "9"}, "max_tokens"),
+        ({"temperature": 3}, "temperature"),
+        ({"system": [{"type": "image"}]}, "system.0.type"),
+        ({"stop_sequences": ["a", " "]}, "stop_sequences.1"),
+        ({"tools": [{"name": "a b", "input_schema": {"type": "object"}}]}, "tools.0.name"),
+        ({"tools": [{"name": "a"}]}, "tools.0.input_schema"),
+        ({"tools": [{"name": "a", "input_schema": {"type": "array"}}]}, "tools.0.input_schema.type"),
+        ({"tools": [LS, LS]}, "tools.1.name"),
+        ({"tools": [{"type": "oracle_1", "name": "a"}]}, "tools.0.type"),
+        ({"tools": [LS], "tool_choice": {"type": "tool", "name": "rm"}}, "tool_choice.name"),
+        ({"tool_choice": {"type": "any"}}, "tool_choice"),
+        ({"tool_choice": {"type": "maybe"}}, "tool_choice.type"),
+        ({"thinking": {"type": "loud"}}, "thinking.type"),
+        ({"mcp_servers": [{"type": "url", "name": "a"}]}, "mcp_servers.0.url"),
+    ],
+)
+def test_what_is_wrong_is_named(fields: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as caught:
+        request, prompt = read_messages({"max_tokens": 9, "messages": [user("Go.")], **fields})
+        chat_body(request, prompt)
+    assert (caught.value.status, caught.value.param) == (400, param)
+    assert caught.value.message.startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("headers", "param"),
+    [
+        ({}, None),
+        ({"anthropic-version": "2023-06-01", "anthropic-beta": "claude-code-20250219, unknown-2099"}, None),
+        ({"anthropic-version": "yesterday"}, "anthropic-version"),
+        ({"anthropic-beta": "a b"}, "anthropic-beta"),
+        ({"anthropic-beta": "a,,b"}, "anthropic-beta"),
+    ],
+)
+def test_headers(headers: dict[str, str], param: str | None) -> None:
+    if param is None:
+        check_headers(headers)
+        return
+    with pytest.raises(BadRequest) as caught:
+        check_headers(headers)
+    assert caught.value.param == param
