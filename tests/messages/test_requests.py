@@ -45,8 +45,11 @@ LS_CALL = {"id": "t1", "type": "function", "function": {"name": "ls", "arguments
             [{"role": "user", "content": "Go."}, {"role": "system", "content": "Be brief."}, user("On.")],
         ),
         (
-            [user("Go."), assistant({"type": "thinking", "thinking": "hm", "signature": "x"}, text("I "), CALL)]
-            + [user(text("Note."), RESULT)],
+            [
+                user("Go."),
+                assistant({"type": "thinking", "thinking": "hm", "signature": "x"}, text("I "), CALL),
+                user(text("Note."), RESULT),
+            ],
             [
                 {"role": "user", "content": "Go."},
                 {"role": "assistant", "content": "I ", "reasoning": "hm", "tool_calls": [LS_CALL]},
