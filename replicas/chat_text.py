@@ -3,7 +3,7 @@
 It uses these private names of vLLM (tests/contracts/test_program_turn.py checks what they do):
     OnlineRenderer          use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
     BaseRenderer            render_messages, tokenize_prompt, get_eos_token_id, _executor
-    ModelConfig             try_get_generation_config, get_diff_sampling_param
+    ModelConfig             try_get_generation_config, get_diff_sampling_param, is_multimodal_model
     ChatCompletionRequest   build_chat_params, build_tok_params
 """
 
@@ -21,6 +21,7 @@ from vllm.utils.mistral import is_mistral_tokenizer
 
 from replicas.continuation import Again, CannotRender, Examined, Message, Sample, Tokens, examine, rest_of_prompt
 from replicas.requests import parse_request
+from replicas.unseen_images import without_images
 
 Result = TypeVar("Result")
 
@@ -44,6 +45,10 @@ class ChatText:
         )
         self._lengths = parse_request("chat", {"messages": []}).build_tok_params(online.model_config)
         self._tokens = Tokens(self.ids, *(self._added_and_stops() if self._is_text else ({}, frozenset())))
+
+    def legible(self, body: dict[str, Any]) -> dict[str, Any]:
+        """Return a chat body that this model can read: without images if it sees none."""
+        return body if self._online.model_config.is_multimodal_model else without_images(body)
 
     async def examine(self) -> Examined:
         """Return how the model's own template renders the sample conversations."""

@@ -125,7 +125,7 @@ class ProgramTurns:
             HttpError, Exception: ours and vLLM's, for a request that cannot be served.
         """
         _check_fixed(body)
-        request = parse_request("chat", {**body, **OURS})
+        request = parse_request("chat", {**self._text.legible(dict(body)), **OURS})
         attach_program(request, headers, key, identity)
         rendering, known, added = await self._prompt(request, continuation)
         if rendering is PromptMode.CONTINUED:

@@ -105,8 +105,8 @@ class ProgramServer(LLMServer):
             expiry_s=store.expiry_s,
             clock=MonotonicClock(),
         )
-        text = ChatText(self.engine.chat_renderer)
-        self._turns = ProgramTurns(self.engine, text, self._ticks, self._metrics.rendered)
+        self._text = ChatText(self.engine.chat_renderer)
+        self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
         await self._warm_up()
         await self._turn_server.start(ray.util.get_node_ip_address())
@@ -178,7 +178,7 @@ class ProgramServer(LLMServer):
         bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive(method, body, key, epoch)
-            request = parse_request(method, body)
+            request = parse_request(method, self._text.legible(body) if method == "tokenize" else body)
             attach_program(request, headers, key, identity)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):

@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.answer import PING, MessageFold
-from cluster.api.anthropic.errors import ANTHROPIC_REQUEST_ID, error_event, sse
+from cluster.api.anthropic.errors import ANTHROPIC_REQUEST_ID, error_event, in_anthropics_words, sse
 from cluster.api.anthropic.request import (
     MessagesRequest,
     Prompt,
@@ -267,7 +267,7 @@ class _Answer:
     def _take(self, piece: TurnPiece | HttpError) -> list[dict[str, Any]]:
         if isinstance(piece, HttpError):
             self._measured.over(outcome_of(piece))
-            raise piece
+            raise in_anthropics_words(piece)
         events = self._fold.take(piece)
         self._measured.received(self._fold.output_tokens)
         if self._fold.done:

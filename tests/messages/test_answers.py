@@ -7,7 +7,7 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from cluster.api.anthropic.answer import MessageFold, signature
-from cluster.api.anthropic.errors import error_body, error_type, is_messages
+from cluster.api.anthropic.errors import error_body, error_type, in_anthropics_words, is_messages
 from cluster.core.errors import BadRequest
 from cluster.core.turn import CallDelta, PromptMode, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids
 
@@ -117,3 +117,30 @@ def test_the_form_of_an_error() -> None:
 )
 def test_paths(path: str, ours: bool) -> None:
     assert is_messages(path) is ours
+
+
+LENGTH = (
+    "This model's maximum context length is 100 tokens. However, you requested {} output tokens and your prompt "
+    "contains {} {}, for a total."
+)
+
+
+@pytest.mark.parametrize(
+    ("output", "prompt", "unit", "message"),
+    [
+        (10, "120", "input tokens", "prompt is too long: 120 tokens > 100 tokens maximum"),
+        (10, "4000", "characters (more than 90)", "prompt is too long: 4000 characters > 100 tokens maximum"),
+        (40, "at least 61", "input tokens", "input length and `max_tokens` exceed context limit: 61 + 40 > 100, "),
+    ],
+)
+def test_a_prompt_that_does_not_fit_is_told_as_anthropic_does(
+    output: int, prompt: str, unit: str, message: str
+) -> None:
+    error = in_anthropics_words(BadRequest(LENGTH.format(output, prompt, unit)))
+    assert error.message.startswith(message)
+    assert (error.status, error.param, error.code) == (400, "messages", "context_length_exceeded")
+
+
+def test_other_errors_stay() -> None:
+    error = BadRequest("no")
+    assert in_anthropics_words(error) is error

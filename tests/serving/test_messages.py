@@ -49,8 +49,8 @@ def test_a_message_is_cut_at_max_tokens_and_has_its_usage(claude: Anthropic) -> 
 
 
 def test_a_stream_has_the_same_message(claude: Anthropic) -> None:
-    whole = claude.messages.create(**HELLO, temperature=0.0)
-    with claude.messages.stream(**HELLO, temperature=0.0) as stream:
+    whole = claude.messages.create(**HELLO, extra_body={"temperature": 0.0})
+    with claude.messages.stream(**HELLO, extra_body={"temperature": 0.0}) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
     assert streamed.content == whole.content
@@ -111,6 +111,15 @@ def test_a_block_that_changes_with_each_request_does_not_cost_the_prefix(claude:
     assert ask(2) > 100
 
 
+def test_an_image_for_a_model_that_sees_none_is_a_text(claude: Anthropic) -> None:
+    source = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
+    content: list[Any] = [{"type": "text", "text": "Look."}, {"type": "image", "source": source}]
+    prompt: dict[str, Any] = {"model": "tiny", "messages": [{"role": "user", "content": content}]}
+    usage = claude.messages.create(**prompt, max_tokens=2).usage
+    counted = claude.messages.count_tokens(**prompt).input_tokens
+    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+
+
 def test_a_hosted_tool_is_left_out_and_named(claude: Anthropic) -> None:
     tools: list[Any] = [{"type": "web_search_20250305", "name": "web_search"}, LS]
     raw = claude.messages.with_raw_response.create(**HELLO, tools=tools)
@@ -127,7 +136,8 @@ def test_a_hosted_tool_is_left_out_and_named(claude: Anthropic) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, anthropic.BadRequestError, "content.0.text"),
         ({"tools": [{**LS, "name": "a b"}]}, anthropic.BadRequestError, "tools.0.name: "),
         ({"extra_headers": {"anthropic-beta": "a b!"}}, anthropic.BadRequestError, "anthropic-beta: "),
-        ({"system": "word " * 9000}, anthropic.BadRequestError, "4096"),
+        ({"system": "word " * 9000}, anthropic.BadRequestError, "prompt is too long"),
+        ({"max_tokens": 4090}, anthropic.BadRequestError, "exceed context limit"),
         ({"system": "x" * (2 << 20)}, anthropic.RequestTooLargeError, "1048576"),
     ],
 )

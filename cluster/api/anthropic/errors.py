@@ -4,6 +4,7 @@ The error object also has `param` and `code` where they are known, as OpenAI's f
 """
 
 import json
+import re
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,7 +20,7 @@ from cluster.api.openai import (
     error_response,
     retry_headers,
 )
-from cluster.core.errors import HttpError
+from cluster.core.errors import BadRequest, HttpError
 
 MESSAGES = MESSAGE_PATHS["create_message"]
 
@@ -27,6 +28,8 @@ VERSION_HEADER = "anthropic-version"
 BETA_HEADER = "anthropic-beta"
 ANTHROPIC_REQUEST_ID = "request-id"
 """The header in which Anthropic's clients look for the id of a request."""
+
+TOO_LONG = "context_length_exceeded"
 
 _TYPES = {
     401: "authentication_error",
@@ -38,6 +41,31 @@ _TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
+
+
+_TOO_LONG = re.compile(
+    r"maximum context length is (\d+) tokens.*?requested (\d+) output tokens.*?contains (?:at least )?(\d+) (\w+)", re.S
+)
+"""vLLM's message about a prompt that does not fit the context."""
+
+
+def in_anthropics_words(error: HttpError) -> HttpError:
+    """Return the error of a prompt that does not fit as Anthropic words it, since Claude Code reads the numbers in it.
+
+    It then compacts the conversation, or repeats the request with fewer output tokens. Other errors are returned.
+    """
+    found = _TOO_LONG.search(error.message) if error.status == 400 else None
+    if found is None:
+        return error
+    window, output, prompt = (int(number) for number in found.groups()[:3])
+    if found[4] != "input" or prompt >= window:
+        message = f"prompt is too long: {prompt} {found[4].replace('input', 'tokens')} > {window} tokens maximum"
+    else:
+        message = (
+            f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {window}, "
+            "decrease input length or `max_tokens` and try again"
+        )
+    return BadRequest(message, param="messages", code=error.code or TOO_LONG)
 
 
 def is_messages(path: str) -> bool:
