@@ -190,13 +190,11 @@ def _tool_answer(block: ToolResultBlock) -> tuple[str, list[dict[str, Any]]]:
     """Return a tool's answer as text, and its images, which no chat template takes in a tool's message."""
     if block.content is None or isinstance(block.content, str):
         return block.content or "", []
-    parts = [
-        {"type": "text", "text": f"[tool: {one.tool_name}]"} if isinstance(one, ToolReference) else part
-        for one in block.content
-        for part in ([None] if isinstance(one, ToolReference) else _parts(one))
-    ]
-    images = [part for part in parts if part is not None and part["type"] != "text"]
-    texts = [part["text"] if part["type"] == "text" else IN_NEXT_MESSAGE for part in parts if part is not None]
+    parts: list[dict[str, Any]] = []
+    for one in block.content:
+        parts += [_text(f"[tool: {one.tool_name}]")] if isinstance(one, ToolReference) else _parts(one)
+    images = [part for part in parts if part["type"] != "text"]
+    texts = [part["text"] if part["type"] == "text" else IN_NEXT_MESSAGE for part in parts]
     return "\n".join(texts), images
 
 
