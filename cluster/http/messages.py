@@ -102,7 +102,10 @@ class MessageRoutes:
             read.append((request, prompt))
             return chat_body(request, prompt)
 
-        body, identity = await self._reader.identified(http, translate)
+        try:
+            body, identity = await self._reader.identified(http, translate)
+        except BadRequest as error:
+            raise in_anthropics_words(error) from None
         [(request, prompt)] = read
         identity = _with_retention(identity, request)
         headers = passed_headers(http.headers)

@@ -144,3 +144,8 @@ def test_a_prompt_that_does_not_fit_is_told_as_anthropic_does(
 def test_other_errors_stay() -> None:
     error = BadRequest("no")
     assert in_anthropics_words(error) is error
+
+
+def test_an_error_names_the_requests_own_field() -> None:
+    error = in_anthropics_words(BadRequest("response_format: too large", param="response_format"))
+    assert (error.message, error.param) == ("output_config.format: too large", "output_config.format")

@@ -31,6 +31,13 @@ ANTHROPIC_REQUEST_ID = "request-id"
 
 TOO_LONG = "context_length_exceeded"
 
+FIELDS = {
+    "max_completion_tokens": "max_tokens",
+    "stop": "stop_sequences",
+    "response_format": "output_config.format",
+}
+"""Fields of a Messages request by the field of the chat completion that is made of it."""
+
 _TYPES = {
     401: "authentication_error",
     403: "permission_error",
@@ -50,12 +57,15 @@ _TOO_LONG = re.compile(
 
 
 def in_anthropics_words(error: HttpError) -> HttpError:
-    """Return the error of a prompt that does not fit as Anthropic words it, since Claude Code reads the numbers in it.
+    """Return an error with the names of the request's own fields.
 
-    It then compacts the conversation, or repeats the request with fewer output tokens. Other errors are returned.
+    The error of a prompt that does not fit is worded as Anthropic does, since Claude Code reads the numbers in it. It
+    then compacts the conversation, or repeats the request with fewer output tokens.
     """
     found = _TOO_LONG.search(error.message) if error.status == 400 else None
     if found is None:
+        if (own := FIELDS.get(error.param or "")) is not None:
+            error.message, error.param = error.message.replace(str(error.param), own, 1), own
         return error
     window, output, prompt = (int(number) for number in found.groups()[:3])
     if found[4] != "input" or prompt >= window:
