@@ -13,6 +13,7 @@ BENCHMARKS = (
     "tool_executor",
     "turn_gap",
     "router_decisions",
+    "lineage",
     "scale",
     "predictor",
     "metrics_cost",

@@ -73,9 +73,10 @@ class EventStream(Response):
         headers: Mapping[str, str] | None = None,
     ) -> None:
         super().__init__()
-        self._more_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         self._events = events
         self._on_disconnect = on_disconnect
+        self.added_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        """Names and values of headers that are sent beside `EVENT_STREAM_HEADERS`."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
@@ -92,9 +93,8 @@ class EventStream(Response):
             self._on_disconnect()
 
     async def _send_all(self, send: Send) -> None:
-        await send(
-            {"type": "http.response.start", "status": 200, "headers": [*EVENT_STREAM_HEADERS, *self._more_headers]}
-        )
+        headers = [*EVENT_STREAM_HEADERS, *self.added_headers]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
         ending = await self._send_events(send)
         await send({"type": "http.response.body", "body": ending, "more_body": False})
 

@@ -43,9 +43,11 @@ from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
+from cluster.core.lineage import LineageIndex
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
+from cluster.http.attributed_answers import AttributedAnswers
 from cluster.http.chat import ChatPrograms
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
@@ -203,6 +205,7 @@ class ProgramIngress:
         self._reader = TurnReader(config, self._fleet.classes)
         timeout_s = config.http.request_timeout_s
         self._messages = MessageRoutes(self._fleet, self._reader, self._turns, timeout_s, as_http_error)
+        self._lineage = LineageIndex()
         self._scrape = ClusterScrape(clock, Meter(enabled=config.metrics.enabled))
         set_process_tracker(self._turns)
         self._turns.open()
@@ -266,12 +269,15 @@ class ProgramIngress:
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity, arrived_s)
-        answers = MeasuredAnswers(
-            self._fleet.answers(method, body, passed_headers(request.headers), identity),
-            self._turns.begin(body["model"], identity, arrived_s),
+        turn = self._lineage.attribute(identity, body)
+        measured = MeasuredAnswers(
+            self._fleet.answers(method, body, passed_headers(request.headers), turn.identity),
+            self._turns.begin(body["model"], turn.identity, arrived_s),
             as_http_error,
         )
+        answers = AttributedAnswers(measured, self._lineage, turn)
         response = await self._answered(answers)
+        answers.name_program(response)
         if not isinstance(response, EventStream):
             answers.cancel()
         return response
@@ -434,7 +440,8 @@ class ProgramIngress:
 
     async def router(self) -> Response:
         """Return the state of this ingress's router: programs, waiting turns, replicas and counters."""
-        return JSONResponse(self._fleet.view())
+        found = {how.value: n for how, n in self._lineage.counters.items()}
+        return JSONResponse(self._fleet.view() | {"programs_found": found})
 
     async def predictor(self) -> Response:
         """Return the state of this ingress's predictions: their sources, their errors, and the learnt statistics."""

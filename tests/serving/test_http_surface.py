@@ -130,6 +130,28 @@ def test_a_programs_turns_meet_on_one_replica_and_are_told(client: httpx.Client)
     assert client.get("/v1/programs/nobody").json()["error"]["param"] == "program_id"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_conversation_without_any_id_is_one_program(client: httpx.Client, stream: bool) -> None:
+    messages = [{"role": "user", "content": f"Without an id, {stream=}"}]
+    names = []
+    for _ in range(3):
+        answer = client.post("/v1/chat/completions", json=chat(messages=messages, stream=stream))
+        names.append(answer.headers["x-caesura-program"])
+        messages += [{"role": "assistant", "content": "I see."}, {"role": "user", "content": "And then?"}]
+    assert len(set(names)) == 1
+    assert client.get(f"/v1/programs/{names[0]}").json()["num_turns"] == 3
+    assert client.get("/admin/router").json()["programs_found"]["continued"] >= 2
+
+
+def test_a_title_request_is_no_turn_of_the_session_that_it_names(client: httpx.Client) -> None:
+    session = {"x-session-id": "with-title"}
+    client.post("/v1/chat/completions", json=chat(tools=[TOOL]), headers=session)
+    title = [{"role": "system", "content": "You write titles."}, {"role": "user", "content": "Title this."}]
+    side = client.post("/v1/chat/completions", json=chat(messages=title), headers=session)
+    assert side.headers["x-caesura-program"] != "with-title"
+    assert client.get("/v1/programs/with-title").json()["num_turns"] == 1
+
+
 def test_a_clients_own_wire_key_does_not_count(client: httpx.Client) -> None:
     forged = json.dumps({"program_id": "forged", "tenant": "other"})
     client.post("/v1/completions", json=completion(vllm_xargs={"caesura": forged, "session_id": "honest"}))

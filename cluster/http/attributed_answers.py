@@ -1,0 +1,66 @@
+"""The answer of a turn whose program the ingress found, and the header that reports the program."""
+
+from typing import Self
+
+from starlette.responses import Response
+
+from cluster.api.openai import SSE_DONE
+from cluster.api.sse import Answers, EventStream
+from cluster.core.errors import HttpError
+from cluster.core.lineage import Attributed, LineageIndex
+
+PROGRAM_HEADER = "x-caesura-program"
+"""The response's header with the id of the turn's program. A client that sends it as `x-session-id` names the program
+itself.
+"""
+
+
+class AttributedAnswers:
+    """Passes a turn's answer on, and records in the index that the turn has ended.
+
+    Args:
+        answers: the answer.
+        index: has attributed the turn.
+        turn: the turn that it answers.
+    """
+
+    def __init__(self, answers: Answers, index: LineageIndex, turn: Attributed) -> None:
+        self._answers = answers
+        self._index = index
+        self._turn = turn
+        self._served = False
+
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> bytes | HttpError:
+        try:
+            piece = await anext(self._answers)
+        except BaseException:
+            self._end()
+            raise
+        if isinstance(piece, HttpError):
+            self._end()
+            return piece
+        self._served = True
+        if piece.startswith(b"{") or piece.endswith(SSE_DONE):
+            self._end()
+        return piece
+
+    def cancel(self) -> None:
+        """Stop the work on the answer. After its end, it has no effect."""
+        self._answers.cancel()
+        self._end()
+
+    def name_program(self, response: Response) -> None:
+        """Set the response's header to the id of the turn's program, if it has one."""
+        program_id = self._turn.identity.program_id
+        if program_id is None or not program_id.isascii():
+            return
+        if isinstance(response, EventStream):
+            response.added_headers.append((PROGRAM_HEADER.encode(), program_id.encode()))
+        else:
+            response.headers[PROGRAM_HEADER] = program_id
+
+    def _end(self) -> None:
+        self._index.ended(self._turn, served=self._served)
