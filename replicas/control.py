@@ -168,6 +168,11 @@ def _program(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     return scheduler.programs.to_public_dict(key) or {}
 
 
+def _sessions(scheduler: AgentScheduler, tenant: str, limit: int) -> dict[str, Any]:
+    """Return a tenant's programs, the one with the latest event first, at most ``limit``."""
+    return {"sessions": scheduler.programs.sessions(tenant, limit, scheduler.clock.now_s())}
+
+
 PAUSED = (Phase.HELD, Phase.RELEASED, Phase.SWAPPED, Phase.FETCHING)
 
 
@@ -246,6 +251,7 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "routing": _routing,
     "moved": _moved,
     "program": _program,
+    "sessions": _sessions,
     "hold": _hold,
     "release": _release,
     "end": _end,

@@ -4,6 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
+from itertools import islice
 from typing import Any
 
 from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseReason, ReleaseReason
@@ -73,6 +74,9 @@ _PARTICIPLES = {KvDecision.HOLD: "held", KvDecision.SWAP: "swapped", KvDecision.
 class _Entry:
     state: ProgramState
     turns: deque[TurnRecord] = field(default_factory=lambda: deque(maxlen=MAX_TURN_RECORDS))
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    """Sums over all recorded turns, including those that were dropped."""
 
 
 class ProgramTable:
@@ -144,6 +148,8 @@ class ProgramTable:
         entry = self._recorded.get(key)
         if entry is not None:
             entry.turns.append(turn)
+            entry.prompt_tokens += turn.prompt_tokens
+            entry.cached_tokens += turn.cached_tokens
 
     def to_public_dict(self, key: str) -> dict[str, Any] | None:
         """Return the program's state, turns and last events as plain values, or None if it is not known (any more)."""
@@ -164,6 +170,29 @@ class ProgramTable:
                 for past in state.history
             ],
         }
+
+    def sessions(self, tenant: str, limit: int, now_s: float) -> list[dict[str, Any]]:
+        """Return plain values of a tenant's programs, the one with the latest event first.
+
+        Args:
+            tenant: the tenant's name.
+            limit: largest number of programs.
+            now_s: the current time of the replica's clock in seconds.
+        """
+        prefix = f"{tenant}/"
+        own = ((key, entry) for key, entry in reversed(self._recorded.items()) if key.startswith(prefix))
+        return [
+            {
+                "program": key.removeprefix(prefix),
+                "phase": str(entry.state.phase),
+                "turns": entry.state.turns,
+                "age_s": now_s - entry.state.arrived_s,
+                "idle_s": now_s - entry.state.last_event_s,
+                "prompt_tokens": entry.prompt_tokens,
+                "cached_tokens": entry.cached_tokens,
+            }
+            for key, entry in islice(own, limit)
+        ]
 
     def sweep(self, now_s: float) -> list[tuple[str, Sequence[Action]]]:
         """End programs that were idle for too long and, above the bound, the least recently used ones.

@@ -1,6 +1,7 @@
 """The replicas of all models, for the rest of an ingress."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
 from typing import Any, TypeVar
@@ -20,6 +21,8 @@ from cluster.dispatch.replica_client import ReplicaClient
 from cluster.dispatch.turn_client import TurnClient
 from cluster.observing.trace_context import Traces
 from cluster.store.placements import PlacementStore
+
+logger = logging.getLogger("ray.serve")
 
 Result = TypeVar("Result")
 
@@ -164,6 +167,29 @@ class ReplicaClients:
                 return story
         _raise_first(stories)
         return None
+
+    async def sessions(self, tenant: str, limit: int) -> tuple[list[tuple[str, dict[str, Any]]], int]:
+        """Return what the replicas know of a tenant's programs.
+
+        Args:
+            tenant: the tenant's name.
+            limit: largest number of programs of each replica.
+
+        Returns:
+            Pairs (model, a replica's answer), and the number of replicas or models that did not answer.
+        """
+        asked = {"tenant": tenant, "limit": limit}
+        by_model = await self._of_each(lambda client: client.broadcast("control", "sessions", asked))
+        found: list[tuple[str, dict[str, Any]]] = []
+        missing = 0
+        for model, answers in zip(self._clients, by_model, strict=True):
+            for answer in [answers] if isinstance(answers, BaseException) else answers:
+                if isinstance(answer, dict):
+                    found.append((model, answer))
+                else:
+                    logger.warning("the programs of a replica of %s are not listed: %r", model, answer)
+                    missing += 1
+        return found, missing
 
     async def to(self, replica: str, method: str, *arguments: Any) -> Any:
         """Call a replica by its id.

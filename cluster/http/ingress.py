@@ -199,7 +199,7 @@ class ProgramIngress:
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         self._responses = ResponseRoutes(*parts)
         self._chat_programs = ChatPrograms(*parts)
-        self._programs = ProgramRoutes(self._service.runner, self._fleet.story)
+        self._programs = ProgramRoutes(self._service.runner, self._fleet)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
         self._reader = TurnReader(config, self._fleet.classes)
@@ -362,9 +362,11 @@ class ProgramIngress:
             return JSONResponse(model_info(model_id, self._started))
         return JSONResponse(model_card(model_id, self._started))
 
-    async def programs(self, request: Request, limit: int = 100) -> Response:
-        """List the programs that ran in the cluster. The program with the newest run comes first."""
-        return await self._programs.list(caller_of(request).tenant, limit)
+    async def programs(self, request: Request, limit: int = 100, after: str | None = None) -> Response:
+        """List the programs of clients and of the cluster, the one that was seen last first. `after` is the id of the
+        last program of the page before.
+        """
+        return await self._programs.list(caller_of(request).tenant, limit, after)
 
     async def program(self, request: Request, program_id: str, include: str = "") -> Response:
         """Return a program: its phase, turns, pauses and decisions from the replica that has it, and its runs in the

@@ -1,9 +1,9 @@
 """The routes of programs, tools and draining: `/v1/programs`, `/v1/tools`, `/admin/drain`."""
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from http import HTTPStatus
-from itertools import groupby
+from time import time
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -15,20 +15,17 @@ from cluster.core.errors import BadRequest, Overloaded, ReplicaGone, ToolRefused
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.durations.table import OVERALL
+from cluster.http.program_list import merged
 from cluster.http.runs import Offers, described
 from cluster.runs.export import account
 from cluster.runs.runner import ProgramRunner
 from cluster.store.durations import ToolDuration
-from cluster.store.runs.records import RunHead
 
 MOST_LISTED = 1000
-"""Maximum number of runs that are read for a list of programs."""
+"""Maximum number of runs, and of programs of each replica, that are read for a list of programs."""
 
 CLASS = ":"
 """The separator between a tool's name and a class of its calls."""
-
-Story = Callable[[str], Awaitable[dict[str, Any] | None]]
-"""A function from a program's key to its history at the replicas; None: no replica knows the program."""
 
 
 class ProgramRoutes:
@@ -36,26 +33,45 @@ class ProgramRoutes:
 
     Args:
         runner: has the runs of programs.
-        story: asks the replicas for the history of a program.
+        fleet: asks the replicas for programs and their history.
     """
 
-    def __init__(self, runner: ProgramRunner, story: Story) -> None:
+    def __init__(self, runner: ProgramRunner, fleet: ReplicaClients) -> None:
         self._runner = runner
-        self._story = story
+        self._fleet = fleet
 
-    async def list(self, tenant: str, limit: int) -> Response:
-        """List the programs that ran in the cluster. The program with the newest run comes first.
+    async def list(self, tenant: str, limit: int, after: str | None = None) -> Response:
+        """List the programs of a tenant, the one that was seen last first.
+
+        Args:
+            tenant: the tenant's name.
+            limit: largest number of programs.
+            after: the id of the last program of the page before; None: the first page.
 
         Raises:
-            BadRequest: ``limit`` is not between 1 and `MOST_LISTED`.
+            BadRequest: ``limit`` is not between 1 and `MOST_LISTED`, or ``after`` is no program of the list.
         """
         if not 1 <= limit <= MOST_LISTED:
             raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
         runs = await self._runner.runs(tenant, limit=MOST_LISTED)
-        first_seen = {run.program: number for number, run in reversed(list(enumerate(runs)))}
-        by_program = sorted(runs, key=lambda run: first_seen[run.program])
-        programs = [_head(name, list(its)) for name, its in groupby(by_program, lambda run: run.program)]
-        return JSONResponse({"object": "list", "data": programs[:limit], "has_more": len(programs) > limit})
+        answers, missing = await self._fleet.sessions(tenant, MOST_LISTED if after is not None else limit + 1)
+        programs = [program.to_public_dict() for program in merged(answers, runs, time())]
+        begin = 0
+        if after is not None:
+            places = (place for place, program in enumerate(programs, 1) if program["id"] == after)
+            begin = next(places, -1)
+            if begin < 0:
+                raise BadRequest(f"the list has no program {after!r} (any more)", param="after")
+        page = programs[begin : begin + limit]
+        return JSONResponse(
+            {
+                "object": "list",
+                "data": page,
+                "has_more": len(programs) > begin + limit,
+                "last_id": page[-1]["id"] if page else None,
+                "missing_replicas": missing,
+            }
+        )
 
     async def show(self, tenant: str, program_id: str, *, token_ids: bool) -> Response:
         """Return a program: its runs in the cluster, and its turns, pauses and decisions from its replica.
@@ -66,7 +82,7 @@ class ProgramRoutes:
         heads = await self._runner.runs(tenant, program=program_id)
         logs = [await self._runner.load(head.id, tenant) for head in reversed(heads)]
         runs = [account(log, token_ids=token_ids) for log in logs if log]
-        story = await self._story(_key(tenant, program_id))
+        story = await self._fleet.story(_key(tenant, program_id))
         if not runs and not story:
             raise BadRequest(f"nobody knows the program {program_id!r}", status=404, param="program_id")
         return JSONResponse({"id": program_id, "object": "program", **(story or {}), "runs": runs})
@@ -82,19 +98,6 @@ class ProgramRoutes:
             raise BadRequest(f"no program {program_id!r} runs on the server", status=404, param="program_id")
         cancelled = [head.id for head in heads if head.open and await self._runner.cancel(head.id)]
         return JSONResponse({"id": program_id, "object": "program", "cancelled": cancelled})
-
-
-def _head(program: str, runs: "list[RunHead]") -> dict[str, Any]:
-    newest = runs[0]
-    return {
-        "id": program,
-        "object": "program",
-        "created_at": int(min(run.created_s for run in runs)),
-        "status": "in_progress" if any(run.open for run in runs) else newest.status,
-        "runs": len(runs),
-        "last_run": newest.id,
-        "model": newest.labels.get("model"),
-    }
 
 
 def _key(tenant: str, program_id: str) -> str:

@@ -143,6 +143,23 @@ def test_a_conversation_without_any_id_is_one_program(client: httpx.Client, stre
     assert client.get("/admin/router").json()["programs_found"]["continued"] >= 2
 
 
+def test_the_sessions_that_clients_run_are_listed_in_pages(client: httpx.Client) -> None:
+    for number in range(3):
+        for _ in range(2):
+            client.post("/v1/chat/completions", json=chat(), headers={"x-session-id": f"listed-{number}"})
+    first = client.get("/v1/programs", params={"limit": 2}).json()
+    assert [one["id"] for one in first["data"]] == ["listed-2", "listed-1"]
+    assert (first["has_more"], first["last_id"], first["missing_replicas"]) == (True, "listed-1", 0)
+    newest = first["data"][0]
+    assert (newest["turns"], newest["status"]) == (2, "paused")
+    assert newest["replica"] and newest["model"] == MODEL and newest["cached_share"] >= 0
+    second = client.get("/v1/programs", params={"limit": 1, "after": first["last_id"]}).json()
+    assert [one["id"] for one in second["data"]] == ["listed-0"]
+    for query, param in (({"limit": 0}, "limit"), ({"after": "nobody"}, "after")):
+        refused = client.get("/v1/programs", params=query)
+        assert (refused.status_code, refused.json()["error"]["param"]) == (400, param)
+
+
 def test_a_title_request_is_no_turn_of_the_session_that_it_names(client: httpx.Client) -> None:
     session = {"x-session-id": "with-title"}
     client.post("/v1/chat/completions", json=chat(tools=[TOOL]), headers=session)

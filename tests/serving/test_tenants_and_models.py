@@ -123,6 +123,9 @@ def test_a_tenants_program_is_nobody_elses(client: httpx.Client) -> None:
     assert client.get("/v1/programs/p2", headers=bearer(ACME)).status_code == 200
     assert client.get("/v1/programs/p2", headers=bearer(OTHER)).status_code == 404
     assert client.get("/v1/programs/acme/p2", headers=bearer(OTHER)).status_code == 404
+    for key, known in ((ACME, True), (OTHER, False)):
+        ids = [one["id"] for one in client.get("/v1/programs", headers=bearer(key)).json()["data"]]
+        assert ("p2" in ids) is known
 
 
 def test_a_tenants_response_is_nobody_elses(client: httpx.Client) -> None:

@@ -1,5 +1,6 @@
 """`caesura programs`: list a server's programs and tools, and show the history of a program."""
 
+from datetime import UTC, datetime
 from json import dumps
 from typing import Annotated, Any
 from urllib.parse import quote
@@ -12,18 +13,39 @@ app = typer.Typer(no_args_is_help=True, help="Look at agent programs on a runnin
 
 
 @app.command("list")
-def list_programs(url: Url = DEFAULT_URL, limit: int = 20) -> None:
-    """Programs that ran on the server, those begun last first."""
+def list_programs(
+    url: Url = DEFAULT_URL,
+    limit: int = 20,
+    after: Annotated[str | None, typer.Option(help="The last program of the page before.")] = None,
+) -> None:
+    """Programs of clients and of the server, those seen last first."""
     from rich.console import Console
     from rich.table import Table
 
     from cluster.offline.bench.terminal import print_table
 
-    table = Table("program", "status", "runs", "model", "last run")
-    for program in send("GET", url, "/v1/programs", {"limit": limit})["data"]:
-        cells = (program["id"], program["status"], program["runs"], program["model"], program["last_run"])
-        table.add_row(*(str(cell) for cell in cells))
+    query = {"limit": limit} | ({} if after is None else {"after": after})
+    answer = send("GET", url, "/v1/programs", query)
+    table = Table("program", "status", "state", "turns", "cached", "last seen", "replica", "runs", "model", "last run")
+    for program in answer["data"]:
+        table.add_row(*list_cells(program))
     print_table(table, Console(highlight=False))
+    if answer.get("missing_replicas"):
+        typer.echo(f"{answer['missing_replicas']} replicas did not answer; their programs are missing", err=True)
+    if answer.get("has_more") and answer.get("last_id"):
+        typer.echo(f"There are more: --after {answer['last_id']}", err=True)
+
+
+def list_cells(program: dict[str, Any]) -> tuple[str, ...]:
+    """Return a program's row of the list. A value that the server does not know is a dash."""
+    share, seen_s = program.get("cached_share"), program.get("last_seen_at")
+    cells = {
+        **{key: program.get(key) for key in ("id", "status", "state", "turns")},
+        "cached": None if share is None else f"{share:.0%}",
+        "seen": None if seen_s is None else datetime.fromtimestamp(seen_s, UTC).strftime("%Y-%m-%d %H:%M:%S"),
+        **{key: program.get(key) for key in ("replica", "runs", "model", "last_run")},
+    }
+    return tuple("-" if cell is None else str(cell) for cell in cells.values())
 
 
 @app.command()

@@ -107,10 +107,10 @@ def _programs(last: Look) -> list[RenderableType]:
     if not listed:
         return []
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for name in ("programs run by the cluster", "status", "runs", "model"):
+    for name in ("last seen programs", "status", "turns", "runs", "model"):
         table.add_column(name, overflow="fold")
     for program in listed[:PROGRAMS_SHOWN]:
-        table.add_row(*(str(program.get(key)) for key in ("id", "status", "runs", "model")))
+        table.add_row(*(str(program.get(key, UNKNOWN)) for key in ("id", "status", "turns", "runs", "model")))
     return [Text(), table]
 
 
