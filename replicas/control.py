@@ -169,7 +169,7 @@ def _program(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
 
 
 def _sessions(scheduler: AgentScheduler, tenant: str, limit: int) -> dict[str, Any]:
-    """Return a tenant's programs, the one with the latest event first, at most ``limit``."""
+    """Return a tenant's programs, the one served last first, at most ``limit``."""
     return {"sessions": scheduler.programs.sessions(tenant, limit, scheduler.clock.now_s())}
 
 

@@ -4,7 +4,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
-from itertools import islice
+from heapq import nsmallest
 from typing import Any
 
 from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseReason, ReleaseReason
@@ -77,6 +77,13 @@ class _Entry:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Sums over all recorded turns, including those that were dropped."""
+
+
+def _idle_s(state: ProgramState, now_s: float) -> float:
+    """Return the seconds since the program's last turn ended; 0: a turn is in flight."""
+    if state.active:
+        return 0.0
+    return now_s - (state.last_event_s if state.last_served_s is None else state.last_served_s)
 
 
 class ProgramTable:
@@ -172,7 +179,7 @@ class ProgramTable:
         }
 
     def sessions(self, tenant: str, limit: int, now_s: float) -> list[dict[str, Any]]:
-        """Return plain values of a tenant's programs, the one with the latest event first.
+        """Return plain values of a tenant's programs, those with turns in flight first, then the one served last.
 
         Args:
             tenant: the tenant's name.
@@ -180,18 +187,20 @@ class ProgramTable:
             now_s: the current time of the replica's clock in seconds.
         """
         prefix = f"{tenant}/"
-        own = ((key, entry) for key, entry in reversed(self._recorded.items()) if key.startswith(prefix))
+        own = [
+            (_idle_s(entry.state, now_s), key, entry) for key, entry in self._recorded.items() if key.startswith(prefix)
+        ]
         return [
             {
                 "program": key.removeprefix(prefix),
                 "phase": str(entry.state.phase),
                 "turns": entry.state.turns,
                 "age_s": now_s - entry.state.arrived_s,
-                "idle_s": now_s - entry.state.last_event_s,
+                "idle_s": idle_s,
                 "prompt_tokens": entry.prompt_tokens,
                 "cached_tokens": entry.cached_tokens,
             }
-            for key, entry in islice(own, limit)
+            for idle_s, key, entry in nsmallest(limit, own, key=lambda one: one[0])
         ]
 
     def sweep(self, now_s: float) -> list[tuple[str, Sequence[Action]]]:

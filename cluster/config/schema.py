@@ -5,9 +5,9 @@
 """
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import Field, ValidationInfo, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from cluster.config.models import (
     CLASS_PREFIX,
@@ -109,6 +109,14 @@ class RedisConfig(Section):
     """Seconds after which the statistics of a replica that no longer writes are deleted."""
 
 
+SessionHeader = Annotated[
+    str,
+    AfterValidator(lambda name: name.lower().replace("_", "-")),
+    Field(min_length=1, max_length=128, pattern=r"^[A-Za-z0-9_-]+$"),
+]
+"""The name of a header, in any case."""
+
+
 class HttpConfig(Section):
     """The HTTP server."""
 
@@ -132,6 +140,10 @@ class HttpConfig(Section):
     """Maximum depth of nested JSON. Deeper JSON gets 400."""
     request_timeout_s: float = Field(1200.0, gt=0)
     """Maximum duration of a turn in seconds. A longer turn ends with an error."""
+    session_headers: tuple[SessionHeader, ...] = ("x-correlation-id",)
+    """Further headers whose value names the program of a request. They are read if nothing else names it. Add the
+    header of your own clients. Remove `x-correlation-id` if a gateway of yours sets another value for each request,
+    since each request is then a program of its own."""
     admin: bool = True
     """Whether the /admin routes are served (policy switch, statistics, cache reset). With `auth.file` they need the
     role `admin`."""

@@ -1,16 +1,18 @@
 """Reads the program identity of a request from its headers and body, in all dialects that agent clients use.
 
 Each field (program, parent, last turn, every hint) is taken from the first source that has it, in the order of
-``cluster.core.identity_dialects.DIALECTS``. A different value in a later source is reported as a conflict. It is never
+``cluster.core.identity_dialects.DIALECTS``. If none names a program, the fields of
+``cluster.core.identity_fallbacks`` are read. A different value in a later source is reported as a conflict. It is never
 an error.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
 from cluster.core.errors import BadRequest, HttpError
 from cluster.core.identity_dialects import DIALECTS, Claim, Request, identifier
+from cluster.core.identity_fallbacks import fallback_claim
 from cluster.core.program import DEFAULT_TENANT, WIRE_KEY, Hints, ProgramIdentity
 
 _HINTS = frozenset(field.name for field in fields(Hints))
@@ -33,19 +35,27 @@ class Identified:
     """One readable message for each source whose value differs from that of a source before it."""
 
 
-def identify(headers: Mapping[str, str], body: Mapping[str, Any], tenant: str = DEFAULT_TENANT) -> Identified:
+def identify(
+    headers: Mapping[str, str],
+    body: Mapping[str, Any],
+    tenant: str = DEFAULT_TENANT,
+    session_headers: Sequence[str] = (),
+) -> Identified:
     """Read a request's identity and hints. Neither argument is changed.
 
     Args:
         headers: the headers of the HTTP request. Their names may have any case, and ``-`` or ``_``.
         body: the parsed JSON object.
         tenant: the client's tenant, as the caller found it. Equal ids of different tenants are different programs.
+        session_headers: further headers that name the program, in lower case and with hyphens. They are read last.
 
     Raises:
         BadRequest: an id or a hint is invalid. ``param`` is its header or its dotted path in the body.
     """
     request = Request.of(headers, body)
     kept, conflicts = _first_of_each(claim for dialect in DIALECTS for claim in dialect.extract(request))
+    if "program_id" not in kept and (fallback := fallback_claim(request, session_headers)) is not None:
+        kept["program_id"] = fallback
     said: dict[str, Any] = {field: claim.value for field, claim in kept.items()}
     hints = Hints(**{field: said.pop(field) for field in _HINTS & said.keys()})
     if said.get("parent_id") == said.get("program_id"):

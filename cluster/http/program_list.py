@@ -14,7 +14,7 @@ class ListedProgram:
     id: str
     created_s: float
     last_seen_s: float
-    """The time of the program's last event on a replica, or of the start of its newest run."""
+    """The end of its last turn, now if a turn is in flight, or the start of its newest run."""
     model: str | None = None
     replica: str | None = None
     """The replica that saw it last; None: no replica remembers it."""

@@ -135,7 +135,7 @@ class TurnReader:
         body = await self.json(request)
         tenant = caller_of(request).tenant
         self._check_model(_named(body), tenant)
-        identified = identify(request.headers, body, tenant)
+        identified = identify(request.headers, body, tenant, self._config.http.session_headers)
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest
 from cluster.core.identity import identify
 from cluster.core.identity_dialects import DIALECTS, MAX_NUMBER, Request
@@ -138,6 +139,74 @@ def test_dialect(row: str) -> None:
     assert identified.conflicts == ()
     kept = {"tool_choice": extra["tool_choice"]} if "tool_choice" in extra else {}
     assert identified.body == {**CHAT, **kept}
+
+
+SESSION = "01234567-89ab-cdef-0123-456789abcdef"
+OTHER = SESSION.replace("0", "f")
+
+
+@pytest.mark.parametrize(
+    ("extra", "expected"),
+    [
+        ({"prompt_cache_key": SESSION}, SESSION),
+        ({"prompt_cache_key": f"conversation_{SESSION}"}, f"conversation_{SESSION}"),
+        ({"prompt_cache_key": "my-application"}, None),  # shared by all its conversations
+        ({"prompt_cache_key": f"{SESSION}-shared"}, None),
+        ({"prompt_cache_key": ["a"]}, None),
+        ({"metadata": {"user_id": f"user_{'a' * 64}_account_{OTHER}_session_{SESSION}"}}, SESSION),
+        ({"metadata": {"user_id": f"user_{'a' * 64}_account__session_{SESSION}"}}, SESSION),
+        ({"metadata": {"user_id": json.dumps({"device_id": "d", "session_id": SESSION})}}, SESSION),
+        ({"metadata": {"user_id": "somebody@example.com"}}, None),
+        ({"metadata": {"user_id": "{not json"}}, None),
+        ({"metadata": {"user_id": "{" + '"a":{' * 500}}, None),
+        ({"metadata": {"user_id": json.dumps({"session_id": "x" * 300})}}, None),
+        ({"metadata": {"user_id": 7}}, None),
+        ({"metadata": "text"}, None),
+        ({"client_metadata": {"session_id": "s", "request_kind": "turn"}}, "s"),
+        ({"client_metadata": {"thread_id": "t", "session_id": "s"}}, "t"),
+        ({"client_metadata": {"window_number": 1}}, None),
+        ({"client_metadata": {"session_id": 1}}, None),
+        ({"client_metadata": None}, None),
+        ({"client_metadata": {"session_id": "s"}, "prompt_cache_key": SESSION}, "s"),
+    ],
+)
+def test_fields_that_name_a_session_in_some_requests(extra: dict[str, Any], expected: str | None) -> None:
+    identified = identify({}, {**CHAT, **extra})
+    assert identified.identity == ProgramIdentity(expected)
+    assert identified.body == {**CHAT, **extra}
+    assert identified.conflicts == ()
+
+
+@pytest.mark.parametrize(
+    ("headers", "extra"),
+    [({"x-session-id": "p"}, {}), ({"session-id": "p"}, {}), ({}, {"session_id": "p"})],
+)
+def test_a_session_that_is_named_counts_more_than_a_cache_key(headers: dict[str, str], extra: dict[str, Any]) -> None:
+    body = {**CHAT, **extra, "prompt_cache_key": SESSION, "client_metadata": {"session_id": "s"}}
+    identified = identify({**headers, "x-correlation-id": "c"}, body, session_headers=("x-correlation-id",))
+    assert identified.identity == ProgramIdentity("p")
+    assert identified.conflicts == ()
+
+
+def test_the_configured_headers_are_read_last_and_in_their_order() -> None:
+    names = CaesuraConfig.model_validate({"http": {"session_headers": ["X_My_Session", "X-Correlation-ID"]}})
+    ours = names.http.session_headers
+    assert ours == ("x-my-session", "x-correlation-id")
+    assert CaesuraConfig().http.session_headers == ("x-correlation-id",)
+    sent = {"X-Correlation-Id": "c", "X-My-Session": "mine"}
+    assert identify(sent, CHAT, session_headers=ours).identity == ProgramIdentity("mine")
+    assert identify(sent, CHAT, session_headers=ours[1:]).identity == ProgramIdentity("c")
+    assert identify(sent, CHAT).identity == ProgramIdentity()
+    assert identify(sent, {**CHAT, "prompt_cache_key": SESSION}, session_headers=ours).identity.program_id == SESSION
+    with pytest.raises(BadRequest) as caught:
+        identify({"x-my-session": "x" * 300}, CHAT, session_headers=ours)
+    assert caught.value.param == "x-my-session"
+
+
+@pytest.mark.parametrize("name", ["", "a header", "x:y", 3])
+def test_a_configured_header_has_a_headers_name(name: object) -> None:
+    with pytest.raises(ValueError, match="session_headers"):
+        CaesuraConfig.model_validate({"http": {"session_headers": [name]}})
 
 
 def test_every_dialect_has_a_row() -> None:
