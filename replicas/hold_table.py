@@ -200,6 +200,30 @@ class HoldTable(Generic[Block]):
         self._free(held.blocks[::-1])
         return len(held.blocks)
 
+    def trim(self, key: str, blocks: int, tokens: int) -> int:
+        """Give the last blocks of a program's hold back.
+
+        Args:
+            key: the program's key.
+            blocks: number of its first blocks that stay held.
+            tokens: tokens whose KV these hold.
+
+        Returns:
+            The number of blocks that were given back.
+
+        Raises:
+            IntegrityError: the program has no hold, or it has fewer blocks or tokens.
+        """
+        held = self._holds.get(key)
+        if held is None or not 0 <= blocks <= len(held.blocks) or not 0 <= tokens <= held.tokens:
+            raise IntegrityError(f"{key}: no hold to trim to {blocks} blocks with {tokens} tokens")
+        dropped = held.blocks[blocks:]
+        self._holds[key] = replace(held, blocks=held.blocks[:blocks], tokens=tokens)
+        self._num_blocks -= len(dropped)
+        self._num_tokens -= held.tokens - tokens
+        self._free(dropped[::-1])
+        return len(dropped)
+
     def due(self, steps: int) -> list[HeldBlocks[Block]]:
         """Return the holds to review in this step, without those whose program is back. It is called once in each step.
 

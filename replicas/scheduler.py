@@ -54,16 +54,17 @@ from cluster.core.lifecycle.events import (
     TurnEnded,
 )
 from cluster.core.lifecycle.machine import Phase, ProgramState
-from cluster.core.program import ProgramIdentity
+from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.cached_prefix import CachedPrefixes
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
 from replicas.forecasts import Forecaster
-from replicas.hold_table import HoldOrigin, HoldTable
+from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
+from replicas.rewritten_context import ReturningOutputs, matching_blocks
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
@@ -110,6 +111,12 @@ class AgentScheduler(LoadingScheduler):
         self.lost_queue, self.on_time = RecentMean(), RecentMean()
         self.forecaster = Forecaster()
         self.cached_prefixes = CachedPrefixes(self.hash_block_size)
+        self.returning_outputs = ReturningOutputs(self.hash_block_size)
+        self._one_prefix_cache = (
+            self.kv_cache_manager.enable_caching
+            and len(self.kv_cache_config.kv_cache_groups) == 1
+            and self.hash_block_size == self.block_size
+        )
         self.prefill_scheduling = PrefillScheduling()
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
@@ -315,11 +322,37 @@ class AgentScheduler(LoadingScheduler):
         before = self.programs.get(key)
         self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
         self.holds.returned(key)
+        compacted = False
         if before is not None and before.active == 0:
-            self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
-        turn.features = features_of(turn, self.programs[key], request.num_tokens)
+            compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
+            if not compacted:
+                self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
+        turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
+
+    def _keeps_prompt(self, request: Request, key: str) -> bool:
+        """Release the part of the program's hold that its next prompt has replaced.
+
+        Return whether the prompt contains that of the turn before, as far as is known.
+        """
+        if not self._one_prefix_cache:
+            return True
+        keeps = self.returning_outputs.resumes(key, request.block_hashes)
+        if (held := self.holds.get(key)) is not None:
+            self._release_superseded(request, key, held)
+        return keeps
+
+    def _release_superseded(self, request: Request, key: str, held: HeldBlocks[KVCacheBlock]) -> None:
+        kept = matching_blocks(held.blocks, request.block_hashes)
+        if kept == len(held.blocks):
+            return
+        self.counters["superseded_blocks"] += len(held.blocks) - kept
+        if kept == 0:
+            self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
+        else:
+            self.stats.holds_change()
+            self.holds.trim(key, kept, kept * self.block_size)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns[request.request_id]
@@ -410,8 +443,15 @@ class AgentScheduler(LoadingScheduler):
     def _decide(self, request: Request, turn: Turn, key: str, record: TurnRecord) -> TurnRecord:
         """Ask the pause policy, and apply its decision. Return the record with the decision."""
         now_s = self._now_s()
-        # The last token was sampled but not computed; an asynchronous engine counts it early.
-        context_tokens = min(request.num_computed_tokens, request.num_tokens - 1)
+        context_tokens = self._context_tokens(request)
+        if self._one_prefix_cache:
+            context_tokens = self.returning_outputs.pauses(
+                key,
+                request.block_hashes,
+                request.num_prompt_tokens,
+                context_tokens,
+                user_answers=record.tools == (USER_REPLY,),
+            )
         pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
@@ -430,6 +470,12 @@ class AgentScheduler(LoadingScheduler):
         self.stats.paused(kv, decision.reason)
         return replace(record, decision=kv, reason=decision.reason, hold_s=hold_s)
 
+    @staticmethod
+    def _context_tokens(request: Request) -> int:
+        """Return how many tokens of a turn that has ended have KV."""
+        # The last token was sampled but not computed; an asynchronous engine counts it early.
+        return min(request.num_computed_tokens, request.num_tokens - 1)
+
     def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> float:
         """Hold the blocks of a turn that has ended. Return the length of the hold in seconds."""
         now_s = pause.now_s
@@ -437,6 +483,10 @@ class AgentScheduler(LoadingScheduler):
         origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
         blocks = self.take_blocks(request)
         self.stats.holds_change()
+        if pause.context_tokens < self._context_tokens(request):  # the output will not return in a prompt
+            kept = pause.context_tokens // self.block_size
+            self.kv_cache_manager.block_pool.free_blocks(blocks[kept:][::-1])
+            blocks = blocks[:kept]
         self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin, pause.forecast)
         self.apply(key, Held(now_s, until_s, decision.reason))
         return until_s - now_s
@@ -540,6 +590,7 @@ class AgentScheduler(LoadingScheduler):
                     self.forecaster.program_ended(key, served_tokens)
                     self.swapping.forget(key)
                     self.cached_prefixes.forget(key)
+                    self.returning_outputs.forget(key)
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """Queue a program's waiting turns for a new rank, because its hold has ended.

@@ -116,7 +116,17 @@ class Views:
         return self._forecaster.of(turn.features, identity.hints, self._durations, last, identity.forecast)
 
 
-def features_of(turn: Turn, program: ProgramState, prompt_tokens: int) -> Features:
-    """Return what is known of a turn when it arrives. ``program`` is its program at that time."""
+def features_of(turn: Turn, program: ProgramState, prompt_tokens: int, *, compacted: bool = False) -> Features:
+    """Return what is known of a turn when it arrives.
+
+    Args:
+        turn: the turn.
+        program: its program at that time.
+        prompt_tokens: length of its prompt, in tokens.
+        compacted: whether the prompt is shorter than the context before it. It is then forecast by its length, as a
+            first turn is, since the tool before it says nothing of it.
+    """
+    if compacted:
+        return Features.of("", program.turns - 1, prompt_tokens)
     last_tool = turn.identity.hints.last_tool or (tool_key(program.tools) if program.turns > 1 else "")
     return Features.of(last_tool, program.turns - 1, prompt_tokens)

@@ -62,6 +62,8 @@ class ReleaseReason(StrEnum):
     """At a review, the policy released the blocks."""
     ASKED = "asked"
     """The client or the cluster requested the release, or the program ended."""
+    SUPERSEDED = "superseded"
+    """The program's next turn has another prompt, which can use none of the blocks."""
     MOVED = "moved"
     """The program migrated to another replica."""
     ABORTED = "aborted"
