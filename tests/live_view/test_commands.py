@@ -111,6 +111,32 @@ def test_tables_are_not_cut_in_a_pipe(
     assert tool in shown and "0.500  1.000  2.000" in shown and "…" not in shown
 
 
+def test_the_list_of_programs_shows_sessions_and_how_to_go_on(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    session = {"id": "s", "status": "paused", "state": "held", "turns": 3, "cached_share": 0.75, "last_seen_at": 60}
+    session |= {"replica": "r1", "runs": 0, "model": "tiny", "last_run": None}
+    answer = {"data": [session], "has_more": True, "last_id": "s", "missing_replicas": 1}
+    site.answers["/v1/programs"] = (200, json.dumps(answer))
+    assert caesura(monkeypatch, "programs", "list", "--url", site.url) == 0
+    shown = capsys.readouterr()
+    row = next(line for line in shown.out.splitlines() if "paused" in line)
+    assert row.replace("│", " ").split() == [
+        "s",
+        "paused",
+        "held",
+        "3",
+        "75%",
+        "1970-01-01",
+        "00:01:00",
+        "r1",
+        "0",
+        "tiny",
+        "-",
+    ]
+    assert "--after s" in shown.err and "1 replicas did not answer" in shown.err
+
+
 @pytest.mark.parametrize("command", [("top", "--once"), ("status",)])
 @pytest.mark.parametrize("trouble", ["nobody", "scheme", "stranger", "old", "key"])
 def test_bad_input_is_one_line(

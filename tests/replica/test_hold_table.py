@@ -22,6 +22,20 @@ def test_blocks_go_back_tail_first() -> None:
     assert table.release("a") == 0
 
 
+def test_a_trimmed_hold_keeps_its_first_blocks() -> None:
+    freed: list[int] = []
+    table: HoldTable[int] = HoldTable(freed.extend)
+    table.hold("a", [1, 2, 3], tokens=40, since_s=0.0, until_s=5.0)
+    assert table.trim("a", 1, 16) == 2
+    assert (freed, table.num_blocks, table.num_tokens) == ([3, 2], 1, 16)
+    table.check_integrity()
+    for key, blocks, tokens in (("a", 2, 16), ("a", 1, 17), ("a", -1, 0), ("b", 0, 0)):
+        with pytest.raises(IntegrityError):
+            table.trim(key, blocks, tokens)
+    assert table.release("a") == 1
+    assert freed == [3, 2, 1]
+
+
 def test_expiry_is_told_once_in_order_and_follows_an_extension() -> None:
     table: HoldTable[int] = HoldTable(lambda blocks: None)
     table.hold("late", [1], 1, 0.0, 9.0)
@@ -113,6 +127,15 @@ class HoldTableMachine(RuleBasedStateMachine):
         self.table.extend(key, self.now_s + ttl_s)
         self.holds[key] = (self.holds[key][0], self.now_s + ttl_s)
         self.told.discard(key)
+
+    @precondition(lambda self: self.holds)
+    @rule(data=st.data())
+    def trim(self, data: st.DataObject) -> None:
+        key = data.draw(st.sampled_from(sorted(self.holds)))
+        blocks, until_s = self.holds[key]
+        kept = data.draw(st.integers(0, len(blocks)))
+        assert self.table.trim(key, kept, kept) == len(blocks) - kept
+        self.holds[key] = (blocks[:kept], until_s)
 
     @rule(seconds=st.floats(0, 5))
     def expire(self, seconds: float) -> None:

@@ -139,7 +139,8 @@ def test_a_tenants_response_is_nobody_elses(client: httpx.Client) -> None:
     assert client.post("/v1/responses", json=goes_on, headers=bearer(OTHER)).status_code in (400, 404)
     assert client.get(path, headers=bearer(ACME)).status_code == 200
     listed = [client.get("/v1/programs", headers=bearer(key)).json()["data"] for key in (ACME, OTHER)]
-    assert len(listed[0]) == 1 and listed[1] == []
+    runs = [[program["last_run"] for program in programs if program["runs"]] for programs in listed]
+    assert runs == [[made.json()["id"]], []]
 
 
 def cached(answer: httpx.Response) -> int:
