@@ -21,7 +21,7 @@ MAX_PROGRAMS = 20_000
 MAX_POINTS = 8
 """Largest number of requests by which a program is known: its first and its latest ones."""
 MAX_HOLDERS = 256
-"""Largest number of programs that are known by one point. More programs with equal prompts are told apart no more."""
+"""Largest number of programs that are known by one point. If more have equal prompts, the oldest ones are dropped."""
 ID_PREFIX = "auto-"
 """The beginning of the id of a program that named none."""
 

@@ -45,6 +45,7 @@ from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
 from cluster.core.lineage import LineageIndex
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
+from cluster.core.program import ProgramIdentity
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.http.attributed_answers import AttributedAnswers
@@ -269,18 +270,28 @@ class ProgramIngress:
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity, arrived_s)
-        turn = self._lineage.attribute(identity, body)
-        measured = MeasuredAnswers(
-            self._fleet.answers(method, body, passed_headers(request.headers), turn.identity),
-            self._turns.begin(body["model"], turn.identity, arrived_s),
-            as_http_error,
-        )
-        answers = AttributedAnswers(measured, self._lineage, turn)
+        answers = self._attributed(method, body, identity, passed_headers(request.headers), arrived_s)
         response = await self._answered(answers)
         answers.name_program(response)
         if not isinstance(response, EventStream):
             answers.cancel()
         return response
+
+    def _attributed(
+        self, method: str, body: dict[str, Any], identity: ProgramIdentity, headers: dict[str, str], arrived_s: float
+    ) -> AttributedAnswers:
+        """Return the answer to a turn, as a turn of the program that it belongs to."""
+        turn = self._lineage.attribute(identity, body)
+        try:
+            measured = MeasuredAnswers(
+                self._fleet.answers(method, body, headers, turn.identity),
+                self._turns.begin(body["model"], turn.identity, arrived_s),
+                as_http_error,
+            )
+        except BaseException:
+            self._lineage.ended(turn, served=False)
+            raise
+        return AttributedAnswers(measured, self._lineage, turn)
 
     async def tokenize(self, request: Request) -> Response:
         """Return the token ids of a prompt, or of messages in the model's chat template."""
