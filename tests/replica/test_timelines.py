@@ -238,11 +238,11 @@ def test_a_turn_that_breaks_its_own_hold_is_admitted_though_another_ranks_first_
     p = programs("continuum", num_blocks=17)
     p.turn("b", new_tokens=20)
     p.clock.advance(60.0)
-    p.turn("a", new_tokens=6 * BLOCK)
+    p.turn("a", new_tokens=6 * BLOCK + 5)
     assert p.held() == {"a"}
-    p.contexts["a"] = [7] * (15 * BLOCK - 5)  # nothing of what is held
-    b, a = p.arrive("b", new_tokens=5), p.arrive("a", new_tokens=0)
-    assert p.step() == {a: 15 * BLOCK - 5}
+    # The turn needs all 16 blocks. It can use the six full ones that are held, and not the seventh.
+    b, a = p.arrive("b", new_tokens=5), p.arrive("a", new_tokens=10 * BLOCK - 11)
+    assert p.step() == {a: 10 * BLOCK - 5}
     assert p.scheduler.stats.holds_ended[ReleaseReason.BROKEN_STARVED] == 1
     assert list(p.step()) == [b]
 
