@@ -17,7 +17,7 @@ from typer.core import TyperCommand
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError
 
-Url = Annotated[str, typer.Option(help="The server.")]
+Url = Annotated[str, typer.Option(help="The server.", envvar="CAESURA_URL")]
 DEFAULT_URL = "http://127.0.0.1:8000"
 TIMEOUT_S = 30.0
 
