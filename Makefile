@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test faults soak audit check docs bench bench-router helm format image-check clean
+.PHONY: help setup demo serve dashboards test clients faults soak audit check docs bench bench-router helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -41,6 +41,10 @@ test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a
 		--numprocesses $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 	@$(BIN)/python -m pytest -rs -m own_ray
 	@$(BIN)/python -m pytest -rs tests/faults
+
+clients: $(STAMP) ## install agents and client libraries in .cache, and run a tool loop of each against a real cluster (10 minutes)
+	@PYTHON=$(PYTHON) bash tests/clients/install.sh
+	@$(BIN)/python -m pytest -v -rs tests/clients
 
 faults: $(STAMP) ## inject faults into a real cluster and print a table: expected and measured (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"

@@ -4,13 +4,17 @@ A scheduler gets its settings through vLLM's ``additional_config``. This module 
 CPU replica's environment has to be set before.
 """
 
+import ast
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config.schema import CaesuraConfig, LimitsConfig, PolicyConfig, SloConfig
+from cluster.core.errors import ConfigError
 from cluster.core.registry import POLICIES
 from replicas.cost_model import CostModel
 from replicas.policy import Policy
@@ -26,18 +30,33 @@ CPU_ENVIRONMENT = {
 """Environment variables of a CPU replica. Other variables of the machine stay."""
 
 
+ARGUMENT_CLASSES = {"engine/arg_utils.py": "EngineArgs", "entrypoints/launchers/cli_args.py": "FrontendArgs"}
+"""vLLM's files that define its arguments, and the end of the names of the classes whose fields they are."""
+
+
 def unknown_engine_arguments(names: Iterable[str]) -> list[str]:
     """Return those of ``names`` that the installed vLLM does not know, in their order.
 
-    It imports vLLM, which takes seconds.
+    vLLM's source is read and not imported, because the import takes twenty seconds and prints warnings.
 
     Ray Serve LLM accepts arguments of the engine and of the OpenAI server in its ``engine_kwargs``; ``chat_template``,
     for example, belongs to the server.
-    """
-    from vllm.engine.arg_utils import AsyncEngineArgs
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
-    known = {field.name for kind in (AsyncEngineArgs, FrontendArgs) for field in fields(kind) if field.init}
+    Raises:
+        ConfigError: vLLM is not installed.
+    """
+    vllm = find_spec("vllm")
+    if vllm is None or not vllm.submodule_search_locations:
+        raise ConfigError("engine arguments cannot be checked: vLLM is not installed")
+    (folder, *_) = vllm.submodule_search_locations
+    known = {
+        field.target.id
+        for file, suffix in ARGUMENT_CLASSES.items()
+        for owner in ast.parse((Path(folder) / file).read_text(encoding="utf-8")).body
+        if isinstance(owner, ast.ClassDef) and owner.name.endswith(suffix)
+        for field in owner.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name)
+    }
     return [name for name in names if name not in known]
 
 

@@ -106,7 +106,8 @@ def test_tables_are_not_cut_in_a_pipe(
     assert caesura(monkeypatch, "programs", "list", "--url", site.url, columns=80) == 0
     shown = capsys.readouterr().out
     assert program in shown and model in shown and row["last_run"] in shown and "…" not in shown
-    assert caesura(monkeypatch, "tools", "--url", site.url, columns=80) == 0
+    monkeypatch.setenv("CAESURA_URL", site.url)
+    assert caesura(monkeypatch, "tools", columns=80) == 0
     shown = capsys.readouterr().out
     assert tool in shown and "0.500  1.000  2.000" in shown and "…" not in shown
 

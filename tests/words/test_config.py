@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -335,11 +336,22 @@ def test_schema_refuses_what_is_refused(wrong: dict[str, Any], file: Path) -> No
 
 def test_unknown_engine_arguments() -> None:
     from vllm.engine.arg_utils import AsyncEngineArgs
+    from vllm.entrypoints.launchers.cli_args import FrontendArgs
 
     names = ["max_model_len", "max_modle_len", "enable_log_requests", "chat_template", "colour"]
     assert unknown_engine_arguments(names) == ["max_modle_len", "colour"]
     assert unknown_engine_arguments(RESERVED_ENGINE_KWARGS) == []
-    assert unknown_engine_arguments([field.name for field in dataclasses.fields(AsyncEngineArgs)]) == []
+    for arguments in (AsyncEngineArgs, FrontendArgs):
+        assert unknown_engine_arguments([field.name for field in dataclasses.fields(arguments)]) == []
+
+
+def test_engine_arguments_are_checked_without_importing_vllm() -> None:
+    script = (
+        "import sys; from replicas.settings import unknown_engine_arguments as unknown;"
+        "assert unknown(['colour']) == ['colour']; assert not {'vllm', 'torch', 'triton'} & sys.modules.keys()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "")
 
 
 RUN = CliRunner()
