@@ -136,7 +136,9 @@ def test_nothing_is_intended_without_tools(engine: Engine) -> None:
 
 def test_a_resumed_stream_is_continued(engine: Engine) -> None:
     prompt = engine.prompt([USER], "ls")
-    assert engine.answer(prompt).endswith(engine.answer(prompt, begun=5))
+    rest = engine.answer(prompt, begun=5)
+    assert rest.endswith(END)
+    assert engine.answer(prompt).endswith(rest)
 
 
 def test_a_grammar_prevails(engine: Engine) -> None:
