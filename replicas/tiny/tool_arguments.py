@@ -80,7 +80,7 @@ class _Values:
         least: int | float = low + step if "exclusiveMinimum" in schema else low
         high = schema.get("maximum")
         if "minimum" not in schema and "exclusiveMinimum" not in schema and high is not None:
-            return min(0, high)  # type: ignore[no-any-return]
+            least = min(0, high)
         return least
 
     def _resolved(self, schema: Any) -> Mapping[str, Any]:

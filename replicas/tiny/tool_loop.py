@@ -79,8 +79,8 @@ class Script:
         text = tokenizer.decode(list(prompt), skip_special_tokens=False)
         asked, mark, begun = text.rpartition(_ASSISTANT)
         wanted = intended(asked) if mark else None
-        self._tokens = [] if wanted is None else tokenizer.encode(wanted, add_special_tokens=False).ids
-        self._begun = tokenizer.encode(begun, add_special_tokens=False).ids
+        self._tokens: list[int] = [] if wanted is None else tokenizer.encode(wanted, add_special_tokens=False).ids
+        self._begun: list[int] = tokenizer.encode(begun, add_special_tokens=False).ids
         self._written = written
 
     def next_token(self) -> int | None:
