@@ -42,6 +42,7 @@ def correct_answer(answer: ChatCompletionResponse, endings: Mapping[int, Ending]
     """Set the right finish reasons in a whole answer."""
     for choice in answer.choices:
         ending = endings.get(choice.index)
-        if choice.finish_reason == ENDED_WITH_CALLS and ending is not None:
-            if not ended_by_model(ending) or not choice.message.tool_calls:
-                choice.finish_reason = ending.finish_reason
+        if choice.finish_reason != ENDED_WITH_CALLS or ending is None:
+            continue
+        if not ended_by_model(ending) or not choice.message.tool_calls:
+            choice.finish_reason = ending.finish_reason

@@ -323,7 +323,7 @@ class PlacementEngine:
     # --- admission ----------------------------------------------------------------------------------------------------
 
     def _has_room(self, arrival: Arrival, waiter: Waiter | None) -> Callable[[Candidate], bool]:
-        """Whether a replica has room for the program. ``waiter``: the program waits in the queue; see `reserved_for`."""
+        """Whether a replica has room for the program, which may be one that waits in the queue."""
         kept, empty_share = self._queue.reserved_for(waiter), self._settings.empty_share
         return lambda one: one.replica != kept and one.has_room(arrival.expected, empty_share)
 

@@ -302,7 +302,7 @@ async def test_a_turn_of_a_run_goes_on_where_it_broke_off(replica: Replica) -> N
         assert read([*whole[:count], *rest]) == read(whole)
 
 
-# --- whether a client may run the calls -----------------------------------------------------------------------------------
+# --- whether a client may run the calls -------------------------------------------------------------------------------
 
 TO_ULM = {
     "type": "function",
