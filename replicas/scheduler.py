@@ -474,7 +474,7 @@ class AgentScheduler(LoadingScheduler):
     def _context_tokens(request: Request) -> int:
         """Return how many tokens of a turn that has ended have KV."""
         # The last token was sampled but not computed; an asynchronous engine counts it early.
-        return min(int(request.num_computed_tokens), request.num_tokens - 1)
+        return int(min(request.num_computed_tokens, request.num_tokens - 1))
 
     def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> float:
         """Hold the blocks of a turn that has ended. Return the length of the hold in seconds."""

@@ -130,7 +130,9 @@ LENGTH = (
     [
         (10, "120", "input tokens", "prompt is too long: 120 tokens > 100 tokens maximum"),
         (10, "4000", "characters (more than 90)", "prompt is too long: 4000 characters > 100 tokens maximum"),
-        (40, "at least 61", "input tokens", "input length and `max_tokens` exceed context limit: 61 + 40 > 100, "),
+        (10, "at least 91", "input tokens", "prompt is too long: at least 91 tokens > 90 tokens maximum"),
+        (60, "at least 41", "input tokens", "input length and `max_tokens` exceed context limit: 41 + 60 > 100, "),
+        (40, "61", "input tokens", "input length and `max_tokens` exceed context limit: 61 + 40 > 100, "),
     ],
 )
 def test_a_prompt_that_does_not_fit_is_told_as_anthropic_does(

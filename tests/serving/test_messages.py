@@ -53,7 +53,9 @@ def test_a_stream_has_the_same_message(claude: Anthropic) -> None:
     with claude.messages.stream(**HELLO, extra_body={"temperature": 0.0}) as stream:
         kinds = [event.type for event in stream]
         streamed = stream.get_final_message()
-    assert streamed.content == whole.content
+    assert [block.to_dict()["text"] for block in streamed.content] == [
+        block.to_dict()["text"] for block in whole.content
+    ]
     assert streamed.stop_reason == "max_tokens"
     assert streamed.usage.output_tokens == whole.usage.output_tokens
     assert (kinds[0], kinds[-1]) == ("message_start", "message_stop")

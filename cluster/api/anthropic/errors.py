@@ -51,7 +51,7 @@ _TYPES = {
 
 
 _TOO_LONG = re.compile(
-    r"maximum context length is (\d+) tokens.*?requested (\d+) output tokens.*?contains (?:at least )?(\d+) (\w+)", re.S
+    r"maximum context length is (\d+) tokens.*?requested (\d+) output tokens.*?contains (at least )?(\d+) (\w+)", re.S
 )
 """vLLM's message about a prompt that does not fit the context."""
 
@@ -67,9 +67,12 @@ def in_anthropics_words(error: HttpError) -> HttpError:
         if (own := FIELDS.get(error.param or "")) is not None:
             error.message, error.param = error.message.replace(str(error.param), own, 1), own
         return error
-    window, output, prompt = (int(number) for number in found.groups()[:3])
-    if found[4] != "input" or prompt >= window:
-        message = f"prompt is too long: {prompt} {found[4].replace('input', 'tokens')} > {window} tokens maximum"
+    window, output, prompt = int(found[1]), int(found[2]), int(found[4])
+    if found[3] and 2 * output <= window:
+        # The tokenizer stopped at the maximum, and `max_tokens` takes the smaller part of the window.
+        message = f"prompt is too long: at least {prompt} tokens > {window - output} tokens maximum"
+    elif found[5] != "input" or prompt >= window:
+        message = f"prompt is too long: {prompt} {found[5].replace('input', 'tokens')} > {window} tokens maximum"
     else:
         message = (
             f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {window}, "
