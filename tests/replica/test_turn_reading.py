@@ -96,7 +96,8 @@ CALL = {"index": 0, "id": "c", "function": {"name": "look", "arguments": '{"a": 
 async def test_a_turn_with_calls_ends_for_the_engines_reason(ending: Ending, reason: str, of_vllm: str) -> None:
     """vLLM says `tool_calls` of every streamed turn in which a call began, and never of a named one."""
     *_, done = await read(FIRST, chunk(5, 2, tool_calls=[CALL], finish_reason=of_vllm), END, ending=ending)
-    assert done == TurnDone(reason, 3, 2, 2)
+    stopped_by = ending.stop_reason if isinstance(ending.stop_reason, str) else None
+    assert done == TurnDone(reason, 3, 2, 2, stopped_by)
 
 
 async def test_a_turn_that_the_engine_gave_up_is_no_turn() -> None:
