@@ -2,11 +2,11 @@
 
 import asyncio
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from contextlib import aclosing
+from contextlib import aclosing, suppress
 from typing import Any, Protocol, Self, TypeVar
 
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from cluster.api.openai import RETRY_AFTER_S, SSE_DONE, ErrorMap, error_event
 from cluster.core.errors import HttpError, UpstreamFailed
@@ -18,6 +18,14 @@ EVENT_STREAM_HEADERS = [
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 ]
+
+
+COMMENT = b": keep-alive\n\n"
+"""An event stream's comment. Clients ignore it, and proxies see that the connection is in use."""
+COMMENT_S = 12.0
+"""Seconds without an event after which a stream gets a comment. Common proxies close a connection after 60 s."""
+LOOK_S = 2.0
+"""Seconds between two looks for such streams."""
 
 
 class Answers(Protocol):
@@ -75,6 +83,10 @@ class EventStream(Response):
         super().__init__()
         self._events = events
         self._on_disconnect = on_disconnect
+        self._send: Send | None = None
+        self._sent_s = 0.0
+        """Time of the last event or comment, by the event loop's clock."""
+        self._commenting: asyncio.Task[None] | None = None
         self.added_headers = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         """Names and values of headers that are sent beside `EVENT_STREAM_HEADERS`."""
 
@@ -93,10 +105,35 @@ class EventStream(Response):
             self._on_disconnect()
 
     async def _send_all(self, send: Send) -> None:
+        now_s = asyncio.get_running_loop().time
+
+        async def sent(message: Message) -> None:
+            self._sent_s = now_s()
+            await send(message)
+
         headers = [*EVENT_STREAM_HEADERS, *self.added_headers]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        ending = await self._send_events(send)
+        await sent({"type": "http.response.start", "status": 200, "headers": headers})
+        self._send = send
+        _open_streams.add(self)
+        try:
+            ending = await self._send_events(sent)
+        finally:
+            _open_streams.discard(self)
+        if self._commenting is not None:
+            await asyncio.wait({self._commenting})
         await send({"type": "http.response.body", "body": ending, "more_body": False})
+
+    def comment_if_idle(self, now_s: float) -> None:
+        """Send a comment if the stream has been idle for `COMMENT_S`."""
+        if self._send is None or now_s - self._sent_s < COMMENT_S:
+            return
+        if self._commenting is None or self._commenting.done():
+            self._sent_s = now_s
+            self._commenting = asyncio.create_task(self._comment(self._send))
+
+    async def _comment(self, send: Send) -> None:
+        with suppress(Exception):  # the connection is gone, which the stream itself notices
+            await send({"type": "http.response.body", "body": COMMENT, "more_body": True})
 
     async def _send_events(self, send: Send) -> bytes:
         """Send all events. Return the bytes that complete the stream."""
@@ -107,6 +144,34 @@ class EventStream(Response):
         return b""
 
 
+class _OpenStreams:
+    """The streams of this process that are open. One timer for all of them looks for idle ones."""
+
+    def __init__(self) -> None:
+        self._streams: set[EventStream] = set()
+        self._timer: asyncio.TimerHandle | None = None
+
+    def add(self, stream: EventStream) -> None:
+        self._streams.add(stream)
+        if self._timer is None:
+            self._timer = asyncio.get_running_loop().call_later(LOOK_S, self._look)
+
+    def discard(self, stream: EventStream) -> None:
+        self._streams.discard(stream)
+        if not self._streams and self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        self._timer = loop.call_later(LOOK_S, self._look)
+        for stream in tuple(self._streams):
+            stream.comment_if_idle(loop.time())
+
+
+_open_streams = _OpenStreams()
+
+
 class RelayedStream(EventStream):
     """Passes the events of a replica on unchanged. The stream always ends with ``[DONE]``.
 
@@ -114,7 +179,7 @@ class RelayedStream(EventStream):
     event and ``[DONE]``. The call is cancelled at the end.
 
     Args:
-        first: the first piece. It has already arrived, so that a call that fails early gets an HTTP error status.
+        first: the first piece. Where it has arrived, a call that failed early has got an HTTP error status.
         rest: the other pieces.
         deadline_s: the deadline, as a time of the running event loop's clock.
         error_map: maps every exception to an HTTP error.
@@ -123,7 +188,7 @@ class RelayedStream(EventStream):
 
     def __init__(
         self,
-        first: bytes,
+        first: asyncio.Future[bytes],
         rest: Answers,
         *,
         deadline_s: float,
@@ -142,12 +207,13 @@ class RelayedStream(EventStream):
         try:
             await self._send_all(send)
         finally:
+            self._first.cancel()
             self._rest.cancel()
 
     async def _send_events(self, send: Send) -> bytes:
-        piece = self._first
         try:
             async with asyncio.timeout_at(self._deadline_s):
+                piece = await self._first
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
                 async for answer in self._rest:
                     if isinstance(answer, HttpError):

@@ -271,7 +271,7 @@ class ProgramIngress:
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity, arrived_s)
         answers = self._attributed(method, body, identity, passed_headers(request.headers), arrived_s)
-        response = await self._answered(answers)
+        response = await self._answered(answers, is_stream=body.get("stream") is True)
         answers.name_program(response)
         if not isinstance(response, EventStream):
             answers.cancel()
@@ -307,8 +307,8 @@ class ProgramIngress:
             answer = await self._fleet.plain(method, body, passed_headers(request.headers))
         return Response(answer, media_type="application/json")
 
-    async def _answered(self, answers: Answers) -> Response:
-        return await answered(answers, self._config.http.request_timeout_s, as_http_error)
+    async def _answered(self, answers: Answers, *, is_stream: bool) -> Response:
+        return await answered(answers, self._config.http.request_timeout_s, as_http_error, is_stream=is_stream)
 
     async def create_message(self, request: Request) -> Response:
         """Create a message (Anthropic), with or without streaming and tools."""

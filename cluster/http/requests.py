@@ -15,7 +15,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
-from cluster.api.sse import Answers, RelayedStream, first_answer
+from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
 from cluster.auth.middleware import caller_of
 from cluster.auth.tenants import Tenants
@@ -178,22 +178,31 @@ def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
     return passed
 
 
-async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap) -> Response:
+async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap, *, is_stream: bool) -> Response:
     """Make the HTTP response of a replica's answer: JSON, or server-sent events if the answer is a stream.
+
+    A stream whose turn has to wait begins after `COMMENT_S`, so that its client receives comments. If the turn is then
+    rejected, the stream ends with an error event.
 
     Args:
         answers: the answer of a new call.
         timeout_s: maximum duration of the complete answer in seconds.
         error_map: maps every exception to an HTTP error.
+        is_stream: whether the request asks for a stream.
 
     Raises:
-        HttpError: the replica rejected the request.
+        HttpError: the replica rejected the request before a stream began.
         Exception: the call raised it before its first piece.
     """
     deadline_s = asyncio.get_running_loop().time() + timeout_s
-    first = await first_answer(answers, deadline_s)
-    if first.startswith(JSON_BEGIN):
-        return Response(first, media_type="application/json")
+    first = asyncio.ensure_future(first_answer(answers, deadline_s))
+    try:
+        await asyncio.wait({first}, timeout=COMMENT_S if is_stream else None)
+    except BaseException:
+        first.cancel()
+        raise
+    if first.done() and first.result().startswith(JSON_BEGIN):  # `result` raises the reason of a rejection
+        return Response(first.result(), media_type="application/json")
     return RelayedStream(first, answers, deadline_s=deadline_s, error_map=error_map, on_break=_log_break)
 
 

@@ -280,7 +280,8 @@ class _Answer:
             )
         elif message["type"] == "http.response.body":
             self.over = not message.get("more_body", False)
-            if self.is_stream and (events := message.get("body", b"").removesuffix(b"\n\n")):
+            events = message.get("body", b"").removesuffix(b"\n\n")
+            if self.is_stream and events and not events.startswith(b":"):  # a comment is no event
                 self._last_event = events.rpartition(b"\n\n")[2]
 
     def ending(self, path: str, error: HttpError) -> bytes:

@@ -10,9 +10,11 @@ from starlette.middleware import Middleware
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
+from cluster.api import sse
 from cluster.api.openai import MAX_MESSAGE_LENGTH, SSE_DONE, ErrorBoundary, error_body
 from cluster.api.sse import RelayedStream, first_answer
 from cluster.core.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
+from cluster.http import requests
 
 
 def as_error(exception: BaseException) -> HttpError:
@@ -110,8 +112,10 @@ async def told(first: bytes, rest: Pieces, *, within_s: float = 60.0):
     """The bytes that a client gets, and the error that the stream reported."""
     sent, breaks = [], []
     deadline_s = asyncio.get_running_loop().time() + within_s
+    arrived: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
+    arrived.set_result(first)
     stream = RelayedStream(
-        first, rest, deadline_s=deadline_s, error_map=as_error, on_break=lambda error, _: breaks.append(error)
+        arrived, rest, deadline_s=deadline_s, error_map=as_error, on_break=lambda error, _: breaks.append(error)
     )
 
     async def send(message) -> None:
@@ -162,3 +166,65 @@ async def test_a_call_that_is_not_answered_in_time_is_cancelled() -> None:
     with pytest.raises(TimeoutError):
         await first_answer(answers, asyncio.get_running_loop().time())
     assert answers.cancelled
+
+
+# --- streams that are silent for a while ------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sse, "COMMENT_S", 0.02)
+    monkeypatch.setattr(requests, "COMMENT_S", 0.02)
+    monkeypatch.setattr(sse, "LOOK_S", 0.01)
+
+
+async def received(response, until_comments: int, go: asyncio.Event) -> list[bytes]:
+    """The parts of a body. What is awaited comes once there have been so many comments."""
+    parts = []
+
+    async def send(message) -> None:
+        if body := message.get("body"):
+            parts.append(body)
+            if parts.count(sse.COMMENT) >= until_comments:
+                go.set()
+
+    async def receive():
+        await asyncio.Event().wait()
+
+    await response({"type": "http"}, receive, send)
+    return parts
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_an_idle_stream_gets_comments_between_its_events() -> None:
+    go = asyncio.Event()
+
+    async def events():
+        yield b"data: 1\n\n"
+        await go.wait()
+        yield b"data: 2\n\n"
+
+    parts = await received(sse.EventStream(events()), 2, go)
+    assert [part for part in parts if part != sse.COMMENT] == [b"data: 1\n\n", b"data: 2\n\n"]
+    assert parts[0] != sse.COMMENT != parts[-1]
+
+
+@pytest.mark.usefixtures("impatient")
+async def test_a_turn_that_waits_begins_its_stream_and_a_late_rejection_is_its_last_event() -> None:
+    go = asyncio.Event()
+
+    class Waiting(Pieces):
+        async def __anext__(self):
+            await go.wait()
+            return BadRequest("too late")
+
+    response = await requests.answered(Waiting(), 60.0, as_error, is_stream=True)
+    *comments, end = await received(response, 1, go)
+    assert set(comments) == {sse.COMMENT}
+    assert json.loads(end.split(b"\n\n")[0].removeprefix(b"data: "))["error"]["message"] == "too late"
+    assert end.endswith(SSE_DONE)
+
+
+async def test_a_rejection_that_comes_soon_is_a_status() -> None:
+    with pytest.raises(BadRequest, match="at once"):
+        await requests.answered(Pieces(BadRequest("at once")), 60.0, as_error, is_stream=True)
