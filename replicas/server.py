@@ -256,6 +256,10 @@ class ProgramServer(LLMServer):
         assert not isinstance(answer, StreamChunk)
         return answer
 
+    async def max_model_len(self) -> int:
+        """Return the model's context window in tokens."""
+        return int(self.engine.client.vllm_config.model_config.max_model_len)
+
     async def ready(self) -> bool:
         """Return True once the engine's own loop has answered.
 

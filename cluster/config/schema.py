@@ -144,6 +144,9 @@ class HttpConfig(Section):
     """Further headers whose value names the program of a request. They are read if nothing else names it. Add the
     header of your own clients. Remove `x-correlation-id` if a gateway of yours sets another value for each request,
     since each request is then a program of its own."""
+    cors_origins: tuple[str, ...] = ()
+    """Origins whose web pages may call this server from a browser, such as `https://chat.example.com`; `*`: all. A
+    page of another origin cannot read the answers."""
     admin: bool = True
     """Whether the /admin routes are served (policy switch, statistics, cache reset). With `auth.file` they need the
     role `admin`."""

@@ -1,6 +1,7 @@
 """Calls of one model's replicas, each to the right replica: turns by HTTP, control calls by their Serve handle."""
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Callable, Mapping
 from functools import cache, partial
 from typing import Any
@@ -30,6 +31,11 @@ BROADCAST_SLACK_S = 5.0
 """Seconds that a broadcast may take longer than one call."""
 MAX_ADDRESSES = 4096
 """Largest number of replicas whose addresses are remembered, the gone ones included."""
+
+MODEL_LEN_S = 1.0
+"""Seconds within which a replica has to report the context window of its model. Otherwise a list of models lacks it."""
+
+logger = logging.getLogger("ray.serve")
 
 
 class ReplicaClient:
@@ -65,6 +71,7 @@ class ReplicaClient:
         self._timeout_s = timeout_s
         self._predictions = predictions
         self._traces = traces or NullTraces()
+        self._max_model_len: int | None = None
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
@@ -249,6 +256,16 @@ class ReplicaClient:
     async def ready(self) -> None:
         """Return when a replica has answered. Raise the error that prevents it."""
         await self._calls.ready.remote()
+
+    async def max_model_len(self) -> int | None:
+        """Return the model's context window in tokens, or None if no replica answers soon. It is asked for once."""
+        if self._max_model_len is None:
+            try:
+                async with asyncio.timeout(MODEL_LEN_S):
+                    self._max_model_len = int(await self._calls.max_model_len.remote())
+            except Exception as error:  # noqa: BLE001 - a list of models does not fail for it
+                logger.info("no replica has reported its context window: %r", error)
+        return self._max_model_len
 
     async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
         """Call all replicas. Return each one's answer, or the exception that it raised.

@@ -209,6 +209,10 @@ class ReplicaClients:
         """Return when a replica of each model has answered. Raise the error that prevents it."""
         _raise_first(await self._of_each(ReplicaClient.ready))
 
+    async def max_model_len(self, model: str) -> int | None:
+        """Return the context window of a model in tokens, or None if no replica has reported it."""
+        return await self._clients[model].max_model_len()
+
     async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
         """Call all replicas of all models. Return each one's answer, or the exception that it raised.
 

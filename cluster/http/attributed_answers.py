@@ -1,5 +1,7 @@
 """The answer of a turn whose program the ingress found, and the header that reports the program."""
 
+from collections.abc import AsyncIterator
+from contextlib import aclosing
 from typing import Self
 
 from starlette.responses import Response
@@ -8,11 +10,32 @@ from cluster.api.openai import SSE_DONE
 from cluster.api.sse import Answers, EventStream
 from cluster.core.errors import HttpError
 from cluster.core.lineage import Attributed, LineageIndex
+from cluster.core.turn import TurnPiece
 
 PROGRAM_HEADER = "x-caesura-program"
 """The response's header with the id of the turn's program. A client that sends it as `x-session-id` names the program
 itself.
 """
+
+
+async def attributed_pieces(
+    pieces: AsyncIterator[TurnPiece | HttpError], index: LineageIndex, turn: Attributed
+) -> AsyncIterator[TurnPiece | HttpError]:
+    """Yield a turn's pieces, and record in the index that the turn has ended. Closing it closes ``pieces``."""
+    served = False
+    try:
+        async with aclosing(pieces):  # type: ignore[type-var]
+            async for piece in pieces:
+                served = served or not isinstance(piece, HttpError)
+                yield piece
+    finally:
+        index.ended(turn, served=served)
+
+
+def reported_program(turn: Attributed) -> str | None:
+    """Return the value of `PROGRAM_HEADER` for a turn; None: its program has no id, or one that no header can have."""
+    program_id = turn.identity.program_id
+    return program_id if program_id is not None and program_id.isascii() else None
 
 
 class AttributedAnswers:
@@ -54,8 +77,8 @@ class AttributedAnswers:
 
     def name_program(self, response: Response) -> None:
         """Set the response's header to the id of the turn's program, if it has one."""
-        program_id = self._turn.identity.program_id
-        if program_id is None or not program_id.isascii():
+        program_id = reported_program(self._turn)
+        if program_id is None:
             return
         if isinstance(response, EventStream):
             response.added_headers.append((PROGRAM_HEADER.encode(), program_id.encode()))

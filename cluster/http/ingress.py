@@ -6,7 +6,7 @@ models validate bodies in the replica. The ingress does not import vLLM, so that
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from time import time
@@ -21,13 +21,16 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.errors import VERSION_HEADER, response_of
 from cluster.api.openai import (
     LIMITED_PATHS,
     MESSAGE_PATHS,
+    REQUEST_ID,
     RESPONSES,
+    RETRY_AFTER_MS,
     RETRY_AFTER_S,
     TOKEN_PATHS,
     TURN_PATHS,
@@ -48,7 +51,7 @@ from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
-from cluster.http.attributed_answers import AttributedAnswers
+from cluster.http.attributed_answers import PROGRAM_HEADER, AttributedAnswers
 from cluster.http.chat import ChatPrograms
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
@@ -101,6 +104,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         title="Caesura",
         version=version_of("caesura"),
         middleware=[
+            *_cors(config.http.cors_origins),
             Middleware(HttpMetrics, meter=Meter(enabled=config.metrics.enabled), clock=MonotonicClock()),
             Middleware(
                 ErrorBoundary,
@@ -157,6 +161,23 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
     return app
 
 
+def _cors(origins: Sequence[str]) -> list[Middleware]:
+    """Return the middleware that allows browsers to call this server from pages of these origins."""
+    if not origins:
+        return []
+    exposed = [REQUEST_ID, PROGRAM_HEADER, "retry-after", RETRY_AFTER_MS]
+    everything = ["*"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=everything,
+            allow_headers=everything,
+            expose_headers=exposed,
+        )
+    ]
+
+
 def ingress_class(config: CaesuraConfig) -> type[Any]:
     """Make the deployment class, for requests that Ray's proxy or HAProxy forwards."""
     # Each app has a class of its own, since Ray binds the routes to the class that it is given.
@@ -204,9 +225,10 @@ class ProgramIngress:
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
         self._reader = TurnReader(config, self._fleet.classes)
-        timeout_s = config.http.request_timeout_s
-        self._messages = MessageRoutes(self._fleet, self._reader, self._turns, timeout_s, as_http_error)
         self._lineage = LineageIndex()
+        self._messages = MessageRoutes(
+            self._fleet, self._reader, self._turns, self._lineage, config.http.request_timeout_s, as_http_error
+        )
         self._scrape = ClusterScrape(clock, Meter(enabled=config.metrics.enabled))
         set_process_tracker(self._turns)
         self._turns.open()
@@ -363,7 +385,8 @@ class ProgramIngress:
         allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
         if VERSION_HEADER in request.headers:
             return JSONResponse(model_list(allowed, self._started))
-        return JSONResponse({"object": "list", "data": [model_card(model, self._started) for model in allowed]})
+        cards = [model_card(model, self._started, await self._fleet.max_model_len(model)) for model in allowed]
+        return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, model_id: str) -> Response:
         """Return one model."""
@@ -371,7 +394,7 @@ class ProgramIngress:
             raise no_model(model_id)
         if VERSION_HEADER in request.headers:
             return JSONResponse(model_info(model_id, self._started))
-        return JSONResponse(model_card(model_id, self._started))
+        return JSONResponse(model_card(model_id, self._started, await self._fleet.max_model_len(model_id)))
 
     async def programs(self, request: Request, limit: int = 100, after: str | None = None) -> Response:
         """List the programs of clients and of the cluster, the one that was seen last first. `after` is the id of the

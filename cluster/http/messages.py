@@ -32,9 +32,11 @@ from cluster.api.anthropic.request import (
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, ErrorMap
 from cluster.api.sse import EventStream
 from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
 from cluster.core.slo import Outcome
 from cluster.core.turn import Continuation, TurnPiece
+from cluster.http.attributed_answers import PROGRAM_HEADER, attributed_pieces, reported_program
 from cluster.http.requests import TurnReader, passed_headers
 from cluster.observing.slo_tracker import MeasuredTurn, SloTracker, outcome_of
 
@@ -73,16 +75,24 @@ class MessageRoutes:
         turns: runs turns.
         reader: reads requests within their limits.
         tracker: measures turns.
+        lineage: finds the programs of requests without an id.
         timeout_s: maximum duration of an answer in seconds.
         error_map: maps every exception to an HTTP error.
     """
 
     def __init__(
-        self, turns: Turns, reader: TurnReader, tracker: SloTracker, timeout_s: float, error_map: ErrorMap
+        self,
+        turns: Turns,
+        reader: TurnReader,
+        tracker: SloTracker,
+        lineage: LineageIndex,
+        timeout_s: float,
+        error_map: ErrorMap,
     ) -> None:
         self._turns = turns
         self._reader = reader
         self._tracker = tracker
+        self._lineage = lineage
         self._timeout_s = timeout_s
         self._error_map = error_map
 
@@ -107,16 +117,19 @@ class MessageRoutes:
         except BadRequest as error:
             raise in_anthropics_words(error) from None
         [(request, prompt)] = read
-        identity = _with_retention(identity, request)
-        headers = passed_headers(http.headers)
+        attributed = self._lineage.attribute(_with_retention(identity, request), body)
+        identity, headers = attributed.identity, passed_headers(http.headers)
+        pieces = self._turns.turn(identity.key, body, identity, None, headers)
         answer = _Answer(
-            self._turns.turn(identity.key, body, identity, None, headers),
+            attributed_pieces(pieces, self._lineage, attributed),
             MessageFold(f"msg_{uuid4().hex}", body["model"]),
             self._tracker.begin(body["model"], identity, arrived_s),
             self._error_map,
             asyncio.get_running_loop().time() + self._timeout_s,
         )
         shown = {ANTHROPIC_REQUEST_ID: headers[REQUEST_ID]}
+        if (program := reported_program(attributed)) is not None:
+            shown[PROGRAM_HEADER] = program
         if prompt.tools.left_out:
             shown[LEFT_OUT] = ", ".join(sorted(set(prompt.tools.left_out)))[:1000]
         if not request.stream:

@@ -206,9 +206,16 @@ async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap, *, i
     return RelayedStream(first, answers, deadline_s=deadline_s, error_map=error_map, on_break=_log_break)
 
 
-def model_card(model_id: str, created_s: int) -> dict[str, Any]:
-    """Return a model's entry in /v1/models. ``created_s`` is a Unix time in seconds."""
-    return {"id": model_id, "object": "model", "created": created_s, "owned_by": "caesura"}
+def model_card(model_id: str, created_s: int, max_model_len: int | None) -> dict[str, Any]:
+    """Return a model's entry in /v1/models.
+
+    Args:
+        model_id: the name by which clients call it.
+        created_s: Unix time in seconds.
+        max_model_len: its context window in tokens, as vLLM's own server reports it; None: it is not known now.
+    """
+    card = {"id": model_id, "object": "model", "created": created_s, "owned_by": "caesura"}
+    return card if max_model_len is None else {**card, "max_model_len": max_model_len}
 
 
 def versions() -> JSONResponse:

@@ -12,6 +12,7 @@ import pytest
 
 from cluster.core.registry import POLICIES
 from cluster.local.cluster import LocalCluster
+from tests.serving.conftest import CONTEXT_TOKENS
 
 MODEL = "tiny"
 
@@ -65,6 +66,7 @@ def test_probes_and_version(client: httpx.Client) -> None:
 
 def test_models(client: httpx.Client) -> None:
     (card,) = client.get("/v1/models").json()["data"]
+    assert card["max_model_len"] == CONTEXT_TOKENS
     assert client.get(f"/v1/models/{MODEL}").json() == card
     assert client.get("/v1/models/other").status_code == 404
 

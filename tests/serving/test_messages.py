@@ -159,3 +159,14 @@ def test_paths_below_messages_have_anthropics_errors_and_models_both_forms(clien
     assert client.get("/v1/models").json()["object"] == "list"
     listed = client.get("/v1/models", headers={"anthropic-version": "2023-06-01"}).json()
     assert (listed["data"][0]["type"], listed["first_id"]) == ("model", "tiny")
+
+
+def test_turns_without_an_id_are_one_program(cluster: LocalCluster) -> None:
+    first = {"role": "user", "content": f"{uuid4().hex}: which files are there?"}
+    with Anthropic(base_url=cluster.url, api_key="none", timeout=60, max_retries=0) as client:
+        whole = client.messages.with_raw_response.create(model="tiny", max_tokens=8, messages=[first])
+        said = "".join(block.to_dict().get("text", "") for block in whole.parse().content) or "Hm."
+        history = [first, {"role": "assistant", "content": said}, {"role": "user", "content": "And now?"}]
+        after = client.messages.with_raw_response.create(model="tiny", max_tokens=8, messages=history)
+    assert whole.headers["x-caesura-program"] == after.headers["x-caesura-program"]
+    assert (after.parse().usage.cache_read_input_tokens or 0) > 0
