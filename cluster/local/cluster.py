@@ -25,7 +25,9 @@ import psutil
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import CaesuraError
+from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.local.haproxy import ENABLE, haproxy_environment
+from cluster.local.redis_watch import RedisWatch
 from cluster.observing.logs import FORMAT_VARIABLE
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE
 from cluster.proxy.middleware import IMPORT_PATH
@@ -76,6 +78,10 @@ class StartFailed(CaesuraError):
     """A local cluster did not start. The message has the cause and the last lines of the log."""
 
 
+class ClusterFailed(CaesuraError):
+    """A local cluster lost a part that it cannot do without."""
+
+
 class LocalCluster:
     """Caesura on one machine, as a context manager. If ``RAY_ADDRESS`` is set, it uses that Ray cluster and does not
     stop it.
@@ -101,6 +107,7 @@ class LocalCluster:
         self._mark = uuid.uuid4().hex
         self._attached = "RAY_ADDRESS" in os.environ
         self._family: list[psutil.Process] = []
+        self._redis_watch: RedisWatch | None = None
 
     def __enter__(self) -> Self:
         self.start()
@@ -145,6 +152,15 @@ class LocalCluster:
         with self._step("stop"):
             self._family = self.processes
             self._stack.close()
+
+    def check(self) -> None:
+        """Check the parts that are watched in this process.
+
+        Raises:
+            ClusterFailed: the embedded Redis has ended and is not restarted.
+        """
+        if self._redis_watch is not None and self._redis_watch.failure is not None:
+            raise ClusterFailed(self._redis_watch.failure)
 
     def _start(self) -> None:
         self._check_port()
@@ -196,12 +212,11 @@ class LocalCluster:
             self._stack.callback(self._end_stragglers)
 
     def _start_store(self) -> None:
-        from cluster.local.embedded_redis import EmbeddedRedis
-
         store = self.config.redis
         if store.url == "embedded":
             path = None if store.path is None else Path(store.path)
             redis = self._stack.enter_context(EmbeddedRedis(path))
+            self._redis_watch = self._stack.enter_context(RedisWatch(redis))
             self.config = self.config.model_copy(update={"redis": store.model_copy(update={"url": redis.url})})
 
     def _start_ray(self) -> None:

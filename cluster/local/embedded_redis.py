@@ -11,7 +11,7 @@ import sys
 import tempfile
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import Self
+from typing import Self, TextIO
 
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError
@@ -48,8 +48,11 @@ class EmbeddedRedis:
     It ends with ``stop``, and when this process ends for any reason. The thread that starts it must live as long as the
     server is needed, since Linux kills the child when that thread ends. After a restart it has the same URL.
 
+    Every write is in its append-only file before it is answered, so that `restart` loses no data after the server was
+    killed.
+
     Args:
-        path: directory of its data, which it loads again at the next start; None: the data is lost at the end.
+        path: directory of its data, which it loads again at the next start; None: the data is lost with ``stop``.
     """
 
     def __init__(self, path: Path | None = None) -> None:
@@ -57,6 +60,8 @@ class EmbeddedRedis:
         self._port: int | None = None
         self._password = secrets.token_urlsafe(24)
         self._process: subprocess.Popen[bytes] | None = None
+        self._place: tuple[Path, TextIO] | None = None
+        """Its directory and its log while it is started."""
         self._resources = ExitStack()
         self._clock = MonotonicClock()
 
@@ -97,6 +102,7 @@ class EmbeddedRedis:
             directory = self._directory(resources)
             log = resources.enter_context((directory / "redis.log").open("w+", encoding="utf-8", errors="replace"))
             resources.callback(self._end)
+            self._place = directory, log
             for port in [self._port] if self._port is not None else [_free_port() for _ in range(PORT_ATTEMPTS)]:
                 if self._start_at(port, directory, log.fileno()):
                     self._port = port
@@ -104,8 +110,24 @@ class EmbeddedRedis:
                     return
                 if self._runs():
                     break
-            log.seek(0)
-            raise ConfigError(f"redis.url: the embedded Redis did not start: {log.read()[-LOG_TOLD_BYTES:].strip()}")
+            raise _did_not_start(log)
+
+    def restart(self) -> None:
+        """Start the server again, with its data and the same URL, after it has ended by itself or was killed. The call
+        blocks. It does nothing if the server runs.
+
+        Raises:
+            RuntimeError: it was not started before, or it was stopped.
+            ConfigError: it does not answer in time. The message has the end of its log.
+        """
+        if self._runs():
+            return
+        if self._place is None or self._port is None:
+            raise RuntimeError("the embedded Redis is not started")
+        directory, log = self._place
+        if not self._start_at(self._port, directory, log.fileno()):
+            self._kill()
+            raise _did_not_start(log)
 
     def stop(self) -> None:
         """End the server, and kill it if it does not end in time. A second call does nothing."""
@@ -136,7 +158,9 @@ class EmbeddedRedis:
             "requirepass": self._password,
             "databases": 1,
             "save": '""',
-            "appendonly": "no" if self._path is None else "yes",
+            "appendonly": "yes",
+            # Without a path, the file need not outlive the machine: the kernel may write it when it likes.
+            "appendfsync": "no" if self._path is None else "everysec",
             "maxmemory": MEMORY_BYTES,
             "maxmemory-policy": "noeviction",
             "loglevel": "warning",
@@ -174,7 +198,7 @@ class EmbeddedRedis:
             return False
 
     def _end(self) -> None:
-        process, self._process = self._process, None
+        process, self._process, self._place = self._process, None, None
         if process is None:
             return
         process.terminate()
@@ -183,6 +207,16 @@ class EmbeddedRedis:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+    def _kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait()
+
+
+def _did_not_start(log: TextIO) -> ConfigError:
+    log.seek(0)
+    return ConfigError(f"redis.url: the embedded Redis did not start: {log.read()[-LOG_TOLD_BYTES:].strip()}")
 
 
 def _redis_server() -> str:

@@ -16,7 +16,7 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C."""
     from rich.console import Console
 
-    from cluster.local.cluster import LocalCluster, StartFailed
+    from cluster.local.cluster import ClusterFailed, LocalCluster, StartFailed
 
     console = Console(highlight=False)
     clock = MonotonicClock()
@@ -29,10 +29,10 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
             while not stopped.wait(timeout=1.0):
-                pass
+                cluster.check()
     except KeyboardInterrupt:
         pass
-    except StartFailed as error:
+    except (StartFailed, ClusterFailed) as error:
         console.print(f"caesura serve: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print("stopped")
