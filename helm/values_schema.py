@@ -24,6 +24,8 @@ DECIDED_BY_CHART = {
 
 TEXT: Schema = {"type": "string"}
 NAME: Schema = {"type": "string", "minLength": 1}
+KUBERNETES_NAME: Schema = {"type": "string", "pattern": "^([a-z]([a-z0-9-]{0,61}[a-z0-9])?)?$"}
+"""The beginning of the names of resources, services among them (RFC 1035). Empty: the chart's own."""
 FLAG: Schema = {"type": "boolean"}
 COUNT: Schema = {"type": "integer", "minimum": 0}
 POSITIVE: Schema = {"type": "integer", "minimum": 1}
@@ -258,7 +260,7 @@ def values_schema() -> Schema:
         for key in keys:
             del definitions[section]["properties"][key]
     config.pop("$schema")
-    own = {"nameOverride": TEXT, "fullnameOverride": TEXT, "config": _without_titles(config)}
+    own = {"nameOverride": TEXT, "fullnameOverride": KUBERNETES_NAME, "config": _without_titles(config)}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the chart caesura",

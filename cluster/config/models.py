@@ -2,8 +2,10 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, ValidationError
+from pydantic_core import InitErrorDetails, PydanticCustomError
 
+from cluster.config.engine_arguments import check_engine_argument
 from cluster.config.sections import Section, SloConfig
 
 TINY = "tiny"
@@ -28,7 +30,21 @@ def _not_reserved(key: str) -> str:
     return key
 
 
-EngineArgument = Annotated[str, AfterValidator(_not_reserved)]
+def _typed(arguments: dict[str, Any]) -> dict[str, Any]:
+    wrong: list[InitErrorDetails] = []
+    for name, value in arguments.items():
+        try:
+            check_engine_argument(name, value)
+        except ValueError as error:
+            kind = PydanticCustomError("engine_argument", "{message}", {"message": str(error)})
+            wrong.append({"type": kind, "loc": (name,), "input": value})
+    if wrong:
+        raise ValidationError.from_exception_data("engine", wrong)
+    return arguments
+
+
+EngineArguments = Annotated[dict[Annotated[str, AfterValidator(_not_reserved)], Any], AfterValidator(_typed)]
+"""vLLM's engine arguments by name."""
 
 CLASS_PREFIX = "auto:"
 """Prefix of the name of a class in a request's `model`."""
@@ -94,7 +110,7 @@ class ModelConfig(ModelWeights):
 class FurtherModel(ModelWeights):
     """A model that is served beside the first one, on replicas of its own."""
 
-    engine: dict[EngineArgument, Any] = Field(default_factory=dict)
+    engine: EngineArguments = Field(default_factory=dict)
     """vLLM engine arguments of this model."""
     replicas: ReplicaConfig = Field(default_factory=ReplicaConfig)
     cost_model: str | None = Field(None, min_length=1)

@@ -12,7 +12,7 @@ from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 from cluster.config.models import (
     CLASS_PREFIX,
     ClassRule,
-    EngineArgument,
+    EngineArguments,
     FurtherModel,
     ModelConfig,
     ModelId,
@@ -200,9 +200,9 @@ class CaesuraConfig(Section):
     """The configuration of one application: what a YAML file, `CAESURA__` variables and `--set` give together."""
 
     model: ModelConfig = Field(default_factory=ModelConfig)
-    engine: dict[EngineArgument, Any] = Field(default_factory=dict)
-    """vLLM engine arguments of the first model, such as max_model_len or max_num_seqs. They are passed to vLLM
-    unchanged."""
+    engine: EngineArguments = Field(default_factory=dict)
+    """vLLM engine arguments of the first model, such as max_model_len or max_num_seqs. Their
+    types are checked; then they are passed to vLLM unchanged."""
     replicas: ReplicaConfig = Field(default_factory=ReplicaConfig)
     router: RouterConfig = Field(default_factory=RouterConfig)
     policy: PolicyConfig = Field(default_factory=PolicyConfig)

@@ -125,11 +125,18 @@ def test_what_the_chart_decides_cannot_be_said(key: str) -> None:
     assert not accepted({**VALUES, "config": {section: {name: "redis://elsewhere"}}})
 
 
+@pytest.mark.parametrize("name", ["Agents", "agents_1", "agents.eu", "-agents", "agents-", "1agents", "a" * 64])
+def test_a_name_that_kubernetes_refuses_is_refused(name: str) -> None:
+    assert accepted({**VALUES, "fullnameOverride": "agents-1"})
+    assert not accepted({**VALUES, "fullnameOverride": name})
+
+
 @needs_helm
 @pytest.mark.parametrize("preset", PRESETS)
 def test_helm_refuses_what_the_schema_refuses(preset: str) -> None:
     for wrong in (
         {"surprise": 1},
+        {"fullnameOverride": "Agents"},
         {"config": {"polciy": {}}},
         {"config": {"policy": {"name": "mars", "parameters": {"surprise": 1}}}},
         {"redis": {"external": {"port": "6379"}}},

@@ -122,6 +122,15 @@ FILES: dict[str, tuple[str, str]] = {
         "policy: {name: vllm, parameters: {delta: 0.1}}\n",
         "policy.parameters.delta: unknown key (got 0.1, line 1)",
     ),
+    "engine argument of another type": (
+        "engine:\n  max_num_seqs: many\n",
+        "engine.max_num_seqs: must be integer or null (got 'many', line 2)",
+    ),
+    "engine argument of another type, of a further model": (
+        "models:\n  large:\n    engine:\n      dtype: float23\n",
+        'models.large.engine.dtype: must be "auto" or "half" or "float16" or "bfloat16" or "float" or "float32" '
+        "(got 'float23', line 4)",
+    ),
     "reserved engine argument": (
         "engine:\n  scheduler_cls: x\n",
         "engine.scheduler_cls: is decided by policy.name; set that instead (line 2)",

@@ -1,0 +1,48 @@
+"""Checks the values of vLLM's engine arguments without importing vLLM.
+
+The types are in engine_arguments.json, which `tests/contracts/test_engine_arguments.py` compares with the pinned vLLM.
+"""
+
+import json
+from collections.abc import Mapping
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+TABLE = Path(__file__).with_name("engine_arguments.json")
+"""By argument: the JSON types and the choices that vLLM's annotation allows. Arguments whose annotation has a part that
+JSON types do not describe, such as a class of vLLM, are left out, and their values are not checked."""
+
+_TYPES: dict[str, tuple[type, ...]] = {
+    "boolean": (bool,),
+    "integer": (int,),
+    "number": (int, float),
+    "string": (str,),
+    "array": (list, tuple),
+    "object": (dict,),
+    "null": (type(None),),
+}
+
+
+@lru_cache(maxsize=1)
+def engine_types() -> Mapping[str, Mapping[str, list[Any]]]:
+    """Return the table: `types` and, where only some strings or numbers are allowed, `choices` of each argument."""
+    table: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    return table
+
+
+def check_engine_argument(name: str, value: Any) -> None:
+    """Check the type of an argument's value. Arguments that are not in the table are accepted.
+
+    Raises:
+        ValueError: vLLM's annotation of the argument does not allow the value.
+    """
+    allowed = engine_types().get(name)
+    if allowed is None or any(_is(value, kind) for kind in allowed["types"]) or value in allowed.get("choices", []):
+        return
+    wanted = [*allowed["types"], *(json.dumps(choice) for choice in allowed.get("choices", []))]
+    raise ValueError(f"must be {' or '.join(wanted)}")
+
+
+def _is(value: Any, kind: str) -> bool:
+    return isinstance(value, _TYPES[kind]) and (kind == "boolean" or not isinstance(value, bool))
