@@ -10,6 +10,7 @@ import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from cluster.api.schema_keywords import check_schema
 from cluster.core.errors import BadRequest
 
 MAX_CHARACTERS = 64 << 10
@@ -34,16 +35,19 @@ _REPETITION = re.compile(r"\{\s*(\d*)\s*,?\s*(\d*)\s*\}")
 
 
 def check_structured_output(body: Mapping[str, Any]) -> None:
-    """Reject a request whose schemas, grammars or patterns would take too long to compile.
+    """Reject a request whose schemas, grammars or patterns would take too long to compile, or cannot be enforced.
 
     Args:
         body: the body of a chat completion, a completion or a response. vLLM rejects fields of a wrong type.
 
     Raises:
-        BadRequest: a limit is exceeded (400). `param` names the field.
+        BadRequest: a limit is exceeded, or a schema cannot be satisfied, or a strict one cannot be enforced (400).
+            `param` names the field.
     """
     for param, compiled in _compiled(body):
         _check(param, compiled)
+    for param, schema, is_strict in _schemas(body):
+        check_schema(param, schema, is_strict)
 
 
 def _compiled(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -68,6 +72,36 @@ def _compiled(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
                 if isinstance(function, Mapping) and (is_forced or function.get("strict") is True)
             ],
         )
+
+
+def _schemas(body: Mapping[str, Any]) -> Iterator[tuple[str, Any, bool]]:
+    """Yield the schemas that the output of this request must match, each with the name of its field and whether it is
+    strict.
+    """
+    for param, wanted in (
+        ("response_format.json_schema", _at(body, "response_format", "json_schema")),
+        ("text.format", _at(body, "text", "format")),
+    ):
+        if isinstance(wanted, Mapping):
+            yield f"{param}.schema", wanted.get("schema"), wanted.get("strict") is True
+    # This field is vLLM's own, and has no flag: it promises that the output matches.
+    yield "structured_outputs.json", _parsed(_at(body, "structured_outputs", "json")), True
+    tools, choice = body.get("tools"), body.get("tool_choice")
+    is_forced = choice == "required" or isinstance(choice, Mapping)
+    for number, tool in enumerate(tools if isinstance(tools, list) else ()):
+        if isinstance(tool, Mapping) and choice != "none":
+            # Chat completions have a tool's fields in its `function`, responses beside its `type`.
+            function, place = (tool["function"], ".function") if "function" in tool else (tool, "")
+            if isinstance(function, Mapping) and (is_forced or function.get("strict") is True):
+                parameters = function.get("parameters")
+                yield f"tools.{number}{place}.parameters", parameters, function.get("strict") is True
+
+
+def _at(body: Mapping[str, Any], *keys: str) -> Any:
+    here: Any = body
+    for key in keys:
+        here = here.get(key) if isinstance(here, Mapping) else None
+    return here
 
 
 def _check(param: str, compiled: Any) -> None:
