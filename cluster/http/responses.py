@@ -32,6 +32,7 @@ from cluster.responses.offers import brought
 from cluster.responses.output import RESPONSE_PREFIX
 from cluster.responses.request import CreateResponse, FunctionTool, read_request
 from cluster.responses.spec import RequestContext, RunRequest, run_spec
+from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import RunEvent
 from cluster.runs.runner import ProgramRunner
@@ -155,7 +156,7 @@ class ResponseRoutes:
         servers = brought(request, self._config.tools.defined)
         offered: Sequence[ToolOffer] = ()
         if servers.definitions or any(
-            isinstance(tool, FunctionTool) and tool.server_side for tool in request.tools or ()
+            isinstance(tool, FunctionTool) and tool.server_side for _, tool in request.functions
         ):
             try:
                 offered = await self._offers(identity.tenant, servers.whole() or None)
@@ -237,11 +238,11 @@ def _read(log: Sequence[RunEvent]) -> ResponseFold:
 
 
 def _whole(model: Any) -> Response:
-    return Response(model.to_json(indent=None), media_type="application/json")
+    return Response(to_json(model), media_type="application/json")
 
 
 def _sse(event: ResponseStreamEvent) -> bytes:
-    return f"event: {event.type}\ndata: {event.to_json(indent=None)}\n\n".encode()
+    return f"event: {event.type}\ndata: {to_json(event)}\n\n".encode()
 
 
 def _not_found(response_id: str) -> BadRequest:

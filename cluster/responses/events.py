@@ -56,8 +56,6 @@ ERROR_CODES = frozenset(get_args(ResponseError.model_fields["code"].annotation))
 ECHOED = (
     "instructions",
     "metadata",
-    "temperature",
-    "top_p",
     "max_output_tokens",
     "max_tool_calls",
     "reasoning",
@@ -66,6 +64,10 @@ ECHOED = (
     "safety_identifier",
     "prompt_cache_key",
 )
+
+
+SAMPLING_DEFAULTS = {"temperature": 1.0, "top_p": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
+"""Values that OpenAI's server shows where the request has none."""
 
 
 def unchanging(spec: RunSpec) -> Response:
@@ -93,6 +95,8 @@ def unchanging(spec: RunSpec) -> Response:
             "truncation": "disabled",
             "usage": None,
             **{name: echo.get(name) for name in ECHOED},
+            **{name: spec.sampling.get(name, default) for name, default in SAMPLING_DEFAULTS.items()},
+            **({"caesura": {"ignored": echo["ignored"]}} if "ignored" in echo else {}),
         }
     )
 

@@ -50,19 +50,35 @@ class Refusal(_Part):
         return self.refusal
 
 
+class UnreadPart(_Part):
+    """An image or a file. The model reads a note in its place, so that a history with one can be continued."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    type: Literal["input_image", "input_file"]
+
+    @property
+    def shown(self) -> str:
+        """The text that the model reads."""
+        return f"[{self.type.removeprefix('input_')} left out: this model reads text only]"
+
+
 def _part_kind(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
     if kind in ("input_text", "output_text", "text"):
         return "text"
+    if kind in ("input_image", "input_file"):
+        return "unread"
     return "refusal" if kind == "refusal" else None
 
 
 ContentPart = Annotated[
-    Annotated[InputText, Tag("text")] | Annotated[Refusal, Tag("refusal")],
+    Annotated[InputText, Tag("text")] | Annotated[Refusal, Tag("refusal")] | Annotated[UnreadPart, Tag("unread")],
     Discriminator(
         _part_kind,
         custom_error_type="content_part",
-        custom_error_message="content must be text: a part of the type input_text, output_text or refusal",
+        custom_error_message="content must be a part of the type input_text, input_image, input_file, output_text or "
+        "refusal",
     ),
 ]
 
@@ -211,9 +227,9 @@ AnyItem = Annotated[
 ]
 
 
-def text_of(content: str | list[InputText | Refusal]) -> str:
-    """Return the text of all parts, joined without a separator."""
-    return content if isinstance(content, str) else "".join(part.shown for part in content)
+def text_of(content: str | list[InputText | Refusal | UnreadPart]) -> str:
+    """Return the text of all parts, each on lines of its own, as chat templates get it."""
+    return content if isinstance(content, str) else "\n".join(part.shown for part in content)
 
 
 def error_text(error: Any) -> str:
@@ -291,7 +307,7 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _as_part(part: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    if part.get("type") == "refusal":
+    if part.get("type") in ("refusal", "input_image", "input_file"):
         return dict(part)
     shown: dict[str, Any] = {"type": kind, "text": part["text"]}
     if kind == "output_text":

@@ -49,13 +49,13 @@ def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTool
     """
     definitions: dict[str, dict[str, Any]] = {}
     secrets: dict[str, dict[str, Any]] = {}
-    for place, tool in enumerate(request.tools or ()):
+    for path, tool in request.functions:
         if not isinstance(tool, McpTool):
             continue
         if tool.server_label in definitions:
-            raise _bad(f"tools.{place}.server_label", f"another server has the label {tool.server_label!r}")
+            raise _bad(f"{path}.server_label", f"another server has the label {tool.server_label!r}")
         if tool.server_label in taken:
-            raise _bad(f"tools.{place}.server_label", f"a tool of this cluster has the name {tool.server_label!r}")
+            raise _bad(f"{path}.server_label", f"a tool of this cluster has the name {tool.server_label!r}")
         definition: dict[str, Any] = {"kind": "mcp", "url": tool.server_url}
         names = tool.allowed_tools.tool_names if isinstance(tool.allowed_tools, ToolFilter) else tool.allowed_tools
         if names is not None:
@@ -82,35 +82,34 @@ def offers(request: CreateResponse, registered: Registered, listings: Listing) -
         BadRequest: a registered tool is unknown, two tools have one name, or a server has no listing (status 424).
     """
     made: dict[str, ToolOffer] = {}
-    for place, tool in enumerate(request.tools or ()):
+    for path, tool in request.functions:
         if isinstance(tool, FunctionTool):
-            new: Iterator[ToolOffer] = iter((_function(tool, registered, place),))
+            new: Iterator[ToolOffer] = iter((_function(tool, registered, path),))
         else:
-            new = _of_server(tool, listings, place)
+            new = _of_server(tool, listings, path)
         for offer in new:
             if offer.name in made:
                 key = "name" if isinstance(tool, FunctionTool) else "server_label"
-                raise _bad(f"tools.{place}.{key}", f"there are two tools of the name {offer.name!r}")
+                raise _bad(f"{path}.{key}", f"there are two tools of the name {offer.name!r}")
             made[offer.name] = offer
     return tuple(made.values())
 
 
-def _function(tool: FunctionTool, registered: Registered, place: int) -> ToolOffer:
+def _function(tool: FunctionTool, registered: Registered, path: str) -> ToolOffer:
     if not tool.server_side:
         function = function_object(tool.name, tool.description, tool.parameters, strict=tool.strict)
         return ToolOffer(tool.name, function, here=False)
     known = registered.get(tool.name)
     if known is None:
         names = ", ".join(sorted(registered)) or "none"
-        raise _bad(f"tools.{place}.name", f"no tool {tool.name!r} is registered; registered are: {names}")
+        raise _bad(f"{path}.name", f"no tool {tool.name!r} is registered; registered are: {names}")
     return known
 
 
-def _of_server(tool: McpTool, listings: Listing, place: int) -> Iterator[ToolOffer]:
+def _of_server(tool: McpTool, listings: Listing, path: str) -> Iterator[ToolOffer]:
     label = tool.server_label
     if label not in listings:
-        param = f"tools.{place}"
-        raise BadRequest(f"{param}: {label!r} does not list its tools", status=FAILED_DEPENDENCY, param=param)
+        raise BadRequest(f"{path}: {label!r} does not list its tools", status=FAILED_DEPENDENCY, param=path)
     for listed in listings[label]:
         own = listed.server_tool or listed.name
         if tool.allows(own, listed.read_only):
@@ -157,8 +156,14 @@ def _missing(name: str, param: str) -> BadRequest:
 
 def shown_tools(request: CreateResponse) -> list[dict[str, Any]]:
     """Return the request's tools, as its response repeats them."""
-    dumped = (tool.model_dump(mode="json", exclude_unset=True) for tool in request.tools or ())
-    return [{key: value for key, value in tool.items() if key not in SECRET_FIELDS} for tool in dumped]
+    return [_shown(tool) for _, tool in request.functions]
+
+
+def _shown(tool: FunctionTool | McpTool) -> dict[str, Any]:
+    shown = tool.model_dump(mode="json", exclude_unset=True)
+    if isinstance(tool, FunctionTool):  # with the fields that OpenAI's server always shows
+        return {"description": None, "parameters": None, "strict": None, **shown}
+    return {key: value for key, value in shown.items() if key not in SECRET_FIELDS}
 
 
 def _bad(param: str, message: str) -> BadRequest:

@@ -1,11 +1,11 @@
 """The body of `POST /v1/responses`: OpenAI's fields, and additional ones.
 
-A field of OpenAI's that is not supported is rejected if its omission would change the answer (`conversation`, `prompt`,
-a hosted tool). It is ignored if it would not (`user`, `service_tier`, settings of OpenAI's own caches). An unknown
-field is rejected, because it may be misspelled or request something.
+A field of OpenAI's that is not supported is rejected if the answer would be another conversation's (`conversation`,
+`prompt`). Other fields, values and hosted tools that have no effect here are ignored, as other servers do, so that
+clients work as they are installed. The response names them (`caesura.ignored`).
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -28,6 +28,8 @@ MAX_TOOLS = 128
 MAX_ITEMS = 8192
 MAX_FORCED_CHOICES = 64
 MAX_HEADERS = 32
+MAX_IGNORED, MAX_IGNORED_LENGTH = 64, 64
+"""Largest number of ignored names that a response lists, and the length at which a name is cut."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
@@ -118,17 +120,43 @@ class McpTool(_Part):
         return self.require_approval != "never"
 
 
+class NamespaceTool(_Part):
+    """A group of functions. Each of them is offered to the model by its own name."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    type: Literal["namespace"]
+    name: Name
+    tools: list[FunctionTool] = Field(max_length=MAX_TOOLS)
+
+
+class OtherTool(_Part):
+    """A tool that nobody here can run, such as OpenAI's `web_search`. It is left out."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
+
+    type: str = Field(min_length=1, max_length=64)
+
+
 def _type_of(value: Any, known: tuple[str, ...]) -> str | None:
     kind = value.get("type") if isinstance(value, dict) else None
     return kind if kind in known else None
 
 
+def _tool_kind(tool: Any) -> str | None:
+    kind = tool.get("type") if isinstance(tool, dict) else None
+    if not isinstance(kind, str):
+        return None
+    return kind if kind in ("function", "mcp", "namespace") else "other"
+
+
 Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")] | Annotated[McpTool, Tag("mcp")],
+    Annotated[FunctionTool, Tag("function")]
+    | Annotated[McpTool, Tag("mcp")]
+    | Annotated[NamespaceTool, Tag("namespace")]
+    | Annotated[OtherTool, Tag("other")],
     Discriminator(
-        lambda tool: _type_of(tool, ("function", "mcp")),
-        custom_error_type="tool_type",
-        custom_error_message="this type of tool is not supported; the types are: function, mcp",
+        _tool_kind, custom_error_type="tool_type", custom_error_message="must be an object with the type of a tool"
     ),
 ]
 
@@ -205,8 +233,8 @@ class Text(_Part):
     """The form of the answer."""
 
     format: TextFormat | None = None
-    verbosity: Literal["medium"] | None = None
-    """Other values are rejected, because these models have no such setting."""
+    verbosity: Literal["low", "medium", "high"] | None = None
+    """Ignored, because these models have no such setting."""
 
 
 class Reasoning(_Part):
@@ -219,17 +247,19 @@ class Reasoning(_Part):
     mode: Literal["standard"] | None = None
 
 
-Includable = Literal[
-    "reasoning.encrypted_content",
-    "file_search_call.results",
-    "web_search_call.results",
-    "web_search_call.action.sources",
-    "message.input_image.image_url",
-    "computer_call_output.output.image_url",
-    "code_interpreter_call.outputs",
-]
-"""Values of `include`. Most request more of items that never occur here. Encrypted reasoning is returned unencrypted,
-so that a client that keeps its own history sends it back unchanged."""
+INCLUDED = frozenset(
+    (
+        "reasoning.encrypted_content",
+        "file_search_call.results",
+        "web_search_call.results",
+        "web_search_call.action.sources",
+        "message.input_image.image_url",
+        "computer_call_output.output.image_url",
+        "code_interpreter_call.outputs",
+    )
+)
+"""Values of `include` with which nothing is missing. Most request more of items that never occur here. Encrypted
+reasoning is returned unencrypted, so that a client that keeps its own history sends it back unchanged."""
 
 
 def _refuse(value: Any) -> Any:
@@ -243,6 +273,8 @@ Unsupported = Annotated[None, BeforeValidator(_refuse)]
 
 class CreateResponse(_Part):
     """A request for a response."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
     model: str | None = Field(None, max_length=256)
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] = ""
@@ -282,10 +314,10 @@ class CreateResponse(_Part):
     chat_template_kwargs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
-    # OpenAI's, with one value that we can give.
-    include: list[Includable] | None = None
-    truncation: Literal["disabled"] | None = None
-    top_logprobs: Literal[0] | None = None
+    # OpenAI's, of which some values have no effect here.
+    include: list[Annotated[str, StringConstraints(max_length=128)]] | None = Field(None, max_length=64)
+    truncation: Literal["auto", "disabled"] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=20)
 
     # OpenAI's, without a meaning here.
     user: Any = None
@@ -301,7 +333,29 @@ class CreateResponse(_Part):
     conversation: Unsupported = None
     prompt: Unsupported = None
     context_management: Unsupported = None
-    moderation: Unsupported = None
+
+    @property
+    def functions(self) -> Iterator[tuple[str, FunctionTool | McpTool]]:
+        """The functions and servers among the tools, those of namespaces too, each with the path of its field."""
+        for place, tool in enumerate(self.tools or ()):
+            if isinstance(tool, NamespaceTool):
+                yield from ((f"tools.{place}.tools.{inner}", one) for inner, one in enumerate(tool.tools))
+            elif not isinstance(tool, OtherTool):
+                yield f"tools.{place}", tool
+
+    @property
+    def ignored(self) -> list[str]:
+        """What has no effect here: unknown fields, values of fields, and tools that nobody can run."""
+        found = {name[:MAX_IGNORED_LENGTH] for name in self.model_extra or ()}
+        found |= {f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)}
+        found |= {f"include.{one}" for one in self.include or () if one not in INCLUDED}
+        if self.text is not None and self.text.verbosity not in (None, "medium"):
+            found.add("text.verbosity")
+        if self.truncation == "auto":
+            found.add("truncation")
+        if self.top_logprobs:
+            found.add("top_logprobs")
+        return sorted(found)[:MAX_IGNORED]
 
 
 SAMPLING = (

@@ -191,8 +191,6 @@ def _echo(
         "text": _dumped(request.text) or {"format": {"type": "text"}},
         "reasoning": _dumped(request.reasoning),
         "metadata": request.metadata or {},
-        "temperature": request.temperature,
-        "top_p": request.top_p,
         "max_output_tokens": request.max_output_tokens,
         "max_tool_calls": request.max_tool_calls,
         "user": _word(request.user),
@@ -203,6 +201,7 @@ def _echo(
             for place, item in enumerate(items)
         ],
         "approvals": list(approvals),
+        "ignored": request.ignored or None,
         "told_servers": [label for label in brought(request).definitions if label not in known],
     }
     return {key: value for key, value in echo.items() if value is not None}

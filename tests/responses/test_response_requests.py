@@ -8,6 +8,8 @@ import pytest
 from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer, function_object
+from cluster.responses.events import unchanging
+from cluster.responses.input_items import input_items
 from cluster.responses.offers import brought
 from cluster.responses.request import read_request
 from cluster.responses.spec import RequestContext, run_spec
@@ -200,16 +202,15 @@ def message(**fields):
 
 
 BAD = [
-    ("a misspelt field", {"temprature": 1}, "temprature"),
     ("a conversation", {"conversation": "conv_1"}, "conversation"),
     ("a stored prompt", {"prompt": {"id": "pmpt_1"}}, "prompt"),
-    ("truncation", {"truncation": "auto"}, "truncation"),
-    ("logprobs", {"include": ["message.output_text.logprobs"]}, "include.0"),
-    ("top logprobs", {"top_logprobs": 3}, "top_logprobs"),
-    ("verbosity", {"text": {"verbosity": "low"}}, "text.verbosity"),
+    ("verbosity", {"text": {"verbosity": "shouted"}}, "text.verbosity"),
+    ("truncation", {"truncation": "middle"}, "truncation"),
+    ("top logprobs", {"top_logprobs": 21}, "top_logprobs"),
+    ("a tool without a type", {"tools": [SEARCH, {"name": "x"}]}, "tools.1"),
+    ("a hosted tool chosen", {"tools": [{"type": "web_search"}], "tool_choice": {"type": "web_search"}}, "tool_choice"),
     ("nothing said", {"input": []}, "input"),
     ("input of a wrong type", {"input": 5}, "input"),
-    ("a hosted tool", {"tools": [SEARCH, {"type": "web_search"}]}, "tools.1"),
     ("a tool without a name", {"tools": [{"type": "function"}]}, "tools.0.name"),
     ("a bad name", {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
     ("a field that no tool has", {"tools": [SEARCH | {"descripton": "x"}]}, "tools.0.descripton"),
@@ -241,7 +242,6 @@ BAD = [
     ("an item reference", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
     ("an unknown item", {"input": [{"type": "computer_call"}]}, "input.0"),
     ("an unknown role", message(role="tool"), "input.0.role"),
-    ("an image", message(content=[{"type": "input_image", "image_url": "x"}]), "input.0.content.0"),
     (
         "a call without its name",
         {"input": [{"type": "function_call", "call_id": "c", "arguments": ""}]},
@@ -285,3 +285,58 @@ def test_a_chosen_tool_of_a_server_is_found_by_both_names() -> None:
     assert made.tool_choice == {"type": "function", "function": {"name": made.offers[0].name}}
     with pytest.raises(BadRequest, match="not found"):
         run_spec(read_request(body | {"tool_choice": {**chosen, "name": "a_b"}}), around(listings=listings))
+
+
+# --- what other servers take, and what has no effect here ------------------------------------------------------------
+
+
+def test_what_has_no_effect_is_ignored_and_named() -> None:
+    made = spec(
+        temprature=1,
+        truncation="auto",
+        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
+        top_logprobs=3,
+        text={"verbosity": "low"},
+        tools=[SEARCH, {"type": "web_search", "search_context_size": "low"}, {"type": "image_generation"}],
+    )
+    assert made.echo["ignored"] == [
+        "include.message.output_text.logprobs",
+        "temprature",
+        "text.verbosity",
+        "tools.image_generation",
+        "tools.web_search",
+        "top_logprobs",
+        "truncation",
+    ]
+    assert [offer.name for offer in made.offers] == ["search"]
+    assert [tool["name"] for tool in made.echo["tools"]] == ["search"]
+    assert unchanging(made).to_dict()["caesura"] == {"ignored": made.echo["ignored"]}
+
+
+def test_a_request_without_such_fields_names_none() -> None:
+    assert "ignored" not in spec(tools=[SEARCH]).echo
+
+
+def test_the_functions_of_a_namespace_are_offered_by_their_names() -> None:
+    agents = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn"}, SEARCH]}
+    assert [offer.name for offer in spec(tools=[agents]).offers] == ["spawn", "search"]
+    with pytest.raises(BadRequest) as caught:
+        spec(tools=[SEARCH, agents])
+    assert caught.value.param == "tools.1.tools.1.name"
+
+
+def test_a_history_with_an_image_can_be_continued() -> None:
+    seen = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
+    call = {"type": "function_call", "call_id": "c1", "name": "search", "arguments": "{}"}
+    answer = {
+        "type": "function_call_output",
+        "call_id": "c1",
+        "output": [{"type": "input_text", "text": "Here:"}, seen],
+    }
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "What is it?"}, seen]}
+    made = spec(input=[asked, call, answer], tools=[SEARCH])
+    note = "[image left out: this model reads text only]"
+    assert [part["text"] for part in made.messages[0]["content"]] == ["What is it?", note]
+    assert made.messages[-1]["content"] == f"Here:\n{note}"
+    shown = input_items(made, order="asc", limit=10, after=None).to_dict()["data"]
+    assert shown[0]["content"][1]["image_url"] == seen["image_url"]
