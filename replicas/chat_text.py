@@ -20,6 +20,7 @@ from vllm.renderers import merge_kwargs
 from vllm.utils.mistral import is_mistral_tokenizer
 
 from replicas.continuation import Again, CannotRender, Examined, Message, Sample, Tokens, examine, rest_of_prompt
+from replicas.plain_text import PlainText
 from replicas.requests import parse_request
 from replicas.unseen_images import without_images
 
@@ -43,12 +44,22 @@ class ChatText:
             or is_mistral_tokenizer(self._renderer.tokenizer)
             or online.model_config.enable_prompt_embeds
         )
+        self._plain = PlainText(getattr(self._renderer.tokenizer, "all_special_tokens", ()) if self._is_text else ())
         self._lengths = parse_request("chat", {"messages": []}).build_tok_params(online.model_config)
         self._tokens = Tokens(self.ids, *(self._added_and_stops() if self._is_text else ({}, frozenset())))
 
     def legible(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a chat body that this model can read: without images if it sees none."""
         return body if self._online.model_config.is_multimodal_model else without_images(body)
+
+    def make_plain(self, request: Any) -> None:
+        """Escape the special tokens in the messages and the tools of a chat request of vLLM, if its prompt is text."""
+        request.messages = [self._plain.message(message) for message in request.messages]
+        for tool in request.tools or ():
+            function = tool.function
+            function.parameters = self._plain.schema(function.parameters)
+            if function.description is not None:
+                function.description = self._plain.text(function.description)
 
     async def examine(self) -> Examined:
         """Return how the model's own template renders the sample conversations."""

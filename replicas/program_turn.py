@@ -126,6 +126,7 @@ class ProgramTurns:
         """
         _check_fixed(body)
         request = parse_request("chat", {**self._text.legible(dict(body)), **OURS})
+        self._text.make_plain(request)
         attach_program(request, headers, key, identity)
         rendering, known, added = await self._prompt(request, continuation)
         if rendering is PromptMode.CONTINUED:

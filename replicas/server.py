@@ -179,6 +179,8 @@ class ProgramServer(LLMServer):
         try:
             self._of_router.receive(method, body, key, epoch)
             request = parse_request(method, self._text.legible(body) if method == "tokenize" else body)
+            if "messages" in body and method in ("chat", "tokenize"):
+                self._text.make_plain(request)
             attach_program(request, headers, key, identity)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):
