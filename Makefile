@@ -45,6 +45,7 @@ test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a
 clients: $(STAMP) ## install agents and client libraries in .cache, and run a tool loop of each against a real cluster (10 minutes)
 	@PYTHON=$(PYTHON) bash tests/clients/install.sh
 	@$(BIN)/python -m pytest -v -rs tests/clients
+	@cat out/clients.md
 
 faults: $(STAMP) ## inject faults into a real cluster and print a table: expected and measured (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"

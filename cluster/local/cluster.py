@@ -122,6 +122,13 @@ class LocalCluster:
         return f"http://{self.config.http.host}:{self.config.http.port}"
 
     @property
+    def logs(self) -> Path:
+        """Folder of the ingresses', replicas' and controller's logs on this machine. The cluster has to run."""
+        import ray
+
+        return Path("/tmp/ray", ray.get_runtime_context().get_session_name(), "logs", "serve")
+
+    @property
     def metrics_addresses(self) -> list[str]:
         """`host:port` of each node's metrics, for Prometheus. The cluster has to run."""
         import ray
@@ -318,14 +325,10 @@ class LocalCluster:
 
     def _complaints(self, state: Any) -> str:
         """Return Serve's messages about the deployments, and the end of the newest replica's log."""
-        import ray
-
         lines = [
             f"{name}: {deployment.message}" for name, deployment in state.deployments.items() if deployment.message
         ]
-        session = ray.get_runtime_context().get_session_name()
-        logs = Path("/tmp/ray", session, "logs", "serve").glob("replica_*.log")
-        youngest = max(logs, key=lambda path: path.stat().st_mtime, default=None)
+        youngest = max(self.logs.glob("replica_*.log"), key=lambda path: path.stat().st_mtime, default=None)
         if youngest is not None:
             tail = youngest.read_text(errors="replace").splitlines()[-LOG_LINES:]
             lines += [f"the end of {youngest}:", *tail]

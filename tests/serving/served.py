@@ -46,7 +46,7 @@ def served(config: Path) -> Iterator[str]:
             yield cluster.url
         printed = log.read_text(errors="replace")
     assert (cluster.status, cluster.left) == (0, []), printed
-    assert all(step in printed for step in ("Ray", "application", "first answer", "stopped")), printed
+    assert all(step in printed for step in ("Ray", "application", "first answer", "Logs: /", "stopped")), printed
 
 
 @contextmanager

@@ -28,6 +28,7 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
         with LocalCluster(read_config(config, assignments), step=timed_steps(console)) as cluster:
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
+            console.print(f"\nLogs: {cluster.logs}", markup=False, soft_wrap=True)
             while not stopped.wait(timeout=1.0):
                 cluster.check()
     except KeyboardInterrupt:
