@@ -6,6 +6,6 @@ to=.cache/clients
 [ -x "$to/python/bin/pip" ] || "${PYTHON:-python3.11}" -m venv "$to/python"
 "$to/python/bin/pip" --disable-pip-version-check --quiet install \
   langchain==1.5.2 langchain-openai==1.7.4 openai-agents==0.24.0 'pydantic-ai-slim[openai]==2.68.0'
-command -v npm > /dev/null || { echo "make clients: npm is missing, so Codex, OpenCode and the AI SDK are skipped" >&2; exit 0; }
+command -v npm > /dev/null || { echo "make clients: npm is missing, so Claude Code, Codex, OpenCode and the AI SDK are skipped" >&2; exit 0; }
 npm install --prefix "$to" --no-audit --no-fund --loglevel error \
-  node@22 @openai/codex@0.169.0 opencode-ai@1.18.33 ai@7.0.173 @ai-sdk/openai@4.0.118 zod@4.6.7
+  node@22 @anthropic-ai/claude-code@2.1.197 @openai/codex@0.169.0 opencode-ai@1.18.33 ai@7.0.173 @ai-sdk/openai@4.0.118 zod@4.6.7
