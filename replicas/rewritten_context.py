@@ -10,9 +10,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock, get_block_hash
+from vllm.v1.request import Request
 
 MAX_PROGRAMS = 4096
 """Largest number of programs of which it is known whether their outputs return."""
+
+
+def computed_tokens(request: Request) -> int:
+    """Return how many tokens of a turn that has ended have KV."""
+    # The last token was sampled but not computed; an asynchronous engine counts it early.
+    return int(min(request.num_computed_tokens, request.num_tokens - 1))
 
 
 def matching_blocks(blocks: Sequence[KVCacheBlock], hashes: Sequence[BlockHash]) -> int:

@@ -64,7 +64,7 @@ from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
-from replicas.rewritten_context import ReturningOutputs, matching_blocks
+from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
@@ -112,11 +112,8 @@ class AgentScheduler(LoadingScheduler):
         self.forecaster = Forecaster()
         self.cached_prefixes = CachedPrefixes(self.hash_block_size)
         self.returning_outputs = ReturningOutputs(self.hash_block_size)
-        self._one_prefix_cache = (
-            self.kv_cache_manager.enable_caching
-            and len(self.kv_cache_config.kv_cache_groups) == 1
-            and self.hash_block_size == self.block_size
-        )
+        one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and self.hash_block_size == self.block_size
+        self._one_prefix_cache = self.kv_cache_manager.enable_caching and one_group
         self.prefill_scheduling = PrefillScheduling()
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
@@ -332,10 +329,7 @@ class AgentScheduler(LoadingScheduler):
         self.swapping.arrives(request, key, turn.forecast)
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
-        """Release the part of the program's hold that its next prompt has replaced.
-
-        Return whether the prompt contains that of the turn before, as far as is known.
-        """
+        """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
         if not self._one_prefix_cache:
             return True
         keeps = self.returning_outputs.resumes(key, request.block_hashes)
@@ -443,15 +437,10 @@ class AgentScheduler(LoadingScheduler):
     def _decide(self, request: Request, turn: Turn, key: str, record: TurnRecord) -> TurnRecord:
         """Ask the pause policy, and apply its decision. Return the record with the decision."""
         now_s = self._now_s()
-        context_tokens = self._context_tokens(request)
+        context_tokens = computed_tokens(request)
         if self._one_prefix_cache:
-            context_tokens = self.returning_outputs.pauses(
-                key,
-                request.block_hashes,
-                request.num_prompt_tokens,
-                context_tokens,
-                user_answers=record.tools == (USER_REPLY,),
-            )
+            known, by_user = (request.block_hashes, request.num_prompt_tokens), record.tools == (USER_REPLY,)
+            context_tokens = self.returning_outputs.pauses(key, *known, context_tokens, user_answers=by_user)
         pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
@@ -470,12 +459,6 @@ class AgentScheduler(LoadingScheduler):
         self.stats.paused(kv, decision.reason)
         return replace(record, decision=kv, reason=decision.reason, hold_s=hold_s)
 
-    @staticmethod
-    def _context_tokens(request: Request) -> int:
-        """Return how many tokens of a turn that has ended have KV."""
-        # The last token was sampled but not computed; an asynchronous engine counts it early.
-        return int(min(request.num_computed_tokens, request.num_tokens - 1))
-
     def _hold(self, request: Request, key: str, pause: PauseView, decision: Hold) -> float:
         """Hold the blocks of a turn that has ended. Return the length of the hold in seconds."""
         now_s = pause.now_s
@@ -483,7 +466,7 @@ class AgentScheduler(LoadingScheduler):
         origin = HoldOrigin.POLICY if pause.hints.retention_s is None else HoldOrigin.ASKED
         blocks = self.take_blocks(request)
         self.stats.holds_change()
-        if pause.context_tokens < self._context_tokens(request):  # the output will not return in a prompt
+        if pause.context_tokens < computed_tokens(request):  # the output will not return in a prompt
             kept = pause.context_tokens // self.block_size
             self.kv_cache_manager.block_pool.free_blocks(blocks[kept:][::-1])
             blocks = blocks[:kept]

@@ -13,17 +13,15 @@ prevails. Everything else is as for any model: the scheduler, sampling, the tool
 import json
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer
+from vllm.config import VllmConfig
 from vllm.v1.sample.logits_processor import BatchUpdate, LogitsProcessor, MoveDirectionality
 
 from replicas.tiny.model import END, START
 from replicas.tiny.tool_arguments import arguments_of
-
-if TYPE_CHECKING:
-    from vllm.config import VllmConfig
 
 CALLS = 3
 """Number of tool results after the user's last message at which the model stops calling tools."""
@@ -99,7 +97,7 @@ def _tokenizer(file: str) -> Tokenizer:
 class ToolLoop(LogitsProcessor):
     """vLLM's logits processor for `Script`; see the module."""
 
-    def __init__(self, vllm_config: "VllmConfig", device: torch.device, is_pin_memory: bool) -> None:
+    def __init__(self, vllm_config: VllmConfig, device: torch.device, is_pin_memory: bool) -> None:
         self._tokenizer = _tokenizer(f"{vllm_config.model_config.model}/tokenizer.json")
         self._scripts: dict[int, Script] = {}
 
