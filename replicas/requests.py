@@ -22,11 +22,13 @@ from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.api.validation import validated
-from cluster.core.errors import BadRequest, HttpError, Overloaded, ReplicaLost
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, HttpError, Overloaded, ReplicaLost
 from cluster.core.program import WIRE_KEY
 
 ERROR_EVENT = b'data: {"error"'
 RETRY_AFTER_S = 1
+_TOO_LONG = ("maximum context length", "maximum model length")
+"""Parts of vLLM's messages about a prompt that does not fit into the context window."""
 OVERLOAD_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
 
 
@@ -93,7 +95,7 @@ def as_refusal(error: Exception) -> HttpError:
         case VLLMClientError():
             # str() of it quotes the whole value at fault, which may be the prompt.
             message = str(error.args[0]) if error.args else "the request is not valid"
-            return BadRequest(message, param=getattr(error, "parameter", None))
+            return BadRequest(message, param=getattr(error, "parameter", None), code=_code(message))
     return of_response(create_error_response(error))
 
 
@@ -104,7 +106,12 @@ def of_response(answer: ErrorResponse) -> HttpError:
         return Overloaded(refusal.message, status=refusal.code, retry_after_s=RETRY_AFTER_S)
     if refusal.code >= HTTPStatus.INTERNAL_SERVER_ERROR:
         return HttpError("internal error", status=refusal.code, code="internal_error")
-    return BadRequest(refusal.message, status=refusal.code, param=refusal.param)
+    return BadRequest(refusal.message, status=refusal.code, param=refusal.param, code=_code(refusal.message))
+
+
+def _code(message: str) -> str | None:
+    """Return the code that clients know, by which they shorten their history; None: the error has none."""
+    return CONTEXT_LENGTH_EXCEEDED if any(part in message for part in _TOO_LONG) else None
 
 
 def of_first_event(event: bytes) -> HttpError | None:

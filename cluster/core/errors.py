@@ -175,6 +175,10 @@ class HttpError(CaesuraError):
         self.retry_after_s = retry_after_s
 
 
+CONTEXT_LENGTH_EXCEEDED = "context_length_exceeded"
+"""Code of the error of a prompt that does not fit into the context window. Agents then shorten their history."""
+
+
 class BadRequest(HttpError):
     """The client's request is invalid."""
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from cluster.core.clock import Clock
-from cluster.core.errors import HttpError, Overloaded, RunLeaseLost
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, HttpError, Overloaded, RunLeaseLost
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import Outcome, ToolCall, ToolResult, split_complete
 from cluster.core.turn import (
@@ -380,6 +380,7 @@ def _answer(call: Call, result: ToolResult) -> ToolAnswer:
 def _fault(error: BaseException) -> Fault:
     if isinstance(error, HttpError):
         code = "invalid_prompt" if error.status < 500 else "server_error"
+        code = CONTEXT_LENGTH_EXCEEDED if error.code == CONTEXT_LENGTH_EXCEEDED else code
         return Fault(code, error.message, error.status, error.param)
     logger.error("a run failed", exc_info=error)
     return Fault("server_error", "internal error")

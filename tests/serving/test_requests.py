@@ -73,3 +73,20 @@ def test_vllms_error_body_keeps_its_status_and_param() -> None:
     assert (refusal.status, refusal.param, refusal.type) == (400, "prompt", "invalid_request_error")
     broken = of_response(ErrorResponse(error=ErrorInfo(message="secret", type="InternalServerError", code=500)))
     assert (broken.status, broken.type, broken.message) == (500, "server_error", "internal error")
+
+
+@pytest.mark.parametrize(
+    ("message", "code"),
+    [
+        ("This model's maximum context length is 100 tokens. However, you requested 60.", "context_length_exceeded"),
+        (
+            "The prompt (length 90) is longer than the maximum model length of 80. Make it shorter.",
+            "context_length_exceeded",
+        ),
+        ("temperature must be in [0, 2]", None),
+    ],
+)
+def test_a_prompt_that_does_not_fit_has_the_code_that_agents_know(message, code) -> None:
+    assert as_refusal(vllm.exceptions.VLLMValidationError(message)).code == code
+    answer = ErrorResponse(error=ErrorInfo(message=message, type="BadRequestError", code=400))
+    assert of_response(answer).code == code

@@ -20,7 +20,7 @@ from cluster.api.openai import (
     error_response,
     retry_headers,
 )
-from cluster.core.errors import BadRequest, HttpError
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, HttpError
 
 MESSAGES = MESSAGE_PATHS["create_message"]
 
@@ -29,7 +29,6 @@ BETA_HEADER = "anthropic-beta"
 ANTHROPIC_REQUEST_ID = "request-id"
 """The header in which Anthropic's clients look for the id of a request."""
 
-TOO_LONG = "context_length_exceeded"
 
 FIELDS = {
     "max_completion_tokens": "max_tokens",
@@ -78,7 +77,7 @@ def in_anthropics_words(error: HttpError) -> HttpError:
             f"input length and `max_tokens` exceed context limit: {prompt} + {output} > {window}, "
             "decrease input length or `max_tokens` and try again"
         )
-    return BadRequest(message, param="messages", code=error.code or TOO_LONG)
+    return BadRequest(message, param="messages", code=error.code or CONTEXT_LENGTH_EXCEEDED)
 
 
 def is_messages(path: str) -> bool:
