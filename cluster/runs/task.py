@@ -1,8 +1,7 @@
 """Works on one run: it determines the next step, does it, and records the result, until the run has ended.
 
-No step has an effect before its intent is in the log: a tool is not run, and a turn's text is not used. The run's
-limits bound the time of turns and tools. A failure is retried where that is harmless, and otherwise becomes the run's
-outcome.
+No step is taken before its intent is in the log. The run's limits bound the time of turns and tools. A failure is
+retried where that is harmless, and otherwise becomes the run's outcome.
 """
 
 import asyncio
@@ -219,6 +218,7 @@ class RunTask:
     async def _turn(self, todo: AskTurn) -> None:
         self._record(TurnIntent(todo.turn, todo.attempt))
         self._watched.turn()
+        await self.journal.flush()
         while True:
             try:
                 await self._ask(todo)
@@ -243,8 +243,6 @@ class RunTask:
         )
         async with aclosing(pieces):  # type: ignore[type-var]
             async for piece in pieces:
-                if turn.is_new:  # the replica has begun meanwhile: a turn's text is its only effect
-                    await self.journal.flush()
                 if isinstance(piece, HttpError):
                     raise piece
                 if (news := turn.take(piece)) is not None:
@@ -457,11 +455,6 @@ class TurnText:
         if not (piece.content or piece.reasoning or piece.calls):
             return None
         return Generated(self._number, piece.content, piece.reasoning, piece.calls)
-
-    @property
-    def is_new(self) -> bool:
-        """Whether no piece has been processed."""
-        return self._began is None
 
     @property
     def tokens(self) -> int:
