@@ -17,6 +17,7 @@ import httpx
 import pytest
 import yaml
 
+from cluster.core.program import USER_REPLY
 from replicas.tiny.tool_loop import ANSWER, CALLS
 from tests.docs.pages import DOCS, FENCE, ROOT
 from tests.serving.served import served
@@ -105,7 +106,7 @@ def looped(client: str, url: str, session: str) -> Row:
     story = httpx.get(f"{url}/v1/programs/{session}", timeout=30).json()
     turns = story["turns"][-CALLS - 1 :]
     assert len(turns) > CALLS, json.dumps(story, indent=1)
-    assert all(turn["tools"] for turn in turns[:-1]), turns
+    assert [turn["tools"] == [USER_REPLY] for turn in turns] == [False] * CALLS + [True], turns
     reused = [after["cached_tokens"] / before["prompt_tokens"] for before, after in pairwise(turns)]
     # At least the last block, of 32 tokens, is computed again; a library's first prompt has six blocks.
     short = [max(0.0, 1 - 64 / before["prompt_tokens"]) for before in turns]
