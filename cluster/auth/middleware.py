@@ -146,5 +146,7 @@ def _single_value(scope: Scope, header: bytes) -> str:
 
 
 def _without_keys(scope: Scope, caller: Caller) -> Scope:
-    kept = [header for header in scope["headers"] if header[0] not in KEY_HEADERS]
-    return {**scope, "headers": kept, CALLER: caller}
+    """Remove the keys, and add the caller. The scope stays the same: outer middleware reads the route."""
+    scope["headers"] = [header for header in scope["headers"] if header[0] not in KEY_HEADERS]
+    scope[CALLER] = caller
+    return scope

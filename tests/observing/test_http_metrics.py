@@ -9,7 +9,9 @@ from fastapi import FastAPI
 from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, StreamingResponse
 
+from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
+from cluster.http.ingress import application
 from cluster.observing.catalogue import HTTP_REQUEST_S
 from cluster.observing.http_metrics import HttpMetrics
 from cluster.observing.meter import Meter
@@ -64,3 +66,14 @@ async def test_a_request_without_an_answer_counts_too(recorded: Recorded) -> Non
         with pytest.raises(asyncio.CancelledError):
             await client.get("/broken")
     assert recorded.of(HTTP_REQUEST_S) == {("/broken", "none"): 5.0}
+
+
+async def test_the_route_is_seen_through_the_ingress_s_own_middleware(recorded: Recorded) -> None:
+    async def handler() -> JSONResponse:
+        return JSONResponse({})
+
+    transport = httpx.ASGITransport(application(CaesuraConfig(), lambda name: handler))
+    async with httpx.AsyncClient(transport=transport, base_url="http://ingress") as client:
+        await client.get("/health")
+        await client.get("/unknown")
+    assert set(recorded.series(HTTP_REQUEST_S)) == {("/health", "200"), ("none", "404")}

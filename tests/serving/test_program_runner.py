@@ -125,11 +125,12 @@ def test_a_chat_completion_may_ask_for_the_loop(client: httpx.Client) -> None:
         "max_turns": 3,
         "max_tokens": 400,
     }
+    theirs = {"type": "function", "function": {"name": "weather"}, "server_side": False}
     answer = client.post("/v1/chat/completions", json=body).json()
     assert answer["object"] == "chat.completion", answer
     assert answer["caesura"]["turns"] == 3
     assert answer["caesura"]["tool_calls"] >= 2
-    refused = client.post("/v1/chat/completions", json={**body, "tools": [tool, {**tool, "server_side": False}]})
+    refused = client.post("/v1/chat/completions", json={**body, "tools": [tool, theirs]})
     assert refused.json()["error"]["param"] == "tools.1"
     streamed = client.post(
         "/v1/chat/completions", json={**body, "stream": True, "stream_options": {"include_usage": True}}

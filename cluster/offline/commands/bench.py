@@ -8,14 +8,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from cluster.offline.commands._common import Outputs
+from cluster.offline.commands._common import DEFAULT_URL, Outputs, Url
 
 if TYPE_CHECKING:  # for its type alone: importing it would take 0.4 s at each start of `caesura`
     from cluster.offline.bench.settings import BenchSettings
 
 
 def bench(
-    url: Annotated[str, typer.Option(help="The server.")] = "http://127.0.0.1:8000",
+    url: Url = DEFAULT_URL,
     model: Annotated[str | None, typer.Option(help="Default: the first one that the server lists.")] = None,
     trace: Annotated[Path | None, typer.Option(help="Programs to replay: .jsonl or .jsonl.gz.")] = None,
     workload: Annotated[str, typer.Option(help="Built-in programs, without --trace.")] = "infercept",
