@@ -112,7 +112,9 @@ def test_a_named_tool_is_called(client: httpx.Client) -> None:
 
 def test_the_openai_client_streams_with_tools(client: httpx.Client) -> None:
     with openai.OpenAI(base_url=str(client.base_url.join("/v1")), api_key="none", max_retries=0) as unchanged:
-        stream = unchanged.chat.completions.create(**chat(tools=[TOOL], tool_choice=NAMED, max_tokens=200), stream=True)
+        # Greedy: of random texts, xgrammar lets a few through that have control characters, which is no valid JSON.
+        asked = chat(tools=[TOOL], tool_choice=NAMED, max_tokens=200, temperature=0.0)
+        stream = unchanged.chat.completions.create(**asked, stream=True)
         deltas = [chunk.choices[0].delta for chunk in stream if chunk.choices]
         calls = [call for delta in deltas for call in delta.tool_calls or []]
         assert calls[0].function.name == "weather"
