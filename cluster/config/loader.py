@@ -6,6 +6,7 @@ a line.
 """
 
 import difflib
+import os
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -143,6 +144,15 @@ def load_config(
     except ValidationError as error:
         raise ConfigError("\n".join(_complaints(error, layers))) from None
     return _with_paths(config, layers, path)
+
+
+def read_config(file: Path | None, assignments: list[str] | None) -> CaesuraConfig:
+    """Read the configuration of a command from the file, then from CAESURA__ variables, then from --set.
+
+    Raises:
+        ConfigError: a value is invalid; the message has one line for each error.
+    """
+    return load_config(file, os.environ, dict(parse_assignment(text) for text in assignments or ()))
 
 
 def parse_assignment(text: str) -> tuple[str, Any]:

@@ -82,7 +82,7 @@ class NullPredictions:
         """Do nothing: there are no background loops."""
 
     async def aclose(self) -> None:
-        """Stop nothing."""
+        """Do nothing: there is no predictor to stop."""
 
     def view(self) -> dict[str, Any]:
         """Return the state for operators."""

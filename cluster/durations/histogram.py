@@ -48,7 +48,7 @@ class LogHistogram:
         self._ranked: tuple[list[float], list[int]] | None = None
 
     def add(self, seconds: float) -> None:
-        """Add one duration."""
+        """Count a duration, in seconds. Beyond the exact ones, only its bin is kept."""
         self.count += 1
         self._ranked = None
         if self._bins:

@@ -89,7 +89,7 @@ class Part(Protocol):
         ...
 
     async def aclose(self) -> None:
-        """Stop the component."""
+        """Stop its background loops and close its connections. No request uses it any more."""
         ...
 
 

@@ -385,6 +385,8 @@ def read_request(body: Mapping[str, Any]) -> CreateResponse:
         BadRequest: a field is not valid. ``param`` names it.
     """
     request = validated(CreateResponse, body)
+    if sum(1 for _ in request.functions) > MAX_TOOLS:
+        raise BadRequest(f"tools: at most {MAX_TOOLS} functions and servers, with those of namespaces", param="tools")
     if request.background and request.store is False:
         raise BadRequest("background: a response that is not stored cannot run in the background", param="background")
     if request.previous_response_id is None and not request.input:

@@ -325,6 +325,23 @@ def test_the_functions_of_a_namespace_are_offered_by_their_names() -> None:
     assert caught.value.param == "tools.1.tools.1.name"
 
 
+def test_the_bound_on_tools_counts_the_functions_of_namespaces() -> None:
+    def spaces(number: int) -> list[dict[str, object]]:
+        return [
+            {
+                "type": "namespace",
+                "name": f"n{n}",
+                "tools": [{"type": "function", "name": f"f{n}_{i}"} for i in range(32)],
+            }
+            for n in range(number)
+        ]
+
+    assert len(spec(tools=spaces(4)).offers) == 128
+    with pytest.raises(BadRequest) as caught:
+        spec(tools=[*spaces(4), SEARCH])
+    assert caught.value.param == "tools"
+
+
 def test_a_history_with_an_image_can_be_continued() -> None:
     seen = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
     call = {"type": "function_call", "call_id": "c1", "name": "search", "arguments": "{}"}

@@ -10,18 +10,10 @@ import pytest
 from openresponses_types import ResponseResource
 from pydantic import BaseModel
 
+from tests.serving.test_responses import WEATHER
+
 pytestmark = pytest.mark.cluster
 
-WEATHER = {
-    "type": "function",
-    "name": "weather",
-    "parameters": {
-        "type": "object",
-        "properties": {"city": {"type": "string", "enum": ["Oslo", "Rome"]}},
-        "required": ["city"],
-        "additionalProperties": False,
-    },
-}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,iVBORw0KGgo="}
 SAID = [
     {"type": "message", "role": "user", "content": "My name is Ada."},

@@ -47,7 +47,7 @@ class UrlData(Part):
 
 
 class ImageBlock(Cacheable):
-    """An image."""
+    """An image of the user or of a tool. A model that sees none gets a text in its place."""
 
     type: Literal["image"]
     source: Annotated[InlineData | UrlData, Field(discriminator="type")]

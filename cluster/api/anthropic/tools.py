@@ -67,6 +67,16 @@ _STRING = {"type": "string"}
 _INTEGER = {"type": "integer"}
 _RANGE = {"type": "array", "items": _INTEGER, "minItems": 2, "maxItems": 2}
 _EDITS = {"enum": ["view", "create", "str_replace", "insert"]}
+_EDITED: Mapping[str, Mapping[str, Any]] = {
+    "path": _STRING,
+    "view_range": _RANGE,
+    "file_text": _STRING,
+    "old_str": _STRING,
+    "new_str": _STRING,
+    "insert_line": _INTEGER,
+    "insert_text": _STRING,
+}
+"""Properties of an edit of a file, by the text editor and by the memory."""
 _MEMORY = {"enum": ["view", "create", "str_replace", "insert", "delete", "rename"]}
 
 CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
@@ -79,13 +89,7 @@ CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         _object(
             ("command", "path"),
             command=_EDITS,
-            path=_STRING,
-            view_range=_RANGE,
-            file_text=_STRING,
-            old_str=_STRING,
-            new_str=_STRING,
-            insert_line=_INTEGER,
-            insert_text=_STRING,
+            **_EDITED,
         ),
     ),
     "memory_": (
@@ -93,13 +97,7 @@ CLIENT_TOOLS: Mapping[str, tuple[str, dict[str, Any]]] = {
         _object(
             ("command",),
             command=_MEMORY,
-            path=_STRING,
-            view_range=_RANGE,
-            file_text=_STRING,
-            old_str=_STRING,
-            new_str=_STRING,
-            insert_line=_INTEGER,
-            insert_text=_STRING,
+            **_EDITED,
             old_path=_STRING,
             new_path=_STRING,
         ),

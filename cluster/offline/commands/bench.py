@@ -1,17 +1,13 @@
 """`caesura bench`: replay agent programs against a running server, and compare policies."""
 
-import asyncio
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster.offline.commands._common import DEFAULT_URL, Outputs, Url
-
-if TYPE_CHECKING:  # for its type alone: importing it would take 0.4 s at each start of `caesura`
-    from cluster.offline.bench.settings import BenchSettings
 
 
 def bench(
@@ -48,6 +44,7 @@ def bench(
 ) -> None:
     """Replay agent programs in an open loop: goodput, latencies and cache use, policy by policy."""
     from cluster.core.slo import Slo
+    from cluster.offline.bench.session import run_in_terminal
     from cluster.offline.bench.settings import BenchSettings
     from cluster.offline.bench.workload import Shaping
 
@@ -74,29 +71,5 @@ def bench(
         command=shlex.join(["caesura", *sys.argv[1:]]),
         record=record is not None,
     )
-    _run(settings, Outputs(json, record, plots), verbose=verbose, quiet=quiet)
-
-
-def _run(settings: "BenchSettings", outputs: Outputs, *, verbose: bool, quiet: bool) -> None:
-    from rich.console import Console
-
-    from cluster.offline.bench.record import bench_lines, write
-    from cluster.offline.bench.runner import run_bench
-    from cluster.offline.bench.tables import print_report, write_json_lines
-    from cluster.offline.bench.terminal import RunProgress
-
-    outputs.check()
-    console = Console(quiet=quiet)
-    with RunProgress(settings.blocks, quiet=quiet) as progress:
-        result = asyncio.run(run_bench(settings, progress))
-    print_report(result, console, verbose=verbose)
-    if outputs.json_lines is not None:
-        write_json_lines(result, outputs.json_lines)
-    if outputs.record is not None:
-        write(bench_lines(result), outputs.record)
-    if outputs.plots is not None:
-        from cluster.offline.report.plots import write_plots
-        from cluster.offline.report.reading import Runs, runs_of
-
-        for path in write_plots(Runs(runs_of(bench_lines(result))), outputs.plots):
-            console.print(f"Wrote {path}", markup=False, highlight=False, soft_wrap=True)
+    Outputs(json, record, plots).check()
+    run_in_terminal(settings, json_lines=json, record=record, plots=plots, verbose=verbose, quiet=quiet)

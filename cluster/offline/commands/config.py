@@ -1,17 +1,13 @@
 """`caesura config` and `caesura keys`: show, check and describe the configuration, and make and check API keys."""
 
 import json
-import os
 from collections import Counter
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from cluster.core.errors import ConfigError
-
-if TYPE_CHECKING:  # for its type alone: importing it would take 0.4 s at each start of `caesura`
-    from cluster.config.schema import CaesuraConfig
 
 app = typer.Typer(no_args_is_help=True, help="Show, check or describe the configuration.")
 
@@ -25,21 +21,10 @@ Assignments = Annotated[
 ]
 
 
-def read_config(file: Path | None, assignments: list[str] | None) -> "CaesuraConfig":
-    """Read the configuration of a command from the file, then from CAESURA__ variables, then from --set.
-
-    Raises:
-        ConfigError: a value is invalid; the message has one line for each error.
-    """
-    from cluster.config.loader import load_config, parse_assignment
-
-    return load_config(file, os.environ, dict(parse_assignment(text) for text in assignments or ()))
-
-
 @app.command()
 def show(config: ConfigFile = None, assignments: Assignments = None) -> None:
     """Print the configuration in effect as YAML, every default filled in."""
-    from cluster.config.loader import dump_config
+    from cluster.config.loader import dump_config, read_config
 
     typer.echo(dump_config(read_config(config, assignments)), nl=False)
 
@@ -47,7 +32,7 @@ def show(config: ConfigFile = None, assignments: Assignments = None) -> None:
 @app.command()
 def check(config: ConfigFile = None, assignments: Assignments = None) -> None:
     """Tell whether the configuration can be used; exit status 2 if not."""
-    from cluster.config.loader import BUILT_IN
+    from cluster.config.loader import BUILT_IN, read_config
 
     name = BUILT_IN if config is None else str(config)
     engine = read_config(config, assignments).engine

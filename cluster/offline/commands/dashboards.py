@@ -2,12 +2,9 @@
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
-
-if TYPE_CHECKING:  # for its type alone: its packages belong to the extra `dashboards`, which may not be installed
-    from cluster.offline.dashboards.push import GrafanaFolder
 
 app = typer.Typer(no_args_is_help=True)
 
@@ -59,10 +56,10 @@ def push(
 ) -> None:
     """Make a Grafana's dashboards equal to ours. A second run changes nothing."""
     from cluster.offline.dashboards.boards import BOARDS
-    from cluster.offline.dashboards.push import GrafanaRefused
+    from cluster.offline.dashboards.push import GrafanaFolder, GrafanaRefused
 
     try:
-        for difference in _folder(url, token, user, folder).push(BOARDS):
+        for difference in GrafanaFolder.at(url, _credentials(token, user), folder).push(BOARDS):
             typer.echo(f"{difference.change:<9} {difference.board.title}")
     except GrafanaRefused as error:
         _refuse(error)
@@ -72,10 +69,10 @@ def push(
 def diff(url: Url, token: Token = None, user: User = None) -> None:
     """Show how a Grafana's dashboards differ from ours; exit status 1 if they do."""
     from cluster.offline.dashboards.boards import BOARDS
-    from cluster.offline.dashboards.push import Change, GrafanaRefused
+    from cluster.offline.dashboards.push import Change, GrafanaFolder, GrafanaRefused
 
     try:
-        differences = _folder(url, token, user, "").differences(BOARDS)
+        differences = GrafanaFolder.at(url, _credentials(token, user), "").differences(BOARDS)
     except GrafanaRefused as error:
         _refuse(error)
     for difference in differences:
@@ -86,17 +83,15 @@ def diff(url: Url, token: Token = None, user: User = None) -> None:
         raise typer.Exit(DIFFERENT)
 
 
-def _folder(url: str, token: str | None, user: str | None, folder: str) -> "GrafanaFolder":
-    from cluster.offline.dashboards.push import GrafanaFolder
-
+def _credentials(token: str | None, user: str | None) -> str | tuple[str, str] | None:
     if token is not None and user is not None:
         raise typer.BadParameter("give a token or a user, not both")
     if user is None:
-        return GrafanaFolder.at(url, token, folder)
+        return token
     name, colon, password = user.partition(":")
     if not colon:
         raise typer.BadParameter("--user has to be NAME:PASSWORD")
-    return GrafanaFolder.at(url, (name, password), folder)
+    return name, password
 
 
 def _refuse(error: Exception) -> NoReturn:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from cluster.core.errors import ConfigError
-from cluster.offline.commands.config import Assignments, ConfigFile, read_config
+from cluster.offline.commands.config import Assignments, ConfigFile
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -30,6 +30,7 @@ def profile(
     """Measure the configured engine on this machine: step times, KV memory, host link; save a cost model."""
     from rich.console import Console
 
+    from cluster.config.loader import read_config
     from cluster.offline.bench.terminal import print_table
 
     settings = read_config(config, assignments)

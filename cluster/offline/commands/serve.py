@@ -9,13 +9,14 @@ import typer
 
 from cluster.core.clock import MonotonicClock
 from cluster.offline.commands._common import timed_steps
-from cluster.offline.commands.config import Assignments, ConfigFile, read_config
+from cluster.offline.commands.config import Assignments, ConfigFile
 
 
 def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
     """Serve a model on this machine, in the foreground, until Ctrl-C."""
     from rich.console import Console
 
+    from cluster.config.loader import read_config
     from cluster.local.cluster import ClusterFailed, LocalCluster, StartFailed
 
     console = Console(highlight=False)
