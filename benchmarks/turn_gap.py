@@ -73,7 +73,7 @@ async def on_the_server(http: aiohttp.ClientSession, url: str, program: str, tur
     }
     async with http.post(f"{url}/v1/responses", json=body, headers={"x-session-id": program}) as response:
         told = await response.json()
-    calls = sum(item["type"] == "function_call_output" for item in told.get("output", ()))
+    calls = sum(item["type"] == "mcp_call" and item["status"] == "completed" for item in told.get("output", ()))
     if calls < turns:
         raise RuntimeError(f"{calls} of {turns} tools were called: {json.dumps(told)[:1000]}")
 

@@ -141,6 +141,16 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the tool's MCP server declares that the tool changes nothing (`readOnlyHint`)."""
 
     @property
+    def label(self) -> str:
+        """The name of the tool's server, as clients are told: the MCP server, or the tool itself if it has none."""
+        return self.server or self.owner or self.name
+
+    @property
+    def own_name(self) -> str:
+        """The tool's name at its server."""
+        return self.server_tool or self.name
+
+    @property
     def description(self) -> str:
         """The description for the model; empty if there is none."""
         return self.function.get("description") or ""

@@ -27,7 +27,7 @@ from cluster.responses.input_items import (
     error_text,
     text_of,
 )
-from cluster.responses.output import approval_request_id, is_approval_request_id
+from cluster.responses.output import CLUSTER_LABEL, approval_request_id, is_approval_request_id
 from cluster.runs.events import Call, Prior
 from cluster.runs.state import RunState, conversation, late_message, runs_here
 
@@ -147,7 +147,7 @@ class Conversation:
         self.approval_ids: list[str] = []
         """Ids of the approval requests of approved calls that were found here, in their order."""
         self._given = given
-        self._names = {(offer.server, offer.server_tool): offer.name for offer in offers}
+        self._names = {(offer.label, offer.own_name): offer.name for offer in offers}
         self._turn: _Turn | None = None
         self._settled: set[str] = set()
 
@@ -205,6 +205,8 @@ class Conversation:
     def _name(self, item: McpCall | McpApprovalRequest) -> str:
         """Return the name of the tool for the model, as it is offered now."""
         known = self._names.get((item.server_label, item.name))
+        if known is None and item.server_label in (item.name, CLUSTER_LABEL):
+            return item.name
         return known or server_tool_name(item.server_label, item.name)
 
     def _consent(self, item: McpApprovalRequest, name: str) -> ChatMessage | None:

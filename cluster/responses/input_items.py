@@ -16,6 +16,8 @@ from cluster.runs.events import RunSpec
 ENDED = "The call was ended before the tool answered."
 
 MAX_CALL_ID_LENGTH = 256
+MAX_CALLED_NAME_LENGTH = 4096
+"""A model may call a tool that does not exist, by any name."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
@@ -140,7 +142,7 @@ class McpCall(_Item):
 
     type: Literal["mcp_call"]
     server_label: Label
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(min_length=1, max_length=MAX_CALLED_NAME_LENGTH)
     arguments: str
     output: str | None = None
     error: Any = None

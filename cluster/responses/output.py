@@ -9,7 +9,6 @@ from typing import Literal
 
 from openai.types.responses import (
     ResponseFunctionToolCall,
-    ResponseFunctionToolCallOutputItem,
     ResponseOutputItem,
     ResponseOutputMessage,
     ResponseOutputText,
@@ -59,8 +58,8 @@ _APPROVAL_REQUEST_ID = re.compile(r"mcpr_[0-9a-f]{32}_t\d{1,9}c\d{1,9}")
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
-ANSWERED = frozenset({Outcome.OK, Outcome.ERROR})
-"""Outcomes of a tool that ran to its end."""
+CLUSTER_LABEL = "caesura"
+"""The server label of a call of a tool that does not exist, which the cluster answers with an error."""
 
 
 @dataclass(slots=True)
@@ -106,7 +105,7 @@ class ReasoningItem:
 
 @dataclass(slots=True)
 class FunctionCallItem:
-    """A call of the caller's function, or of a registered tool."""
+    """A call of the caller's function."""
 
     id: str
     index: int
@@ -130,7 +129,7 @@ class FunctionCallItem:
 
 @dataclass(slots=True)
 class McpCallItem:
-    """A call of a server that the request brought, and its answer."""
+    """A call that the cluster runs, and its answer. No client takes it for one of its own to run."""
 
     id: str
     index: int
@@ -184,27 +183,13 @@ CallItem = FunctionCallItem | McpCallItem
 Item = TextItem | CallItem | WholeItem
 
 
-def function_output(item_id: str, call_id: str, answer: ToolAnswer) -> ResponseOutputItem:
-    """Return the answer of a registered tool.
-
-    An asynchronous tool has two: that it was started, and its final answer.
-    """
-    if answer.outcome == Outcome.STARTED:
-        status: ItemStatus = "in_progress"
-    else:
-        status = "completed" if answer.outcome in ANSWERED else "incomplete"
-    return ResponseFunctionToolCallOutputItem(
-        id=item_id, type="function_call_output", call_id=call_id, output=answer.text, status=status
-    )
-
-
 def approval_request(item_id: str, offer: ToolOffer, call: Call) -> ResponseOutputItem:
     """Return the item of a call that waits for approval."""
     return McpApprovalRequest(
         id=item_id,
         type="mcp_approval_request",
-        server_label=offer.server or offer.name,
-        name=offer.server_tool or offer.name,
+        server_label=offer.label,
+        name=offer.own_name,
         arguments=call.arguments,
     )
 
@@ -213,7 +198,7 @@ def tool_list(item_id: str, label: str, offers: tuple[ToolOffer, ...]) -> McpLis
     """Return the item with the tools of a server that the model may call."""
     tools = [
         McpListToolsTool(
-            name=offer.server_tool or offer.name,
+            name=offer.own_name,
             description=offer.function.get("description"),
             input_schema=offer.function.get("parameters", {}),
         )

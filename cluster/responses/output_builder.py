@@ -30,6 +30,7 @@ from openai.types.responses.response_output_item import McpListTools
 from cluster.core.tools import Outcome, ToolOffer
 from cluster.core.turn import CallDelta
 from cluster.responses.output import (
+    CLUSTER_LABEL,
     CallItem,
     FunctionCallItem,
     Item,
@@ -41,11 +42,11 @@ from cluster.responses.output import (
     WholeItem,
     approval_request,
     approval_request_id,
-    function_output,
     output_item_id,
     tool_list,
 )
 from cluster.runs.events import Call, ToolAnswer, TurnResult
+from cluster.runs.state import is_ours
 
 Place = tuple[int, int]
 
@@ -219,29 +220,26 @@ class OutputBuilder:
     def answered(self, answer: ToolAnswer) -> None:
         """Add the answer of a tool that the cluster ran."""
         item = self._calls[answer.place]
-        if isinstance(item, FunctionCallItem):
-            output_id = self._next_id("fco")
-            output = function_output(output_id, item.call_id, answer)
-            self._add_whole(WholeItem(output_id, len(self._items), output))
-        elif answer.outcome != Outcome.STARTED:
-            item.take(answer)
-            if item.status == "completed":
-                self._emit_at(item, ResponseMcpCallCompletedEvent, "mcp_call.completed")
-            else:
-                self._emit_at(item, ResponseMcpCallFailedEvent, "mcp_call.failed")
-            self._done(item)
+        if answer.outcome == Outcome.STARTED or not isinstance(item, McpCallItem):
+            return  # the final answer of an asynchronous tool completes the item
+        item.take(answer)
+        if item.status == "completed":
+            self._emit_at(item, ResponseMcpCallCompletedEvent, "mcp_call.completed")
+        else:
+            self._emit_at(item, ResponseMcpCallFailedEvent, "mcp_call.failed")
+        self._done(item)
 
     def _begin_call(self, place: Place, call_id: str, name: str) -> CallItem:
         self._end_text("completed")
         offer = self._by_name.get(name)
         index = len(self._items)
         item: CallItem
-        if offer is None or offer.server is None:
-            item = FunctionCallItem(self._next_id("fc"), index, call_id, name)
-        else:
+        if is_ours(offer, self._offers):
             answers = self._approvals[place[1]] if place[0] == 0 and place[1] < len(self._approvals) else None
-            tool = offer.server_tool or name
-            item = McpCallItem(self._next_id("mcp"), index, call_id, name, offer.server, tool, answers)
+            label, tool = (CLUSTER_LABEL, name) if offer is None else (offer.label, offer.own_name)
+            item = McpCallItem(self._next_id("mcp"), index, call_id, name, label, tool, answers)
+        else:
+            item = FunctionCallItem(self._next_id("fc"), index, call_id, name)
         self._calls[place] = item
         if place[0]:  # an approved call belongs to no turn of this run
             self._attempt.append(item)

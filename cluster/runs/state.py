@@ -306,9 +306,18 @@ def runs_here(state: RunState, call: Call) -> bool:
     if call.turn == 0:
         return True
     offer = state.offer(call.name)
-    if offer is None:
-        return any(offer.here for offer in state.spec.offers)
-    return offer.here and not offer.approval
+    return is_ours(offer, state.spec.offers) and (offer is None or not offer.approval)
+
+
+def is_ours(offer: ToolOffer | None, offers: Iterable[ToolOffer]) -> bool:
+    """Return whether calls of a tool are the cluster's to answer and not the client's.
+
+    Args:
+        offer: the tool; None: the model called a tool that does not exist. The cluster then says so, if it runs tools
+            for this request at all.
+        offers: all tools of the request.
+    """
+    return any(one.here for one in offers) if offer is None else offer.here
 
 
 def _ask(state: RunState) -> Next:

@@ -21,7 +21,7 @@ GONE, LONG_GONE = 6, 24
 """Clients that go away."""
 ASKED_TOKENS = 3500
 """Of each answer; its client leaves after the first."""
-CALLED = "response.function_call_arguments.done"
+CALLED = "response.mcp_call_arguments.done"
 TOLD_WITHIN_S = 30.0
 
 

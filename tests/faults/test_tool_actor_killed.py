@@ -14,6 +14,7 @@ import pytest
 from tests.faults.promises import Promised
 from tests.faults.stand import TOOLS, Stand, until
 from tests.faults.under_load import clients, completion, lost, run, stream
+from tests.serving.program_requests import answer
 from tests.serving.tool_site import ToolSite
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -34,9 +35,7 @@ async def items(client: httpx.AsyncClient, body: dict[str, Any]) -> AsyncIterato
 
 async def answers(client: httpx.AsyncClient, body: dict[str, Any]) -> list[tuple[float, str]]:
     """What each tool call of a response was told, and when."""
-    return [
-        (at_s, item["output"]) async for at_s, item in items(client, body) if item["type"] == "function_call_output"
-    ]
+    return [(at_s, answer(item)) async for at_s, item in items(client, body) if item["type"] == "mcp_call"]
 
 
 async def killed_in_calls(stand: Stand, site: ToolSite, name: str, programs: int) -> tuple[float, int, list[Any]]:

@@ -12,6 +12,8 @@ import pytest
 from tests.faults.promises import Promised, percentile
 from tests.faults.stand import Stand
 from tests.faults.under_load import Outcome, ask, clients, completion, run, stream
+from tests.serving.program_requests import answer as answer_of
+from tests.serving.program_requests import called
 from tests.serving.tool_site import FLOOD_CAP_BYTES
 from tools_runtime.text import cut_marker
 
@@ -39,12 +41,11 @@ async def calls(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[tupl
         assert answer.status_code == 200
         async for line in answer.aiter_lines():
             event = json.loads(line.removeprefix("data: ")) if line.startswith("data: {") else {"type": ""}
-            if event["type"] == "response.output_item.done":
-                match event["item"]["type"]:
-                    case "function_call":
-                        asked_s = time.monotonic()
-                    case "function_call_output":
-                        answers.append((time.monotonic() - asked_s, event["item"]["output"]))
+            match event["type"]:
+                case "response.mcp_call_arguments.done":
+                    asked_s = time.monotonic()
+                case "response.output_item.done" if event["item"]["type"] == "mcp_call":
+                    answers.append((time.monotonic() - asked_s, answer_of(event["item"])))
     return answers
 
 
@@ -56,9 +57,7 @@ async def test_a_tool_that_hangs_ends_at_its_deadline(whole: Stand, is_long: boo
     assert all(text.startswith("timeout: ") for [(_, text)] in ended), ended
     off_ms = max(abs(took_s - DEADLINE_S) for [(took_s, _)] in ended) * 1000
     promised(FAULT, "a call's end, off its deadline", off_ms, unit="ms", at_most=100)
-    (output,) = (
-        item["output"] for item in json.loads(flooded.text)["output"] if item["type"] == "function_call_output"
-    )
+    (output,) = (answer_of(call) for call in called(json.loads(flooded.text)))
     room = FLOOD_CAP_BYTES + len(cut_marker(FLOOD_CAP_BYTES))
     promised(FAULT, "bytes of a flood that reach the model", len(output.encode()), at_most=room)
 

@@ -3,6 +3,7 @@
 import pytest
 from openai.types.responses import Response
 
+from cluster.core.tools import ToolOffer
 from cluster.core.turn import CallDelta
 from cluster.responses.events import ResponseFold
 from cluster.runs.events import (
@@ -89,29 +90,49 @@ def test_reasoning_words_and_a_call_of_the_caller() -> None:
     assert output(response) == [("reasoning", "completed"), ("message", "completed"), ("function_call", "completed")]
 
 
-def test_a_registered_tool_is_a_call_and_its_output() -> None:
+def test_no_client_takes_a_call_of_a_registered_tool_for_its_own() -> None:
     one = call("clock")
     events, response = told(
         accepted(CLOCK), *turn(1, "", one), *tool_round(one, text="noon"), *turn(2, "it is noon"), COMPLETED
     )
-    assert [item.type for item in response.output] == ["function_call", "function_call_output", "message"]
-    assert (response.output[1].call_id, response.output[1].output) == (one.id, "noon")
-    assert names(events).index("output_item.done") < len(events) - 8
-    added = [event.item.type for event in events if event.type == "response.output_item.added"]
-    assert added == ["function_call", "function_call_output", "message"]
+    ran, said = response.output
+    assert (ran.type, ran.server_label, ran.name, ran.output) == ("mcp_call", "clock", "clock", "noon")
+    assert said.type == "message"
+    assert "function_call_arguments.delta" not in names(events)
 
 
-def test_an_asynchronous_tool_has_two_outputs() -> None:
-    one = call("clock")
+def test_a_tool_of_the_operators_server_is_called_by_its_own_name() -> None:
+    there = ToolOffer("docs__read", READ.function, here=True, server_tool="read", owner="docs")
+    one = call("docs__read")
+    _, response = told(accepted(there), *turn(1, "", one), *tool_round(one), COMPLETED)
+    assert (response.output[0].server_label, response.output[0].name) == ("docs", "read")
+
+
+def test_a_call_of_no_tool_is_the_clusters_where_it_runs_tools() -> None:
+    one = call("look out!")
     _, response = told(
+        accepted(CLOCK), *turn(1, "", one), *tool_round(one, outcome="refused", text="no such tool"), COMPLETED
+    )
+    [ran] = response.output
+    assert (ran.type, ran.server_label, ran.name, ran.status) == ("mcp_call", "caesura", "look out!", "failed")
+    _, response = told(accepted(offer("look")), *turn(1, "", one), COMPLETED)
+    assert response.output[0].type == "function_call"
+
+
+def test_an_asynchronous_tool_is_in_progress_until_its_last_answer() -> None:
+    one = call("clock")
+    events, response = told(
         accepted(CLOCK),
         *turn(1, "", one),
         *tool_round(one, outcome="started", text="wait"),
+        *turn(2, "soon"),
         LateAnswer(ToolAnswer(1, 0, "ok", "noon")),
-        *turn(2, "noon"),
+        *turn(3, "noon"),
         COMPLETED,
     )
-    assert output(response)[1:3] == [("function_call_output", "in_progress"), ("function_call_output", "completed")]
+    ran = response.output[0]
+    assert (ran.type, ran.status, ran.output) == ("mcp_call", "completed", "noon")
+    assert names(events).index("mcp_call.completed") > names(events).index("output_text.delta")
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------
@@ -177,21 +198,19 @@ def test_an_approved_call_that_was_refused_is_told_too() -> None:
 
 
 def test_a_turn_that_is_tried_again_begins_new_items() -> None:
-    one = call("clock", '{"zone":"here"}')
-    lost = Generated(1, "I think", "hm", (CallDelta(0, "call_lost", "clock", '{"zo'),))
+    one = call("look", '{"zone":"here"}')
+    lost = Generated(1, "I think", "hm", (CallDelta(0, "call_lost", "look", '{"zo'),))
     events, response = told(
-        accepted(CLOCK), TurnIntent(1), lost, TakenOver("r2"), TurnIntent(1, 2),
-        Generated(1, calls=(piece(one),)), result(1, "", one), *tool_round(one), *turn(2, "noon"), COMPLETED,
+        accepted(offer("look")), TurnIntent(1), lost, TakenOver("r2"), TurnIntent(1, 2),
+        Generated(1, calls=(piece(one),)), result(1, "", one), COMPLETED,
     )  # fmt: skip
     assert output(response) == [
         ("reasoning", "incomplete"),
         ("message", "incomplete"),
         ("function_call", "incomplete"),
         ("function_call", "completed"),
-        ("function_call_output", "completed"),
-        ("message", "completed"),
     ]
-    assert len({item.id for item in response.output}) == 6
+    assert len({item.id for item in response.output}) == 4
     # A client that runs what is complete has never seen the lost call complete.
     complete = [event.item.call_id for event in events if event.type == "response.output_item.done"
                 and event.item.type == "function_call" and event.item.status == "completed"]  # fmt: skip

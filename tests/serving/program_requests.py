@@ -54,9 +54,19 @@ def ended(openai: OpenAI, response_id: str) -> Any:
     return until(look, f"{response_id} did not end")
 
 
+def called(response: dict[str, Any]) -> list[dict[str, Any]]:
+    """The calls that the cluster ran, or began."""
+    return [item for item in response["output"] if item["type"] == "mcp_call"]
+
+
+def answer(call: dict[str, Any]) -> str:
+    """What a tool answered, or why it did not."""
+    return str(call["output"] if call["error"] is None else call["error"]["content"][0]["text"])
+
+
 def outputs(response: Any) -> list[str]:
     """What registered tools answered."""
-    return [item.output for item in response.output if item.type == "function_call_output"]
+    return [answer(call) for call in called(response.to_dict()) if call["status"] in ("completed", "failed")]
 
 
 def runs(client: httpx.Client, program: str) -> list[dict[str, Any]]:

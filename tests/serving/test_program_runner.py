@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from cluster.cli import app
 from cluster.local.cluster import LocalCluster
 from cluster.offline.demo.tools import calculate
+from tests.serving.program_requests import answer, called
 from tests.serving.tool_site import ToolSite
 
 pytestmark = pytest.mark.cluster
@@ -60,14 +61,19 @@ def ended(client: httpx.Client, response_id: str) -> dict[str, Any]:
 
 
 def outputs(response: dict[str, Any]) -> list[str]:
-    return [item["output"] for item in response["output"] if item["type"] == "function_call_output"]
+    return [answer(call) for call in called(response)]
 
 
 def test_one_request_is_a_whole_program(client: httpx.Client) -> None:
     response = respond(client, request("calculator", "shell", "notes__add", "calculator"), x_session_id="whole")
     assert response["status"] in ("completed", "incomplete"), response
-    calls = [item for item in response["output"] if item["type"] == "function_call"]
-    assert [call["name"] for call in calls[:4]] == ["calculator", "shell", "notes__add", "calculator"]
+    calls = called(response)
+    assert [(call["server_label"], call["name"]) for call in calls[:4]] == [
+        ("calculator", "calculator"),
+        ("shell", "shell"),
+        ("notes", "add"),
+        ("calculator", "calculator"),
+    ]
     first, _, note, second = outputs(response)[:4]
     assert first == calculate(**json.loads(calls[0]["arguments"]))
     assert second == calculate(**json.loads(calls[3]["arguments"]))

@@ -86,7 +86,7 @@ def test_a_budget_that_ends_within_a_call_runs_and_completes_none(openai: OpenAI
             else:
                 response = openai.responses.create(**asked, extra_body=forced, background=form == "background")
                 response = ended(openai, response.id)
-            calls = [item for item in response.output if item.type == "function_call"]
+            calls = [item for item in response.output if item.type in ("function_call", "mcp_call")]
             if not calls or calls[0].status == "completed":
                 continue
             cut += 1
@@ -102,7 +102,7 @@ def test_a_background_response_is_polled_to_its_end(openai: OpenAI) -> None:
     assert response.status in ("queued", "in_progress")
     done = ended(openai, response.id)
     assert done.status in ("completed", "incomplete")
-    assert [item.name for item in done.output if item.type == "function_call"][:2] == ["calculator", "shell"]
+    assert [item.name for item in done.output if item.type == "mcp_call"][:2] == ["calculator", "shell"]
     assert len(outputs(done)) >= 2
 
 
@@ -154,7 +154,7 @@ def test_a_background_response_is_cancelled_while_its_tool_works(openai: OpenAI,
     cancelled = openai.responses.cancel(response.id)
     site.gate.set()
     assert cancelled.status == "cancelled"
-    assert [item.type for item in cancelled.output] == ["function_call"]
+    assert [(item.type, item.status) for item in cancelled.output] == [("mcp_call", "incomplete")]  # type: ignore[union-attr]
     assert openai.responses.cancel(response.id).to_dict() == cancelled.to_dict()
 
 
@@ -183,7 +183,7 @@ def test_what_was_put_in_can_be_listed_and_what_is_deleted_is_gone(openai: OpenA
 def test_a_client_that_goes_away_takes_its_program_with_it(openai: OpenAI, client: httpx.Client) -> None:
     wanted = plan("calculator", max_output_tokens=3000, tool_choice="required", extra_body={"max_turns": 64})
     stream = openai.responses.create(**wanted, stream=True, extra_headers=session("left"))
-    next(event for event in stream if event.type == "response.function_call_arguments.delta")
+    next(event for event in stream if event.type == "response.mcp_call_arguments.delta")
     stream.close()
 
     def status() -> str:

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 from openai import AsyncOpenAI
 from openai.types.responses import Response
+from openai.types.responses.response_output_item import McpCall
 from rich.console import Console
 from rich.table import Table
 
@@ -89,16 +90,15 @@ def require_executed(response: Response) -> None:
     Raises:
         IntegrityError: a call is missing or an answer is wrong.
     """
-    items = [item.model_dump() for item in response.output]
-    called = [item["name"] for item in items if item["type"] == "function_call"]
+    calls = [item for item in response.output if isinstance(item, McpCall)]
+    called = [call.name for call in calls]
     if called[: len(PLAN)] != list(PLAN):
         raise IntegrityError(f"{response.id} is {response.status} and called {called}, not {list(PLAN)}")
-    answers = {item["call_id"]: item["output"] for item in items if item["type"] == "function_call_output"}
-    for item in items:
-        if item["type"] == "function_call" and item["name"] == "calculator":
-            wanted = calculate(**json.loads(item["arguments"]))
-            if answers[item["call_id"]] != wanted:
-                raise IntegrityError(f"the calculator answered {answers[item['call_id']]!r}, not {wanted!r}")
+    for call in calls:
+        if call.name == "calculator":
+            wanted = calculate(**json.loads(call.arguments))
+            if call.output != wanted:
+                raise IntegrityError(f"the calculator answered {call.output!r}, not {wanted!r}")
 
 
 def collected(programs: Sequence[dict[str, Any]]) -> ServerSide:
