@@ -139,6 +139,10 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The entry of the configuration or of the request that the tool belongs to: the tool itself, or its MCP server."""
     read_only: bool = False
     """Whether the tool's MCP server declares that the tool changes nothing (`readOnlyHint`)."""
+    custom: bool = False
+    """Whether the caller gave the tool one text as its argument. The function has it as its only string, `input`."""
+    namespace: str | None = None
+    """The group of tools that the caller put it in."""
 
     @property
     def label(self) -> str:

@@ -30,8 +30,10 @@ from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import input_items
 from cluster.responses.offers import brought
 from cluster.responses.output import RESPONSE_PREFIX
-from cluster.responses.request import CreateResponse, FunctionTool, read_request
+from cluster.responses.references import referred
+from cluster.responses.request import CreateResponse, read_request
 from cluster.responses.spec import RequestContext, RunRequest, run_spec
+from cluster.responses.tools import FunctionTool
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import RunEvent
@@ -156,7 +158,7 @@ class ResponseRoutes:
         servers = brought(request, self._config.tools.defined)
         offered: Sequence[ToolOffer] = ()
         if servers.definitions or any(
-            isinstance(tool, FunctionTool) and tool.server_side for _, tool in request.functions
+            isinstance(one.tool, FunctionTool) and one.tool.server_side for one in request.functions
         ):
             try:
                 offered = await self._offers(identity.tenant, servers.whole() or None)
@@ -172,8 +174,21 @@ class ResponseRoutes:
             registered={one.name: one for one in offered if one.owner not in theirs},
             listings=theirs,
             previous=await self._previous(request.previous_response_id, identity.tenant),
+            referred=await self._referred(request, identity.tenant),
         )
         return run_spec(request, around)
+
+    async def _referred(self, request: CreateResponse, tenant: str) -> dict[str, ResponseFold]:
+        names = referred(request)
+        logs = await asyncio.gather(*(self._log(name, tenant) for name in names), return_exceptions=True)
+        found: dict[str, ResponseFold] = {}
+        for name, log in zip(names, logs, strict=True):
+            if isinstance(log, BaseException):
+                if not isinstance(log, BadRequest):
+                    raise log
+            else:
+                found[name] = _read(log)
+        return found
 
     async def _previous(self, response_id: str | None, tenant: str) -> RunState | None:
         if response_id is None:

@@ -13,15 +13,17 @@ from typing import Any
 from cluster.config.tools import server_tool_name
 from cluster.core.errors import BadRequest
 from cluster.core.tools import ToolOffer
+from cluster.responses.custom_tools import arguments_of
 from cluster.responses.input_items import (
     ENDED,
+    CustomToolCall,
+    CustomToolCallOutput,
     FunctionCall,
     FunctionCallOutput,
     InputItem,
     McpApprovalRequest,
     McpApprovalResponse,
     McpCall,
-    McpListTools,
     Message,
     Reasoning,
     error_text,
@@ -66,7 +68,7 @@ class InputCalls:
         approvals: dict[str, tuple[int, McpApprovalResponse]] = {}
         settled = {item.approval_request_id for item in items if isinstance(item, McpCall)}
         for place, item in enumerate(items):
-            if isinstance(item, FunctionCallOutput):
+            if isinstance(item, FunctionCallOutput | CustomToolCallOutput):
                 outputs[item.call_id].append((place, text_of(item.output)))
             if isinstance(item, McpApprovalResponse) and item.approval_request_id not in settled:
                 if item.approval_request_id in approvals:
@@ -175,14 +177,13 @@ class Conversation:
             case Reasoning():
                 turn = self._open(place, another=bool(self._turn and (self._turn.content or self._turn.calls)))
                 turn.reasoning += [part.text for part in item.content or ()]
-            case FunctionCall() | McpCall() if item.unfinished:
+            case FunctionCall() | CustomToolCall() | McpCall() if item.unfinished:
                 pass
             case FunctionCall():
-                turn = self._open(place)
-                _append_call(turn, item.call_id, item.name, item.arguments)
-                turn.answers.append(lambda: tool_message(item.call_id, self._given.output(item.call_id)))
-                turn.names[item.call_id] = item.name
-            case FunctionCallOutput():
+                self._add_callers(place, item.call_id, item.name, item.arguments)
+            case CustomToolCall():
+                self._add_callers(place, item.call_id, item.name, arguments_of(item.input))
+            case FunctionCallOutput() | CustomToolCallOutput():
                 if self._turn is not None and self._turn.calls:
                     self._turn.answered = True
             case McpCall():
@@ -192,8 +193,15 @@ class Conversation:
                 name = self._name(item)
                 _append_call(turn, item.id, name, item.arguments)
                 turn.answers.append(lambda: self._consent(item, name))
-            case McpApprovalRequest() | McpApprovalResponse() | McpListTools():
+            case _:  # an answer to a call, which is read with the call, or nothing that the model reads
                 pass
+
+    def _add_callers(self, place: int, call_id: str, name: str, arguments: str) -> None:
+        """Add a call of one of the caller's tools."""
+        turn = self._open(place)
+        _append_call(turn, call_id, name, arguments)
+        turn.answers.append(lambda: tool_message(call_id, self._given.output(call_id)))
+        turn.names[call_id] = name
 
     def _add_mcp_call(self, place: int, item: McpCall) -> None:
         turn = self._open(place)

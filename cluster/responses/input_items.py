@@ -129,6 +129,29 @@ class _Text(_Part):
     text: str
 
 
+class CustomToolCall(_Item):
+    """A call of one of the client's custom tools."""
+
+    type: Literal["custom_tool_call"]
+    call_id: CallId
+    name: Name
+    input: str
+    status: Any = Field(None, exclude=True)
+
+    @property
+    def unfinished(self) -> bool:
+        """Whether a turn was cut within the call. It is no call then."""
+        return bool(self.status == "incomplete")
+
+
+class CustomToolCallOutput(_Item):
+    """The answer to a call of a custom tool."""
+
+    type: Literal["custom_tool_call_output"]
+    call_id: CallId
+    output: Content
+
+
 class Reasoning(_Item):
     """Reasoning of the model. Its text is in `content`; a summary is not what the model generated."""
 
@@ -181,50 +204,97 @@ class McpApprovalResponse(_Item):
     reason: str | None = None
 
 
+class ItemReference(_Item):
+    """An item of a stored response, by its id. It is replaced with the item before anything else is read."""
+
+    type: Literal["item_reference"] | None = None
+    id: CallId
+
+
+class OtherItem(_Item):
+    """What a tool of another server did, such as OpenAI's web search. The model does not read it."""
+
+    type: str
+
+
 InputItem = (
     Message
     | FunctionCall
     | FunctionCallOutput
+    | CustomToolCall
+    | CustomToolCallOutput
     | Reasoning
     | McpCall
     | McpListTools
     | McpApprovalRequest
     | McpApprovalResponse
+    | ItemReference
+    | OtherItem
 )
 
 ITEM_TYPES: dict[str, type[BaseModel]] = {
     "message": Message,
     "function_call": FunctionCall,
     "function_call_output": FunctionCallOutput,
+    "custom_tool_call": CustomToolCall,
+    "custom_tool_call_output": CustomToolCallOutput,
     "reasoning": Reasoning,
     "mcp_call": McpCall,
     "mcp_list_tools": McpListTools,
     "mcp_approval_request": McpApprovalRequest,
     "mcp_approval_response": McpApprovalResponse,
+    "item_reference": ItemReference,
 }
+
+HOSTED_ITEMS = frozenset(
+    (
+        "apply_patch_call",
+        "apply_patch_call_output",
+        "code_interpreter_call",
+        "computer_call",
+        "computer_call_output",
+        "file_search_call",
+        "image_generation_call",
+        "local_shell_call",
+        "local_shell_call_output",
+        "shell_call",
+        "shell_call_output",
+        "tool_search_call",
+        "tool_search_output",
+        "web_search_call",
+    )
+)
+"""Types of items of OpenAI's hosted tools."""
 
 
 def _item_kind(item: Any) -> str | None:
     if not isinstance(item, dict):
         return None
-    kind = item.get("type", "message" if "role" in item else None)
-    return kind if isinstance(kind, str) and kind in ITEM_TYPES else None
+    kind = item.get("type")
+    if kind is None:
+        kind = "message" if "role" in item else "item_reference" if set(item) == {"id"} else None
+    if not isinstance(kind, str):
+        return None
+    return "other" if kind in HOSTED_ITEMS else kind if kind in ITEM_TYPES else None
 
 
 AnyItem = Annotated[
     Annotated[Message, Tag("message")]
     | Annotated[FunctionCall, Tag("function_call")]
     | Annotated[FunctionCallOutput, Tag("function_call_output")]
+    | Annotated[CustomToolCall, Tag("custom_tool_call")]
+    | Annotated[CustomToolCallOutput, Tag("custom_tool_call_output")]
     | Annotated[Reasoning, Tag("reasoning")]
     | Annotated[McpCall, Tag("mcp_call")]
     | Annotated[McpListTools, Tag("mcp_list_tools")]
     | Annotated[McpApprovalRequest, Tag("mcp_approval_request")]
-    | Annotated[McpApprovalResponse, Tag("mcp_approval_response")],
+    | Annotated[McpApprovalResponse, Tag("mcp_approval_response")]
+    | Annotated[ItemReference, Tag("item_reference")]
+    | Annotated[OtherItem, Tag("other")],
     Discriminator(
         _item_kind,
         custom_error_type="input_item",
-        custom_error_message=f"must be an item of one of the types: {', '.join(ITEM_TYPES)} "
-        "(no item_reference: previous_response_id brings a response's items)",
+        custom_error_message=f"must be an item of one of the types: {', '.join(ITEM_TYPES)}",
     ),
 ]
 
@@ -291,7 +361,7 @@ def _as_item(item: Mapping[str, Any]) -> dict[str, Any]:
         case "message":
             kind = "output_text" if item["role"] == "assistant" else "input_text"
             whole["content"] = [_as_part(part, kind) for part in _parts(item["content"])]
-        case "function_call_output" if isinstance(item["output"], list):
+        case "function_call_output" | "custom_tool_call_output" if isinstance(item["output"], list):
             whole["output"] = [_as_part(part, "input_text") for part in item["output"]]
         case "reasoning":
             whole["summary"] = [{"type": "summary_text", **part} for part in item.get("summary", ())]

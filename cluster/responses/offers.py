@@ -9,7 +9,18 @@ import msgspec
 from cluster.config.tools import server_tool_name
 from cluster.core.errors import BadRequest
 from cluster.core.tools import ToolOffer, function_object
-from cluster.responses.request import ChosenFunction, ChosenMcpTool, CreateResponse, FunctionTool, McpTool, ToolFilter
+from cluster.responses.custom_tools import function_of
+from cluster.responses.request import CreateResponse, RequestTool
+from cluster.responses.tools import (
+    AllowedTools,
+    ChosenFunction,
+    ChosenMcpTool,
+    ChosenOther,
+    CustomTool,
+    FunctionTool,
+    McpTool,
+    ToolFilter,
+)
 
 FAILED_DEPENDENCY = 424
 """The HTTP status if an MCP server that the request names does not list its tools."""
@@ -49,7 +60,8 @@ def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTool
     """
     definitions: dict[str, dict[str, Any]] = {}
     secrets: dict[str, dict[str, Any]] = {}
-    for path, tool in request.functions:
+    for one in request.functions:
+        path, tool = one.path, one.tool
         if not isinstance(tool, McpTool):
             continue
         if tool.server_label in definitions:
@@ -82,28 +94,44 @@ def offers(request: CreateResponse, registered: Registered, listings: Listing) -
         BadRequest: a registered tool is unknown, two tools have one name, or a server has no listing (status 424).
     """
     made: dict[str, ToolOffer] = {}
-    for path, tool in request.functions:
-        if isinstance(tool, FunctionTool):
-            new: Iterator[ToolOffer] = iter((_function(tool, registered, path),))
-        else:
-            new = _of_server(tool, listings, path)
-        for offer in new:
+    for one in request.functions:
+        for offer in _offered(one, registered, listings):
             if offer.name in made:
-                key = "name" if isinstance(tool, FunctionTool) else "server_label"
-                raise _bad(f"{path}.{key}", f"there are two tools of the name {offer.name!r}")
+                key = "server_label" if isinstance(one.tool, McpTool) else "name"
+                raise _bad(f"{one.path}.{key}", f"there are two tools of the name {offer.name!r}")
             made[offer.name] = offer
+    if isinstance(request.tool_choice, AllowedTools):
+        return tuple(_allowed(request.tool_choice, tuple(made.values())))
     return tuple(made.values())
 
 
-def _function(tool: FunctionTool, registered: Registered, path: str) -> ToolOffer:
-    if not tool.server_side:
+def _offered(one: RequestTool, registered: Registered, listings: Listing) -> Iterator[ToolOffer]:
+    tool = one.tool
+    if isinstance(tool, McpTool):
+        yield from _of_server(tool, listings, one.path)
+    elif isinstance(tool, CustomTool):
+        yield ToolOffer(tool.name, function_of(tool), here=False, custom=True, namespace=one.namespace)
+    elif not tool.server_side:
         function = function_object(tool.name, tool.description, tool.parameters, strict=tool.strict)
-        return ToolOffer(tool.name, function, here=False)
-    known = registered.get(tool.name)
-    if known is None:
+        yield ToolOffer(tool.name, function, here=False, namespace=one.namespace)
+    elif tool.name in registered:
+        yield registered[tool.name]
+    else:
         names = ", ".join(sorted(registered)) or "none"
-        raise _bad(f"{path}.name", f"no tool {tool.name!r} is registered; registered are: {names}")
-    return known
+        raise _bad(f"{one.path}.name", f"no tool {tool.name!r} is registered; registered are: {names}")
+
+
+def _allowed(choice: AllowedTools, offered: Sequence[ToolOffer]) -> Iterator[ToolOffer]:
+    """Yield the tools that a choice allows, in the order of the request.
+
+    Raises:
+        BadRequest: an allowed tool is not among the tools.
+    """
+    allowed: set[str] = set()
+    for place, one in enumerate(choice.tools):
+        if not isinstance(one, ChosenOther):
+            allowed |= {offer.name for offer in _chosen(one, offered, f"tool_choice.tools.{place}")}
+    return (offer for offer in offered if offer.name in allowed)
 
 
 def _of_server(tool: McpTool, listings: Listing, path: str) -> Iterator[ToolOffer]:
@@ -128,38 +156,42 @@ def chat_choice(choice: Any, offered: Sequence[ToolOffer], param: str) -> Any:
     Raises:
         BadRequest: there is no such tool.
     """
-    if isinstance(choice, ChosenFunction):
-        return _named(choice.name, offered, param)
-    if isinstance(choice, ChosenMcpTool):
-        tools = [offer for offer in offered if offer.server == choice.server_label]
-        if choice.name is not None:
-            tools = [offer for offer in tools if offer.server_tool == choice.name]
-            if not tools:
-                raise _missing(server_tool_name(choice.server_label, choice.name), param)
+    if isinstance(choice, ChosenFunction | ChosenMcpTool):
+        tools = _chosen(choice, offered, param)
         if len(tools) != 1:
-            raise _bad(param, f"name the tool: the server {choice.server_label!r} has {len(tools)}")
-        return _named(tools[0].name, offered, param)
+            raise _bad(param, f"name the tool: {len(tools)} are chosen")
+        return {"type": "function", "function": {"name": tools[0].name}}
+    if isinstance(choice, AllowedTools):
+        choice = choice.mode
     if choice == "required" and not offered:
         raise _bad(param, "there is no tool that could be called")
     return choice
 
 
-def _named(name: str, offered: Sequence[ToolOffer], param: str) -> dict[str, Any]:
-    if all(offer.name != name for offer in offered):
-        raise _missing(name, param)
-    return {"type": "function", "function": {"name": name}}
+def _chosen(choice: ChosenFunction | ChosenMcpTool, offered: Sequence[ToolOffer], param: str) -> list[ToolOffer]:
+    """Return the tools that a choice names: one, or all of a server.
 
-
-def _missing(name: str, param: str) -> BadRequest:
-    return _bad(param, f"Tool choice {name!r} not found in 'tools' parameter.")
+    Raises:
+        BadRequest: there is none.
+    """
+    if isinstance(choice, ChosenFunction):
+        name = choice.name
+        tools = [offer for offer in offered if offer.name == name]
+    else:
+        name = choice.server_label if choice.name is None else server_tool_name(choice.server_label, choice.name)
+        tools = [offer for offer in offered if offer.server == choice.server_label]
+        tools = [offer for offer in tools if choice.name in (None, offer.server_tool)]
+    if not tools:
+        raise _bad(param, f"Tool choice {name!r} not found in 'tools' parameter.")
+    return tools
 
 
 def shown_tools(request: CreateResponse) -> list[dict[str, Any]]:
     """Return the request's tools, as its response repeats them."""
-    return [_shown(tool) for _, tool in request.functions]
+    return [_shown(one.tool) for one in request.functions]
 
 
-def _shown(tool: FunctionTool | McpTool) -> dict[str, Any]:
+def _shown(tool: FunctionTool | CustomTool | McpTool) -> dict[str, Any]:
     shown = tool.model_dump(mode="json", exclude_unset=True)
     if isinstance(tool, FunctionTool):  # with the fields that OpenAI's server always shows
         return {"description": None, "parameters": None, "strict": None, **shown}

@@ -4,10 +4,11 @@ An item's id depends on the log only, so that all readers of a log give the same
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 from openai.types.responses import (
+    ResponseCustomToolCall,
     ResponseFunctionToolCall,
     ResponseOutputItem,
     ResponseOutputMessage,
@@ -19,6 +20,7 @@ from openai.types.responses.response_output_item import McpApprovalRequest, McpC
 from openai.types.responses.response_reasoning_item import Content as ReasoningContent
 
 from cluster.core.tools import Outcome, ToolOffer
+from cluster.responses.custom_tools import InputReader
 from cluster.runs.events import Call, ToolAnswer
 
 # --- ids --------------------------------------------------------------------------------------------------------------
@@ -111,6 +113,7 @@ class FunctionCallItem:
     index: int
     call_id: str
     name: str
+    namespace: str | None = None
     text: str = ""
     """The arguments, as JSON text."""
     status: ItemStatus = "in_progress"
@@ -122,8 +125,39 @@ class FunctionCallItem:
             type="function_call",
             call_id=self.call_id,
             name=self.name,
+            namespace=self.namespace,
             arguments=self.text,
             status=self.status,
+        )
+
+
+@dataclass(slots=True)
+class CustomCallItem:
+    """A call of the caller's custom tool."""
+
+    id: str
+    index: int
+    call_id: str
+    name: str
+    namespace: str | None = None
+    text: str = ""
+    """The arguments of the function that the model called, as JSON text."""
+    input: str = ""
+    status: ItemStatus = "in_progress"
+    reader: InputReader = field(default_factory=InputReader)
+
+    def model(self) -> ResponseOutputItem:
+        """Return the item as it is now."""
+        return ResponseCustomToolCall.model_validate(
+            {
+                "id": self.id,
+                "type": "custom_tool_call",
+                "call_id": self.call_id,
+                "name": self.name,
+                "namespace": self.namespace,
+                "input": self.input,
+                "status": self.status,
+            }
         )
 
 
@@ -179,7 +213,7 @@ class WholeItem:
 
 
 TextItem = MessageItem | ReasoningItem
-CallItem = FunctionCallItem | McpCallItem
+CallItem = FunctionCallItem | CustomCallItem | McpCallItem
 Item = TextItem | CallItem | WholeItem
 
 

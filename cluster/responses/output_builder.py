@@ -7,6 +7,8 @@ from typing import Any
 from openai.types.responses import (
     ResponseContentPartAddedEvent,
     ResponseContentPartDoneEvent,
+    ResponseCustomToolCallInputDeltaEvent,
+    ResponseCustomToolCallInputDoneEvent,
     ResponseFunctionCallArgumentsDeltaEvent,
     ResponseFunctionCallArgumentsDoneEvent,
     ResponseMcpCallArgumentsDeltaEvent,
@@ -29,9 +31,11 @@ from openai.types.responses.response_output_item import McpListTools
 
 from cluster.core.tools import Outcome, ToolOffer
 from cluster.core.turn import CallDelta
+from cluster.responses.custom_tools import input_of
 from cluster.responses.output import (
     CLUSTER_LABEL,
     CallItem,
+    CustomCallItem,
     FunctionCallItem,
     Item,
     ItemStatus,
@@ -144,7 +148,7 @@ class OutputBuilder:
         """End the items of an attempt that failed. The turn is tried again, or not at all."""
         self._end_text("incomplete")
         for item in self._attempt:
-            if isinstance(item, FunctionCallItem | McpCallItem):
+            if isinstance(item, FunctionCallItem | CustomCallItem | McpCallItem):
                 self._abandon(item)
             item.status = "incomplete"
         lost = {item.index for item in self._attempt}
@@ -238,8 +242,11 @@ class OutputBuilder:
             answers = self._approvals[place[1]] if place[0] == 0 and place[1] < len(self._approvals) else None
             label, tool = (CLUSTER_LABEL, name) if offer is None else (offer.label, offer.own_name)
             item = McpCallItem(self._next_id("mcp"), index, call_id, name, label, tool, answers)
+        elif offer is not None and offer.custom:
+            item = CustomCallItem(self._next_id("ctc"), index, call_id, name, offer.namespace)
         else:
-            item = FunctionCallItem(self._next_id("fc"), index, call_id, name)
+            group = None if offer is None else offer.namespace
+            item = FunctionCallItem(self._next_id("fc"), index, call_id, name, group)
         self._calls[place] = item
         if place[0]:  # an approved call belongs to no turn of this run
             self._attempt.append(item)
@@ -254,8 +261,15 @@ class OutputBuilder:
         item.text += delta
         if isinstance(item, McpCallItem):
             self._emit_at(item, ResponseMcpCallArgumentsDeltaEvent, "mcp_call_arguments.delta", delta=delta)
+        elif isinstance(item, CustomCallItem):
+            self._grow_input(item, item.reader.feed(delta))
         else:
             self._emit_at(item, ResponseFunctionCallArgumentsDeltaEvent, "function_call_arguments.delta", delta=delta)
+
+    def _grow_input(self, item: CustomCallItem, delta: str) -> None:
+        if delta:
+            item.input += delta
+            self._emit_at(item, ResponseCustomToolCallInputDeltaEvent, "custom_tool_call_input.delta", delta=delta)
 
     def _finish_call(self, call: Call) -> None:
         offer = self._by_name.get(call.name)
@@ -269,7 +283,7 @@ class OutputBuilder:
             item = self._begin_call(call.place, call.id, call.name)
         self._grow_call(item, call.arguments[len(item.text) :])
         self._end_arguments(item)
-        if isinstance(item, FunctionCallItem):
+        if not isinstance(item, McpCallItem):
             item.status = "completed"
             self._done(item)
 
@@ -277,6 +291,12 @@ class OutputBuilder:
         if isinstance(item, McpCallItem):
             done: Any = ResponseMcpCallArgumentsDoneEvent
             self._emit_at(item, done, "mcp_call_arguments.done", arguments=item.text)
+        elif isinstance(item, CustomCallItem):
+            whole = input_of(item.text)
+            if whole.startswith(item.input):
+                self._grow_input(item, whole[len(item.input) :])
+            item.input = whole
+            self._emit_at(item, ResponseCustomToolCallInputDoneEvent, "custom_tool_call_input.done", input=whole)
         else:
             done = ResponseFunctionCallArgumentsDoneEvent
             self._emit_at(item, done, "function_call_arguments.done", arguments=item.text)

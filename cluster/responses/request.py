@@ -6,208 +6,53 @@ clients work as they are installed. The response names them (`caesura.ignored`).
 """
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Discriminator,
-    Field,
-    StringConstraints,
-    Tag,
-)
+from pydantic import BaseModel, BeforeValidator, Discriminator, Field, StringConstraints, Tag
 
 from cluster.api.validation import validated
-from cluster.config.tools import SEPARATOR
 from cluster.core.errors import BadRequest
-from cluster.responses.input_items import AnyItem, Label, Name
+from cluster.responses.input_items import AnyItem, Name, OtherItem
+from cluster.responses.tools import (
+    MAX_TOOLS,
+    AllowedTools,
+    ChosenOther,
+    CustomTool,
+    FunctionTool,
+    McpTool,
+    NamespaceTool,
+    OpenPart,
+    OtherTool,
+    Tool,
+    ToolChoice,
+    type_of,
+)
 
-MAX_TOOLS = 128
 MAX_ITEMS = 8192
 MAX_FORCED_CHOICES = 64
-MAX_HEADERS = 32
 MAX_IGNORED, MAX_IGNORED_LENGTH = 64, 64
 """Largest number of ignored names that a response lists, and the length at which a name is cut."""
 
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
-HeaderName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]{1,128}$")]
-HeaderValue = Annotated[str, StringConstraints(pattern=r"^[\x20-\x7e]{0,8192}$")]
-ServerTool = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-
-
-class _Part(BaseModel):
-    model_config = ConfigDict(frozen=True, strict=True, extra="forbid")
-
-
-# --- tools ------------------------------------------------------------------------------------------------------------
-
-
-class FunctionTool(_Part):
-    """A function that the caller runs, or with `server_side` one of the operator's tools, which the cluster runs."""
-
-    type: Literal["function"]
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None
-    strict: bool | None = None
-    server_side: bool = False
-    """Additional field. If true, this is the registered tool of this name, with its registered description and
-    parameters."""
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-    output_schema: dict[str, Any] | None = None
-
-
-class ToolFilter(_Part):
-    """A selection of a server's tools."""
-
-    tool_names: list[ServerTool] | None = Field(None, max_length=512)
-    read_only: bool | None = None
-    """The server's `readOnlyHint` of the tool. A tool without the hint is not read-only."""
-
-    def matches(self, name: str, read_only: bool) -> bool:
-        """Return whether the tool is selected."""
-        named = self.tool_names is None or name in self.tool_names
-        return named and (self.read_only is None or self.read_only == read_only)
-
-
-class ApprovalFilter(_Part):
-    """The tools that need approval. A tool that neither filter selects needs it."""
-
-    always: ToolFilter | None = None
-    never: ToolFilter | None = None
-
-
-def _unambiguous(label: str) -> str:
-    if SEPARATOR in label or label.endswith("_"):
-        raise ValueError(
-            f"must not contain {SEPARATOR!r} nor end with '_': a tool's name begins with label and {SEPARATOR}"
-        )
-    return label
-
-
-class McpTool(_Part):
-    """A remote MCP server. `authorization` and `headers` are secret: they are neither stored nor repeated."""
-
-    type: Literal["mcp"]
-    server_label: Annotated[Label, AfterValidator(_unambiguous)]
-    server_url: str = Field(pattern=r"^https?://\S+$", max_length=4096)
-    server_description: str | None = Field(None, max_length=4096)
-    allowed_tools: list[ServerTool] | ToolFilter | None = None
-    require_approval: Literal["always", "never"] | ApprovalFilter | None = None
-    authorization: str | None = Field(None, max_length=8192, pattern=r"^[\x20-\x7e]*$", repr=False)
-    headers: dict[HeaderName, HeaderValue] | None = Field(None, max_length=MAX_HEADERS, repr=False)
-    defer_loading: Literal[False] | None = None
-    allowed_callers: list[Literal["direct"]] | None = None
-
-    def allows(self, name: str, read_only: bool) -> bool:
-        """Return whether the model may call this tool of the server."""
-        if isinstance(self.allowed_tools, ToolFilter):
-            return self.allowed_tools.matches(name, read_only)
-        return self.allowed_tools is None or name in self.allowed_tools
-
-    def needs_approval(self, name: str, read_only: bool) -> bool:
-        """Return whether the caller has to approve each call of this tool."""
-        if isinstance(self.require_approval, ApprovalFilter):
-            always, never = self.require_approval.always, self.require_approval.never
-            if always is not None and always.matches(name, read_only):
-                return True
-            return never is None or not never.matches(name, read_only)
-        return self.require_approval != "never"
-
-
-class NamespaceTool(_Part):
-    """A group of functions. Each of them is offered to the model by its own name."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-    type: Literal["namespace"]
-    name: Name
-    tools: list[FunctionTool] = Field(max_length=MAX_TOOLS)
-
-
-class OtherTool(_Part):
-    """A tool that nobody here can run, such as OpenAI's `web_search`. It is left out."""
-
-    model_config = ConfigDict(frozen=True, strict=True, extra="ignore")
-
-    type: str = Field(min_length=1, max_length=64)
-
-
-def _type_of(value: Any, known: tuple[str, ...]) -> str | None:
-    kind = value.get("type") if isinstance(value, dict) else None
-    return kind if kind in known else None
-
-
-def _tool_kind(tool: Any) -> str | None:
-    kind = tool.get("type") if isinstance(tool, dict) else None
-    if not isinstance(kind, str):
-        return None
-    return kind if kind in ("function", "mcp", "namespace") else "other"
-
-
-Tool = Annotated[
-    Annotated[FunctionTool, Tag("function")]
-    | Annotated[McpTool, Tag("mcp")]
-    | Annotated[NamespaceTool, Tag("namespace")]
-    | Annotated[OtherTool, Tag("other")],
-    Discriminator(
-        _tool_kind, custom_error_type="tool_type", custom_error_message="must be an object with the type of a tool"
-    ),
-]
-
-
-class ChosenFunction(_Part):
-    """A function that must be called."""
-
-    type: Literal["function"]
-    name: Name
-
-
-class ChosenMcpTool(_Part):
-    """A tool of a server that must be called."""
-
-    type: Literal["mcp"]
-    server_label: Label
-    name: ServerTool | None = None
-
-
-def _choice_kind(choice: Any) -> str | None:
-    return "word" if choice in ("auto", "none", "required") else _type_of(choice, ("function", "mcp"))
-
-
-ToolChoice = Annotated[
-    Annotated[Literal["auto", "none", "required"], Tag("word")]
-    | Annotated[ChosenFunction, Tag("function")]
-    | Annotated[ChosenMcpTool, Tag("mcp")],
-    Discriminator(
-        _choice_kind,
-        custom_error_type="tool_choice",
-        custom_error_message="must be auto, none, required, or an object of the type function or mcp",
-    ),
-]
-
-
 # --- the answer's form ------------------------------------------------------------------------------------------------
 
 
-class PlainText(_Part):
+class PlainText(OpenPart):
     """The answer may be any text."""
 
     type: Literal["text"]
 
 
-class JsonObject(_Part):
+class JsonObject(OpenPart):
     """The answer is a JSON object."""
 
     type: Literal["json_object"]
 
 
-class JsonSchema(_Part):
+class JsonSchema(OpenPart):
     """The answer is JSON of a schema."""
 
     type: Literal["json_schema"]
@@ -222,14 +67,14 @@ TextFormat = Annotated[
     | Annotated[JsonObject, Tag("json_object")]
     | Annotated[JsonSchema, Tag("json_schema")],
     Discriminator(
-        lambda form: _type_of(form, ("text", "json_object", "json_schema")),
+        lambda form: type_of(form, ("text", "json_object", "json_schema")),
         custom_error_type="text_format",
         custom_error_message="must be of the type text, json_object or json_schema",
     ),
 ]
 
 
-class Text(_Part):
+class Text(OpenPart):
     """The form of the answer."""
 
     format: TextFormat | None = None
@@ -237,7 +82,7 @@ class Text(_Part):
     """Ignored, because these models have no such setting."""
 
 
-class Reasoning(_Part):
+class Reasoning(OpenPart):
     """The effort of reasoning. Summaries are not made, because the answer has the reasoning itself."""
 
     effort: Effort | None = None
@@ -271,10 +116,19 @@ def _refuse(value: Any) -> Any:
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
 
 
-class CreateResponse(_Part):
-    """A request for a response."""
+@dataclass(frozen=True, slots=True)
+class RequestTool:
+    """A function or server of a request."""
 
-    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+    path: str
+    """The path of its field, for errors."""
+    tool: FunctionTool | CustomTool | McpTool
+    namespace: str | None = None
+    """The group that it belongs to."""
+
+
+class CreateResponse(OpenPart):
+    """A request for a response."""
 
     model: str | None = Field(None, max_length=256)
     input: str | Annotated[list[AnyItem], Field(max_length=MAX_ITEMS)] = ""
@@ -335,20 +189,25 @@ class CreateResponse(_Part):
     context_management: Unsupported = None
 
     @property
-    def functions(self) -> Iterator[tuple[str, FunctionTool | McpTool]]:
-        """The functions and servers among the tools, those of namespaces too, each with the path of its field."""
+    def functions(self) -> Iterator[RequestTool]:
+        """The functions and servers among the tools, those of namespaces too."""
         for place, tool in enumerate(self.tools or ()):
             if isinstance(tool, NamespaceTool):
-                yield from ((f"tools.{place}.tools.{inner}", one) for inner, one in enumerate(tool.tools))
+                for inner, one in enumerate(tool.tools):
+                    yield RequestTool(f"tools.{place}.tools.{inner}", one, tool.name)
             elif not isinstance(tool, OtherTool):
-                yield f"tools.{place}", tool
+                yield RequestTool(f"tools.{place}", tool)
 
     @property
     def ignored(self) -> list[str]:
-        """What has no effect here: unknown fields, values of fields, and tools that nobody can run."""
-        found = {name[:MAX_IGNORED_LENGTH] for name in self.model_extra or ()}
+        """What has no effect here: unknown fields, values of fields, and tools and items that nobody can run."""
+        found = {name[:MAX_IGNORED_LENGTH] for name in _unknown(self)}
         found |= {f"tools.{tool.type}" for tool in self.tools or () if isinstance(tool, OtherTool)}
         found |= {f"include.{one}" for one in self.include or () if one not in INCLUDED}
+        if not isinstance(self.input, str):
+            found |= {f"input.{item.type}" for item in self.input if isinstance(item, OtherItem)}
+        if isinstance(self.tool_choice, AllowedTools):
+            found |= {f"tool_choice.{tool.type}" for tool in self.tool_choice.tools if isinstance(tool, ChosenOther)}
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             found.add("text.verbosity")
         if self.truncation == "auto":
@@ -356,6 +215,17 @@ class CreateResponse(_Part):
         if self.top_logprobs:
             found.add("top_logprobs")
         return sorted(found)[:MAX_IGNORED]
+
+
+def _unknown(part: BaseModel, path: str = "") -> Iterator[str]:
+    """Yield the names of unknown fields of a part and of the parts within, but not those of items of the input."""
+    yield from (path + name for name in part.model_extra or ())
+    for name, value in part:
+        if name == "input" or name in (part.model_extra or ()):
+            continue
+        for one in value if isinstance(value, list) else (value,):
+            if isinstance(one, BaseModel):
+                yield from _unknown(one, f"{path}{name}.")
 
 
 SAMPLING = (
@@ -387,6 +257,10 @@ def read_request(body: Mapping[str, Any]) -> CreateResponse:
     request = validated(CreateResponse, body)
     if sum(1 for _ in request.functions) > MAX_TOOLS:
         raise BadRequest(f"tools: at most {MAX_TOOLS} functions and servers, with those of namespaces", param="tools")
+    for place, choice in enumerate(request.tool_choices or ()):
+        if isinstance(choice, AllowedTools):
+            param = f"tool_choices.{place}"
+            raise BadRequest(f"{param}: the choice of one turn cannot be allowed_tools", param=param)
     if request.background and request.store is False:
         raise BadRequest("background: a response that is not stored cannot run in the background", param="background")
     if request.previous_response_id is None and not request.input:

@@ -10,9 +10,11 @@ from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer
 from cluster.responses.conversation import Conversation, History, InputCalls, history, system_message
+from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import InputItem, McpListTools, Message
 from cluster.responses.offers import Listing, Registered, RequestTools, brought, chat_choice, offers, shown_tools
 from cluster.responses.output import input_item_id
+from cluster.responses.references import resolved
 from cluster.responses.request import SAMPLING, CreateResponse, JsonObject, JsonSchema
 from cluster.runs.events import Accepted, Limits, Prior, RunSpec, encode
 from cluster.runs.state import RunState
@@ -38,6 +40,8 @@ class RequestContext:
     """Listings of the MCP servers that the request brings (`brought`)."""
     previous: RunState | None = None
     """The final state of the run that `previous_response_id` names, or None."""
+    referred: Mapping[str, ResponseFold] = field(default_factory=dict)
+    """The responses whose items the request names, as far as they exist, by id."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +61,7 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
     """
     if (request.previous_response_id is None) != (around.previous is None):
         raise _not_found(request.previous_response_id)
+    request = resolved(request, around.referred)
     servers = brought(request)
     offered = offers(request, around.registered, around.listings)
     items = request.input if not isinstance(request.input, str) else _as_items(request.input)

@@ -256,6 +256,35 @@ async def test_a_conversation_over_three_responses(served: Any) -> None:
     assert len({identity.program_id for identity in there.replicas.identities}) == 1
 
 
+async def test_items_of_stored_responses_are_named_by_their_ids(served: Any) -> None:
+    there = served(
+        says("let me see", ("look", "{}")), says("a bird", first_id=200), says("well", first_id=300),
+        tools={"add": lambda call: "2"},
+    )  # fmt: skip
+    create = there.client.responses.create
+    first = await create(model="m", input="what is there?", tools=[LOOK])
+    [asked] = (await there.client.responses.input_items.list(first.id)).data
+    named: list[Any] = [{"type": "item_reference", "id": item.id} for item in (asked, *first.output)]
+    seen: Any = {"type": "function_call_output", "call_id": first.output[1].call_id, "output": "feathers"}
+    second = await create(model="m", input=[*named, seen], tools=[LOOK])
+    assert second.output_text == "a bird"
+    assert [message["role"] for message in there.replicas.asked[-1]["messages"]] == ["user", "assistant", "tool"]
+    assert there.replicas.asked[-1]["messages"][1]["content"] == "let me see"
+    # The items of that request are its own now, and can be named, too.
+    items = [item.id async for item in there.client.responses.input_items.list(second.id, order="asc")]
+    third = await create(model="m", input=[*({"id": one} for one in items), {"role": "user", "content": "And?"}])
+    assert [message["role"] for message in there.replicas.asked[-1]["messages"]] == [
+        "user",
+        "assistant",
+        "tool",
+        "user",
+    ]
+    for gone in (third.output[0].id + "x", "msg_" + "0" * 32 + "_0000", "msg_1"):
+        with pytest.raises(NotFoundError) as caught:
+            await create(model="m", input=[{"type": "item_reference", "id": gone}])
+        assert caught.value.param == "input.0.id"
+
+
 async def test_a_client_that_keeps_its_history_itself(served: Any) -> None:
     there = served(says("", ("add", "{}")), says("2", first_id=200), says("4", first_id=300),
                    tools={"add": lambda call: "2"})  # fmt: skip

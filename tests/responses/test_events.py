@@ -135,6 +135,29 @@ def test_an_asynchronous_tool_is_in_progress_until_its_last_answer() -> None:
     assert names(events).index("mcp_call.completed") > names(events).index("output_text.delta")
 
 
+def test_a_call_of_a_custom_tool_is_its_input_alone() -> None:
+    patch = ToolOffer("patch", {"name": "patch"}, here=False, custom=True, namespace="files")
+    one = call("patch", '{"input": "a\\n\\u00e9\\ud83d\\ude00 \\"b\\""}')
+    pieces = [Generated(1, calls=(CallDelta(0, one.id, "patch"),))]
+    pieces += [Generated(1, calls=(CallDelta(0, arguments=letter),)) for letter in one.arguments]
+    events, response = told(accepted(patch), TurnIntent(1), *pieces, result(1, "", one), COMPLETED)
+    [asked] = response.output
+    assert (asked.type, asked.name, asked.namespace, asked.call_id) == ("custom_tool_call", "patch", "files", one.id)
+    assert asked.input == 'a\né\U0001f600 "b"'
+    deltas = [event.delta for event in events if event.type == "response.custom_tool_call_input.delta"]
+    assert len(deltas) == len(asked.input)
+    assert "".join(deltas) == asked.input
+    assert names(events)[-3:-1] == ["custom_tool_call_input.done", "output_item.done"]
+
+
+def test_arguments_of_another_form_are_the_input_of_a_custom_tool() -> None:
+    patch = ToolOffer("patch", {"name": "patch"}, here=False, custom=True)
+    for arguments in ('{"text": "a"}', "[1]", "{", '{"input": 3}'):
+        one = call("patch", arguments)
+        _, response = told(accepted(patch), *turn(1, "", one), COMPLETED)
+        assert response.output[0].input == arguments
+
+
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 

@@ -17,6 +17,8 @@ from cluster.runs.events import Accepted, Limits, encode
 from tests.responses.run_logs import LIMITS, listed
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {"q": {}}}}
+SEARCHING = {"type": "function", "name": "search"}
+PATCH = {"type": "custom", "name": "patch", "description": "Changes files."}
 DOCS = {"type": "mcp", "server_label": "docs", "server_url": "https://docs.example/mcp"}
 LISTINGS = {
     "docs": [
@@ -39,6 +41,10 @@ def around(**fields):
         "listings": LISTINGS,
     }
     return RequestContext(**{**known, **fields})
+
+
+def allowed(mode, *tools):
+    return {"tool_choice": {"type": "allowed_tools", "mode": mode, "tools": list(tools)}}
 
 
 def wanted(**body):
@@ -213,7 +219,6 @@ BAD = [
     ("input of a wrong type", {"input": 5}, "input"),
     ("a tool without a name", {"tools": [{"type": "function"}]}, "tools.0.name"),
     ("a bad name", {"tools": [{"type": "function", "name": "a b"}]}, "tools.0.name"),
-    ("a field that no tool has", {"tools": [SEARCH | {"descripton": "x"}]}, "tools.0.descripton"),
     (
         "an unknown registered tool",
         {"tools": [{"type": "function", "name": "no", "server_side": True}]},
@@ -239,8 +244,17 @@ BAD = [
     ("an unknown effort", {"reasoning": {"effort": "mighty"}}, "reasoning.effort"),
     ("an unknown format", {"text": {"format": {"type": "xml"}}}, "text.format"),
     ("a schema without a name", {"text": {"format": {"type": "json_schema", "schema": {}}}}, "text.format.name"),
-    ("an item reference", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0"),
-    ("an unknown item", {"input": [{"type": "computer_call"}]}, "input.0"),
+    ("an item of nobody", {"input": [{"type": "item_reference", "id": "msg_1"}]}, "input.0.id"),
+    ("an unknown item", {"input": [{"type": "telepathy_call"}]}, "input.0"),
+    ("an allowed tool that is none", allowed("auto", {"type": "function", "name": "no"}), "tool_choice.tools.0"),
+    ("a required call of no allowed tool", allowed("required", {"type": "web_search"}), "tool_choice"),
+    ("allowed tools of one turn", {"tool_choices": [allowed("auto", SEARCHING)["tool_choice"]]}, "tool_choices.0"),
+    ("a custom tool without a name", {"tools": [{"type": "custom"}]}, "tools.0.name"),
+    (
+        "a grammar of another syntax",
+        {"tools": [PATCH | {"format": {"type": "grammar", "syntax": "abnf"}}]},
+        "tools.0.format.syntax",
+    ),
     ("an unknown role", message(role="tool"), "input.0.role"),
     (
         "a call without its name",
@@ -257,7 +271,7 @@ def test_what_cannot_be_done_is_refused_by_its_field(body, param) -> None:
         wanted(**body)
     assert caught.value.param == param
     assert param in caught.value.message or caught.value.code
-    assert caught.value.status in (400, 424)
+    assert caught.value.status in (400, 404, 424)
 
 
 def test_a_spec_survives_its_log() -> None:
@@ -296,13 +310,20 @@ def test_what_has_no_effect_is_ignored_and_named() -> None:
         truncation="auto",
         include=["message.output_text.logprobs", "reasoning.encrypted_content"],
         top_logprobs=3,
-        text={"verbosity": "low"},
-        tools=[SEARCH, {"type": "web_search", "search_context_size": "low"}, {"type": "image_generation"}],
+        text={"verbosity": "low", "tone": "kind", "format": {"type": "text", "colour": "red"}},
+        tools=[SEARCH | {"cached": True}, {"type": "web_search", "context": "low"}, {"type": "image_generation"}],
+        input=[{"role": "user", "content": "hi", "mood": "good"}, {"type": "web_search_call", "id": "ws_1"}],
+        tool_choice=allowed("auto", SEARCHING, {"type": "web_search"})["tool_choice"],
     )
     assert made.echo["ignored"] == [
         "include.message.output_text.logprobs",
+        "input.web_search_call",
         "temprature",
+        "text.format.colour",
+        "text.tone",
         "text.verbosity",
+        "tool_choice.web_search",
+        "tools.cached",
         "tools.image_generation",
         "tools.web_search",
         "top_logprobs",
@@ -323,6 +344,48 @@ def test_the_functions_of_a_namespace_are_offered_by_their_names() -> None:
     with pytest.raises(BadRequest) as caught:
         spec(tools=[SEARCH, agents])
     assert caught.value.param == "tools.1.tools.1.name"
+
+
+def test_a_custom_tool_is_a_function_of_one_string() -> None:
+    grammar = {"type": "grammar", "syntax": "lark", "definition": 'start: "a"'}
+    group = {"type": "namespace", "name": "files", "tools": [PATCH]}
+    made = spec(
+        tools=[group, PATCH | {"name": "run", "format": grammar}], tool_choice={"type": "custom", "name": "run"}
+    )
+    patch, run = made.offers
+    assert (patch.custom, patch.namespace, patch.here) == (True, "files", False)
+    assert patch.function["parameters"]["required"] == ["input"]
+    assert patch.description == "Changes files."
+    assert 'start: "a"' in run.description
+    assert made.tool_choice == {"type": "function", "function": {"name": "run"}}
+    assert unchanging(made).tools[1].to_dict()["format"] == grammar
+
+
+def test_calls_of_custom_tools_in_a_history() -> None:
+    made = spec(
+        tools=[PATCH],
+        input=[
+            {"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": 'say "hi"'},
+            {"type": "custom_tool_call_output", "call_id": "c", "output": "done"},
+            {"type": "custom_tool_call", "call_id": "d", "name": "patch", "input": "ha", "status": "incomplete"},
+        ],
+    )
+    asked, answer = made.messages
+    assert json.loads(asked["tool_calls"][0]["function"]["arguments"]) == {"input": 'say "hi"'}
+    assert answer == {"role": "tool", "tool_call_id": "c", "content": "done"}
+    with pytest.raises(BadRequest, match="No tool output found"):
+        spec(input=[{"type": "custom_tool_call", "call_id": "c", "name": "patch", "input": ""}])
+
+
+def test_the_model_is_offered_only_the_tools_that_are_allowed() -> None:
+    tools = [SEARCH, PATCH, DOCS]
+    server = {"type": "mcp", "server_label": "docs"}
+    made = spec(tools=tools, **allowed("required", server, {"type": "custom", "name": "patch"}))
+    assert [offer.name for offer in made.offers] == ["patch", "docs__read", "docs__write"]
+    assert made.tool_choice == "required"
+    one = spec(tools=tools, **allowed("auto", server | {"name": "write"}))
+    assert ([offer.name for offer in one.offers], one.tool_choice) == (["docs__write"], "auto")
+    assert len(one.echo["tools"]) == 3
 
 
 def test_the_bound_on_tools_counts_the_functions_of_namespaces() -> None:

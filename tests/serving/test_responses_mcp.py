@@ -14,7 +14,7 @@ from openai import APIStatusError, OpenAI
 from redis import Redis
 
 from cluster.local.cluster import LocalCluster
-from tests.serving.program_requests import ended, outputs, plan, runs, text_of, until
+from tests.serving.program_requests import ended, plan, runs, text_of, until
 
 pytestmark = pytest.mark.cluster
 
@@ -230,6 +230,6 @@ def test_the_desk_beside_registered_tools(openai: OpenAI, desk: Desk) -> None:
     tools = [desk.offered(), {"type": "function", "name": "calculator", "server_side": True}]
     forced: list[Any] = [{"type": "function", "name": "calculator"}, {"type": "function", "name": "desk__paint"}]
     response = openai.responses.create(**plan(tools=tools, extra_body={"tool_choices": forced, "max_turns": 3}))
-    assert outputs(response)
-    assert calls(response)[0].output.startswith("painted ")
+    assert [call.server_label for call in calls(response)] == ["calculator", "desk"]
+    assert calls(response)[1].output.startswith("painted ")
     until(lambda: desk.process.poll() is None, "the server is gone")
