@@ -5,7 +5,7 @@
 """
 
 from collections.abc import Mapping
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
@@ -147,6 +147,9 @@ class HttpConfig(Section):
     cors_origins: tuple[str, ...] = ()
     """Origins whose web pages may call this server from a browser, such as `https://chat.example.com`; `*`: all. A
     page of another origin cannot read the answers."""
+    unknown_fields: Literal["ignore", "refuse"] = "ignore"
+    """What happens to fields, values and tools of `/v1/responses` that have no effect here. `ignore`: the response
+    names them. `refuse`: the request gets 400."""
     admin: bool = True
     """Whether the /admin routes are served (policy switch, statistics, cache reset). With `auth.file` they need the
     role `admin`."""

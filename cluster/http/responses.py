@@ -26,12 +26,14 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
+from cluster.observing import catalogue as metrics
+from cluster.observing.meter import Meter
 from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import input_items
 from cluster.responses.offers import brought
 from cluster.responses.output import RESPONSE_PREFIX
 from cluster.responses.references import referred
-from cluster.responses.request import CreateResponse, read_request
+from cluster.responses.request import CreateResponse, counted_as, read_request
 from cluster.responses.spec import RequestContext, RunRequest, run_spec
 from cluster.responses.tools import FunctionTool
 from cluster.responses.wire import to_json
@@ -59,6 +61,7 @@ class ResponseRoutes:
         self._config = config
         self._error_map = error_map
         self._abandon = Abandon(runner)
+        self._meter = Meter(enabled=config.metrics.enabled)
 
     async def create(
         self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
@@ -76,6 +79,7 @@ class ResponseRoutes:
             HttpError: the request is invalid, or the response failed before any token was generated.
         """
         request = read_request(body)
+        self._notice_ignored(request.ignored)
         idempotency = read_idempotency(http, "responses", body)
         run = await self._run_request(request, identity)
         secrets = run.brought.secrets or None
@@ -151,6 +155,12 @@ class ResponseRoutes:
         """
         state = _read(await self._log(response_id, tenant)).state
         return _whole(input_items(state.spec, order=order, limit=limit, after=after))
+
+    def _notice_ignored(self, names: Sequence[str]) -> None:
+        if names and self._config.http.unknown_fields == "refuse":
+            raise BadRequest(f"{names[0]}: it has no effect here (http.unknown_fields is refuse)", param=names[0])
+        for name in names:
+            self._meter.add(metrics.IGNORED_PARTS, 1, part=counted_as(name))
 
     # --- what a request needs -----------------------------------------------------------------------------------------
 

@@ -145,6 +145,12 @@ HTTP_REQUEST_S = _histogram(
     "route",
     "status",
 )
+IGNORED_PARTS = _counter(
+    "ignored_request_parts",
+    OVERVIEW,
+    "Parts of requests for responses that had no effect: tools, items, and fields. Their names are in the responses",
+    "part",
+)
 OPEN_PROGRAMS = _gauge("open_programs", AGENTS, "Programs that an ingress runs now", "model")
 PROGRAM_EVENTS = _counter(
     "program_events",

@@ -217,6 +217,16 @@ class CreateResponse(OpenPart):
         return sorted(found)[:MAX_IGNORED]
 
 
+IGNORED_PARTS = ("tools", "input", "include", "text", "reasoning", "tool_choice")
+"""Parts of a request under which ignored names are counted. All other names count as `field`."""
+
+
+def counted_as(ignored: str) -> str:
+    """Return the part of a request that one of its ignored names belongs to."""
+    part = ignored.partition(".")[0]
+    return part if part in IGNORED_PARTS else "field"
+
+
 def _unknown(part: BaseModel, path: str = "") -> Iterator[str]:
     """Yield the names of unknown fields of a part and of the parts within, but not those of items of the input."""
     yield from (path + name for name in part.model_extra or ())

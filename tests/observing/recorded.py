@@ -1,5 +1,8 @@
 """What was recorded with Ray."""
 
+import pytest
+from ray.util import metrics as ray_metrics
+
 from cluster.observing.catalogue import Metric
 
 Series = tuple[str, tuple[tuple[str, str], ...]]
@@ -16,3 +19,17 @@ class Recorded(dict[Series, float]):
     def of(self, metric: Metric) -> dict[tuple[str, ...], float]:
         """The series that are not 0."""
         return {labels: value for labels, value in self.series(metric).items() if value}
+
+
+def recording(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """What is recorded with Ray from now on."""
+    seen = Recorded()
+
+    def record(self: ray_metrics.Metric, value: float, tags: dict[str, str] | None = None) -> None:
+        final = self._get_final_tags(tags)
+        self._validate_tags(final)
+        series = self._name, tuple(sorted(final.items()))
+        seen[series] = value if isinstance(self, ray_metrics.Gauge) else seen.get(series, 0.0) + value
+
+    monkeypatch.setattr(ray_metrics.Metric, "_record", record)
+    return seen

@@ -6,6 +6,7 @@ import pytest
 import pytest_asyncio
 
 from cluster.local.embedded_redis import EmbeddedRedis
+from tests.observing.recorded import Recorded, recording
 from tests.programs.runners import Runners
 
 
@@ -14,6 +15,12 @@ def redis() -> Iterator[EmbeddedRedis]:
     """One server for a module."""
     with EmbeddedRedis() as server:
         yield server
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> Recorded:
+    """What is recorded with Ray."""
+    return recording(monkeypatch)
 
 
 @pytest_asyncio.fixture

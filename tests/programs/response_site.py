@@ -51,9 +51,9 @@ def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Ma
     return offers
 
 
-def site(runner: ProgramRunner, offers: Any = None) -> Starlette:
+def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | None = None) -> Starlette:
     """As the ingress has them."""
-    config = CaesuraConfig.model_validate({"limits": {"timeout_s": 5.0}})
+    config = CaesuraConfig.model_validate({"limits": {"timeout_s": 5.0}, "http": http or {}})
     routes = ResponseRoutes(runner, offers or known(), config, as_http_error)
 
     async def create(request: Request) -> Response:

@@ -10,7 +10,9 @@ from starlette.applications import Starlette
 from cluster.core.errors import BadRequest
 from cluster.core.tools import ToolCall
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
+from cluster.observing.catalogue import IGNORED_PARTS
 from cluster.runs.runner import ProgramRunner
+from tests.observing.recorded import Recorded
 from tests.programs.response_site import Visitor, known, openai, registered, served_by, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
@@ -357,6 +359,17 @@ async def test_nothing_is_begun_for_a_bad_request(served: Any, body: Any, status
         await there.client.responses.create(model="m", input="hi", **body)
     assert (caught.value.status_code, caught.value.body["param"]) == (status, param)  # type: ignore[index]
     assert len(await there.runner.runs("default", limit=1000)) == before
+
+
+async def test_what_has_no_effect_is_counted_or_refused(runners: Runners, recorded: Recorded) -> None:
+    runner = runners(ScriptedReplicas([says("hi")]), ScriptedTools({}))
+    unusual: Any = {"model": "m", "input": "hi", "tools": [{"type": "web_search"}], "extra_body": {"tone": "kind"}}
+    made = await openai(site(runner)).responses.create(**unusual)
+    assert made.to_dict()["caesura"] == {"ignored": ["tone", "tools.web_search"]}
+    assert recorded.of(IGNORED_PARTS) == {("field",): 1.0, ("tools",): 1.0}
+    with pytest.raises(BadRequestError, match="tone: it has no effect here") as caught:
+        await openai(site(runner, http={"unknown_fields": "refuse"})).responses.create(**unusual)
+    assert caught.value.param == "tone"
 
 
 async def test_nobody_knows_a_response_that_there_is_not(served: Any) -> None:
