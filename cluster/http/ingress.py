@@ -29,6 +29,7 @@ from cluster.api.openai import (
     LIMITED_PATHS,
     MESSAGE_PATHS,
     REQUEST_ID,
+    RESPONSE_TOKENS,
     RESPONSES,
     RETRY_AFTER_MS,
     RETRY_AFTER_S,
@@ -133,6 +134,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         "create_message": lambda app: app.post(MESSAGE_PATHS["create_message"]),
         "count_tokens": lambda app: app.post(MESSAGE_PATHS["count_tokens"]),
         "create_response": lambda app: app.post(RESPONSES),
+        "count_response_tokens": lambda app: app.post(RESPONSE_TOKENS),
         "response": lambda app: app.get(RESPONSES + "/{response_id}"),
         "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
         "delete_response": lambda app: app.delete(RESPONSES + "/{response_id}"),
@@ -219,7 +221,7 @@ class ProgramIngress:
         self._turns = SloTracker.for_ingresses(config, clock, config.http.ingress_replicas)
         self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
-        self._responses = ResponseRoutes(*parts)
+        self._responses = ResponseRoutes(*parts, self._fleet.plain)
         self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
@@ -349,6 +351,11 @@ class ProgramIngress:
         arrived_s = self._turns.arrival_s(request.headers)
         body, identity = await self._reader.identified(request)
         return await self._responses.create(request, body, identity, arrived_s)
+
+    async def count_response_tokens(self, request: Request) -> Response:
+        """Count the tokens of a response's prompt (OpenAI), with the model's chat template and the tools."""
+        body, identity = await self._reader.identified(request)
+        return await self._responses.count_tokens(request, body, identity)
 
     async def response(
         self, request: Request, response_id: str, stream: bool = False, starting_after: int | None = None

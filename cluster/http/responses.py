@@ -6,12 +6,11 @@ ingress can do.
 """
 
 import asyncio
+import json
 import logging
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
-from time import time
 from typing import Any, Literal
-from uuid import uuid4
 
 from openai.types.responses import Response as ResponseObject
 from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
@@ -21,26 +20,18 @@ from starlette.responses import JSONResponse, Response
 from cluster.api.openai import ErrorMap
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.schema import CaesuraConfig
-from cluster.core.errors import BadRequest, HttpError, RunOpen, ToolRefused
+from cluster.core.errors import BadRequest, HttpError, RunOpen
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import ToolOffer
 from cluster.http.body import NO_BODY_STATUS
-from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
-from cluster.observing import catalogue as metrics
-from cluster.observing.meter import Meter
+from cluster.http.requests import passed_headers
+from cluster.http.response_requests import ResponseRequests, not_found, replayed
+from cluster.http.runs import Abandon, EventStream, Offers, read_idempotency
 from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import input_items
-from cluster.responses.offers import brought
-from cluster.responses.output import RESPONSE_PREFIX
-from cluster.responses.references import referred
-from cluster.responses.request import CreateResponse, counted_as, read_request
-from cluster.responses.spec import RequestContext, RunRequest, run_spec
-from cluster.responses.tools import FunctionTool
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
-from cluster.runs.events import RunEvent
 from cluster.runs.runner import ProgramRunner
-from cluster.runs.state import RunState
+from cluster.runs.task import prompt_fields
 
 logger = logging.getLogger("ray.serve")
 
@@ -53,15 +44,23 @@ class ResponseRoutes:
         offers: lists the tools.
         config: the whole configuration.
         error_map: maps every exception to an HTTP error.
+        plain: answers a request that is no turn, see `ReplicaClients.plain`.
     """
 
-    def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig, error_map: ErrorMap) -> None:
+    def __init__(
+        self,
+        runner: ProgramRunner,
+        offers: Offers,
+        config: CaesuraConfig,
+        error_map: ErrorMap,
+        plain: Callable[[str, dict[str, Any], dict[str, str]], Awaitable[bytes]],
+    ) -> None:
         self._runner = runner
-        self._offers = offers
+        self._requests = ResponseRequests(runner, offers, config)
         self._config = config
         self._error_map = error_map
         self._abandon = Abandon(runner)
-        self._meter = Meter(enabled=config.metrics.enabled)
+        self._plain = plain
 
     async def create(
         self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
@@ -78,10 +77,9 @@ class ResponseRoutes:
         Raises:
             HttpError: the request is invalid, or the response failed before any token was generated.
         """
-        request = read_request(body)
-        self._notice_ignored(request.ignored)
+        request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
-        run = await self._run_request(request, identity)
+        run = await self._requests.run(request, identity)
         secrets = run.brought.secrets or None
         started = await self._runner.start(run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s)
         run_id = started.run_id
@@ -103,16 +101,27 @@ class ResponseRoutes:
             raise as_error(ended.fault)
         return _whole(reader.response)
 
+    async def count_tokens(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
+        """Return the number of tokens of the first turn's prompt, with the model's chat template and the tools.
+
+        Raises:
+            HttpError: the request is invalid.
+        """
+        run = await self._requests.run(self._requests.read(body), identity)
+        async with asyncio.timeout(self._config.http.request_timeout_s):
+            answer = await self._plain("tokenize", prompt_fields(run.spec), passed_headers(http.headers))
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": json.loads(answer)["count"]})
+
     async def show(self, tenant: str, response_id: str, *, stream: bool, starting_after: int | None) -> Response:
         """Return a response in its current state, or stream its events after the number ``starting_after``.
 
         Raises:
             BadRequest: there is no response with this id (404).
         """
-        log = await self._log(response_id, tenant)
+        log = await self._requests.log(response_id, tenant)
         if stream:
             return EventStream(self._events(response_id, starting_after), None)
-        return _whole(_read(log).response)
+        return _whole(replayed(log).response)
 
     async def cancel(self, tenant: str, response_id: str) -> Response:
         """Cancel a response. One that has ended does not change.
@@ -120,7 +129,7 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404).
         """
-        await self._log(response_id, tenant)
+        await self._requests.log(response_id, tenant)
         if await self._runner.cancel(response_id):
             try:
                 async with asyncio.timeout(self._config.limits.timeout_s):
@@ -135,14 +144,14 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404), or it has not ended (409).
         """
-        await self._log(response_id, tenant)
+        await self._requests.log(response_id, tenant)
         try:
             deleted = await self._runner.delete(response_id)
         except RunOpen as error:
             message = f"the response {response_id!r} is under way; cancel it first"
             raise BadRequest(message, status=409, param="response_id") from error
         if not deleted:
-            raise _not_found(response_id)
+            raise not_found(response_id)
         return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
     async def input_items(
@@ -153,74 +162,13 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404), or the page is invalid.
         """
-        state = _read(await self._log(response_id, tenant)).state
+        state = replayed(await self._requests.log(response_id, tenant)).state
         return _whole(input_items(state.spec, order=order, limit=limit, after=after))
-
-    def _notice_ignored(self, names: Sequence[str]) -> None:
-        if names and self._config.http.unknown_fields == "refuse":
-            raise BadRequest(f"{names[0]}: it has no effect here (http.unknown_fields is refuse)", param=names[0])
-        for name in names:
-            self._meter.add(metrics.IGNORED_PARTS, 1, part=counted_as(name))
-
-    # --- what a request needs -----------------------------------------------------------------------------------------
-
-    async def _run_request(self, request: CreateResponse, identity: ProgramIdentity) -> RunRequest:
-        servers = brought(request, self._config.tools.defined)
-        offered: Sequence[ToolOffer] = ()
-        if servers.definitions or any(
-            isinstance(one.tool, FunctionTool) and one.tool.server_side for one in request.functions
-        ):
-            try:
-                offered = await self._offers(identity.tenant, servers.whole() or None)
-            except ToolRefused as error:
-                raise BadRequest(f"tools: {error}", param="tools") from error
-        theirs = {label: [one for one in offered if one.owner == label] for label in servers.definitions}
-        around = RequestContext(
-            run_id=f"{RESPONSE_PREFIX}{uuid4().hex}",
-            created_s=time(),
-            identity=identity,
-            model=request.model or self._config.model.id,
-            limits=limits(self._config),
-            registered={one.name: one for one in offered if one.owner not in theirs},
-            listings=theirs,
-            previous=await self._previous(request.previous_response_id, identity.tenant),
-            referred=await self._referred(request, identity.tenant),
-        )
-        return run_spec(request, around)
-
-    async def _referred(self, request: CreateResponse, tenant: str) -> dict[str, ResponseFold]:
-        names = referred(request)
-        logs = await asyncio.gather(*(self._log(name, tenant) for name in names), return_exceptions=True)
-        found: dict[str, ResponseFold] = {}
-        for name, log in zip(names, logs, strict=True):
-            if isinstance(log, BaseException):
-                if not isinstance(log, BadRequest):
-                    raise log
-            else:
-                found[name] = _read(log)
-        return found
-
-    async def _previous(self, response_id: str | None, tenant: str) -> RunState | None:
-        if response_id is None:
-            return None
-        try:
-            return _read(await self._log(response_id, tenant)).state
-        except BadRequest:
-            return None  # `run_spec` reports it, with the name of the field
-
-    async def _log(self, response_id: str, tenant: str) -> Sequence[RunEvent]:
-        log = await self._runner.load(response_id, tenant)
-        if not log:
-            raise _not_found(response_id)
-        spec = _read(log[:1]).state.spec
-        if spec.api != "responses" or not spec.store:
-            raise _not_found(response_id)
-        return log
 
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _as_it_stands(self, run_id: str, tenant: str) -> ResponseObject:
-        return _read(await self._log(run_id, tenant)).response
+        return replayed(await self._requests.log(run_id, tenant)).response
 
     async def _until_ended(self, run_id: str) -> ResponseFold:
         reader = ResponseFold()
@@ -255,20 +203,9 @@ class ResponseRoutes:
             )
 
 
-def _read(log: Sequence[RunEvent]) -> ResponseFold:
-    reader = ResponseFold()
-    for event in log:
-        reader.feed(event)
-    return reader
-
-
 def _whole(model: Any) -> Response:
     return Response(to_json(model), media_type="application/json")
 
 
 def _sse(event: ResponseStreamEvent) -> bytes:
     return f"event: {event.type}\ndata: {to_json(event)}\n\n".encode()
-
-
-def _not_found(response_id: str) -> BadRequest:
-    return BadRequest(f"Response with id {response_id[:256]!r} not found.", status=404, param="response_id")

@@ -35,6 +35,7 @@ from cluster.runs.events import (
     Generated,
     LateAnswer,
     RunEvent,
+    RunSpec,
     ToolAnswer,
     ToolIntent,
     TurnIntent,
@@ -396,6 +397,16 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 # --- a turn -----------------------------------------------------------------------------------------------------------
+
+
+def prompt_fields(spec: RunSpec) -> dict[str, Any]:
+    """Return the fields of the first turn's body that make its prompt. `/tokenize` takes them."""
+    fields: dict[str, Any] = {"model": spec.model, "messages": list(spec.messages)}
+    if spec.offers:
+        fields["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
+    if "chat_template_kwargs" in spec.sampling:
+        fields["chat_template_kwargs"] = spec.sampling["chat_template_kwargs"]
+    return fields
 
 
 def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:

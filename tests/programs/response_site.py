@@ -54,11 +54,20 @@ def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Ma
 def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | None = None) -> Starlette:
     """As the ingress has them."""
     config = CaesuraConfig.model_validate({"limits": {"timeout_s": 5.0}, "http": http or {}})
-    routes = ResponseRoutes(runner, offers or known(), config, as_http_error)
+
+    async def plain(method: str, body: dict[str, Any], headers: dict[str, str]) -> bytes:
+        assert method == "tokenize"
+        return json.dumps({"count": len(json.dumps(body))}).encode()
+
+    routes = ResponseRoutes(runner, offers or known(), config, as_http_error, plain)
 
     async def create(request: Request) -> Response:
         identified = identify(request.headers, json.loads(await request.body()), TENANT)
         return await routes.create(request, identified.body, identified.identity)
+
+    async def count(request: Request) -> Response:
+        identified = identify(request.headers, json.loads(await request.body()), TENANT)
+        return await routes.count_tokens(request, identified.body, identified.identity)
 
     async def show(request: Request) -> Response:
         query = request.query_params
@@ -90,6 +99,7 @@ def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | No
     return Starlette(
         routes=[
             Route("/v1/responses", create, methods=["POST"]),
+            Route("/v1/responses/input_tokens", count, methods=["POST"]),
             Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", items),
             Route("/v1/responses/{id}", show),

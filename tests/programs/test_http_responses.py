@@ -258,6 +258,22 @@ async def test_a_conversation_over_three_responses(served: Any) -> None:
     assert len({identity.program_id for identity in there.replicas.identities}) == 1
 
 
+async def test_a_prompt_is_counted_with_its_history_and_tools(served: Any) -> None:
+    there = served(says("a bird"))
+    first = await there.client.responses.create(model="m", input="what is there?")
+    count = there.client.responses.input_tokens.count
+    alone = await count(model="m", input="thanks")
+    after = await count(model="m", input="thanks", previous_response_id=first.id)
+    tooled = await count(model="m", input="thanks", tools=[LOOK], instructions="be kind")
+    assert (alone.object, alone.input_tokens < after.input_tokens < tooled.input_tokens) == (
+        "response.input_tokens",
+        True,
+    )
+    assert len(there.replicas.asked) == 1
+    with pytest.raises(BadRequestError):
+        await count(model="m", input="")
+
+
 async def test_items_of_stored_responses_are_named_by_their_ids(served: Any) -> None:
     there = served(
         says("let me see", ("look", "{}")), says("a bird", first_id=200), says("well", first_id=300),
