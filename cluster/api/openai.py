@@ -22,6 +22,7 @@ logger = logging.getLogger("caesura.http")
 TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
+CONVERSATIONS = "/v1/conversations"
 RESPONSE_TOKENS = RESPONSES + "/input_tokens"
 MESSAGE_PATHS = {"create_message": "/v1/messages", "count_tokens": "/v1/messages/count_tokens"}
 """Anthropic's Messages API, see `cluster.api.anthropic`."""

@@ -146,7 +146,7 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def label(self) -> str:
-        """The name of the tool's server, as clients are told: the MCP server, or the tool itself if it has none."""
+        """The name of the tool's server that clients read: the MCP server, or the tool itself if it has none."""
         return self.server or self.owner or self.name
 
     @property

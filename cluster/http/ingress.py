@@ -26,6 +26,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.errors import VERSION_HEADER, response_of
 from cluster.api.openai import (
+    CONVERSATIONS,
     LIMITED_PATHS,
     MESSAGE_PATHS,
     REQUEST_ID,
@@ -54,6 +55,7 @@ from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.http.attributed_answers import PROGRAM_HEADER, AttributedAnswers
 from cluster.http.chat import ChatPrograms
+from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
     TurnReader,
@@ -67,6 +69,7 @@ from cluster.http.responses import ResponseRoutes
 from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
 from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
+from cluster.http.stored_responses import StoredResponses
 from cluster.observing.http_metrics import HttpMetrics
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
@@ -139,6 +142,14 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
         "delete_response": lambda app: app.delete(RESPONSES + "/{response_id}"),
         "input_items": lambda app: app.get(RESPONSES + "/{response_id}/input_items"),
+        "create_conversation": lambda app: app.post(CONVERSATIONS),
+        "conversation": lambda app: app.get(CONVERSATIONS + "/{conversation_id}"),
+        "update_conversation": lambda app: app.post(CONVERSATIONS + "/{conversation_id}"),
+        "delete_conversation": lambda app: app.delete(CONVERSATIONS + "/{conversation_id}"),
+        "add_conversation_items": lambda app: app.post(CONVERSATIONS + "/{conversation_id}/items"),
+        "conversation_items": lambda app: app.get(CONVERSATIONS + "/{conversation_id}/items"),
+        "conversation_item": lambda app: app.get(CONVERSATIONS + "/{conversation_id}/items/{item_id}"),
+        "delete_conversation_item": lambda app: app.delete(CONVERSATIONS + "/{conversation_id}/items/{item_id}"),
         "programs": lambda app: app.get("/v1/programs"),
         "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
@@ -221,7 +232,9 @@ class ProgramIngress:
         self._turns = SloTracker.for_ingresses(config, clock, config.http.ingress_replicas)
         self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
-        self._responses = ResponseRoutes(*parts, self._fleet.plain)
+        conversations = Conversations(self._service.conversations, StoredResponses(self._service.runner))
+        self._responses = ResponseRoutes(*parts, conversations, self._fleet.plain)
+        self._conversations = ConversationRoutes(conversations)
         self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
@@ -383,6 +396,51 @@ class ProgramIngress:
         """List the items of a response's input."""
         tenant = caller_of(request).tenant
         return await self._responses.input_items(tenant, response_id, order=order, limit=limit, after=after)
+
+    # --- conversations ------------------------------------------------------------------------------------------------
+
+    async def create_conversation(self, request: Request) -> Response:
+        """Make a conversation (OpenAI), to which responses are added that name it as their `conversation`."""
+        body = await self._reader.json(request)
+        return await self._conversations.create(caller_of(request).tenant, body)
+
+    async def conversation(self, request: Request, conversation_id: str) -> Response:
+        """Return a conversation, without its items."""
+        return await self._conversations.show(caller_of(request).tenant, conversation_id)
+
+    async def update_conversation(self, request: Request, conversation_id: str) -> Response:
+        """Replace the metadata of a conversation."""
+        body = await self._reader.json(request)
+        return await self._conversations.update(caller_of(request).tenant, conversation_id, body)
+
+    async def delete_conversation(self, request: Request, conversation_id: str) -> Response:
+        """Delete a conversation. Its responses stay."""
+        return await self._conversations.delete(caller_of(request).tenant, conversation_id)
+
+    async def add_conversation_items(self, request: Request, conversation_id: str) -> Response:
+        """Add items at the end of a conversation."""
+        body = await self._reader.json(request)
+        return await self._conversations.add_items(caller_of(request).tenant, conversation_id, body)
+
+    async def conversation_items(
+        self,
+        request: Request,
+        conversation_id: str,
+        order: Literal["asc", "desc"] = "desc",
+        limit: int = 20,
+        after: str | None = None,
+    ) -> Response:
+        """List the items of a conversation."""
+        tenant = caller_of(request).tenant
+        return await self._conversations.items(tenant, conversation_id, order=order, limit=limit, after=after)
+
+    async def conversation_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
+        """Return an item of a conversation."""
+        return await self._conversations.item(caller_of(request).tenant, conversation_id, item_id)
+
+    async def delete_conversation_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
+        """Delete an item of a conversation. The next response does not read it."""
+        return await self._conversations.delete_item(caller_of(request).tenant, conversation_id, item_id)
 
     # --- models and programs ------------------------------------------------------------------------------------------
 

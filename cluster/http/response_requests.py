@@ -1,7 +1,7 @@
 """Reads requests for responses, with what they need that is not in their bodies: stored responses and tools."""
 
-import asyncio
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from time import time
 from typing import Any
 from uuid import uuid4
@@ -10,18 +10,17 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer
+from cluster.http.conversations import Conversations
 from cluster.http.runs import Offers, limits
+from cluster.http.stored_responses import StoredResponses
 from cluster.observing import catalogue as metrics
 from cluster.observing.meter import Meter
-from cluster.responses.events import ResponseFold
 from cluster.responses.offers import brought
 from cluster.responses.output import RESPONSE_PREFIX
 from cluster.responses.references import referred
 from cluster.responses.request import CreateResponse, counted_as, read_request
 from cluster.responses.spec import RequestContext, RunRequest, run_spec
 from cluster.responses.tools import FunctionTool
-from cluster.runs.events import RunEvent
-from cluster.runs.runner import ProgramRunner
 from cluster.runs.state import RunState
 
 
@@ -29,13 +28,17 @@ class ResponseRequests:
     """Makes runs of requests.
 
     Args:
-        runner: has the stored responses.
+        stored: has the stored responses.
+        conversations: has the conversations.
         offers: lists the tools.
         config: the whole configuration.
     """
 
-    def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig) -> None:
-        self._runner = runner
+    def __init__(
+        self, stored: StoredResponses, conversations: Conversations, offers: Offers, config: CaesuraConfig
+    ) -> None:
+        self._stored = stored
+        self._conversations = conversations
         self._offers = offers
         self._config = config
         self._meter = Meter(enabled=config.metrics.enabled)
@@ -79,53 +82,16 @@ class ResponseRequests:
             registered={one.name: one for one in offered if one.owner not in theirs},
             listings=theirs,
             previous=await self._previous(request.previous_response_id, identity.tenant),
-            referred=await self._referred(request, identity.tenant),
+            referred=await self._stored.found(referred(request), identity.tenant),
         )
-        return run_spec(request, around)
-
-    async def _referred(self, request: CreateResponse, tenant: str) -> dict[str, ResponseFold]:
-        names = referred(request)
-        logs = await asyncio.gather(*(self.log(name, tenant) for name in names), return_exceptions=True)
-        found: dict[str, ResponseFold] = {}
-        for name, log in zip(names, logs, strict=True):
-            if isinstance(log, BaseException):
-                if not isinstance(log, BadRequest):
-                    raise log
-            else:
-                found[name] = replayed(log)
-        return found
+        if request.conversation is None:
+            return run_spec(request, around)
+        conversation = await self._conversations.get(identity.tenant, request.conversation.id, "conversation")
+        previous, earlier = conversation.continuation()
+        return run_spec(request, replace(around, previous=previous, earlier=earlier, known=len(conversation.entries)))
 
     async def _previous(self, response_id: str | None, tenant: str) -> RunState | None:
         if response_id is None:
             return None
-        try:
-            return replayed(await self.log(response_id, tenant)).state
-        except BadRequest:
-            return None  # `run_spec` reports it, with the name of the field
-
-    async def log(self, response_id: str, tenant: str) -> Sequence[RunEvent]:
-        """Return the log of a stored response.
-
-        Raises:
-            BadRequest: there is no response with this id (404).
-        """
-        log = await self._runner.load(response_id, tenant)
-        if not log:
-            raise not_found(response_id)
-        spec = replayed(log[:1]).state.spec
-        if spec.api != "responses" or not spec.store:
-            raise not_found(response_id)
-        return log
-
-
-def replayed(log: Sequence[RunEvent]) -> ResponseFold:
-    """Return a response as its log tells it."""
-    reader = ResponseFold()
-    for event in log:
-        reader.feed(event)
-    return reader
-
-
-def not_found(response_id: str) -> BadRequest:
-    """Return the error about a response that does not exist."""
-    return BadRequest(f"Response with id {response_id[:256]!r} not found.", status=404, param="response_id")
+        found = await self._stored.found([response_id], tenant)  # `run_spec` reports a missing one, by its field
+        return found[response_id].state if found else None

@@ -23,11 +23,14 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError, RunOpen
 from cluster.core.program import ProgramIdentity
 from cluster.http.body import NO_BODY_STATUS
+from cluster.http.conversations import Conversations
 from cluster.http.requests import passed_headers
-from cluster.http.response_requests import ResponseRequests, not_found, replayed
+from cluster.http.response_requests import ResponseRequests
 from cluster.http.runs import Abandon, EventStream, Offers, read_idempotency
+from cluster.http.stored_responses import StoredResponses, not_found, replayed
 from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import input_items
+from cluster.responses.spec import RunRequest
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
 from cluster.runs.runner import ProgramRunner
@@ -44,6 +47,7 @@ class ResponseRoutes:
         offers: lists the tools.
         config: the whole configuration.
         error_map: maps every exception to an HTTP error.
+        conversations: has the conversations.
         plain: answers a request that is no turn, see `ReplicaClients.plain`.
     """
 
@@ -53,10 +57,13 @@ class ResponseRoutes:
         offers: Offers,
         config: CaesuraConfig,
         error_map: ErrorMap,
+        conversations: Conversations,
         plain: Callable[[str, dict[str, Any], dict[str, str]], Awaitable[bytes]],
     ) -> None:
         self._runner = runner
-        self._requests = ResponseRequests(runner, offers, config)
+        self._stored = StoredResponses(runner)
+        self._conversations = conversations
+        self._requests = ResponseRequests(self._stored, conversations, offers, config)
         self._config = config
         self._error_map = error_map
         self._abandon = Abandon(runner)
@@ -83,6 +90,8 @@ class ResponseRoutes:
         secrets = run.brought.secrets or None
         started = await self._runner.start(run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s)
         run_id = started.run_id
+        if run.conversation is not None and run_id == run.spec.id:
+            await self._add_to_conversation(run)
         stays = run.spec.background or idempotency is not None
         if request.stream:
             return EventStream(self._events(run_id), None if stays else lambda: self._abandon(run_id))
@@ -101,6 +110,13 @@ class ResponseRoutes:
             raise as_error(ended.fault)
         return _whole(reader.response)
 
+    async def _add_to_conversation(self, run: RunRequest) -> None:
+        try:
+            await self._conversations.add_response(run)
+        except BaseException:
+            self._abandon(run.spec.id)
+            raise
+
     async def count_tokens(self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity) -> Response:
         """Return the number of tokens of the first turn's prompt, with the model's chat template and the tools.
 
@@ -118,7 +134,7 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404).
         """
-        log = await self._requests.log(response_id, tenant)
+        log = await self._stored.log(response_id, tenant)
         if stream:
             return EventStream(self._events(response_id, starting_after), None)
         return _whole(replayed(log).response)
@@ -129,7 +145,7 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404).
         """
-        await self._requests.log(response_id, tenant)
+        await self._stored.log(response_id, tenant)
         if await self._runner.cancel(response_id):
             try:
                 async with asyncio.timeout(self._config.limits.timeout_s):
@@ -144,7 +160,7 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404), or it has not ended (409).
         """
-        await self._requests.log(response_id, tenant)
+        await self._stored.log(response_id, tenant)
         try:
             deleted = await self._runner.delete(response_id)
         except RunOpen as error:
@@ -162,13 +178,13 @@ class ResponseRoutes:
         Raises:
             BadRequest: there is no response with this id (404), or the page is invalid.
         """
-        state = replayed(await self._requests.log(response_id, tenant)).state
+        state = replayed(await self._stored.log(response_id, tenant)).state
         return _whole(input_items(state.spec, order=order, limit=limit, after=after))
 
     # --- following ----------------------------------------------------------------------------------------------------
 
     async def _as_it_stands(self, run_id: str, tenant: str) -> ResponseObject:
-        return replayed(await self._requests.log(run_id, tenant)).response
+        return replayed(await self._stored.log(run_id, tenant)).response
 
     async def _until_ended(self, run_id: str) -> ResponseFold:
         reader = ResponseFold()

@@ -16,6 +16,7 @@ from cluster.observing.recorders import ProgramMetrics
 from cluster.observing.slo_tracker import SloTracker
 from cluster.observing.trace_context import Traces
 from cluster.runs.runner import ProgramRunner
+from cluster.store.conversations import ConversationStore
 from cluster.store.durations import SharedToolDurations
 from cluster.store.runs.store import RunStore
 from tools_runtime.actor import ToolActors
@@ -53,6 +54,9 @@ class ProgramService:
             timeout_s=store.timeout_s,
             lease_s=programs.lease_s,
             retention_s=programs.retention_s,
+        )
+        self.conversations = ConversationStore(
+            store.url, timeout_s=store.timeout_s, retention_s=programs.retention_s, clock=clock
         )
         self.durations = SharedToolDurations(store, model=config.model.id, writer=owner, clock=clock)
         self.tools = ToolActors(config.tools) if config.tools.defined or config.tools.request_kinds else None
@@ -100,6 +104,7 @@ class ProgramService:
         async with AsyncExitStack() as stack:
             if self.tools is not None:
                 stack.push_async_callback(self.tools.aclose)
+            stack.push_async_callback(self.conversations.close)
             stack.push_async_callback(self.runner.aclose)
             stack.push_async_callback(self._loops.aclose)
 

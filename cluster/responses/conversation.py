@@ -58,8 +58,12 @@ class InputCalls:
     """Approval responses by the id of the approval request, with their position in the input."""
 
     @classmethod
-    def of(cls, items: Sequence[InputItem]) -> "InputCalls":
+    def of(cls, items: Sequence[InputItem], first: int = 0) -> "InputCalls":
         """Collect them from all items.
+
+        Args:
+            items: the items.
+            first: position of the first item in the request's input. It is negative for items of a conversation.
 
         Raises:
             BadRequest: an approval request is answered twice.
@@ -67,7 +71,7 @@ class InputCalls:
         outputs: dict[str, deque[tuple[int, str]]] = defaultdict(deque)
         approvals: dict[str, tuple[int, McpApprovalResponse]] = {}
         settled = {item.approval_request_id for item in items if isinstance(item, McpCall)}
-        for place, item in enumerate(items):
+        for place, item in enumerate(items, first):
             if isinstance(item, FunctionCallOutput | CustomToolCallOutput):
                 outputs[item.call_id].append((place, text_of(item.output)))
             if isinstance(item, McpApprovalResponse) and item.approval_request_id not in settled:
@@ -153,14 +157,18 @@ class Conversation:
         self._turn: _Turn | None = None
         self._settled: set[str] = set()
 
-    def add_all(self, items: Sequence[InputItem]) -> None:
+    def add_all(self, items: Sequence[InputItem], first: int = 0) -> None:
         """Add all items, in order.
+
+        Args:
+            items: the items.
+            first: position of the first item in the request's input. It is negative for items of a conversation.
 
         Raises:
             BadRequest: a call has no answer, an answer has no call, or a message comes before an approved call is run.
         """
         self._settled = {item.approval_request_id or "" for item in items if isinstance(item, McpCall)}
-        for place, item in enumerate(items):
+        for place, item in enumerate(items, first):
             self._add(place, item)
         self._close()
         self._given.require_used()
@@ -252,10 +260,9 @@ class Conversation:
 
     def _require_free(self, place: int) -> None:
         if self.approved:
-            raise BadRequest(
-                f"input.{place}: nothing can be said between an approved call and its run; say it in a later request",
-                param=f"input.{place}",
-            )
+            param = f"input.{place}" if place >= 0 else "conversation"
+            message = f"{param}: nothing can be said between an approved call and its run; say it in a later request"
+            raise BadRequest(message, param=param)
 
 
 def _append_call(turn: _Turn, call_id: str, name: str, arguments: str) -> None:
@@ -270,7 +277,7 @@ def _message(item: Message) -> ChatMessage:
 
 
 def _bad(place: int, key: str, message: str) -> BadRequest:
-    param = f"input.{place}.{key}"
+    param = f"input.{place}.{key}" if place >= 0 else "conversation"
     return BadRequest(f"{param}: {message}", param=param)
 
 

@@ -96,6 +96,7 @@ def unchanging(spec: RunSpec) -> Response:
             "usage": None,
             **{name: echo.get(name) for name in ECHOED},
             **{name: spec.sampling.get(name, default) for name, default in SAMPLING_DEFAULTS.items()},
+            **({"conversation": echo["conversation"]} if "conversation" in echo else {}),
             **({"caesura": {"ignored": echo["ignored"]}} if "ignored" in echo else {}),
         }
     )

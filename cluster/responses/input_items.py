@@ -3,7 +3,7 @@
 Other fields of an item (`status`, `phase`, annotations, ...) do not change what the model reads, and are ignored.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from openai.types.responses import ResponseItemList
@@ -320,11 +320,31 @@ def error_text(error: Any) -> str:
 MOST_LISTED = 100
 
 
-def input_items(spec: RunSpec, *, order: Literal["asc", "desc"], limit: int, after: str | None) -> ResponseItemList:
+def input_items(spec: RunSpec, **page: Any) -> ResponseItemList:
     """Return a page of the items that a request itself brought. Items of earlier responses are not included.
 
     Args:
         spec: the specification of the response's run.
+        page: arguments of `page_of`.
+
+    Raises:
+        BadRequest: the page is not valid.
+    """
+    return ResponseItemList.model_validate(page_of(stored_input(spec), **page))
+
+
+def stored_input(spec: RunSpec) -> list[dict[str, Any]]:
+    """Return all items that a request itself brought, as they are shown."""
+    return [shown_item(item) for item in spec.echo.get("input", ())]
+
+
+def page_of(
+    items: Sequence[Mapping[str, Any]], *, order: Literal["asc", "desc"], limit: int, after: str | None
+) -> dict[str, Any]:
+    """Return a page of a list of items, as OpenAI's lists are.
+
+    Args:
+        items: all items, the oldest first.
         order: `desc` has the newest item first.
         limit: largest number of items of the page.
         after: id of the item before the page. None: the page is the first.
@@ -334,27 +354,24 @@ def input_items(spec: RunSpec, *, order: Literal["asc", "desc"], limit: int, aft
     """
     if not 1 <= limit <= MOST_LISTED:
         raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
-    items = [_as_item(item) for item in spec.echo.get("input", ())]
     if order == "desc":
-        items.reverse()
+        items = items[::-1]
     if after is not None:
         place = next((place for place, item in enumerate(items) if item["id"] == after), None)
         if place is None:
-            raise BadRequest(f"there is no item {after[:256]!r} in the input", param="after")
+            raise BadRequest(f"there is no item {after[:256]!r} in the list", param="after")
         items = items[place + 1 :]
     page = items[:limit]
-    return ResponseItemList.model_validate(
-        {
-            "object": "list",
-            "data": page,
-            "first_id": page[0]["id"] if page else "",
-            "last_id": page[-1]["id"] if page else "",
-            "has_more": len(items) > limit,
-        }
-    )
+    return {
+        "object": "list",
+        "data": page,
+        "first_id": page[0]["id"] if page else "",
+        "last_id": page[-1]["id"] if page else "",
+        "has_more": len(items) > limit,
+    }
 
 
-def _as_item(item: Mapping[str, Any]) -> dict[str, Any]:
+def shown_item(item: Mapping[str, Any]) -> dict[str, Any]:
     """Return an item of the input as it is shown, with the fields that the request left out."""
     whole = {"status": "completed", **item}
     match item["type"]:

@@ -1,8 +1,8 @@
 """The body of `POST /v1/responses`: OpenAI's fields, and additional ones.
 
-A field of OpenAI's that is not supported is rejected if the answer would be another conversation's (`conversation`,
-`prompt`). Other fields, values and hosted tools that have no effect here are ignored, as other servers do, so that
-clients work as they are installed. The response names them (`caesura.ignored`).
+A field of OpenAI's that is not supported is rejected if the answer would be another conversation's (`prompt`). Other
+fields, values and hosted tools that have no effect here are ignored, as other servers do, so that clients work as they
+are installed. The response names them (`caesura.ignored`).
 """
 
 from collections.abc import Iterator, Mapping
@@ -37,6 +37,7 @@ MAX_IGNORED, MAX_IGNORED_LENGTH = 64, 64
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 MetadataKey = Annotated[str, StringConstraints(max_length=64)]
 MetadataValue = Annotated[str, StringConstraints(max_length=512)]
+Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 # --- the answer's form ------------------------------------------------------------------------------------------------
 
 
@@ -113,7 +114,20 @@ def _refuse(value: Any) -> Any:
     return value
 
 
+class ConversationName(OpenPart):
+    """A conversation, by its id."""
+
+    id: str = Field(min_length=1, max_length=256)
+
+
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
+
+
+def _id_of(value: Any) -> Any:
+    return {"id": value} if isinstance(value, str) else value
+
+
+ConversationId = Annotated[ConversationName, BeforeValidator(_id_of)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,6 +149,7 @@ class CreateResponse(OpenPart):
     instructions: str | None = None
     """A system message at the beginning. It is not kept for a response that continues this one."""
     previous_response_id: str | None = Field(None, min_length=1, max_length=256)
+    conversation: ConversationId | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
@@ -148,7 +163,7 @@ class CreateResponse(OpenPart):
     background: bool | None = None
     stream: bool | None = None
     store: bool | None = None
-    metadata: dict[MetadataKey, MetadataValue] | None = Field(None, max_length=16)
+    metadata: Metadata | None = None
 
     # Ours.
     tool_choices: list[ToolChoice] | None = Field(None, max_length=MAX_FORCED_CHOICES)
@@ -184,7 +199,6 @@ class CreateResponse(OpenPart):
     client_metadata: Any = None
 
     # OpenAI's, unsupported.
-    conversation: Unsupported = None
     prompt: Unsupported = None
     context_management: Unsupported = None
 
@@ -273,6 +287,12 @@ def read_request(body: Mapping[str, Any]) -> CreateResponse:
             raise BadRequest(f"{param}: the choice of one turn cannot be allowed_tools", param=param)
     if request.background and request.store is False:
         raise BadRequest("background: a response that is not stored cannot run in the background", param="background")
-    if request.previous_response_id is None and not request.input:
+    if request.conversation is not None:
+        if request.previous_response_id is not None:
+            raise BadRequest("conversation: give either it or previous_response_id", param="conversation")
+        if request.store is False:
+            message = "conversation: a response that is not stored cannot be added to one"
+            raise BadRequest(message, param="conversation")
+    elif request.previous_response_id is None and not request.input:
         raise BadRequest("input: it is empty; send text, or at least one item", param="input")
     return request

@@ -42,6 +42,10 @@ class RequestContext:
     """The final state of the run that `previous_response_id` names, or None."""
     referred: Mapping[str, ResponseFold] = field(default_factory=dict)
     """The responses whose items the request names, as far as they exist, by id."""
+    earlier: tuple[InputItem, ...] = ()
+    """Items of the request's conversation after ``previous``."""
+    known: int = 0
+    """Number of entries of the request's conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,9 @@ class RunRequest:
     spec: RunSpec
     brought: RequestTools
     """The request's own tools. Their secrets are not in ``spec``."""
+    conversation: str | None = None
+    """The conversation that the run is added to, if it still has ``known`` entries."""
+    known: int = 0
 
 
 def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
@@ -59,19 +66,20 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
     Raises:
         BadRequest: a field is not valid. ``param`` names it.
     """
-    if (request.previous_response_id is None) != (around.previous is None):
+    if request.previous_response_id is not None and around.previous is None:
         raise _not_found(request.previous_response_id)
     request = resolved(request, around.referred)
     servers = brought(request)
     offered = offers(request, around.registered, around.listings)
     items = request.input if not isinstance(request.input, str) else _as_items(request.input)
-    given = InputCalls.of(items)
+    read, first = (*around.earlier, *items), -len(around.earlier)
+    given = InputCalls.of(read, first)
     before = _before(request, around.previous, given)
     conversation = Conversation(given, offered, before.approved)
-    conversation.add_all(items)
+    conversation.add_all(read, first)
     _require_offered(conversation, offered)
     sampling = _sampling(request)
-    identity = _identity(around)
+    identity = _identity(request, around)
     spec = RunSpec(
         id=around.run_id,
         api="responses",
@@ -100,7 +108,8 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )
     _require_encodable(spec)
-    return RunRequest(spec, servers)
+    name = None if request.conversation is None else request.conversation.id
+    return RunRequest(spec, servers, name, around.known)
 
 
 def _require_encodable(spec: RunSpec) -> None:
@@ -125,14 +134,16 @@ def _before(request: CreateResponse, previous: RunState | None, given: InputCall
     return History(() if request.instructions is None else (system_message(request.instructions),))
 
 
-def _identity(around: RequestContext) -> ProgramIdentity:
+def _identity(request: CreateResponse, around: RequestContext) -> ProgramIdentity:
     """Return the identity with its program.
 
-    The program is that of the first response of the conversation, unless the request names one.
+    The program is that of the first response of the conversation, or the conversation, unless the request names one.
     """
     if around.identity.program_id is not None:
         return around.identity
-    program = around.run_id if around.previous is None else around.previous.spec.program
+    program = around.run_id if request.conversation is None else request.conversation.id
+    if around.previous is not None:
+        program = around.previous.spec.program
     return replace(around.identity, program_id=program)
 
 
@@ -207,6 +218,7 @@ def _echo(
         ],
         "approvals": list(approvals),
         "ignored": request.ignored or None,
+        "conversation": _dumped(request.conversation),
         "told_servers": [label for label in brought(request).definitions if label not in known],
     }
     return {key: value for key, value in echo.items() if value is not None}

@@ -17,11 +17,15 @@ from starlette.routing import Route
 from cluster.api.openai import ErrorBoundary, error_response
 from cluster.api.ray_errors import as_http_error
 from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, ToolRefused
 from cluster.core.identity import identify
 from cluster.core.tools import ToolOffer, function_object
+from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.responses import ResponseRoutes
+from cluster.http.stored_responses import StoredResponses
 from cluster.runs.runner import ProgramRunner
+from cluster.store.conversations import ConversationStore
 
 TENANT = "default"
 
@@ -51,7 +55,12 @@ def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Ma
     return offers
 
 
-def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | None = None) -> Starlette:
+NOWHERE = "redis://127.0.0.1:1"
+
+
+def site(
+    runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | None = None, redis_url: str = NOWHERE
+) -> Starlette:
     """As the ingress has them."""
     config = CaesuraConfig.model_validate({"limits": {"timeout_s": 5.0}, "http": http or {}})
 
@@ -59,7 +68,9 @@ def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | No
         assert method == "tokenize"
         return json.dumps({"count": len(json.dumps(body))}).encode()
 
-    routes = ResponseRoutes(runner, offers or known(), config, as_http_error, plain)
+    store = ConversationStore(redis_url, timeout_s=2.0, retention_s=60.0, clock=MonotonicClock())
+    conversations = Conversations(store, StoredResponses(runner))
+    routes = ResponseRoutes(runner, offers or known(), config, as_http_error, conversations, plain)
 
     async def create(request: Request) -> Response:
         identified = identify(request.headers, json.loads(await request.body()), TENANT)
@@ -104,6 +115,7 @@ def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | No
             Route("/v1/responses/{id}/input_items", items),
             Route("/v1/responses/{id}", show),
             Route("/v1/responses/{id}", delete, methods=["DELETE"]),
+            *_conversation_routes(ConversationRoutes(conversations)),
         ],
         middleware=[
             Middleware(
@@ -116,6 +128,43 @@ def site(runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | No
         ],
         exception_handlers={HttpError: tell, HTTPException: tell},
     )
+
+
+def _conversation_routes(routes: ConversationRoutes) -> list[Route]:
+    async def body(request: Request) -> Any:
+        return json.loads(await request.body())
+
+    async def create(request: Request) -> Response:
+        return await routes.create(TENANT, await body(request))
+
+    async def one(request: Request) -> Response:
+        name = request.path_params["id"]
+        match request.method:
+            case "DELETE":
+                return await routes.delete(TENANT, name)
+            case "POST":
+                return await routes.update(TENANT, name, await body(request))
+        return await routes.show(TENANT, name)
+
+    async def items(request: Request) -> Response:
+        name, query = request.path_params["id"], request.query_params
+        if request.method == "POST":
+            return await routes.add_items(TENANT, name, await body(request))
+        order: Any = query.get("order", "desc")
+        return await routes.items(
+            TENANT, name, order=order, limit=int(query.get("limit", 20)), after=query.get("after")
+        )
+
+    async def item(request: Request) -> Response:
+        act = routes.delete_item if request.method == "DELETE" else routes.item
+        return await act(TENANT, request.path_params["id"], request.path_params["item"])
+
+    return [
+        Route("/v1/conversations", create, methods=["POST"]),
+        Route("/v1/conversations/{id}", one, methods=["GET", "POST", "DELETE"]),
+        Route("/v1/conversations/{id}/items", items, methods=["GET", "POST"]),
+        Route("/v1/conversations/{id}/items/{item}", item, methods=["GET", "DELETE"]),
+    ]
 
 
 def openai(app: Starlette) -> AsyncOpenAI:

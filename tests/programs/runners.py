@@ -16,14 +16,14 @@ class Runners:
     """Makes runners that share one log, each as if it were in a process of its own."""
 
     def __init__(self, url: str) -> None:
-        self._url = url
+        self.url = url
         self.made: list[ProgramRunner] = []
         self.stores: list[RunStore] = []
         self.observed: list[ToolResult] = []
 
     def __call__(self, replicas: ScriptedReplicas, tools: ScriptedTools | None = None, **limits: Any) -> ProgramRunner:
         number = len(self.made)
-        store = RunStore(self._url, owner=f"runner-{number}", timeout_s=2.0, lease_s=LEASE_S, retention_s=60.0)
+        store = RunStore(self.url, owner=f"runner-{number}", timeout_s=2.0, lease_s=LEASE_S, retention_s=60.0)
         config = CaesuraConfig.model_validate({"programs": {"lease_s": LEASE_S, **limits}})
         runner = ProgramRunner(
             name=f"runner-{number}",

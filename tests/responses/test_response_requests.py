@@ -208,7 +208,7 @@ def message(**fields):
 
 
 BAD = [
-    ("a conversation", {"conversation": "conv_1"}, "conversation"),
+    ("a prompt of OpenAI's", {"prompt": {"id": "p"}}, "prompt"),
     ("a stored prompt", {"prompt": {"id": "pmpt_1"}}, "prompt"),
     ("verbosity", {"text": {"verbosity": "shouted"}}, "text.verbosity"),
     ("truncation", {"truncation": "middle"}, "truncation"),

@@ -1,0 +1,114 @@
+"""Conversations in Redis: a creation time, metadata, and a list of entries that only grows.
+
+Each write is one script. A writer that names the number of entries that it knows writes only if nobody was faster.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from cluster.core.clock import Clock
+from cluster.store.client import RedisStore, lua, milliseconds, quoted
+
+MAX_ENTRIES = 8192
+MAX_BYTES = 64 << 20
+"""Largest number and size of a conversation's entries. The size is in bytes."""
+
+MAX_CONNECTIONS = 8
+"""Maximum number of connections. Further calls wait for one."""
+
+_SCRIPT = lua("cluster.store", "conversations.lua")
+
+
+class Written(StrEnum):
+    """What became of a write."""
+
+    OK = "ok"
+    UNKNOWN = "unknown"
+    """There is no such conversation, or it has expired."""
+    MOVED = "moved"
+    """Somebody else has added entries."""
+    FULL = "full"
+    """The conversation would have more than `MAX_ENTRIES` or `MAX_BYTES`."""
+
+
+@dataclass(frozen=True, slots=True)
+class StoredConversation:
+    """A conversation as it is stored."""
+
+    created_s: float
+    """Unix time in seconds."""
+    metadata: bytes
+    entries: tuple[bytes, ...]
+
+
+class ConversationStore(RedisStore):
+    """Access to the conversations of all tenants.
+
+    Every call ends within about ``timeout_s``, and raises `StoreUnavailable` if it failed. It is then unknown whether
+    something was written.
+
+    Args:
+        url: ``redis://``, ``rediss://`` or ``unix://``.
+        timeout_s: timeout of each call in seconds.
+        retention_s: seconds after its last use, after which a conversation is deleted.
+        clock: measures how long the store was unavailable.
+
+    Raises:
+        ConfigError: the URL is invalid.
+    """
+
+    def __init__(self, url: str, *, timeout_s: float, retention_s: float, clock: Clock) -> None:
+        super().__init__(
+            url,
+            name="the store of conversations",
+            degraded="conversations are out of reach",
+            timeout_s=timeout_s,
+            clock=clock,
+            connections=MAX_CONNECTIONS,
+        )
+        self._expiry_ms = milliseconds(retention_s)
+
+    async def create(
+        self, tenant: str, name: str, created_s: float, metadata: bytes, entries: Sequence[bytes]
+    ) -> Written:
+        """Store a new conversation. The answer is OK or FULL."""
+        return await self._write(tenant, name, "create", MAX_ENTRIES, MAX_BYTES, created_s, metadata, *entries)
+
+    async def load(self, tenant: str, name: str) -> StoredConversation | None:
+        """Return a conversation, or None if the tenant has none of this name."""
+        answer = await self._call(tenant, name, "load")
+        if answer[0] != b"ok":
+            return None
+        return StoredConversation(float(answer[1]), answer[2], tuple(answer[3:]))
+
+    async def append(self, tenant: str, name: str, entries: Sequence[bytes], known: int | None = None) -> Written:
+        """Append entries.
+
+        Args:
+            tenant: the tenant.
+            name: the conversation.
+            entries: the new entries.
+            known: the number of entries that the conversation must have before; None: any.
+        """
+        expected = -1 if known is None else known
+        return await self._write(tenant, name, "append", MAX_ENTRIES, MAX_BYTES, expected, *entries)
+
+    async def describe(self, tenant: str, name: str, metadata: bytes) -> Written:
+        """Replace the metadata. The answer is OK or UNKNOWN."""
+        return await self._write(tenant, name, "describe", metadata)
+
+    async def delete(self, tenant: str, name: str) -> Written:
+        """Delete a conversation. The answer is OK or UNKNOWN."""
+        return await self._write(tenant, name, "delete")
+
+    async def _write(self, tenant: str, name: str, operation: str, *arguments: Any) -> Written:
+        [word] = await self._call(tenant, name, operation, *arguments)
+        return Written(word.decode())
+
+    async def _call(self, tenant: str, name: str, operation: str, *arguments: Any) -> list[bytes]:
+        space = f"caesura:v1:{{conversation:{quoted(tenant)}/{quoted(name)}}}"
+        return await self.run(
+            _SCRIPT, [f"{space}:record", f"{space}:entries"], [operation, self._expiry_ms, *arguments], list[bytes]
+        )

@@ -1,0 +1,76 @@
+"""Conversations in a real Redis."""
+
+import asyncio
+from collections.abc import AsyncIterator
+
+import pytest
+import redis.asyncio
+
+from cluster.core.clock import ManualClock
+from cluster.local.embedded_redis import EmbeddedRedis
+from cluster.store import conversations
+from cluster.store.client import StoreUnavailable
+from cluster.store.conversations import ConversationStore, StoredConversation, Written
+from tests.store.outages import kill
+
+PATIENT_S = 60.0
+
+
+@pytest.fixture
+async def store(server: EmbeddedRedis) -> AsyncIterator[ConversationStore]:
+    made = ConversationStore(server.url, timeout_s=PATIENT_S, retention_s=60.0, clock=ManualClock())
+    yield made
+    await made.close()
+
+
+async def test_a_conversation_grows_and_is_deleted(store: ConversationStore) -> None:
+    assert await store.create("a", "conv_1", 12.5, b"{}", [b"one"]) is Written.OK
+    assert await store.append("a", "conv_1", [b"two", b"three"]) is Written.OK
+    assert await store.describe("a", "conv_1", b"[]") is Written.OK
+    assert await store.load("a", "conv_1") == StoredConversation(12.5, b"[]", (b"one", b"two", b"three"))
+    assert await store.delete("a", "conv_1") is Written.OK
+    assert await store.load("a", "conv_1") is None
+
+
+async def test_tenants_do_not_meet(store: ConversationStore) -> None:
+    await store.create("a", "b/c", 0.0, b"", [])
+    assert await store.load("a/b", "c") is None
+    for written in (store.append("b", "b/c", [b"x"]), store.describe("b", "b/c", b""), store.delete("b", "b/c")):
+        assert await written is Written.UNKNOWN
+
+
+async def test_of_racing_writers_who_know_the_same_one_writes(store: ConversationStore) -> None:
+    await store.create("a", "c", 0.0, b"", [b"one"])
+    answers = await asyncio.gather(*(store.append("a", "c", [b"%d" % n], known=1) for n in range(20)))
+    assert sorted(answers) == [Written.MOVED] * 19 + [Written.OK]
+    found = await store.load("a", "c")
+    assert found is not None and len(found.entries) == 2
+
+
+async def test_a_conversation_has_bounds(store: ConversationStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "MAX_ENTRIES", 2)
+    monkeypatch.setattr(conversations, "MAX_BYTES", 8)
+    assert await store.create("a", "c", 0.0, b"", [b"12345"]) is Written.OK
+    assert await store.append("a", "c", [b"1234"]) is Written.FULL
+    assert await store.append("a", "c", [b"1"]) is Written.OK
+    assert await store.append("a", "c", [b"1"]) is Written.FULL
+    assert await store.create("a", "d", 0.0, b"", [b"123456789"]) is Written.FULL
+    assert await store.load("a", "d") is None
+
+
+async def test_each_use_postpones_the_expiry(store: ConversationStore, direct: redis.asyncio.Redis) -> None:
+    await store.create("a", "c", 0.0, b"", [b"1"])
+    for use in (lambda: store.load("a", "c"), lambda: store.append("a", "c", [b"2"])):
+        keys = await direct.keys("*conversation*")
+        assert len(keys) == 2
+        for key in keys:
+            await direct.pexpire(key, 5_000)
+        await use()
+        assert all([await direct.pttl(key) > 50_000 for key in keys])
+
+
+async def test_without_redis_a_call_raises(store: ConversationStore, server: EmbeddedRedis) -> None:
+    await store.create("a", "c", 0.0, b"", [])
+    kill(server)
+    with pytest.raises(StoreUnavailable):
+        await store.load("a", "c")
