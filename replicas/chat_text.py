@@ -1,7 +1,7 @@
 """Renders and tokenizes a chat prompt with the code that vLLM 0.29 uses for its own prompts.
 
 It uses these private names of vLLM (tests/contracts/test_program_turn.py checks what they do):
-    OnlineRenderer          use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
+    OnlineRenderer          render_chat, use_harmony, exclude_tools_when_tool_choice_none, default_chat_template_kwargs
     BaseRenderer            render_messages, tokenize_prompt, get_eos_token_id, _executor
     ModelConfig             try_get_generation_config, get_diff_sampling_param, is_multimodal_model
     ChatCompletionRequest   build_chat_params, build_tok_params
@@ -117,6 +117,26 @@ class ChatText:
         """
         params = request.build_tok_params(self._online.model_config)
         params.apply_post_tokenization(self._renderer.tokenizer, tokens_input(token_ids))
+
+    def plain(self, text: str) -> str:
+        """Return the text with its special tokens escaped, as `make_plain` does it for messages."""
+        return self._plain.text(text)
+
+    @property
+    def window(self) -> int:
+        """The model's context window in tokens."""
+        return int(self._online.model_config.max_model_len)
+
+    async def count(self, request: Any) -> int:
+        """Return the length of the prompt that vLLM makes of a chat request, in tokens. 0: vLLM rejects the request.
+
+        Raises:
+            VLLMClientError: the prompt is longer than the model's context.
+        """
+        # vLLM changes the request that it renders.
+        copy = request.model_copy(deep=True, update={"max_completion_tokens": None, "max_tokens": None})
+        made = await self._online.render_chat(copy, skip_mm_cache=True)
+        return sum(len(one["prompt_token_ids"]) for one in made[1]) if isinstance(made, tuple) else 0
 
     def text(self, request: Any, messages: Sequence[Message], generation: bool) -> str:
         """Render ``messages`` with the template and the other parameters of ``request``.

@@ -7,14 +7,17 @@ structured output, and the parsing of reasoning and tool calls.
 
 import json
 import logging
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing
+from dataclasses import dataclass, field
 from typing import Any
 
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
+from vllm.exceptions import VLLMClientError
 
-from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.core.answer_cut import shortened
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, HttpError, UpstreamFailed
 from cluster.core.stream import Progress, StreamChunk, joined
 from cluster.core.tools import ENDED_WITH_CALLS
 from cluster.core.turn import (
@@ -32,7 +35,8 @@ from replicas.chat_text import NOT_TEXT, ChatText
 from replicas.coalescing import Ticks, gather
 from replicas.continuation import Again, Examined
 from replicas.finish_reasons import ended_by_model
-from replicas.requests import attach_program, naming_field, of_response, parse_request
+from replicas.fitted_answers import Fitted, fitted
+from replicas.requests import as_refusal, attach_program, naming_field, of_response, parse_request
 from replicas.resumption import Watch
 
 logger = logging.getLogger("ray.serve")
@@ -60,6 +64,19 @@ ABORTED = "abort"
 """vLLM's finish reason of a request that was ended by somebody other than its caller."""
 
 Piece = TurnPiece | HttpError
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """The way in which a turn's prompt is made. The lists are empty if vLLM makes it."""
+
+    mode: PromptMode
+    known: list[int] = field(default_factory=list)
+    """The ids from which it continues."""
+    added: list[int] = field(default_factory=list)
+    """The ids after them."""
+    tokens: int = 0
+    """Its length. 0: it was not counted."""
 
 
 class ProgramTurns:
@@ -108,6 +125,7 @@ class ProgramTurns:
         identity: str | None,
         continuation: Continuation | None,
         watch: Watch,
+        answers: Sequence[int] = (),
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Yield one TurnBegan, TurnDeltas and one TurnDone, or an HttpError at the end. Closing it aborts the turn.
 
@@ -120,6 +138,7 @@ class ProgramTurns:
             identity: the encoded ProgramIdentity.
             continuation: ids of the first messages. None on the program's first turn.
             watch: sees the engine's outputs, and knows how far the turn has come on another replica.
+            answers: places of the messages that are shortened if the prompt does not fit. Their content is text.
 
         Raises:
             HttpError, Exception: ours and vLLM's, for a request that cannot be served.
@@ -128,41 +147,86 @@ class ProgramTurns:
         request = parse_request("chat", {**self._text.legible(dict(body)), **OURS})
         self._text.make_plain(request)
         attach_program(request, headers, key, identity)
-        rendering, known, added = await self._prompt(request, continuation)
-        if rendering is PromptMode.CONTINUED:
-            request.kv_transfer_params = {"prompt_token_ids": known + added}
-        reading = Reading(rendering, pack_ids(added), bool(body.get("include_reasoning", True)), watch)
+        texts = {place: body["messages"][place]["content"] for place in answers}
+        fit = await self._fitted(request, continuation, texts)
+        prompt = fit.prompt
+        if prompt.mode is PromptMode.CONTINUED:
+            request.kv_transfer_params = {"prompt_token_ids": prompt.known + prompt.added}
+        reasoning = bool(body.get("include_reasoning", True))
+        reading = Reading(prompt.mode, pack_ids(prompt.added), reasoning, watch, fit.chars)
         with self._engine.streams.watching(request, watch):
             stream = reading.pieces(self._engine.chat(request, RawRequestInfo(headers=headers)))
             async with aclosing(gather(stream, self._ticks)) as batches:
                 async for batch in batches:
                     pieces = together([piece for one in batch for piece in one.data])
                     if any(isinstance(piece, TurnBegan) for piece in pieces):
-                        self._count(rendering)
+                        self._count(prompt.mode)
                     progress = joined(one.progress for one in batch)
                     refused = [naming_field(piece, body) for piece in pieces if isinstance(piece, HttpError)]
                     yield StreamChunk(progress, tuple(piece for piece in pieces if not isinstance(piece, HttpError)))
                     for refusal in refused:
                         yield refusal
 
-    async def _prompt(self, request: Any, continuation: Continuation | None) -> tuple[PromptMode, list[int], list[int]]:
-        """Return how the prompt is made, the ids from which it continues, and the ids after them.
+    async def _fitted(
+        self, request: Any, continuation: Continuation | None, answers: Mapping[int, str]
+    ) -> Fitted[Prompt]:
+        """Make the prompt, with shorter answers where it does not fit into the context window.
 
-        Both lists are empty if vLLM makes the prompt.
+        Args:
+            request: vLLM's chat request. Its messages get the shorter answers, and its bound of output what is left.
+            continuation: ids of the first messages.
+            answers: the texts that may be shortened, by the places of their messages.
+
+        Raises:
+            BadRequest, VLLMClientError: the continuation makes no sense, or the prompt does not fit.
         """
-        self._text.bound_output(request)
+        window = self._text.window
+        # A token has a byte at least, and the template adds few.
+        counted = bool(answers) and len(json.dumps([request.messages, request.tools], default=str)) > window // 2
+
+        def put(chars: int | None) -> None:
+            for place, text in answers.items():
+                kept = text if chars is None else shortened(text, chars)
+                request.messages[place]["content"] = self._text.plain(kept)
+
+        async def make(chars: int | None) -> Prompt | None:
+            put(chars)
+            try:
+                prompt = await self._prompt(request, continuation, counted)
+            except VLLMClientError as error:
+                if as_refusal(error).code != CONTEXT_LENGTH_EXCEEDED:
+                    raise
+                return None
+            return prompt if prompt.tokens < window else None
+
+        fit = None
+        if answers:
+            longest = max(map(len, answers.values()))
+            fit = await fitted(make, longest, window, request.max_completion_tokens)
+            put(None if fit is None else fit.chars)
+        if fit is None:
+            fit = Fitted(await self._prompt(request, continuation, counted=False))
+        self._text.bound_output(request, fit.prompt.tokens)
+        if fit.prompt.mode is PromptMode.CONTINUED:
+            self._text.check_length(request, fit.prompt.known + fit.prompt.added)
+        return fit
+
+    async def _prompt(self, request: Any, continuation: Continuation | None, counted: bool) -> Prompt:
+        """Make a turn's prompt. If vLLM makes it, it is only ``counted``.
+
+        Raises:
+            VLLMClientError: the prompt is too long to be tokenized.
+        """
         if continuation is None:
-            return PromptMode.FIRST, [], []
+            return Prompt(PromptMode.FIRST, tokens=await self._text.count(request) if counted else 0)
         known = _known_ids(request, continuation)
         rest = await self._text.rest(request, self._examined, continuation.messages, continuation.token_ids)
-        if isinstance(rest, Again):
-            if rest not in self._logged:
-                self._logged.add(rest)
-                logger.warning("a prompt is rendered again: %s (logged once)", rest.value)
-            return PromptMode.RENDERED_AGAIN, [], []
-        self._text.bound_output(request, len(known) + len(rest))
-        self._text.check_length(request, known + rest)
-        return PromptMode.CONTINUED, known, rest
+        if not isinstance(rest, Again):
+            return Prompt(PromptMode.CONTINUED, known, rest, len(known) + len(rest))
+        if rest not in self._logged:
+            self._logged.add(rest)
+            logger.warning("a prompt is rendered again: %s (logged once)", rest.value)
+        return Prompt(PromptMode.RENDERED_AGAIN, tokens=await self._text.count(request) if counted else 0)
 
 
 def _check_fixed(body: Mapping[str, Any]) -> None:
@@ -193,13 +257,17 @@ class Reading:
         added: packed ids that continue the prompt. If vLLM makes the prompt, its stream has the ids.
         reasoning: whether the caller wants the reasoning.
         watch: the watch of the stream, which knows how many of its events were sent before.
+        answer_chars: characters that the prompt has of each longer answer of a tool. None: it has all answers whole.
     """
 
-    def __init__(self, rendering: PromptMode, added: bytes, reasoning: bool, watch: Watch) -> None:
+    def __init__(
+        self, rendering: PromptMode, added: bytes, reasoning: bool, watch: Watch, answer_chars: int | None = None
+    ) -> None:
         self._rendering = rendering
         self._added = added
         self._reasoning = reasoning
         self._watch = watch
+        self._answer_chars = answer_chars
         self._sent = 0 if watch.so_far is None else watch.so_far.events
         self._begun = False
         self._ids = 0
@@ -236,7 +304,7 @@ class Reading:
         if not self._begun and self._rendering is PromptMode.CONTINUED and not data.startswith('{"error"'):
             # Only the role, and the prompt's ids, which are known here and may be many.
             self._begun = True
-            yield TurnBegan(self._rendering, self._added)
+            yield TurnBegan(self._rendering, self._added, self._answer_chars)
             return
         chunk = json.loads(data)
         if "error" in chunk:
@@ -244,7 +312,7 @@ class Reading:
             return
         if not self._begun:
             self._begun = True
-            yield TurnBegan(self._rendering, pack_ids(chunk["prompt_token_ids"]))
+            yield TurnBegan(self._rendering, pack_ids(chunk["prompt_token_ids"]), self._answer_chars)
         for choice in chunk["choices"]:
             delta = self._delta(choice)
             if delta != TurnDelta():

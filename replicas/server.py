@@ -10,7 +10,7 @@ names):
 import asyncio
 import logging
 import os
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from http import HTTPStatus
 from typing import Any, NoReturn
@@ -201,6 +201,7 @@ class ProgramServer(LLMServer):
         continuation: Continuation | None,
         epoch: int | None = None,
         so_far: Progress | None = None,
+        answers: Sequence[int] = (),
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`.
 
@@ -210,7 +211,8 @@ class ProgramServer(LLMServer):
         bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive("chat", body, key, epoch)
-            async with aclosing(self._turns.run(body, headers, key, identity, continuation, watch)) as batches:
+            run = self._turns.run(body, headers, key, identity, continuation, watch, answers)
+            async with aclosing(run) as batches:
                 async for batch in batches:
                     yield batch
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
@@ -220,7 +222,7 @@ class ProgramServer(LLMServer):
         """Serve one call of the turn server."""
         whose, resumed = (call.key, call.identity), (call.epoch, call.so_far)
         if call.method == TURN:
-            return self.turn(call.body, call.headers, *whose, call.continuation, *resumed)
+            return self.turn(call.body, call.headers, *whose, call.continuation, *resumed, call.answers)
         return self.answer(call.method, call.body, call.headers, *whose, *resumed)
 
     def _refused(self, error: Exception, method: str, body: Mapping[str, Any], watch: Watch) -> HttpError:

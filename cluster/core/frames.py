@@ -48,6 +48,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     """Progress of this answer on another replica. None: it begins here."""
     continuation: Continuation | None = None
     """The token ids from which a turn of a run continues. None: its prompt is rendered from the messages."""
+    answers: tuple[int, ...] = ()
+    """Places of the messages that may be shortened if the prompt does not fit: answers of the cluster's tools."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -61,6 +63,7 @@ class _Head(msgspec.Struct, array_like=True):
     epoch: int | None
     so_far: Progress | None
     continuation: Continuation | None
+    answers: tuple[int, ...] = ()
 
 
 class _Events(msgspec.Struct, array_like=True, tag=0):
@@ -94,7 +97,7 @@ def encode_call(call: TurnCall) -> bytes:
     body = json.dumps(call.body, separators=(",", ":")).encode()
     so_far, continuation = call.so_far, call.continuation
     return _encoder.encode(
-        _Head(body, call.method, call.headers, call.key, call.identity, call.epoch, so_far, continuation)
+        _Head(body, call.method, call.headers, call.key, call.identity, call.epoch, so_far, continuation, call.answers)
     )
 
 
@@ -114,6 +117,7 @@ def decode_call(data: bytes) -> TurnCall:
         head.epoch,
         head.so_far,
         head.continuation,
+        head.answers,
     )
 
 

@@ -63,6 +63,9 @@ class TurnBegan(msgspec.Struct, frozen=True, tag=True):
 
     rendering: PromptMode
     added_ids: bytes
+    answer_chars: int | None = None
+    """Characters that the prompt has of each longer answer of a tool, see `cluster.core.answer_cut`. None: it has all
+    answers whole."""
 
 
 @dataclass(frozen=True, slots=True)

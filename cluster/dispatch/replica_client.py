@@ -2,7 +2,7 @@
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from functools import cache, partial
 from typing import Any
 from uuid import uuid4
@@ -171,6 +171,7 @@ class ReplicaClient:
         identity: ProgramIdentity,
         continuation: Continuation | None,
         headers: Mapping[str, str] | None = None,
+        answers: Sequence[int] = (),
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """Yield the pieces of a turn. If it fails, its last piece is the error. Closing the iterator stops the replica.
 
@@ -182,11 +183,13 @@ class ReplicaClient:
             identity: the identity of the turn's program.
             continuation: the token ids from which the turn continues. None: its prompt is rendered.
             headers: headers that vLLM may see, with a request id. None: only a new request id.
+            answers: places of the messages that may be shortened if the prompt does not fit.
         """
         tokens = prompt_tokens(body)
         turn = self._turn(TURN, identity, body, tokens)
         sent = {REQUEST_ID: uuid4().hex} if headers is None else dict(headers)
-        call = self._caller(TurnCall(TURN, dict(body), sent, key=key, continuation=continuation), turn)
+        made = TurnCall(TURN, dict(body), sent, key=key, continuation=continuation, answers=tuple(answers))
+        call = self._caller(made, turn)
         attempts, stream = self._failover_stream(TURN, body, identity, turn, tokens, call, _ends_turn)
         try:
             async for batch in stream:

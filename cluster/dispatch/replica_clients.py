@@ -135,9 +135,11 @@ class ReplicaClients:
         identity: ProgramIdentity,
         continuation: Continuation | None,
         headers: Mapping[str, str] | None = None,
+        answers: Sequence[int] = (),
     ) -> AsyncIterator[TurnPiece | HttpError]:
         """Return the pieces of a turn, not the bytes of an answer; see `ReplicaClient.turn`."""
-        return self._of(body).turn(key, kept_apart(body, identity.tenant), identity, continuation, headers)
+        own = kept_apart(body, identity.tenant)
+        return self._of(body).turn(key, own, identity, continuation, headers, answers)
 
     def _of(self, body: Mapping[str, Any]) -> ReplicaClient:
         return self._clients[body.get("model") or self._default]

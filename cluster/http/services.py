@@ -110,7 +110,7 @@ class ProgramService:
 
     async def _count_for_ever(self) -> None:
         while True:
-            self._metrics.record(self.runner.open_runs, self.runner.counters)
+            self._metrics.record(self.runner.open_runs, self.runner.counters, self.runner.answers_cut)
             await asyncio.sleep(METRICS_PERIOD_S)
 
 

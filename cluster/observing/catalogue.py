@@ -323,6 +323,10 @@ TOOL_CALLS = _counter("tool_calls", AGENTS, "Tool calls, by outcome", "tool", "o
 TOOL_SECONDS = _histogram("tool_seconds", AGENTS, "Run time of a tool call, retries included", _TOOL_S, "tool")
 TOOL_QUEUE_SECONDS = _histogram("tool_queue_seconds", AGENTS, "Time that a call waited for its tool", _TOOL_S, "tool")
 
+TOOL_ANSWERS_CUT = _counter(
+    "tool_answers_cut", AGENTS, "Tool answers that were shortened, because they did not fit in the context", "model"
+)
+
 # --- predictions ----------------------------------------------------------------------------------------------------
 
 PREDICTIONS = _counter(

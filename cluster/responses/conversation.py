@@ -293,6 +293,8 @@ class History:
     approval_ids: tuple[str, ...] = ()
     """The requests for approval that ``approved`` answers, in its order."""
     prior: Prior | None = None
+    unread: tuple[int, ...] = ()
+    """Places of answers of the cluster's tools that no turn has read."""
 
 
 def history(previous: RunState, instructions: str | None, given: InputCalls) -> History:
@@ -310,6 +312,7 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
         message = f"the response {previous.spec.id!r} is not done; a response can only follow one that is"
         raise BadRequest(message, param="previous_response_id", code="previous_response_not_done")
     answers: list[ChatMessage] = []
+    unread = list(previous.unread)
     approved: list[Call] = []
     approval_ids: list[str] = []
     # A run that was ended among its calls has shown the model none of their answers.
@@ -318,6 +321,7 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
         answer = previous.answers.get(call.place)
         if runs_here(previous, call):
             if cut:
+                unread.append(len(previous.messages) + len(answers))
                 answers.append(tool_message(call.id, ENDED if answer is None else answer.text))
             continue
         offer = previous.offer(call.name)
@@ -333,11 +337,14 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
             answers.append(tool_message(call.id, denied(response)))
     late = conversation(previous)[len(previous.messages) :]
     messages = (*previous.messages, *answers, *late)
+    unread += range(len(messages) - len(late), len(messages))
     before = previous.spec.echo.get("instructions")
     prior = Prior(previous.token_ids, previous.covered) if previous.covered else None
     if before != instructions:
+        count = len(messages)
         messages, prior = _with_instructions(messages, before, instructions), None
-    return History(messages, tuple(approved), tuple(approval_ids), prior)
+        unread = [place + len(messages) - count for place in unread]
+    return History(messages, tuple(approved), tuple(approval_ids), prior, tuple(unread))
 
 
 def _with_instructions(

@@ -103,6 +103,7 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         approved=tuple(conversation.approved),
         background=bool(request.background),
         store=request.store is not False,
+        unread=before.unread,
         last=request.store is False and around.identity.program_id is None,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),

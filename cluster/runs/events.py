@@ -102,6 +102,9 @@ class RunSpec(_Word, frozen=True):
     store: bool = True
     last: bool = False
     """Whether nobody can continue its program. The program's memory is then freed at the end."""
+    unread: tuple[int, ...] = ()
+    """Places in ``messages`` of answers of the cluster's tools that no turn has read. They are shortened if they do not
+    fit."""
     previous: str | None = None
     """Id of the run whose conversation this one continues, or None."""
     echo: dict[str, Any] = {}
@@ -164,6 +167,9 @@ class TurnResult(_Event, frozen=True):
     """The complete calls, by `cluster.core.tools.split_complete`."""
     unfinished: tuple[Call, ...] = ()
     """The call within which the turn was cut."""
+    answer_chars: int | None = None
+    """Characters that its prompt has of each longer answer of a tool, see `cluster.core.answer_cut`. None: it has all
+    answers whole."""
 
 
 class ToolIntent(_Event, frozen=True):

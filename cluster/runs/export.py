@@ -64,6 +64,7 @@ def _turn(state: RunState, turn: TurnResult, token_ids: bool) -> dict[str, Any]:
         "cached_tokens": turn.cached_tokens,
         "output_tokens": turn.output_tokens,
         "finish_reason": turn.finish_reason,
+        "answer_chars": turn.answer_chars,
         "calls": [
             {
                 "id": call.id,

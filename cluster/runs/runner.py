@@ -96,6 +96,8 @@ class ProgramRunner:
     ) -> None:
         self.counters: Counter[str] = Counter()
         """Numbers of runs that were started, taken over, and ended by status, since the start."""
+        self.answers_cut = 0
+        """Number of tool answers that were shortened because they did not fit into the model's context."""
         self._name = name
         self._store = store
         self._replicas = replicas
@@ -296,9 +298,13 @@ class ProgramRunner:
             known_as=self._known_as,
             observe=self._observe,
             watch=RunWatch(self._turns, state.spec, arrived_s, self._clock),
+            on_cut=self._count_cut,
         )
         self._tasks[run.id] = task
         self._working[run.id] = asyncio.create_task(self._until_ended(run.id, task))
+
+    def _count_cut(self, answers: int) -> None:
+        self.answers_cut += answers
 
     async def _until_ended(self, run_id: str, task: RunTask) -> None:
         try:

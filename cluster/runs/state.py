@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.core.answer_cut import shortened
 from cluster.core.errors import IllegalTransition
 from cluster.core.tools import Outcome, ToolOffer
 from cluster.runs.call_names import CallNaming
@@ -49,6 +50,8 @@ class RunState:
     token_ids: bytes = b""
     """Ids of the first `covered` messages, as they were sent and generated. They are empty before the first turn."""
     covered: int = 0
+    unread: tuple[int, ...] = ()
+    """Places in `messages` of answers of the cluster's tools that no turn has read."""
     turns: tuple[TurnResult, ...] = ()
     attempt: int = 0
     """Number of the attempt at the current turn. 0 if there is none."""
@@ -118,7 +121,7 @@ def begin(event: RunEvent) -> RunState:
     spec = event.spec
     prior = {} if spec.prior is None else {"token_ids": spec.prior.token_ids, "covered": spec.prior.messages}
     names = {call.place: call.name for call in spec.approved}
-    return RunState(spec, spec.messages, calls=spec.approved, names=names, **prior)  # type: ignore[arg-type]
+    return RunState(spec, spec.messages, calls=spec.approved, names=names, unread=spec.unread, **prior)  # type: ignore[arg-type]
 
 
 def step(state: RunState, event: RunEvent) -> RunState:
@@ -134,7 +137,7 @@ def step(state: RunState, event: RunEvent) -> RunState:
             return state
         case TurnIntent():
             delivered = tuple(_late_message(state, answer) for answer in state.undelivered)
-            return replace(state, attempt=event.attempt, messages=state.messages + delivered, undelivered=())
+            return replace(_with_answers(state, delivered), attempt=event.attempt, undelivered=())
         case TurnResult():
             return _turn_done(state, event)
         case ToolIntent():
@@ -173,6 +176,28 @@ def worked_s(events: Iterable[RunEvent]) -> float:
     return known_s
 
 
+def _with_answers(state: RunState, messages: tuple[dict[str, Any], ...]) -> RunState:
+    places = range(len(state.messages), len(state.messages) + len(messages))
+    return replace(state, messages=state.messages + messages, unread=(*state.unread, *places))
+
+
+def cut_answers(state: RunState, chars: int | None) -> tuple[int, ...]:
+    """Return the places of the unread answers that are longer than ``chars``. None: there are none."""
+    if chars is None:
+        return ()
+    return tuple(place for place in state.unread if len(state.messages[place]["content"]) > chars)
+
+
+def _as_read(state: RunState, chars: int | None) -> tuple[dict[str, Any], ...]:
+    """Return the messages as the turn has read them, with long answers shortened to ``chars`` characters."""
+    if not (cut := cut_answers(state, chars)) or chars is None:
+        return state.messages
+    return tuple(
+        {**message, "content": shortened(message["content"], chars)} if place in cut else message
+        for place, message in enumerate(state.messages)
+    )
+
+
 def _turn_done(state: RunState, event: TurnResult) -> RunState:
     before = state.token_ids if event.continued else b""
     message: dict[str, Any] = {"role": "assistant", "content": event.content}
@@ -183,12 +208,13 @@ def _turn_done(state: RunState, event: TurnResult) -> RunState:
             {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
             for call in event.calls
         ]
-    messages = (*state.messages, message)
+    messages = (*_as_read(state, event.answer_chars), message)
     return replace(
         state,
         messages=messages,
         token_ids=before + event.added_ids + event.output_ids,
         covered=len(messages),
+        unread=(),
         turns=(*state.turns, event),
         attempt=0,
         calls=event.calls,
@@ -208,7 +234,7 @@ def _answered(state: RunState, event: ToolAnswer) -> RunState:
         for call in state.calls
         if call.place in answers
     )
-    return replace(after, messages=state.messages + new)
+    return _with_answers(after, new)
 
 
 def _late_message(state: RunState, answer: ToolAnswer) -> dict[str, Any]:

@@ -43,7 +43,7 @@ from cluster.runs.events import (
 )
 from cluster.runs.journal import Journal
 from cluster.runs.slo import RunWatch
-from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, next_step, step
+from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, cut_answers, next_step, step
 
 logger = logging.getLogger("ray.serve")
 
@@ -64,9 +64,18 @@ class Replicas(Protocol):
     """The replicas, on which turns run."""
 
     def turn(
-        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+        self,
+        key: str,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        continuation: Continuation | None,
+        *,
+        answers: Sequence[int] = (),
     ) -> AsyncIterator[TurnPiece | HttpError]:
-        """Yield the pieces of a turn on the program's replica. Closing the iterator stops the turn."""
+        """Yield the pieces of a turn on the program's replica. Closing the iterator stops the turn.
+
+        ``answers`` are the places of the messages that may be shortened if the prompt does not fit.
+        """
         ...
 
     async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
@@ -106,6 +115,7 @@ class RunTask:
         known_as: returns the name under which a call's duration is learnt.
         observe: receives each tool's result.
         watch: receives the progress of its turns.
+        on_cut: called with the number of answers that were shortened because a turn's prompt did not fit.
     """
 
     def __init__(
@@ -121,6 +131,7 @@ class RunTask:
         known_as: CallNaming,
         observe: Callable[[ToolResult], object],
         watch: RunWatch,
+        on_cut: Callable[[int], None],
     ) -> None:
         self.state = state
         self.journal = journal
@@ -131,6 +142,7 @@ class RunTask:
         self._known_as = known_as
         self._observe = observe
         self._watched = watch
+        self._on_cut = on_cut
         self._began_s = clock.now_s()
         self._deadline_s = self._began_s + left_s
         self._key = f"{state.spec.tenant}/{state.spec.program}"
@@ -239,9 +251,8 @@ class RunTask:
         state, began_s = self.state, self._clock.now_s()
         prior = Continuation(state.token_ids, state.covered) if state.token_ids else None
         turn = TurnText(todo.turn)
-        pieces = self._replicas.turn(
-            self._key, turn_body(state, todo), turn_identity(state, todo, self._known_as), prior
-        )
+        identity = turn_identity(state, todo, self._known_as)
+        pieces = self._replicas.turn(self._key, turn_body(state, todo), identity, prior, answers=state.unread)
         async with aclosing(pieces):  # type: ignore[type-var]
             async for piece in pieces:
                 if isinstance(piece, HttpError):
@@ -249,8 +260,16 @@ class RunTask:
                 if (news := turn.take(piece)) is not None:
                     self._record(news)
                 self._watched.received(turn.tokens)
-        self._record(turn.result(began_s - self._began_s, self._clock.now_s() - self._began_s))
+        result = turn.result(began_s - self._began_s, self._clock.now_s() - self._began_s)
+        self._count_cut(result)
+        self._record(result)
         self._watched.answered()
+
+    def _count_cut(self, result: TurnResult) -> None:
+        if cut := len(cut_answers(self.state, result.answer_chars)):
+            self._on_cut(cut)
+            place, chars = f"turn {result.turn} of run {self.state.spec.id}", result.answer_chars
+            logger.warning("%s: %d tool answers were cut to %s characters to fit in the context", place, cut, chars)
 
     # --- tools --------------------------------------------------------------------------------------------------------
 
@@ -499,6 +518,7 @@ class TurnText:
             "".join(self._reasoning),
             complete,
             unfinished,
+            self._began.answer_chars,
         )
 
 

@@ -15,6 +15,7 @@ from vllm.entrypoints.openai.api_server import init_app_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config.schema import PolicyConfig
+from cluster.core.answer_cut import shortened
 from cluster.core.errors import HttpError
 from cluster.core.program import ProgramIdentity
 from cluster.core.stream import StreamChunk
@@ -62,11 +63,15 @@ class Replica:
         return Continuation(pack_ids([*self.text.ids(self.text.text(request, QUESTION, True)), *ids]), 2)
 
     async def turn(
-        self, body: dict[str, Any], continuation: Continuation | None = None, name: str | None = None
+        self,
+        body: dict[str, Any],
+        continuation: Continuation | None = None,
+        name: str | None = None,
+        answers: tuple[int, ...] = (),
     ) -> list[TurnPiece | HttpError]:
         identity = ProgramIdentity(program_id=name).encode() if name else None
         headers = {"x-request-id": f"{name}-{len(self.prompts)}"}
-        batches = self.turns.run(body, headers, name, identity, continuation, Watch())
+        batches = self.turns.run(body, headers, name, identity, continuation, Watch(), answers)
         pieces: list[TurnPiece | HttpError] = []
         try:
             async for batch in batches:
@@ -280,6 +285,45 @@ async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left
     assert (done.finish_reason, done.prompt_tokens + done.output_tokens) == ("length", 4096)
     *_, done = parsed(await replica.turn(body_of(QUESTION, stop=["e"], max_completion_tokens=1 << 20)))
     assert done.finish_reason == "stop"
+
+
+WINDOW = 4096
+LONG = "".join(f"line {number} of the report\n" for number in range(3000))
+
+
+def round_with(*answers: str) -> list[dict[str, Any]]:
+    """A round of tools after QUESTION, with these answers."""
+    calls = [
+        {"id": f"call0000{number}", "type": "function", "function": {"name": "weather", "arguments": "{}"}}
+        for number, _ in enumerate(answers)
+    ]
+    given = [{"role": "tool", "tool_call_id": f"call0000{n}", "content": text} for n, text in enumerate(answers)]
+    return [*QUESTION, {"role": "assistant", "content": "", "tool_calls": calls}, *given]
+
+
+@pytest.mark.parametrize("more", [{}, {"add_special_tokens": True}], ids=["continued", "rendered again"])
+async def test_answers_that_do_not_fit_are_cut_until_they_do(replica: Replica, more: dict[str, Any]) -> None:
+    """The prompt is that of the shortened answers: the fold of the run's log makes the same messages of the number."""
+    messages = round_with(LONG, "short", LONG[1000:])
+    known = replica.after_question(5, 6, 7)
+    body = body_of(messages, max_completion_tokens=4000, stop=["e"], **more)
+    began, _, _, done = parsed(await replica.turn(body, known, answers=(2, 3, 4)))
+    assert began.rendering is (PromptMode.RENDERED_AGAIN if more else PromptMode.CONTINUED)
+    assert 0.8 * WINDOW < done.prompt_tokens <= WINDOW - WINDOW // 8
+    assert began.answer_chars is not None
+    read = round_with(*(shortened(text, began.answer_chars) for text in (LONG, "short", LONG[1000:])))
+    again, *_ = parsed(await replica.turn(body | {"messages": read, "max_completion_tokens": 1}, known))
+    assert (again.added_ids, again.answer_chars) == (began.added_ids, None)
+
+
+async def test_answers_that_nobody_may_cut_are_refused(replica: Replica) -> None:
+    known = replica.after_question(5, 6, 7)
+    for continuation in (known, None):
+        [refusal] = await replica.turn(body_of(round_with(LONG)), continuation)
+        assert isinstance(refusal, HttpError) and refusal.code == "context_length_exceeded"
+    full = replica.after_question(*[5] * 4000)
+    [refusal] = await replica.turn(body_of(round_with(LONG)), full, answers=(2,))
+    assert isinstance(refusal, HttpError) and refusal.code == "context_length_exceeded"
 
 
 async def test_a_prompt_that_has_to_be_rendered_again_is(replica: Replica) -> None:

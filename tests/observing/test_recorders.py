@@ -35,11 +35,12 @@ def model_meter() -> Meter:
 
 def test_a_total_that_others_keep_becomes_what_it_grew_by(recorded: Recorded) -> None:
     programs = ProgramMetrics(model_meter())
-    programs.record(3, {"started": 2})
-    programs.record(1, {"started": 5, "ended": 1})
-    programs.record(1, {"started": 5, "ended": 1})
+    programs.record(3, {"started": 2}, 0)
+    programs.record(1, {"started": 5, "ended": 1}, 4)
+    programs.record(1, {"started": 5, "ended": 1}, 4)
     assert recorded.of(metrics.PROGRAM_EVENTS) == {("started", "m"): 5, ("ended", "m"): 1}
     assert recorded.of(metrics.OPEN_PROGRAMS) == {("m",): 1}
+    assert recorded.of(metrics.TOOL_ANSWERS_CUT) == {("m",): 4}
 
 
 def test_a_total_that_shrinks_was_started_anew(recorded: Recorded) -> None:
@@ -71,7 +72,7 @@ def test_two_models_of_one_process_are_counted_apart(recorded: Recorded) -> None
 
 def test_nothing_is_recorded_where_it_is_turned_off(recorded: Recorded) -> None:
     meter = Meter({"model": "m"}, enabled=False)
-    ProgramMetrics(meter).record(3, {"started": 2})
+    ProgramMetrics(meter).record(3, {"started": 2}, 1)
     meter.begin(metrics.PROGRAM_MIGRATIONS)
     meter.observe(metrics.KV_PIN_S, 1.0)
     assert not recorded

@@ -1,7 +1,7 @@
 """Replicas and tools that follow a script, for the runner's own tests; end-to-end tests use real ones."""
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,7 +24,13 @@ Script = list[TurnPiece | HttpError | asyncio.Event]
 """What a turn yields; an event is waited for."""
 
 
-def says(text: str, *calls: tuple[str, str], first_id: int = 100, finish: str | None = None) -> Script:
+def says(
+    text: str,
+    *calls: tuple[str, str],
+    first_id: int = 100,
+    finish: str | None = None,
+    answer_chars: int | None = None,
+) -> Script:
     """A turn that says ``text`` in two pieces, and calls tools by (name, arguments).
 
     Args:
@@ -32,11 +38,12 @@ def says(text: str, *calls: tuple[str, str], first_id: int = 100, finish: str | 
         calls: its tool calls.
         first_id: of its tokens.
         finish: why it ended; None: the model ended it.
+        answer_chars: to which its prompt's answers were cut.
     """
     pieces = tuple(CallDelta(index, f"call_{first_id}_{index}", name, args) for index, (name, args) in enumerate(calls))
     half = len(text) // 2
     return [
-        TurnBegan(PromptMode.CONTINUED, pack_ids([first_id])),
+        TurnBegan(PromptMode.CONTINUED, pack_ids([first_id]), answer_chars),
         TurnDelta(pack_ids([first_id + 1]), text[:half]),
         TurnDelta(pack_ids([first_id + 2]), text[half:], calls=pieces),
         TurnDone(finish or ("tool_calls" if calls else "stop"), 10, 8, 2),
@@ -51,6 +58,8 @@ class ScriptedReplicas:
     asked: list[dict[str, Any]] = field(default_factory=list)
     told: list[tuple[str, dict[str, Any]]] = field(default_factory=list)
     prior: list[list[int]] = field(default_factory=list)
+    answers: list[tuple[int, ...]] = field(default_factory=list)
+    """Places of the messages that each turn may shorten."""
     identities: list[ProgramIdentity] = field(default_factory=list)
     stuck: frozenset[str] = frozenset()
     """Notifications that never arrive."""
@@ -58,9 +67,16 @@ class ScriptedReplicas:
     """Turns that were left before their end."""
 
     async def turn(
-        self, key: str, body: Mapping[str, Any], identity: ProgramIdentity, continuation: Continuation | None
+        self,
+        key: str,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        continuation: Continuation | None,
+        *,
+        answers: Sequence[int] = (),
     ) -> AsyncIterator[TurnPiece | HttpError]:
         self.asked.append(dict(body))
+        self.answers.append(tuple(answers))
         self.prior.append([] if continuation is None else unpack_ids(continuation.token_ids))
         self.identities.append(identity)
         try:

@@ -213,6 +213,31 @@ async def test_a_runner_that_dies_in_a_turn_is_followed_by_another(runners: Runn
     assert second.counters["taken_over"] == 1
 
 
+async def test_an_answer_that_does_not_fit_is_cut_alike_by_whoever_goes_on(
+    runners: Runners, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first runner dies in the turn that reads the answer, and the second one after it."""
+    long = "x" * 5000
+    tools = ScriptedTools({"add": lambda call: long})
+    began = TurnBegan(PromptMode.CONTINUED, pack_ids([1]), 500)
+    first = runners(ScriptedReplicas([says("", ("add", "{}")), [began, asyncio.Event()]]), tools)
+    await first.start(spec("long"))
+    await until(lambda: first.open_runs and len(first.written("long")) == 7)
+    replicas = ScriptedReplicas([says("read", ("add", "{}"), answer_chars=500), says("done", answer_chars=300)])
+    second = runners(replicas, tools)
+    second.attend()
+    events = await ended(second, "long")
+    assert [message["content"] for message in replicas.asked[0]["messages"] if message["role"] == "tool"] == [long]
+    cut, whole = [message["content"] for message in replicas.asked[1]["messages"] if message["role"] == "tool"]
+    assert whole == long and len(cut) < 700 and "4,500 characters of this answer were left out" in cut
+    assert replicas.answers == [(2,), (4,)]
+    assert [event.text for event in events if isinstance(event, ToolAnswer)] == [long, long]
+    state = fold(events)
+    assert state is not None and "4,700 characters" in state.messages[4]["content"]
+    assert second.answers_cut == 2
+    assert "turn 2 of run long: 1 tool answers were cut to 500 characters" in caplog.text
+
+
 async def test_a_run_that_another_ended_is_read_to_its_end_by_who_lost_it(runners: Runners) -> None:
     first = runners(ScriptedReplicas([[asyncio.Event()]]))
     await first.start(spec("lost"))

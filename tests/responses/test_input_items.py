@@ -245,8 +245,10 @@ def test_the_callers_answers_complete_the_last_turn() -> None:
 def test_answers_that_are_there_already_need_no_output() -> None:
     here, theirs = call("clock"), call("look", index=1)
     previous = ran(*turn(1, "", here, theirs), *tool_round(here), offers=[offer("clock", here=True), offer("look")])
-    made = messages(output(theirs.id, "seen"), previous=previous)
-    assert made[2:] == [answered(here.id, "found"), answered(theirs.id, "seen")]
+    made = run_of(output(theirs.id, "seen"), previous=previous)
+    assert list(made.messages[2:]) == [answered(here.id, "found"), answered(theirs.id, "seen")]
+    assert made.unread == (2,), "only the cluster's own answer may be cut if it does not fit"
+    assert run_of(output(theirs.id, "seen"), previous=previous, instructions="be brief").unread == (3,)
 
 
 def test_consent_by_the_id_that_the_response_gave() -> None:
@@ -270,7 +272,9 @@ def test_calls_that_were_cut_short_are_told_as_such() -> None:
     calls = call("clock"), call("clock", index=1)
     cut = [TurnIntent(1), result(1, "", *calls), ToolIntent(((1, 0), (1, 1))), ToolAnswer(1, 0, "ok", "noon")]
     previous = fold([accepted(offer("clock", here=True)), *cut, Ended("cancelled")])
-    assert messages(user("again"), previous=previous)[2:] == [
+    made = run_of(user("again"), previous=previous)
+    assert made.unread == (2, 3)
+    assert list(made.messages[2:]) == [
         answered(calls[0].id, "noon"),
         answered(calls[1].id, "The call was ended before the tool answered."),
         user("again"),
@@ -282,7 +286,9 @@ def test_what_an_asynchronous_tool_said_last_is_told_to_the_next_run() -> None:
     late = LateAnswer(ToolAnswer(1, 0, "ok", "noon"))
     previous = ran(*turn(1, "", one), *tool_round(one, outcome="started", text="wait"), *turn(2, "bye"), late,
                    offers=[offer("clock", here=True)])  # fmt: skip
-    assert messages(user("more"), previous=previous)[-2:] == [
+    made = run_of(user("more"), previous=previous)
+    assert made.unread == (4,)
+    assert list(made.messages[-2:]) == [
         user("[The call of clock that was started earlier has ended]\nnoon"),
         user("more"),
     ]

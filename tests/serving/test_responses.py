@@ -9,12 +9,14 @@ import pytest
 from openai import ConflictError, NotFoundError, OpenAI
 
 from cluster.local.cluster import LocalCluster
+from tests.serving.conftest import CONTEXT_TOKENS
 from tests.serving.program_requests import BLOCK, ended, outputs, plan, runs, server_side, text_of, until
 from tests.serving.tool_site import COMMANDING, FLOOD_CAP_BYTES, ToolSite
 from tools_runtime.text import restored, sanitized
 
 pytestmark = pytest.mark.cluster
 
+LAST_STATUSES = ("completed", "incomplete")
 LAST = ("response.completed", "response.incomplete")
 
 WEATHER: Any = {
@@ -239,6 +241,22 @@ def test_tools_that_flood_hang_or_wait_keep_nobody_else_waiting(
     assert openai.responses.retrieve(waiting.id).status == "in_progress"
     site.gate.set()
     assert ended(openai, waiting.id).status in ("completed", "incomplete")
+
+
+def test_an_answer_that_exceeds_the_context_is_cut_for_the_model_and_whole_for_the_caller(
+    openai: OpenAI, client: httpx.Client
+) -> None:
+    response = openai.responses.create(**plan("deluge"), extra_headers=session("deluge"))
+    assert response.status in LAST_STATUSES, response.error
+    [answer] = outputs(response)
+    assert len(answer) > 60_000
+    more = plan(input="And now?", previous_response_id=response.id)
+    assert openai.responses.create(**more, extra_headers=session("deluge")).status in LAST_STATUSES
+    [_, run] = runs(client, "deluge")
+    first, second = run["turns"]
+    assert first["answer_chars"] is None and 200 < second["answer_chars"] < len(answer)
+    assert second["rendering"] == "continued" and second["prompt_tokens"] <= CONTEXT_TOKENS * 7 / 8
+    assert "characters of this answer were left out" in text_of(client, second["prompt_ids"])
 
 
 def test_registered_tools_are_listed_with_what_is_known_of_their_durations(

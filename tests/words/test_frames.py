@@ -11,7 +11,7 @@ from cluster.core.turn import CallDelta, Continuation, PromptMode, TurnBegan, Tu
 
 PROGRESS = Progress(3, pack_ids([7, 8]), pack_ids([2]), Begun(b"p" * 16, 32), Ending("stop", 5), "1700000000")
 PIECES = (
-    TurnBegan(PromptMode.CONTINUED, pack_ids([1, 2])),
+    TurnBegan(PromptMode.CONTINUED, pack_ids([1, 2]), 300),
     TurnDelta(pack_ids([9]), "content", "reasoning", (CallDelta(0, "id", "search", "{"),)),
     TurnDone("tool_calls", 10, 8, 2),
 )
@@ -87,7 +87,7 @@ def test_an_error_keeps_its_class_and_all_that_it_says(error: HttpError) -> None
     "call",
     [
         TurnCall("chat", {"messages": [{"role": "user", "content": "ü😀"}], "seed": 10**30}, {"x-request-id": "r"}),
-        TurnCall("turn", {}, {}, "default/p", "identity", 3, PROGRESS, Continuation(pack_ids([1]), 2)),
+        TurnCall("turn", {}, {}, "default/p", "identity", 3, PROGRESS, Continuation(pack_ids([1]), 2), (3, 4)),
     ],
     ids=["first", "resumed"],
 )

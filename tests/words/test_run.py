@@ -242,3 +242,55 @@ def test_a_log_that_is_none() -> None:
         fold([accepted(), Ended("completed"), TurnIntent(1)])
     with pytest.raises(IllegalTransition, match="accepted twice"):
         fold([accepted(), accepted()])
+
+
+# --- answers that do not fit into the context -------------------------------------------------------------------------
+
+LONG = "a" * 400 + "b" * 400
+
+
+def cut_to(chars: int, turn: int, *calls: Call) -> TurnResult:
+    """A turn whose prompt had so much of each longer answer."""
+    return replace(result(turn, *calls), answer_chars=chars)
+
+
+def texts(state: RunState) -> list[str]:
+    return [message["content"] for message in state.messages]
+
+
+def test_a_turn_s_long_answers_are_remembered_as_it_has_read_them() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1, 0), call(1, 1)), ToolIntent(((1, 0), (1, 1)))]
+    log += [ok(1, 0, LONG), ok(1, 1, "short")]
+    assert after(*log).unread == (2, 3)
+    log += [TurnIntent(2)]
+    assert texts(after(*log))[2] == LONG, "a turn that is tried again gets the whole answer"
+    log += [cut_to(200, 2, call(2))]
+    state = after(*log)
+    assert texts(state)[3] == "short"
+    note = "[... 600 characters of this answer were left out, because it does not fit in the model's context ...]"
+    assert texts(state)[2] == "a" * 100 + f"\n{note}\n" + "b" * 100
+    assert state.answers[1, 0].text == LONG, "who asks for the answer gets it whole"
+    assert state.unread == ()
+
+
+def test_answers_that_a_turn_has_read_are_never_cut_again() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1, 0, LONG)]
+    log += [TurnIntent(2), result(2, call(2)), ToolIntent(((2, 0),)), ok(2, 0, "b" * 900)]
+    assert after(*log).unread == (4,)
+    state = after(*log, TurnIntent(3), cut_to(300, 3))
+    assert texts(state)[2] == LONG
+    assert "600 characters of this answer were left out" in texts(state)[4]
+
+
+def test_a_late_answer_is_cut_as_any_other() -> None:
+    log = [accepted(), TurnIntent(1), result(1, call(1)), ToolIntent(((1, 0),)), ok(1, outcome="started", text="on it")]
+    log += [LateAnswer(ok(1, text=LONG)), TurnIntent(2)]
+    assert after(*log).unread == (2, 3)
+    assert "characters of this answer were left out" in texts(after(*log, cut_to(200, 2)))[3]
+
+
+def test_a_continued_run_may_cut_the_answers_that_the_one_before_has_left() -> None:
+    messages = (QUESTION, {"role": "assistant", "content": ""}, {"role": "tool", "tool_call_id": "c", "content": LONG})
+    log = [accepted(messages=messages, unread=(2,)), TurnIntent(1)]
+    assert after(*log).unread == (2,)
+    assert "characters of this answer" in texts(after(*log, cut_to(200, 1)))[2]
