@@ -252,7 +252,7 @@ def test_an_answer_that_exceeds_the_context_is_cut_for_the_model_and_whole_for_t
     assert len(answer) > 60_000
     more = plan(input="And now?", previous_response_id=response.id)
     assert openai.responses.create(**more, extra_headers=session("deluge")).status in LAST_STATUSES
-    [_, run] = runs(client, "deluge")
+    run, _ = runs(client, "deluge")
     first, second = run["turns"]
     assert first["answer_chars"] is None and 200 < second["answer_chars"] < len(answer)
     assert second["rendering"] == "continued" and second["prompt_tokens"] <= CONTEXT_TOKENS * 7 / 8
