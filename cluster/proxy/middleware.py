@@ -235,7 +235,8 @@ def _is_text(name: bytes, value: bytes) -> bool:
 class StreamErrorTerminator:
     """ASGI middleware that ends an answer with an error if its ingress died. Ray's proxy alone would cut the answer.
 
-    A stream that has begun gets an error event. A request without an answer gets 502 with `Retry-After`.
+    A stream that has begun gets an error event. A request without an answer gets 502 with `Retry-After`. The answer of a
+    client that has left ends early too, and nothing is wrong then.
     """
 
     def __init__(self, app: ASGIApp) -> None:
@@ -247,13 +248,20 @@ class StreamErrorTerminator:
             await self._app(scope, receive, send)
             return
         answer = _Answer()
+        gone = False
+
+        async def watch() -> Message:
+            nonlocal gone
+            message = await receive()
+            gone = gone or message["type"] == "http.disconnect"
+            return message
 
         async def observe(message: Message) -> None:
             answer.see(message)
             await send(message)
 
-        await self._app(scope, receive, observe)
-        if answer.over:
+        await self._app(scope, watch, observe)
+        if answer.over or gone:
             return
         logger.warning("%s %s: its ingress died", scope["method"], scope["path"])
         if not answer.begun:

@@ -14,23 +14,34 @@ SSE = [(b"Content-Type", b"text/event-stream; charset=utf-8")]
 PLAIN = [(b"content-type", b"application/json")]
 
 
-async def answer(path: str, headers: Sequence[tuple[bytes, bytes]] | None, *bodies: bytes, over: bool = False) -> Any:
-    """What a client is sent when the application said this, and then no more."""
+async def answer(
+    path: str,
+    headers: Sequence[tuple[bytes, bytes]] | None,
+    *bodies: bytes,
+    over: bool = False,
+    leaves: bool = False,
+) -> Any:
+    """What a client is sent when the application said this, and then no more. Perhaps because the client leaves."""
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
+        await receive()
         if headers is not None:
             await send({"type": "http.response.start", "status": 200, "headers": list(headers)})
         for number, body in enumerate(bodies, 1):
             more = not (over and number == len(bodies))
             await send({"type": "http.response.body", "body": body, "more_body": more})
+        if leaves:
+            await receive()
 
     sent: list[Message] = []
 
     async def send(message: Message) -> None:
         sent.append(message)
 
+    read: list[Message] = [{"type": "http.request", "body": b"", "more_body": False}]
+
     async def receive() -> Message:
-        return {"type": "http.request", "body": b"", "more_body": False}
+        return read.pop(0) if read else {"type": "http.disconnect"}
 
     await StreamErrorTerminator(app)({"type": "http", "method": "POST", "path": path, "headers": []}, receive, send)
     return sent
@@ -70,8 +81,18 @@ async def test_nothing_comes_after_the_last_event(path: str, events: bytes, over
     assert text(sent) == events and sent[-1]["more_body"] is False
 
 
-async def test_a_request_without_an_answer_gets_one() -> None:
+@pytest.mark.parametrize("headers", [SSE, PLAIN, None], ids=["stream", "plain", "no answer"])
+async def test_a_client_that_leaves_is_no_dead_ingress(
+    headers: list[tuple[bytes, bytes]] | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    bodies = [] if headers is None else [TEXT]
+    sent = await answer("/v1/chat/completions", headers, *bodies, leaves=True)
+    assert text(sent) == b"".join(bodies) and "died" not in caplog.text
+
+
+async def test_a_request_without_an_answer_gets_one(caplog: pytest.LogCaptureFixture) -> None:
     sent = await answer("/v1/completions", None)
+    assert "POST /v1/completions: its ingress died" in caplog.text
     headers = httpx.Headers(sent[0]["headers"])
     assert (sent[0]["status"], headers["retry-after"]) == (502, "1")
     assert json.loads(text(sent))["error"]["message"]
