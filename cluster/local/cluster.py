@@ -3,6 +3,7 @@
 Ray is not imported before `LocalCluster.start` has set the environment that Ray reads at import.
 """
 
+import errno
 import logging
 import math
 import os
@@ -90,6 +91,9 @@ class LocalCluster:
         config: the configuration. ``redis.url: embedded`` and ``http.port: 0`` are replaced with actual values.
         step: called for each step of the start and the stop.
         clock: measures deadlines.
+
+    Raises:
+        StartFailed: ``http.port`` is 0, and ``http.host`` cannot be listened on.
     """
 
     def __init__(
@@ -146,6 +150,7 @@ class LocalCluster:
         Raises:
             StartFailed: the cluster did not start. Everything that was started has been stopped.
         """
+        self._check_port()
         try:
             self._start()
         except BaseException:
@@ -170,7 +175,6 @@ class LocalCluster:
             raise ClusterFailed(self._redis_watch.failure)
 
     def _start(self) -> None:
-        self._check_port()
         self._enter_environment()
         with self._step("tool statistics store"):
             self._start_store()
@@ -191,13 +195,7 @@ class LocalCluster:
         Raises:
             StartFailed: it cannot be listened on.
         """
-        http = self.config.http
-        try:
-            socket.create_server((http.host, http.port), family=_family(http.host)).close()
-        except OSError as error:
-            raise StartFailed(
-                f"http.port: {http.host}:{http.port} cannot be used: {error.strerror or error}"
-            ) from error
+        _listener(self.config.http.host, self.config.http.port).close()
 
     def _enter_environment(self) -> None:
         before = dict(os.environ)
@@ -399,5 +397,22 @@ def _family(host: str) -> socket.AddressFamily:
 
 
 def _free_port(host: str) -> int:
-    with socket.create_server((host, 0), family=_family(host)) as listener:
+    with _listener(host, 0) as listener:
         return int(listener.getsockname()[1])
+
+
+def _listener(host: str, port: int) -> socket.socket:
+    """Listen on a port; 0 is a free one.
+
+    Raises:
+        StartFailed: it cannot be listened on.
+    """
+    try:
+        return socket.create_server((host, port), family=_family(host))
+    except OSError as error:
+        if error.errno == errno.EADDRINUSE:
+            message = f"http.port: {host}:{port} is in use; end the program that listens there, or set another port"
+        else:
+            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+            message = f"http.host: {host}:{port} cannot be listened on: {why}"
+        raise StartFailed(message) from error
