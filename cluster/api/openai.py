@@ -23,12 +23,20 @@ TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
 CONVERSATIONS = "/v1/conversations"
+RESPONSE_COMPACTION = RESPONSES + "/compact"
 RESPONSE_TOKENS = RESPONSES + "/input_tokens"
 MESSAGE_PATHS = {"create_message": "/v1/messages", "count_tokens": "/v1/messages/count_tokens"}
 """Anthropic's Messages API, see `cluster.api.anthropic`."""
 
 LIMITED_PATHS = frozenset(
-    {*TURN_PATHS.values(), *TOKEN_PATHS.values(), *MESSAGE_PATHS.values(), RESPONSES, RESPONSE_TOKENS}
+    {
+        *TURN_PATHS.values(),
+        *TOKEN_PATHS.values(),
+        *MESSAGE_PATHS.values(),
+        RESPONSES,
+        RESPONSE_TOKENS,
+        RESPONSE_COMPACTION,
+    }
 )
 """The paths whose requests make work for a replica. Limits on requests apply to these paths only."""
 

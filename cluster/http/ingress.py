@@ -30,6 +30,7 @@ from cluster.api.openai import (
     LIMITED_PATHS,
     MESSAGE_PATHS,
     REQUEST_ID,
+    RESPONSE_COMPACTION,
     RESPONSE_TOKENS,
     RESPONSES,
     RETRY_AFTER_MS,
@@ -138,6 +139,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         "count_tokens": lambda app: app.post(MESSAGE_PATHS["count_tokens"]),
         "create_response": lambda app: app.post(RESPONSES),
         "count_response_tokens": lambda app: app.post(RESPONSE_TOKENS),
+        "compact_response": lambda app: app.post(RESPONSE_COMPACTION),
         "response": lambda app: app.get(RESPONSES + "/{response_id}"),
         "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
         "delete_response": lambda app: app.delete(RESPONSES + "/{response_id}"),
@@ -369,6 +371,12 @@ class ProgramIngress:
         """Count the tokens of a response's prompt (OpenAI), with the model's chat template and the tools."""
         body, identity = await self._reader.identified(request)
         return await self._responses.count_tokens(request, body, identity)
+
+    async def compact_response(self, request: Request) -> Response:
+        """Return a conversation (OpenAI) whose middle is replaced with a summary, which the model writes."""
+        arrived_s = self._turns.arrival_s(request.headers)
+        body, identity = await self._reader.identified(request)
+        return await self._responses.compact(request, body, identity, arrived_s)
 
     async def response(
         self, request: Request, response_id: str, stream: bool = False, starting_after: int | None = None

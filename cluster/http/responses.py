@@ -10,8 +10,10 @@ import json
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Literal
 
+import msgspec
 from openai.types.responses import Response as ResponseObject
 from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
 from starlette.requests import Request
@@ -28,11 +30,13 @@ from cluster.http.requests import passed_headers
 from cluster.http.response_requests import ResponseRequests
 from cluster.http.runs import Abandon, EventStream, Offers, read_idempotency
 from cluster.http.stored_responses import StoredResponses, not_found, replayed
-from cluster.responses.events import ResponseFold
+from cluster.responses.compaction import compacted_response
+from cluster.responses.events import ResponseFold, usage
 from cluster.responses.input_items import input_items
 from cluster.responses.spec import RunRequest
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
+from cluster.runs.events import Compaction, RunSpec
 from cluster.runs.runner import ProgramRunner
 from cluster.runs.task import prompt_fields
 
@@ -86,7 +90,7 @@ class ResponseRoutes:
         """
         request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
-        run = await self._requests.run(request, identity)
+        run = await self._sized(await self._requests.run(request, identity), http)
         secrets = run.brought.secrets or None
         started = await self._runner.start(run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s)
         run_id = started.run_id
@@ -124,9 +128,46 @@ class ResponseRoutes:
             HttpError: the request is invalid.
         """
         run = await self._requests.run(self._requests.read(body), identity)
+        return JSONResponse({"object": "response.input_tokens", "input_tokens": await self._count(run.spec, http)})
+
+    async def _count(self, spec: RunSpec, http: Request) -> int:
         async with asyncio.timeout(self._config.http.request_timeout_s):
-            answer = await self._plain("tokenize", prompt_fields(run.spec), passed_headers(http.headers))
-        return JSONResponse({"object": "response.input_tokens", "input_tokens": json.loads(answer)["count"]})
+            answer = await self._plain("tokenize", prompt_fields(spec), passed_headers(http.headers))
+        return int(json.loads(answer)["count"])
+
+    async def _sized(self, run: RunRequest, http: Request) -> RunRequest:
+        """Return the run with the size of its conversation, where that decides what the run does first."""
+        if run.spec.compaction is None:
+            return run
+        compaction = msgspec.structs.replace(run.spec.compaction, tokens=await self._count(run.spec, http))
+        return replace(run, spec=msgspec.structs.replace(run.spec, compaction=compaction))
+
+    async def compact(
+        self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
+    ) -> Response:
+        """Return the conversation of a request with a summary, which a turn of its program writes.
+
+        The arguments are those of `create`.
+
+        Raises:
+            HttpError: the request is invalid, or the turn failed.
+        """
+        run = await self._requests.run(self._requests.read(body), identity)
+        alone = Compaction(threshold=0, alone=True)
+        spec = msgspec.structs.replace(run.spec, compaction=alone, store=False, background=False)
+        started = await self._runner.start(spec, arrived_s=arrived_s)
+        try:
+            reader = await unless_gone(http.receive, self._until_ended(started.run_id))
+        except ClientGone:
+            self._abandon(started.run_id)
+            return Response(status_code=NO_BODY_STATUS)
+        except asyncio.CancelledError:
+            self._abandon(started.run_id)
+            raise
+        state = reader.state
+        if state.ended is None or state.ended.status != "completed":
+            raise as_error(None if state.ended is None else state.ended.fault)
+        return JSONResponse(compacted_response(spec, spec.messages, state.turns[-1].content, usage(state)))
 
     async def show(self, tenant: str, response_id: str, *, stream: bool, starting_after: int | None) -> Response:
         """Return a response in its current state, or stream its events after the number ``starting_after``.

@@ -156,7 +156,7 @@ class ProgramMetrics:
         self._meter = meter
 
     def record(self, open_programs: int, totals: Mapping[str, int], answers_cut: int) -> None:
-        """Export the number of programs that run, and the numbers of events and of shortened answers since the start."""
+        """Export the number of programs that run, and the numbers of events and shortened answers since the start."""
         self._meter.set(metrics.OPEN_PROGRAMS, open_programs)
         self._meter.record(metrics.PROGRAM_EVENTS, totals)
         self._meter.record(metrics.TOOL_ANSWERS_CUT, answers_cut)

@@ -235,8 +235,8 @@ def _is_text(name: bytes, value: bytes) -> bool:
 class StreamErrorTerminator:
     """ASGI middleware that ends an answer with an error if its ingress died. Ray's proxy alone would cut the answer.
 
-    A stream that has begun gets an error event. A request without an answer gets 502 with `Retry-After`. The answer of a
-    client that has left ends early too, and nothing is wrong then.
+    A stream that has begun gets an error event. A request without an answer gets 502 with `Retry-After`. The answer of
+    a client that has left ends early too, and nothing is wrong then.
     """
 
     def __init__(self, app: ASGIApp) -> None:

@@ -13,9 +13,11 @@ from typing import Any
 from cluster.config.tools import server_tool_name
 from cluster.core.errors import BadRequest
 from cluster.core.tools import ToolOffer
+from cluster.responses.compaction import UNREADABLE, unpacked
 from cluster.responses.custom_tools import arguments_of
 from cluster.responses.input_items import (
     ENDED,
+    CompactionItem,
     CustomToolCall,
     CustomToolCallOutput,
     FunctionCall,
@@ -30,6 +32,7 @@ from cluster.responses.input_items import (
     text_of,
 )
 from cluster.responses.output import CLUSTER_LABEL, approval_request_id, is_approval_request_id
+from cluster.runs.compaction import compacted
 from cluster.runs.events import Call, Prior
 from cluster.runs.state import RunState, conversation, late_message, runs_here
 
@@ -149,6 +152,8 @@ class Conversation:
 
     def __init__(self, given: InputCalls, offers: Sequence[ToolOffer], approved: Sequence[Call] = ()) -> None:
         self.messages: list[ChatMessage] = []
+        self.summarised = False
+        """Whether a summary stands in place of what was before it, the earlier messages included."""
         self.approved = list(approved)
         self.approval_ids: list[str] = []
         """Ids of the approval requests of approved calls that were found here, in their order."""
@@ -185,6 +190,10 @@ class Conversation:
             case Reasoning():
                 turn = self._open(place, another=bool(self._turn and (self._turn.content or self._turn.calls)))
                 turn.reasoning += [part.text for part in item.content or ()]
+            case CompactionItem():
+                self._close()
+                self._require_free(place)
+                self._summarise(unpacked(item.encrypted_content))
             case FunctionCall() | CustomToolCall() | McpCall() if item.unfinished:
                 pass
             case FunctionCall():
@@ -203,6 +212,13 @@ class Conversation:
                 turn.answers.append(lambda: self._consent(item, name))
             case _:  # an answer to a call, which is read with the call, or nothing that the model reads
                 pass
+
+    def _summarise(self, summary: str | None) -> None:
+        if summary is None:
+            self.messages.append({"role": "user", "content": UNREADABLE})
+            return
+        self.messages = list(compacted(self.messages, summary))
+        self.summarised = True
 
     def _add_callers(self, place: int, call_id: str, name: str, arguments: str) -> None:
         """Add a call of one of the caller's tools."""

@@ -228,7 +228,11 @@ class ResponseFold:
             case TurnIntent():
                 self._output.lose_attempt()
             case Generated():
-                self._generated(event)
+                if not before.summarising:
+                    self._generated(event)
+            case TurnResult() if event.summary:
+                if event.content.strip():
+                    self._output.summarised(event.content)
             case TurnResult():
                 self._output.finish_turn(event)
             case ToolIntent():

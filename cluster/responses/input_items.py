@@ -204,6 +204,13 @@ class McpApprovalResponse(_Item):
     reason: str | None = None
 
 
+class CompactionItem(_Item):
+    """A summary in place of a part of the conversation."""
+
+    type: Literal["compaction"]
+    encrypted_content: str
+
+
 class ItemReference(_Item):
     """An item of a stored response, by its id. It is replaced with the item before anything else is read."""
 
@@ -228,6 +235,7 @@ InputItem = (
     | McpListTools
     | McpApprovalRequest
     | McpApprovalResponse
+    | CompactionItem
     | ItemReference
     | OtherItem
 )
@@ -243,6 +251,7 @@ ITEM_TYPES: dict[str, type[BaseModel]] = {
     "mcp_list_tools": McpListTools,
     "mcp_approval_request": McpApprovalRequest,
     "mcp_approval_response": McpApprovalResponse,
+    "compaction": CompactionItem,
     "item_reference": ItemReference,
 }
 
@@ -289,6 +298,7 @@ AnyItem = Annotated[
     | Annotated[McpListTools, Tag("mcp_list_tools")]
     | Annotated[McpApprovalRequest, Tag("mcp_approval_request")]
     | Annotated[McpApprovalResponse, Tag("mcp_approval_response")]
+    | Annotated[CompactionItem, Tag("compaction")]
     | Annotated[ItemReference, Tag("item_reference")]
     | Annotated[OtherItem, Tag("other")],
     Discriminator(

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openai.types.responses import (
+    ResponseCompactionItem,
     ResponseContentPartAddedEvent,
     ResponseContentPartDoneEvent,
     ResponseCustomToolCallInputDeltaEvent,
@@ -31,6 +32,7 @@ from openai.types.responses.response_output_item import McpListTools
 
 from cluster.core.tools import Outcome, ToolOffer
 from cluster.core.turn import CallDelta
+from cluster.responses.compaction import compaction_item
 from cluster.responses.custom_tools import input_of
 from cluster.responses.output import (
     CLUSTER_LABEL,
@@ -323,6 +325,12 @@ class OutputBuilder:
         self._emit_at(item, ResponseMcpListToolsCompletedEvent, "mcp_list_tools.completed")
         item.whole = whole
         self._done(item)
+
+    def summarised(self, summary: str) -> None:
+        """Add the item of a summary, which replaces what was before it."""
+        item_id = self._next_id("cmp")
+        whole = ResponseCompactionItem.model_validate(compaction_item(item_id, summary))
+        self._add_whole(WholeItem(item_id, len(self._items), whole))
 
     def _next_id(self, prefix: str) -> str:
         return output_item_id(prefix, self._run_id, len(self._items))

@@ -28,6 +28,7 @@ from cluster.responses.tools import (
     ToolChoice,
     type_of,
 )
+from cluster.runs.events import Compaction
 
 MAX_ITEMS = 8192
 MAX_FORCED_CHOICES = 64
@@ -120,6 +121,14 @@ class ConversationName(OpenPart):
     id: str = Field(min_length=1, max_length=256)
 
 
+class CompactionRule(OpenPart):
+    """When the conversation is replaced with a summary."""
+
+    type: Literal["compaction"]
+    compact_threshold: int = Field(ge=1, le=2**31 - 1)
+    """Tokens of the conversation from which on it is summarised before the next turn."""
+
+
 Unsupported = Annotated[None, BeforeValidator(_refuse)]
 
 
@@ -183,6 +192,8 @@ class CreateResponse(OpenPart):
     chat_template_kwargs: dict[str, Any] | None = None
     vllm_xargs: dict[str, Any] | None = None
 
+    context_management: list[CompactionRule] | None = Field(None, max_length=1)
+
     # OpenAI's, of which some values have no effect here.
     include: list[Annotated[str, StringConstraints(max_length=128)]] | None = Field(None, max_length=64)
     truncation: Literal["auto", "disabled"] | None = None
@@ -200,7 +211,6 @@ class CreateResponse(OpenPart):
 
     # OpenAI's, unsupported.
     prompt: Unsupported = None
-    context_management: Unsupported = None
 
     @property
     def functions(self) -> Iterator[RequestTool]:
@@ -211,6 +221,11 @@ class CreateResponse(OpenPart):
                     yield RequestTool(f"tools.{place}.tools.{inner}", one, tool.name)
             elif not isinstance(tool, OtherTool):
                 yield RequestTool(f"tools.{place}", tool)
+
+    @property
+    def compaction(self) -> Compaction | None:
+        """When the run summarises its conversation. None: never."""
+        return Compaction(self.context_management[0].compact_threshold) if self.context_management else None
 
     @property
     def ignored(self) -> list[str]:

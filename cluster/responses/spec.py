@@ -16,6 +16,7 @@ from cluster.responses.offers import Listing, Registered, RequestTools, brought,
 from cluster.responses.output import input_item_id
 from cluster.responses.references import resolved
 from cluster.responses.request import SAMPLING, CreateResponse, JsonObject, JsonSchema
+from cluster.runs.compaction import kept
 from cluster.runs.events import Accepted, Limits, Prior, RunSpec, encode
 from cluster.runs.state import RunState
 
@@ -89,8 +90,8 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         model=around.model,
         created_s=around.created_s,
         limits=_limits(request, around.limits),
-        messages=(*before.messages, *conversation.messages),
-        prior=_same_prefix(before.prior, around, offered, sampling),
+        messages=(*(kept(before.messages) if conversation.summarised else before.messages), *conversation.messages),
+        prior=None if conversation.summarised else _same_prefix(before.prior, around, offered, sampling),
         offers=offered,
         tool_choice=chat_choice(request.tool_choice, offered, "tool_choice"),
         tool_choices=tuple(
@@ -103,7 +104,8 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         approved=tuple(conversation.approved),
         background=bool(request.background),
         store=request.store is not False,
-        unread=before.unread,
+        unread=() if conversation.summarised else before.unread,
+        compaction=request.compaction,
         last=request.store is False and around.identity.program_id is None,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),

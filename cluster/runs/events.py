@@ -68,6 +68,17 @@ class Prior(_Word, frozen=True):
     """Number of the run's messages that the ids represent."""
 
 
+class Compaction(_Word, frozen=True):
+    """When the run replaces the middle of its conversation with a summary, see `cluster.runs.compaction`."""
+
+    threshold: int
+    """Tokens of the conversation from which on a summary is written before the next turn."""
+    tokens: int = 0
+    """Tokens of the conversation before the first turn."""
+    alone: bool = False
+    """Whether the run is nothing but the summary, however short the conversation is."""
+
+
 class RunSpec(_Word, frozen=True):
     """The complete specification of a run."""
 
@@ -105,6 +116,7 @@ class RunSpec(_Word, frozen=True):
     unread: tuple[int, ...] = ()
     """Places in ``messages`` of answers of the cluster's tools that no turn has read. They are shortened if they do not
     fit."""
+    compaction: Compaction | None = None
     previous: str | None = None
     """Id of the run whose conversation this one continues, or None."""
     echo: dict[str, Any] = {}
@@ -132,6 +144,8 @@ class TurnIntent(_Event, frozen=True):
 
     turn: int
     attempt: int = 1
+    summary: bool = False
+    """Whether the turn writes a summary of the conversation."""
 
 
 class Generated(_Event, frozen=True):
@@ -170,6 +184,8 @@ class TurnResult(_Event, frozen=True):
     answer_chars: int | None = None
     """Characters that its prompt has of each longer answer of a tool, see `cluster.core.answer_cut`. None: it has all
     answers whole."""
+    summary: bool = False
+    """Whether its content is a summary, which replaces the middle of the conversation."""
 
 
 class ToolIntent(_Event, frozen=True):

@@ -65,6 +65,7 @@ def _turn(state: RunState, turn: TurnResult, token_ids: bool) -> dict[str, Any]:
         "output_tokens": turn.output_tokens,
         "finish_reason": turn.finish_reason,
         "answer_chars": turn.answer_chars,
+        "summary": turn.summary,
         "calls": [
             {
                 "id": call.id,

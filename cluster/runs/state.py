@@ -14,6 +14,7 @@ from cluster.core.answer_cut import shortened
 from cluster.core.errors import IllegalTransition
 from cluster.core.tools import Outcome, ToolOffer
 from cluster.runs.call_names import CallNaming
+from cluster.runs.compaction import compacted
 from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
     MAX_TURNS,
@@ -55,6 +56,8 @@ class RunState:
     turns: tuple[TurnResult, ...] = ()
     attempt: int = 0
     """Number of the attempt at the current turn. 0 if there is none."""
+    summarising: bool = False
+    """Whether the current turn writes a summary."""
     calls: tuple[Call, ...] = ()
     """Calls of the last turn."""
     sent: frozenset[Place] = frozenset()
@@ -137,9 +140,10 @@ def step(state: RunState, event: RunEvent) -> RunState:
             return state
         case TurnIntent():
             delivered = tuple(_late_message(state, answer) for answer in state.undelivered)
-            return replace(_with_answers(state, delivered), attempt=event.attempt, undelivered=())
+            after = _with_answers(state, delivered)
+            return replace(after, attempt=event.attempt, undelivered=(), summarising=event.summary)
         case TurnResult():
-            return _turn_done(state, event)
+            return _summarised(state, event) if event.summary else _turn_done(state, event)
         case ToolIntent():
             return replace(state, sent=state.sent | set(event.places))
         case ToolAnswer():
@@ -222,6 +226,14 @@ def _turn_done(state: RunState, event: TurnResult) -> RunState:
     )
 
 
+def _summarised(state: RunState, event: TurnResult) -> RunState:
+    """Return the state after a summary. If the model has written nothing, the conversation stays as it is."""
+    after = replace(state, turns=(*state.turns, event), attempt=0, calls=(), unread=())
+    if not event.content.strip():
+        return replace(after, unread=state.unread)
+    return replace(after, messages=compacted(state.messages, event.content), token_ids=b"", covered=0)
+
+
 def _answered(state: RunState, event: ToolAnswer) -> RunState:
     answers = {**state.answers, event.place: event}
     late = (*state.late, event.place) if event.outcome == Outcome.STARTED else state.late
@@ -261,6 +273,8 @@ class AskTurn:
     turn: int
     attempt: int
     tool_choice: Any
+    summary: bool = False
+    """Whether the turn writes a summary of the conversation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -301,8 +315,10 @@ def next_step(state: RunState) -> Next | None:
     if state.ended is not None:
         return None
     if state.attempt:
-        return _ask(state)
+        return _ask(state, state.summarising)
     last = state.turns[-1] if state.turns else None
+    if last is not None and last.summary:
+        return _after_summary(state, last)
     if last is not None and (cut := _cut(last)):
         return Finish("incomplete", cut)
     ours = tuple(call for call in state.waiting if runs_here(state, call))
@@ -313,11 +329,36 @@ def next_step(state: RunState) -> Next | None:
         return AwaitLate() if state.late else Finish("completed")
     if last is not None and not last.calls and not state.undelivered:
         return AwaitLate() if state.late else Finish("completed")
+    return _further(state, _must_summarise(state))
+
+
+def _further(state: RunState, summary: bool) -> Next:
+    """Return the next turn, or the end if the limits allow none."""
     if state.output_tokens >= state.spec.limits.output_tokens:
         return Finish("incomplete", MAX_OUTPUT_TOKENS)
     if len(state.turns) >= state.spec.limits.turns:
         return Finish("incomplete", MAX_TURNS)
-    return _ask(state)
+    return _ask(state, summary)
+
+
+def _must_summarise(state: RunState) -> bool:
+    """Return whether the conversation is summarised before its next turn."""
+    compaction = state.spec.compaction
+    if compaction is None:
+        return False
+    tokens = compaction.tokens
+    if state.turns:
+        tokens = state.turns[-1].prompt_tokens + state.turns[-1].output_tokens
+    leaves_a_turn = len(state.turns) + 1 < state.spec.limits.turns
+    return compaction.alone or (tokens >= compaction.threshold and leaves_a_turn)
+
+
+def _after_summary(state: RunState, summary: TurnResult) -> Next:
+    if state.spec.compaction is None or not state.spec.compaction.alone:
+        return _further(state, summary=False)
+    if summary.content.strip():
+        return Finish("completed")
+    return Finish("failed", fault=Fault("server_error", "the model wrote no summary", status=502))
 
 
 def _cut(turn: TurnResult) -> str | None:
@@ -346,16 +387,16 @@ def is_ours(offer: ToolOffer | None, offers: Iterable[ToolOffer]) -> bool:
     return any(one.here for one in offers) if offer is None else offer.here
 
 
-def _ask(state: RunState) -> Next:
+def _ask(state: RunState, summary: bool) -> Next:
     number, attempt = len(state.turns) + 1, state.attempt + 1
     if attempt > state.spec.limits.turn_attempts:
         return Finish("failed", fault=Fault("server_error", f"turn {number} was lost {attempt - 1} times", status=502))
-    forced = state.spec.tool_choices
-    choice = forced[number - 1] if number <= len(forced) else state.spec.tool_choice
+    forced, asked = state.spec.tool_choices, sum(not turn.summary for turn in state.turns)
+    choice = forced[asked] if asked < len(forced) else state.spec.tool_choice
     limits = state.spec.limits
-    if state.spec.offers and (number >= limits.turns or state.tool_calls >= limits.tool_calls):
+    if state.spec.offers and (summary or number >= limits.turns or state.tool_calls >= limits.tool_calls):
         choice = NO_TOOL
-    return AskTurn(number, attempt, choice)
+    return AskTurn(number, attempt, choice, summary)
 
 
 def _call(state: RunState, calls: tuple[Call, ...]) -> Next:

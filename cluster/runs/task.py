@@ -27,6 +27,7 @@ from cluster.core.turn import (
 )
 from cluster.observing.logs import bind
 from cluster.runs.call_names import CallNaming
+from cluster.runs.compaction import MAX_SUMMARY_TOKENS, REQUEST
 from cluster.runs.events import (
     MAX_WALL_TIME,
     Call,
@@ -229,7 +230,7 @@ class RunTask:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     async def _turn(self, todo: AskTurn) -> None:
-        self._record(TurnIntent(todo.turn, todo.attempt))
+        self._record(TurnIntent(todo.turn, todo.attempt, todo.summary))
         self._watched.turn()
         await self.journal.flush()
         while True:
@@ -250,7 +251,7 @@ class RunTask:
         bind(turn=todo.turn)
         state, began_s = self.state, self._clock.now_s()
         prior = Continuation(state.token_ids, state.covered) if state.token_ids else None
-        turn = TurnText(todo.turn)
+        turn = TurnText(todo.turn, todo.summary)
         identity = turn_identity(state, todo, self._known_as)
         pieces = self._replicas.turn(self._key, turn_body(state, todo), identity, prior, answers=state.unread)
         async with aclosing(pieces):  # type: ignore[type-var]
@@ -418,6 +419,10 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 # --- a turn -----------------------------------------------------------------------------------------------------------
 
 
+_OF_ANSWERS = ("response_format", "stop", "ignore_eos")
+"""Fields that apply to an answer and not to a summary."""
+
+
 def prompt_fields(spec: RunSpec) -> dict[str, Any]:
     """Return the fields of the first turn's body that make its prompt. `/tokenize` takes them."""
     fields: dict[str, Any] = {"model": spec.model, "messages": list(spec.messages)}
@@ -433,6 +438,10 @@ def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
     spec = state.spec
     body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
     body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
+    if todo.summary:
+        body = {name: value for name, value in body.items() if name not in _OF_ANSWERS}
+        body["messages"] = [*state.messages, REQUEST]
+        body["max_completion_tokens"] = min(body["max_completion_tokens"], MAX_SUMMARY_TOKENS)
     if spec.offers:
         body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
         body["parallel_tool_calls"] = spec.parallel
@@ -454,10 +463,16 @@ def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> Progr
 
 
 class TurnText:
-    """Joins a turn's pieces."""
+    """Joins a turn's pieces.
 
-    def __init__(self, number: int) -> None:
+    Args:
+        number: the number of the turn.
+        summary: whether its content is a summary.
+    """
+
+    def __init__(self, number: int, summary: bool = False) -> None:
         self._number = number
+        self._summary = summary
         self._began: TurnBegan | None = None
         self._done: TurnDone | None = None
         self._ids = bytearray()
@@ -519,6 +534,7 @@ class TurnText:
             complete,
             unfinished,
             self._began.answer_chars,
+            self._summary,
         )
 
 

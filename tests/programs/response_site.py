@@ -80,6 +80,10 @@ def site(
         identified = identify(request.headers, json.loads(await request.body()), TENANT)
         return await routes.count_tokens(request, identified.body, identified.identity)
 
+    async def compact(request: Request) -> Response:
+        identified = identify(request.headers, json.loads(await request.body()), TENANT)
+        return await routes.compact(request, identified.body, identified.identity)
+
     async def show(request: Request) -> Response:
         query = request.query_params
         after = query.get("starting_after")
@@ -111,6 +115,7 @@ def site(
         routes=[
             Route("/v1/responses", create, methods=["POST"]),
             Route("/v1/responses/input_tokens", count, methods=["POST"]),
+            Route("/v1/responses/compact", compact, methods=["POST"]),
             Route("/v1/responses/{id}/cancel", cancel, methods=["POST"]),
             Route("/v1/responses/{id}/input_items", items),
             Route("/v1/responses/{id}", show),

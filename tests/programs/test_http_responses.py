@@ -274,6 +274,54 @@ async def test_a_prompt_is_counted_with_its_history_and_tools(served: Any) -> No
         await count(model="m", input="")
 
 
+async def test_a_conversation_is_compacted_by_a_turn_of_its_program(served: Any) -> None:
+    there = served(says("", ("look", "{}")), says("a bird, brown", first_id=200), says("yes", first_id=300))
+    create, compact = there.client.responses.create, there.client.responses.compact
+    session: Any = {"extra_headers": {"x-session-id": "birds"}}
+    first = await create(model="m", input="what is there?", tools=[LOOK], instructions="be kind", **session)
+    seen: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "feathers"}
+    more: Any = {"tools": [LOOK]}
+    made = await compact(
+        model="m", previous_response_id=first.id, input=[seen], instructions="be kind", extra_body=more, **session
+    )
+    assert (made.object, [item.type for item in made.output]) == ("response.compaction", ["message", "compaction"])
+    assert made.usage.output_tokens == 2
+    asked = there.replicas.asked[-1]
+    assert [message["role"] for message in asked["messages"]] == ["system", "user", "assistant", "tool", "user"]
+    assert asked["tool_choice"] == "none"
+    # It continues from the ids of the turn before it, in the same program.
+    assert there.replicas.prior[-1]
+    assert {identity.program_id for identity in there.replicas.identities} == {"birds"}
+    kept: Any = [item.to_dict() for item in made.output]
+    await create(model="m", input=[*kept, {"role": "user", "content": "sure?"}], instructions="be kind")
+    assert [message["content"] for message in there.replicas.asked[-1]["messages"]] == [
+        "be kind",
+        "what is there?",
+        "[Summary of the conversation so far]\na bird, brown",
+        "sure?",
+    ]
+
+
+async def test_a_failed_compaction_is_an_error(served: Any) -> None:
+    there = served([BadRequest("too long", code="context_length_exceeded")], says(""))
+    for status in (400, 502):
+        with pytest.raises(APIStatusError) as caught:
+            await there.client.responses.compact(model="m", input="hi")
+        assert caught.value.status_code == status
+
+
+async def test_a_response_compacts_a_long_conversation_by_itself(served: Any) -> None:
+    there = served(says("we met"), says("hello again", first_id=200))
+    rule: Any = [{"type": "compaction", "compact_threshold": 400}]
+    made = await there.client.responses.create(model="m", input="hi " * 200, context_management=rule)
+    assert [item.type for item in made.output] == ["compaction", "message"]
+    assert made.output_text == "hello again"
+    assert [message["content"][:9] for message in there.replicas.asked[-1]["messages"]] == ["hi hi hi ", "[Summary "]
+    short = served(says("hello"))
+    made = await short.client.responses.create(model="m", input="hi", context_management=rule)
+    assert [item.type for item in made.output] == ["message"]
+
+
 async def test_items_of_stored_responses_are_named_by_their_ids(served: Any) -> None:
     there = served(
         says("let me see", ("look", "{}")), says("a bird", first_id=200), says("well", first_id=300),

@@ -1,10 +1,12 @@
 """What a client is told of a run, event by event."""
 
 import pytest
+from msgspec.structs import replace
 from openai.types.responses import Response
 
 from cluster.core.tools import ToolOffer
 from cluster.core.turn import CallDelta
+from cluster.responses.compaction import unpacked
 from cluster.responses.events import ResponseFold
 from cluster.runs.events import (
     MAX_TURNS,
@@ -156,6 +158,17 @@ def test_arguments_of_another_form_are_the_input_of_a_custom_tool() -> None:
         one = call("patch", arguments)
         _, response = told(accepted(patch), *turn(1, "", one), COMPLETED)
         assert response.output[0].input == arguments
+
+
+def test_a_summary_is_one_item_and_its_text_is_not_told() -> None:
+    ended = replace(result(2, "two files"), summary=True)
+    events, response = told(
+        accepted(offer("look")), *turn(1, "hm"), TurnIntent(2, 1, summary=True), Generated(2, "two fi"), ended,
+        *turn(3, "so two"), COMPLETED,
+    )  # fmt: skip
+    assert [item.type for item in response.output] == ["message", "compaction", "message"]
+    assert unpacked(response.output[1].encrypted_content) == "two files"
+    assert [event.delta for event in events if event.type.endswith("text.delta")] == ["hm", "so two"]
 
 
 # --- servers ----------------------------------------------------------------------------------------------------------

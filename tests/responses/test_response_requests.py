@@ -8,13 +8,15 @@ import pytest
 from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer, function_object
+from cluster.responses.compaction import packed
 from cluster.responses.events import unchanging
 from cluster.responses.input_items import input_items
 from cluster.responses.offers import brought
 from cluster.responses.request import read_request
 from cluster.responses.spec import RequestContext, run_spec
-from cluster.runs.events import Accepted, Limits, encode
-from tests.responses.run_logs import LIMITS, listed
+from cluster.runs.events import Accepted, Compaction, Limits, encode
+from cluster.runs.state import fold
+from tests.responses.run_logs import COMPLETED, LIMITS, listed, turn
 
 SEARCH = {"type": "function", "name": "search", "parameters": {"type": "object", "properties": {"q": {}}}}
 SEARCHING = {"type": "function", "name": "search"}
@@ -386,6 +388,56 @@ def test_the_model_is_offered_only_the_tools_that_are_allowed() -> None:
     one = spec(tools=tools, **allowed("auto", server | {"name": "write"}))
     assert ([offer.name for offer in one.offers], one.tool_choice) == (["docs__write"], "auto")
     assert len(one.echo["tools"]) == 3
+
+
+def summary(text):
+    return {"type": "compaction", "encrypted_content": packed(text)}
+
+
+def test_a_summary_stands_in_place_of_what_the_model_said_before() -> None:
+    said = [
+        {"role": "user", "content": "count the files"},
+        {"role": "assistant", "content": "two"},
+        summary("there are two files"),
+        {"role": "user", "content": "and now?"},
+    ]
+    made = spec(instructions="be brief", input=said)
+    assert [message["content"] for message in made.messages] == [
+        "be brief",
+        "count the files",
+        "[Summary of the conversation so far]\nthere are two files",
+        "and now?",
+    ]
+    foreign = spec(input=[said[0], {"type": "compaction", "encrypted_content": "gAAAA"}])
+    assert foreign.messages[-1]["content"].startswith("A summary that another server made is left out")
+    shown = input_items(made, order="asc", limit=9, after=None).data
+    assert shown[2].to_dict()["encrypted_content"] == said[2]["encrypted_content"]
+
+
+def test_a_summary_replaces_the_middle_of_an_earlier_response_too() -> None:
+    before = fold((Accepted(spec(instructions="be brief")), *turn(1, "hello"), COMPLETED))
+    body = {"previous_response_id": "resp_1", "instructions": "be brief", "input": [summary("we met")]}
+    made = run_spec(read_request(body), around(previous=before)).spec
+    assert [message["content"] for message in made.messages] == [
+        "be brief",
+        "hi",
+        "[Summary of the conversation so far]\nwe met",
+    ]
+    assert made.prior is None
+
+
+def test_a_run_is_told_when_to_summarise() -> None:
+    rule = {"type": "compaction", "compact_threshold": 5000}
+    assert spec(context_management=[rule]).compaction == Compaction(5000)
+    assert spec().compaction is None
+    for bad, param in (
+        ([rule, rule], "context_management"),
+        ([{"type": "compaction"}], "context_management.0.compact_threshold"),
+        ([{"type": "clear_tool_uses"}], "context_management.0.type"),
+    ):
+        with pytest.raises(BadRequest) as caught:
+            spec(context_management=bad)
+        assert caught.value.param == param
 
 
 def test_the_bound_on_tools_counts_the_functions_of_namespaces() -> None:
