@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
 MIN_CHARS = 200
-"""Characters that are left of an answer at least. It tells the model what the answer is about."""
+"""Characters that are left of an answer at least. The model can see from it what the answer is about."""
 
 RESERVE_SHARE = 8
 """Where the prompt takes more than all but one part in this number of the window, answers are shortened: the model

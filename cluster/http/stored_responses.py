@@ -47,7 +47,7 @@ class StoredResponses:
 
 
 def replayed(log: Sequence[RunEvent]) -> ResponseFold:
-    """Return a response as its log tells it."""
+    """Return a response by its log."""
     reader = ResponseFold()
     for event in log:
         reader.feed(event)
