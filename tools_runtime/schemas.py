@@ -31,7 +31,7 @@ MAX_COMPLAINT_LENGTH = 300
 DIALECTS = ("http://json-schema.org/", "https://json-schema.org/")
 """Prefixes of the known dialects. A schema that names another dialect is read as 2020-12."""
 
-_FORBIDDEN = ("$dynamicRef", "$recursiveRef", "$id", "$anchor", "$dynamicAnchor")
+_FORBIDDEN = ("$dynamicRef", "$recursiveRef", "$id", "$dynamicAnchor")
 _UNBOUNDED = ("unevaluatedProperties", "unevaluatedItems")
 """Keywords that are not supported, because their check repeats that of their neighbours at each level. This takes time
 exponential in the depth."""
@@ -174,7 +174,7 @@ def resolved(document: Any, reference: str) -> Any:
         ValueError: it leads to another document, or nowhere.
     """
     if reference != "#" and not reference.startswith("#/"):
-        raise ValueError(f"a reference to another document: {reference[:100]}")
+        raise ValueError(f"a reference to another document, or to an anchor: {reference[:100]}")
     here = document
     for step in reference[2:].split("/") if len(reference) > 2 else ():
         step = step.replace("~1", "/").replace("~0", "~")

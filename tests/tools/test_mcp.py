@@ -85,6 +85,17 @@ async def test_calls_in_every_era_and_over_every_transport(host: ToolHost, tmp_p
     assert unknown.text.startswith("refused: there is no tool 's__ad'; there are: s__add")
 
 
+async def test_a_server_that_wants_its_state_back_gets_it(open_tools: OpenTools) -> None:
+    host = await open_tools(server(command=STDIO, protocol="stateless"))
+    texts = {what: (await ask(host, "ask", {"what": what})).text for what in ("nothing", "user", "roots", "for ever")}
+    assert texts == {
+        "nothing": "state []",
+        "user": "state ['cancel']",
+        "roots": "error: the MCP server s asks for roots/list, which is not supported",
+        "for ever": "error: the MCP server s asked for input 10 times",
+    }
+
+
 async def test_a_change_of_parameters_is_told(host: ToolHost, request: pytest.FixtureRequest) -> None:
     before = await ask(host, "add", {"a": 1, "b": 2})
     assert before.text == "3"

@@ -74,6 +74,7 @@ BOMBS: dict[str, dict[str, Any]] = {
     "circular": {"$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}, "allOf": [{"$ref": "#/$defs/a"}]},
     "itself": {"properties": {"a": {"$ref": "#"}}},
     "elsewhere": {"properties": {"a": {"$ref": "http://169.254.169.254/latest"}}},
+    "anchor": {"$defs": {"a": {"$anchor": "n"}}, "properties": {"a": {"$ref": "#n"}}},
     "nowhere": {"properties": {"a": {"$ref": "#/$defs/none"}}},
     "many references": {"$defs": {"a": {}}, "allOf": [{"$ref": "#/$defs/a"}] * 1000},
     "dynamic": {"properties": {"a": {"$dynamicRef": "#x"}}},
@@ -117,6 +118,12 @@ def test_references_within_the_schema_work() -> None:
     assert ArgumentCheck(schema).checked('{"a": 1}', 100) == {"a": 1}
     assert "is not of type" in complaint(schema, '{"a": "x"}')
     assert resolved({"a/b": [{"~": 1}]}, "#/a~1b/0/~0") == 1
+
+
+def test_an_anchor_that_no_reference_names_has_no_effect() -> None:
+    schema = {"$defs": {"n": {"$anchor": "n", "type": "integer"}}, "properties": {"a": {"$ref": "#/$defs/n"}}}
+    assert ArgumentCheck(schema).schema == schema
+    assert "is not of type" in complaint(schema, '{"a": "x"}')
 
 
 def test_arguments_nested_too_deep_are_refused() -> None:

@@ -22,7 +22,7 @@ from cluster.config.tools import McpTool, server_tool_name
 from cluster.core.errors import ToolError, ToolFailed, ToolUnknown
 from cluster.core.tools import ToolOffer, function_object
 from tools_runtime.addresses import Resolver
-from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput
+from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers
 from tools_runtime.mcp_streams import CUT, Limits, PipeStreams, http_streams
 from tools_runtime.schemas import ArgumentCheck
@@ -37,12 +37,17 @@ LISTING_BYTES = 1 << 20
 """Bytes of the longest message that is no answer of a tool, such as a page of the listing."""
 ENVELOPE_BYTES = 4096
 """Bytes that are always allowed for an answer, because not all of it is text."""
+MAX_INPUT_ROUNDS = 10
+"""Largest number of times that one call is repeated because the server asks for input."""
+INPUT_WAIT_S = 0.25
+"""Seconds before a call is repeated for which the server only wants its state back."""
 FIRST_WAIT_S = 0.5
 LONGEST_WAIT_S = 30.0
 
 INHERITED = ("HOME", "LANG", "PATH", "TERM", "TZ", "USER")
 """Environment variables that a server process always gets."""
 
+_ANSWER = pydantic.TypeAdapter(types.CallToolResult | types.InputRequiredResult)
 _MODES = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
 
 
@@ -205,8 +210,24 @@ class McpKind:
         # Not Client.call_tool: that would check the answer against the server's own schema, in unbounded time.
         tool = self._tools[invocation.name].offer
         params = types.CallToolRequestParams(name=tool.server_tool or tool.name, arguments=dict(invocation.arguments))
-        request = types.CallToolRequest(params=params)
-        return await connection.client.session.send_request(request, types.CallToolResult)
+        for _ in range(MAX_INPUT_ROUNDS):
+            request = types.CallToolRequest(params=params)
+            answer = await connection.client.session.send_request(request, _ANSWER)
+            if isinstance(answer, types.CallToolResult):
+                return answer
+            asked = answer.input_requests or {}
+            if not asked:
+                await sleep_until(self._clock, self._clock.now_s() + INPUT_WAIT_S)
+            given = {key: self._dismissed(one) for key, one in asked.items()}
+            repeated = {"input_responses": given or None, "request_state": answer.request_state}
+            params = params.model_copy(update=repeated)
+        raise ToolFailed(f"the MCP server {self._name} asked for input {MAX_INPUT_ROUNDS} times")
+
+    def _dismissed(self, asked: types.InputRequest) -> types.ElicitResult:
+        # Nobody can be asked during a call. A server that asks although no client said that it can gets an answer.
+        if not isinstance(asked, types.ElicitRequest):
+            raise ToolFailed(f"the MCP server {self._name} asks for {asked.method}, which is not supported")
+        return types.ElicitResult(action="cancel")
 
     async def _unless_ended(self, connection: _Connection, call: Any) -> types.CallToolResult:
         """Return the call's answer, unless the connection breaks first."""

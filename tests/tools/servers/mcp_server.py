@@ -8,6 +8,14 @@ from pathlib import Path
 
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
+from mcp_types import (
+    ElicitRequest,
+    ElicitRequestFormParams,
+    ElicitResult,
+    InputRequests,
+    InputRequiredResult,
+    ListRootsRequest,
+)
 
 server = MCPServer("test")
 
@@ -53,6 +61,27 @@ def environment() -> list[str]:
 def fail() -> str:
     """Raise."""
     raise RuntimeError("out of order")
+
+
+QUESTIONS: dict[str, InputRequests | None] = {
+    "user": {
+        "q": ElicitRequest(
+            params=ElicitRequestFormParams(message="Sure?", requested_schema={"type": "object", "properties": {}})
+        )
+    },
+    "roots": {"q": ListRootsRequest()},
+    "nothing": None,
+    "for ever": None,
+}
+
+
+@server.tool()
+def ask(what: str, context: Context) -> str | InputRequiredResult:
+    """Want input, or only the state, before the answer."""
+    if context.request_state is None or what == "for ever":
+        return InputRequiredResult(input_requests=QUESTIONS[what], request_state="state")
+    answers = [one.action for one in (context.input_responses or {}).values() if isinstance(one, ElicitResult)]
+    return f"{context.request_state} {answers}"
 
 
 @server.tool()
