@@ -228,5 +228,12 @@ async def test_whatever_a_server_says_is_an_outcome(bad: ToolHost, tool: str, ou
     assert (await ask(bad, "good")).text == "good", "and the connection lives on"
 
 
+async def test_an_answer_without_its_type_is_complete(open_tools: OpenTools) -> None:
+    host = await open_tools(server(command=BAD, protocol="stateless"))
+    assert version(host) == STATELESS
+    assert (await ask(host, "good")).text == "good"
+    assert "answer is not one" in (await ask(host, "wrong")).text
+
+
 async def test_a_server_that_stops_answering_costs_a_deadline(bad: ToolHost) -> None:
     assert (await ask(bad, "silent", deadline_s=0.5)).outcome is Outcome.TIMEOUT

@@ -212,7 +212,10 @@ class McpKind:
         params = types.CallToolRequestParams(name=tool.server_tool or tool.name, arguments=dict(invocation.arguments))
         for _ in range(MAX_INPUT_ROUNDS):
             request = types.CallToolRequest(params=params)
-            answer = await connection.client.session.send_request(request, _ANSWER)
+            try:
+                answer = await connection.client.session.send_request(request, _ANSWER)
+            except pydantic.ValidationError as error:
+                answer = _untyped(error)
             if isinstance(answer, types.CallToolResult):
                 return answer
             asked = answer.input_requests or {}
@@ -328,6 +331,18 @@ def _changed(schema: Mapping[str, Any]) -> str:
     properties = schema.get("properties")
     names = ", ".join(properties) if isinstance(properties, dict) else ""
     return f" (the server has changed this tool's parameters; they are now: {names[:300]})"
+
+
+def _untyped(error: pydantic.ValidationError) -> types.CallToolResult:
+    """Return an answer that is only wrong because it has no type: it is complete. The library rejects it.
+
+    Raises:
+        ValidationError: it is wrong otherwise.
+    """
+    faults = error.errors(include_url=False)
+    if any((fault["type"], fault["loc"][-1:]) != ("missing", ("resultType",)) for fault in faults):
+        raise error
+    return types.CallToolResult.model_validate({**faults[0]["input"], "resultType": "complete"}, by_name=False)
 
 
 def _shown(part: Any) -> str:

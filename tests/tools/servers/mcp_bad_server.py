@@ -75,7 +75,8 @@ for line in sys.stdin:
         }
         say(json.dumps({"jsonrpc": "2.0", "id": id, "result": result}))
     elif method == "tools/list":
-        say(json.dumps({"jsonrpc": "2.0", "id": id, "result": {"tools": TOOLS}}))
+        stateless = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}  # of no effect before 2026-07-28
+        say(json.dumps({"jsonrpc": "2.0", "id": id, "result": {"tools": TOOLS, **stateless}}))
     elif method == "tools/call":
         called(id, message["params"]["name"])
     elif id is not None:
