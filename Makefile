@@ -42,10 +42,10 @@ test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a
 	@$(BIN)/python -m pytest -rs -m own_ray
 	@$(BIN)/python -m pytest -rs tests/faults
 
-clients: $(STAMP) ## install agents and client libraries in .cache, and run a tool loop of each against a real cluster (10 minutes)
+clients: $(STAMP) ## install agents, client libraries, LiteLLM and MCP's conformance harness in .cache, and run each (10 minutes)
 	@PYTHON=$(PYTHON) bash tests/clients/install.sh
 	@$(BIN)/python -m pytest -v -rs tests/clients
-	@cat out/clients.md
+	@cat out/clients.md; echo; cat out/mcp_conformance.md
 
 faults: $(STAMP) ## inject faults into a real cluster and print a table: expected and measured (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"
