@@ -166,7 +166,7 @@ async def test_the_control_channel_round_trips(engine: AsyncLLM, channel: Contro
         ("set_policy", {"name": "nope"}, "choose one of: .*continuum"),
         ("set_policy", {"name": "continuum", "parameters": {"delta": 2}}, "delta"),
         ("hold", {"key": "nobody", "seconds": 1.0}, "holds nothing"),
-        ("tool_started", {"key": "nobody", "tools": ["x"]}, "unknown"),
+        ("tool_started", {"key": "nobody", "tool": "x"}, "tool"),
         ("program", {"unexpected": 1}, "unexpected"),
         ("exchange", {"durations": b"garbage"}, "exchange"),
     ],

@@ -340,6 +340,21 @@ def test_a_program_that_ended_leaves_the_host_to_others(tiered: Make) -> None:
     assert (t.phase("z"), t.scheduler.swapping.used_tokens) == (Phase.SWAPPED, 60 * BLOCK)
 
 
+def test_a_notification_that_comes_after_the_next_turn_or_the_end_is_counted_and_no_fault(tiered: Make) -> None:
+    t = tiered()
+    t.turn("a", 100)
+    t.arrive("a", 10, 20)
+    assert t.control("tool_finished", "a") == {"paused": False}, "its next turn waits"
+    t.step()
+    assert t.control("tool_finished", "a") == {"paused": False}, "its next turn runs"
+    t.drain()
+    t.control("end", "a")
+    began = {"key": "default/a", "tools": ["ls"]}
+    assert dispatch(t.scheduler, "tool_started", began) == {"paused": False}, "it has ended"
+    assert t.scheduler.counters["late_tool_notification"] == 3
+    assert "refused" in dispatch(t.scheduler, "tool_finished", {"key": "default/a", "after_s": 1.0}), "a fault"
+
+
 def test_a_tool_that_finished_after_a_reset_finds_nothing_to_fetch(tiered: Make) -> None:
     t = tiered()
     t.turn("a", 100)
