@@ -10,15 +10,16 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Any
 
 import anyio
 import httpx2
 import pydantic_core
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
-from mcp.client.streamable_http import streamable_http_client
+from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp.shared.message import SessionMessage
-from mcp_types import INTERNAL_ERROR, jsonrpc_message_adapter
+from mcp_types import INTERNAL_ERROR, METHOD_NOT_FOUND, jsonrpc_message_adapter
 
 from cluster.core.errors import ToolFailed
 from tools_runtime.addresses import Resolver
@@ -26,6 +27,9 @@ from tools_runtime.processes import READ_BYTES, Child, spawn
 
 CUT = "caesura/cut"
 """The key in `_meta` of a result that was cut."""
+
+STATUS = "caesura/status"
+"""The key in `data` of an error that stands for an HTTP status."""
 
 CALL_METHOD = "tools/call"
 
@@ -293,7 +297,11 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         limit = self._limits.answer if is_call else self._limits.other
         stream = _BoundedStream(response.stream, limit, events=media_type.startswith("text/event-stream"))
         headers = [(name, value) for name, value in response.headers.raw if name.lower() != b"content-length"]
-        return httpx2.Response(response.status_code, headers=headers, stream=stream, extensions=response.extensions)
+        status = response.status_code
+        answer = httpx2.Response(status, headers=headers, stream=stream, extensions=response.extensions)
+        # The library does not report the status. It reads a 404 within a session as the end of the session.
+        ended = status == HTTPStatus.NOT_FOUND and MCP_SESSION_ID in request.headers
+        return answer if status < HTTPStatus.BAD_REQUEST or ended else await _with_status(answer)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -309,6 +317,28 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
             content=await request.aread(),
             extensions={**request.extensions, "sni_hostname": request.url.raw_host.decode("ascii")},
         )
+
+
+async def _with_status(answer: httpx2.Response) -> httpx2.Response:
+    """Return an error answer whose body is a JSON-RPC error: the server's own, or one that names the HTTP status."""
+    body = None
+    if answer.headers.get("content-type", "").lower().startswith("application/json"):
+        body = await answer.aread()
+    await answer.aclose()
+    if body is None or not _is_error(body):
+        status = answer.status_code
+        code = METHOD_NOT_FOUND if status == HTTPStatus.NOT_FOUND else INTERNAL_ERROR
+        said = {"code": code, "message": f"HTTP {status} {answer.reason_phrase}".rstrip(), "data": {STATUS: status}}
+        body = pydantic_core.to_json({"jsonrpc": "2.0", "id": None, "error": said})
+    return httpx2.Response(answer.status_code, headers={"Content-Type": "application/json"}, content=body)
+
+
+def _is_error(body: bytes) -> bool:
+    try:
+        value = pydantic_core.from_json(body)
+    except ValueError:
+        return False
+    return isinstance(value, dict) and isinstance(value.get("error"), dict)
 
 
 class _BoundedStream(httpx2.AsyncByteStream):

@@ -173,6 +173,25 @@ async def test_what_is_no_server_is_told_and_hurts_nobody(open_tools: OpenTools,
     assert (await host.run(ToolCall("g", "good__add", {"a": 1, "b": 1}, owner="good"))).text == "2"
 
 
+@pytest.mark.parametrize("protocol", ["auto", "handshake", "stateless"])
+@pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden", "404 Not Found", "502 Bad Gateway"])
+async def test_the_http_status_of_a_server_that_refuses_is_told(
+    open_tools: OpenTools, serve: Serve, protocol: str, status: str
+) -> None:
+    _, port = serve("mcp_server.py", "http", status.split()[0], "")  # whatever the method
+    host = await open_tools(server(url=f"http://127.0.0.1:{port}/mcp", protocol=protocol))
+    text = (await ask(host, "add", {"a": 1, "b": 1})).text
+    assert text.startswith(f"error: the MCP server s answers with HTTP {status}"), text
+
+
+@pytest.mark.parametrize("method", ["tools/list", "tools/call"])
+async def test_the_http_status_of_one_method_is_told(open_tools: OpenTools, serve: Serve, method: str) -> None:
+    _, port = serve("mcp_server.py", "http", "stateless", "json", "401", method)
+    host = await open_tools(server(url=f"http://127.0.0.1:{port}/mcp"))
+    text = (await ask(host, "add", {"a": 1, "b": 1})).text
+    assert text.startswith("error: the MCP server s answers with HTTP 401 Unauthorized"), text
+
+
 async def test_private_addresses_are_refused_unless_allowed(open_tools: OpenTools, serve: Serve) -> None:
     _, port = serve("mcp_server.py", "http")
     host = await open_tools(server(url=f"http://127.0.0.1:{port}/mcp", private_addresses=False))

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
-from typing import Any
+from typing import Any, TypeGuard
 
 import mcp_types as types
 import pydantic
@@ -24,7 +24,7 @@ from cluster.core.tools import ToolOffer, function_object
 from tools_runtime.addresses import Resolver
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers
-from tools_runtime.mcp_streams import CUT, Limits, PipeStreams, http_streams
+from tools_runtime.mcp_streams import CUT, STATUS, Limits, PipeStreams, http_streams
 from tools_runtime.schemas import ArgumentCheck
 
 logger = logging.getLogger("ray.serve")
@@ -182,13 +182,13 @@ class McpKind:
                 watch = asyncio.create_task(_watch(connection))
                 stack.callback(watch.cancel)
                 await ended.wait()
-                self._reason = "it ended"
+                self._reason = "cannot be reached: it ended"
         except Exception as error:  # noqa: BLE001 - whatever breaks a connection breaks this one only
-            self._reason = _innermost(error)
+            self._reason = _why_down(error)
         except asyncio.CancelledError:
             if (task := asyncio.current_task()) is not None and task.cancelling():
                 raise
-            self._reason = "the connection broke"
+            self._reason = "cannot be reached: the connection broke"
         self._failures += 1
         wait_s = min(FIRST_WAIT_S * 2 ** (self._failures - 1), LONGEST_WAIT_S)
         # A connection that was made once is made again at once.
@@ -254,6 +254,8 @@ class McpKind:
             return ToolFailed(f"the MCP server {self._name} has forgotten the session", transient=True)
         if error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND):
             connection.stale.set()
+        if _is_status(error):
+            return ToolFailed(f"the MCP server {self._name} answers with {error.message}")
         return ToolFailed(f"the MCP server {self._name} says: {error.message} ({error.code})")
 
     async def _list(self, connection: _Connection) -> None:
@@ -306,7 +308,7 @@ class McpKind:
             logger.warning("the MCP server %s has tools that cannot be used: %s", self._name, reasons[:2000])
 
     def _down(self, addition: str) -> ToolFailed:
-        return ToolFailed(f"the MCP server {self._name} cannot be reached: {self._reason}{addition}", transient=True)
+        return ToolFailed(f"the MCP server {self._name} {self._reason}{addition}", transient=True)
 
 
 def _handler(connection: _Connection) -> Any:
@@ -353,6 +355,19 @@ def _shown(part: Any) -> str:
     if isinstance(part, types.ResourceLink):
         return f"[resource {part.uri}]"
     return f"[{part.type}, not shown]"
+
+
+def _why_down(error: BaseException) -> str:
+    """Return why there is no connection, as the predicate of a sentence about the server."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    cause = error.__cause__ if isinstance(error, ToolFailed) else error
+    return f"answers with {cause.message}" if _is_status(cause) else f"cannot be reached: {_innermost(error)}"
+
+
+def _is_status(error: BaseException | None) -> TypeGuard[MCPError]:
+    """Return whether the error stands for an HTTP status, which is its message."""
+    return isinstance(error, MCPError) and isinstance(error.data, dict) and STATUS in error.data
 
 
 def _innermost(error: BaseException) -> str:

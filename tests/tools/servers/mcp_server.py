@@ -1,10 +1,14 @@
-"""A real MCP server for the tests: `stdio`, or `http [stateless] [json]`, which prints its port."""
+"""A real MCP server for the tests: `stdio`, or `http [stateless] [json] [STATUS METHOD]`, which prints its port.
+
+With a status, it answers each request of that method with this HTTP status alone.
+"""
 
 import asyncio
 import os
 import socket
 import sys
 from pathlib import Path
+from typing import Any
 
 import uvicorn
 from mcp.server.mcpserver import Context, MCPServer
@@ -98,11 +102,34 @@ async def change(context: Context) -> str:
     return "changed"
 
 
+def refusing(app: Any, status: int, method: bytes) -> Any:
+    """The server behind a proxy that refuses requests of a method."""
+
+    async def proxy(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST":
+            await app(scope, receive, send)
+            return
+        messages = [await receive()]
+        if b'"method":"' + method not in messages[0]["body"].replace(b" ", b""):
+            await app(scope, lambda: taken(messages, receive), send)
+            return
+        await send({"type": "http.response.start", "status": status, "headers": [(b"content-type", b"text/plain")]})
+        await send({"type": "http.response.body", "body": b"not you"})
+
+    return proxy
+
+
+async def taken(messages: list[Any], receive: Any) -> Any:
+    return messages.pop(0) if messages else await receive()
+
+
 def main() -> None:
     if sys.argv[1] == "stdio":
         server.run("stdio")
         return
     app = server.streamable_http_app(stateless_http="stateless" in sys.argv, json_response="json" in sys.argv)
+    if sys.argv[-2].isdigit():
+        app = refusing(app, int(sys.argv[-2]), sys.argv[-1].encode())
     listening = socket.create_server(("127.0.0.1", 0))
     print(listening.getsockname()[1], flush=True)
     uvicorn.Server(uvicorn.Config(app, log_level="error")).run(sockets=[listening])
