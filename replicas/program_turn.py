@@ -272,6 +272,8 @@ class Reading:
         self._begun = False
         self._ids = 0
         self._has_calls = False
+        self._held: list[dict[str, Any]] = []
+        """Log probabilities of tokens whose text has not come yet."""
         self._finish_reason: str | None = None
 
     async def pieces(self, events: AsyncGenerator[Any]) -> AsyncGenerator[StreamChunk[tuple[Piece, ...]]]:
@@ -330,7 +332,17 @@ class Reading:
             delta.get("content") or "",
             (delta.get("reasoning") or "") if self._reasoning else "",
             tuple(map(_call, delta.get("tool_calls") or ())),
+            self._logprobs(choice),
         )
+
+    def _logprobs(self, choice: Mapping[str, Any]) -> tuple[dict[str, Any], ...]:
+        """Return the log probabilities of the content's tokens, without those of reasoning and calls."""
+        self._held += (choice.get("logprobs") or {}).get("content") or ()
+        delta = choice["delta"]
+        if not (delta.get("content") or delta.get("reasoning") or delta.get("tool_calls")):
+            return ()
+        entries, self._held = tuple(self._held), []
+        return entries if delta.get("content") else ()
 
     def _done(self, usage: Mapping[str, Any]) -> Piece:
         if self._ids != usage["completion_tokens"] or self._finish_reason is None:
@@ -371,6 +383,7 @@ def together(batch: list[Piece]) -> list[Piece]:
                 last.content + piece.content,
                 last.reasoning + piece.reasoning,
                 _joined_calls((*last.calls, *piece.calls)),
+                last.logprobs + piece.logprobs,
             )
         else:
             joined.append(piece)

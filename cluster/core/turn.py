@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 import msgspec
 
@@ -85,6 +86,8 @@ class TurnDelta(msgspec.Struct, frozen=True, tag=True):
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    logprobs: tuple[dict[str, Any], ...] = ()
+    """Log probabilities of the content's tokens, as the entries of a chat completion. Empty: they are not wanted."""
 
 
 class TurnDone(msgspec.Struct, frozen=True, tag=True):

@@ -91,7 +91,7 @@ def unchanging(spec: RunSpec) -> Response:
             "store": spec.store,
             "tool_choice": echo.get("tool_choice", "auto"),
             "tools": echo.get("tools", []),
-            "top_logprobs": 0,
+            "top_logprobs": spec.sampling.get("top_logprobs", 0),
             "truncation": "disabled",
             "usage": None,
             **{name: echo.get(name) for name in ECHOED},
@@ -271,6 +271,6 @@ class ResponseFold:
         if event.reasoning:
             self._output.add_reasoning(event.reasoning)
         if event.content:
-            self._output.add_text(event.content)
+            self._output.add_text(event.content, event.logprobs)
         for piece in event.calls:
             self._output.call_piece(event.turn, piece)

@@ -5,7 +5,7 @@ An item's id depends on the log only, so that all readers of a log give the same
 
 import re
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 
 from openai.types.responses import (
     ResponseCustomToolCall,
@@ -73,10 +73,13 @@ class MessageItem:
     """Position of the item in the output."""
     text: str = ""
     status: ItemStatus = "in_progress"
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    """An entry for each token, if they are wanted."""
 
     def part(self) -> ResponseOutputText:
         """Return its one part."""
-        return ResponseOutputText(type="output_text", text=self.text, annotations=[], logprobs=[])
+        fields = {"type": "output_text", "text": self.text, "annotations": [], "logprobs": self.logprobs}
+        return ResponseOutputText.model_validate(fields)
 
     def model(self) -> ResponseOutputItem:
         """Return the item as it is now."""

@@ -1,6 +1,6 @@
 """Builds a response's output: items begin, grow and end, and each step is an event."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -111,9 +111,9 @@ class OutputBuilder:
         """Add reasoning."""
         self._grow_text(ReasoningItem, delta)
 
-    def add_text(self, delta: str) -> None:
-        """Add text."""
-        self._grow_text(MessageItem, delta)
+    def add_text(self, delta: str, logprobs: Sequence[dict[str, Any]] = ()) -> None:
+        """Add text, with the log probabilities of its tokens if they are wanted."""
+        self._grow_text(MessageItem, delta, logprobs)
 
     def call_piece(self, turn: int, piece: CallDelta) -> None:
         """Add a piece of a call."""
@@ -171,7 +171,9 @@ class OutputBuilder:
 
     # --- text ---------------------------------------------------------------------------------------------------------
 
-    def _grow_text(self, kind: type[MessageItem] | type[ReasoningItem], delta: str) -> None:
+    def _grow_text(
+        self, kind: type[MessageItem] | type[ReasoningItem], delta: str, logprobs: Sequence[dict[str, Any]] = ()
+    ) -> None:
         if not isinstance(self._open_text, kind):
             self._end_text("completed")
             prefix = "msg" if kind is MessageItem else "rs"
@@ -184,7 +186,11 @@ class OutputBuilder:
         item.text += delta
         self._sent[kind] += delta
         if isinstance(item, MessageItem):
-            self._emit_at(item, ResponseTextDeltaEvent, "output_text.delta", content_index=0, delta=delta, logprobs=[])
+            item.logprobs += logprobs
+            told = [_told(one) for one in logprobs]
+            self._emit_at(
+                item, ResponseTextDeltaEvent, "output_text.delta", content_index=0, delta=delta, logprobs=told
+            )
         else:
             self._emit_at(item, ResponseReasoningTextDeltaEvent, "reasoning_text.delta", content_index=0, delta=delta)
 
@@ -207,7 +213,10 @@ class OutputBuilder:
             return
         item.status = status
         if isinstance(item, MessageItem):
-            self._emit_at(item, ResponseTextDoneEvent, "output_text.done", content_index=0, text=item.text, logprobs=[])
+            told = [_told(one) for one in item.logprobs]
+            self._emit_at(
+                item, ResponseTextDoneEvent, "output_text.done", content_index=0, text=item.text, logprobs=told
+            )
         else:
             self._emit_at(item, ResponseReasoningTextDoneEvent, "reasoning_text.done", content_index=0, text=item.text)
         self._emit_at(item, ResponseContentPartDoneEvent, "content_part.done", content_index=0, part=_part(item))
@@ -352,6 +361,12 @@ class OutputBuilder:
 
     def _emit_at(self, item: Item, kind: Any, name: str, **fields: Any) -> None:
         self.emit(kind, type=f"response.{name}", item_id=item.id, output_index=item.index, **fields)
+
+
+def _told(entry: dict[str, Any]) -> dict[str, Any]:
+    """Return a token's log probability as the events of a text have it."""
+    top = [{"token": one["token"], "logprob": one["logprob"]} for one in entry["top_logprobs"]]
+    return {"token": entry["token"], "logprob": entry["logprob"], "top_logprobs": top}
 
 
 def _part(item: TextItem) -> dict[str, Any]:

@@ -94,6 +94,8 @@ class Reasoning(OpenPart):
     mode: Literal["standard"] | None = None
 
 
+LOGPROBS = "message.output_text.logprobs"
+
 INCLUDED = frozenset(
     (
         "reasoning.encrypted_content",
@@ -101,6 +103,7 @@ INCLUDED = frozenset(
         "web_search_call.results",
         "web_search_call.action.sources",
         "message.input_image.image_url",
+        LOGPROBS,
         "computer_call_output.output.image_url",
         "code_interpreter_call.outputs",
     )
@@ -241,8 +244,6 @@ class CreateResponse(OpenPart):
             found.add("text.verbosity")
         if self.truncation == "auto":
             found.add("truncation")
-        if self.top_logprobs:
-            found.add("top_logprobs")
         return sorted(found)[:MAX_IGNORED]
 
 

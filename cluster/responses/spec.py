@@ -15,7 +15,7 @@ from cluster.responses.input_items import InputItem, McpListTools, Message
 from cluster.responses.offers import Listing, Registered, RequestTools, brought, chat_choice, offers, shown_tools
 from cluster.responses.output import input_item_id
 from cluster.responses.references import resolved
-from cluster.responses.request import SAMPLING, CreateResponse, JsonObject, JsonSchema
+from cluster.responses.request import LOGPROBS, SAMPLING, CreateResponse, JsonObject, JsonSchema
 from cluster.runs.compaction import kept
 from cluster.runs.events import Accepted, Limits, Prior, RunSpec, encode
 from cluster.runs.state import RunState
@@ -165,6 +165,8 @@ def _limits(request: CreateResponse, most: Limits) -> Limits:
 
 def _sampling(request: CreateResponse) -> dict[str, Any]:
     sampling = {name: getattr(request, name) for name in SAMPLING if getattr(request, name) is not None}
+    if request.top_logprobs or LOGPROBS in (request.include or ()):
+        sampling |= {"logprobs": True, "top_logprobs": request.top_logprobs or 0}
     if request.reasoning is not None and request.reasoning.effort is not None:
         sampling["reasoning_effort"] = request.reasoning.effort
     form = None if request.text is None else request.text.format

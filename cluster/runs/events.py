@@ -155,6 +155,8 @@ class Generated(_Event, frozen=True):
     content: str = ""
     reasoning: str = ""
     calls: tuple[CallDelta, ...] = ()
+    logprobs: tuple[dict[str, Any], ...] = ()
+    """Log probabilities of the content's tokens, see `cluster.core.turn.TurnDelta`."""
 
 
 class TurnResult(_Event, frozen=True):

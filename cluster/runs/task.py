@@ -419,7 +419,7 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 # --- a turn -----------------------------------------------------------------------------------------------------------
 
 
-_OF_ANSWERS = ("response_format", "stop", "ignore_eos")
+_OF_ANSWERS = ("response_format", "stop", "ignore_eos", "logprobs", "top_logprobs")
 """Fields that apply to an answer and not to a summary."""
 
 
@@ -499,7 +499,7 @@ class TurnText:
             self._calls.setdefault(part.index, []).append(part)
         if not (piece.content or piece.reasoning or piece.calls):
             return None
-        return Generated(self._number, piece.content, piece.reasoning, piece.calls)
+        return Generated(self._number, piece.content, piece.reasoning, piece.calls, piece.logprobs)
 
     @property
     def tokens(self) -> int:

@@ -160,6 +160,25 @@ def test_arguments_of_another_form_are_the_input_of_a_custom_tool() -> None:
         assert response.output[0].input == arguments
 
 
+def test_the_tokens_of_a_text_have_their_log_probabilities() -> None:
+    first, second = (
+        {"token": token, "logprob": -0.5, "bytes": list(token.encode()), "top_logprobs": [
+            {"token": token, "logprob": -0.5, "bytes": list(token.encode())}
+        ]}
+        for token in ("hel", "lo")
+    )  # fmt: skip
+    events, response = told(
+        accepted(), TurnIntent(1), Generated(1, "hel", logprobs=(first,)), Generated(1, "lo", logprobs=(second,)),
+        result(1, "hello"), COMPLETED,
+    )  # fmt: skip
+    part = response.output[0].content[0]
+    assert [entry.to_dict() for entry in part.logprobs] == [first, second]
+    deltas = [event for event in events if event.type == "response.output_text.delta"]
+    assert [[entry.token for entry in event.logprobs] for event in deltas] == [["hel"], ["lo"]]
+    [done] = [event for event in events if event.type == "response.output_text.done"]
+    assert [entry.top_logprobs[0].token for entry in done.logprobs] == ["hel", "lo"]
+
+
 def test_a_summary_is_one_item_and_its_text_is_not_told() -> None:
     ended = replace(result(2, "two files"), summary=True)
     events, response = told(

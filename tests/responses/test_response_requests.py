@@ -310,15 +310,14 @@ def test_what_has_no_effect_is_ignored_and_named() -> None:
     made = spec(
         temprature=1,
         truncation="auto",
-        include=["message.output_text.logprobs", "reasoning.encrypted_content"],
-        top_logprobs=3,
+        include=["message.output_text.sources", "reasoning.encrypted_content"],
         text={"verbosity": "low", "tone": "kind", "format": {"type": "text", "colour": "red"}},
         tools=[SEARCH | {"cached": True}, {"type": "web_search", "context": "low"}, {"type": "image_generation"}],
         input=[{"role": "user", "content": "hi", "mood": "good"}, {"type": "web_search_call", "id": "ws_1"}],
         tool_choice=allowed("auto", SEARCHING, {"type": "web_search"})["tool_choice"],
     )
     assert made.echo["ignored"] == [
-        "include.message.output_text.logprobs",
+        "include.message.output_text.sources",
         "input.web_search_call",
         "temprature",
         "text.format.colour",
@@ -328,7 +327,6 @@ def test_what_has_no_effect_is_ignored_and_named() -> None:
         "tools.cached",
         "tools.image_generation",
         "tools.web_search",
-        "top_logprobs",
         "truncation",
     ]
     assert [offer.name for offer in made.offers] == ["search"]
@@ -424,6 +422,13 @@ def test_a_summary_replaces_the_middle_of_an_earlier_response_too() -> None:
         "[Summary of the conversation so far]\nwe met",
     ]
     assert made.prior is None
+
+
+def test_log_probabilities_are_asked_of_each_turn() -> None:
+    assert spec(top_logprobs=3).sampling == {"logprobs": True, "top_logprobs": 3}
+    assert spec(include=["message.output_text.logprobs"]).sampling == {"logprobs": True, "top_logprobs": 0}
+    assert spec(top_logprobs=0).sampling == {}
+    assert unchanging(spec(top_logprobs=3)).top_logprobs == 3
 
 
 def test_a_run_is_told_when_to_summarise() -> None:

@@ -182,6 +182,49 @@ def test_what_was_put_in_can_be_listed_and_what_is_deleted_is_gone(openai: OpenA
                 ask(gone)
 
 
+def test_each_token_of_a_text_has_its_log_probability(openai: OpenAI) -> None:
+    stream = openai.responses.create(
+        model="tiny", input="Say something.", max_output_tokens=24, top_logprobs=2, temperature=0, stream=True
+    )
+    events = list(stream)
+    response = events[-1].response  # type: ignore[union-attr]
+    [said] = [item for item in response.output if item.type == "message"]
+    [part] = said.content
+    assert part.type == "output_text"
+    assert len(part.logprobs) == response.usage.output_tokens
+    assert "".join(entry.token for entry in part.logprobs) == part.text
+    assert all(len(entry.top_logprobs) == 2 and entry.logprob <= 0 for entry in part.logprobs)
+    told = [entry for event in events if event.type == "response.output_text.delta" for entry in event.logprobs]
+    assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]
+
+
+def test_a_conversation_is_continued_from_its_exact_tokens_and_then_compacted(
+    openai: OpenAI, client: httpx.Client
+) -> None:
+    made = openai.conversations.create(items=[{"type": "message", "role": "user", "content": "Remember: blue. " * 20}])
+    asked: Any = {"model": "tiny", "conversation": made.id, "max_output_tokens": 16}
+    openai.responses.create(**asked, input="What was it?")
+    openai.responses.create(**asked, input="And now?")
+    before, after = runs(client, made.id)
+    assert after["turns"][0]["rendering"] == "continued"
+    assert after["token_ids"][: len(before["token_ids"])] == before["token_ids"]
+    items = list(openai.conversations.items.list(made.id, order="asc"))
+    assert [getattr(item, "role", "") for item in items] == ["user", "user", "assistant", "user", "assistant"]
+    compacted = openai.responses.compact(model="tiny", input=[item.to_dict() for item in items])  # type: ignore[misc]
+    assert [item.type for item in compacted.output] == ["message"] * 3 + ["compaction"]
+    counted = openai.responses.input_tokens.count(
+        model="tiny",
+        input=[item.to_dict() for item in compacted.output],  # type: ignore[misc]
+    )
+    again = openai.responses.create(
+        model="tiny",
+        input=[item.to_dict() for item in compacted.output],  # type: ignore[misc]
+        max_output_tokens=8,
+    )
+    assert again.usage is not None
+    assert again.usage.input_tokens == counted.input_tokens
+
+
 def test_a_client_that_goes_away_takes_its_program_with_it(openai: OpenAI, client: httpx.Client) -> None:
     wanted = plan("calculator", max_output_tokens=3000, tool_choice="required", extra_body={"max_turns": 64})
     stream = openai.responses.create(**wanted, stream=True, extra_headers=session("left"))
