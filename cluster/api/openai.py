@@ -22,6 +22,8 @@ logger = logging.getLogger("caesura.http")
 TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
+CONNECTION = "caesura.connection"
+"""Key of an ASGI scope: the ids of the responses that were made over the same WebSocket."""
 CONVERSATIONS = "/v1/conversations"
 RESPONSE_COMPACTION = RESPONSES + "/compact"
 RESPONSE_TOKENS = RESPONSES + "/input_tokens"

@@ -66,6 +66,7 @@ from cluster.http.requests import (
     version_of,
     versions,
 )
+from cluster.http.response_sockets import ResponseSockets
 from cluster.http.responses import ResponseRoutes
 from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
 from cluster.http.server import HttpServer
@@ -264,7 +265,8 @@ class ProgramIngress:
         if await _proxies_are_disabled():
             http = config.http
             app = guarded(application(config, lambda name: getattr(self, name)), http.max_concurrent_requests)
-            self._adopt(HttpServer(app, http.host, http.port))
+            app = ResponseSockets(app, http.cors_origins)
+            self._adopt(HttpServer(app, http.host, http.port, http.max_body_bytes))
 
     def _adopt(self, part: Part) -> None:
         """Register a part. It is closed before those registered earlier, and `check_health` reports its failing

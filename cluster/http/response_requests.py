@@ -1,6 +1,6 @@
 """Reads requests for responses, with what they need that is not in their bodies: stored responses and tools."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 from time import time
 from typing import Any
@@ -57,8 +57,16 @@ class ResponseRequests:
             self._meter.add(metrics.IGNORED_PARTS, 1, part=counted_as(name))
         return request
 
-    async def run(self, request: CreateResponse, identity: ProgramIdentity) -> RunRequest:
+    async def run(
+        self, request: CreateResponse, identity: ProgramIdentity, own: Collection[str] | None = None
+    ) -> RunRequest:
         """Return the run that a request asks for.
+
+        Args:
+            request: the request.
+            identity: its identity.
+            own: responses of the same connection, which it may continue even if they are not stored. None: the request
+                came over no such connection.
 
         Raises:
             BadRequest: a field is not valid, or names what does not exist.
@@ -81,7 +89,8 @@ class ResponseRequests:
             limits=limits(self._config),
             registered={one.name: one for one in offered if one.owner not in theirs},
             listings=theirs,
-            previous=await self._previous(request.previous_response_id, identity.tenant),
+            previous=await self._previous(request.previous_response_id, identity.tenant, own or ()),
+            continuable=own is not None,
             referred=await self._stored.found(referred(request), identity.tenant),
         )
         if request.conversation is None:
@@ -90,8 +99,8 @@ class ResponseRequests:
         previous, earlier = conversation.continuation()
         return run_spec(request, replace(around, previous=previous, earlier=earlier, known=len(conversation.entries)))
 
-    async def _previous(self, response_id: str | None, tenant: str) -> RunState | None:
+    async def _previous(self, response_id: str | None, tenant: str, own: Collection[str]) -> RunState | None:
         if response_id is None:
             return None
-        found = await self._stored.found([response_id], tenant)  # `run_spec` reports a missing one, by its field
+        found = await self._stored.found([response_id], tenant, own)  # `run_spec` reports a missing one, by its field
         return found[response_id].state if found else None

@@ -19,7 +19,7 @@ from openai.types.responses import ResponseErrorEvent, ResponseStreamEvent
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.openai import ErrorMap
+from cluster.api.openai import CONNECTION, ErrorMap
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError, RunOpen
@@ -90,7 +90,8 @@ class ResponseRoutes:
         """
         request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
-        run = await self._sized(await self._requests.run(request, identity), http)
+        own = http.scope.get(CONNECTION)
+        run = await self._sized(await self._requests.run(request, identity, own), http)
         secrets = run.brought.secrets or None
         started = await self._runner.start(run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s)
         run_id = started.run_id

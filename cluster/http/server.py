@@ -11,6 +11,7 @@ from contextlib import contextmanager
 import uvicorn
 from starlette.types import ASGIApp
 
+from cluster.api.openai import RESPONSES
 from cluster.proxy.http_protocol import HardenedHttpProtocol
 
 BACKLOG = 2048
@@ -26,18 +27,21 @@ class HttpServer:
         app: the ASGI application.
         host: the address to listen on.
         port: the port to listen on.
+        max_message_bytes: maximum size of a message over a WebSocket in bytes.
 
     Raises:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, app: ASGIApp, host: str, port: int) -> None:
+    def __init__(self, app: ASGIApp, host: str, port: int, max_message_bytes: int) -> None:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, port), family=family, backlog=BACKLOG, reuse_port=True)
         self._server = _Server(
             uvicorn.Config(
                 app,
-                http=HardenedHttpProtocol,
+                http=_Protocol,
+                ws="websockets-sansio",
+                ws_max_size=max_message_bytes,
                 lifespan="off",
                 log_config=None,
                 access_log=False,
@@ -57,6 +61,10 @@ class HttpServer:
         """Accept no more connections, and return when all requests have been answered."""
         self._server.should_exit = True
         await self._task
+
+
+class _Protocol(HardenedHttpProtocol):
+    upgraded_path = RESPONSES.encode()
 
 
 class _Server(uvicorn.Server):

@@ -1,7 +1,7 @@
 """Reads stored responses from the logs of their runs."""
 
 import asyncio
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 from cluster.core.errors import BadRequest
 from cluster.responses.events import ResponseFold
@@ -19,8 +19,13 @@ class StoredResponses:
     def __init__(self, runner: ProgramRunner) -> None:
         self._runner = runner
 
-    async def log(self, response_id: str, tenant: str) -> Sequence[RunEvent]:
+    async def log(self, response_id: str, tenant: str, own: Collection[str] = ()) -> Sequence[RunEvent]:
         """Return the log of a stored response.
+
+        Args:
+            response_id: its id.
+            tenant: its tenant.
+            own: responses that the caller may read even if they are not stored.
 
         Raises:
             BadRequest: there is no response with this id (404).
@@ -29,14 +34,14 @@ class StoredResponses:
         if not log:
             raise not_found(response_id)
         spec = replayed(log[:1]).state.spec
-        if spec.api != "responses" or not spec.store:
+        if spec.api != "responses" or not (spec.store or response_id in own):
             raise not_found(response_id)
         return log
 
-    async def found(self, names: Iterable[str], tenant: str) -> dict[str, ResponseFold]:
-        """Return those of these responses that exist, by id."""
+    async def found(self, names: Iterable[str], tenant: str, own: Collection[str] = ()) -> dict[str, ResponseFold]:
+        """Return those of these responses that exist, by id. The arguments are those of `log`."""
         names = list(names)
-        logs = await asyncio.gather(*(self.log(name, tenant) for name in names), return_exceptions=True)
+        logs = await asyncio.gather(*(self.log(name, tenant, own) for name in names), return_exceptions=True)
         found: dict[str, ResponseFold] = {}
         for name, log in zip(names, logs, strict=True):
             if not isinstance(log, BaseException):

@@ -1,7 +1,7 @@
 """The connections of Ray's HTTP proxy. Invalid HTTP is rejected with JSON, and headers are limited in size and time.
 
-uvicorn alone would answer in plain text, and accept headers of any length for any time. WebSockets are not supported: a
-request for an upgrade is handled like any other request.
+uvicorn alone would answer in plain text, and accept headers of any length for any time. A request for a WebSocket is
+handled like any other request, unless it is for the path that has one.
 """
 
 import asyncio
@@ -26,6 +26,9 @@ REASONS = {400: b"Bad Request", 408: b"Request Timeout", 431: b"Request Header F
 class HardenedHttpProtocol(HttpToolsProtocol):
     """The protocol of one connection."""
 
+    upgraded_path: bytes | None = None
+    """The only path on which WebSockets are accepted. None: there is none."""
+
     _in_head = False
     _head_bytes = 0
     _late: asyncio.TimerHandle | None = None
@@ -43,7 +46,7 @@ class HardenedHttpProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         """Called by asyncio when data has arrived."""
         super().data_received(data)
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self.transport.get_protocol() is not self:
             return
         if self._in_head:
             self._head_bytes += len(data)
@@ -68,7 +71,7 @@ class HardenedHttpProtocol(HttpToolsProtocol):
         self._reject(BadRequest("this is not a valid HTTP request", code="invalid_http"))
 
     def _should_upgrade(self) -> bool:
-        return False
+        return self.url.partition(b"?")[0] == self.upgraded_path and super()._should_upgrade()
 
     def _unsupported_upgrade_warning(self) -> None:
         """Called by uvicorn on a request for an upgrade. It writes no warning."""

@@ -43,6 +43,8 @@ class RequestContext:
     """The final state of the run that `previous_response_id` names, or None."""
     referred: Mapping[str, ResponseFold] = field(default_factory=dict)
     """The responses whose items the request names, as far as they exist, by id."""
+    continuable: bool = False
+    """Whether the response can be continued even if it is not stored."""
     earlier: tuple[InputItem, ...] = ()
     """Items of the request's conversation after ``previous``."""
     known: int = 0
@@ -106,7 +108,7 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         store=request.store is not False,
         unread=() if conversation.summarised else before.unread,
         compaction=request.compaction,
-        last=request.store is False and around.identity.program_id is None,
+        last=request.store is False and around.identity.program_id is None and not around.continuable,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )

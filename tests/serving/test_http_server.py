@@ -13,6 +13,7 @@ from cluster.http.server import HttpServer
 from cluster.proxy.middleware import guarded
 
 HOST = "127.0.0.1"
+MESSAGE_BYTES = 1 << 16
 
 
 class App:
@@ -40,14 +41,14 @@ def port() -> int:
 
 @pytest.fixture
 async def server(port: int) -> AsyncIterator[HttpServer]:
-    server = HttpServer(App("one"), HOST, port)
+    server = HttpServer(App("one"), HOST, port, MESSAGE_BYTES)
     yield server
     await server.aclose()
 
 
 async def test_two_servers_share_a_port_and_one_goes_on_alone(port: int) -> None:
     apps = [App("one"), App("two")]
-    servers = [HttpServer(app, HOST, port) for app in apps]
+    servers = [HttpServer(app, HOST, port, MESSAGE_BYTES) for app in apps]
 
     async def names() -> set[str]:
         found = set()
@@ -64,7 +65,7 @@ async def test_two_servers_share_a_port_and_one_goes_on_alone(port: int) -> None
 
 async def test_a_server_that_stops_ends_what_it_has_begun(port: int) -> None:
     app = App("one")
-    server = HttpServer(app, HOST, port)
+    server = HttpServer(app, HOST, port, MESSAGE_BYTES)
     async with httpx.AsyncClient() as client, client.stream("GET", f"http://{HOST}:{port}/slow") as answer:
         pieces = answer.aiter_text()
         assert await anext(pieces) == "begun "
@@ -79,7 +80,7 @@ async def test_a_server_that_stops_ends_what_it_has_begun(port: int) -> None:
 
 async def test_a_server_that_cannot_listen_says_so(port: int) -> None:
     with socket.create_server((HOST, port)), pytest.raises(OSError, match="in use"):
-        HttpServer(App("one"), HOST, port)
+        HttpServer(App("one"), HOST, port, MESSAGE_BYTES)
 
 
 async def test_a_server_that_has_ended_is_reported(server: HttpServer) -> None:
@@ -102,7 +103,7 @@ async def test_a_client_that_leaves_ends_the_work(port: int) -> None:
         finally:
             ended.set()
 
-    server = HttpServer(guarded(app, 8), HOST, port)
+    server = HttpServer(guarded(app, 8), HOST, port, MESSAGE_BYTES)
     async with httpx.AsyncClient() as client, client.stream("POST", f"http://{HOST}:{port}/", content=b"x") as answer:
         assert await anext(answer.aiter_text()) == "begun"
     async with asyncio.timeout(10):
@@ -121,7 +122,7 @@ async def test_work_that_ends_by_itself_is_not_cancelled(port: int) -> None:
         await asyncio.sleep(0.01)
         left.append("work after the response")
 
-    server = HttpServer(guarded(app, 8), HOST, port)
+    server = HttpServer(guarded(app, 8), HOST, port, MESSAGE_BYTES)
     async with httpx.AsyncClient() as client:
         for _ in range(3):
             assert (await client.post(f"http://{HOST}:{port}/", content=b"x")).text == "done"

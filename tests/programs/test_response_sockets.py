@@ -1,0 +1,229 @@
+"""Responses over a WebSocket: OpenAI's own client, an ingress's own server, a real Redis, and scripted replicas."""
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from openai import AsyncOpenAI
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+from websockets.asyncio.client import ClientConnection, connect
+from websockets.exceptions import InvalidStatus
+
+from cluster.http.response_sockets import MAX_WAITING, ResponseSockets
+from cluster.http.server import HttpServer
+from tests.programs.response_site import known, registered, site
+from tests.programs.runners import Runners
+from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
+
+HOST = "127.0.0.1"
+MESSAGE_BYTES = 1 << 16
+KEY = "secret"
+LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
+
+
+class Guarded:
+    """Asks for a key, as the ingress does, and has the path that is asked first."""
+
+    def __init__(self, app: Starlette) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope)
+        answer: Response | None = None
+        if request.headers.get("authorization") != f"Bearer {KEY}":
+            answer = JSONResponse({"error": {"message": "no API key"}}, 401)
+        elif request.url.path == "/version":
+            answer = JSONResponse({})
+        await (answer or self._app)(scope, receive, send)
+
+
+class Sockets:
+    """A server, and what its replicas were asked."""
+
+    def __init__(self, runners: Runners, turns: tuple[Script, ...]) -> None:
+        self.replicas = ScriptedReplicas(list(turns))
+        self.runner = runners(self.replicas, ScriptedTools({"add": lambda call: "2"}))
+        with socket.create_server((HOST, 0)) as listener:
+            self.port = listener.getsockname()[1]
+        app = Guarded(site(self.runner, known(registered("add")), redis_url=runners.url))
+        self.server = HttpServer(ResponseSockets(app, ["http://page.example"]), HOST, self.port, MESSAGE_BYTES)
+
+    def openai(self) -> AsyncOpenAI:
+        return AsyncOpenAI(api_key=KEY, base_url=f"http://{HOST}:{self.port}/v1", max_retries=0)
+
+    def connect(self, path: str = "/v1/responses", **headers: str) -> connect:
+        named = {"Authorization": f"Bearer {KEY}"} | headers
+        return connect(f"ws://{HOST}:{self.port}{path}", additional_headers=named)
+
+
+@pytest.fixture
+async def sockets(runners: Runners) -> AsyncIterator[Any]:
+    made: list[Sockets] = []
+
+    def make(*turns: Script) -> Sockets:
+        made.append(Sockets(runners, turns))
+        return made[-1]
+
+    yield make
+    for one in made:
+        await one.server.aclose()
+
+
+async def ask(to: ClientConnection, **fields: Any) -> None:
+    await to.send(json.dumps({"type": "response.create", "model": "m", **fields}))
+
+
+async def until_end(of: ClientConnection) -> dict[str, Any]:
+    """The last event of a response, or an error."""
+    while True:
+        event: dict[str, Any] = json.loads(await of.recv())
+        if event["type"] in ("response.completed", "response.incomplete", "response.failed", "error"):
+            return event
+
+
+async def test_a_loop_of_turns_over_one_connection_with_openais_client(sockets: Any) -> None:
+    there = sockets(says("", ("look", "{}")), says("a bird", first_id=200))
+    async with there.openai().responses.connect() as connection:
+        await connection.response.create(model="m", input="what is there?", tools=[LOOK], store=False)
+        first = None
+        async for event in connection:
+            if event.type == "response.completed":
+                first = event.response
+                break
+        assert first is not None
+        call = first.output[0]
+        assert call.type == "function_call"
+        seen: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "feathers"}
+        await connection.response.create(
+            model="m", input=[seen], tools=[LOOK], store=False, previous_response_id=first.id
+        )
+        text = ""
+        async for event in connection:
+            if event.type == "response.output_text.delta":
+                text += event.delta
+            if event.type == "response.completed":
+                break
+    assert text == "a bird"
+    # What is not stored goes on from its exact ids, in the same program.
+    assert [bool(ids) for ids in there.replicas.prior] == [False, True]
+    assert len({identity.program_id for identity in there.replicas.identities}) == 1
+
+
+async def test_what_is_not_stored_can_be_continued_on_its_own_connection_only(sockets: Any) -> None:
+    there = sockets(says("hello"), says("again", first_id=200))
+    async with there.connect() as one, there.connect() as other:
+        await ask(one, input="hi", store=False)
+        made = (await until_end(one))["response"]["id"]
+        await ask(other, input="and?", previous_response_id=made)
+        refused = await until_end(other)
+        assert (refused["type"], refused["status"]) == ("error", 400)
+        assert refused["error"]["code"] == "previous_response_not_found"
+        await ask(one, input="and?", previous_response_id=made, store=False)
+        assert (await until_end(one))["response"]["status"] == "completed"
+
+
+async def test_messages_that_come_during_a_response_wait_for_it(sockets: Any) -> None:
+    there = sockets(says("one"), says("two", first_id=200))
+    async with there.connect() as to:
+        await ask(to, input="first")
+        await ask(to, input="second")
+        answers = [await until_end(to) for _ in range(2)]
+    texts = [answer["response"]["output"][0]["content"][0]["text"] for answer in answers]
+    assert texts == ["one", "two"]
+
+
+async def test_too_many_waiting_messages_are_refused(sockets: Any) -> None:
+    gate = asyncio.Event()
+    script = says("slow")
+    there = sockets([*script[:2], gate, *script[2:]], *(says("x", first_id=300 + n) for n in range(MAX_WAITING)))
+    async with there.connect() as to:
+        for number in range(MAX_WAITING + 2):
+            await ask(to, input=f"{number}")
+            if number == 0:
+                while json.loads(await to.recv())["type"] != "response.output_text.delta":
+                    pass
+        assert (await until_end(to))["status"] == 429
+        gate.set()
+        ends = [await until_end(to) for _ in range(MAX_WAITING + 1)]
+    assert {end["type"] for end in ends} == {"response.completed"}
+
+
+BAD: list[tuple[str, str, int, str | None]] = [
+    ("no JSON", "{", 400, None),
+    ("no object", "[]", 400, "type"),
+    ("another event", '{"type": "response.steer"}', 400, "type"),
+    ("in the background", '{"type": "response.create", "input": "a", "background": true}', 400, "background"),
+    ("without a turn", '{"type": "response.create", "input": "a", "generate": false}', 400, "generate"),
+    ("an invalid field", '{"type": "response.create", "input": "a", "temperature": 9}', 400, "temperature"),
+    ("nesting without end", '{"type": "response.create", "input": ' + "[" * 9000 + "]" * 9000 + "}", 400, None),
+]
+
+
+@pytest.mark.parametrize(("text", "status", "param"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+async def test_a_bad_message_gets_an_error_and_the_connection_stays(
+    sockets: Any, text: str, status: int, param: str | None
+) -> None:
+    there = sockets(says("hello"))
+    async with there.connect() as to:
+        await to.send(text)
+        error = await until_end(to)
+        assert (error["type"], error["status"], error["error"]["param"]) == ("error", status, param)
+        await ask(to, input="hi")
+        assert (await until_end(to))["type"] == "response.completed"
+
+
+async def test_a_client_that_leaves_cancels_its_response(sockets: Any) -> None:
+    gate = asyncio.Event()
+    script = says("slow")
+    there = sockets([*script[:2], gate, *script[2:]])
+    async with there.connect() as to:
+        await ask(to, input="hi")
+        event = json.loads(await to.recv())
+        while event["type"] != "response.output_text.delta":
+            event = json.loads(await to.recv())
+    async with asyncio.timeout(10):
+        while (await there.runner.runs("default"))[0].status != "cancelled":  # noqa: ASYNC110
+            await asyncio.sleep(0.02)
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status"),
+    [
+        ("/v1/responses", {"Authorization": "Bearer wrong"}, 401),
+        ("/v1/responses", {"Origin": "http://evil.example"}, 403),
+        ("/v1/conversations/conv_0", {}, 404),
+    ],
+)
+async def test_who_may_not_connect_is_told_why(sockets: Any, path: str, headers: dict[str, str], status: int) -> None:
+    with pytest.raises(InvalidStatus) as caught:
+        async with sockets().connect(path, **headers):
+            pass
+    assert caught.value.response.status_code == status
+    assert json.loads(caught.value.response.body)["error"]["message"]
+
+
+async def test_a_page_of_an_allowed_origin_connects(sockets: Any) -> None:
+    async with sockets(says("hello")).connect(Origin="http://page.example") as to:
+        await ask(to, input="hi")
+        assert (await until_end(to))["type"] == "response.completed"
+
+
+async def test_a_message_above_the_bound_ends_the_connection(sockets: Any) -> None:
+    async with sockets().connect() as to:
+        await ask(to, input="x" * MESSAGE_BYTES)
+        await to.wait_closed()
+        assert to.close_code == 1009
+
+
+async def test_an_idle_connection_stays(sockets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.proxy.http_protocol.HEADERS_WITHIN_S", 0.05)
+    async with sockets(says("hello")).connect() as to:
+        await asyncio.sleep(0.5)
+        await ask(to, input="hi")
+        assert (await until_end(to))["type"] == "response.completed"
