@@ -14,7 +14,6 @@ CPU seconds are those of a subject's processes while its streams run, by the pro
 import argparse
 import asyncio
 import os
-import socket
 import statistics
 import subprocess
 import sys
@@ -36,6 +35,7 @@ from benchmarks.served import serve, serving
 from benchmarks.streams import REQUESTS_EACH, measure
 from cluster.config.schema import CaesuraConfig
 from cluster.local.haproxy import ENABLE
+from cluster.local.ports import free_ports
 from replicas.settings import CPU_ENVIRONMENT
 from replicas.tiny.model import tiny_model_directory
 
@@ -137,9 +137,7 @@ def own_server(model: Path) -> Iterator[Subject]:
     Raises:
         RuntimeError: it did not start.
     """
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = listener.getsockname()[1]
+    (port,) = free_ports(1, "127.0.0.1")
     arguments = {
         "model": model,
         "served-model-name": "tiny",

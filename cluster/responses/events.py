@@ -40,6 +40,7 @@ from cluster.runs.events import (
     TakenOver,
     ToolAnswer,
     ToolIntent,
+    Truncated,
     TurnIntent,
     TurnResult,
 )
@@ -92,7 +93,7 @@ def unchanging(spec: RunSpec) -> Response:
             "tool_choice": echo.get("tool_choice", "auto"),
             "tools": echo.get("tools", []),
             "top_logprobs": spec.sampling.get("top_logprobs", 0),
-            "truncation": "disabled",
+            "truncation": "auto" if spec.truncate else "disabled",
             "usage": None,
             **{name: echo.get(name) for name in ECHOED},
             **{name: spec.sampling.get(name, default) for name, default in SAMPLING_DEFAULTS.items()},
@@ -245,7 +246,7 @@ class ResponseFold:
             case Ended():
                 self._output.end()
                 self._output.emit(LAST_EVENTS[event.status], type=LAST_TYPES[event.status], response=self.response)
-            case TakenOver() | Accepted():
+            case Truncated() | TakenOver() | Accepted():
                 pass
         return events + self._output.take()
 

@@ -242,8 +242,6 @@ class CreateResponse(OpenPart):
             found |= {f"tool_choice.{tool.type}" for tool in self.tool_choice.tools if isinstance(tool, ChosenOther)}
         if self.text is not None and self.text.verbosity not in (None, "medium"):
             found.add("text.verbosity")
-        if self.truncation == "auto":
-            found.add("truncation")
         return sorted(found)[:MAX_IGNORED]
 
 

@@ -108,6 +108,7 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         store=request.store is not False,
         unread=() if conversation.summarised else before.unread,
         compaction=request.compaction,
+        truncate=request.truncation == "auto",
         last=request.store is False and around.identity.program_id is None and not around.continuable,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),

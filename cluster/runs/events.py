@@ -117,6 +117,8 @@ class RunSpec(_Word, frozen=True):
     """Places in ``messages`` of answers of the cluster's tools that no turn has read. They are shortened if they do not
     fit."""
     compaction: Compaction | None = None
+    truncate: bool = False
+    """Whether the oldest messages are dropped if the conversation does not fit in the context window."""
     previous: str | None = None
     """Id of the run whose conversation this one continues, or None."""
     echo: dict[str, Any] = {}
@@ -223,6 +225,13 @@ class LateAnswer(_Event, frozen=True):
     answer: ToolAnswer
 
 
+class Truncated(_Event, frozen=True):
+    """The turn's prompt did not fit. The oldest messages are dropped, and the turn is tried again."""
+
+    groups: int
+    """Number of groups of `cluster.runs.truncation.droppable`."""
+
+
 class TakenOver(_Event, frozen=True):
     """Another runner continues the run, because the previous one is gone."""
 
@@ -241,7 +250,18 @@ class Ended(_Event, frozen=True):
     """Unix time in seconds."""
 
 
-RunEvent = Accepted | TurnIntent | Generated | TurnResult | ToolIntent | ToolAnswer | LateAnswer | TakenOver | Ended
+RunEvent = (
+    Accepted
+    | TurnIntent
+    | Generated
+    | TurnResult
+    | ToolIntent
+    | ToolAnswer
+    | LateAnswer
+    | Truncated
+    | TakenOver
+    | Ended
+)
 
 _encoder = msgspec.msgpack.Encoder()
 _decoder: msgspec.msgpack.Decoder[RunEvent] = msgspec.msgpack.Decoder(RunEvent)

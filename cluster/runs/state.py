@@ -31,9 +31,11 @@ from cluster.runs.events import (
     TakenOver,
     ToolAnswer,
     ToolIntent,
+    Truncated,
     TurnIntent,
     TurnResult,
 )
+from cluster.runs.truncation import without_oldest
 
 NO_TOOL = "none"
 """The tool choice of a turn that must be the last."""
@@ -152,6 +154,8 @@ def step(state: RunState, event: RunEvent) -> RunState:
             late = tuple(place for place in state.late if place != event.answer.place)
             answers = {**state.answers, event.answer.place: event.answer}
             return replace(state, late=late, undelivered=(*state.undelivered, event.answer), answers=answers)
+        case Truncated():
+            return _truncated(state, event)
         case TakenOver():
             return replace(state, runners=state.runners + 1)
         case Ended():
@@ -224,6 +228,16 @@ def _turn_done(state: RunState, event: TurnResult) -> RunState:
         calls=event.calls,
         names={**state.names, **{call.place: call.name for call in event.calls}},
     )
+
+
+def _truncated(state: RunState, event: Truncated) -> RunState:
+    """Return the state without the oldest messages. The attempt does not count, because nothing was generated."""
+    messages = without_oldest(state.messages, event.groups)
+    left_out = len(state.messages) - len(messages)
+    # Answers that no turn has read are in the last groups, which stay, or in some before them.
+    unread = tuple(place - left_out for place in state.unread if place >= left_out)
+    attempt = max(0, state.attempt - 1)
+    return replace(state, messages=messages, unread=unread, token_ids=b"", covered=0, attempt=attempt)
 
 
 def _summarised(state: RunState, event: TurnResult) -> RunState:

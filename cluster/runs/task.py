@@ -39,12 +39,14 @@ from cluster.runs.events import (
     RunSpec,
     ToolAnswer,
     ToolIntent,
+    Truncated,
     TurnIntent,
     TurnResult,
 )
 from cluster.runs.journal import Journal
 from cluster.runs.slo import RunWatch
 from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, cut_answers, next_step, step
+from cluster.runs.truncation import droppable
 
 logger = logging.getLogger("ray.serve")
 
@@ -241,11 +243,23 @@ class RunTask:
                 # Nothing was begun: it is not the turn's fault, and an accepted program is not given up for it.
                 await asyncio.sleep(error.retry_after_s or RETRY_S)
             except HttpError as error:
+                if error.code == CONTEXT_LENGTH_EXCEEDED and self._drop_oldest():
+                    return
                 if error.status < 500:
                     raise
                 logger.warning("turn %d of run %s failed: %s", todo.turn, self.state.spec.id, error.message)
                 await asyncio.sleep(RETRY_S)
                 return
+
+    def _drop_oldest(self) -> bool:
+        """Drop the older half of what may be dropped, if the caller wants it. Return whether something was dropped."""
+        groups = droppable(self.state.messages) if self.state.spec.truncate else []
+        if not groups:
+            return False
+        dropped = (len(groups) + 1) // 2
+        logger.warning("run %s: %d groups of old messages are dropped to fit", self.state.spec.id, dropped)
+        self._record(Truncated(dropped))
+        return True
 
     async def _ask(self, todo: AskTurn) -> None:
         bind(turn=todo.turn)

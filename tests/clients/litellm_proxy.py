@@ -1,7 +1,6 @@
 """LiteLLM's proxy as a process, and loops of tool calls through each of its routes."""
 
 import secrets
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -14,6 +13,7 @@ import anthropic
 import httpx
 import openai
 
+from cluster.local.ports import free_ports
 from tests.clients.installed import environment
 
 STARTS_WITHIN_S = 120
@@ -44,8 +44,7 @@ class Proxy:
 def started(command: Path, config: str, home: Path) -> Iterator[Proxy]:
     """Start the proxy with the text of this configuration, on loopback."""
     (home / "litellm.yaml").write_text(config)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    (port,) = free_ports(1, "127.0.0.1")
     proxy = Proxy(f"http://127.0.0.1:{port}", f"sk-{secrets.token_hex(16)}")
     # Without the second variable it fetches a table of prices.
     ours = {"LITELLM_MASTER_KEY": proxy.key, "LITELLM_LOCAL_MODEL_COST_MAP": "True"}

@@ -2,7 +2,6 @@
 
 import math
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +13,8 @@ from typing import Any, Self
 
 import httpx
 import pytest
+
+from cluster.local.ports import free_ports
 
 BINARY = "prometheus"
 LOOPBACK = "127.0.0.1"
@@ -137,7 +138,7 @@ class Prometheus:
         folder = Path(self._folder.name)
         for name, text in self._files.items():
             (folder / name).write_text(text)
-        address = f"{LOOPBACK}:{_free_port()}"
+        address = f"{LOOPBACK}:{free_ports(1, LOOPBACK)[0]}"
         self._url = f"http://{address}"
         command = (
             BINARY,
@@ -170,9 +171,3 @@ class Prometheus:
                 self._process.kill()
                 self._process.wait()
         self._folder.cleanup()
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind((LOOPBACK, 0))
-        return int(listener.getsockname()[1])

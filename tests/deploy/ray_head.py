@@ -16,7 +16,8 @@ import psutil
 
 from cluster.config.schema import CaesuraConfig
 from cluster.local.cluster import BYTECODE, ENVIRONMENT
-from cluster.local.haproxy import free_ports, haproxy_environment
+from cluster.local.haproxy import haproxy_environment
+from cluster.local.ports import free_ports
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent

@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from cluster.local.embedded_redis import EmbeddedRedis
-from cluster.local.haproxy import free_ports
+from cluster.local.ports import free_ports
 from tests.deploy.chart import CHART, needs_helm, of_kind, serve_config, template
 from tests.deploy.ray_head import ray_head
 from tests.deploy.test_chart import SCALED

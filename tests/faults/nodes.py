@@ -26,7 +26,7 @@ import pytest
 
 from cluster.local.cluster import BYTECODE, ENVIRONMENT
 from cluster.local.embedded_redis import EmbeddedRedis
-from cluster.local.haproxy import free_ports
+from cluster.local.ports import free_ports
 from tests.faults.stand import MARK, marked, title_of, until
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from cluster.local.embedded_redis import EmbeddedRedis
-from cluster.local.haproxy import free_ports
+from cluster.local.ports import free_ports
 from tests.faults.agents import STORIES, TURNS, Agents, apart, arguments
 from tests.faults.nodes import Nodes, await_ready, gcs_on, nodes, serve_config
 from tests.faults.proxy import Service

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from cluster.local.embedded_redis import EmbeddedRedis
-from cluster.local.haproxy import free_ports
+from cluster.local.ports import free_ports
 from tests.faults.agents import CHANGED_WITHIN_S, STORIES, TURNS, Agents, apart, arguments
 from tests.faults.nodes import Nodes, await_ready, nodes, serve_config
 from tests.faults.stand import Stand, until

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from cluster.local.haproxy import free_ports
+from cluster.local.ports import free_ports
 from tests.faults.promises import Promised
 
 ROOT = Path(__file__).parents[2]

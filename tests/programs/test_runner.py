@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
-from cluster.core.errors import BadRequest, IdempotencyConflict, Overloaded
+from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, IdempotencyConflict, Overloaded
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
@@ -25,13 +25,14 @@ from cluster.runs.events import (
     TakenOver,
     ToolAnswer,
     ToolIntent,
+    Truncated,
     TurnIntent,
 )
 from cluster.runs.runner import RENOUNCE_S, ProgramRunner
 from cluster.runs.state import fold
 from cluster.store.runs.records import Idempotency, NewRun
 from tests.programs.runners import LEASE_S, Runners
-from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
+from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
 
 NAMES = ("add", "once", "slowly", "wait")
 OFFERS = tuple(ToolOffer(name, {"name": name}, here=True) for name in NAMES)
@@ -39,10 +40,10 @@ OFFERS = tuple(ToolOffer(name, {"name": name}, here=True) for name in NAMES)
 
 def spec(run_id: str, **fields: Any) -> RunSpec:
     limits = Limits(turns=8, tool_calls=8, output_tokens=1000, wall_s=30.0, turn_attempts=2)
-    given: dict[str, Any] = {"limits": limits, "offers": OFFERS} | fields
-    identity = ProgramIdentity("p").encode()
     messages = ({"role": "user", "content": "go"},)
-    return RunSpec(run_id, "responses", "t", "p", identity, "tiny", time(), messages=messages, **given)
+    given: dict[str, Any] = {"limits": limits, "offers": OFFERS, "messages": messages} | fields
+    identity = ProgramIdentity("p").encode()
+    return RunSpec(run_id, "responses", "t", "p", identity, "tiny", time(), **given)
 
 
 async def ended(runner: ProgramRunner, run_id: str) -> list[RunEvent]:
@@ -353,6 +354,27 @@ async def test_a_turn_whose_replica_fails_is_asked_again_and_a_bad_request_is_no
     await runner.start(spec("r13"))
     fault = outcome(await ended(runner, "r13")).fault
     assert fault is not None and (fault.status, fault.message, fault.param) == (400, "too long", "messages")
+
+
+async def test_a_conversation_that_does_not_fit_loses_its_oldest_messages_if_the_caller_wants_it(
+    runners: Runners,
+) -> None:
+    def too_long() -> Script:
+        return [BadRequest("too long", param="messages", code=CONTEXT_LENGTH_EXCEEDED)]
+
+    told = tuple({"role": "user" if n % 2 == 0 else "assistant", "content": str(n)} for n in range(5))
+    replicas = ScriptedReplicas([too_long(), too_long(), says("whole")])
+    runner = runners(replicas)
+    await runner.start(spec("cut-1", messages=told, truncate=True))
+    events = await ended(runner, "cut-1")
+    assert outcome(events).status == "completed"
+    assert [event.groups for event in events if isinstance(event, Truncated)] == [2, 1]
+    sent = [[message["content"] for message in asked["messages"]] for asked in replicas.asked]
+    assert sent == [["0", "1", "2", "3", "4"], ["2", "3", "4"], ["3", "4"]]
+    runner = runners(ScriptedReplicas([too_long()]))
+    await runner.start(spec("cut-2", messages=told))
+    fault = outcome(await ended(runner, "cut-2")).fault
+    assert fault is not None and fault.code == CONTEXT_LENGTH_EXCEEDED
 
 
 async def test_a_full_queue_is_waited_for_and_costs_no_attempt(runners: Runners) -> None:

@@ -327,7 +327,6 @@ def test_what_has_no_effect_is_ignored_and_named() -> None:
         "tools.cached",
         "tools.image_generation",
         "tools.web_search",
-        "truncation",
     ]
     assert [offer.name for offer in made.offers] == ["search"]
     assert [tool["name"] for tool in made.echo["tools"]] == ["search"]
@@ -422,6 +421,13 @@ def test_a_summary_replaces_the_middle_of_an_earlier_response_too() -> None:
         "[Summary of the conversation so far]\nwe met",
     ]
     assert made.prior is None
+
+
+def test_old_messages_are_dropped_if_the_caller_wants_it() -> None:
+    assert (spec().truncate, spec(truncation="disabled").truncate, spec(truncation="auto").truncate) == (
+        False, False, True,
+    )  # fmt: skip
+    assert unchanging(spec(truncation="auto")).truncation == "auto"
 
 
 def test_log_probabilities_are_asked_of_each_turn() -> None:

@@ -65,6 +65,7 @@ async def test_a_runner_that_fails_to_close_leaves_no_tools_open() -> None:
     service.__dict__["_loops"] = Part(closed, "loops")
     service.__dict__["runner"] = Part(closed, "runner", RuntimeError("store gone"))
     service.__dict__["tools"] = Part(closed, "tools")
+    service.__dict__["conversations"] = Part(closed, "conversations")
     with pytest.raises(RuntimeError, match="store gone"):
         await service.aclose()
-    assert sorted(closed) == ["loops", "runner", "tools"]
+    assert sorted(closed) == ["conversations", "loops", "runner", "tools"]
