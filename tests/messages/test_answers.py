@@ -6,7 +6,8 @@ import pytest
 from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
-from cluster.api.anthropic.answer import MessageFold, signature
+from cluster.api.anthropic.answer import MessageFold
+from cluster.api.anthropic.content import signature
 from cluster.api.anthropic.errors import error_body, error_type, in_anthropics_words, is_messages
 from cluster.core.errors import BadRequest
 from cluster.core.turn import CallDelta, PromptMode, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids
