@@ -9,10 +9,10 @@ from typing import Any
 
 import pydantic
 
-from cluster.config.tools import SEPARATOR, HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
+from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
 from cluster.core.registry import TOOL_KINDS
-from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.kind import LoopClock, TimerClock
 

@@ -1,28 +1,13 @@
 """The configuration of tools, under the key `tools`. `tools_runtime` makes the tools from it."""
 
 import ipaddress
-import re
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, model_validator
 
 from cluster.config.sections import Section
 from cluster.core.registry import TOOL_KINDS
-
-SEPARATOR = "__"
-"""The separator between the names of an MCP server and of its tool, as in `files__read`."""
-
-UNFIT = re.compile(r"[^A-Za-z0-9_-]")
-"""Characters that are not allowed in the name of a tool for a model, although an MCP server may use them."""
-
-
-def server_tool_name(server: str, tool: str) -> str:
-    """Return the name for a model of a tool of an MCP server.
-
-    The name cannot be split again, since characters may have been replaced. The tool is looked up among the offers.
-    """
-    return f"{server}{SEPARATOR}{UNFIT.sub('_', tool)}"
-
+from cluster.core.tools import SEPARATOR
 
 ToolName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 VariableName = Annotated[str, StringConstraints(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]

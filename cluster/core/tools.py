@@ -1,6 +1,7 @@
 """The types of tool calls: the tools that are offered, the calls, and the one outcome that each call has."""
 
 import json
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,12 @@ MAX_CLASS_LENGTH = 48
 
 ENDED_WITH_CALLS = "tool_calls"
 """The finish reason of a turn that the model itself ended after its last tool call."""
+
+SEPARATOR = "__"
+"""The separator between the names of an MCP server and of its tool, as in `files__read`."""
+
+UNFIT = re.compile(r"[^A-Za-z0-9_-]")
+"""Characters that are not allowed in the name of a tool for a model, although an MCP server may use them."""
 
 Anything = TypeVar("Anything")
 
@@ -165,6 +172,14 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
         return self.function.get("parameters") or {}
 
 
+def server_tool_name(server: str, tool: str) -> str:
+    """Return the name for a model of a tool of an MCP server.
+
+    The name cannot be split again, since characters may have been replaced. The tool is looked up among the offers.
+    """
+    return f"{server}{SEPARATOR}{UNFIT.sub('_', tool)}"
+
+
 def function_object(
     name: str, description: str | None, parameters: Mapping[str, Any] | None, *, strict: bool | None = None
 ) -> dict[str, Any]:
@@ -176,6 +191,11 @@ def function_object(
     if strict:
         function["strict"] = True
     return function
+
+
+def late_message(name: str, text: str) -> dict[str, Any]:
+    """Return the message with the second answer of a call, whose first answer was that its tool had started."""
+    return {"role": "user", "content": f"[The call of {name} that was started earlier has ended]\n{text}"}
 
 
 def statistics_name(tool: str, argument: object) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterator
 from contextlib import aclosing
-from typing import Self
+from typing import Self, TypeVar
 
 from starlette.responses import Response
 
@@ -10,7 +10,8 @@ from cluster.api.openai import SSE_DONE
 from cluster.api.sse import Answers, EventStream
 from cluster.core.errors import HttpError
 from cluster.core.lineage import Attributed, LineageIndex
-from cluster.core.turn import TurnPiece
+
+Piece = TypeVar("Piece")
 
 PROGRAM_HEADER = "x-caesura-program"
 """The response's header with the id of the turn's program. A client that sends it as `x-session-id` names the program
@@ -19,9 +20,12 @@ itself.
 
 
 async def attributed_pieces(
-    pieces: AsyncIterator[TurnPiece | HttpError], index: LineageIndex, turn: Attributed
-) -> AsyncIterator[TurnPiece | HttpError]:
-    """Yield a turn's pieces, and record in the index that the turn has ended. Closing it closes ``pieces``."""
+    pieces: AsyncIterator[Piece], index: LineageIndex, turn: Attributed
+) -> AsyncIterator[Piece]:
+    """Yield the pieces of a turn or the events of a run, and record in the index that it has ended.
+
+    Closing it closes ``pieces``.
+    """
     served = False
     try:
         async with aclosing(pieces):  # type: ignore[type-var]

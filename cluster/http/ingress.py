@@ -57,6 +57,7 @@ from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.http.attributed_answers import PROGRAM_HEADER, AttributedAnswers
 from cluster.http.chat import ChatPrograms
 from cluster.http.conversations import ConversationRoutes, Conversations
+from cluster.http.message_programs import MessagePrograms
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
     TurnReader,
@@ -245,7 +246,13 @@ class ProgramIngress:
         self._reader = TurnReader(config, self._fleet.classes)
         self._lineage = LineageIndex()
         self._messages = MessageRoutes(
-            self._fleet, self._reader, self._turns, self._lineage, config.http.request_timeout_s, as_http_error
+            self._fleet,
+            MessagePrograms(self._service.runner, self._service.offers, config),
+            self._reader,
+            self._turns,
+            self._lineage,
+            config.http.request_timeout_s,
+            as_http_error,
         )
         self._scrape = ClusterScrape(clock, Meter(enabled=config.metrics.enabled))
         set_process_tracker(self._turns)

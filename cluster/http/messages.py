@@ -1,7 +1,8 @@
 """Anthropic's Messages API: `/v1/messages` and `/v1/messages/count_tokens`.
 
 A request is one turn. It is translated to a chat completion, placed, predicted, measured and continued on another
-replica as any other turn, and its pieces are folded into Anthropic's events.
+replica as any other turn, and its pieces are folded into Anthropic's events. A request with tools that the cluster runs
+is a run (`cluster.http.message_programs`), whose events are folded into the same answer.
 """
 
 import asyncio
@@ -30,15 +31,19 @@ from cluster.api.anthropic.request import (
     retention_s,
 )
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, ErrorMap
-from cluster.api.sse import EventStream
+from cluster.api.sse import ClientGone, EventStream, unless_gone
+from cluster.auth.middleware import caller_of
 from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
-from cluster.core.lineage import LineageIndex
+from cluster.core.lineage import Attributed, LineageIndex
 from cluster.core.program import ProgramIdentity
 from cluster.core.slo import Outcome
 from cluster.core.turn import Continuation, TurnPiece
 from cluster.http.attributed_answers import PROGRAM_HEADER, attributed_pieces, reported_program
+from cluster.http.body import NO_BODY_STATUS
+from cluster.http.message_programs import MessagePrograms
 from cluster.http.requests import TurnReader, passed_headers
-from cluster.observing.slo_tracker import MeasuredTurn, SloTracker, outcome_of
+from cluster.observing.slo_tracker import SloTracker, outcome_of
+from cluster.runs.messages_api import MessagesFold
 
 logger = logging.getLogger("ray.serve")
 
@@ -68,11 +73,43 @@ class Turns(Protocol):
         ...
 
 
+class Fold(Protocol):
+    """Builds a message: `MessageFold` from the pieces of a turn, `MessagesFold` from the events of a run."""
+
+    done: bool
+    output_tokens: int
+
+    def take(self, piece: Any) -> list[dict[str, Any]]:
+        """Process a piece. Return Anthropic's events that it makes."""
+        ...
+
+    def message(self) -> dict[str, Any]:
+        """Return the message as it is now."""
+        ...
+
+
+class Measured(Protocol):
+    """Is told how an answer goes on: `MeasuredTurn` for a turn, `RunClient` for a run."""
+
+    def received(self, tokens: int) -> None:
+        """Record the number of tokens so far."""
+        ...
+
+    def over(self, outcome: Outcome | None) -> None:
+        """Record the end."""
+        ...
+
+    def gone(self) -> None:
+        """Record that the client has disconnected. It has no effect after the end."""
+        ...
+
+
 class MessageRoutes:
     """The handlers of the routes.
 
     Args:
         turns: runs turns.
+        programs: starts the runs of requests with tools that the cluster runs.
         reader: reads requests within their limits.
         tracker: measures turns.
         lineage: finds the programs of requests without an id.
@@ -83,6 +120,7 @@ class MessageRoutes:
     def __init__(
         self,
         turns: Turns,
+        programs: MessagePrograms,
         reader: TurnReader,
         tracker: SloTracker,
         lineage: LineageIndex,
@@ -90,6 +128,7 @@ class MessageRoutes:
         error_map: ErrorMap,
     ) -> None:
         self._turns = turns
+        self._programs = programs
         self._reader = reader
         self._tracker = tracker
         self._lineage = lineage
@@ -108,7 +147,6 @@ class MessageRoutes:
 
         def translate(body: Mapping[str, Any]) -> dict[str, Any]:
             request, prompt = read_messages(body)
-            _check_runs_nothing(prompt)
             read.append((request, prompt))
             return chat_body(request, prompt)
 
@@ -118,25 +156,65 @@ class MessageRoutes:
             raise in_anthropics_words(error) from None
         [(request, prompt)] = read
         attributed = self._lineage.attribute(_with_retention(identity, request), body)
-        identity, headers = attributed.identity, passed_headers(http.headers)
+        headers = passed_headers(http.headers)
+        if prompt.runs_here:
+            answer = await self._run(http, request, prompt, body, attributed, arrived_s)
+        else:
+            answer = self._turn(body, attributed, headers, arrived_s)
+        shown = {ANTHROPIC_REQUEST_ID: headers[REQUEST_ID]}
+        if (program := reported_program(attributed)) is not None:
+            shown[PROGRAM_HEADER] = program
+        if prompt.tools.left_out:
+            shown[LEFT_OUT] = ", ".join(sorted(set(prompt.tools.left_out)))[:1000]
+        if request.stream:
+            events = answer.events(headers[REQUEST_ID])
+            first = await anext(events)
+            return EventStream(_after(first, events), answer.gone, headers=shown)
+        try:
+            return JSONResponse(await unless_gone(http.receive, answer.whole()), headers=shown)
+        except ClientGone:
+            return Response(status_code=NO_BODY_STATUS)
+
+    def _turn(
+        self, body: Mapping[str, Any], attributed: Attributed, headers: Mapping[str, str], arrived_s: float
+    ) -> "_Answer":
+        """Return the answer of a request that is one turn."""
+        identity = attributed.identity
         pieces = self._turns.turn(identity.key, body, identity, None, headers)
-        answer = _Answer(
+        return _Answer(
             attributed_pieces(pieces, self._lineage, attributed),
             MessageFold(f"msg_{uuid4().hex}", body["model"]),
             self._tracker.begin(body["model"], identity, arrived_s),
             self._error_map,
             asyncio.get_running_loop().time() + self._timeout_s,
         )
-        shown = {ANTHROPIC_REQUEST_ID: headers[REQUEST_ID]}
-        if (program := reported_program(attributed)) is not None:
-            shown[PROGRAM_HEADER] = program
-        if prompt.tools.left_out:
-            shown[LEFT_OUT] = ", ".join(sorted(set(prompt.tools.left_out)))[:1000]
-        if not request.stream:
-            return JSONResponse(await answer.whole(), headers=shown)
-        events = answer.events(headers[REQUEST_ID])
-        first = await anext(events)
-        return EventStream(_after(first, events), answer.gone, headers=shown)
+
+    async def _run(
+        self,
+        http: Request,
+        request: MessagesRequest,
+        prompt: Prompt,
+        body: Mapping[str, Any],
+        attributed: Attributed,
+        arrived_s: float,
+    ) -> "_Answer":
+        """Return the answer of a request whose tools the cluster runs.
+
+        Raises:
+            HttpError: the request is invalid, or its run was not accepted.
+        """
+        try:
+            begun = await self._programs.begin(http, request, prompt, body, attributed.identity, arrived_s)
+        except BaseException:
+            self._lineage.ended(attributed, served=False)
+            raise
+        return _Answer(
+            attributed_pieces(begun.events, self._lineage, attributed),
+            MessagesFold(),
+            begun.client,
+            self._error_map,
+            asyncio.get_running_loop().time() + begun.wall_s + self._timeout_s,
+        )
 
     async def count_tokens(self, http: Request) -> Response:
         """Return the number of tokens of a prompt, with the model's chat template and the tools.
@@ -146,12 +224,16 @@ class MessageRoutes:
         """
         check_headers(http.headers)
 
+        read: list[Prompt] = []
+
         def translate(body: Mapping[str, Any]) -> dict[str, Any]:
-            prompt = read_prompt(body)
-            _check_runs_nothing(prompt)
-            return prompt_fields(prompt)
+            read.append(read_prompt(body))
+            return prompt_fields(read[0])
 
         body = await self._reader.body(http, translate)
+        if read[0].runs_here:
+            offers = await self._programs.offered(read[0], body, caller_of(http).tenant)
+            body["tools"] = [{"type": "function", "function": offer.function} for offer in offers]
         headers = passed_headers(http.headers)
         async with asyncio.timeout(self._timeout_s):
             answer = json.loads(await self._turns.plain("tokenize", body, headers))
@@ -171,20 +253,6 @@ def model_list(model_ids: list[str], created_s: int) -> dict[str, Any]:
     return {"data": [model_info(one, created_s) for one in model_ids], "has_more": False, **ends}
 
 
-def _check_runs_nothing(prompt: Prompt) -> None:
-    """Reject tools that the cluster would have to run.
-
-    Raises:
-        BadRequest: there is one.
-    """
-    elsewhere = "the cluster runs tools for /v1/responses and /v1/chat/completions only"
-    if prompt.tools.here:
-        param = f"tools.{prompt.tools.here[0][0]}.server_side"
-        raise BadRequest(f"{param}: {elsewhere}", param=param)
-    if prompt.request.mcp_servers:
-        raise BadRequest(f"mcp_servers: {elsewhere}", param="mcp_servers")
-
-
 def _with_retention(identity: ProgramIdentity, request: MessagesRequest) -> ProgramIdentity:
     asked_s = retention_s(request)
     if asked_s is None or identity.hints.retention_s is not None:
@@ -200,21 +268,21 @@ async def _after(first: bytes, rest: AsyncIterator[bytes]) -> AsyncIterator[byte
 
 
 class _Answer:
-    """The answer of one turn. Its end is recorded once, however it ends.
+    """The answer of one turn or one run. Its end is recorded once, however it ends.
 
     Args:
-        pieces: the turn.
+        pieces: the turn, or the events of the run.
         fold: builds the message.
-        measured: records the turn.
+        measured: records the end.
         error_map: maps every exception to an HTTP error.
         deadline_s: the deadline, as a time of the running event loop's clock.
     """
 
     def __init__(
         self,
-        pieces: AsyncIterator[TurnPiece | HttpError],
-        fold: MessageFold,
-        measured: MeasuredTurn,
+        pieces: AsyncIterator[Any],
+        fold: Fold,
+        measured: Measured,
         error_map: ErrorMap,
         deadline_s: float,
     ) -> None:
@@ -250,7 +318,7 @@ class _Answer:
             TimeoutError: the deadline passed before it.
         """
         begun = False
-        waiting: asyncio.Future[TurnPiece | HttpError] | None = None
+        waiting: asyncio.Future[Any] | None = None
         try:
             while not self._fold.done:
                 waiting = waiting or asyncio.ensure_future(_next(self._pieces))
@@ -280,7 +348,7 @@ class _Answer:
             await self._pieces.aclose()  # type: ignore[attr-defined]
             self._measured.gone()
 
-    def _take(self, piece: TurnPiece | HttpError) -> list[dict[str, Any]]:
+    def _take(self, piece: Any) -> list[dict[str, Any]]:
         if isinstance(piece, HttpError):
             self._measured.over(outcome_of(piece))
             raise in_anthropics_words(piece)
@@ -302,7 +370,7 @@ class _Answer:
         return mapped
 
 
-async def _next(pieces: AsyncIterator[TurnPiece | HttpError]) -> TurnPiece | HttpError:
+async def _next(pieces: AsyncIterator[Any]) -> Any:
     """Return the next piece.
 
     Raises:

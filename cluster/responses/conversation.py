@@ -10,9 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.config.tools import server_tool_name
 from cluster.core.errors import BadRequest
-from cluster.core.tools import ToolOffer
+from cluster.core.tools import ToolOffer, late_message, server_tool_name
 from cluster.responses.compaction import UNREADABLE, unpacked
 from cluster.responses.custom_tools import arguments_of
 from cluster.responses.input_items import (
@@ -34,7 +33,7 @@ from cluster.responses.input_items import (
 from cluster.responses.output import CLUSTER_LABEL, approval_request_id, is_approval_request_id
 from cluster.runs.compaction import compacted
 from cluster.runs.events import Call, Prior
-from cluster.runs.state import RunState, conversation, late_message, runs_here
+from cluster.runs.state import RunState, conversation, runs_here
 
 DENIED = "The user did not allow this call."
 

@@ -6,9 +6,8 @@ from typing import Any
 
 import msgspec
 
-from cluster.config.tools import server_tool_name
 from cluster.core.errors import BadRequest
-from cluster.core.tools import ToolOffer, function_object
+from cluster.core.tools import ToolOffer, function_object, server_tool_name
 from cluster.responses.custom_tools import function_of
 from cluster.responses.request import CreateResponse, RequestTool
 from cluster.responses.tools import (

@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
 
-from cluster.config.tools import SEPARATOR
+from cluster.core.tools import SEPARATOR
 from cluster.responses.input_items import Label, Name
 
 MAX_TOOLS = 128

@@ -83,7 +83,7 @@ class RunSpec(_Word, frozen=True):
     """The complete specification of a run."""
 
     id: str
-    api: Literal["responses", "chat"]
+    api: Literal["responses", "chat", "messages"]
     tenant: str
     program: str
     """The program's id, without its tenant."""
@@ -190,6 +190,8 @@ class TurnResult(_Event, frozen=True):
     answers whole."""
     summary: bool = False
     """Whether its content is a summary, which replaces the middle of the conversation."""
+    stop_sequence: str | None = None
+    """The stop string that ended it. None: something else did."""
 
 
 class ToolIntent(_Event, frozen=True):

@@ -12,7 +12,7 @@ from typing import Any
 
 from cluster.core.answer_cut import shortened
 from cluster.core.errors import IllegalTransition
-from cluster.core.tools import Outcome, ToolOffer
+from cluster.core.tools import Outcome, ToolOffer, late_message
 from cluster.runs.call_names import CallNaming
 from cluster.runs.compaction import compacted
 from cluster.runs.events import (
@@ -265,11 +265,6 @@ def _answered(state: RunState, event: ToolAnswer) -> RunState:
 
 def _late_message(state: RunState, answer: ToolAnswer) -> dict[str, Any]:
     return late_message(state.names.get(answer.place, "a tool"), answer.text)
-
-
-def late_message(name: str, text: str) -> dict[str, Any]:
-    """Return the message with the second answer of a call, whose first answer was that its tool had started."""
-    return {"role": "user", "content": f"[The call of {name} that was started earlier has ended]\n{text}"}
 
 
 def conversation(state: RunState) -> tuple[dict[str, Any], ...]:

@@ -549,6 +549,7 @@ class TurnText:
             unfinished,
             self._began.answer_chars,
             self._summary,
+            done.stop_sequence,
         )
 
 

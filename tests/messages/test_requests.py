@@ -31,7 +31,11 @@ def body_of(*messages: Any, **fields: Any) -> dict[str, Any]:
     return chat_body(request, prompt)
 
 
-LS_CALL = {"id": "t1", "type": "function", "function": {"name": "ls", "arguments": '{"path": "/"}'}}
+def called(call_id: str, name: str) -> dict[str, Any]:
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": '{"path": "/"}'}}
+
+
+LS_CALL = called("t1", "ls")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +82,7 @@ LS_CALL = {"id": "t1", "type": "function", "function": {"name": "ls", "arguments
             ],
             [
                 {"role": "user", "content": "Go."},
-                {"role": "assistant", "content": "", "tool_calls": [LS_CALL]},
+                {"role": "assistant", "content": "", "tool_calls": [called("t1", "files__ls")]},
                 {"role": "tool", "tool_call_id": "t1", "content": "a.txt"},
                 {"role": "assistant", "content": "Done."},
                 {"role": "user", "content": "On."},

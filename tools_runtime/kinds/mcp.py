@@ -18,9 +18,9 @@ from mcp import Client, MCPError
 from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 from mcp_types.version import LATEST_MODERN_VERSION, MODERN_PROTOCOL_VERSIONS
 
-from cluster.config.tools import McpTool, server_tool_name
+from cluster.config.tools import McpTool
 from cluster.core.errors import ToolError, ToolFailed, ToolUnknown
-from cluster.core.tools import ToolOffer, function_object
+from cluster.core.tools import ToolOffer, function_object, server_tool_name
 from tools_runtime.addresses import Resolver
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers

@@ -25,13 +25,16 @@ from cluster.api.anthropic.blocks import (
     ToolUseBlock,
     UserMessage,
 )
+from cluster.api.anthropic.tools import CLUSTER_SERVER
 from cluster.core.errors import BadRequest
+from cluster.core.tools import late_message, server_tool_name
 
 BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block that Claude Code changes with each request. It stands before the whole prompt, so
 that no prefix would ever be found again."""
 
 IN_NEXT_MESSAGE = "[image: see the next message]"
+MCP_RESULT = "mcp_tool_result"
 ERROR = "Error: "
 """The beginning of a tool's answer that is an error."""
 
@@ -43,7 +46,7 @@ def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[A
 
     Raises:
         BadRequest: an id of a tool call is used twice, a call has no answer, an answer has no call, or the last message
-            is the assistant's. ``param`` is the path of the block.
+            is the assistant's and does not end with a tool's answer. ``param`` is the path of the block.
     """
     made = _Conversation()
     if text := system_text(system):
@@ -59,7 +62,8 @@ def chat_messages(system: str | Sequence[TextBlock] | None, messages: Sequence[A
                 made.assistant(message, path)
     made.check_answered()
     last = len(messages) - 1
-    if isinstance(messages[last], AssistantMessage):
+    # A program that has paused ends with the answers of its tools, and goes on from there.
+    if isinstance(messages[last], AssistantMessage) and made.messages[-1]["role"] == "assistant":
         raise _bad(f"messages.{last}", "the last message must be the user's; an answer cannot be continued")
     return made.messages
 
@@ -85,6 +89,8 @@ class _Answer:
     thinking: list[str] = field(default_factory=list)
     calls: list[dict[str, Any]] = field(default_factory=list)
     results: list[ChatMessage] = field(default_factory=list)
+    late: list[ChatMessage] = field(default_factory=list)
+    """Second answers of earlier calls, see `late_message`."""
 
     def messages(self) -> list[ChatMessage]:
         message: ChatMessage = {"role": "assistant", "content": "".join(self.text)}
@@ -92,7 +98,10 @@ class _Answer:
             message["reasoning"] = "".join(self.thinking)
         if self.calls:
             message["tool_calls"] = self.calls
-        return [message, *self.results]
+        # The blocks stand in the order in which the tools have answered, and the prompt had that of the calls.
+        places = {call["id"]: place for place, call in enumerate(self.calls)}
+        results = sorted(self.results, key=lambda result: places[result["tool_call_id"]])
+        return [message, *results, *self.late]
 
 
 class _Conversation:
@@ -102,7 +111,8 @@ class _Conversation:
         self.messages: list[ChatMessage] = []
         self._open: dict[str, str] = {}
         """Paths of the calls without an answer, by the id of the call."""
-        self._ids: set[str] = set()
+        self._names: dict[str, str] = {}
+        """Names of the called tools, by the id of the call."""
 
     def check_answered(self) -> None:
         """Check that every call has an answer.
@@ -122,7 +132,7 @@ class _Conversation:
         answer = _Answer()
         for place, block in enumerate(message.content):
             here = f"{path}.content.{place}"
-            if answer.results and not isinstance(block, ServerToolResultBlock):
+            if (answer.results or answer.late) and not isinstance(block, ServerToolResultBlock):
                 self.messages += answer.messages()
                 answer = _Answer()
             match block:
@@ -136,9 +146,18 @@ class _Conversation:
                     self._called(block, here)
                     answer.calls.append(_call(block))
                 case ServerToolResultBlock():
-                    self._answered(block.tool_use_id, here)
-                    answer.results.append(_tool_message(block.tool_use_id, _result_text(block.content), block.is_error))
+                    self._served(block, answer, here)
         self.messages += answer.messages()
+
+    def _served(self, block: ServerToolResultBlock, answer: _Answer, path: str) -> None:
+        """Add the answer of a tool that a server ran. The second answer of a call is that of an asynchronous tool."""
+        call_id, text = block.tool_use_id, _result_text(block.content)
+        if block.type == MCP_RESULT and call_id in self._names and call_id not in self._open:
+            answer.late.append(late_message(self._names[call_id], text))
+            return
+        self._answered(call_id, path)
+        # The cluster's own errors say that they are errors.
+        answer.results.append(_tool_message(call_id, text, block.is_error and block.type != MCP_RESULT))
 
     def user(self, message: UserMessage, path: str) -> None:
         """Add a message of the user. Answers of tools stand before everything else, as chat templates expect."""
@@ -158,9 +177,9 @@ class _Conversation:
             self.messages.append({"role": "user", "content": _plain(parts)})
 
     def _called(self, block: ToolUseBlock | ServerToolUseBlock, path: str) -> None:
-        if block.id in self._ids:
+        if block.id in self._names:
             raise _bad(f"{path}.id", f"the id {block.id!r} is used twice; ids of tool calls must be unique")
-        self._ids.add(block.id)
+        self._names[block.id] = called_as(block)
         self._open[block.id] = path
 
     def _answered(self, call_id: str, path: str) -> None:
@@ -168,9 +187,16 @@ class _Conversation:
             raise _bad(f"{path}.tool_use_id", f"there is no open tool_use {call_id[:200]!r} in the message before")
 
 
+def called_as(block: ToolUseBlock | ServerToolUseBlock) -> str:
+    """Return the name by which the model has called a tool, see `cluster.api.anthropic.tools.shown_as`."""
+    if isinstance(block, ToolUseBlock) or block.server_name in (None, CLUSTER_SERVER):
+        return block.name
+    return server_tool_name(block.server_name, block.name)
+
+
 def _call(block: ToolUseBlock | ServerToolUseBlock) -> dict[str, Any]:
     arguments = json.dumps(block.input, ensure_ascii=False)
-    return {"id": block.id, "type": "function", "function": {"name": block.name, "arguments": arguments}}
+    return {"id": block.id, "type": "function", "function": {"name": called_as(block), "arguments": arguments}}
 
 
 def _tool_message(call_id: str, text: str, is_error: bool | None) -> ChatMessage:

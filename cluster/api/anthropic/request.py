@@ -13,7 +13,8 @@ from pydantic import Field
 from cluster.api.anthropic.blocks import AnyMessage, Cacheable, CacheControl, Part, TextBlock
 from cluster.api.anthropic.conversation import chat_messages
 from cluster.api.anthropic.errors import BETA_HEADER, VERSION_HEADER
-from cluster.api.anthropic.tools import McpServer, Offered, Tool, ToolChoice, chat_choice, offered
+from cluster.api.anthropic.servers import MAX_SERVERS, McpServer, Server, servers
+from cluster.api.anthropic.tools import Offered, Tool, ToolChoice, chat_choice, offered
 from cluster.api.validation import validated
 from cluster.core.errors import BadRequest
 
@@ -54,7 +55,7 @@ class CountRequest(Cacheable):
     tools: list[Tool] | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
-    mcp_servers: list[McpServer] | None = None
+    mcp_servers: list[McpServer] | None = Field(None, max_length=MAX_SERVERS)
 
 
 class MessagesRequest(CountRequest):
@@ -70,7 +71,7 @@ class MessagesRequest(CountRequest):
     output_format: OutputFormat | None = None
     max_turns: int | None = Field(None, ge=1)
     """Caesura's: the number of turns of a program that the cluster runs."""
-    tool_choices: list[ToolChoice] | None = None
+    tool_choices: list[ToolChoice] | None = Field(None, max_length=256)
     """Caesura's: the choices of the first turns of a program that the cluster runs, one each."""
 
 
@@ -82,11 +83,13 @@ class Prompt:
     messages: list[dict[str, Any]]
     """Messages of a chat completion."""
     tools: Offered
+    servers: tuple[Server, ...]
+    """The MCP servers that the request brings and whose tools are offered."""
 
     @property
     def runs_here(self) -> bool:
         """Whether the cluster runs tools of this request, so that it is a program and not one turn."""
-        return bool(self.tools.here or self.request.mcp_servers)
+        return bool(self.tools.here or self.servers)
 
 
 def check_headers(headers: Mapping[str, str]) -> None:
@@ -128,7 +131,9 @@ def read_messages(body: Mapping[str, Any]) -> tuple[MessagesRequest, Prompt]:
 
 
 def _prompt(request: CountRequest) -> Prompt:
-    return Prompt(request, chat_messages(request.system, request.messages), offered(request.tools or ()))
+    tools = request.tools or ()
+    messages = chat_messages(request.system, request.messages)
+    return Prompt(request, messages, offered(tools), servers(request.mcp_servers or (), tools))
 
 
 def prompt_fields(prompt: Prompt) -> dict[str, Any]:

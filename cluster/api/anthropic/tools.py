@@ -10,15 +10,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from pydantic import Field
-
 from cluster.api.anthropic.blocks import Cacheable, Part
 from cluster.core.errors import BadRequest
-from cluster.core.tools import function_object
+from cluster.core.tools import ToolOffer, function_object
 
 NAME = re.compile(r"[a-zA-Z0-9_-]{1,128}")
-HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "mcp_toolset", "advisor_")
+HOSTED = ("web_search_", "web_fetch_", "code_execution_", "tool_search_tool_", "advisor_")
 """Beginnings of the types of tools that the provider runs."""
+CLUSTER_SERVER = "caesura"
+"""The `server_name` of a call of a tool of no MCP server: a registered tool, or one that does not exist."""
+TOOLSET = "mcp_toolset"
+"""The type of an entry that selects tools of an MCP server of the request, see `cluster.api.anthropic.servers`."""
+
+
+class ToolConfig(Part):
+    """Whether a tool of a toolset is offered."""
+
+    enabled: bool | None = None
 
 
 class Tool(Cacheable):
@@ -32,6 +40,8 @@ class Tool(Cacheable):
     server_side: bool | None = None
     """Caesura's: the cluster runs its registered tool of this name."""
     mcp_server_name: str | None = None
+    default_config: ToolConfig | None = None
+    configs: dict[str, ToolConfig] | None = None
 
 
 class ToolChoice(Part):
@@ -40,23 +50,6 @@ class ToolChoice(Part):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
-
-
-class McpConfiguration(Part):
-    """Which tools of an MCP server are offered."""
-
-    enabled: bool | None = None
-    allowed_tools: list[str] | None = None
-
-
-class McpServer(Part):
-    """An MCP server that the request brings."""
-
-    type: Literal["url"]
-    url: str = Field(min_length=1)
-    name: str = Field(min_length=1, max_length=64, pattern=r"^[a-zA-Z0-9_-]+$")
-    authorization_token: str | None = None
-    tool_configuration: McpConfiguration | None = None
 
 
 def _object(required: Sequence[str], **properties: Mapping[str, Any]) -> dict[str, Any]:
@@ -143,6 +136,8 @@ def offered(tools: Sequence[Tool]) -> Offered:
     seen: set[str] = set()
     for place, tool in enumerate(tools):
         path = f"tools.{place}"
+        if tool.type == TOOLSET:
+            continue
         if tool.type is not None and tool.type.startswith(HOSTED):
             left_out.append(tool.type)
             continue
@@ -157,25 +152,41 @@ def offered(tools: Sequence[Tool]) -> Offered:
     return Offered(tuple(functions), tuple(here), tuple(left_out))
 
 
-def chat_choice(choice: ToolChoice, names: Sequence[str]) -> Any:
+def shown_as(name: str, offer: ToolOffer | None) -> tuple[str, str]:
+    """Return the `server_name` and the `name` of a block for the call of a tool.
+
+    The name by which the model calls the tool can be made of both (`conversation.called_as`), because the conversation
+    has to be the same when the client sends it again.
+
+    Args:
+        name: the name by which the model has called it.
+        offer: the tool; None: there is no such tool.
+    """
+    if offer is None or offer.server_tool is None or offer.label == CLUSTER_SERVER:
+        return CLUSTER_SERVER, name
+    return offer.label, offer.server_tool
+
+
+def chat_choice(choice: ToolChoice, names: Sequence[str], param: str = "tool_choice") -> Any:
     """Return chat completions' `tool_choice`.
 
     Args:
         choice: the request's choice.
         names: names of the tools that are offered.
+        param: the path of the choice in the request.
 
     Raises:
         BadRequest: the named tool is not offered, or a call is required and no tool is offered.
     """
     if choice.type == "tool":
         if choice.name is None:
-            raise _bad("tool_choice.name", "Field required")
+            raise _bad(f"{param}.name", "Field required")
         if choice.name not in names:
-            raise _bad("tool_choice.name", f"no tool {choice.name[:200]!r} is offered")
+            raise _bad(f"{param}.name", f"no tool {choice.name[:200]!r} is offered")
         return {"type": "function", "function": {"name": choice.name}}
     if choice.type == "any":
         if not names:
-            raise _bad("tool_choice", "there is no tool that could be called")
+            raise _bad(param, "there is no tool that could be called")
         return "required"
     return choice.type
 
