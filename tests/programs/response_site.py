@@ -181,7 +181,7 @@ def openai(app: Starlette) -> AsyncOpenAI:
 class Visitor:
     """A client that reads as it comes, and may go away."""
 
-    def __init__(self, app: Starlette, body: Mapping[str, Any], **headers: str) -> None:
+    def __init__(self, app: Starlette, body: Mapping[str, Any], path: str = "/v1/responses", **headers: str) -> None:
         self.sent: list[dict[str, Any]] = []
         self._gone = asyncio.Event()
         self._asked = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
@@ -191,8 +191,8 @@ class Visitor:
             "asgi": {"version": "3.0", "spec_version": "2.4"},
             "http_version": "1.1",
             "method": "POST",
-            "path": "/v1/responses",
-            "raw_path": b"/v1/responses",
+            "path": path,
+            "raw_path": path.encode(),
             "root_path": "",
             "scheme": "http",
             "query_string": b"",

@@ -10,8 +10,9 @@ from anthropic.types.beta import BetaMessage
 from cluster.core.errors import BadRequest, HttpError
 from cluster.core.tools import Outcome, ToolCall, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, TurnDone, pack_ids
+from cluster.http import messages
 from tests.programs.message_site import MODEL, claude, site
-from tests.programs.response_site import known, registered, served_by
+from tests.programs.response_site import Visitor, known, registered, served_by
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
 
@@ -30,8 +31,8 @@ class Site:
         self.tools = ScriptedTools(tools)
         self.definitions: list[Any] = []
         self.runner = runners(self.replicas, self.tools, **limits)
-        app = site(self.runner, known(*OFFERED, seen=self.definitions), **limits)
-        self.client: AsyncAnthropic = claude(app)
+        self.app = site(self.runner, known(*OFFERED, seen=self.definitions), **limits)
+        self.client: AsyncAnthropic = claude(self.app)
 
     async def ask(self, *, streamed: bool = False, **fields: Any) -> BetaMessage:
         """The message, in one piece or from a stream."""
@@ -315,3 +316,49 @@ async def test_a_lost_attempt_is_in_no_whole_message(served: Any) -> None:
     assert blocks(await served(lost, says("Twice.")).ask(tools=[ADD])) == [text("Twice.")]
     streamed = await served(lost, says("Twice.")).ask(tools=[ADD], streamed=True)
     assert blocks(streamed) == [text("Once upon"), text("Twice.")]
+
+
+async def test_a_stream_gets_pings_while_tools_run(served: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(messages, "PING_S", 0.02)
+
+    async def slow(call: ToolCall) -> str:
+        await asyncio.sleep(0.3)
+        return "2"
+
+    there = served(says("", ("add", "{}")), says("Done."), tools={"add": slow})
+    raw = await there.client.beta.messages.with_raw_response.create(
+        model=MODEL, max_tokens=9, messages=[GO], tools=[ADD], stream=True
+    )
+    told = (
+        raw.http_response.text if raw.http_response.is_stream_consumed else (await raw.http_response.aread()).decode()
+    )
+    called, _, answered = told.partition("mcp_tool_result")
+    assert "mcp_tool_use" in called
+    assert called.count("event: ping") >= 3
+    assert answered.endswith('data: {"type":"message_stop"}\n\n')
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("stays", [False, True])
+async def test_a_client_that_goes_cancels_its_program_unless_it_may_ask_again(
+    served: Any, stream: bool, stays: bool
+) -> None:
+    began, ready = asyncio.Event(), asyncio.Event()
+
+    async def slow(call: ToolCall) -> str:
+        began.set()
+        await ready.wait()
+        return "2"
+
+    there = served(says("Wait.", ("add", "{}")), says("Done."), tools={"add": slow})
+    body = {"model": MODEL, "max_tokens": 9, "messages": [GO], "tools": [ADD], "stream": stream}
+    headers = {"idempotency_key": "k"} if stays else {}
+    visitor = Visitor(there.app, body, "/v1/messages", **headers)
+    async with asyncio.timeout(10):
+        await began.wait()
+        visitor.go()
+        await visitor.answered
+        ready.set()
+        while there.runner.open_runs:  # noqa: ASYNC110 - has no event
+            await asyncio.sleep(0.01)
+    assert there.runner.counters["completed" if stays else "cancelled"] == 1

@@ -12,6 +12,7 @@ from cluster.config.schema import CaesuraConfig
 from cluster.local.cluster import LocalCluster
 from cluster.offline.demo.tools import notes_server
 from cluster.offline.demo.tools import tools as demo_tools
+from tests.serving.desk import Desk
 from tests.serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
 KV_BYTES = 32 << 20
@@ -108,6 +109,14 @@ def openai(cluster: LocalCluster) -> Iterator[OpenAI]:
     """OpenAI's client of the shared cluster."""
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=60, max_retries=0) as client:
         yield client
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    """A server that only this test knows."""
+    server = Desk()
+    yield server
+    server.close()
 
 
 @pytest.fixture(autouse=True)

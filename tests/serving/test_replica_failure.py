@@ -40,12 +40,21 @@ def chat(content: str, **more: Any) -> tuple[str, dict[str, Any]]:
     return "/v1/chat/completions", {**body, "max_tokens": TOKENS, "ignore_eos": True, "stream": True, **more}
 
 
+def message(content: str, **more: Any) -> tuple[str, dict[str, Any]]:
+    body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0.0}
+    return "/v1/messages", {**body, "max_tokens": TOKENS, "stream": True, **more}
+
+
 STREAMS = [
     completion("Once"),
     completion("Twice", return_token_ids=True, stop=["never there"]),
     chat("Tell me."),
     chat("Look.", tools=[LOOK], tool_choice="auto"),
+    message("Say it."),
+    message("Run it.", tools=[{"name": "calculator", "server_side": True}], tool_choice={"type": "none"}),
 ]
+"""The last one is a program of the cluster."""
+ENDS = ("data: [DONE]", 'data: {"type":"message_stop"}')
 
 
 def replicas(client: httpx.Client) -> list[dict[str, Any]]:
@@ -94,7 +103,7 @@ class Stream:
                 if line.startswith("data: {"):
                     events.append(json.loads(line.removeprefix("data: ")))
                     self.begun.set()
-        assert lines[-1] == "data: [DONE]"
+        assert lines[-1] in ENDS
         return events
 
     def events(self) -> list[dict[str, Any]]:
@@ -106,16 +115,31 @@ class Stream:
         told: dict[str, Any] = {"text": "", "ids": [], "calls": "", "ends": [], "heads": set(), "tokens": []}
         for event in self.events():
             assert "error" not in event, event
-            told["heads"].add((event["id"], event["created"]))
-            told["tokens"] += [event["usage"]["completion_tokens"]] if event.get("usage") else []
-            for choice in event["choices"]:
-                delta = choice.get("delta") or {}
-                told["text"] += choice.get("text") or delta.get("content") or ""
-                told["ids"] += choice.get("token_ids") or []
-                told["calls"] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
-                told["ends"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
+            (_take_anthropics if self._path == "/v1/messages" else _take_openais)(told, event)
         assert len(told.pop("heads")) == 1, "one id and one time"
         return told
+
+
+def _take_openais(told: dict[str, Any], event: dict[str, Any]) -> None:
+    told["heads"].add((event["id"], event["created"]))
+    told["tokens"] += [event["usage"]["completion_tokens"]] if event.get("usage") else []
+    for choice in event["choices"]:
+        delta = choice.get("delta") or {}
+        told["text"] += choice.get("text") or delta.get("content") or ""
+        told["ids"] += choice.get("token_ids") or []
+        told["calls"] += "".join(call["function"]["arguments"] for call in delta.get("tool_calls") or ())
+        told["ends"] += [choice["finish_reason"]] if choice.get("finish_reason") else []
+
+
+def _take_anthropics(told: dict[str, Any], event: dict[str, Any]) -> None:
+    match event["type"]:
+        case "message_start":
+            told["heads"].add(event["message"]["id"])
+        case "content_block_delta":
+            told["text"] += event["delta"].get("text", "")
+        case "message_delta":
+            told["tokens"].append(event["usage"]["output_tokens"])
+            told["ends"].append(event["delta"]["stop_reason"])
 
 
 @contextmanager

@@ -1,58 +1,16 @@
 """MCP servers that a request brings, on a real cluster: consent, secrets, servers that die or change."""
 
-import hashlib
-import subprocess
-import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
-import ray
 from openai import APIStatusError, OpenAI
-from redis import Redis
 
 from cluster.local.cluster import LocalCluster
+from tests.serving.desk import Desk, fingerprint, held_by_redis, logs_with
 from tests.serving.program_requests import ended, plan, runs, text_of, until
 
 pytestmark = pytest.mark.cluster
-
-SCRIPT = Path(__file__).with_name("desk_server.py")
-
-
-class Desk:
-    """A server of the test's, in a process of its own."""
-
-    def __init__(self) -> None:
-        self.process = subprocess.Popen(
-            [sys.executable, str(SCRIPT)], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
-        )
-        self.url = f"http://127.0.0.1:{int(self.said())}/mcp"
-
-    def said(self) -> str:
-        """Its next line."""
-        assert self.process.stdout is not None
-        return self.process.stdout.readline().decode().strip()
-
-    def kill(self) -> None:
-        """End it at once."""
-        self.process.kill()
-        self.process.wait()
-
-    def offered(self, **more: Any) -> Any:
-        """The tool of a request that brings it."""
-        return {"type": "mcp", "server_label": "desk", "server_url": self.url, "require_approval": "never", **more}
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    """A server that only this test knows."""
-    server = Desk()
-    yield server
-    server.kill()
-    assert server.process.stdout is not None
-    server.process.stdout.close()
 
 
 def desk_plan(*names: str, tools: list[Any], **more: Any) -> dict[str, Any]:
@@ -64,37 +22,6 @@ def desk_plan(*names: str, tools: list[Any], **more: Any) -> dict[str, Any]:
 
 def calls(response: Any) -> list[Any]:
     return [item for item in response.output if item.type == "mcp_call"]
-
-
-def fingerprint(secret: str) -> str:
-    return hashlib.sha256(f"Bearer {secret}".encode()).hexdigest()
-
-
-def held_by_redis(url: str, secret: str) -> list[str]:
-    """The keys under which the secret stands, in whatever form."""
-    found = []
-    readers: dict[bytes, Callable[[Redis, bytes], Any]] = {
-        b"string": lambda redis, key: redis.get(key),
-        b"hash": lambda redis, key: redis.hgetall(key),
-        b"list": lambda redis, key: redis.lrange(key, 0, -1),
-        b"set": lambda redis, key: redis.smembers(key),
-        b"zset": lambda redis, key: redis.zrange(key, 0, -1),
-        b"stream": lambda redis, key: redis.xrange(key),
-    }
-    with Redis.from_url(url) as redis:
-        for key in redis.scan_iter():
-            value = readers[redis.type(key)](redis, key)
-            if secret in repr((key, value)):
-                found.append(key.decode(errors="replace"))
-    return found
-
-
-def logs_with(secret: str) -> list[str]:
-    """Files of the session in which the secret stands."""
-    logs = Path("/tmp/ray", ray.get_runtime_context().get_session_name(), "logs")
-    files = [path for path in logs.rglob("*") if path.is_file()]
-    assert files
-    return [path.name for path in files if secret.encode() in path.read_bytes()]
 
 
 def test_a_request_brings_a_server_and_its_secret_reaches_only_that(
