@@ -125,6 +125,7 @@ async def test_blocks_that_come_back_are_the_conversation_that_the_run_had(serve
         {"role": "user", "content": "And?"},
     ]
     assert there.replicas.asked[3]["tools"] == there.replicas.asked[2]["tools"]
+    assert len({identity.program_id for identity in there.replicas.identities}) == 1
 
 
 def with_plain_arguments(message: dict[str, Any]) -> dict[str, Any]:
@@ -329,9 +330,7 @@ async def test_a_stream_gets_pings_while_tools_run(served: Any, monkeypatch: pyt
     raw = await there.client.beta.messages.with_raw_response.create(
         model=MODEL, max_tokens=9, messages=[GO], tools=[ADD], stream=True
     )
-    told = (
-        raw.http_response.text if raw.http_response.is_stream_consumed else (await raw.http_response.aread()).decode()
-    )
+    told = (await raw.http_response.aread()).decode()
     called, _, answered = told.partition("mcp_tool_result")
     assert "mcp_tool_use" in called
     assert called.count("event: ping") >= 3
