@@ -4,8 +4,12 @@ from typing import Any
 
 import pytest
 
+from cluster.api.anthropic.blocks import ServerToolUseBlock
+from cluster.api.anthropic.conversation import called_as
 from cluster.api.anthropic.request import chat_body, check_headers, read_messages, retention_s
+from cluster.api.anthropic.tools import shown_as
 from cluster.core.errors import BadRequest
+from cluster.core.tools import ToolOffer, server_tool_name
 
 CALL = {"type": "tool_use", "id": "t1", "name": "ls", "input": {"path": "/"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"}
@@ -227,3 +231,25 @@ def test_headers(headers: dict[str, str], param: str | None) -> None:
     with pytest.raises(BadRequest) as caught:
         check_headers(headers)
     assert caught.value.param == param
+
+
+def of_server(server: str, tool: str) -> ToolOffer:
+    name = server_tool_name(server, tool)
+    return ToolOffer(name, {"name": name}, here=True, server_tool=tool, owner=server)
+
+
+@pytest.mark.parametrize(
+    ("offer", "shown"),
+    [
+        (None, ("caesura", "no__tool")),
+        (ToolOffer("search", {}, here=True, owner="search"), ("caesura", "search")),
+        (of_server("search", "search"), ("search", "search")),
+        (of_server("desk", "move.desk"), ("desk", "move.desk")),
+        (of_server("caesura", "read"), ("caesura", "caesura__read")),
+    ],
+)
+def test_the_name_of_a_call_is_in_its_block(offer: ToolOffer | None, shown: tuple[str, str]) -> None:
+    name = "no__tool" if offer is None else offer.name
+    assert shown_as(name, offer) == shown
+    block = ServerToolUseBlock(type="mcp_tool_use", id="t1", name=shown[1], server_name=shown[0], input={})
+    assert called_as(block) == name
