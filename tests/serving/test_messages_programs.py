@@ -43,6 +43,11 @@ def asked(desk: Desk, *names: str, messages: Any = None, **more: Any) -> dict[st
     }
 
 
+def counted(client: Anthropic, request: dict[str, Any]) -> int:
+    fields = {name: request[name] for name in ("model", "messages", "tools", "mcp_servers")}
+    return client.beta.messages.count_tokens(**fields).input_tokens
+
+
 def answered(client: Anthropic, streamed: bool, request: dict[str, Any]) -> BetaMessage:
     if not streamed:
         return client.beta.messages.create(**request)
@@ -71,11 +76,8 @@ def test_a_message_runs_tools_and_goes_on_from_its_blocks(
     assert message.stop_reason in ("end_turn", "max_tokens")
     said = [{"role": "assistant", "content": message.content}, {"role": "user", "content": "And now?"}]
     again = answered(claude, streamed, asked(desk, messages=[*first["messages"], *said], max_tokens=8))
-    turns = 4
-    prompts = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
-    # The last prompt of the program is longer than the average one, and all of it is in the cache.
-    assert (again.usage.cache_read_input_tokens or 0) >= prompts / turns - BLOCK
-    assert again.usage.input_tokens < 6 * BLOCK
+    # The rest is rendered again: this model writes a forced call otherwise than its chat template does.
+    assert (again.usage.cache_read_input_tokens or 0) >= counted(claude, first) - 2 * BLOCK
     assert held_by_redis(cluster.config.redis.url, SECRET) == []
     assert logs_with(SECRET) == []
 
@@ -111,7 +113,5 @@ def test_errors_are_typed_by_the_client(claude: Anthropic, desk: Desk, change: A
 
 def test_a_prompt_is_counted_with_the_tools_of_its_servers(claude: Anthropic, desk: Desk) -> None:
     request = asked(desk, max_tokens=4)
-    fields = {name: request[name] for name in ("model", "messages", "tools", "mcp_servers")}
-    counted = claude.beta.messages.count_tokens(**fields).input_tokens
     usage = answered(claude, False, request).usage
-    assert counted == usage.input_tokens + (usage.cache_read_input_tokens or 0)
+    assert counted(claude, request) == usage.input_tokens + (usage.cache_read_input_tokens or 0)
