@@ -89,7 +89,7 @@ class Fold(Protocol):
 
 
 class Measured(Protocol):
-    """Is told how an answer goes on: `MeasuredTurn` for a turn, `RunClient` for a run."""
+    """Records how an answer goes on: `MeasuredTurn` for a turn, `RunClient` for a run."""
 
     def received(self, tokens: int) -> None:
         """Record the number of tokens so far."""

@@ -155,7 +155,9 @@ def streams(client: httpx.Client, requests: list[tuple[str, dict[str, Any]]]) ->
 @pytest.fixture(scope="module")
 def undisturbed(client: httpx.Client) -> list[dict[str, Any]]:
     with streams(client, STREAMS) as whole:
-        return [stream.told() for stream in whole]
+        told = [stream.told() for stream in whole]
+    assert {end for one in told for end in one["ends"]} <= {"length", "max_tokens"}, "too short to be interrupted"
+    return told
 
 
 def kill_engine(replica: psutil.Process) -> None:
