@@ -236,6 +236,8 @@ class ToolHost:
     async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
         """Return the tools that are known now: the configuration's first, then those that a request brings.
 
+        Before them are the tools that MCP servers list but that cannot be called (`ToolOffer.unusable`).
+
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
         """
@@ -243,8 +245,9 @@ class ToolHost:
         await self._refresh()
         if definitions:
             await asyncio.gather(*(self._listed(entry) for entry in tools.own.values()))
-        theirs = tools.own.values() if definitions else ()
-        return [known.offer for entry in (*self._tools.own.values(), *theirs) for known in entry.kind.tools()]
+        kinds = [entry.kind for entry in (*self._tools.own.values(), *(tools.own.values() if definitions else ()))]
+        unusable = [offer for kind in kinds for offer in kind.unusable()]
+        return unusable + [known.offer for kind in kinds for known in kind.tools()]
 
     async def _refresh(self) -> None:
         """Connect to configured servers that were not reachable or whose tools have changed.

@@ -110,6 +110,10 @@ class ToolKind(Protocol):
         """Return the tools that are known now."""
         ...
 
+    def unusable(self) -> Sequence[ToolOffer]:
+        """Return the tools that are known but cannot be called, with the reasons."""
+        ...
+
     async def tool(self, name: str) -> KnownTool | None:
         """Return the tool that programs call ``name``, or None if there is none.
 
@@ -149,6 +153,10 @@ class SingleTool:
     def tools(self) -> Sequence[KnownTool]:
         """Return the one tool."""
         return (self._tool,)
+
+    def unusable(self) -> Sequence[ToolOffer]:
+        """Return nothing: a tool that cannot be used is an error of the configuration."""
+        return ()
 
     async def tool(self, name: str) -> KnownTool | None:
         """Return the one tool if it has this name, else None."""

@@ -37,6 +37,13 @@ _UNBOUNDED = ("unevaluatedProperties", "unevaluatedItems")
 exponential in the depth."""
 
 
+NESTED_TOO_DEEPLY = "a schema whose references are nested too deeply"
+
+
+class RecursiveSchema(ValueError):
+    """A schema has a reference that leads back to a schema that contains it."""
+
+
 class ArgumentCheck:
     """Checks the arguments of one tool.
 
@@ -45,7 +52,8 @@ class ArgumentCheck:
         note: text that is added to every error message.
 
     Raises:
-        ValueError: the schema is not valid, too large, too deep, circular, or refers to another document.
+        RecursiveSchema: the schema is circular; see `tools_runtime.recursive_schemas`.
+        ValueError: the schema is not valid, too large, too deep, or refers to another document.
     """
 
     def __init__(self, schema: Mapping[str, Any], note: str = "") -> None:
@@ -127,7 +135,10 @@ def _admitted(schema: Mapping[str, Any]) -> int:
         references += isinstance(part.get("$ref"), str)
     if references > MAX_REFERENCES:
         raise ValueError(f"a schema with {references} references; at most {MAX_REFERENCES} are taken")
-    return _Expansion(schema).values(schema)
+    try:
+        return _Expansion(schema).values(schema)
+    except RecursionError:
+        raise ValueError(NESTED_TOO_DEEPLY) from None
 
 
 class _Expansion:
@@ -159,7 +170,7 @@ class _Expansion:
 
     def _target(self, reference: str) -> int:
         if reference in self._open:
-            raise ValueError(f"a schema with a circular reference: {reference[:100]}")
+            raise RecursiveSchema(f"a schema with a circular reference: {reference[:100]}")
         if reference not in self._targets:
             self._open.add(reference)
             self._targets[reference] = self.values(resolved(self._root, reference))

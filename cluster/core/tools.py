@@ -150,6 +150,8 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Whether the caller gave the tool one text as its argument. The function has it as its only string, `input`."""
     namespace: str | None = None
     """The group of tools that the caller put it in."""
+    unusable: str | None = None
+    """The reason why nobody can call the tool, although its MCP server lists it. None: it can be called."""
 
     @property
     def label(self) -> str:

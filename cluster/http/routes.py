@@ -135,6 +135,7 @@ class ToolRoutes:
                 "object": "tool",
                 "owner": one.owner,
                 "read_only": one.read_only,
+                "unusable": one.unusable,
                 "durations": [_public(each) for each in known if _belongs(each.name, one.name)],
             }
             for one in offered

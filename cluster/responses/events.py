@@ -264,8 +264,9 @@ class ResponseFold:
     def _begin(self) -> list[ResponseStreamEvent]:
         self._begun = True
         self._output.emit(ResponseInProgressEvent, type="response.in_progress", response=self.response)
-        for label in self.state.spec.echo.get("told_servers", ()):
-            self._output.list_tools(label)
+        echo = self.state.spec.echo
+        for label in echo.get("told_servers", ()):
+            self._output.list_tools(label, echo.get("unusable_tools", {}).get(label))
         return self._output.take()
 
     def _generated(self, event: Generated) -> None:

@@ -113,11 +113,23 @@ def _offered(one: RequestTool, registered: Registered, listings: Listing) -> Ite
     elif not tool.server_side:
         function = function_object(tool.name, tool.description, tool.parameters, strict=tool.strict)
         yield ToolOffer(tool.name, function, here=False, namespace=one.namespace)
-    elif tool.name in registered:
-        yield registered[tool.name]
     else:
-        names = ", ".join(sorted(registered)) or "none"
-        raise _bad(f"{one.path}.name", f"no tool {tool.name!r} is registered; registered are: {names}")
+        yield _registered(tool.name, registered, one.path)
+
+
+def _registered(name: str, registered: Registered, path: str) -> ToolOffer:
+    """Return a tool of the configuration.
+
+    Raises:
+        BadRequest: it is not there, or nobody can call it.
+    """
+    known = registered.get(name)
+    if known is None:
+        names = ", ".join(sorted(name for name, one in registered.items() if one.unusable is None)) or "none"
+        raise _bad(f"{path}.name", f"no tool {name!r} is registered; registered are: {names}")
+    if known.unusable is not None:
+        raise _bad(f"{path}.name", f"the tool {name!r} cannot be used: {known.unusable}")
+    return known
 
 
 def _allowed(choice: AllowedTools, offered: Sequence[ToolOffer]) -> Iterator[ToolOffer]:
@@ -139,9 +151,18 @@ def _of_server(tool: McpTool, listings: Listing, path: str) -> Iterator[ToolOffe
         raise BadRequest(f"{path}: {label!r} does not list its tools", status=FAILED_DEPENDENCY, param=path)
     for listed in listings[label]:
         own = listed.server_tool or listed.name
-        if tool.allows(own, listed.read_only):
+        if listed.unusable is None and tool.allows(own, listed.read_only):
             approval = tool.needs_approval(own, listed.read_only)
             yield msgspec.structs.replace(listed, approval=approval, server=label)
+
+
+def unusable(listings: Listing) -> dict[str, str]:
+    """Return what is reported of the tools that cannot be called, by their server's label."""
+    reports = {
+        label: "; ".join(f"{one.server_tool}: {one.unusable}" for one in listed if one.unusable is not None)
+        for label, listed in listings.items()
+    }
+    return {label: f"tools that cannot be used: {report}" for label, report in reports.items() if report}
 
 
 def chat_choice(choice: Any, offered: Sequence[ToolOffer], param: str) -> Any:

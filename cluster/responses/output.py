@@ -231,8 +231,8 @@ def approval_request(item_id: str, offer: ToolOffer, call: Call) -> ResponseOutp
     )
 
 
-def tool_list(item_id: str, label: str, offers: tuple[ToolOffer, ...]) -> McpListTools:
-    """Return the item with the tools of a server that the model may call."""
+def tool_list(item_id: str, label: str, offers: tuple[ToolOffer, ...], error: str | None) -> McpListTools:
+    """Return the item with the tools of a server that the model may call. ``error`` reports the others, if any."""
     tools = [
         McpListToolsTool(
             name=offer.own_name,
@@ -242,4 +242,4 @@ def tool_list(item_id: str, label: str, offers: tuple[ToolOffer, ...]) -> McpLis
         for offer in offers
         if offer.server == label
     ]
-    return McpListTools(id=item_id, type="mcp_list_tools", server_label=label, tools=tools)
+    return McpListTools(id=item_id, type="mcp_list_tools", server_label=label, tools=tools, error=error)

@@ -323,10 +323,10 @@ class OutputBuilder:
 
     # --- items --------------------------------------------------------------------------------------------------------
 
-    def list_tools(self, label: str) -> None:
-        """Add the item that lists the tools of a server."""
+    def list_tools(self, label: str, error: str | None = None) -> None:
+        """Add the item that lists the tools of a server. ``error`` reports those that cannot be used, if any."""
         item_id = self._next_id("mcpl")
-        whole = tool_list(item_id, label, self._offers)
+        whole = tool_list(item_id, label, self._offers, error)
         empty = McpListTools(id=item_id, type="mcp_list_tools", server_label=label, tools=[])
         item = WholeItem(item_id, len(self._items), empty)
         self._add(item)

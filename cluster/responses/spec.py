@@ -12,7 +12,16 @@ from cluster.core.tools import ToolOffer
 from cluster.responses.conversation import Conversation, History, InputCalls, history, system_message
 from cluster.responses.events import ResponseFold
 from cluster.responses.input_items import InputItem, McpListTools, Message
-from cluster.responses.offers import Listing, Registered, RequestTools, brought, chat_choice, offers, shown_tools
+from cluster.responses.offers import (
+    Listing,
+    Registered,
+    RequestTools,
+    brought,
+    chat_choice,
+    offers,
+    shown_tools,
+    unusable,
+)
 from cluster.responses.output import input_item_id
 from cluster.responses.references import resolved
 from cluster.responses.request import LOGPROBS, SAMPLING, CreateResponse, JsonObject, JsonSchema
@@ -228,6 +237,7 @@ def _echo(
         "ignored": request.ignored or None,
         "conversation": _dumped(request.conversation),
         "told_servers": [label for label in brought(request).definitions if label not in known],
+        "unusable_tools": unusable(around.listings) or None,
     }
     return {key: value for key, value in echo.items() if value is not None}
 

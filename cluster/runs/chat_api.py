@@ -98,8 +98,10 @@ def _offer(tool: Any, registered: Mapping[str, ToolOffer], param: str) -> ToolOf
         raise _bad(param, "tools that the caller runs cannot be mixed with those that the cluster runs")
     known = registered.get(name)
     if known is None:
-        there_are = ", ".join(sorted(registered)) or "none"
+        there_are = ", ".join(sorted(one.name for one in registered.values() if one.unusable is None)) or "none"
         raise _bad(f"{param}.function.name", f"no tool {name[:200]!r} is registered; registered are: {there_are}")
+    if known.unusable is not None:
+        raise _bad(f"{param}.function.name", f"the tool {name!r} cannot be used: {known.unusable}")
     return known
 
 

@@ -167,3 +167,13 @@ def test_broken_metrics_are_no_reason_to_show_nothing(
     site.answers["/metrics"] = (200, "caesura_programs_total{ 3\n}}}")
     assert caesura(monkeypatch, "top", "--once", "--interval", "0.1", "--url", site.url) == 0
     assert "replica-a" in capsys.readouterr().out
+
+
+def test_a_tool_that_cannot_be_used_is_shown_with_the_reason(
+    site: Site, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    deep = {"name": "db__deep", "owner": "db", "unusable": "its parameters are too deep", "durations": []}
+    site.answers["/v1/tools"] = (200, json.dumps({"data": [deep], "overall": None}))
+    assert caesura(monkeypatch, "tools", "--url", site.url) == 0
+    [line] = [line for line in capsys.readouterr().out.splitlines() if "db__deep" in line]
+    assert "unusable" in line and "its parameters are too deep" in line

@@ -193,6 +193,14 @@ def test_a_summary_is_one_item_and_its_text_is_not_told() -> None:
 # --- servers ----------------------------------------------------------------------------------------------------------
 
 
+def test_a_listing_reports_the_tools_that_cannot_be_used() -> None:
+    echo = {"told_servers": ["docs", "more"], "unusable_tools": {"docs": "deep: its parameters are too deep"}}
+    events, response = told(accepted(READ, echo=echo), *turn(1, "hi"), COMPLETED)
+    assert [item.error for item in response.output[:2]] == ["deep: its parameters are too deep", None]
+    done = [event.item for event in events if event.type == "response.output_item.done"]
+    assert done[0].error == "deep: its parameters are too deep"
+
+
 def test_a_servers_tools_and_a_call_of_one() -> None:
     one = call("docs__read", "{}")
     events, response = told(

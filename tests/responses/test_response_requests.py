@@ -303,6 +303,26 @@ def test_a_chosen_tool_of_a_server_is_found_by_both_names() -> None:
         run_spec(read_request(body | {"tool_choice": {**chosen, "name": "a_b"}}), around(listings=listings))
 
 
+def test_a_tool_that_cannot_be_used_is_not_offered_and_its_listing_says_why() -> None:
+    deep = msgspec.structs.replace(listed("docs", "deep"), unusable="its parameters are too deep")
+    made = run_spec(
+        read_request({"input": "hi", "tools": [DOCS]}), around(listings={"docs": [deep, *LISTINGS["docs"]]})
+    )
+    assert [one.name for one in made.spec.offers] == ["docs__read", "docs__write"]
+    assert made.spec.echo["unusable_tools"] == {"docs": "tools that cannot be used: deep: its parameters are too deep"}
+    assert "unusable_tools" not in spec(tools=[DOCS]).echo
+
+
+def test_a_registered_tool_that_cannot_be_used_is_refused_with_the_reason() -> None:
+    deep = ToolOffer("db__deep", {}, here=True, owner="db", server_tool="deep", unusable="its parameters are too deep")
+    registered = REGISTERED | {"db__deep": deep}
+    for name, says in (("db__deep", "cannot be used: its parameters are too deep"), ("x", "registered are: clock$")):
+        body = {"input": "hi", "tools": [SEARCH, {"type": "function", "name": name, "server_side": True}]}
+        with pytest.raises(BadRequest, match=says) as refused:
+            run_spec(read_request(body), around(registered=registered))
+        assert refused.value.param == "tools.1.name"
+
+
 # --- what other servers take, and what has no effect here ------------------------------------------------------------
 
 

@@ -222,10 +222,22 @@ async def bad(open_tools: OpenTools) -> ToolHost:
 
 
 async def test_tools_whose_schemas_are_bombs_are_left_out(bad: ToolHost) -> None:
-    names = {offer.name for offer in await bad.offers()}
-    assert {"s__good", "s__dots_and_strokes", "s__slow_output"} <= names
-    assert not names & {"s__circular", "s__deep"}
-    assert set(kind(bad).left_out) == {"circular", "deep", "n" * 100, "dots/and/strokes"}
+    offers = await bad.offers()
+    names = {offer.name for offer in offers if offer.unusable is None}
+    assert {"s__good", "s__dots_and_strokes", "s__slow_output", "s__circular"} <= names
+    assert {offer.server_tool: offer.unusable for offer in offers if offer.unusable is not None} == {
+        "deep": "its parameters are a schema nested deeper than 32",
+        "n" * 100: f"its name 's__{'n' * 100}' is too long, or taken",
+        "dots/and/strokes": "its name 's__dots_and_strokes' is too long, or taken",
+    }
+
+
+async def test_a_recursive_schema_is_checked_to_its_first_level(bad: ToolHost) -> None:
+    [offer] = [offer for offer in await bad.offers() if offer.name == "s__circular"]
+    assert offer.parameters["properties"] == {"a": {"description": "As #.", "type": "object"}}
+    assert (await ask(bad, "circular", {"a": {"a": {"a": {}}}})).text == "good"
+    refused = await ask(bad, "circular", {"a": 1})
+    assert (refused.outcome, 'a: 1 is not of type "object"' in refused.text) == (Outcome.REFUSED, True)
 
 
 @pytest.mark.parametrize(

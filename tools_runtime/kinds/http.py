@@ -21,6 +21,7 @@ import yaml
 
 from cluster.config.tools import HttpTool
 from cluster.core.errors import ConfigError, ToolFailed, ToolRefused, ToolUnknown
+from cluster.core.tools import ToolOffer
 from tools_runtime.addresses import Resolver
 from tools_runtime.kind import Invocation, KnownTool, SingleTool, ToolOutput
 from tools_runtime.schemas import resolved
@@ -205,6 +206,10 @@ class HttpKind:
     def tools(self) -> Sequence[KnownTool]:
         """Return the tool, if its document was read."""
         return self._tool.tools() if self._tool else ()
+
+    def unusable(self) -> Sequence[ToolOffer]:
+        """Return nothing: a document that cannot be used is the error of each call."""
+        return ()
 
     async def tool(self, name: str) -> KnownTool | None:
         """Return the tool. Its document is fetched first if necessary.

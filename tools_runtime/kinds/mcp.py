@@ -10,6 +10,7 @@ import logging
 import os
 from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from itertools import islice
 from typing import Any, TypeGuard
 
 import mcp_types as types
@@ -25,7 +26,8 @@ from tools_runtime.addresses import Resolver
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers
 from tools_runtime.mcp_streams import CUT, STATUS, Limits, PipeStreams, http_streams
-from tools_runtime.schemas import ArgumentCheck
+from tools_runtime.recursive_schemas import without_recursion
+from tools_runtime.schemas import ArgumentCheck, RecursiveSchema
 
 logger = logging.getLogger("ray.serve")
 
@@ -33,6 +35,10 @@ MAX_TOOLS = 512
 MAX_PAGES = 64
 MAX_NAME_LENGTH = 64
 MAX_DESCRIPTION_LENGTH = 4096
+MAX_REPORTED = 64
+"""Largest number of tools that cannot be used and are reported."""
+MAX_REPORTED_LENGTH = 200
+"""Largest number of characters of their names and reasons."""
 LISTING_BYTES = 1 << 20
 """Bytes of the longest message that is no answer of a tool, such as a page of the listing."""
 ENVELOPE_BYTES = 4096
@@ -87,7 +93,7 @@ class McpKind:
         inherited = {variable: os.environ[variable] for variable in INHERITED if variable in os.environ}
         self._environment = {**inherited, **variables, **config.environment}
         self._tools: dict[str, KnownTool] = {}
-        self.left_out: dict[str, str] = {}
+        self._left_out: dict[str, str] = {}
         """Tools that the server lists but that cannot be used, with the reason."""
         self._serving: asyncio.Task[None] | None = None
         self._connected: asyncio.Future[_Connection] | None = None
@@ -103,6 +109,20 @@ class McpKind:
     def tools(self) -> Sequence[KnownTool]:
         """Return the tools that the server listed last."""
         return tuple(self._tools.values())
+
+    def unusable(self) -> Sequence[ToolOffer]:
+        """Return the tools that the server listed last but that cannot be called."""
+        return [
+            ToolOffer(
+                server_tool_name(self._name, name)[:MAX_NAME_LENGTH],
+                {},
+                here=True,
+                server_tool=name[:MAX_REPORTED_LENGTH],
+                owner=self._name,
+                unusable=reason[:MAX_REPORTED_LENGTH],
+            )
+            for name, reason in islice(self._left_out.items(), MAX_REPORTED)
+        ]
 
     async def tool(self, name: str) -> KnownTool | None:
         """Return a tool of the server, or None. The list is read again if the server reported a change.
@@ -279,32 +299,31 @@ class McpKind:
 
     def _take(self, listed: Sequence[types.Tool]) -> None:
         tools: dict[str, KnownTool] = {}
-        self.left_out = {tool.name: "the server lists too many tools" for tool in listed[MAX_TOOLS:]}
         allowed = self._config.allowed_tools
+        listed = [tool for tool in listed if allowed is None or tool.name in allowed]
+        self._left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
         for tool in listed[:MAX_TOOLS]:
             name = server_tool_name(self._name, tool.name)
-            if allowed is not None and tool.name not in allowed:
-                continue
             if len(name) > MAX_NAME_LENGTH or name in tools:
-                self.left_out[tool.name] = f"its name {name!r} is too long, or taken"
+                self._left_out[tool.name] = f"its name {name!r} is too long, or taken"
                 continue
             before = self._tools.get(name)
             try:
-                check = ArgumentCheck(tool.input_schema)
+                check = _check(tool.input_schema)
                 if before is not None and before.check.schema != check.schema:
-                    check = ArgumentCheck(tool.input_schema, _changed(tool.input_schema))
+                    check = ArgumentCheck(check.schema, _changed(check.schema))
                 elif before is not None:
                     check = before.check
             except ValueError as error:
-                self.left_out[tool.name] = str(error)
+                self._left_out[tool.name] = f"its parameters are {error}"
                 continue
             read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
             function = function_object(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check.schema)
             offer = ToolOffer(name, function, here=True, server_tool=tool.name, owner=self._name, read_only=read_only)
             tools[name] = KnownTool(offer, check)
         self._tools = tools
-        if self.left_out:
-            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in self.left_out.items())
+        if self._left_out:
+            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in self._left_out.items())
             logger.warning("the MCP server %s has tools that cannot be used: %s", self._name, reasons[:2000])
 
     def _down(self, addition: str) -> ToolFailed:
@@ -327,6 +346,13 @@ async def _watch(connection: _Connection) -> None:
         async with connection.client.listen(tools_list_changed=True) as events:
             async for _ in events:
                 connection.stale.set()
+
+
+def _check(schema: Mapping[str, Any]) -> ArgumentCheck:
+    try:
+        return ArgumentCheck(schema)
+    except RecursiveSchema:
+        return ArgumentCheck(without_recursion(schema))
 
 
 def _changed(schema: Mapping[str, Any]) -> str:

@@ -135,7 +135,9 @@ def rows(answer: dict[str, Any]) -> list[tuple[str, ...]]:
     found: list[tuple[str, ...]] = []
     for tool in answer["data"]:
         durations = {each["name"]: each for each in tool["durations"]}
-        if not durations:
+        if tool.get("unusable") is not None:
+            found.append((tool["name"], tool["owner"], "unusable", tool["unusable"], ""))
+        elif not durations:
             found.append((tool["name"], tool["owner"], "0", "", ""))
         found += [(name, tool["owner"], *_cells(each)) for name, each in durations.items()]
     if answer["overall"] is not None:
