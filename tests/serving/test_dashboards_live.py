@@ -47,6 +47,8 @@ RARE = {
     "prediction_actual",
     "requests_rejected",
     "scheduler_events",
+    # No request has a part without effect.
+    "ignored_request_parts",
 }
 """Metrics that need not have a series in this run."""
 

