@@ -42,7 +42,10 @@ def chat(content: str, **more: Any) -> tuple[str, dict[str, Any]]:
 
 def message(content: str, **more: Any) -> tuple[str, dict[str, Any]]:
     body = {"model": MODEL, "messages": [{"role": "user", "content": content}], "temperature": 0.0}
-    return "/v1/messages", {**body, "max_tokens": TOKENS, "stream": True, **more}
+    numbers = {"type": "array", "items": {"enum": [0, 1, 2, 3]}, "minItems": TOKENS}
+    schema = {"type": "object", "properties": {"numbers": numbers}, "required": ["numbers"]}
+    long = {"output_config": {"format": {"type": "json_schema", "schema": {**schema, "additionalProperties": False}}}}
+    return "/v1/messages", {**body, **long, "max_tokens": TOKENS, "stream": True, **more}
 
 
 STREAMS = [
