@@ -1,14 +1,14 @@
 """The cost model: how long a replica's work takes, and how much KV cache it needs.
 
-Presets and measured engines use the same form. A forward pass alternates linear layers and attention, and each has its
-own roofline:
+Presets and measured engines use the same form. A forward pass alternates linear layers and attention:
 
-    t = overhead + sequences · sequence + max(weights, tokens · token) + max(context · context, pairs · pair)
+    t = overhead + sequences · sequence + max(weights, tokens · token) + context · context + pairs · pair
 
-The linear layers either read all weights, whatever the batch, or compute on each scheduled token. Attention either
-reads the KV of each sequence once, or computes on each pair of a new token and a token that it attends to. The two
-roofs of the linear layers meet at the saturation point S of InferCept (section 4.3): below it, more scheduled tokens
-hardly make an iteration longer. Times are in seconds and lengths in tokens.
+The linear layers either read all weights, whatever the batch, or compute on each scheduled token. Attention reads the
+KV of each sequence once, and computes on each pair of a new token and a token that it attends to. Both times of
+attention are added, because the kernels of prompts and those of decodes run one after the other. The two roofs of the
+linear layers meet at the saturation point S of InferCept (section 4.3): below it, more scheduled tokens hardly make an
+iteration longer. Times are in seconds and lengths in tokens.
 """
 
 from collections.abc import Mapping
@@ -50,9 +50,10 @@ class CostModel:
     token_s: Positive
     """Seconds of the linear layers for each scheduled token. This is their compute roof."""
     context_s: NotNegative
-    """Seconds to read one token's KV. This is the memory roof of attention."""
+    """Seconds to read one token's KV."""
     pair_s: NotNegative
-    """Seconds for one new token to attend to one token. This is the compute roof of attention."""
+    """Seconds for one new token to attend to one token. A decode takes ``context_s + pair_s`` for each token of its
+    context."""
     swap_token_s: Positive
     """Seconds to move one token's KV over the host link, one way."""
     swap_overhead_s: NotNegative = 0.0
@@ -60,6 +61,11 @@ class CostModel:
     turn_s: NotNegative = 0.0
     """Seconds that a turn spends between its client and the scheduler, both ways. This is latency and not part of a
     step."""
+    step_tokens: Annotated[int, Field(gt=0)] = 2048
+    """Tokens of a step at most, by the engine's default on this device. The simulator uses it; an engine that serves
+    has its own argument."""
+    step_sequences: Annotated[int, Field(gt=0)] = 256
+    """Sequences of a step at most, likewise."""
 
     def step_s(self, scheduled_tokens: int, context_tokens: int, sequences: int, pairs: float | None = None) -> float:
         """Return T_fwd(n), the seconds of one iteration.
@@ -82,9 +88,7 @@ class CostModel:
         linear = tokens * self.token_s
         if linear < self.weights_s:
             linear = self.weights_s
-        attention = context * self.context_s
-        if attention < pairs * self.pair_s:
-            attention = pairs * self.pair_s
+        attention = context * self.context_s + pairs * self.pair_s
         return self.overhead_s + sequences * self.sequence_s + linear + attention
 
     def prefill_s(self, tokens: int, context_tokens: int = 0, chunk_tokens: int | None = None) -> float:
@@ -190,21 +194,12 @@ class CostModel:
     def _chunks_s(self, count: int, chunk: int, context: int) -> float:
         """Return the seconds of ``count`` iterations of ``chunk`` tokens of one sequence, in closed form.
 
-        The sequence begins with ``context`` tokens, and iteration i ends at length context + i · chunk. Attention's
-        roofs are linear in this length and cross at most once: the first ``bound`` iterations are bound by memory, the
-        others by compute.
+        The sequence begins with ``context`` tokens, and iteration i ends at length context + i · chunk.
         """
-        growth = chunk * self.pair_s - self.context_s
-        if growth > 0:
-            crossing = chunk * self.pair_s * (chunk - 1) / (2 * growth)
-            bound = min(max(ceil((crossing - context) / chunk) - 1, 0), count)
-        else:
-            bound = count
-        memory = bound * context + chunk * bound * (bound + 1) / 2
-        lengths = count * context + chunk * count * (count + 1) / 2 - memory
-        pairs = chunk * (lengths - (count - bound) * (chunk - 1) / 2)
+        lengths = count * context + chunk * count * (count + 1) / 2
+        pairs = chunk * (lengths - count * (chunk - 1) / 2)
         fixed = self.overhead_s + self.sequence_s + max(self.weights_s, chunk * self.token_s)
-        return count * fixed + memory * self.context_s + pairs * self.pair_s
+        return count * fixed + lengths * self.context_s + pairs * self.pair_s
 
 
 _ADAPTER = TypeAdapter(CostModel)

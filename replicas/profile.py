@@ -29,9 +29,6 @@ from cluster.core.errors import ConfigError
 from replicas.cost_model import CostModel
 from replicas.settings import in_one_process
 
-CROSSINGS = tuple(float(2**power) for power in range(13))
-"""Pairs per token of context at which attention's roofs may cross: from no reuse of what was read to a full cache."""
-
 SATURATIONS = 33
 """Number of saturation points that are tried, from the smallest to the second largest of the measured token counts."""
 
@@ -72,28 +69,18 @@ class StepCosts:
     mean_error: float
     max_error: float
 
-    def cost_model(
-        self, name: str, kv_bytes_per_token: float, kv_capacity_tokens: int, swap_token_s: float, swap_overhead_s: float
-    ) -> CostModel:
-        """Return the cost model, given the size of the KV and the costs of the host link."""
+    def cost_model(self, name: str, **others: Any) -> CostModel:
+        """Return the cost model. ``others`` are its fields that no step shows: the KV, the host link, the limits."""
         steps: dict[str, Any] = asdict(self)
         for beside in ("request_s", "mean_error", "max_error"):
             del steps[beside]
-        return CostModel(
-            name=name,
-            kv_bytes_per_token=kv_bytes_per_token,
-            kv_capacity_tokens=kv_capacity_tokens,
-            swap_token_s=swap_token_s,
-            swap_overhead_s=swap_overhead_s,
-            turn_s=self.request_s,
-            **steps,
-        )
+        return CostModel(name=name, turn_s=self.request_s, **steps, **others)
 
 
 def fit_steps(samples: Sequence[StepSample]) -> StepCosts:
     """Return the coefficients with the least sum of squared relative errors.
 
-    The form is linear once it is known where each pair of roofs crosses. Both crossings are searched over a grid.
+    The form is linear once it is known where the roofs of the linear layers cross. The crossing is searched over a grid.
 
     Raises:
         ConfigError: a time is not positive, or all samples have the same number of tokens.
@@ -104,35 +91,34 @@ def fit_steps(samples: Sequence[StepSample]) -> StepCosts:
     counts = sorted({sample.tokens for sample in samples})
     if len(counts) < 2:
         raise ConfigError("a cost model needs samples of different numbers of tokens")
-    _, saturation, crossing, solution = min(
+    _, saturation, solution = min(
         (
-            (residual, saturation, crossing, solution)
+            (residual, saturation, solution)
             # At the largest count nothing would have been seen to grow.
             for saturation in np.geomspace(counts[0], counts[-2], SATURATIONS).tolist()
-            for crossing in CROSSINGS
-            for residual, solution in _solutions(_columns(samples, saturation, crossing) / seconds[:, None])
+            for residual, solution in _solutions(_columns(samples, saturation) / seconds[:, None])
         ),
         key=itemgetter(0),
     )
-    errors = np.abs(_columns(samples, saturation, crossing) @ solution / seconds - 1)
-    overhead, sequence, token, context, request = (float(value) for value in solution)
+    errors = np.abs(_columns(samples, saturation) @ solution / seconds - 1)
+    overhead, sequence, token, context, pair, request = (float(value) for value in solution)
     return StepCosts(
         overhead_s=overhead,
         sequence_s=sequence,
         weights_s=saturation * token,
         token_s=token,
         context_s=context,
-        pair_s=context / crossing,
+        pair_s=pair,
         request_s=request,
         mean_error=float(errors.mean()),
         max_error=float(errors.max()),
     )
 
 
-def _columns(samples: Sequence[StepSample], saturation: float, crossing: float) -> Matrix:
+def _columns(samples: Sequence[StepSample], saturation: float) -> Matrix:
     """Return the factors of the coefficients, shape [samples, coefficients]."""
     return np.array(
-        [(1, s.sequences, max(s.tokens, saturation), max(s.context, s.pairs / crossing), s.requests) for s in samples],
+        [(1, s.sequences, max(s.tokens, saturation), s.context, s.pairs, s.requests) for s in samples],
         dtype=np.float64,
     )
 
@@ -237,7 +223,15 @@ async def profile_engine(
         kv_bytes = _kv_bytes_per_token(engine.vllm_config)
         swap_token_s, swap_overhead_s = _swap_costs(engine.vllm_config, kv_bytes, stopwatch.clock)
         steps = fit_steps(samples)
-        model = steps.cost_model(name, kv_bytes, stopwatch.capacity, swap_token_s, swap_overhead_s)
+        model = steps.cost_model(
+            name,
+            kv_bytes_per_token=kv_bytes,
+            kv_capacity_tokens=stopwatch.capacity,
+            swap_token_s=swap_token_s,
+            swap_overhead_s=swap_overhead_s,
+            step_tokens=stopwatch.max_step,
+            step_sequences=stopwatch.max_sequences,
+        )
         return Profile(model, steps, tuple(samples))
     finally:
         engine.shutdown()

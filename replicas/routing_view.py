@@ -239,7 +239,7 @@ def step_costs(cost: CostModel) -> StepCosts:
         sequence_s=cost.sequence_s,
         weights_s=cost.weights_s,
         token_s=cost.token_s,
-        context_s=cost.context_s,
+        context_s=cost.context_s + cost.pair_s,
         swap_token_s=cost.swap_token_s,
     )
 

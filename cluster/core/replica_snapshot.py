@@ -53,6 +53,7 @@ class StepCosts(msgspec.Struct, frozen=True):
     weights_s: Amount
     token_s: Amount
     context_s: Amount
+    """For each token of a decode's context: to read its KV, and to attend to it."""
     swap_token_s: Amount
 
     def decode_step_s(self, sequences: float, context_tokens: float) -> float:

@@ -48,11 +48,11 @@ HAND = CostModel(
 @pytest.mark.parametrize(
     ("tokens", "context", "sequences", "expected_s"),
     [
-        (4, 400, 4, 1 + 2 + 10 + 4),  # decode: weights, then the KV of 400 tokens
-        (200, 200, 1, 1 + 0.5 + 20 + 20.1),  # a prompt: computing, on 200 · 201 / 2 pairs
-        (50, 1050, 1, 1 + 0.5 + 10 + (50 * 1000 + 50 * 51 / 2) * 0.001),  # a chunk after 1,000 tokens
+        (4, 400, 4, 1 + 2 + 10 + 4 + 0.4),  # decode: weights, then reading 400 tokens and attending to them
+        (200, 200, 1, 1 + 0.5 + 20 + 2 + 20.1),  # a prompt: computing, on 200 · 201 / 2 pairs
+        (50, 1050, 1, 1 + 0.5 + 10 + 10.5 + (50 * 1000 + 50 * 51 / 2) * 0.001),  # a chunk after 1,000 tokens
         (0, 0, 0, 1),  # a step of nothing is a step
-        (4, 0, 4, 1 + 2 + 10 + 0.04),  # the new tokens' own KV is always read
+        (4, 0, 4, 1 + 2 + 10 + 0.04 + 0.004),  # the new tokens' own KV is always read
     ],
 )
 def test_a_step_adds_up(tokens: int, context: int, sequences: int, expected_s: float) -> None:
@@ -64,7 +64,7 @@ def test_pairs_that_are_known_replace_the_assumption_that_all_sequences_are_alik
     true_pairs = 100 * 10_000 + 1000 * 1001 / 2
     exact_s, assumed_s = HAND.step_s(1100, 1_001_000, 101, true_pairs), HAND.step_s(1100, 1_001_000, 101)
     assert exact_s < assumed_s
-    assert exact_s == pytest.approx(1 + 50.5 + 110 + 10_010)  # bound by reading the KV
+    assert exact_s == pytest.approx(1 + 50.5 + 110 + 10_010 + 1500.5)  # reading the KV, and computing on the pairs
 
 
 def test_the_decode_step_is_a_step_of_one_token_each() -> None:

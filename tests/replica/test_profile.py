@@ -41,10 +41,10 @@ def test_the_fit_finds_the_model_that_made_the_times(name: str, noise: float) ->
         return exact_s * float(random.normal(1.0, noise))
 
     found = fit_steps(samples_of(seconds))
-    # The crossings are searched on a grid: a few per cent are lost there.
+    # The crossing is searched on a grid: a few per cent are lost there.
     assert found.mean_error < 0.03 + noise
     assert found.token_s == pytest.approx(truth.token_s, rel=0.1)
-    model = found.cost_model("found", truth.kv_bytes_per_token, truth.kv_capacity_tokens, truth.swap_token_s, 0.0)
+    model = found.cost_model("found", kv_bytes_per_token=1.0, kv_capacity_tokens=1, swap_token_s=1.0)
     for tokens, context, sequences in ((700, 3000, 1), (40, 50_000, 40), (300, 30_000, 30)):
         predicted_s = model.step_s(tokens, context, sequences)
         assert predicted_s == pytest.approx(truth.step_s(tokens, context, sequences), rel=0.15)

@@ -88,7 +88,8 @@ def test_no_plan_that_holds_up_to_some_pause_beats_it(
     work = Work.of(pool)
     steps = float((work.own_contexts / (COST.kv_capacity_tokens - held_tokens)).mean())
     computed = float((work.prompts + work.decodes).mean()) + again
-    attention = max(float(work.contexts.mean()) * COST.context_s, float(work.pairs.mean()) * COST.pair_s)
+    contexts = float(work.contexts.mean())
+    attention = contexts * COST.context_s + (contexts + float(work.pairs.mean())) * COST.pair_s
     linear = max(steps * COST.weights_s, computed * COST.token_s)
     each_s = steps * COST.overhead_s + float(work.decodes.mean()) * COST.sequence_s + linear + attention
     rate = 1 / each_s if not memory_each else min(1 / each_s, held_tokens / memory_each)

@@ -20,7 +20,7 @@ EVERY = sorted({*POLICIES, *BASELINES})
 def step_s(tokens: int, context: int, sequences: int, pairs: int) -> float:
     """The cost model's equation, written out once more."""
     linear = max(0.005, tokens * 0.0001)
-    return 0.001 + sequences * 0.0002 + linear + max(context * 2e-6, pairs * 1e-7)
+    return 0.001 + sequences * 0.0002 + linear + context * 2e-6 + pairs * 1e-7
 
 
 def prefill_s(begin: int, end: int) -> float:

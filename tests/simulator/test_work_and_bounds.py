@@ -95,7 +95,8 @@ def test_the_fluid_bound_by_hand() -> None:
     # One program: 200 prompt tokens, 101 outputs, so 100 decodes at contexts 201 to 300.
     contexts, pairs = sum(range(201, 301)), sum(range(1, 201))
     steps = contexts / 4096  # memory lets 4096 / 250.5 of such decodes share a step
-    seconds = steps * 0.001 + 100 * 0.0002 + max(steps * 0.005, 300 * 0.0001) + max(contexts * 2e-6, pairs * 1e-7)
+    seconds = steps * 0.001 + 100 * 0.0002 + max(steps * 0.005, 300 * 0.0001)
+    seconds += contexts * (2e-6 + 1e-7) + pairs * 1e-7
     bound = FluidBound.of([program(turn(200, 101))], COST, max_batched_tokens=10**6, max_num_seqs=10**6)
     assert bound.capacity_per_s == pytest.approx(1 / seconds)
     assert FluidBound.of([program(turn(200, 101))], COST, 10**6, 10**6, replicas=3).capacity_per_s == pytest.approx(
@@ -120,7 +121,8 @@ def test_the_bound_counts_neither_a_shared_prefix_nor_a_token_twice() -> None:
     # 64 and 10 + 1 prompt tokens, 31 and 2 decodes: what was sampled last is computed in the next prompt.
     tokens_s = (64 + 11 + 31 + 2) * COST.token_s
     contexts = sum(range(65, 96)) + sum(range(107, 109))
-    attention_s = max(contexts * COST.context_s, (sum(range(1, 65)) + sum(range(96, 107))) * COST.pair_s)
+    pairs = contexts + sum(range(1, 65)) + sum(range(96, 107))
+    attention_s = contexts * COST.context_s + pairs * COST.pair_s
     others_s = contexts / 4096 * COST.overhead_s + 33 * COST.sequence_s
     assert bound(turn(64, 32, "ls"), turn(10, 3)) == pytest.approx(1 / (tokens_s + attention_s + others_s))
     shared = bound(turn(64, 32, "ls"), turn(10, 3), prefix=("system", 64))
@@ -129,7 +131,8 @@ def test_the_bound_counts_neither_a_shared_prefix_nor_a_token_twice() -> None:
         1
         / (
             (11 + 31 + 2) * COST.token_s
-            + max(contexts * COST.context_s, sum(range(96, 107)) * COST.pair_s)
+            + contexts * COST.context_s
+            + (contexts + sum(range(96, 107))) * COST.pair_s
             + own_contexts / 4096 * COST.overhead_s
             + 33 * COST.sequence_s
         )

@@ -3,7 +3,7 @@
 The bound counts each program's work once, without recomputation, waiting or badly divided steps:
 
     steps   s = max(K' / capacity, (P + D) / N, D / B)
-    seconds w = s · overhead + D · sequence + max(s · weights, (P + D) · token) + max(K · context, Q · pair)
+    seconds w = s · overhead + D · sequence + max(s · weights, (P + D) · token) + K · (context + pair) + Q · pair
 
 P is the number of new prompt tokens. D is the number of decodes, one for each output token except a turn's first. K is
 the sum of the contexts of all decodes; K' is the same without the prefixes that programs share. Q is the number of
@@ -11,7 +11,8 @@ pairs of a prompt token and a token that it attends to. A step has at most N tok
 
 The number of steps is the least that memory allows, as the decodes of one step have their contexts in memory together.
 So as many tokens as possible share the weights and the overhead. Each ``max`` is taken once, over the whole pool,
-because a sum of maxima is never below the maximum of the sums. Shared prefixes cost neither computation nor memory.
+because a sum of maxima is never below the maximum of the sums. Prompts read their contexts too, which is left out, as
+it depends on how they are divided into steps. Shared prefixes cost neither computation nor memory.
 
 Capacity is 1 / mean(w) programs per second and replica. Goodput counts programs. At a higher rate, the bound therefore
 serves programs in ascending order of w until the device is full, and drops the others.
@@ -108,7 +109,8 @@ class Work:
             steps * cost.overhead_s
             + self.decodes * cost.sequence_s
             + linear
-            + _larger(self.contexts * cost.context_s, self.pairs * cost.pair_s)
+            + self.contexts * (cost.context_s + cost.pair_s)
+            + self.pairs * cost.pair_s
         )
 
 

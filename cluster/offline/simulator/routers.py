@@ -199,7 +199,7 @@ def _everywhere(made: Replicas) -> TurnRouter:
         lambda prompt: chained_hashes(prompt, block_size),
         lambda index, hashes: engines[index].cached_blocks(hashes),
         lambda index, prompt, blocks: engines[index].fill_cache(prompt, blocks * block_size),
-        lambda prompt: cost.sequence_s + cost.token_s + len(prompt) * cost.context_s,
+        lambda prompt: cost.sequence_s + cost.token_s + len(prompt) * (cost.context_s + cost.pair_s),
         made.max_ongoing,
     )
 
