@@ -1,54 +1,67 @@
-"""Cost models by roofline for the papers' models on common GPUs, named ``model/device``, such as ``opt-13b/h800``.
+"""Cost models of common models on common GPUs, named ``model/device``, such as ``opt-13b/h800``.
 
-Data sheets give the roofs, and an :class:`Engine` the share of them that a serving engine reaches. The suffix ``@2023``
-selects the engines of the papers' time; without it, the engine is a current one. `caesura profile` measures a cost
-model instead; use a preset where the hardware is not available. The built-in model on a CPU is such a measurement.
+The model's shape gives the work of a step, the data sheet gives the roofs of the device, and an :class:`Efficiency`
+says which share of the roofs an engine reaches. Efficiencies are fitted to public measurements: see `replicas.silicon`,
+whose files name their sources, licences, dates and errors. ``llama-3.1-8b/h100x2`` is tensor-parallel over two devices;
+without a number the model's usual one is used. The suffix ``@2023`` selects vLLM 0.2, on which the papers were built:
+its efficiency was measured on one A100 and is assumed for the others.
+`caesura profile` measures the engine itself instead. The built-in model on a CPU is such a measurement.
 """
 
+import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
+from typing import Annotated, Any, ClassVar
+
+from pydantic import ConfigDict, Field, TypeAdapter
+from pydantic_core import from_json
 
 from cluster.config.models import TINY
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
 from replicas.cost_model import CostModel
 
-MEMORY_UTILIZATION = 0.9
-"""vLLM's default share of the device's memory."""
-WORKING_BYTES = 1.0e9
-"""Bytes of this share on each device that activations, CUDA graphs and communication buffers take."""
+MEMORY_UTILIZATION = 0.92
+"""vLLM 0.29's default share of the device's memory."""
+WORKING_BYTES = 1.3e9
+"""Bytes of this share on each device that activations, CUDA graphs and communication buffers take. It is the median of
+what six engines left (`replicas/silicon/kv_capacity.csv`: 0.4 to 1.6 GB)."""
 LINK_EFFICIENCY = 0.8
-"""Share of its nominal bandwidth that a host or device link reaches."""
-ALL_REDUCE_S = 10e-6
-"""Latency in seconds of one all-reduce between tensor-parallel ranks. Each layer has two."""
+"""Share of its nominal bandwidth that a host link reaches. It is assumed."""
 MIN_CAPACITY_TOKENS = 4096
 """Least number of tokens of KV. A model that leaves less memory does not fit a device."""
 
-
 ENGINE_MARK = "@"
+OLD_ENGINES = ("2023",)
+FITS = Path(__file__).parent / "silicon"
+"""Folder of the fitted efficiencies: a file for each measured device, and ``engine-NAME`` for an engine of the past."""
+
+Share = Annotated[float, Field(gt=0, le=1)]
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 @dataclass(frozen=True, slots=True)
-class Engine:
-    """The share of a device's roofs that a serving engine reaches. Shares are in (0, 1]."""
+class Efficiency:
+    """What an engine reaches on a device: shares of the data sheet's roofs, and times that no roof explains."""
 
-    compute_efficiency: float
-    """Share of the dense peak that linear layers and attention reach in a full batch."""
-    bandwidth_efficiency: float
+    __pydantic_config__: ClassVar[ConfigDict] = ConfigDict(extra="forbid")
+
+    compute: Share
+    """Share of the dense peak that the linear layers reach in a full batch."""
+    attention: Share
+    """Share of the dense peak that attention over a prompt reaches."""
+    bandwidth: Share
     """Share of the memory bandwidth that is reached in reading weights and KV."""
-    step_overhead_s: float
-    """Seconds of scheduling and launching in an iteration that do not overlap with the device."""
-    sequence_overhead_s: float
-    """Seconds for each sequence of a batch: block table, sampling, output."""
-
-
-TODAY = Engine(0.55, 0.8, step_overhead_s=1.5e-3, sequence_overhead_s=10e-6)
-ENGINES = {
-    # vLLM 0.2, on which InferCept, MARS and AugServe are built: eager launches, scheduling, sampling and detokenising
-    # in Python between two iterations, the first paged-attention kernel. Assumed, not measured.
-    "2023": Engine(0.4, 0.5, step_overhead_s=15e-3, sequence_overhead_s=150e-6),
-}
+    link: Share
+    """Share of the link between devices that a large all-reduce reaches."""
+    layer_s: Seconds
+    """Seconds of each layer in any step: small kernels, and the gaps between kernels."""
+    layer_sequence_s: Seconds
+    """Seconds of each layer for each sequence of the batch."""
+    all_reduce_s: Seconds
+    """Seconds of the smallest all-reduce between the ranks. Each layer has two."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,6 +77,9 @@ class ModelShape:
     heads: int
     kv_heads: int
     head_dim: int
+    vocabulary: int
+    tied: bool = False
+    """Whether the output layer uses the weights of the embedding."""
     tensor_parallel: int = 1
     """Number of devices of one replica."""
     dtype_bytes: int = 2
@@ -79,9 +95,22 @@ class ModelShape:
         return 2 * self.layers * self.kv_heads * self.head_dim * self.dtype_bytes
 
     @property
+    def layer_parameters(self) -> int:
+        """Parameters of the layers, without embedding and output layer."""
+        return self.parameters - self.vocabulary * self.hidden * (1 if self.tied else 2)
+
+    @property
+    def read_bytes(self) -> int:
+        """Bytes of the weights that a step reads: layers and output layer, but only a few rows of the embedding."""
+        return (self.layer_parameters + self.vocabulary * self.hidden) * self.dtype_bytes
+
+    @property
     def linear_flops_per_token(self) -> int:
-        """Operations of the linear layers per token: one multiplication and one addition for each parameter."""
-        return 2 * self.parameters
+        """Operations of the layers per token: one multiplication and one addition for each parameter.
+
+        The output layer is left out, because it computes only on the last token of a prompt.
+        """
+        return 2 * self.layer_parameters
 
     @property
     def attention_flops_per_pair(self) -> int:
@@ -97,9 +126,10 @@ class ModelShape:
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """One GPU according to its data sheet. Bytes are decimal, and link rates are per direction."""
+    """One GPU. Link rates are per direction, and bytes are decimal."""
 
-    memory_bytes: float
+    memory_gib: float
+    """Memory in GiB as CUDA reports it, which is less than the data sheet's."""
     bandwidth: float
     """Bytes per second of the device memory."""
     flops: float
@@ -108,6 +138,17 @@ class Device:
     """Bytes per second from or to the host over PCIe x16."""
     device_link: float
     """Bytes per second to other devices over NVLink, or else over the host link."""
+    measured_on: str
+    """The device whose efficiency is used: itself, or the nearest one that was measured."""
+    step_tokens: int = 2048
+    """Tokens of a step at most, by the default of vLLM 0.29's server on this device."""
+    step_sequences: int = 256
+    """Sequences of a step at most, likewise."""
+
+    @property
+    def memory_bytes(self) -> float:
+        """Bytes of the device memory."""
+        return self.memory_gib * (1 << 30)
 
 
 PCIE4, PCIE5 = 32e9, 64e9
@@ -115,26 +156,33 @@ PCIE4, PCIE5 = 32e9, 64e9
 
 MODELS = {
     # From each model's config.json; parameters as counted in its checkpoint.
-    "opt-13b": ModelShape(12_853_473_280, layers=40, hidden=5120, heads=40, kv_heads=40, head_dim=128),
-    "gpt-j-6b": ModelShape(6_050_882_784, layers=28, hidden=4096, heads=16, kv_heads=16, head_dim=256),
-    "vicuna-13b": ModelShape(13_015_864_320, layers=40, hidden=5120, heads=40, kv_heads=40, head_dim=128),
-    "llama-3.1-8b": ModelShape(8_030_261_248, layers=32, hidden=4096, heads=32, kv_heads=8, head_dim=128),
+    "opt-13b": ModelShape(12_853_473_280, 40, 5120, heads=40, kv_heads=40, head_dim=128, vocabulary=50272, tied=True),
+    "gpt-j-6b": ModelShape(6_050_882_784, 28, 4096, heads=16, kv_heads=16, head_dim=256, vocabulary=50400),
+    "vicuna-13b": ModelShape(13_015_864_320, 40, 5120, heads=40, kv_heads=40, head_dim=128, vocabulary=32000),
+    "llama-3.1-8b": ModelShape(8_030_261_248, 32, 4096, heads=32, kv_heads=8, head_dim=128, vocabulary=128256),
     "llama-3.1-70b": ModelShape(
-        70_553_706_496, layers=80, hidden=8192, heads=64, kv_heads=8, head_dim=128, tensor_parallel=4
+        70_553_706_496, 80, 8192, heads=64, kv_heads=8, head_dim=128, vocabulary=128256, tensor_parallel=4
+    ),
+    "qwen3-32b": ModelShape(
+        32_762_123_264, 64, 5120, heads=64, kv_heads=8, head_dim=128, vocabulary=151936, tensor_parallel=2
     ),
 }
 
+LARGE = {"step_tokens": 8192, "step_sequences": 1024}
+"""vLLM's limits of a step on GPUs of 70 GiB or more other than the A100."""
+
 DEVICES = {
-    # NVIDIA's data sheets and architecture white papers; the SXM form where there are several.
-    "rtx-4090": Device(24e9, bandwidth=1.008e12, flops=165.2e12, host_link=PCIE4, device_link=PCIE4),
-    "a100-40": Device(40e9, bandwidth=1.555e12, flops=312e12, host_link=PCIE4, device_link=300e9),
-    "a100-80": Device(80e9, bandwidth=2.039e12, flops=312e12, host_link=PCIE4, device_link=300e9),
+    # NVIDIA's data sheets and architecture white papers, the SXM form where there are several. Memory is as CUDA
+    # reports it.
+    "rtx-4090": Device(23.52, 1.008e12, 165.2e12, host_link=PCIE4, device_link=PCIE4, measured_on="rtx-4090"),
+    "a100-40": Device(39.49, 1.555e12, 312e12, host_link=PCIE4, device_link=300e9, measured_on="a100-80"),
+    "a100-80": Device(79.19, 2.039e12, 312e12, host_link=PCIE4, device_link=300e9, measured_on="a100-80"),
     # The H100 with less NVLink: 400 instead of 900 GB/s, both directions together.
-    "h800": Device(80e9, bandwidth=3.35e12, flops=989e12, host_link=PCIE5, device_link=200e9),
-    "h100": Device(80e9, bandwidth=3.35e12, flops=989e12, host_link=PCIE5, device_link=450e9),
-    "h200": Device(141e9, bandwidth=4.8e12, flops=989e12, host_link=PCIE5, device_link=450e9),
-    # As in the DGX B200: 1,440 GB in eight.
-    "b200": Device(180e9, bandwidth=8.0e12, flops=2250e12, host_link=PCIE5, device_link=900e9),
+    "h800": Device(79.19, 3.35e12, 989e12, host_link=PCIE5, device_link=200e9, measured_on="h100", **LARGE),
+    "h100": Device(79.19, 3.35e12, 989e12, host_link=PCIE5, device_link=450e9, measured_on="h100", **LARGE),
+    "h200": Device(139.8, 4.8e12, 989e12, host_link=PCIE5, device_link=450e9, measured_on="h200", **LARGE),
+    # vLLM's limit of tokens is larger from 160 GiB on.
+    "b200": Device(178.35, 8.0e12, 2250e12, PCIE5, 900e9, measured_on="b200", step_tokens=16384, step_sequences=1024),
 }
 
 DEFAULT = "llama-3.1-8b/h100"
@@ -166,7 +214,7 @@ def cost_model(source: str) -> CostModel:
 
 
 def cost_model_for(config: CaesuraConfig) -> CostModel:
-    """Return a replica's cost model: the configured one, else the preset of its model and device, else DEFAULT.
+    """Return a replica's cost model: the configured one, else the preset of its model and devices, else DEFAULT.
 
     Raises:
         ConfigError: the configured cost model cannot be loaded.
@@ -181,42 +229,106 @@ def cost_model_for(config: CaesuraConfig) -> CostModel:
         return TINY_CPU if config.model.source == TINY else preset(DEFAULT)
     model_name = config.model.source.rpartition("/")[2].lower()
     device = (replicas.accelerator_type or "").lower().removesuffix("g")  # Ray has A100-80G
-    for name in preset_names():
-        model, _, on = name.partition("/")
-        if model in model_name and on == device and MODELS[model].tensor_parallel == replicas.tensor_parallel_size:
-            return preset(name)
+    ranks = replicas.tensor_parallel_size
+    for name, shape in MODELS.items():
+        if name in model_name and device in DEVICES:
+            ranked = replace(shape, tensor_parallel=ranks)
+            if shape.kv_heads % ranks == 0 and _capacity_tokens(ranked, DEVICES[device]) >= MIN_CAPACITY_TOKENS:
+                return preset(f"{name}/{device}" if ranked == shape else f"{name}/{device}x{ranks}")
     return preset(DEFAULT)
 
 
-def preset(name: str) -> CostModel:
-    """Return the cost model of ``model/device`` or ``model/device@engine``.
+def preset(name: str, reached: Efficiency | None = None) -> CostModel:
+    """Return the cost model of ``model/device``, with ``xRANKS`` and ``@engine`` where they are not the usual ones.
+
+    Args:
+        name: the preset.
+        reached: an efficiency to use instead of the fitted one of the repository.
 
     Raises:
         ConfigError: there is no such model, device or engine, or the model does not fit. The message has the sizes.
     """
     if name == TINY_CPU.name:
         return TINY_CPU
-    hardware, mark, engine_name = name.partition(ENGINE_MARK)
-    model_name, _, device_name = hardware.partition("/")
+    shape, device, fit = _parsed(name)
+    if shape.kv_heads % shape.tensor_parallel:
+        raise ConfigError(f"preset {name!r}: {shape.tensor_parallel} ranks do not divide {shape.kv_heads} KV heads")
+    capacity = _capacity_tokens(shape, device)
+    if capacity < MIN_CAPACITY_TOKENS:
+        raise ConfigError(_misfit(name, shape, device, capacity))
+    return roofline(name, shape, device, reached or efficiency(fit))
+
+
+def fit_of(name: str) -> str:
+    """Return the name of the fit that a preset uses, such as ``h100`` for ``opt-13b/h800``.
+
+    Raises:
+        ConfigError: there is no such model, device or engine.
+    """
+    return _parsed(name)[2]
+
+
+def _parsed(name: str) -> tuple[ModelShape, Device, str]:
+    """Return a preset's shape with its ranks, its device and the name of its fit."""
+    hardware, mark, engine = name.partition(ENGINE_MARK)
+    model_name, _, on = hardware.partition("/")
+    device_name, ranks = re.fullmatch(r"(.*?)(?:x([1-9]\d?))?", on, re.DOTALL).groups()  # type: ignore[union-attr]
     chosen = [("model", model_name, list(MODELS)), ("device", device_name, list(DEVICES))]
     if mark:
-        chosen.append(("engine", engine_name, list(ENGINES)))
+        chosen.append(("engine", engine, list(OLD_ENGINES)))
     for kind, part, known in chosen:
         if part not in known:
             raise ConfigError(f"preset {name!r}: unknown {kind} {part!r}; choose one of: {', '.join(known)}")
-    model, device = MODELS[model_name], DEVICES[device_name]
-    capacity = _capacity_tokens(model, device)
-    if capacity < MIN_CAPACITY_TOKENS:
-        raise ConfigError(_misfit(name, model, device, capacity))
-    return _roofline(name, model, device, ENGINES[engine_name] if mark else TODAY, capacity)
+    shape, device = MODELS[model_name], DEVICES[device_name]
+    if ranks is not None:
+        shape = replace(shape, tensor_parallel=int(ranks))
+    if mark:
+        return shape, replace(device, step_tokens=2048, step_sequences=256), f"engine-{engine}"
+    return shape, device, device.measured_on
 
 
 def preset_names() -> Iterator[str]:
-    """Yield every ``model/device`` that fits. Each may be followed by an engine."""
+    """Yield every ``model/device`` that fits. Each may be followed by a number of ranks and an engine."""
     for model_name, model in MODELS.items():
         for device_name, device in DEVICES.items():
             if _capacity_tokens(model, device) >= MIN_CAPACITY_TOKENS:
                 yield f"{model_name}/{device_name}"
+
+
+@cache
+def efficiency(fit: str) -> Efficiency:
+    """Return the fitted efficiency of a measured device, or of an engine of the past (``engine-2023``)."""
+    return _EFFICIENCY.validate_python(fit_file(fit)["efficiency"])
+
+
+def fit_file(fit: str) -> dict[str, Any]:
+    """Return the content of a fit's file: the efficiency, its sources, date and errors."""
+    content: dict[str, Any] = from_json((FITS / f"{fit}.json").read_bytes())
+    return content
+
+
+def roofline(name: str, shape: ModelShape, device: Device, reached: Efficiency) -> CostModel:
+    """Return the cost model of a shape on a device with a given efficiency. It does not check that the model fits."""
+    ranks = shape.tensor_parallel
+    bandwidth = ranks * device.bandwidth * reached.bandwidth
+    flops = ranks * device.flops
+    # Communication grows with the tokens as compute does, and nothing overlaps with it.
+    communication_s = shape.all_reduce_bytes_per_token / (device.device_link * reached.link)
+    latency_s = 2 * shape.layers * reached.all_reduce_s if ranks > 1 else 0.0
+    return CostModel(
+        name=name,
+        kv_bytes_per_token=shape.kv_bytes_per_token,
+        kv_capacity_tokens=max(1, _capacity_tokens(shape, device)),
+        overhead_s=shape.layers * reached.layer_s + latency_s,
+        sequence_s=shape.layers * reached.layer_sequence_s,
+        weights_s=shape.read_bytes / bandwidth,
+        token_s=shape.linear_flops_per_token / (flops * reached.compute) + communication_s,
+        context_s=shape.kv_bytes_per_token / bandwidth,
+        pair_s=shape.attention_flops_per_pair / (flops * reached.attention),
+        swap_token_s=shape.kv_bytes_per_token / (ranks * device.host_link * LINK_EFFICIENCY),
+        step_tokens=device.step_tokens,
+        step_sequences=device.step_sequences,
+    )
 
 
 def _capacity_tokens(model: ModelShape, device: Device) -> int:
@@ -234,22 +346,4 @@ def _misfit(name: str, model: ModelShape, device: Device, capacity: int) -> str:
     return f"{what}, {ranks} {usable / 1e9:.1f} GB after working memory, {left}"
 
 
-def _roofline(name: str, model: ModelShape, device: Device, engine: Engine, capacity: int) -> CostModel:
-    ranks = model.tensor_parallel
-    bandwidth = ranks * device.bandwidth * engine.bandwidth_efficiency
-    flops = ranks * device.flops * engine.compute_efficiency
-    # Communication grows with the tokens as compute does, and nothing overlaps with it.
-    communication_s = model.all_reduce_bytes_per_token / (device.device_link * LINK_EFFICIENCY)
-    latency_s = 2 * model.layers * ALL_REDUCE_S if ranks > 1 else 0.0
-    return CostModel(
-        name=name,
-        kv_bytes_per_token=model.kv_bytes_per_token,
-        kv_capacity_tokens=capacity,
-        overhead_s=engine.step_overhead_s + latency_s,
-        sequence_s=engine.sequence_overhead_s,
-        weights_s=model.weight_bytes / bandwidth,
-        token_s=model.linear_flops_per_token / flops + communication_s,
-        context_s=model.kv_bytes_per_token / bandwidth,
-        pair_s=model.attention_flops_per_pair / flops,
-        swap_token_s=model.kv_bytes_per_token / (ranks * device.host_link * LINK_EFFICIENCY),
-    )
+_EFFICIENCY = TypeAdapter(Efficiency)

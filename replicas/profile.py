@@ -80,7 +80,7 @@ class StepCosts:
 def fit_steps(samples: Sequence[StepSample]) -> StepCosts:
     """Return the coefficients with the least sum of squared relative errors.
 
-    The form is linear once it is known where the roofs of the linear layers cross. The crossing is searched over a grid.
+    The form is linear once it is known where the roofs of the linear layers cross, which is searched over a grid.
 
     Raises:
         ConfigError: a time is not positive, or all samples have the same number of tokens.

@@ -79,6 +79,14 @@ def test_a_cost_model_file_that_is_none_is_told_by_its_key(file: Path, tmp_path:
             {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=4)},
             "llama-3.1-70b/h100",
         ),
+        (
+            {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=8)},
+            "llama-3.1-70b/h100x8",
+        ),
+        (
+            {"model": {"source": "meta-llama/Llama-3.1-70B"}, "replicas": gpu("H100", tensor_parallel_size=3)},
+            "llama-3.1-8b/h100",
+        ),
         ({"model": {"source": "org/opt-13b"}, "replicas": gpu("L4")}, "llama-3.1-8b/h100"),
     ],
 )
