@@ -16,7 +16,8 @@ import numpy as np
 from scipy.optimize import least_squares
 
 from cluster.core.errors import ConfigError
-from replicas.presets import DEVICES, FITS, MODELS, Efficiency
+from replicas.cost_model import CostModel
+from replicas.presets import DEVICES, FITS, MODELS, Efficiency, fit_of, preset
 from replicas.silicon.measurements import RETRIEVED, SAME_DEVICE, SOURCES, Measurement, cost_of, load, predicted_s
 
 FITTED_KINDS = ("decode", "prefill")
@@ -108,6 +109,16 @@ class DeviceFit:
 def group_of(row: Measurement) -> Group:
     """Return the group in which a row's error is stated."""
     return Group(row.source, row.engine, row.gpu, row.model, row.tp, row.kind)
+
+
+def silicon_model(name: str) -> tuple[CostModel, DeviceFit]:
+    """Return the cost model of a preset by a fit that is made now, and the fit.
+
+    Raises:
+        ConfigError: there is no such preset, or its model does not fit into the memory of its devices.
+    """
+    fit = fit_device(fit_of(name), load())
+    return preset(name, fit.reached), fit
 
 
 def write_fits(folder: Path = FITS) -> list[DeviceFit]:

@@ -132,3 +132,33 @@ def test_a_folder_that_is_not_there_is_told_before_anything_is_measured(tmp_path
     ran = CliRunner().invoke(app, ["profile", "--out", str(tmp_path / "no" / "model.json")])
     assert isinstance(ran.exception, ConfigError)
     assert "there is no folder" in str(ran.exception)
+
+
+def test_a_cost_model_is_fitted_to_public_measurements(tmp_path: Path) -> None:
+    out = tmp_path / "model.json"
+    ran = CliRunner().invoke(app, ["profile", "--from-silicon", "opt-13b/h800x2", "--out", str(out)])
+    assert ran.exit_code == 0, ran.output
+    assert CostModel.load(out) == preset("opt-13b/h800x2")
+    content = json.loads(out.read_text())
+    assert content["device"] == "h100"
+    assert {source["licence"] for source in content["sources"]} == {"Apache-2.0", "CC-BY-4.0", "MIT"}
+    assert content["measurements_retrieved"] and content["efficiency"]
+    assert {errors["phase"] for errors in content["held_out_errors"]} >= {"decode", "prefill", "mixed"}
+    assert "layers_without_attention" in ran.output
+    assert "KV memory" in ran.output
+
+
+@pytest.mark.parametrize(
+    ("arguments", "why"),
+    [
+        (["opt-13b/v100"], "unknown device 'v100'"),
+        (["opt-13b/rtx-4090"], "does not fit"),
+        (["opt-13b/h800", "--quick"], "--from-silicon: no engine is measured"),
+        (["opt-13b/h800", "--set", "model.id=x"], "--from-silicon: no engine is measured"),
+    ],
+)
+def test_measurements_of_nothing_are_refused(tmp_path: Path, arguments: list[str], why: str) -> None:
+    ran = CliRunner().invoke(app, ["profile", "--out", str(tmp_path / "model.json"), "--from-silicon", *arguments])
+    assert isinstance(ran.exception, ConfigError)
+    assert why in str(ran.exception)
+    assert not (tmp_path / "model.json").exists()

@@ -18,7 +18,9 @@ if TYPE_CHECKING:
     from rich.table import Table
 
     from cluster.config.schema import CaesuraConfig
+    from replicas.cost_model import CostModel
     from replicas.profile import Profile, StepSample
+    from replicas.silicon.fit import DeviceFit
 
 
 def profile(
@@ -26,6 +28,10 @@ def profile(
     config: ConfigFile = None,
     assignments: Assignments = None,
     quick: Annotated[bool, typer.Option("--quick", help="A few points only: to see that it works.")] = False,
+    from_silicon: Annotated[
+        str | None,
+        typer.Option(metavar="PRESET", help="Fit public measurements of a preset's GPU; measure nothing here."),
+    ] = None,
 ) -> None:
     """Measure the configured engine on this machine: step times, KV memory, host link; save a cost model."""
     from rich.console import Console
@@ -33,17 +39,31 @@ def profile(
     from cluster.config.loader import read_config
     from cluster.offline.bench.terminal import print_table
 
-    settings = read_config(config, assignments)
     if not out.parent.is_dir():
         raise ConfigError(f"--out {out}: there is no folder {out.parent}")
     console = Console(highlight=False)
+    command = shlex.join(["caesura", *sys.argv[1:]])
+    if from_silicon is not None:
+        if config is not None or assignments or quick:
+            raise ConfigError(
+                "--from-silicon: no engine is measured, so that neither --config, --set nor --quick applies"
+            )
+        from replicas.silicon.fit import silicon_model
+
+        model, fit = silicon_model(from_silicon)
+        model.save(out, {"command": command, **fit.content()})
+        print_table(_errors_table(fit), console)
+        console.print(_lines(_costs(model)))
+        console.print(f"wrote {out}")
+        return
+    settings = read_config(config, assignments)
     with console.status("starting the engine") as status:
 
         def report(sample: "StepSample") -> None:
             status.update(f"{sample.tokens} tokens, {sample.sequences} sequences: {sample.seconds * 1e3:.2f} ms")
 
         result = asyncio.run(_measure(settings, quick, report))
-    result.model.save(out, {"command": shlex.join(["caesura", *sys.argv[1:]]), **result.evidence()})
+    result.model.save(out, {"command": command, **result.evidence()})
     print_table(_samples_table(result), console)
     console.print(_summary(result))
     console.print(f"wrote {out}")
@@ -87,18 +107,45 @@ def _samples_table(result: "Profile") -> "Table":
     return table
 
 
+def _errors_table(fit: "DeviceFit") -> "Table":
+    from rich.table import Table
+
+    title = f"measured steps that were not fitted, {fit.name}"
+    table = Table(title=title, caption="Predicted over measured: median, 10th and 90th percentile.")
+    for column in ("source", "device", "model", "phase", "rows", "median", "p10", "p90"):
+        numeric = column in ("rows", "median", "p10", "p90")
+        table.add_column(column, justify="right" if numeric else "left")
+    for group, errors in fit.errors().items():
+        table.add_row(
+            group.source,
+            group.device,
+            f"{group.model} x{group.ranks}",
+            group.phase,
+            str(errors.rows),
+            *(f"{ratio:.2f}" for ratio in (errors.ratio, errors.p10, errors.p90)),
+        )
+    return table
+
+
 def _summary(result: "Profile") -> str:
-    model, steps = result.model, result.steps
-    lines = {
+    steps = result.steps
+    request = {"request": f"{steps.request_s * 1e3:.3f} ms in and out, in no iteration"}
+    fit = {"error of the fit": f"{steps.mean_error:.1%} in the mean, {steps.max_error:.1%} at most"}
+    return _lines({**_costs(result.model), **request, **fit})
+
+
+def _costs(model: "CostModel") -> dict[str, str]:
+    return {
         "iteration": f"{model.overhead_s * 1e3:.3f} ms, {model.sequence_s * 1e6:.1f} us a sequence",
         "linear layers": f"{model.token_s * 1e6:.2f} us a token, at least {model.weights_s * 1e3:.3f} ms",
         "attention": f"{model.context_s * 1e9:.2f} ns a token read, {model.pair_s * 1e9:.3f} ns a pair",
         "saturation": f"{model.saturation_tokens} tokens",
-        "request": f"{steps.request_s * 1e3:.3f} ms in and out, in no iteration",
         "KV memory": f"{model.kv_capacity_tokens:,} tokens of {model.kv_bytes_per_token:,.0f} bytes",
         "swap": f"{model.swap_s(1000) * 1e3:.3f} ms for 1,000 tokens, one way",
-        "error of the fit": f"{steps.mean_error:.1%} in the mean, {steps.max_error:.1%} at most",
     }
+
+
+def _lines(lines: dict[str, str]) -> str:
     return "\n".join(f"  {name:<18}{value}" for name, value in lines.items())
 
 
