@@ -74,7 +74,7 @@ format: $(STAMP) ## format and fix what can be fixed
 	@$(BIN)/ruff check --fix .
 
 docs: $(STAMP) ## write the generated references again and build the documentation in site/
-	@for page in configuration metrics cli; do $(BIN)/caesura reference $$page > docs/reference/$$page.md || exit; done
+	@for page in configuration metrics cli presets; do $(BIN)/caesura reference $$page > docs/reference/$$page.md || exit; done
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "site/index.html is ready"
 
 bench: $(STAMP) ## run the micro-benchmarks of benchmarks/README.md (half an hour)

@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 BENCHMARKS = (
+    "silicon",
     "schedule_overhead",
     "resume_latency",
     "front_end",

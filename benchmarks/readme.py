@@ -18,7 +18,12 @@ RESULTS = HERE / "results"
 
 Row = Mapping[str, Any]
 
-REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {"max": max, "sum": sum, "mean": statistics.fmean}
+REDUCE: Mapping[str, Callable[[Sequence[float]], float]] = {
+    "max": max,
+    "min": min,
+    "sum": sum,
+    "mean": statistics.fmean,
+}
 
 
 class KeptError(ValueError):

@@ -38,7 +38,7 @@ def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     assert [found for page in every for found in loaded.findall(page)] == []
 
 
-@pytest.mark.parametrize("subject", ["configuration", "metrics", "cli"])
+@pytest.mark.parametrize("subject", ["configuration", "metrics", "cli", "presets"])
 def test_what_is_generated_is_current(subject: str) -> None:
     written = CliRunner().invoke(app, ["reference", subject], catch_exceptions=False).output
     assert (DOCS / "reference" / f"{subject}.md").read_text() == written, "run `make docs`"

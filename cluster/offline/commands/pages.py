@@ -36,10 +36,11 @@ class Subject(StrEnum):
     CONFIGURATION = "configuration"
     METRICS = "metrics"
     CLI = "cli"
+    PRESETS = "presets"
 
 
 def reference(context: typer.Context, subject: Subject) -> None:
-    """Print a reference in Markdown: of the configuration, the metrics or the command line."""
+    """Print a reference in Markdown: of the configuration, the metrics, the command line or the presets."""
     match subject:
         case Subject.CONFIGURATION:
             from cluster.config.loader import config_schema
@@ -57,4 +58,8 @@ def reference(context: typer.Context, subject: Subject) -> None:
             root = context.find_root().command
             assert isinstance(root, TyperGroup)
             text = cli_page(root, context)
+        case Subject.PRESETS:
+            from cluster.offline.reference.presets import presets_page
+
+            text = presets_page()
     typer.echo(text, nl=False)
