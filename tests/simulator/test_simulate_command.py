@@ -192,7 +192,10 @@ def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPa
         (("--arrivals", "gamma:0"), "--arrivals: 'gamma:0'"),
         (("--burst", "9:1"), "--burst: '9:1' is not RATE:START_S:LENGTH_S"),
         (("--burst", "9:800:60"), "--burst: it ends at 860 s, after the last arrival"),
-        (("--max-batched-tokens", "100"), "--max-batched-tokens: 100 is less than --max-seqs"),
+        (
+            ("--max-batched-tokens", "100", "--max-seqs", "101"),
+            "--max-batched-tokens: 100 is less than --max-seqs (101)",
+        ),
         (("--policies", "continuum", "--set", "continuum.delta=2"), "--set continuum.delta: Input should be less than"),
         (("--policies", "vllm", "--set", "continuum.delta=0.2"), "--set continuum: no policy of that name"),
         (("--set", "delta=0.2"), "--set delta: must be policy.parameter=value"),
@@ -205,3 +208,17 @@ def test_bad_input_names_its_flag_and_exits_with_2(
 ) -> None:
     assert caesura(monkeypatch, *arguments) == 2
     assert complaint in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("said", "limits"),
+    [
+        ({"preset": "opt-13b/h800"}, (8192, 1024)),
+        ({"preset": "opt-13b/a100-80"}, (2048, 256)),
+        ({"preset": "opt-13b/h800", "max_batched_tokens": 512}, (512, 512)),
+        ({"preset": "opt-13b/h800", "max_batched_tokens": 512, "max_num_seqs": 64}, (512, 64)),
+    ],
+)
+def test_a_step_has_the_limits_of_vllm_on_that_gpu(said: dict[str, Any], limits: tuple[int, int]) -> None:
+    settings = SimulationSettings(policies=("vllm",), rates_per_s=(1.0,), **said)
+    assert (settings.step_tokens, settings.step_sequences) == limits

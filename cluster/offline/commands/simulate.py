@@ -56,8 +56,12 @@ def simulate(
     max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
     max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
-    max_batched_tokens: Annotated[int, typer.Option(help="Tokens of a step, at most.")] = 2048,
-    max_seqs: Annotated[int, typer.Option(help="Turns that run at a time, at most.")] = 256,
+    max_batched_tokens: Annotated[
+        int | None, typer.Option(help="Tokens of a step at most, if not vLLM's default on the preset's GPU.")
+    ] = None,
+    max_seqs: Annotated[
+        int | None, typer.Option(help="Turns that run at a time at most, if not vLLM's default on the preset's GPU.")
+    ] = None,
     set_: Annotated[list[str] | None, typer.Option("--set", help="policy.parameter=value; repeatable.")] = None,
     front: Annotated[list[str] | None, typer.Option(help="parameter=value of the router caesura; repeatable.")] = None,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at a time, each on a core.")] = 1,

@@ -221,9 +221,9 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
     shape = Shape(
         num_blocks=settings.blocks + 1,  # vLLM's null block
         block_size=BLOCK_SIZE,
-        max_num_seqs=settings.max_num_seqs,
-        max_num_batched_tokens=settings.max_batched_tokens,
-        max_model_len=max(peak_tokens + 1, settings.max_batched_tokens),
+        max_num_seqs=settings.step_sequences,
+        max_num_batched_tokens=settings.step_tokens,
+        max_model_len=max(peak_tokens + 1, settings.step_tokens),
         prefix_caching=run.policy != STOCK_NO_CACHE,
         host_blocks=settings.host_blocks(run.policy),
     )
@@ -266,7 +266,7 @@ def _result(
     slo = settings.goodput_slo()
     cost = settings.cost_model()
     pool = load_workload(settings, run.seed).programs
-    limits = (cost, settings.max_batched_tokens, settings.max_num_seqs, settings.replicas)
+    limits = (cost, settings.step_tokens, settings.step_sequences, settings.replicas)
     bound = FluidBound.of(pool, *limits) if settings.host_gib else HoldingBound(pool, *limits)
     start, end = marks
     busy_s = [after - before for before, after in zip(start.busy_s, end.busy_s, strict=True)]

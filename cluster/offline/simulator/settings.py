@@ -78,8 +78,10 @@ class SimulationSettings:
     """Parameters of Caesura's router that differ from their defaults."""
     under_way: int | None = None
     """Number of concurrent programs in a closed loop, which ignores the rate; None: an open loop."""
-    max_batched_tokens: int = 2048
-    max_num_seqs: int = 256
+    max_batched_tokens: int | None = None
+    """Tokens of a step at most; None: the engine's default on the preset's device."""
+    max_num_seqs: int | None = None
+    """Sequences of a step at most; None: the engine's default on the preset's device."""
     parameters: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """By policy, the parameters that differ from their defaults."""
     command: str = ""
@@ -120,8 +122,10 @@ class SimulationSettings:
         for flag, values in {**listed, "--seed": self.seeds}.items():
             text = ",".join(map(str, values))
             require(len(set(values)) == len(values) > 0, flag, text, "is empty or repeats a value")
-        if self.max_batched_tokens < self.max_num_seqs:
-            raise ConfigError(f"--max-batched-tokens: {self.max_batched_tokens} is less than --max-seqs")
+        if self.step_tokens < self.step_sequences:
+            raise ConfigError(
+                f"--max-batched-tokens: {self.step_tokens} is less than --max-seqs ({self.step_sequences})"
+            )
         if self.forecasts is not None:
             self._check_forecasts(self.forecasts)
         Arrivals.parse(self.arrivals, 1.0)
@@ -176,6 +180,16 @@ class SimulationSettings:
             ConfigError: there is no such preset or file.
         """
         return cost_model(self.preset)
+
+    @property
+    def step_tokens(self) -> int:
+        """Tokens of a step at most."""
+        return self.max_batched_tokens or self.cost_model().step_tokens
+
+    @property
+    def step_sequences(self) -> int:
+        """Sequences of a step at most. As in vLLM, a default is at most the number of tokens."""
+        return self.max_num_seqs or min(self.cost_model().step_sequences, self.step_tokens)
 
     @property
     def blocks(self) -> int:
