@@ -88,7 +88,7 @@ def row(change: str, capacity: float, share: float, result: RunResult) -> dict[s
         "rate_per_s": rate,
         "capacity_per_s": round(capacity, 3),
         "share_good": round(summary.goodput.good_programs / summary.goodput.offered_programs, 4),
-        "jct_all_s": round(result.jct_all_s or 0.0, 3),
+        "completion_all_s": round(summary.distributions["completion_all_s"].mean or 0.0, 3),
         "wall_s": round(result.wall_s, 1),
     }
 

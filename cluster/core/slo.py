@@ -101,6 +101,8 @@ class ProgramRecord:
     turns: tuple[TurnRecord, ...]
     planned_turns: int
     kind: str = ""
+    until_s: float | None = None
+    """The time at which the record was made. What had not ended by then counts with its time so far; None: unknown."""
 
     @property
     def output_tokens(self) -> int:
@@ -120,6 +122,39 @@ class ProgramRecord:
         """Job completion time without tool time: the sum of the turns' `e2e_s`; None: the program is not OK."""
         parts = _all_known(turn.e2e_s for turn in self.turns)
         return sum(parts) if self.outcome is Outcome.OK and parts is not None else None
+
+    @property
+    def spent_s(self) -> float | None:
+        """Seconds without tool time up to the completion, or up to `until_s` if a turn is not OK; None: unknown.
+
+        A failed or rejected turn counts up to `until_s`, so that no server gains by failing early.
+        """
+        parts = _all_known(
+            turn.e2e_s if turn.outcome is Outcome.OK else self._since_s(turn.intended_start_s) for turn in self.turns
+        )
+        return None if parts is None else sum(parts)
+
+    @property
+    def spent_wall_s(self) -> float | None:
+        """Seconds with tool time up to the completion, or up to `until_s`; None: unknown."""
+        return self.jct_wall_s if self.outcome is Outcome.OK else self._since_s(self.arrival_s)
+
+    @property
+    def first_tokens_s(self) -> tuple[float | None, ...]:
+        """TTFT of each turn that became due. A turn without a token counts with its time up to `until_s`."""
+        return tuple(
+            self._since_s(turn.intended_start_s) if turn.ttft_s is None else turn.ttft_s for turn in self.turns
+        )
+
+    @property
+    def longest_wait_s(self) -> float | None:
+        """The largest of `first_tokens_s` over the turns that were not rejected; None: there is none."""
+        waits = zip(self.turns, self.first_tokens_s, strict=True)
+        known = [wait for turn, wait in waits if turn.outcome is not Outcome.REJECTED and wait is not None]
+        return max(known, default=None)
+
+    def _since_s(self, start_s: float) -> float | None:
+        return None if self.until_s is None else max(0.0, self.until_s - start_s)
 
     @property
     def normalized_latency_s(self) -> float | None:
@@ -259,15 +294,34 @@ class Slo:
             return False
         return self.verdict(sum(map(self.tally, program.turns), Tally())) is Verdict.GOOD
 
+    def program_begins_in_time(self, program: ProgramRecord) -> bool:
+        """Return whether a program is good as AugServe's evaluation defines it, where a request is a whole program.
+
+        All planned turns are OK, the *first* turn meets the bound of the TTFT, and the program meets the bound of the
+        normalised latency. The TTFT of later turns has no bound, nor have `tpot_s` and `e2e_s` (AugServe, section 5.1).
+        """
+        return (
+            program.outcome is Outcome.OK
+            and _within(program.turns[0].ttft_s, self.ttft_s)
+            and _within(program.normalized_latency_s, self.normalized_latency_s)
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Goodput:
-    """The good programs and requests of one measured window. Its programs are those whose intended arrival is in it."""
+    """The good programs and requests of one measured window. Its programs are those whose intended arrival is in it.
+
+    There are three definitions of good, which are always reported together: a program all of whose turns are in time,
+    a program whose first turn is in time (AugServe's), and a request (a turn) in time.
+    """
 
     window_s: float
     offered_programs: int
     completed_programs: int
     good_programs: int
+    """Number of programs for which `Slo.program_is_good`."""
+    good_programs_first: int
+    """Number of programs for which `Slo.program_begins_in_time`, which is AugServe's definition."""
     offered_requests: int
     """Number of turns that became due."""
     good_requests: int
@@ -292,6 +346,7 @@ class Goodput:
             offered_programs=len(programs),
             completed_programs=sum(program.outcome is Outcome.OK for program in programs),
             good_programs=sum(slo.program_is_good(program) for program in programs),
+            good_programs_first=sum(slo.program_begins_in_time(program) for program in programs),
             offered_requests=len(turns),
             good_requests=sum(slo.turn_is_good(turn) for turn in turns),
         )
@@ -302,6 +357,11 @@ class Goodput:
         return self.good_programs / self.window_s
 
     @property
+    def programs_first_per_s(self) -> float:
+        """Programs per second of the window that are good by AugServe's definition."""
+        return self.good_programs_first / self.window_s
+
+    @property
     def requests_per_s(self) -> float:
         """Good requests per second of the window."""
         return self.good_requests / self.window_s
@@ -310,6 +370,11 @@ class Goodput:
     def attainment(self) -> float | None:
         """Fraction of the offered programs that are good; None: none was offered."""
         return self.good_programs / self.offered_programs if self.offered_programs else None
+
+    @property
+    def attainment_first(self) -> float | None:
+        """Fraction of the offered programs that are good by AugServe's definition; None: none was offered."""
+        return self.good_programs_first / self.offered_programs if self.offered_programs else None
 
     @property
     def attainment_requests(self) -> float | None:

@@ -1,16 +1,19 @@
 """The definitions of goodput and of the latencies, on examples computed by hand."""
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.core.slo import Goodput, Outcome, ProgramRecord, Slo, TurnRecord
+from cluster.offline.bench.results import measures, summarize
 
 
 def turn(start, first, last, tokens, *, index=0, outcome=Outcome.OK, **more):
     return TurnRecord("p", index, start, outcome, first, last, output_tokens=tokens, **more)
 
 
-def program(*turns, arrival=0.0, outcome=Outcome.OK):
-    return ProgramRecord("p", arrival, outcome, turns, planned_turns=len(turns))
+def program(*turns, arrival=0.0, outcome=Outcome.OK, until=None, kind=""):
+    return ProgramRecord("p", arrival, outcome, turns, planned_turns=len(turns), kind=kind, until_s=until)
 
 
 # Arrives at 10; first token 10.5, last 12.5 (11 tokens); tool 3 s; due at 15.5; first token 16.0, last 16.5 (6 tokens).
@@ -48,6 +51,28 @@ def test_unknown_is_not_zero() -> None:
     silent = program(turn(0, 1, 2, 3), turn(3, 4, 5, 3, index=1))
     assert silent.bubble_s is silent.reused_tokens is silent.recomputed_tokens is None
     assert program(turn(0, 1, 2, 3)).bubble_s == 0.0
+
+
+def test_what_has_not_ended_counts_with_its_time_so_far() -> None:
+    # Its first turn ends after 2 s; the second is due at 3, has a token at 4, and the record is made at 10.
+    cut = program(
+        turn(0, 1, 2, 3),
+        turn(3, 4, 6, 2, index=1, outcome=Outcome.UNFINISHED),
+        outcome=Outcome.UNFINISHED,
+        until=10.0,
+    )
+    assert (cut.spent_s, cut.spent_wall_s) == (2.0 + 7.0, 10.0)
+    assert cut.first_tokens_s == (1.0, 1.0)
+    refused = program(turn(2, None, None, 0, outcome=Outcome.REJECTED), outcome=Outcome.REJECTED, until=10.0)
+    assert (refused.spent_s, refused.first_tokens_s, refused.longest_wait_s) == (8.0, (8.0,), None)
+    waits = program(turn(2, None, None, 0, outcome=Outcome.UNFINISHED), outcome=Outcome.UNFINISHED, until=10.0)
+    assert (waits.first_tokens_s, waits.longest_wait_s) == ((8.0,), 8.0)
+    # A completed program counts as it is, whenever its record was made.
+    whole = replace(TWO_TURNS, until_s=100.0)
+    assert (whole.spent_s, whole.spent_wall_s) == (pytest.approx(3.5), pytest.approx(6.5))
+    assert whole.first_tokens_s == (pytest.approx(0.5), pytest.approx(0.5))
+    # Without the time of the record nothing is known about what has not ended.
+    assert replace(waits, until_s=None).spent_s is None
 
 
 def test_an_unfinished_program_has_no_completion_time() -> None:
@@ -130,3 +155,39 @@ def test_nothing_offered_has_no_attainment() -> None:
 def test_a_window_has_a_length() -> None:
     with pytest.raises(ValueError, match="window"):
         Goodput.of([], Slo(), window_s=0.0)
+
+
+def test_three_definitions_of_good_side_by_side() -> None:
+    # Its second turn has its first token after 3 s. It takes 5 s without tools for 20 tokens: 0.25 s a token.
+    late_turn = program(turn(0, 0.5, 1.0, 10), turn(2, 5.0, 6.0, 10, index=1))
+    late_begin = program(turn(0, 3.0, 3.5, 10), turn(4, 4.5, 5.0, 10, index=1))
+    slow = program(turn(0, 0.5, 9.0, 10), turn(10, 10.5, 11.0, 10, index=1))
+    cut = program(turn(0, 0.5, 1.0, 10, outcome=Outcome.UNFINISHED), outcome=Outcome.UNFINISHED)
+    slo = Slo(ttft_s=1.0, normalized_latency_s=0.4)
+    assert [slo.program_is_good(p) for p in (TWO_TURNS, late_turn, late_begin, slow, cut)] == [True] + [False] * 4
+    first = [slo.program_begins_in_time(p) for p in (TWO_TURNS, late_turn, late_begin, slow, cut)]
+    assert first == [True, True, False, False, False]
+    goodput = Goodput.of([TWO_TURNS, late_turn, late_begin, slow, cut], slo, window_s=10.0)
+    assert (goodput.programs_per_s, goodput.programs_first_per_s) == (0.1, 0.2)
+    assert (goodput.attainment, goodput.attainment_first) == (0.2, 0.4)
+    # Turns in time: both, the first, the second, the second (the first needs 0.9 s a token), none.
+    assert goodput.good_requests == 2 + 1 + 1 + 1
+
+
+def test_a_summary_has_every_program_and_each_kind() -> None:
+    quick = program(turn(0, 0.5, 2.0, 10), kind="math", until=30.0)
+    stuck = program(
+        turn(10, None, None, 0, outcome=Outcome.UNFINISHED), arrival=10.0, outcome=Outcome.UNFINISHED, kind="qa",
+        until=30.0,
+    )  # fmt: skip
+    refused = program(
+        turn(20, None, None, 0, outcome=Outcome.REJECTED), arrival=20.0, outcome=Outcome.REJECTED, kind="qa", until=30.0
+    )
+    found = measures(summarize("p", [quick, stuck, refused], Slo(ttft_s=1.0), 10.0, 10))
+    assert found["completion_all_s"]["mean"] == pytest.approx((2 + 20 + 10) / 3)
+    assert found["jct_s"]["mean"] == 2.0
+    assert found["ttft_all_s"]["mean"] == pytest.approx((0.5 + 20 + 10) / 3)
+    assert (found["refused"], found["longest_wait_s"]) == (1, 20.0)
+    assert found["kinds"]["math"]["attainment"] == 1.0
+    assert found["kinds"]["qa"]["completion_all_s"]["mean"] == 15.0
+    assert found["kinds"]["qa"]["offered"] == 2

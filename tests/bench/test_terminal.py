@@ -19,9 +19,11 @@ def spread(mean: float) -> dict[str, float]:
 
 
 def result(scale: float) -> dict[str, Any]:
-    spreads = ("ttft_s", "tpot_s", "client_lag_s", "jct_s", "jct_wall_s", "norm_latency_s", "schedule_ms")
+    spreads = ("ttft_s", "ttft_all_s", "tpot_s", "client_lag_s", "jct_s", "completion_all_s", "schedule_ms")
     return {
         "goodput_programs": 0.883 * scale,
+        "goodput_programs_first": 0.9 * scale,
+        "goodput_requests": 3.1 * scale,
         "attainment": 0.5,
         "attainment_ttft": 0.912,
         "offered": 12_345,
@@ -32,6 +34,7 @@ def result(scale: float) -> dict[str, Any]:
         "recomputed_tokens": 20_128.0 * scale,
         "wasted_gib_s": 1_429.1,
         **{key: spread(scale) for key in spreads},
+        "kinds": {"math": {"offered": 7, "attainment": 0.5}},
         "simulation": {"routing": {"moves": 3, "split": 0}},
     }
 
@@ -80,6 +83,7 @@ def test_about_a_dozen_rows_decide_and_verbose_has_all() -> None:
     routing = {quantity.label for quantity in QUANTITIES[ROUTING]}
     assert routing & set(blocks(shown(200, verbose=True))[0])
     assert not routing & set(blocks(shown(200, verbose=True, leave_out=ROUTING))[0])
+    assert {"math: programs", "math: in SLO, %"} <= set(blocks(shown(200, verbose=True))[0]) - set(deciding)
 
 
 def test_a_cell_is_the_mean_over_seeds_and_what_nobody_knows_is_left_out() -> None:

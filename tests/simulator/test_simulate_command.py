@@ -34,6 +34,15 @@ KEYS = [
     "reused_tokens",
     "fetched_tokens",
     "wasted_gib_s",
+    "wasted_by_cause_gib_s",
+    "goodput_programs_first",
+    "goodput_requests",
+    "completion_all_s",
+    "ttft_all_s",
+    "refused",
+    "longest_wait_s",
+    "jain",
+    "kinds",
     "schedule_ms",
     "wall_s_per_minute",
 ]
@@ -78,7 +87,11 @@ def test_a_line_a_run_with_the_same_numbers_every_time(
         # At a load this low all is well, and 30 s of arrivals at 2/s are measured.
         assert line["completed"] == line["offered"] == round(line["goodput_programs"] * 30)
         assert 30 < line["offered"] < 100
-        assert line["attainment"] == 1.0
+        assert line["attainment"] == line["attainment_first"] == 1.0
+        # All have completed, so that those with unfinished programs in are the same numbers.
+        assert (line["completion_all_s"], line["ttft_all_s"]) == (line["jct_s"], line["ttft_s"])
+        assert 0.0 < line["jain"] <= 1.0
+        assert sum(line["wasted_by_cause_gib_s"].values()) == pytest.approx(line["wasted_gib_s"])
     assert [line["simulation"]["oracle"] for line in results] == [False, False, False, True]
     assert results[1]["reused_tokens"] == 0 < results[0]["reused_tokens"]
     assert "Given true lengths and durations: mars." in shown

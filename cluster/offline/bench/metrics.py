@@ -3,12 +3,16 @@
 A result is a line of ``--json``. A quantity has the path of its keys in a result.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Result = Mapping[str, Any]
 
+COMPLETION = (
+    "Completion: seconds from arrival to the last token, without tools. Programs that have not ended count with their "
+    "time so far, and so do turns without a first token in TTFT."
+)
 UNKNOWN = "-"
 PERCENT = 100.0
 
@@ -39,10 +43,12 @@ ROUTING = "Routing"
 QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
     "Goodput": (
         Quantity("good programs/s", ("goodput_programs",), 1, deciding=True),
-        Quantity("good requests/s", ("goodput_requests",), 1),
+        Quantity("good by first turn/s", ("goodput_programs_first",), 1, deciding=True),
+        Quantity("good requests/s", ("goodput_requests",), 1, deciding=True),
         Quantity("programs in SLO, %", ("attainment",), 1, PERCENT, deciding=True),
+        Quantity("by first turn, %", ("attainment_first",), 1, PERCENT),
         Quantity("turns in SLO, %", ("attainment_requests",), 1, PERCENT),
-        Quantity("turns with TTFT in SLO, %", ("attainment_ttft",), 1, PERCENT, deciding=True),
+        Quantity("turns with TTFT in SLO, %", ("attainment_ttft",), 1, PERCENT),
         Quantity("programs offered", ("offered",)),
         Quantity("programs completed", ("completed",), 1, deciding=True),
         Quantity("programs failed", ("outcomes", "failed"), -1),
@@ -52,14 +58,17 @@ QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
         Quantity("output tokens/s", ("tokens_per_s",), 1, deciding=True),
     ),
     "Completion of programs": (
-        *_distribution("completion", "s", "jct_s", ("mean", "p95")),
-        *_distribution("with tools", "s", "jct_wall_s"),
-        Quantity("all programs, mean, s", ("simulation", "jct_all_s"), -1),
-        Quantity("all programs with tools, mean, s", ("simulation", "jct_wall_all_s"), -1),
+        *_distribution("completion", "s", "completion_all_s", ("mean", "p99")),
+        *_distribution("with tools", "s", "completion_wall_all_s"),
+        *_distribution("of completed programs", "s", "jct_s"),
+        *_distribution("of completed, with tools", "s", "jct_wall_s"),
         *_distribution("per token", "s", "norm_latency_s"),
+        Quantity("Jain's index of slowdown", ("jain",), 1),
     ),
     "Latency of turns": (
-        *_distribution("TTFT", "s", "ttft_s", ("p50", "p99")),
+        *_distribution("TTFT", "s", "ttft_all_s", ("p50", "p99")),
+        *_distribution("TTFT of turns that are ok", "s", "ttft_s"),
+        Quantity("longest wait for a first token, s", ("longest_wait_s",), -1),
         *_distribution("TPOT", "s", "tpot_s"),
         *_distribution("client lag", "s", "client_lag_s"),
         Quantity("scheduling bubble, s/program", ("bubble_s",), -1),
@@ -71,6 +80,8 @@ QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
         Quantity("of them from the host", ("fetched_tokens",)),
         Quantity("recomputed tokens/program", ("recomputed_tokens",), -1, deciding=True),
         Quantity("KV wasted, GiB s", ("wasted_gib_s",), -1, deciding=True),
+        Quantity("of it held", ("wasted_by_cause_gib_s", "held"), -1),
+        Quantity("of it recomputed", ("wasted_by_cause_gib_s", "recomputed"), -1),
         Quantity("preemptions", ("simulation", "preemptions"), -1),
     ),
     "Scheduler": (
@@ -89,6 +100,21 @@ QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
     ),
 }
 """Quantities by group, in the order in which they are shown."""
+
+
+def of_kinds(results: Iterable[Result]) -> tuple[Quantity, ...]:
+    """Return the quantities of each kind of program that some result has."""
+    kinds = dict.fromkeys(kind for result in results for kind in result.get("kinds") or ())
+    return tuple(
+        quantity
+        for kind in kinds
+        for quantity in (
+            Quantity(f"{kind}: programs", ("kinds", kind, "offered")),
+            Quantity(f"{kind}: in SLO, %", ("kinds", kind, "attainment"), 1, PERCENT),
+            Quantity(f"{kind}: completion mean, s", ("kinds", kind, "completion_all_s", "mean"), -1),
+            Quantity(f"{kind}: TTFT p99, s", ("kinds", kind, "ttft_all_s", "p99"), -1),
+        )
+    )
 
 
 def number(result: Result, *path: str) -> float | None:

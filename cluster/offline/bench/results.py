@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -80,19 +81,50 @@ PROGRAM_METRICS: dict[str, Callable[[ProgramRecord], float | None]] = {
 }
 """Metrics over the programs that completed."""
 
-
-SPREADS = ("ttft_s", "tpot_s", "client_lag_s", "jct_s", "jct_wall_s", "norm_latency_s")
+SPREADS = (
+    *("ttft_s", "ttft_all_s", "tpot_s", "client_lag_s"),
+    *("jct_s", "completion_all_s", "jct_wall_s", "completion_wall_all_s", "norm_latency_s"),
+)
 """Metrics of which a result contains the mean and the percentiles."""
 MEANS = ("bubble_s", "recomputed_tokens", "reused_tokens", "fetched_tokens")
 """Metrics of which a result contains only the mean."""
 
 
 @dataclass(frozen=True, slots=True)
+class KindSummary:
+    """Summary of the programs of one kind. Its programs are those of the measured windows, with any outcome."""
+
+    goodput: Goodput
+    completion_all_s: Distribution
+    ttft_all_s: Distribution
+
+    @classmethod
+    def of(cls, programs: Sequence[ProgramRecord], slo: Slo, window_s: float) -> "dict[str, KindSummary]":
+        """Return one summary for each kind, by its name. Programs without a kind have none."""
+        kinds = sorted({program.kind for program in programs if program.kind})
+        found: dict[str, KindSummary] = {}
+        for kind in kinds:
+            alike = [program for program in programs if program.kind == kind]
+            completion_s = Distribution.of(program.spent_s for program in alike)
+            found[kind] = cls(Goodput.of(alike, slo, window_s), completion_s, _ttft_all_s(alike))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
 class Summary:
-    """Summary of one policy over its measured windows. ``distributions`` has the keys of the two tables above."""
+    """Summary of one policy over its measured windows.
+
+    ``distributions`` has the keys of the two tables above, and three over everything that was offered: ``ttft_all_s``
+    over all turns that became due, ``completion_all_s`` and ``completion_wall_all_s`` over all programs. What has not
+    ended counts there with its time so far, see `cluster.core.slo.ProgramRecord.spent_s`.
+    """
 
     policy: str
     goodput: Goodput
+    longest_wait_s: float | None
+    """Longest time from the intended start to the first token, over the turns that were not rejected."""
+    kinds: Mapping[str, "KindSummary"]
+    """Summary of the programs of each kind, if the workload has kinds."""
     outcomes: Counter[Outcome]
     """Number of measured programs by outcome. The sum is the number of offered programs."""
     distributions: dict[str, Distribution]
@@ -121,15 +153,27 @@ def summarize(
     completed = [program for program in programs if program.outcome is Outcome.OK]
     distributions = {key: Distribution.of(map(metric, turns)) for key, metric in TURN_METRICS.items()}
     distributions |= {key: Distribution.of(map(metric, completed)) for key, metric in PROGRAM_METRICS.items()}
+    distributions |= {
+        "ttft_all_s": _ttft_all_s(programs),
+        "completion_all_s": Distribution.of(program.spent_s for program in programs),
+        "completion_wall_all_s": Distribution.of(program.spent_wall_s for program in programs),
+    }
+    waits_s = [program.longest_wait_s for program in programs]
     return Summary(
         policy=policy,
         goodput=Goodput.of(programs, slo, window_s),
+        longest_wait_s=max((wait_s for wait_s in waits_s if wait_s is not None), default=None),
+        kinds=KindSummary.of(programs, slo, window_s),
         outcomes=Counter(program.outcome for program in programs),
         distributions=distributions,
         attainment_ttft=_share_in_time(due, slo),
         cached_share=cached_share(due),
         tokens_per_s=generated_tokens / window_s,
     )
+
+
+def _ttft_all_s(programs: Sequence[ProgramRecord]) -> Distribution:
+    return Distribution.of(chain.from_iterable(program.first_tokens_s for program in programs))
 
 
 def _share_in_time(due: Sequence[TurnRecord], slo: Slo) -> float | None:
@@ -186,7 +230,9 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
         "seed": settings.seed,
         "host_gib": None,
         **measures(summary),
+        "jain": None,
         "wasted_gib_s": None,
+        "wasted_by_cause_gib_s": None,
         "schedule_ms": None,
         "wall_s_per_minute": None,
         "command": settings.command,
@@ -195,18 +241,36 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
 
 def measures(summary: Summary) -> dict[str, Any]:
     """Return the part of a JSON line that live and simulated runs share; see :func:`as_json`."""
-    goodput, found = summary.goodput, summary.distributions
+    found = summary.distributions
     return {
-        "offered": goodput.offered_programs,
-        "completed": goodput.completed_programs,
-        "goodput_programs": goodput.programs_per_s,
+        **_good(summary.goodput),
         "outcomes": {outcome.value: summary.outcomes[outcome] for outcome in Outcome},
-        "goodput_requests": goodput.requests_per_s,
-        "attainment": goodput.attainment,
-        "attainment_requests": goodput.attainment_requests,
+        "refused": summary.outcomes[Outcome.REJECTED],
+        "longest_wait_s": summary.longest_wait_s,
         "attainment_ttft": summary.attainment_ttft,
         "tokens_per_s": summary.tokens_per_s,
         "cached_share": summary.cached_share,
         **{key: asdict(found[key]) for key in SPREADS},
         **{key: found[key].mean for key in MEANS},
+        "kinds": {
+            name: {
+                **_good(kind.goodput),
+                "completion_all_s": asdict(kind.completion_all_s),
+                "ttft_all_s": asdict(kind.ttft_all_s),
+            }
+            for name, kind in summary.kinds.items()
+        },
+    }
+
+
+def _good(goodput: Goodput) -> dict[str, Any]:
+    return {
+        "offered": goodput.offered_programs,
+        "completed": goodput.completed_programs,
+        "goodput_programs": goodput.programs_per_s,
+        "goodput_programs_first": goodput.programs_first_per_s,
+        "goodput_requests": goodput.requests_per_s,
+        "attainment": goodput.attainment,
+        "attainment_first": goodput.attainment_first,
+        "attainment_requests": goodput.attainment_requests,
     }

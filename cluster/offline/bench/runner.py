@@ -39,8 +39,8 @@ class _Replay:
     done: list[TurnRecord] = field(default_factory=list)
     under_way: Turn | None = None
 
-    def record(self) -> ProgramRecord:
-        """Make the record of the program now. A running turn counts as unfinished."""
+    def record(self, now_s: float) -> ProgramRecord:
+        """Make the record of the program at ``now_s``. A running turn counts as unfinished."""
         turns = list(self.done)
         if self.under_way is not None:
             turns.append(self.under_way.record(Outcome.UNFINISHED))
@@ -55,6 +55,7 @@ class _Replay:
             turns=tuple(turns),
             planned_turns=planned,
             kind=self.job.program.kind,
+            until_s=now_s,
         )
 
 
@@ -79,9 +80,10 @@ async def replay(
     for failure in failures:
         if isinstance(failure, BaseException) and not isinstance(failure, asyncio.CancelledError):
             raise failure
+    over_s = clock.now_s()
     for replay in cut:
-        ended(replay.record())
-    return [replay.record() for replay in replays]
+        ended(replay.record(over_s))
+    return [replay.record(over_s) for replay in replays]
 
 
 async def _run(replay: _Replay, client: TurnClient, clock: Clock, ended: Callable[[ProgramRecord], None]) -> None:
@@ -111,7 +113,7 @@ async def _run(replay: _Replay, client: TurnClient, clock: Clock, ended: Callabl
         conversation.answered(generated, planned.kept_tokens)
         due_s = record.last_token_s + planned.pause_s
         last_tool = planned.tool
-    ended(replay.record())
+    ended(replay.record(clock.now_s()))
 
 
 class BenchProgress(Protocol):

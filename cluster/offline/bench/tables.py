@@ -8,7 +8,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster.offline.bench.metrics import shown
+from cluster.offline.bench.metrics import COMPLETION, shown
 from cluster.offline.bench.results import BenchResult, as_json, by_block, by_policy
 from cluster.offline.bench.terminal import print_comparison, print_table
 
@@ -46,7 +46,7 @@ def _blocks_table(result: BenchResult) -> Table:
 
 def _footnotes(result: BenchResult, *, verbose: bool) -> list[str]:
     settings, workload = result.settings, result.workload
-    lines = ["Completion: seconds from arrival to the last token, without tools. Latencies: turns that are ok."]
+    lines = [COMPLETION]
     lines += [] if verbose else ["All that was measured: --verbose, or the lines of --json."]
     lines.append(f"Programs in the pool: {len(workload.programs)}.")
     if workload.dropped:

@@ -5,6 +5,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import chain
 from types import TracebackType
 from typing import Self, TextIO
 
@@ -15,7 +16,7 @@ from rich.table import Table
 
 from cluster.core.clock import MonotonicClock
 from cluster.core.slo import Outcome, ProgramRecord
-from cluster.offline.bench.metrics import QUANTITIES, Quantity, Result, shown, value_of
+from cluster.offline.bench.metrics import QUANTITIES, Quantity, Result, of_kinds, shown, value_of
 
 WIDEST = 10_000
 """Width in columns that no table exceeds."""
@@ -40,13 +41,16 @@ def print_comparison(
         title: the title above the first block.
         columns: the results of each policy, one for each seed. The first policy is the baseline.
         console: the console to print to.
-        verbose: prints all known quantities, with their ratio to the baseline; otherwise only the deciding ones.
+        verbose: prints all known quantities, with their ratio to the baseline, and those of each kind of program;
+            otherwise only the deciding ones.
         leave_out: a group of `QUANTITIES` that does not apply here.
     """
+    shown_groups = {group: quantities for group, quantities in QUANTITIES.items() if group != leave_out}
+    if verbose:
+        shown_groups["Kinds of programs"] = of_kinds(chain.from_iterable(columns.values()))
     rows = [
         quantity
-        for group, quantities in QUANTITIES.items()
-        for quantity in (quantities if group != leave_out else ())
+        for quantity in chain.from_iterable(shown_groups.values())
         if (verbose or quantity.deciding) and any(value_of(quantity, each) is not None for each in columns.values())
     ]
     first = next(iter(columns.values()))

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from cluster.offline.bench.metrics import ROUTING, mean, shown
+from cluster.offline.bench.metrics import COMPLETION, ROUTING, mean, shown
 from cluster.offline.bench.record import Line, RunLine, lines_of, versions
 from cluster.offline.bench.results import measures
 from cluster.offline.bench.terminal import print_comparison, print_table
@@ -35,8 +35,9 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
     """Return the JSON line of a run: the keys of `caesura bench`, and ``simulation`` with what only a simulator knows.
 
     Times are in seconds unless the key has another unit; ``goodput_*`` and ``*_per_s`` are per second.
-    ``wasted_gib_s`` integrates two amounts over the measured window: KV on hold, and the KV of each step's batch times
-    the share of recomputed tokens in the step. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
+    ``wasted_gib_s`` integrates two amounts over the measured window, which ``wasted_by_cause_gib_s`` has separately: KV
+    on hold, and the KV of each step's batch times the share of recomputed tokens in the step. ``jain``: see
+    `cluster.offline.simulator.fairness`. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
     values in virtual time. ``stored_tokens`` and ``loaded_tokens`` count the tokens whose KV was offloaded to the host
     and loaded back, over the whole run. ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
     """
@@ -49,7 +50,9 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
         "seed": run.seed,
         "host_gib": settings.host_gib,
         **measures(result.summary),
-        "wasted_gib_s": result.wasted_gib_s,
+        "jain": result.jain,
+        "wasted_gib_s": result.wasted_gib_s.total,
+        "wasted_by_cause_gib_s": asdict(result.wasted_gib_s),
         "schedule_ms": {"mean": result.schedule_ms.mean, "p99": result.schedule_ms.p99},
         "wall_s_per_minute": wall_s_per_minute(result),
         "command": settings.command,
@@ -61,8 +64,8 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "replicas": result.replicas,
             "parameters": dict(settings.parameters.get(run.policy, {})),
             "slo": asdict(settings.goodput_slo()),
-            "jct_all_s": result.jct_all_s,
-            "jct_wall_all_s": result.jct_wall_all_s,
+            "jct_all_s": result.summary.distributions["completion_all_s"].mean,
+            "jct_wall_all_s": result.summary.distributions["completion_wall_all_s"].mean,
             "tokens_per_s": result.summary.tokens_per_s,
             "under_way": settings.under_way,
             "max_ongoing": settings.max_ongoing,
@@ -98,7 +101,8 @@ def run_line(number: int, result: RunResult, settings: SimulationSettings) -> Ru
         seed=run.seed,
         window_s=(settings.warmup_s, settings.arrivals_s),
         slo=asdict(settings.goodput_slo()),
-        summary=measures(result.summary) | {"wasted_gib_s": result.wasted_gib_s, "bound_per_s": result.bound_per_s},
+        summary=measures(result.summary)
+        | {"wasted_gib_s": result.wasted_gib_s.total, "bound_per_s": result.bound_per_s},
         versions=versions(),
         command=settings.command,
         capacity_tokens=settings.blocks * BLOCK_SIZE * result.replicas,
@@ -183,10 +187,10 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     noise = f" with errors of N(0, {settings.noise:g} x value)" if settings.noise else ""
     lines = [] if verbose else ["All that was measured: --verbose, or the lines of --json."]
     lines += [
-        "Completion: seconds from arrival to the last token, without tools. Latencies: turns that are ok.",
+        COMPLETION,
         f"Good: TTFT of each turn <= {slo.ttft_s:g} s, and the program's time without tools / its tokens <= "
         f"{slo.normalized_latency_s:.4g} s = {settings.slo_norm_x:g} x {settings.cost_model().decode_step_s():.4g} s, "
-        "a step that decodes one sequence without a context.",
+        "a step that decodes one sequence without a context. Good by first turn: only its TTFT is bounded (AugServe).",
     ]
     if any(policy in BASELINES for policy in settings.policies):
         which = ", ".join(f"{name} ({settings.tier(name)})" for name in settings.policies if name in BASELINES)
@@ -198,7 +202,7 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
             "not vLLM's default."
         )
     if settings.replicas > 1:
-        lines.append("A program that was refused counts for the JCTs of all as if it were waiting until the run's end.")
+        lines.append("A program that was refused counts as if it were waiting until the run's end.")
     if informed:
         lines.append(f"Given true lengths and durations{noise}: {', '.join(informed)}.")
     if learn:

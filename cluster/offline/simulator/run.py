@@ -15,12 +15,12 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.slo import ProgramRecord
 from cluster.offline.bench.arrivals import Arrivals
 from cluster.offline.bench.history import MemorySample, MemoryUse, ProgramHistory
-from cluster.offline.bench.metrics import mean
 from cluster.offline.bench.record import Recorded
 from cluster.offline.bench.results import Distribution, Summary, summarize, tokens_between
 from cluster.offline.bench.settings import load_pool
 from cluster.offline.bench.workload import Workload
 from cluster.offline.simulator.bounds import FluidBound, HoldingBound
+from cluster.offline.simulator.fairness import jain, slowdown
 from cluster.offline.simulator.foresight import Forecasts, Foresight, forecasts_of
 from cluster.offline.simulator.load import Recovery, closed_loop, plan
 from cluster.offline.simulator.routed import Routed, RoutingSummary, turns_on
@@ -101,20 +101,36 @@ class Run:
 
 
 @dataclass(frozen=True, slots=True)
+class Wasted:
+    """KV memory that did no work, integrated over time, by its cause. See `replicas.stats.Waste`."""
+
+    held: float
+    """Held KV of paused programs and of turns that wait."""
+    recomputed: float
+    """KV of each step's batch, times the step's share of recomputed tokens."""
+
+    @property
+    def total(self) -> float:
+        """Sum over all causes."""
+        return self.held + self.recomputed
+
+    def since(self, start: "Wasted", scale: float) -> "Wasted":
+        """Return what was added after ``start``, times ``scale``."""
+        return Wasted((self.held - start.held) * scale, (self.recomputed - start.recomputed) * scale)
+
+
+@dataclass(frozen=True, slots=True)
 class RunResult:
     """The results of one run."""
 
     run: Run
     summary: Summary
     """Summary of the programs with an intended arrival in the measured window."""
-    jct_all_s: float | None
-    """Mean job completion time without tools, in seconds. Unfinished programs count with their time so far, and a
-    rejected program as if its last turn lasted until the end of the run."""
-    jct_wall_all_s: float | None
-    """The same with tools, in seconds."""
+    jain: float | None
+    """Jain's index of the programs' slowdowns, see `cluster.offline.simulator.fairness`."""
     routing: RoutingSummary
-    wasted_gib_s: float
-    """Wasted KV in the measured window: held KV, and each step's KV times its share of recomputed tokens."""
+    wasted_gib_s: Wasted
+    """Wasted KV in the measured window by its cause, in GiB seconds."""
     schedule_ms: Distribution
     """Real time of one call of ``schedule()``, in milliseconds."""
     preemptions: int
@@ -237,15 +253,17 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """Totals of each replica up to some time."""
+    """Totals up to some time."""
 
-    wasted: list[float]
+    wasted: Wasted
     busy_s: list[float]
+    """By replica."""
 
 
 def _mark(replicas: Sequence[VirtualReplica]) -> Mark:
     wastes = [replica.settled_waste() for replica in replicas]
-    return Mark([waste.held + waste.recomputed for waste in wastes], [replica.busy_s for replica in replicas])
+    wasted = Wasted(sum(waste.held for waste in wastes), sum(waste.recomputed for waste in wastes))
+    return Mark(wasted, [replica.busy_s for replica in replicas])
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,10 +294,9 @@ def _result(
     return RunResult(
         run=run,
         summary=summarize(run.policy, measured, slo, settings.window_s, tokens),
-        jct_all_s=mean([_spent_s(record, simulated_s) for record in measured]),
-        jct_wall_all_s=mean([_spent_wall_s(record, simulated_s) for record in measured]),
+        jain=jain([slowdown(record, cost, settings.step_tokens) for record in measured]),
         routing=RoutingSummary.of(measured, ended.routed, turns, busy_s, simulated_s),
-        wasted_gib_s=(sum(end.wasted) - sum(start.wasted)) * cost.kv_bytes_per_token / GIB,
+        wasted_gib_s=end.wasted.since(start.wasted, cost.kv_bytes_per_token / GIB),
         schedule_ms=Distribution.of(s * MILLISECONDS for replica in replicas for s in replica.schedule_s),
         preemptions=sum(replica.preemptions for replica in replicas),
         stored_tokens=sum(replica.link.stored_tokens for replica in replicas if replica.link),
@@ -293,13 +310,3 @@ def _result(
         bound_per_s=bound.goodput_per_s(run.rate_per_s),
         recovery=Recovery.of(records, slo, burst, settings.arrivals_s) if burst else None,
     )
-
-
-def _spent_s(program: ProgramRecord, now_s: float) -> float:
-    """Return the seconds without tools that a program has taken up to ``now_s`` or to its completion."""
-    return sum((now_s if t.last_token_s is None else t.last_token_s) - t.intended_start_s for t in program.turns)
-
-
-def _spent_wall_s(program: ProgramRecord, now_s: float) -> float:
-    """Return the seconds with tools that a program has taken up to ``now_s`` or to its completion."""
-    return now_s - program.arrival_s if program.jct_wall_s is None else program.jct_wall_s

@@ -287,4 +287,5 @@ class Simulation:
             turns=tuple(turns),
             planned_turns=planned,
             kind=job.program.kind,
+            until_s=self._clock.now_s(),
         )
