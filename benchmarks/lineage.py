@@ -1,11 +1,12 @@
 """How often the program of a turn is found by its messages alone, and what that costs.
 
-    python -m benchmarks.lineage [--data DIRECTORY] [--programs 10000] [--concurrent 256]
+    python -m benchmarks.lineage [--data DIRECTORY] [--programs 10000] [--concurrent 256] [--api chat]
 
 The turns of recorded programs (their text, from the directory `text` of the data) are sent without ids to an index
 that knows that many other programs. So many programs run at the same time, in an order drawn at random. A turn is
 right if it gets the id of its own program's turn before, or, as a first turn, an id that no turn had. Programs that
-begin with equal prompts are among them. CPU time of this thread, with the hashing of all messages of the request.
+begin with equal prompts are among them. `--api completions` sends the same texts as one prompt, `--api responses` as
+items. CPU time of this thread, with the hashing of all messages of the request.
 """
 
 import argparse
@@ -48,6 +49,17 @@ class Recorded:
     id: str | None = None
 
 
+def request(api: str, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the body of a request with this conversation."""
+    match api:
+        case "completions":
+            return {"model": "model", "prompt": "".join(message["content"] for message in messages)}
+        case "responses":
+            return {"model": "model", "input": messages}
+        case _:
+            return {"model": "model", "messages": messages}
+
+
 def recorded(path: Path) -> list[Recorded]:
     """Read the programs of a file of texts."""
     programs: dict[str, Recorded] = {}
@@ -58,23 +70,26 @@ def recorded(path: Path) -> list[Recorded]:
     return list(programs.values())
 
 
-def filled(programs: int) -> LineageIndex:
+def filled(programs: int, api: str = "chat") -> LineageIndex:
     """Return an index that knows this many programs, by all points that it keeps of each."""
     index = LineageIndex(2 * programs)
     for number in range(programs):
         messages = [SYSTEM, {"role": "user", "content": f"Task {number}"}]
         for turn in range(MAX_POINTS):
-            index.ended(index.attribute(NOBODY, {"model": "model", "messages": messages}))
+            sent = index.attribute(NOBODY, request(api, messages))
+            if sent.by_prompt is not None:
+                sent.by_prompt.received(f"Answer {turn}", ())
+            index.ended(sent)
             messages.append({"role": "assistant", "content": f"Answer {turn}"})
             messages.append({"role": "user", "content": "Next"})
     return index
 
 
-def index_bytes(programs: int) -> float:
+def index_bytes(programs: int, api: str) -> float:
     """Return the memory of a program of the index (bytes)."""
     tracemalloc.start()
     try:
-        index = filled(programs)
+        index = filled(programs, api)
         return tracemalloc.get_traced_memory()[0] / len(index)
     finally:
         tracemalloc.stop()
@@ -86,6 +101,7 @@ class Replay:
 
     index: LineageIndex
     concurrent: int
+    api: str = "chat"
     seed: int = 7
     right: int = 0
     seconds: list[float] = field(default_factory=list)
@@ -107,6 +123,8 @@ class Replay:
             if program.flying is None:
                 self._send(program)
                 continue
+            if program.flying.by_prompt is not None:
+                program.flying.by_prompt.received(program.turns[program.sent - 1][1], ())
             self.index.ended(program.flying)
             program.flying = None
             program.messages.append({"role": "assistant", "content": program.turns[program.sent - 1][1]})
@@ -115,7 +133,7 @@ class Replay:
 
     def _send(self, program: Recorded) -> None:
         program.messages.append({"role": "user", "content": program.turns[program.sent][0]})
-        body = {"model": "model", "messages": program.messages}
+        body = request(self.api, program.messages)
         start = time.thread_time()
         program.flying = self.index.attribute(NOBODY, body)
         self.seconds.append(time.thread_time() - start)
@@ -128,12 +146,12 @@ class Replay:
         program.sent += 1
 
 
-def rows(directory: Path, programs: int, concurrent: int) -> Iterator[dict[str, Any]]:
+def rows(directory: Path, programs: int, concurrent: int, api: str) -> Iterator[dict[str, Any]]:
     """One for each file, and one for all of them together."""
     paths = sorted(directory.glob("*.jsonl.gz"))
     groups = [(path.name.removesuffix(".jsonl.gz"), [path]) for path in paths] + [("all", paths)]
     for name, files in groups:
-        replay = Replay(filled(programs), concurrent)
+        replay = Replay(filled(programs, api), concurrent, api)
         sent = [program for path in files for program in recorded(path)]
         replay.run(sent)
         replay.index.check_integrity()
@@ -159,21 +177,22 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--data", type=Path, default=DATA)
     parser.add_argument("--programs", type=int, default=10_000)
     parser.add_argument("--concurrent", type=int, default=256)
+    parser.add_argument("--api", choices=("chat", "completions", "responses"), default="chat")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(argv)
     if not any(arguments.data.glob("*.jsonl.gz")):
         print(f"no recorded texts in {arguments.data}", file=sys.stderr)
         return 1
     found = []
-    for row in rows(arguments.data, arguments.programs, arguments.concurrent):
+    for row in rows(arguments.data, arguments.programs, arguments.concurrent, arguments.api):
         print(
             f"  {row['text']:22} {row['programs']:4} programs {row['turns']:6} turns   {row['right']:8.3%} right   "
             f"{row['mean_characters']:7} characters   mean {row['mean_ms']:.3f} ms   p99 {row['p99_ms']:.3f} ms"
         )
         found.append(row)
-    found.append({"text": "memory", "program_bytes": round(index_bytes(1000))})
+    found.append({"text": "memory", "program_bytes": round(index_bytes(1000, arguments.api))})
     print(f"  memory of a program of the index: {found[-1]['program_bytes']} bytes")
-    save("lineage", found, arguments.json)
+    save("lineage" if arguments.api == "chat" else f"lineage_{arguments.api}", found, arguments.json)
     everything = found[-2]
     return 0 if everything["right"] >= TARGET_RIGHT and everything["mean_ms"] <= TARGET_MS else 1
 

@@ -92,12 +92,20 @@ def _table(entry: Row) -> list[str]:
                 of = [row for row in rows if all(row.get(n) == v for n, v in zip(group, key, strict=True))]
                 of = [row for row in of if across is None or row[across] == step]
                 values = [value for row in of for value in _values(row, field)]
-                cells.append(number(statistics.fmean(values)) if values else "")
+                cells.append(_cell(values, len({row.get("seed") for row in of})))
         table.append(f"| {' | '.join(cells)} |")
     text = [entry["text"].strip(), ""] if "text" in entry else []
     file = entry["file"]
     source = f"`{record['command']}`, {record['date']}, commit {record['commit']}, `results/{file}`"
     return [f"### {entry['title']}", "", *text, *table, "", source]
+
+
+def _cell(values: Sequence[float], seeds: int) -> str:
+    """The mean, and over several seeds their standard deviation."""
+    if not values:
+        return ""
+    mean = number(statistics.fmean(values))
+    return f"{mean} ± {statistics.stdev(values):.2g}" if 1 < seeds == len(values) else mean
 
 
 def _promises(name: str) -> str:
@@ -110,7 +118,9 @@ def _record(entry: Row) -> dict[str, Any]:
     """A result's rows, command, date and commit; what the file does not say stands in `kept.yaml`."""
     path = RESULTS / entry["file"]
     if path.suffix == ".jsonl":
-        record: dict[str, Any] = {"rows": [json.loads(line) for line in path.read_text().splitlines()]}
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        made = {key: rows[0][key] for key in ("date", "commit") if key in rows[0]}
+        record: dict[str, Any] = {"rows": rows, **made}
     else:
         record = json.loads(path.read_text())
     named = {key: entry[key] for key in ("command", "date", "commit") if key in entry}

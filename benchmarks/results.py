@@ -22,7 +22,7 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
     record = {
         "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": _commit(),
+        "commit": commit(),
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
@@ -41,7 +41,7 @@ def kept_rows(name: str) -> list[dict[str, Any]]:
     return rows
 
 
-def _commit() -> str:
+def commit() -> str:
     """Return the commit of this tree, with ``+`` if files have changed since; ``unknown`` outside of a repository."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty=+", "--exclude=*"],

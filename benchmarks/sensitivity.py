@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.results import save
-from cluster.offline.simulator.bounds import HoldingBound
-from cluster.offline.simulator.run import RunResult, load_workload, simulate_all
+from cluster.offline.simulator.run import RunResult, bound_of, simulate_all
 from cluster.offline.simulator.settings import SimulationSettings
 from replicas.cost_model import CostModel
 from replicas.presets import preset
@@ -54,7 +53,7 @@ def main() -> int:
                 minutes=arguments.minutes,
                 seeds=tuple(int(seed) for seed in arguments.seed.split(",")),
             )
-            capacity = capacity_per_s(settings)
+            capacity = bound_of(settings, settings.seeds[0]).capacity_per_s
             loaded = replace(settings, rates_per_s=tuple(round(share * capacity, 3) for share in shares))
             named = dict(zip(loaded.rates_per_s, shares, strict=True))
             for result in simulate_all(loaded, arguments.jobs):
@@ -69,13 +68,6 @@ def main() -> int:
 
 def changed(model: CostModel, factor: float, fields: tuple[str, ...]) -> CostModel:
     return replace(model, **{field: factor * getattr(model, field) for field in fields})
-
-
-def capacity_per_s(settings: SimulationSettings) -> float:
-    """Return the programs a second that a fluid bound allows on one replica."""
-    pool = load_workload(settings, settings.seeds[0]).programs
-    bound = HoldingBound(pool, settings.cost_model(), settings.step_tokens, settings.step_sequences, 1)
-    return bound.capacity_per_s
 
 
 def row(change: str, capacity: float, share: float, result: RunResult) -> dict[str, Any]:

@@ -1,8 +1,9 @@
-"""Step times that the presets predict, against public measurements of GPUs that were not fitted.
+"""Step times that the presets predict, against measurements of GPUs that were not fitted.
 
 ``python -m benchmarks.silicon`` compares by device, model, phase, batch, context and number of tensor-parallel ranks,
 and draws a plot; exit status 1 if a target is missed. ``--fit`` makes the fits in `replicas/silicon` again first.
-Nothing is measured here: `replicas/silicon/README.md` names the sources.
+Nothing is measured here: `replicas/silicon/README.md` names the public sources, and `benchmarks.gpu_steps` measured the
+steps and copies of the source `gpu_steps`, none of which is ever fitted.
 """
 
 import argparse
@@ -14,6 +15,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from benchmarks import gpu_results
 from benchmarks.results import save
 from replicas.presets import DEVICES, FITS, MODELS, WORKING_BYTES, efficiency
 from replicas.silicon.fit import FIT_NAMES, DeviceFit, Errors, Group, fit_device, write_fits
@@ -38,9 +40,9 @@ def main() -> int:
     if arguments.fit:
         write_fits()
         efficiency.cache_clear()
-    measured = load()
+    measured = [*load(), *gpu_results.measurements()]
     fits = [fit_device(name, measured) for name in FIT_NAMES]
-    rows = [*steps(fits), *all_reduces(measured), *capacities()]
+    rows = [*steps(fits), *all_reduces(measured), *capacities(), *gpu_results.copies(), *gpu_results.additions()]
     show(rows)
     missed = [row for row in rows if row.get("targeted") and not row["reached"]]
     for row in missed:
@@ -128,6 +130,7 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
         "batch": ("fit", "phase", "batch"),
         "context": ("fit", "phase", "context"),
         "all_reduce": ("device", "ranks"),
+        "copy": ("device", "model", "how", "to"),
     }
     for by, names in columns.items():
         print(f"\nPredicted over measured, by {by}: median, median error, p10, p90")
@@ -136,6 +139,13 @@ def show(rows: Sequence[dict[str, Any]]) -> None:
                 cells = " ".join(f"{row[name]!s:<{max(12, len(name))}}" for name in names)
                 numbers = " ".join(f"{row[name]:6.2f}" for name in ("ratio", "error", "p10", "p90"))
                 print(f"  {cells} {row['rows']:4} {numbers} {mark(row)}")
+    print(
+        "\nPredicted over measured, mixed steps at rest: mixed, its prompt alone; measured ms: mixed, prompt + decodes"
+    )
+    for row in rows:
+        if row["by"] == "addition":
+            step = f"{row['device']:10} {row['model']:18} {row['prompt']:5} {row['before']:6} {row['decodes']:8}"
+            print(f"  {step} {row['ratio']:.3f} {row['prompt_ratio']:.3f} {row['ms']:7.2f} {row['sum_ms']:7.2f}")
     print("\nTokens of KV: reported, predicted, ratio")
     for row in rows:
         if row["by"] == "kv":

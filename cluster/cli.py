@@ -14,6 +14,7 @@ from cluster.offline.commands import (
     pages,
     predictor,
     programs,
+    reproduce,
     serve,
     simulate,
     top,
@@ -32,6 +33,7 @@ app.command()(demo.demo)
 app.command()(model.profile)
 app.command()(pages.reference)
 app.command()(pages.report)
+app.command()(reproduce.reproduce)
 app.command()(simulate.simulate)
 app.command()(top.status)
 app.command()(programs.tools)

@@ -21,7 +21,7 @@ from safetensors.numpy import save as save_tensors
 
 from cluster.core.errors import ConfigError
 from cluster.core.registry import PREDICTORS
-from predictor_service.examples import ProgramExample
+from predictor_service.examples import TEST_SHARE, ProgramExample
 
 FORMAT = 1
 """Version of the format. Raise it with every change of the files' meaning."""
@@ -39,6 +39,8 @@ class Origin:
     sources: tuple[str, ...] = ()
     split_seed: int | None = None
     """Seed of the split whose train side was used; None if all of the data was used."""
+    test_share: float = TEST_SHARE
+    """Share of the groups that this split left out."""
     metrics: Mapping[str, Any] = field(default_factory=dict)
     """The model's scores by source on the test side, for information only."""
 
@@ -101,6 +103,7 @@ class _Origin(BaseModel):
     programs: Annotated[int, Field(ge=0)]
     sources: tuple[str, ...] = Field(strict=False)
     split_seed: int | None
+    test_share: Annotated[float, Field(gt=0, lt=1)] = TEST_SHARE
     metrics: dict[str, Any]
 
 
@@ -153,6 +156,7 @@ def write_bundle(directory: Path, bundle: Bundle) -> None:
             "programs": bundle.origin.programs,
             "sources": list(bundle.origin.sources),
             "split_seed": bundle.origin.split_seed,
+            "test_share": bundle.origin.test_share,
             "metrics": dict(bundle.origin.metrics),
         },
         "settings": dict(bundle.settings),

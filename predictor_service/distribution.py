@@ -1,6 +1,6 @@
 """Distributions of lengths (tokens) and durations (seconds): shares of bins, each spread evenly over its bin.
 
-The first length bins are those of the papers (AugServe: 50 bins of 10 tokens); the later ones have equal ratios.
+The first length bins are those of the papers (LAMPS, MARS: 50 bins of 10 tokens); the later ones have equal ratios.
 Duration bins have equal ratios from one millisecond on.
 """
 
@@ -50,6 +50,19 @@ class Distribution:
         if not (np.isfinite(total) and total > 0 and counts.min() >= 0):
             raise ValueError(f"counts of a distribution are finite, not negative and not all 0, not {counts}")
         return cls(edges, counts / total)
+
+    @classmethod
+    def of_mean(cls, edges: Floats, mean: float) -> "Distribution":
+        """Make a distribution in at most two neighbouring bins, whose expected value is ``mean``.
+
+        A value outside of the middles of the first and the last bin becomes the nearer of them.
+        """
+        middles = (edges[:-1] + edges[1:]) / 2
+        above = int(np.clip(np.searchsorted(middles, mean), 1, len(middles) - 1))
+        part = float(np.clip((mean - middles[above - 1]) / (middles[above] - middles[above - 1]), 0.0, 1.0))
+        shares = np.zeros(len(middles))
+        shares[above - 1], shares[above] = 1.0 - part, part
+        return cls(edges, shares)
 
     @property
     def mean(self) -> float:

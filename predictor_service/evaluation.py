@@ -10,10 +10,10 @@ import numpy as np
 
 from cluster.core.errors import ConfigError
 from cluster.core.program import without_class
-from cluster.core.registry import PREDICTORS
+from cluster.core.registry import BASED_PREDICTORS, PREDICTORS
 from predictor_service.bundle import Origin, StoredModel, data_hash
 from predictor_service.distribution import DURATION_EDGES, LENGTH_EDGES, Distribution, Floats
-from predictor_service.examples import ProgramExample, TurnExample, split, teach_end, teach_turn
+from predictor_service.examples import TEST_SHARE, ProgramExample, TurnExample, split, teach_end, teach_turn
 from predictor_service.model import NO_TOOL, LengthModel, PauseContext, Remaining, TurnContext
 from predictor_service.scores import (
     PER_TOOL_EXPONENTIAL,
@@ -21,6 +21,7 @@ from predictor_service.scores import (
     RankScores,
     SourceScores,
     number_scores,
+    paper_scores,
     rank_correlation,
     tool_scores,
 )
@@ -28,8 +29,6 @@ from predictor_service.statistics_model import StatisticsModel
 
 ONLINE = ", learning"
 """Suffix of the name of a model that also learns from the tested programs, from each turn after its forecast."""
-ENCODER = "encoder"
-"""Name of the registered model that needs a base."""
 
 
 @dataclass(slots=True)
@@ -48,7 +47,8 @@ class _Asked:
         contexts = [turn.context for turn in turns]
         self.turns += turns
         self.lengths += model.lengths(contexts)
-        self.remaining += model.remaining(contexts)
+        if hasattr(model, "remaining"):
+            self.remaining += model.remaining(contexts)
         if hasattr(model, "tools"):
             self.tools += model.tools(contexts)
         ended = [turn for turn in turns if turn.pause is not None and turn.pause_outcome is not None]
@@ -56,17 +56,20 @@ class _Asked:
             pauses = [turn.pause for turn in ended]
             self.pauses += ended
             self.durations += model.durations(pauses)
-            self.returned += model.returned(pauses)
+            if hasattr(model, "returned"):
+                self.returned += model.returned(pauses)
 
     def scores(self, model: str, source: str) -> SourceScores:
         outcomes = [turn.pause_outcome for turn in self.pauses]
         seconds = [outcome.duration_s if outcome else None for outcome in outcomes]
         tokens = [outcome.returned_tokens if outcome else None for outcome in outcomes]
+        lengths = [turn.outcome.output_tokens for turn in self.turns]
         return SourceScores(
             model=model,
             source=source,
-            lengths=number_scores(self.lengths, [turn.outcome.output_tokens for turn in self.turns]),
-            remaining=self._rank_scores(),
+            lengths=number_scores(self.lengths, lengths),
+            papers=paper_scores((self.lengths, lengths), _pairs(self.durations, seconds)),
+            remaining=self._rank_scores() if self.remaining else None,
             tools=tool_scores(self.tools, [turn.outcome.tool for turn in self.turns]) if self.tools else None,
             durations=_known(self.durations, seconds),
             returned=_known(self.returned, tokens),
@@ -81,9 +84,18 @@ class _Asked:
         )
 
 
+def _pairs(
+    forecasts: Sequence[Distribution], happened: Sequence[float | None]
+) -> tuple[Sequence[Distribution], Sequence[float]]:
+    """Return the forecasts whose outcomes are known, and these outcomes."""
+    if not forecasts:
+        return (), ()
+    known = [(forecast, value) for forecast, value in zip(forecasts, happened, strict=True) if value is not None]
+    return [forecast for forecast, _ in known], [value for _, value in known]
+
+
 def _known(forecasts: Sequence[Distribution], happened: Sequence[float | None]) -> NumberScores | None:
-    pairs = [(forecast, value) for forecast, value in zip(forecasts, happened, strict=True) if value is not None]
-    return number_scores([forecast for forecast, _ in pairs], [value for _, value in pairs])
+    return number_scores(*_pairs(forecasts, happened))
 
 
 def scores(name: str, model: Any, programs: Sequence[ProgramExample]) -> list[SourceScores]:
@@ -107,17 +119,17 @@ def scores_online(name: str, model: Any, programs: Sequence[ProgramExample]) -> 
 
 
 def fitted(name: str, programs: Sequence[ProgramExample], base: Path | None) -> Any:
-    """Fit the registered model ``name`` to ``programs``. The encoder is fine-tuned from the checkpoint ``base``.
+    """Fit the registered model ``name`` to ``programs``. Those of `BASED_PREDICTORS` need the checkpoint ``base``.
 
     Raises:
         ConfigError: there is no such model, the base is missing, or there is too little data.
     """
     model = PREDICTORS.load(name)
-    if name != ENCODER:
+    if name not in BASED_PREDICTORS:
         return model.fit(programs)
     if base is None:
         raise ConfigError(
-            "--base: the model encoder needs a directory with a checkpoint (config, safetensors, tokenizer)"
+            f"--base: the model {name} needs a directory with a checkpoint (config, safetensors, tokenizer)"
         )
     return model.fit(programs, base)
 
@@ -129,6 +141,7 @@ def evaluated(
     ready: Mapping[str, Any] | None = None,
     base: Path | None = None,
     on_finished: Callable[[str], None] = lambda _: None,
+    test_share: float = TEST_SHARE,
 ) -> list[SourceScores]:
     """Return the scores of baselines and models, fitted on one side of a split and tested on the other.
 
@@ -139,11 +152,12 @@ def evaluated(
         ready: fitted models by name; they must not have seen the test side.
         base: see `fitted`.
         on_finished: called with the name of each model after its evaluation.
+        test_share: the share of the groups that are tested on.
 
     Raises:
         ConfigError: a name is not registered, or a side of the split is empty.
     """
-    train, test = split(programs, seed)
+    train, test = split(programs, seed, test_share)
     if not train or not test:
         raise ConfigError(f"--split-seed {seed}: of {len(programs)} programs it leaves nothing to train on or to test")
     found: list[SourceScores] = []
@@ -160,7 +174,18 @@ def evaluated(
     return found
 
 
-def trained(name: str, programs: Sequence[ProgramExample], seed: int | None, base: Path | None = None) -> StoredModel:
+def test_share_of(name: str) -> float:
+    """Return the share of the groups that the model ``name`` is tested on by default: that of its paper, or 0.3."""
+    return float(getattr(PREDICTORS.load(name), "TEST_SHARE", TEST_SHARE))
+
+
+def trained(
+    name: str,
+    programs: Sequence[ProgramExample],
+    seed: int | None,
+    base: Path | None = None,
+    test_share: float | None = None,
+) -> StoredModel:
     """Train the model ``name``, and score it by source on programs that it has not seen.
 
     Args:
@@ -168,11 +193,13 @@ def trained(name: str, programs: Sequence[ProgramExample], seed: int | None, bas
         programs: the programs of both sides.
         seed: the seed of the split; None trains on all programs and gives no scores.
         base: see `fitted`.
+        test_share: the share of the groups that are tested on; None: see `test_share_of`.
 
     Raises:
         ConfigError: there is no such model, or too little data.
     """
-    train, test = (list(programs), []) if seed is None else split(programs, seed)
+    share = test_share_of(name) if test_share is None else test_share
+    train, test = (list(programs), []) if seed is None else split(programs, seed, share)
     if not train:
         raise ConfigError(f"--split-seed {seed}: of {len(programs)} programs it leaves nothing to train on")
     model = fitted(name, train, base)
@@ -181,19 +208,29 @@ def trained(name: str, programs: Sequence[ProgramExample], seed: int | None, bas
         for score in (scores(name, model, test) if test else ())
     }
     sources = tuple(sorted({program.source for program in train}))
-    return StoredModel(name, model, Origin(data_hash(train), len(train), sources, seed, metrics))
+    return StoredModel(name, model, Origin(data_hash(train), len(train), sources, seed, share, metrics))
 
 
-def check_unseen(stored: StoredModel, seed: int) -> None:
-    """Check that the model was not trained on the programs that ``seed`` selects for the test.
+def check_unseen(stored: StoredModel, seed: int, test_share: float | None = None) -> None:
+    """Check that the model was not trained on the programs that ``seed`` and ``test_share`` select for the test.
+
+    Args:
+        stored: the model.
+        seed: the seed of the split.
+        test_share: the share of the groups that are tested on; None: that of the model's training.
 
     Raises:
         ConfigError: the model was trained on them, or may have been.
     """
-    learnt = stored.origin.split_seed
+    learnt, share = stored.origin.split_seed, stored.origin.test_share
     if learnt != seed:
         whence = "all programs" if learnt is None else f"the train side of --split-seed {learnt}"
         raise ConfigError(f"--bundle: the model {stored.name} was trained on {whence}, but --split-seed is {seed}")
+    if test_share is not None and test_share > share:
+        raise ConfigError(
+            f"--test-share {test_share:g}: the model {stored.name} of --bundle was trained with {share:g}, so that it "
+            "has seen some of these programs"
+        )
 
 
 # --- baselines: the mean per tool, and an exponential distribution of that mean (InferCept) ---

@@ -25,6 +25,8 @@ CLASS_MARK = ":"
 LAST_TOOLS = 3
 SOURCE_BUCKETS, TOOL_BUCKETS, KEY_BUCKETS = 16, 24, 48
 TURN_WORD_BUCKETS, ARGUMENT_WORD_BUCKETS = 256, 256
+READ = 4096
+"""Characters at the end of a prompt that the features are of."""
 HEAD, TAIL = 384, 640
 """Characters at the beginning and at the end of a text whose words become features."""
 MOST_WORDS = 192
@@ -74,7 +76,8 @@ def _stacked(rows: Sequence[Vectors], length: int) -> Vectors:
 def _turn_row(turn: TurnContext) -> Vectors:
     """Return a turn's features, which are read-only. They are cached for the pauses that may follow the turn."""
     row = np.zeros(TURN_FEATURES, dtype=np.float32)
-    text = _ends(turn.text)
+    read = turn.text[-READ:]
+    text = _ends(read)
     position = _finite(turn.position)
     numbers = [
         _log(position),
@@ -85,8 +88,8 @@ def _turn_row(turn: TurnContext) -> Vectors:
         *_history(turn.outputs, _log),
         *_history(turn.returned, _log),
         *_history(turn.durations_s, _log_s),
-        _log(len(turn.text)),
-        _log(turn.text.count("\n")),
+        _log(len(read)),
+        _log(read.count("\n")),
         _log(len(turn.offered)),
         _log(len(set(turn.tools[:HISTORY]))),
         *_cues(text),

@@ -8,14 +8,14 @@ program, it answers with the statistics of all programs.
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from predictor_service.distribution import Distribution
 
 HISTORY = 8
 """Earlier turns in a context, at most. The most recent one comes first."""
-MAX_TEXT = 4096
-"""Characters of a prompt's text that are kept: the last ones."""
+MAX_TEXT = 16_384
+"""Characters of a prompt's text that are kept: the last ones. They are 8 for each of the 2,048 tokens of LAMPS."""
 MAX_ARGUMENTS = 4096
 """Characters of a call's arguments that are kept: the first ones."""
 
@@ -94,11 +94,16 @@ class PauseOutcome:
 
 
 class LengthModel(Protocol):
-    """Predicts how many tokens turns generate, and the work that follows them."""
+    """Predicts how many tokens turns generate."""
 
     def lengths(self, turns: Sequence[TurnContext]) -> Sequence[Distribution]:
         """Predict the output tokens of each turn, on `LENGTH_EDGES`."""
         ...
+
+
+@runtime_checkable
+class RemainingModel(Protocol):
+    """Predicts the work that follows turns."""
 
     def remaining(self, turns: Sequence[TurnContext]) -> Sequence[Remaining]:
         """Predict the work that each turn's program has left after it."""
@@ -114,11 +119,16 @@ class ToolModel(Protocol):
 
 
 class DurationModel(Protocol):
-    """Predicts the duration of pauses from their beginning, and the tokens that they return."""
+    """Predicts the duration of pauses from their beginning."""
 
     def durations(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
         """Predict the seconds of each pause, on `DURATION_EDGES`."""
         ...
+
+
+@runtime_checkable
+class ReturnedModel(Protocol):
+    """Predicts the tokens that calls return."""
 
     def returned(self, pauses: Sequence[PauseContext]) -> Sequence[Distribution]:
         """Predict the prompt tokens that each call returns, on `LENGTH_EDGES`."""

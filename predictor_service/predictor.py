@@ -24,6 +24,8 @@ from predictor_service.model import (
     PauseContext,
     PauseSeen,
     Remaining,
+    RemainingModel,
+    ReturnedModel,
     TurnContext,
     TurnSeen,
     learn,
@@ -167,8 +169,10 @@ class Predictor:
 
     Args:
         statistics: learns while it serves, and predicts what the trained models do not.
-        lengths: a trained model of lengths; None uses the statistics.
-        durations: a trained model of pauses; None uses the statistics.
+        lengths: a trained model of lengths, and of the remaining work if it is a RemainingModel; None uses the
+            statistics.
+        durations: a trained model of durations, and of returned tokens if it is a ReturnedModel; None uses the
+            statistics.
         base: `StatisticsModel.to_bytes` of earlier observations, which count as those of another writer.
 
     Raises:
@@ -257,7 +261,8 @@ class Predictor:
         if isinstance(model, JointLengthModel):
             lengths, remaining = model.lengths_and_remaining(turns)
         else:
-            lengths, remaining = model.lengths(turns), model.remaining(turns)
+            other = model if isinstance(model, RemainingModel) else statistics
+            lengths, remaining = model.lengths(turns), other.remaining(turns)
         if not all(_is_distribution(one, LENGTH_EDGES) for one in lengths):
             self.broken += 1
             lengths = statistics.lengths(turns)
@@ -278,7 +283,8 @@ class Predictor:
         if isinstance(model, JointDurationModel):
             durations, returned = model.durations_and_returned(pauses)
         else:
-            durations, returned = model.durations(pauses), model.returned(pauses)
+            other = model if isinstance(model, ReturnedModel) else statistics
+            durations, returned = model.durations(pauses), other.returned(pauses)
         if not all(_is_distribution(one, DURATION_EDGES) for one in durations):
             self.broken += 1
             durations = statistics.durations(pauses)

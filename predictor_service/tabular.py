@@ -29,7 +29,15 @@ from predictor_service.features import (
     pause_features,
     turn_features,
 )
-from predictor_service.model import DurationModel, LengthModel, PauseContext, Remaining, TurnContext
+from predictor_service.model import (
+    DurationModel,
+    LengthModel,
+    PauseContext,
+    Remaining,
+    RemainingModel,
+    ReturnedModel,
+    TurnContext,
+)
 from predictor_service.statistics_model import StatisticsModel
 
 PRIOR_SHARE = 0.2
@@ -73,7 +81,7 @@ _TURN_INPUTS, _PAUSE_INPUTS = TURN_FEATURES + 7, PAUSE_FEATURES + 6
 _SPREADS = TypeAdapter(dict[str, dict[str, Annotated[float, Field(gt=0, lt=100)]]])
 
 
-class Prior(LengthModel, DurationModel, Protocol):
+class Prior(LengthModel, RemainingModel, DurationModel, ReturnedModel, Protocol):
     """The model whose forecasts are corrected."""
 
 
@@ -107,7 +115,7 @@ class Correction:
         return answer
 
 
-def turn_inputs(turns: Sequence[TurnContext], prior: LengthModel) -> Inputs:
+def turn_inputs(turns: Sequence[TurnContext], prior: Prior) -> Inputs:
     """Make the inputs of the trees for turns."""
     lengths = _stacked(prior.lengths(turns), LENGTH_EDGES)
     later = prior.remaining(turns)
@@ -118,7 +126,7 @@ def turn_inputs(turns: Sequence[TurnContext], prior: LengthModel) -> Inputs:
     return Inputs(features, {LENGTHS: lengths, REMAINING: remaining, TURNS: count})
 
 
-def pause_inputs(pauses: Sequence[PauseContext], prior: DurationModel) -> Inputs:
+def pause_inputs(pauses: Sequence[PauseContext], prior: Prior) -> Inputs:
     """Make the inputs of the trees for pauses."""
     durations = _stacked(prior.durations(pauses), DURATION_EDGES)
     returned = _stacked(prior.returned(pauses), LENGTH_EDGES)

@@ -376,7 +376,7 @@ class HostCache(CPUOffloadingManager):
 
     def touch(self, keys: Collection[OffloadKey], req_context: ReqContext) -> None:
         """Set ``keys`` as the context of a turn. They are of one KV cache group, from the first chunk on."""
-        account = self._account(req_context)
+        account = self.account(req_context)
         if account is None or not keys:
             super().touch(keys, req_context)
         else:
@@ -387,7 +387,7 @@ class HostCache(CPUOffloadingManager):
 
         Chunks after a gap could never be loaded.
         """
-        account = self._account(req_context)
+        account = self.account(req_context)
         present = [key for key in keys if key in self.chunks.blocks]
         missing = [key for key in keys if key not in self.chunks.blocks]
         room = 0 if req_context.req_id in self._closed else len(missing)
@@ -421,7 +421,8 @@ class HostCache(CPUOffloadingManager):
         self.chunks.storing = account
         return self.chunks.victims(n, set(protected))
 
-    def _account(self, req_context: ReqContext) -> Account | None:
+    def account(self, req_context: ReqContext) -> Account | None:
+        """Return the account of the program that a request belongs to; None: it belongs to none that is known."""
         key = self._programs.get(req_context.req_id)
         return None if key is None else self.chunks.accounts.get(key)
 

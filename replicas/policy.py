@@ -116,8 +116,8 @@ class TurnView:
     load: LoadView
     arrived_s: float
     """Time at which this turn arrived. ``program.arrived_s`` is the time of its program."""
-    arrived_step: int
-    """Number of the step at its arrival."""
+    queued_step: int
+    """Number of the step at which it began to wait: its arrival, or its last preemption."""
     tokens: int
     """Tokens of its prompt, and those that it generated before a preemption."""
     cached_tokens: int
@@ -129,6 +129,13 @@ class TurnView:
     """Those of ``tokens`` that it generated before a preemption."""
     first_token_s: float | None = None
     """Time of its first token, or None if there is none yet."""
+    longest_wait_steps: int = 0
+    """Largest number of steps that an earlier turn of its program waited, without the program's first turn."""
+
+    @property
+    def begun(self) -> bool:
+        """Whether its program has been scheduled before."""
+        return self.preempted or self.program.last_served_s is not None
 
     @property
     def pinned(self) -> bool:
@@ -152,6 +159,9 @@ class PauseView:
     """Known tool durations: observations of this replica and of the others."""
     average_turns: float | None
     """Mean number of turns of the programs that have ended, or None before the first has."""
+    turns_correlation: float | None = None
+    """Correlation, over the pauses of the programs that have ended, of the turns before a pause with the turns after
+    it. None where it is not defined, as before the first such pause."""
 
     @property
     def now_s(self) -> float:

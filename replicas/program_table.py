@@ -77,6 +77,37 @@ class _Entry:
     prompt_tokens: int = 0
     cached_tokens: int = 0
     """Sums over all recorded turns, including those that were dropped."""
+    longest_wait_steps: int = 0
+
+
+@dataclass(slots=True)
+class TurnsBeforeAndAfter:
+    """The turns before and after each pause of the programs that have ended, as sums.
+
+    A program of N turns has pauses after turn k = 1 to N - 1, with N - k turns after them. Over a program, both
+    numbers take the same values, so that their sums are equal.
+    """
+
+    count: int = 0
+    total: int = 0
+    squares: int = 0
+    products: int = 0
+
+    def observe(self, turns: int) -> None:
+        """Add the pauses of a program of ``turns`` turns."""
+        pauses = max(0, turns - 1)
+        total = pauses * (pauses + 1) // 2
+        squares = total * (2 * pauses + 1) // 3
+        self.count += pauses
+        self.total += total
+        self.squares += squares
+        self.products += turns * total - squares
+
+    @property
+    def correlation(self) -> float | None:
+        """Pearson's correlation of both numbers, in [-1, 1]. None: one of them was always the same."""
+        variance = self.count * self.squares - self.total**2
+        return (self.count * self.products - self.total**2) / variance if variance else None
 
 
 def _idle_s(state: ProgramState, now_s: float) -> float:
@@ -100,6 +131,7 @@ class ProgramTable:
         self._live: OrderedDict[str, _Entry] = OrderedDict()
         self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
+        self._pauses = TurnsBeforeAndAfter()
         self.abandoned = 0
         """Number of programs that were ended because they were idle for too long."""
 
@@ -119,10 +151,26 @@ class ProgramTable:
         """Yield the states of all programs that have not ended, those with the latest event first."""
         return (entry.state for entry in reversed(self._live.values()))
 
+    def waited(self, key: str, steps: int) -> None:
+        """Note that a turn of a program waited for so many steps. The program's first turn does not count."""
+        entry = self._live[key]
+        if entry.state.turns > 1:
+            entry.longest_wait_steps = max(entry.longest_wait_steps, steps)
+
+    def longest_wait_steps(self, key: str) -> int:
+        """Return the largest number of steps that :meth:`waited` noted; 0 for a program that has ended."""
+        entry = self._live.get(key)
+        return entry.longest_wait_steps if entry else 0
+
     @property
     def average_turns(self) -> float | None:
         """Mean number of turns of the programs that have ended (Continuum's AvgTurns), or None before the first has."""
         return self._turns.mean_s if self._turns.count else None
+
+    @property
+    def turns_correlation(self) -> float | None:
+        """Correlation of the turns before and after a pause, see `TurnsBeforeAndAfter`."""
+        return self._pauses.correlation
 
     @property
     def concluded(self) -> int:
@@ -148,6 +196,7 @@ class ProgramTable:
         for action in actions:
             if isinstance(action, Conclude):
                 self._turns.observe(action.turns)
+                self._pauses.observe(action.turns)
         return actions
 
     def record(self, key: str, turn: TurnRecord) -> None:

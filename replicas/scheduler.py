@@ -357,10 +357,12 @@ class AgentScheduler(LoadingScheduler):
                 program = self.programs[turn.key]
                 if program.turns > 1 and program.phase is not Phase.RESUMING:
                     self.lost_queue.observe(turn.admitted_s - turn.arrived_s)
+                self.programs.waited(turn.key, self.current_step - turn.queued_step)
                 self.apply(turn.key, Admitted(turn.admitted_s))
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.stats.preempted(request)
+        self.turns[request.request_id].queued_step = self.current_step
         super()._preempt_request(request, *args, **kwargs)
 
     def _update_request_with_output(

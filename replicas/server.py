@@ -55,6 +55,7 @@ from replicas.requests import (
 )
 from replicas.resumption import Watch, events
 from replicas.router_side import RouterSide
+from replicas.streamed_logprobs import request_every_token, without_ids
 from replicas.turn_server import TurnServer
 
 logger = logging.getLogger("ray.serve")
@@ -182,9 +183,11 @@ class ProgramServer(LLMServer):
             if "messages" in body and method in ("chat", "tokenize"):
                 self._text.make_plain(request)
             attach_program(request, headers, key, identity)
+            has_ids = request_every_token(request)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):
                 if getattr(request, "stream", False):
+                    answers = without_ids(answers) if has_ids else answers
                     answers = coalesce(events(answers, watch), self._ticks)
                 async with aclosing(answers):
                     async for piece in _as_sent(answers, watch):

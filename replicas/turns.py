@@ -61,7 +61,7 @@ class Turn:
     identity: ProgramIdentity
     key: str | None
     arrived_s: float
-    arrived_step: int
+    queued_step: int
     features: Features = NOTHING_KNOWN
     forecast: Forecast = NOTHING_EXPECTED
     admitted_s: float | None = None

@@ -65,13 +65,14 @@ class Views:
             turn.forecast,
             self.load,
             turn.arrived_s,
-            turn.arrived_step,
+            turn.queued_step,
             tokens,
             min(there, tokens),
             request.status is RequestStatus.PREEMPTED,
             place,
             request.num_output_tokens,
             turn.first_token_s,
+            self._programs.longest_wait_steps(turn.key) if turn.key is not None else 0,
         )
 
     def prefilling(self, request: Request) -> TurnView:
@@ -92,6 +93,7 @@ class Views:
             context_tokens=context_tokens,
             durations=self._durations,
             average_turns=self._programs.average_turns,
+            turns_correlation=self._programs.turns_correlation,
         )
 
     def hold(self, held: HeldBlocks[KVCacheBlock]) -> HoldView:

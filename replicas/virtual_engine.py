@@ -39,7 +39,9 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from cluster.core.clock import Clock
 from cluster.core.program import WIRE_KEY, ProgramIdentity
+from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
+from replicas.virtual_forgetting import forget_copies, forget_free_blocks
 
 
 @dataclass(slots=True)
@@ -241,6 +243,9 @@ class Shape:
     max_num_batched_tokens: int = 2048
     max_model_len: int = 8192
     prefix_caching: bool = True
+    forgetful: bool = False
+    """Whether the content of a block is forgotten once nothing uses or holds it, and host copies once their program is
+    not swapped out, as in an engine that keeps the KV of paused programs, but has no prefix cache."""
     host_blocks: int = 0
     """Number of blocks of the host tier. 0 means that there is none."""
 
@@ -280,6 +285,10 @@ class VirtualEngine:
         self.scheduler = scheduler_cls(
             config, kv_cache_config, StructuredOutputManager(config), block_size=shape.block_size
         )
+        if shape.forgetful:
+            forget_free_blocks(self.scheduler.kv_cache_manager.block_pool)
+            if isinstance(self.scheduler, AgentScheduler):
+                forget_copies(self.scheduler)
         self._host_tier: VirtualHostTier | None = None
         if shape.host_blocks:
             connector = self.scheduler.connector

@@ -1,8 +1,10 @@
-"""Finds the program of a request that names none, by its messages; and requests that are no turn of the program they
-name.
+"""Finds the program of a request that names none, by its messages or its prompt; and requests that are no turn of the
+program they name.
 
 A request continues a program if its messages are those of the program's last request, followed by an answer. The
-index knows programs by digests of their requests (`cluster.core.message_chain`). Each ingress has its own index, see
+index knows programs by digests of their requests (`cluster.core.message_chain`). The items of a response's input are
+messages too. A completion continues a program if its prompt begins with that of the program's last request and its
+answer (`cluster.core.prompt_lineage`). Each ingress has its own index, see
 `docs/adr/0009-a-program-without-an-id-is-known-by-its-messages.md`. A lost entry costs a new program, never an error.
 """
 
@@ -15,15 +17,15 @@ from uuid import uuid4
 
 from cluster.core.message_chain import MessageChain, Opening, chain_of, opening_of
 from cluster.core.program import ProgramIdentity
+from cluster.core.prompt_lineage import ID_PREFIX, PromptIndex, PromptProgram, prompt_of
 
 MAX_PROGRAMS = 20_000
-"""Largest number of programs of an index, of each kind. With all their points, they take at most about 60 MB."""
+"""Largest number of programs of an index, of each kind. Those known by messages take at most about 60 MB with all their
+points, and those known by prompts 30 MB."""
 MAX_POINTS = 8
 """Largest number of requests by which a program is known: its first and its latest ones."""
 MAX_HOLDERS = 256
 """Largest number of programs that are known by one point. If more have equal prompts, the oldest ones are dropped."""
-ID_PREFIX = "auto-"
-"""The beginning of the id of a program that named none."""
 
 
 class Attribution(StrEnum):
@@ -34,7 +36,7 @@ class Attribution(StrEnum):
     SIDE_CALL = "side_call"
     """The request names a program but is no turn of it, so that it is a program of one turn."""
     BEGUN = "begun"
-    """No known program has these messages, so that a new one begins."""
+    """No known program has these messages or this prompt, so that a new one begins."""
     CONTINUED = "continued"
     """It extends a program's last request."""
     REWRITTEN = "rewritten"
@@ -42,7 +44,7 @@ class Attribution(StrEnum):
     FORKED = "forked"
     """The same, while the program has a turn in flight: a new program, with that one as its parent."""
     UNKNOWN = "unknown"
-    """It names no program and has no messages. It belongs to no program."""
+    """It names no program, and has neither messages nor a single prompt. It belongs to no program."""
 
 
 @dataclass(slots=True, eq=False)
@@ -65,8 +67,13 @@ class Attributed:
 
     identity: ProgramIdentity
     how: Attribution
-    _program: _Program | None = None
+    _program: _Program | PromptProgram | None = None
     _ended: bool = False
+
+    @property
+    def by_prompt(self) -> PromptProgram | None:
+        """The program, if it is known by its prompts. It has to receive the beginning of the turn's answer."""
+        return self._program if isinstance(self._program, PromptProgram) else None
 
 
 class LineageIndex:
@@ -80,25 +87,32 @@ class LineageIndex:
         self._max_programs = max_programs
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._points: dict[bytes, list[_Program]] = {}
+        self._prompts = PromptIndex(max_programs, MAX_HOLDERS)
         self._main_lines: OrderedDict[str, Opening] = OrderedDict()
         self.counters: Counter[Attribution] = Counter()
 
     def __len__(self) -> int:
-        return len(self._programs)
+        return len(self._programs) + len(self._prompts)
 
-    def attribute(self, identity: ProgramIdentity, body: Mapping[str, Any]) -> Attributed:
+    def attribute(self, identity: ProgramIdentity, body: Mapping[str, Any], new_id: str | None = None) -> Attributed:
         """Return the program of a request. Its turn is in flight from now on.
 
         Args:
             identity: what the request says of itself.
             body: the request's body. An invalid one gives `Attribution.UNKNOWN` or `Attribution.NAMED`.
+            new_id: the id of the program if a new one begins. None: an id that other ingresses give to it too, or a
+                random one.
         """
         if identity.program_id is not None:
             found = self._named(identity, body)
-        elif (chain := chain_of(identity.tenant, body)) is None:
-            found = Attributed(identity, Attribution.UNKNOWN)
+        elif (chain := chain_of(identity.tenant, body)) is not None:
+            found = self._by_messages(identity, chain, new_id)
+        elif (prompt := prompt_of(identity.tenant, body)) is not None:
+            program, known = self._prompts.turn(prompt)
+            how = Attribution.CONTINUED if known else Attribution.BEGUN
+            found = Attributed(replace(identity, program_id=program.id), how, program)
         else:
-            found = self._by_messages(identity, chain)
+            found = Attributed(identity, Attribution.UNKNOWN)
         self.counters[found.how] += 1
         return found
 
@@ -112,6 +126,9 @@ class LineageIndex:
         if program is None or turn._ended:
             return
         turn._ended = True
+        if isinstance(program, PromptProgram):
+            self._prompts.ended(program, served=served)
+            return
         program.active -= 1
         if not served and program.turns == 1 and self._programs.get(program.id) is program:
             self._forget(program)
@@ -127,6 +144,7 @@ class LineageIndex:
         assert held <= known, f"points without a program: {held - known}"
         assert all(self._points.values()), "a point without holders"
         assert len(self._programs) <= self._max_programs and len(self._main_lines) <= self._max_programs
+        self._prompts.check_integrity()
 
     # --- requests that name a program ---------------------------------------------------------------------------------
 
@@ -147,16 +165,16 @@ class LineageIndex:
 
     # --- requests that name none --------------------------------------------------------------------------------------
 
-    def _by_messages(self, identity: ProgramIdentity, chain: MessageChain) -> Attributed:
+    def _by_messages(self, identity: ProgramIdentity, chain: MessageChain, new_id: str | None) -> Attributed:
         if (program := self._continued(chain)) is not None:
             return self._turn(identity, program, chain, Attribution.CONTINUED)
         if (program := self._passed(chain)) is None:
-            begun = self._begin(_root_id(chain))
+            begun = self._begin(new_id or _root_id(chain))
             return self._turn(identity, begun, chain, Attribution.BEGUN)
         if program.active == 0:
             return self._turn(identity, program, chain, Attribution.REWRITTEN)
         forked = replace(identity, parent_id=program.id)
-        return self._turn(forked, self._begin(_new_id()), chain, Attribution.FORKED)
+        return self._turn(forked, self._begin(new_id or _new_id()), chain, Attribution.FORKED)
 
     def _continued(self, chain: MessageChain) -> _Program | None:
         """Return the program whose last request these messages extend by an answer, or repeat. The longest wins.

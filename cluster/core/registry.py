@@ -123,8 +123,13 @@ PREDICTORS = Registry(
     {
         "statistics": "predictor_service.statistics_model:StatisticsModel",
         "encoder": "predictor_service.encoder:EncoderModel",
+        "lamps": "predictor_service.paper_encoders:LampsModel",
+        "augserve": "predictor_service.paper_encoders:AugserveModel",
         "tabular": "predictor_service.tabular:TabularModel",
     },
 )
 """The models of predictions. Each has `fit(programs)`, `save(directory)`, `load(directory)`, and the methods of the
 protocols in `predictor_service.model` that it implements."""
+
+BASED_PREDICTORS = frozenset({"encoder", "lamps", "augserve"})
+"""The models whose `fit(programs, base)` also needs the directory of a pretrained checkpoint."""

@@ -6,6 +6,7 @@ from typing import Self, TypeVar
 
 from starlette.responses import Response
 
+from cluster.api.completion_parts import completion_parts
 from cluster.api.openai import SSE_DONE
 from cluster.api.sse import Answers, EventStream
 from cluster.core.errors import HttpError
@@ -42,6 +43,11 @@ def reported_program(turn: Attributed) -> str | None:
     return program_id if program_id is not None and program_id.isascii() else None
 
 
+def program_headers(program_id: str) -> dict[str, str]:
+    """Return the header that reports a program. An id that no header can have gives none."""
+    return {PROGRAM_HEADER: program_id} if program_id.isascii() else {}
+
+
 class AttributedAnswers:
     """Passes a turn's answer on, and records in the index that the turn has ended.
 
@@ -56,6 +62,7 @@ class AttributedAnswers:
         self._index = index
         self._turn = turn
         self._served = False
+        self._by_prompt = turn.by_prompt
 
     def __aiter__(self) -> Self:
         return self
@@ -70,6 +77,9 @@ class AttributedAnswers:
             self._end()
             return piece
         self._served = True
+        if self._by_prompt is not None and self._by_prompt.wants_answer:
+            for part in completion_parts(piece):
+                self._by_prompt.received(part.text or "", part.token_ids or ())
         if piece.startswith(b"{") or piece.endswith(SSE_DONE):
             self._end()
         return piece

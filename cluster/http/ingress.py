@@ -112,7 +112,12 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
         version=version_of("caesura"),
         middleware=[
             *_cors(config.http.cors_origins),
-            Middleware(HttpMetrics, meter=Meter(enabled=config.metrics.enabled), clock=MonotonicClock()),
+            Middleware(
+                HttpMetrics,
+                meter=Meter(enabled=config.metrics.enabled),
+                clock=MonotonicClock(),
+                paths=LIMITED_PATHS,
+            ),
             Middleware(
                 ErrorBoundary,
                 error_map=as_http_error,
@@ -237,14 +242,14 @@ class ProgramIngress:
         self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         conversations = Conversations(self._service.conversations, StoredResponses(self._service.runner))
-        self._responses = ResponseRoutes(*parts, conversations, self._fleet.plain)
+        self._lineage = LineageIndex()
+        self._responses = ResponseRoutes(*parts, conversations, self._fleet.plain, self._lineage)
         self._conversations = ConversationRoutes(conversations)
         self._chat_programs = ChatPrograms(*parts)
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
         self._reader = TurnReader(config, self._fleet.classes)
-        self._lineage = LineageIndex()
         self._messages = MessageRoutes(
             self._fleet,
             MessagePrograms(self._service.runner, self._service.offers, config),

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.chat_tools import checked_tools
+from cluster.api.chat_tools import with_checked_tools
 from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
 from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
@@ -144,8 +144,10 @@ class TurnReader:
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
         turn = identified.body if translate is None else translate(identified.body)
-        if isinstance(turn.get("messages"), list) and isinstance(turn.get("tools"), list):
-            turn = turn | {"tools": checked_tools(turn["tools"])}
+        if isinstance(turn.get("messages"), list):
+            turn = with_checked_tools(turn)
+            if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
+                turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
         check_structured_output(turn)
         model = await self._models.model_of(turn, identity)
         if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:

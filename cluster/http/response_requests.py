@@ -58,7 +58,11 @@ class ResponseRequests:
         return request
 
     async def run(
-        self, request: CreateResponse, identity: ProgramIdentity, own: Collection[str] | None = None
+        self,
+        request: CreateResponse,
+        identity: ProgramIdentity,
+        own: Collection[str] | None = None,
+        run_id: str | None = None,
     ) -> RunRequest:
         """Return the run that a request asks for.
 
@@ -67,6 +71,7 @@ class ResponseRequests:
             identity: its identity.
             own: responses of the same connection, which it may continue even if they are not stored. None: the request
                 came over no such connection.
+            run_id: the id of the run, from `new_run_id`. None: a new one.
 
         Raises:
             BadRequest: a field is not valid, or names what does not exist.
@@ -82,7 +87,7 @@ class ResponseRequests:
                 raise BadRequest(f"tools: {error}", param="tools") from error
         theirs = {label: [one for one in offered if one.owner == label] for label in servers.definitions}
         around = RequestContext(
-            run_id=f"{RESPONSE_PREFIX}{uuid4().hex}",
+            run_id=run_id or new_run_id(),
             created_s=time(),
             identity=identity,
             model=request.model or self._config.model.id,
@@ -104,3 +109,8 @@ class ResponseRequests:
             return None
         found = await self._stored.found([response_id], tenant, own)  # `run_spec` reports a missing one, by its field
         return found[response_id].state if found else None
+
+
+def new_run_id() -> str:
+    """Return the id of a new response."""
+    return f"{RESPONSE_PREFIX}{uuid4().hex}"

@@ -180,9 +180,7 @@ def _request(text: str) -> bytes:
         raise BadRequest(f"type: must be {CREATE}", param="type")
     if message.get("background"):
         raise BadRequest("background: not over a WebSocket", param="background")
-    if message.get("generate") is False:
-        raise BadRequest("generate: a response without a turn is not supported", param="generate")
-    rest = {name: value for name, value in message.items() if name not in ("type", "background", "generate")}
+    rest = {name: value for name, value in message.items() if name not in ("type", "background")}
     return json.dumps({**rest, "stream": True}).encode()
 
 

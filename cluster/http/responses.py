@@ -8,8 +8,8 @@ ingress can do.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from contextlib import aclosing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from contextlib import aclosing, contextmanager
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -23,7 +23,10 @@ from cluster.api.openai import CONNECTION, ErrorMap
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError, RunOpen
+from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
+from cluster.http.attributed_answers import program_headers
+from cluster.http.attributed_run import AttributedRun
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.conversations import Conversations
 from cluster.http.requests import passed_headers
@@ -53,6 +56,7 @@ class ResponseRoutes:
         error_map: maps every exception to an HTTP error.
         conversations: has the conversations.
         plain: answers a request that is no turn, see `ReplicaClients.plain`.
+        lineage: finds the programs of requests without an id.
     """
 
     def __init__(
@@ -63,6 +67,7 @@ class ResponseRoutes:
         error_map: ErrorMap,
         conversations: Conversations,
         plain: Callable[[str, dict[str, Any], dict[str, str]], Awaitable[bytes]],
+        lineage: LineageIndex,
     ) -> None:
         self._runner = runner
         self._stored = StoredResponses(runner)
@@ -72,6 +77,7 @@ class ResponseRoutes:
         self._error_map = error_map
         self._abandon = Abandon(runner)
         self._plain = plain
+        self._lineage = lineage
 
     async def create(
         self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
@@ -91,17 +97,21 @@ class ResponseRoutes:
         request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
         own = http.scope.get(CONNECTION)
-        run = await self._sized(await self._requests.run(request, identity, own), http)
-        secrets = run.brought.secrets or None
-        started = await self._runner.start(run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s)
-        run_id = started.run_id
+        with self._attributed(body, identity) as turn:
+            run = await self._sized(await self._requests.run(request, turn.identity, own, turn.run_id), http)
+            secrets = run.brought.secrets or None
+            started = await self._runner.start(
+                run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s, on_end=turn.run_ended
+            )
+            turn.is_run = started.new
+        run_id, shown = started.run_id, program_headers(run.spec.program) if started.new else {}
         if run.conversation is not None and run_id == run.spec.id:
             await self._add_to_conversation(run)
         stays = run.spec.background or idempotency is not None
         if request.stream:
-            return EventStream(self._events(run_id), None if stays else lambda: self._abandon(run_id))
+            return EventStream(self._events(run_id), None if stays else lambda: self._abandon(run_id), shown)
         if request.background:
-            return _whole(await self._as_it_stands(run_id, identity.tenant))
+            return _whole(await self._as_it_stands(run_id, identity.tenant), shown)
         try:
             reader = await unless_gone(http.receive, self._until_ended(run_id))
         except (ClientGone, asyncio.CancelledError) as gone:
@@ -113,7 +123,17 @@ class ResponseRoutes:
         ended = reader.state.ended
         if ended is not None and ended.status == "failed" and not reader.state.turns:
             raise as_error(ended.fault)
-        return _whole(reader.response)
+        return _whole(reader.response, shown)
+
+    @contextmanager
+    def _attributed(self, body: Mapping[str, Any], identity: ProgramIdentity) -> Iterator[AttributedRun]:
+        """Find the program of a request. Its turn ends with its run, or here if no run was started."""
+        turn = AttributedRun(self._lineage, body, identity)
+        try:
+            yield turn
+        finally:
+            if not turn.is_run:
+                turn.refused()
 
     async def _add_to_conversation(self, run: RunRequest) -> None:
         try:
@@ -153,10 +173,13 @@ class ResponseRoutes:
         Raises:
             HttpError: the request is invalid, or the turn failed.
         """
-        run = await self._requests.run(self._requests.read(body), identity)
-        alone = Compaction(threshold=0, alone=True)
-        spec = msgspec.structs.replace(run.spec, compaction=alone, store=False, background=False)
-        started = await self._runner.start(spec, arrived_s=arrived_s)
+        request = self._requests.read(body)
+        with self._attributed(body, identity) as turn:
+            run = await self._requests.run(request, turn.identity, run_id=turn.run_id)
+            alone = Compaction(threshold=0, alone=True)
+            spec = msgspec.structs.replace(run.spec, compaction=alone, store=False, background=False, generate=True)
+            started = await self._runner.start(spec, arrived_s=arrived_s, on_end=turn.run_ended)
+            turn.is_run = True
         try:
             reader = await unless_gone(http.receive, self._until_ended(started.run_id))
         except ClientGone:
@@ -261,8 +284,8 @@ class ResponseRoutes:
             )
 
 
-def _whole(model: Any) -> Response:
-    return Response(to_json(model), media_type="application/json")
+def _whole(model: Any, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(to_json(model), media_type="application/json", headers=headers)
 
 
 def _sse(event: ResponseStreamEvent) -> bytes:

@@ -145,6 +145,14 @@ HTTP_REQUEST_S = _histogram(
     "route",
     "status",
 )
+HTTP_REFUSALS = _counter(
+    "http_refusals",
+    OVERVIEW,
+    "Requests that were answered with an error, by route, status and error code. Probes do not count",
+    "route",
+    "status",
+    "code",
+)
 IGNORED_PARTS = _counter(
     "ignored_request_parts",
     OVERVIEW,

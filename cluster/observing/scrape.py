@@ -2,6 +2,10 @@
 
 The pages of the nodes are merged as lines of text. Parsing them with `prometheus_client` would take twenty times as
 long, in the process that serves requests.
+
+Ray's agent exports the counters and histograms of a process until its node ends, and gauges until 20 s after the
+process has ended. Each of Ray's processes has gauges, Ray's own at least. A process without any has therefore ended,
+and its other series are left out.
 """
 
 import asyncio
@@ -32,6 +36,8 @@ CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 KEPT = ((b"ray_caesura_", b"caesura_"), (b"ray_vllm_", b"vllm:"))
 """Prefixes of the names of metrics that are kept, and the replacement of each."""
+_WORKER = re.compile(rb'[{,]WorkerId="([^"]+)"')
+"""The label with which Ray names the process of a sample."""
 _CONSTANT_LABELS = re.compile(rb',(?:otel_scope_[a-z_]+|Version)="[^"]*"')
 
 Nodes = Callable[[], Awaitable[Sequence[str]]]
@@ -118,12 +124,14 @@ class _Family:
 def merged(pages: Iterable[bytes]) -> bytes:
     """Merge pages into one, which has each kept family once, with the samples of all pages.
 
-    Ray's prefix of names and the labels that are the same on all samples are removed.
+    Series of processes that have ended are left out. Ray's prefix of names and the labels that are the same on all
+    samples are removed.
     """
     families: dict[bytes, _Family] = {}
     for page in pages:
-        family = _Family()
-        for line in page.splitlines():
+        family, page_lines = _Family(), page.splitlines()
+        alive = _workers_with_gauges(page_lines)
+        for line in page_lines:
             keyword = line[:7] if line.startswith((b"# HELP ", b"# TYPE ")) else b""
             renamed = _renamed(line[len(keyword) :])
             if renamed is None:
@@ -131,11 +139,23 @@ def merged(pages: Iterable[bytes]) -> bytes:
             if keyword:
                 family = families.setdefault(renamed.partition(b" ")[0], _Family())
                 family.head.setdefault(keyword, keyword + renamed)
-            else:
+            elif not alive or (worker := _WORKER.search(renamed)) is None or worker[1] in alive:
                 # In the text format the samples of a family follow its HELP and TYPE.
                 family.samples.append(renamed)
     lines = (line for family in families.values() for line in (*family.head.values(), *family.samples))
     return _CONSTANT_LABELS.sub(b"", b"".join(line + b"\n" for line in lines))
+
+
+def _workers_with_gauges(lines: Iterable[bytes]) -> set[bytes]:
+    """Return the processes that have a gauge. It is empty if Ray is configured to leave out their label."""
+    found: set[bytes] = set()
+    is_gauge = False
+    for line in lines:
+        if line.startswith(b"#"):
+            is_gauge = line.startswith(b"# TYPE ") and line.endswith(b" gauge")
+        elif is_gauge and (worker := _WORKER.search(line)) is not None:
+            found.add(worker[1])
+    return found
 
 
 def _renamed(line: bytes) -> bytes | None:

@@ -13,6 +13,7 @@ import logging
 import os
 from collections import Counter
 from functools import partial, wraps
+from http import HTTPStatus
 from typing import Any
 
 from starlette.middleware import Middleware
@@ -32,7 +33,8 @@ from cluster.core.clock import MonotonicClock
 from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
 from cluster.core.malloc_trim import keep_trimmed
 from cluster.core.slo import Outcome
-from cluster.observing.catalogue import REQUESTS, REQUESTS_REJECTED
+from cluster.observing.catalogue import HTTP_REFUSALS, REQUESTS, REQUESTS_REJECTED
+from cluster.observing.http_metrics import NO_ROUTE
 from cluster.observing.meter import Meter
 from cluster.proxy.http_protocol import install as install_protocol
 from cluster.proxy.load_shedding import LoadShedder, RateLimitCache, max_in_flight
@@ -44,6 +46,8 @@ IMPORT_PATH = "cluster.proxy.middleware.middlewares"
 RAY_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """Ray's own headers. They are removed, so that a client cannot set its timeout or hide its disconnect."""
 
+OVERLOAD = "overload"
+"""The reason of a rejection because too many requests are in flight."""
 RECORD_DELAY_S = 0.2
 """Seconds after which rejections appear in the metrics. Recording each one by itself would take a third of the time of
 a rejection."""
@@ -65,7 +69,7 @@ def middlewares() -> list[Middleware]:
     return [  # the innermost is the first, since Ray puts each around those before it
         *in_proxy,
         Middleware(HeaderGuard),
-        Middleware(LoadShedder, limit=max_in_flight(), on_rejection=partial(rejections.count, "overload")),
+        Middleware(LoadShedder, limit=max_in_flight(), on_rejection=partial(rejections.count, OVERLOAD)),
         # It is outside of the LoadShedder, since rejections that wait must not count as requests in flight.
         Middleware(RateLimitCache, clock=MonotonicClock(), on_rejection=rejections.count),
     ]
@@ -79,7 +83,7 @@ def guarded(app: ASGIApp, max_in_flight: int) -> ASGIApp:
         max_in_flight: maximum number of requests in flight.
     """
     rejections = Rejections(Meter())
-    app = LoadShedder(HeaderGuard(CancelOnDisconnect(app)), max_in_flight, partial(rejections.count, "overload"))
+    app = LoadShedder(HeaderGuard(CancelOnDisconnect(app)), max_in_flight, partial(rejections.count, OVERLOAD))
     return RequestId(RateLimitCache(app, MonotonicClock(), rejections.count))
 
 
@@ -127,6 +131,8 @@ class Rejections:
         unrecorded, self._unrecorded = self._unrecorded, Counter()
         for reason, number in unrecorded.items():
             self._meter.add(REQUESTS_REJECTED, number, model="", reason=reason)
+            status = HTTPStatus.SERVICE_UNAVAILABLE if reason == OVERLOAD else HTTPStatus.TOO_MANY_REQUESTS
+            self._meter.add(HTTP_REFUSALS, number, route=NO_ROUTE, status=str(status.value), code=reason)
         self._meter.add(REQUESTS, unrecorded.total(), model="", tenant="", outcome=Outcome.REJECTED.value)
 
 

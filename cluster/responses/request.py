@@ -176,6 +176,9 @@ class CreateResponse(OpenPart):
     stream: bool | None = None
     store: bool | None = None
     metadata: Metadata | None = None
+    generate: bool | None = None
+    """False: the input is kept without a turn, and a later response continues it. OpenAI has it over WebSockets only.
+    """
 
     # Ours.
     tool_choices: list[ToolChoice] | None = Field(None, max_length=MAX_FORCED_CHOICES)
@@ -307,6 +310,6 @@ def read_request(body: Mapping[str, Any]) -> CreateResponse:
         if request.store is False:
             message = "conversation: a response that is not stored cannot be added to one"
             raise BadRequest(message, param="conversation")
-    elif request.previous_response_id is None and not request.input:
+    elif request.previous_response_id is None and not request.input and request.generate is not False:
         raise BadRequest("input: it is empty; send text, or at least one item", param="input")
     return request

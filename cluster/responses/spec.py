@@ -90,6 +90,8 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
     conversation = Conversation(given, offered, before.approved)
     conversation.add_all(read, first)
     _require_offered(conversation, offered)
+    if request.generate is False and conversation.approved:
+        raise BadRequest("generate: an approved call runs only in a response with a turn", param="generate")
     sampling = _sampling(request)
     identity = _identity(request, around)
     spec = RunSpec(
@@ -119,6 +121,7 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         compaction=request.compaction,
         truncate=request.truncation == "auto",
         last=request.store is False and around.identity.program_id is None and not around.continuable,
+        generate=request.generate is not False,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )

@@ -119,6 +119,8 @@ class RunSpec(_Word, frozen=True):
     compaction: Compaction | None = None
     truncate: bool = False
     """Whether the oldest messages are dropped if the conversation does not fit in the context window."""
+    generate: bool = True
+    """Whether the model is asked. False: the run ends at once, so that a later run continues its messages."""
     previous: str | None = None
     """Id of the run whose conversation this one continues, or None."""
     echo: dict[str, Any] = {}

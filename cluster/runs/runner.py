@@ -34,7 +34,7 @@ from cluster.runs.call_names import naming
 from cluster.runs.events import Accepted, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.runs.journal import Journal
 from cluster.runs.slo import NullTurns, RunWatch, Turns
-from cluster.runs.state import begin, fold, worked_s
+from cluster.runs.state import RunState, begin, fold, worked_s
 from cluster.runs.task import Replicas, RunTask, Tools
 from cluster.store.runs.records import AlreadyThere, Idempotency, NewRun, RunHead
 from cluster.store.runs.store import RunStore
@@ -166,6 +166,7 @@ class ProgramRunner:
         idempotency: Idempotency | None = None,
         secret: Mapping[str, Any] | None = None,
         arrived_s: float | None = None,
+        on_end: Callable[[RunState], object] | None = None,
     ) -> Started:
         """Accept a run and begin to work on it.
 
@@ -175,6 +176,7 @@ class ProgramRunner:
             secret: by definition of ``spec``, fields that the log must not have. They are stored until the run has
                 ended.
             arrived_s: time of the request, in seconds on the clock. None is now.
+            on_end: called with the last state when this runner stops to work on a run that it has begun here.
 
         Raises:
             Overloaded: nothing was accepted, because too many runs are open, or the store cannot be reached. It is
@@ -206,7 +208,7 @@ class ProgramRunner:
                 raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
             return Started(created.run_id, new=False)
         self.counters["started"] += 1
-        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s)
+        self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
@@ -281,6 +283,7 @@ class ProgramRunner:
         secret: Mapping[str, Any],
         left_s: float,
         arrived_s: float | None = None,
+        on_end: Callable[[RunState], object] | None = None,
     ) -> None:
         state = fold([*known, *news])
         assert state is not None
@@ -302,6 +305,8 @@ class ProgramRunner:
         )
         self._tasks[run.id] = task
         self._working[run.id] = asyncio.create_task(self._until_ended(run.id, task))
+        if on_end is not None:
+            self._working[run.id].add_done_callback(lambda _: on_end(task.state))
 
     def _count_cut(self, answers: int) -> None:
         self.answers_cut += answers

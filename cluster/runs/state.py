@@ -323,6 +323,8 @@ def next_step(state: RunState) -> Next | None:
     """Return the next step, or None after the end."""
     if state.ended is not None:
         return None
+    if not state.spec.generate:
+        return Finish("completed")
     if state.attempt:
         return _ask(state, state.summarising)
     last = state.turns[-1] if state.turns else None

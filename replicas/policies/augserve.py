@@ -140,7 +140,11 @@ def _last_scheduled_s(turn: TurnView) -> float:
 
 @dataclass(frozen=True, slots=True)
 class FreeMemoryBudget:
-    """Section 4.4: as many tokens as fit into memory, within bounds around a profiled target."""
+    """Section 4.4: as many tokens as fit into memory, within bounds around a profiled target.
+
+    Active requests may preempt the memory of paused ones, so it counts as available. By eq. 27, active requests are the
+    running ones, and holds yield to these. Holds do not yield to waiting turns: that reading is worse for AugServe.
+    """
 
     parameters: AugserveParameters
 

@@ -6,7 +6,7 @@ tau. If the tool returns in time, it saves the wait for admission and the reload
 """
 
 from dataclasses import dataclass
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -41,10 +41,13 @@ class ContinuumParameters(BaseModel):
     default_ttl_s: float = Field(2.0, gt=0)
     """Time to live in seconds while there are fewer than K observations of all tools together."""
     beta: float = Field(1.0, gt=0)
-    """Factor of the time to live, beside (turns of this program so far) / (mean turns of a program)."""
-    max_ttl_s: float = Field(10.0, gt=0)
+    """Factor of the time to live, beside that of `turns_factor`."""
+    turns_factor: Literal["progress", "average"] = "progress"
+    """How turns change the time to live. `progress`: (turns of this program so far) / (mean turns of a program).
+    `average`: the mean turns of a program. The paper's formula is lost in our copy of its text, which fits both."""
+    max_ttl_s: float | None = Field(None, gt=0)
     """A program whose time to live would be longer is not pinned at all: a pin that ends before its pause costs twice.
-    The paper has no such bound; a large value is the paper's own behaviour."""
+    null, as in the paper: there is no such bound."""
     simplified: bool = False
     """Whether section 4.5's simplified version is used: a program is pinned for fixed_ttl_s if its tool's mean
     duration is below threshold_s, and not at all otherwise."""
@@ -55,7 +58,7 @@ class ContinuumParameters(BaseModel):
 
     @model_validator(mode="after")
     def _default_is_used(self) -> Self:
-        if self.default_ttl_s > self.max_ttl_s:
+        if self.max_ttl_s is not None and self.default_ttl_s > self.max_ttl_s:
             raise ValueError(f"default_ttl_s {self.default_ttl_s} is longer than max_ttl_s {self.max_ttl_s}")
         return self
 
@@ -104,25 +107,29 @@ class Pins:
 
 @dataclass(frozen=True, slots=True)
 class TimeToLive(Pins):
-    """Section 4.3: time to live = bound of the tool's duration · beta · turns so far / average turns."""
+    """Section 4.3: time to live = bound of the tool's duration · beta · factor for turns."""
 
     parameters: ContinuumParameters
 
     def decide(self, pause: PauseView) -> PauseDecision:
-        """Hold for as long as the client requests (``retention_s``), else for the time to live, if this is not too
-        long.
+        """Hold for as long as the client requests (``retention_s``), else for the time to live.
+
+        Release if there is a longest one and it is longer.
         """
         if pause.hints.retention_s is not None:
             return Hold(pause.now_s + pause.hints.retention_s, reason=PauseReason.RETENTION)
         ttl_s = self.ttl_s(pause)
-        if ttl_s > self.parameters.max_ttl_s:
+        if self.parameters.max_ttl_s is not None and ttl_s > self.parameters.max_ttl_s:
             return Release(PauseReason.LONG_PAUSE)
         return Hold(pause.now_s + ttl_s, reason=PauseReason.TTL)
 
     def ttl_s(self, pause: PauseView) -> float:
         """Return the time to live in seconds."""
-        turns = pause.program.turns / pause.average_turns if pause.average_turns else 1.0
-        return self._bound_s(pause) * self.parameters.beta * turns
+        factor = 1.0
+        if pause.average_turns:
+            progress = self.parameters.turns_factor == "progress"
+            factor = pause.program.turns / pause.average_turns if progress else pause.average_turns
+        return self._bound_s(pause) * self.parameters.beta * factor
 
     def _bound_s(self, pause: PauseView) -> float:
         """Return the bound of the tool's duration if it was seen K times, else of all tools, else the default."""
@@ -163,10 +170,10 @@ class ContinuumCostParameters(BaseModel):
     are used."""
     default_ttl_s: float = Field(2.0, gt=0)
     """Time to live in seconds while there are fewer than K observations of all tools together."""
-    eta: float = Field(1.0, ge=0, le=1)
+    eta: float | None = Field(None, ge=0, le=1)
     """How much of the queueing delay a pin saves: minus the correlation of the turns that programs have been served
     with the turns that they have left. 1: all programs have the same number of turns; 0: what a program was served
-    does not correlate with what it has left."""
+    does not correlate with what it has left. null: it is learnt from the programs that have ended, and 1 until then."""
 
     def build(self) -> Policy:
         """Build the policy."""
@@ -186,9 +193,15 @@ class CostBenefit(Pins):
         statistics = self._statistics(pause)
         if statistics is None:
             return Hold(pause.now_s + self.parameters.default_ttl_s, reason=PauseReason.DEFAULT_TTL)
-        gain_s = pause.load.lost_queue_s * self.parameters.eta + reload_s(pause.load, pause.context_tokens)
+        gain_s = pause.load.lost_queue_s * self.eta(pause) + reload_s(pause.load, pause.context_tokens)
         ttl_s = best_ttl_s(statistics, gain_s)
         return Hold(pause.now_s + ttl_s, reason=PauseReason.TTL) if ttl_s > 0 else Release(PauseReason.NO_PIN_PAYS)
+
+    def eta(self, pause: PauseView) -> float:
+        """Return the part of the queueing delay that a pin saves, in [0, 1]."""
+        if self.parameters.eta is not None:
+            return self.parameters.eta
+        return 1.0 if pause.turns_correlation is None else max(0.0, -pause.turns_correlation)
 
     def _statistics(self, pause: PauseView) -> Durations | None:
         """Return the tool's statistics if it was seen K times, else those of all tools, else None."""

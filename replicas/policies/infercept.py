@@ -4,13 +4,24 @@ Source: InferCept sections 4.1 (swap limit), 4.2 (chunked recomputation), 4.3 (d
 """
 
 from dataclasses import dataclass
-from math import inf
+from math import ceil, inf
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from replicas.cost_model import CostModel
 from replicas.policies.baselines import FullBudget
-from replicas.policies.waste import LeastWaste, Paused, Wastes, chunked_discard, iteration_s, lost_share, preserve
+from replicas.policies.infercept_baselines import Fixed, FixedHandling
+from replicas.policies.waste import (
+    Judge,
+    LeastWaste,
+    Paused,
+    Wastes,
+    chunked_discard,
+    iteration_s,
+    lost_share,
+    preserve,
+)
 from replicas.policy import BudgetPolicy, KvPlace, LoadView, Policy, RankKey, TurnView
 
 
@@ -19,9 +30,10 @@ class InferceptParameters(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
-    estimate: Literal["dynamic", "forecast"] = "dynamic"
-    """T_pause: `dynamic` is the time since the call started, renewed at each review (section 4.4); `forecast` is the
-    client's hint or what was learnt."""
+    estimate: Literal["hinted", "dynamic", "forecast"] = "hinted"
+    """T_pause: `dynamic` is the time since the call started, renewed at each review, which section 4.4 uses where a
+    duration is not known; `hinted` is the client's hint where there is one, and else dynamic; `forecast` is the hint or
+    what was learnt."""
     review_steps: int = Field(4, ge=1)
     """Number of steps between two reviews of each hold. The paper reviews at each step (1)."""
     swap_out_share: float = Field(0.5, ge=0, le=1)
@@ -31,10 +43,18 @@ class InferceptParameters(BaseModel):
     cache_aware: bool = True
     """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
     context counts, as in the paper."""
+    handling: Literal["least_waste"] | FixedHandling = "least_waste"
+    """How a pause is handled. All values but `least_waste` are the systems that the paper compares with: see
+    `replicas.policies.infercept_baselines`."""
+    short_s: float = Field(5.0, ge=0)
+    """Longest expected pause in seconds in which `handling: heuristic` preserves. Between the paper's automated calls
+    (0.7 s at most) and its interactive ones (17 s or more)."""
 
     def build(self) -> Policy:
         """Build the policy."""
-        judge = MinWaste(self.estimate == "dynamic", self.swap_out_share, self.cache_aware)
+        judge: Judge = MinWaste(self.estimate, self.swap_out_share, self.cache_aware)
+        if self.handling != "least_waste":
+            judge = Fixed(self.handling, self.short_s, judge)
         budget: BudgetPolicy = SaturationBudget() if self.saturation_budget else FullBudget()
         return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)
 
@@ -63,7 +83,7 @@ class MinWaste:
     paused programs, so that the link is never used twice.
     """
 
-    dynamic: bool
+    estimate: Literal["hinted", "dynamic", "forecast"]
     swap_out_share: float
     cache_aware: bool
 
@@ -71,11 +91,10 @@ class MinWaste:
         """Return the wastes in token-seconds. A call lasts at least until the next iteration."""
         load, context = paused.load, paused.context_tokens
         step_s, cost = iteration_s(load), load.facts.cost
-        pause_s = max(paused.elapsed_s, step_s if self.dynamic else paused.forecast_s)
-        chunk = max(1, cost.saturation_tokens - load.running)
-        waste = chunked_discard(
-            cost.prefill_s(context), cost.prefill_s(context, chunk_tokens=chunk), context, paused.other_tokens
-        )
+        known = self.estimate == "forecast" or (self.estimate == "hinted" and paused.hinted)
+        pause_s = max(paused.elapsed_s, paused.forecast_s if known else step_s)
+        added_s = chunks_added_s(cost, context, load.running)
+        waste = chunked_discard(cost.prefill_s(context), added_s, context, paused.other_tokens)
         link_s = self.swap_out_share * (paused.elapsed_s + step_s)
         fits = 0 < context <= load.facts.host_tokens and cost.swap_s(paused.held_tokens) <= link_s
         return Wastes(
@@ -83,6 +102,20 @@ class MinWaste:
             discard=waste * (lost_share(load) if self.cache_aware else 1.0),
             swap=0.0 if fits else inf,
         )
+
+
+def chunks_added_s(cost: CostModel, context_tokens: int, running: int) -> float:
+    """Return n · T_fwd(C / n) of eq. 4: the seconds by which a recomputation in chunks makes iterations longer.
+
+    Each chunk of S - |running| tokens joins an iteration that decodes the running turns anyway, so that only what the
+    chunk adds counts. The sum is T_fwd(C) at most (section 4.2).
+    """
+    chunk = max(1, cost.saturation_tokens - running)
+    count = ceil(context_tokens / chunk)
+    alone_s = cost.prefill_s(context_tokens, chunk_tokens=chunk)
+    fixed_s = cost.overhead_s + max(cost.weights_s, chunk * cost.token_s)
+    joined_s = max(cost.weights_s, (running + chunk) * cost.token_s) - max(cost.weights_s, running * cost.token_s)
+    return min(cost.prefill_s(context_tokens), max(0.0, alone_s + count * (joined_s - fixed_s)))
 
 
 class SaturationBudget:

@@ -20,7 +20,7 @@ class LampsParameters(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
     starvation_steps: int = Field(100, ge=1)
-    """Number of steps after which a waiting turn moves to the head of the queue."""
+    """Number of steps that a turn of a scheduled program waits until the program moves to the head of the queue."""
     refresh_steps: int = Field(10, ge=1)
     """Number of steps between two rankings of all waiting turns."""
     cache_aware: bool = True
@@ -46,11 +46,15 @@ class MarsParameters(LampsParameters):
 
 @dataclass(frozen=True, slots=True)
 class MemoryOverTime:
-    """Ranks starving turns first, then all by their memory over time until the next call has been handled.
+    """Ranks starving programs first, then all by their memory over time until the next call has been handled.
 
-    The papers count the steps that a request waits, and a starved request stays first until it completes. Here all
-    steps since the turn's arrival count, even those in which it ran before a preemption, and the priority ends with the
-    turn.
+    LAMPS section 4.4: a request that waits for ``starvation_steps`` iterations is starving and comes first until it
+    completes. The counter is active only once the request was scheduled, so that a new request cannot starve, and it
+    begins again with each call and each preemption. A request is a whole program here, as there. MARS does not repeat
+    the sentence about the activation, and is otherwise the same.
+
+    A segment ends with its call (LAMPS section 4.2, MARS section 3, multi-API), so the growth after the call belongs to
+    the score of the next turn. Its forecast is exact then, as the returned tokens are known.
     """
 
     starvation_steps: int
@@ -61,7 +65,8 @@ class MemoryOverTime:
 
     def key(self, turn: TurnView) -> RankKey:
         """Return the rank (0 if starving, token-seconds)."""
-        starving = turn.load.step - turn.arrived_step >= self.starvation_steps
+        waited_steps = max(turn.load.step - turn.queued_step, turn.longest_wait_steps)
+        starving = turn.begun and waited_steps >= self.starvation_steps
         return (0.0 if starving else 1.0, self.token_seconds(turn))
 
     def token_seconds(self, turn: TurnView) -> float:

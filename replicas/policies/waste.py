@@ -38,7 +38,9 @@ def discard(recompute_s: float, context_tokens: float, other_tokens: float) -> f
 
 
 def chunked_discard(recompute_s: float, chunks_s: float, context_tokens: float, other_tokens: float) -> float:
-    """Return T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other (InferCept eq. 4). ``chunks_s`` is n · T_fwd(C / n)."""
+    """Return T_fwd(C) · C / 2 + n · T_fwd(C / n) · C_other (InferCept eq. 4). ``chunks_s`` is n · T_fwd(C / n), where
+    T_fwd(C / n) is what a chunk adds to an iteration.
+    """
     return recompute_s * context_tokens / 2 + chunks_s * other_tokens
 
 
@@ -143,15 +145,19 @@ class Paused:
     since_s: float
     forecast_s: float
     """Expected seconds of the whole pause."""
+    hinted: bool
+    """Whether ``forecast_s`` is the client's hint."""
 
     @classmethod
     def of(cls, view: PauseView | HoldView) -> Self:
         """Make it from a view. At its pause a program's blocks still count as running; during a hold they do not."""
-        load, context, forecast_s = view.load, view.context_tokens, max(0.0, view.forecast.pause_s)
+        load, context = view.load, view.context_tokens
+        forecast_s, hinted = max(0.0, view.forecast.pause_s), view.forecast.pause_hinted
         if isinstance(view, PauseView):
             other = max(0, load.running_tokens - context)
-            return cls(load, context, other, load.held_tokens + context, view.now_s, forecast_s)
-        return cls(load, context, load.running_tokens, max(load.held_tokens, context), view.since_s, forecast_s)
+            return cls(load, context, other, load.held_tokens + context, view.now_s, forecast_s, hinted)
+        held = max(load.held_tokens, context)
+        return cls(load, context, load.running_tokens, held, view.since_s, forecast_s, hinted)
 
     @property
     def elapsed_s(self) -> float:

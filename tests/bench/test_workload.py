@@ -91,6 +91,26 @@ def test_a_null_duration_needs_a_decision(tmp_path: Path) -> None:
         programs_from_trace(written(tmp_path / "nulls.jsonl", null), only_recorded=True)
 
 
+def test_missing_durations_are_drawn_from_those_of_the_same_tool_in_another_trace(tmp_path: Path) -> None:
+    known = [recorded_turn(tool="ls", tool_duration_s=seconds) for seconds in (0.25, 0.5)]
+    other = [recorded_turn(tool="cat", tool_duration_s=4.0), recorded_turn(tool=None, tool_duration_s=None)]
+    source = written(tmp_path / "source.jsonl", recorded(*known, *other))
+    lacking = [recorded_turn(tool=tool, tool_duration_s=None) for tool in ("ls", "make")]
+    lacking[1]["context_tokens"] = 115
+    last = recorded_turn(context_tokens=130)
+    path = written(tmp_path / "t.jsonl", *(recorded(*lacking, last, program_id=f"p{n}") for n in range(20)))
+    drawn = programs_from_trace(path, tools_from=source)
+    assert drawn == programs_from_trace(path, tools_from=source)
+    assert {program.turns[0].pause_s for program in drawn.programs} == {0.25, 0.5}
+    assert {program.turns[1].pause_s for program in drawn.programs} > {4.0}
+    assert {program.turns[2].pause_s for program in drawn.programs} == {0.0}
+    note = "40 tool durations are modelled, drawn from those in source.jsonl: 20 of the same tool, 20 of all tools"
+    assert note in drawn.notes
+    silent = written(tmp_path / "silent.jsonl", recorded(recorded_turn(tool_duration_s=None)))
+    with pytest.raises(TraceError, match=r"silent\.jsonl: no tool durations in it"):
+        programs_from_trace(path, tools_from=silent)
+
+
 def test_a_turn_without_a_tool_is_followed_at_once(tmp_path: Path) -> None:
     silent = recorded_turn(tool=None, tool_duration_s=None, tool_return_tokens=None)
     path = written(tmp_path / "t.jsonl", recorded(silent, recorded_turn(context_tokens=110)))
@@ -228,6 +248,45 @@ def test_shaping_cuts_scales_and_drops() -> None:
     assert LONG.peak_tokens == 160 == 100 + 10 + 20 + 30
     assert len(pool.shaped(Shaping(max_context=160), 0).programs) == 1
     assert len(pool.shaped(Shaping(max_context=159), 0).programs) == 0
+
+
+def test_programs_are_selected_by_category_and_number_of_calls() -> None:
+    pool = Workload("w", tuple(replace(LONG, kind=kind, turns=LONG.turns[:turns]) for kind, turns in KINDS))
+
+    def kept(**shaping: Any) -> set[tuple[str, int]]:
+        programs = pool.shaped(Shaping(**shaping), 0).programs
+        return {(program.kind, len(program.turns)) for program in programs}
+
+    assert kept(categories=("qa",)) == {("qa", 1), ("qa", 3)}
+    assert kept(calls=(1, 1)) == {("chat", 2)}
+    assert kept(calls=(0, 1)) == {("qa", 1), ("chat", 2)}
+    assert kept(categories=("chat",), calls=(2, 2)) == set()
+    assert pool.shaped(Shaping(calls=(5, 5)), 0).dropped == 0
+
+
+KINDS = (("qa", 1), ("chat", 2), ("qa", 3))
+
+
+def test_repeated_turns_are_as_many_times_shorter() -> None:
+    [program] = Workload("w", (LONG,)).shaped(Shaping(repeat_turns=2), 0).programs
+    assert [turn.fresh_tokens for turn in program.turns] == [50, 10, 2, 50, 10, 2]
+    assert [turn.output_tokens for turn in program.turns] == [5, 15, 1, 5, 15, 1]
+    assert [turn.pause_s for turn in program.turns] == [2.0, 4.0, 0.0, 2.0, 4.0, 0.0]
+    assert program.peak_tokens == pytest.approx(LONG.peak_tokens, abs=10)
+    assert Workload("w", (LONG,)).shaped(Shaping(repeat_turns=2, max_turns=4), 0).programs[0].turns[-1].pause_s == 0.0
+
+
+def test_a_share_of_the_programs_has_no_calls() -> None:
+    pool = Workload("w", tuple(replace(LONG, program_id=f"{number}") for number in range(10)))
+
+    def silent(share: float, seed: int = 0) -> dict[str, tuple[PlannedTurn, ...]]:
+        shaped = pool.shaped(Shaping(no_calls_share=share), seed)
+        assert len(shaped.programs) == 10
+        return {program.program_id: program.turns for program in shaped.programs if len(program.turns) == 1}
+
+    assert (len(silent(0.0)), len(silent(0.3)), len(silent(1.0))) == (0, 3, 10)
+    assert silent(0.3) == silent(0.3) != silent(0.3, seed=1)
+    assert set(silent(0.3).values()) == {(PlannedTurn(100, 41, 41),)}
 
 
 def test_limit_draws_by_seed() -> None:

@@ -85,7 +85,7 @@ def sources(service: int, late: int, statistics: int = 0) -> Series:
 def starts(*ended: bool) -> Series:
     """Replica processes that began at once; those that have ended did so after five minutes."""
     return {
-        f'replica_starts_total{{model="m",WorkerId="{number}"}}': "1x5 stale" if over else "1x60"
+        f'replica_up{{model="m",state="up",WorkerId="{number}"}}': "1x5 stale" if over else "1x60"
         for number, over in enumerate(ended)
     }
 

@@ -6,11 +6,13 @@ import pytest
 from rich.console import Console, RenderableType
 
 from cluster.offline.bench.history import MemoryUse
-from cluster.offline.live_view.frame import State, frame, is_well, memory_bar, parts_of, table
+from cluster.offline.live_view.frame import REFUSALS_SHOWN, State, frame, is_well, memory_bar, parts_of, table
+from cluster.offline.live_view.look import Look
 from cluster.offline.live_view.now import now_of
 from tests.live_view.scripted_looks import look, replica, without
 
 URL = "http://127.0.0.1:8000"
+CHAT = "/v1/chat/completions"
 PAUSES_LATER = {"hold": {"pays": 16, "free": 2}, "swap": {"pays": 1}, "release": {"does not pay": 4}}
 
 
@@ -37,6 +39,36 @@ def test_a_frame_shows_what_happened_between_two_looks() -> None:
     assert second[2:] == ["3", "1", "9", "-", "-", "-", "25%", "1.25"]
     assert first[1] == "█" * 14 + "▓" * 6 + "▒" * 9 + "░" * 3
     assert "prog-1" in text and "in_progress" in text
+
+
+def refused(at_s: float, *counts: tuple[str, str, str, str, float]) -> Look:
+    """Each: worker, route, status, code, count."""
+    samples = {}
+    for worker, route, status, code, count in counts:
+        labels = (("WorkerId", worker), ("code", code), ("route", route), ("status", status))
+        samples["caesura_http_refusals_total", labels] = count
+    seen = look(at_s)
+    return Look(at_s, seen.answers, {}, samples)
+
+
+def test_refused_requests_are_shown_by_route_and_code_the_most_recent_first() -> None:
+    old, new = ("a", "/v1/messages", "404", "not_found_error"), ("a", CHAT, "400", "context_length_exceeded")
+    first = refused(0.0, (*old, 9.0), (*new, 1.0), ("gone", CHAT, "400", "context_length_exceeded", 5.0))
+    last = refused(10.0, (*old, 9.0), (*new, 3.0), ("b", CHAT, "400", "context_length_exceeded", 4.0))
+    rows = [line.split() for line in shown(frame(URL, [first, last])).splitlines() if line.startswith("/v1/")]
+    assert rows == [
+        [CHAT, "400", "context_length_exceeded", "6", "7"],
+        ["/v1/messages", "404", "not_found_error", "0", "9"],
+    ]
+    many = [("a", f"/{number}", "400", "x", 1.0) for number in range(20)]
+    lines = shown(frame(URL, [refused(0.0), refused(1.0, *many)])).splitlines()
+    assert sum(line.startswith("/") for line in lines) == REFUSALS_SHOWN
+
+
+def test_without_refusals_there_is_no_table_of_them() -> None:
+    assert "refused requests" not in shown(frame(URL, [look(0.0), look(1.0)]))
+    none = refused(1.0, ("a", CHAT, "400", "x", 0.0))
+    assert "refused requests" not in shown(frame(URL, [none]))
 
 
 def test_a_frame_fits_a_narrow_terminal() -> None:

@@ -61,6 +61,37 @@ def test_a_family_that_only_the_second_node_has_is_described() -> None:
     assert text.count(b"# TYPE") == 3
 
 
+def worker_page(*, gauges: tuple[str, ...], label: str = "WorkerId") -> bytes:
+    """Counters and histograms of the processes `old` and `new`, and gauges of some."""
+    lines = ["# TYPE ray_vllm_generation_tokens_total counter"]
+    lines += [f'ray_vllm_generation_tokens_total{{ReplicaId="r-{one}",{label}="{one}"}} 7.0' for one in ("old", "new")]
+    lines += ["# TYPE ray_caesura_ttft_seconds histogram"]
+    lines += [f'ray_caesura_ttft_seconds_count{{{label}="{one}",model="m"}} 7.0' for one in ("old", "new")]
+    lines += ["# HELP ray_owned_objects Ray's own", "# TYPE ray_owned_objects gauge"]
+    lines += [f'ray_owned_objects{{Component="core_worker",{label}="{one}"}} 1.0' for one in gauges]
+    lines += ["# TYPE ray_caesura_node_total counter", "ray_caesura_node_total 3.0"]
+    return "\n".join(lines).encode()
+
+
+def workers(text: bytes, label: str = "WorkerId") -> set[str | None]:
+    return {labels.get(label) for samples in families(text).values() for _, labels, _ in samples}
+
+
+def test_the_series_of_a_process_that_has_ended_are_left_out() -> None:
+    page_now = worker_page(gauges=("new",))
+    assert workers(merged([page_now])) == {"new", None}
+    assert workers(merged([worker_page(gauges=("old", "new"))])) == {"old", "new", None}
+
+
+def test_a_process_of_one_node_is_looked_for_on_its_own_page() -> None:
+    assert workers(merged([worker_page(gauges=("new",)), worker_page(gauges=("old",))])) == {"old", "new", None}
+
+
+def test_nothing_is_left_out_where_ray_does_not_name_processes() -> None:
+    assert workers(merged([worker_page(gauges=())])) == {"old", "new", None}
+    assert workers(merged([worker_page(gauges=("new",), label="Node")]), "Node") == {"old", "new", None}
+
+
 Handler = Callable[[web.Request], Awaitable[web.Response]]
 
 

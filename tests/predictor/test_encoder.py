@@ -4,8 +4,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from transformers import BertConfig, BertModel, PreTrainedTokenizerFast
 
 from cluster.core.errors import ConfigError
 from predictor_service import encoder
@@ -14,6 +12,7 @@ from predictor_service.encoder import EncoderModel
 from predictor_service.model import TurnContext
 from predictor_service.statistics_model import StatisticsModel
 from tests.predictor import learnable
+from tests.predictor.tiny_bases import write_bert
 
 TRAIN = learnable.programs(120)
 TEST = [turn for program in learnable.programs(20, seed=1) for turn in program.turns]
@@ -23,28 +22,7 @@ ORIGIN = Origin("0" * 64, 120, ("made",), 0)
 
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A checkpoint as it would be downloaded, with random weights."""
-    directory = tmp_path_factory.mktemp("base")
-    words = ["[PAD]", "[CLS]", "[UNK]", *sorted({word for turn in CONTEXTS for word in turn.text.split()})]
-    tokenizer = Tokenizer(models.WordLevel({word: number for number, word in enumerate(words)}, unk_token="[UNK]"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.post_processor = processors.TemplateProcessing(single="[CLS] $A", special_tokens=[("[CLS]", 1)])
-    names = {"pad_token": "[PAD]", "cls_token": "[CLS]", "unk_token": "[UNK]"}
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(directory)
-    config = BertConfig(
-        vocab_size=len(words),
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        intermediate_size=64,
-        max_position_embeddings=24,
-        pad_token_id=0,
-        initializer_range=0.2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    BertModel(config).save_pretrained(directory)
-    return directory
+    return write_bert(tmp_path_factory.mktemp("base"), {word for turn in CONTEXTS for word in turn.text.split()})
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +62,7 @@ def test_texts_of_all_kinds_are_answered(model: EncoderModel) -> None:
 
 
 def test_a_directory_without_a_checkpoint_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=f"{tmp_path}: no encoder"):
+    with pytest.raises(ConfigError, match=f"--base {tmp_path}: has no config.json"):
         EncoderModel.fit(TRAIN, tmp_path)
 
 
@@ -92,7 +70,7 @@ def test_weights_that_are_not_safetensors_are_not_read(base: Path, tmp_path: Pat
     for file in base.iterdir():
         name = "pytorch_model.bin" if file.name == "model.safetensors" else file.name
         (tmp_path / name).write_bytes(file.read_bytes())
-    with pytest.raises(ConfigError, match=r"no encoder .*safetensors"):
+    with pytest.raises(ConfigError, match=f"--base {tmp_path}: has no weights in safetensors"):
         EncoderModel.fit(TRAIN, tmp_path)
 
 

@@ -71,7 +71,7 @@ def test_the_tables_have_each_model_on_each_source_and_the_mean(programs: list[P
         for source in ("one", "two", MEAN)
         for model in (PER_TOOL_MEAN, PER_TOOL_EXPONENTIAL, "statistics", "statistics" + ONLINE)
     ]
-    durations = text.split("\n\n")[3].splitlines()
+    durations = text.split("\n\n")[5].splitlines()
     assert f"| one | {PER_TOOL_EXPONENTIAL} |" in text
     assert durations[3].split(" | ")[5] == "1.000", "the exponential is as good as itself"
     lines = [json.loads(line) for line in json_lines(found, {"command": "c"}).splitlines()]

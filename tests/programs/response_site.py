@@ -20,6 +20,7 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, ToolRefused
 from cluster.core.identity import identify
+from cluster.core.lineage import LineageIndex
 from cluster.core.tools import ToolOffer, function_object
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.responses import ResponseRoutes
@@ -59,7 +60,11 @@ NOWHERE = "redis://127.0.0.1:1"
 
 
 def site(
-    runner: ProgramRunner, offers: Any = None, http: Mapping[str, Any] | None = None, redis_url: str = NOWHERE
+    runner: ProgramRunner,
+    offers: Any = None,
+    http: Mapping[str, Any] | None = None,
+    redis_url: str = NOWHERE,
+    lineage: LineageIndex | None = None,
 ) -> Starlette:
     """As the ingress has them."""
     config = CaesuraConfig.model_validate({"limits": {"timeout_s": 5.0}, "http": http or {}})
@@ -70,7 +75,8 @@ def site(
 
     store = ConversationStore(redis_url, timeout_s=2.0, retention_s=60.0, clock=MonotonicClock())
     conversations = Conversations(store, StoredResponses(runner))
-    routes = ResponseRoutes(runner, offers or known(), config, as_http_error, conversations, plain)
+    lineage = LineageIndex() if lineage is None else lineage
+    routes = ResponseRoutes(runner, offers or known(), config, as_http_error, conversations, plain, lineage)
 
     async def create(request: Request) -> Response:
         identified = identify(request.headers, json.loads(await request.body()), TENANT)

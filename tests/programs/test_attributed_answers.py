@@ -85,6 +85,28 @@ def test_a_client_that_disconnects_ends_the_turn() -> None:
     assert (in_flight(index), len(index)) == (0, 1)
 
 
+@pytest.mark.parametrize(
+    "pieces",
+    [
+        (b'{"choices": [{"index": 0, "text": " there was"}]}',),
+        (
+            b'data: {"choices": [{"index": 0, "text": " there"}]}\n\n',
+            b'data: {"choices": [{"text": " was"}]}\n\n',
+            SSE_DONE,
+        ),
+    ],
+    ids=["whole", "stream"],
+)
+def test_a_completion_is_continued_by_a_prompt_with_its_answer(pieces: tuple[bytes, ...]) -> None:
+    index, body = LineageIndex(), {"model": "m", "prompt": "Once"}
+    turn = index.attribute(ProgramIdentity(), body)
+    asyncio.run(_all(AttributedAnswers(Pieces(pieces), index, turn)))
+    other = index.attribute(ProgramIdentity(), {**body, "prompt": "Once there is a bird"})
+    assert other.how is Attribution.BEGUN
+    later = index.attribute(ProgramIdentity(), {**body, "prompt": "Once there was a bird"})
+    assert (later.how, later.identity) == (Attribution.CONTINUED, turn.identity)
+
+
 def test_the_program_is_reported_by_a_header_of_plain_answers_and_streams() -> None:
     index = LineageIndex()
     turn = index.attribute(ProgramIdentity(), FIRST)

@@ -8,6 +8,7 @@ from openai import APIStatusError, AsyncOpenAI, BadRequestError, NotFoundError, 
 from starlette.applications import Starlette
 
 from cluster.core.errors import BadRequest
+from cluster.core.lineage import LineageIndex
 from cluster.core.tools import ToolCall
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
 from cluster.observing.catalogue import IGNORED_PARTS
@@ -43,8 +44,11 @@ async def until(condition: Any) -> None:
 class Site:
     """A runner, and clients of its routes."""
 
-    def __init__(self, runner: ProgramRunner, replicas: ScriptedReplicas, app: Starlette) -> None:
+    def __init__(
+        self, runner: ProgramRunner, replicas: ScriptedReplicas, app: Starlette, lineage: LineageIndex
+    ) -> None:
         self.runner = runner
+        self.lineage = lineage
         self.replicas = replicas
         self.app = app
 
@@ -67,7 +71,8 @@ def served(runners: Runners) -> Any:
     def make(*turns: Any, tools: Any = None, offers: Any = TOOLS) -> Site:
         replicas = ScriptedReplicas(list(turns))
         runner = runners(replicas, ScriptedTools(tools or {}))
-        return Site(runner, replicas, site(runner, offers))
+        lineage = LineageIndex()
+        return Site(runner, replicas, site(runner, offers, lineage=lineage), lineage)
 
     return make
 
@@ -302,6 +307,26 @@ async def test_a_conversation_is_compacted_by_a_turn_of_its_program(served: Any)
     ]
 
 
+async def test_a_compaction_needs_its_turn_whatever_generate_is(served: Any) -> None:
+    there = served(says("a summary"))
+    body: Any = {"generate": False}
+    made = await there.client.responses.compact(model="m", input="hi", extra_body=body)
+    assert [item.type for item in made.output] == ["message", "compaction"]
+
+
+async def test_a_response_without_a_turn_keeps_the_ids_of_the_one_before(served: Any) -> None:
+    there = served(says("hello"), says("again", first_id=200))
+    create = there.client.responses.create
+    first = await create(model="m", input="hi")
+    without: Any = {"generate": False}
+    second = await create(model="m", input="and?", previous_response_id=first.id, extra_body=without)
+    assert (second.status, second.output, second.usage.output_tokens) == ("completed", [], 0)
+    await create(model="m", input=[], previous_response_id=second.id)
+    asked = there.replicas.asked[-1]["messages"]
+    assert [message["content"] for message in asked] == ["hi", "hello", "and?"]
+    assert [bool(ids) for ids in there.replicas.prior] == [False, True]
+
+
 async def test_a_failed_compaction_is_an_error(served: Any) -> None:
     there = served([BadRequest("too long", code="context_length_exceeded")], says(""))
     for status in (400, 502):
@@ -441,3 +466,55 @@ async def test_nobody_knows_a_response_that_there_is_not(served: Any) -> None:
     for ask in (responses.retrieve, responses.cancel, responses.delete, responses.input_items.list):
         with pytest.raises(NotFoundError):
             await ask("resp_no")
+
+
+# --- the program of a response that names none ------------------------------------------------------------------------
+
+
+async def test_a_client_that_sends_the_whole_history_goes_on_in_its_program(served: Any) -> None:
+    there = served(says("", ("look", "{}")), says("a bird", first_id=200), says("brown", first_id=300))
+    create, fixed = there.client.responses.create, {"model": "m", "tools": [LOOK], "store": False}
+    history: Any = [{"role": "user", "content": "what is there?"}]
+    first = await create(input=history, **fixed)
+    history += [item.to_dict() for item in first.output]
+    history += [{"type": "function_call_output", "call_id": first.output[0].call_id, "output": "feathers"}]
+    second = await create(input=history, **fixed)
+    history += [item.to_dict() for item in second.output] + [{"role": "user", "content": "which colour?"}]
+    third = await create(input=history, stream=True, **fixed)
+    assert [event async for event in third][-1].type == "response.completed"
+    assert third.response.headers["x-caesura-program"] == first.id
+    assert [identity.program_id for identity in there.replicas.identities] == [first.id] * 3
+    other = served(says("no"))
+    await other.client.responses.create(input=history, **fixed)
+    assert other.replicas.identities[0].program_id != first.id
+
+
+async def test_the_end_of_a_run_is_the_end_of_its_turn_also_in_the_background(served: Any) -> None:
+    answer = waits("slow")
+    there = served(answer, says("b", first_id=200), says("c", first_id=300), says("d", first_id=400))
+    create, history = there.client.responses.create, [{"role": "user", "content": "hi"}]
+    first = await create(model="m", input=history, background=True)
+    await until(lambda: there.replicas.identities)
+    sample = await create(model="m", input=history)
+    assert sample.id != first.id
+    await there.client.responses.cancel(first.id)
+    await until(lambda: not any(program.active for program in there.lineage._programs.values()))
+    later: Any = [*history, {"role": "assistant", "content": "slow"}, {"role": "user", "content": "more"}]
+    await create(model="m", input=later)
+    # Both have ended, so that the oldest one goes on.
+    assert [one.program_id for one in there.replicas.identities] == [first.id, sample.id, first.id]
+
+
+async def test_a_request_that_is_refused_begins_no_program(served: Any) -> None:
+    there = served(says("hello"))
+    create = there.client.responses.create
+    with pytest.raises(BadRequestError):
+        await create(model="m", input="hi", tool_choice={"type": "function", "name": "nowhere"})
+    assert len(there.lineage) == 0
+    await create(model="m", input="hi")
+    assert len(there.lineage) == 1
+    failing = served([BadRequest("too long", code="context_length_exceeded")])
+    with pytest.raises(BadRequestError):
+        await failing.client.responses.create(model="m", input="hi")
+    await until(lambda: len(failing.lineage) == 0)
+    there.lineage.check_integrity()

@@ -128,6 +128,26 @@ async def test_what_is_not_stored_can_be_continued_on_its_own_connection_only(so
         assert (await until_end(one))["response"]["status"] == "completed"
 
 
+async def test_a_response_without_a_turn_is_continued_by_one_with_a_turn(sockets: Any) -> None:
+    there = sockets(says("hello"))
+    async with there.connect() as to:
+        await ask(to, input=[], instructions="Be brief.", tools=[LOOK], store=False, generate=False)
+        kinds = [json.loads(await to.recv()) for _ in range(3)]
+        assert [event["type"] for event in kinds] == ["response.created", "response.in_progress", "response.completed"]
+        warm = kinds[-1]["response"]
+        assert (warm["output"], warm["usage"]["total_tokens"]) == ([], 0)
+        assert not there.replicas.asked
+        await ask(to, input="hi", store=False, generate=False, previous_response_id=warm["id"])
+        second = (await until_end(to))["response"]
+        await ask(to, input=[], instructions="Be brief.", store=False, previous_response_id=second["id"])
+        answered = (await until_end(to))["response"]
+    assert answered["output"][0]["content"][0]["text"] == "hello"
+    (body,) = there.replicas.asked
+    assert [message["content"] for message in body["messages"]] == ["Be brief.", "hi"]
+    (identity,) = there.replicas.identities
+    assert identity.program_id == warm["id"]
+
+
 async def test_messages_that_come_during_a_response_wait_for_it(sockets: Any) -> None:
     there = sockets(says("one"), says("two", first_id=200))
     async with there.connect() as to:
@@ -159,7 +179,12 @@ BAD: list[tuple[str, str, int, str | None]] = [
     ("no object", "[]", 400, "type"),
     ("another event", '{"type": "response.steer"}', 400, "type"),
     ("in the background", '{"type": "response.create", "input": "a", "background": true}', 400, "background"),
-    ("without a turn", '{"type": "response.create", "input": "a", "generate": false}', 400, "generate"),
+    (
+        "neither with nor without a turn",
+        '{"type": "response.create", "input": "a", "generate": "maybe"}',
+        400,
+        "generate",
+    ),
     ("an invalid field", '{"type": "response.create", "input": "a", "temperature": 9}', 400, "temperature"),
     ("nesting without end", '{"type": "response.create", "input": ' + "[" * 9000 + "]" * 9000 + "}", 400, None),
 ]

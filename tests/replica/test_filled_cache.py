@@ -35,3 +35,17 @@ def test_no_more_than_memory_takes_and_nothing_without_a_cache(engine: Callable[
     assert small.cached_blocks(chained_hashes(PROMPT, 16)) == 3
     with pytest.raises(ValueError, match="prefix cache"):
         engine(prefix_caching=False).fill_cache(PROMPT, 100)
+
+
+def test_a_forgetful_pool_keeps_what_is_in_use_and_forgets_what_is_free(
+    engine: Callable[..., VirtualEngine],
+) -> None:
+    hashes = chained_hashes(PROMPT, 16)
+    for forgetful, left in ((False, 6), (True, 0)):
+        pool = engine(forgetful=forgetful)
+        pool.submit("a", PROMPT, 2)
+        pool.step()
+        assert pool.cached_blocks(hashes) == 6
+        pool.run()
+        assert pool.cached_blocks(hashes) == left
+        assert pool.free_blocks() == pool.shape.num_blocks - 1

@@ -193,6 +193,12 @@ def test_consent_is_to_a_servers_tool_and_not_to_a_name() -> None:
     assert "is not among them" in refused(user("read"), asked, consent(), tools=[docs]).message
 
 
+def test_consent_needs_a_response_with_a_turn() -> None:
+    items = user("read"), request(), consent()
+    assert refused(*items, tools=[DOCS], generate=False).param == "generate"
+    assert run_of(*items, tools=[DOCS], generate=True).generate
+
+
 def test_an_approved_call_needs_its_server() -> None:
     assert refused(request(), consent()).param == "tools"
 

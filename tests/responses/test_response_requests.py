@@ -65,6 +65,14 @@ def test_a_plain_question() -> None:
     assert made.limits == LIMITS
 
 
+def test_only_a_request_without_a_turn_may_be_empty() -> None:
+    assert not spec(input=[], generate=False).generate
+    for body in ({}, {"generate": True}, {"generate": None}):
+        assert spec(**body).generate
+        with pytest.raises(BadRequest, match="it is empty"):
+            spec(input=[], **body)
+
+
 def test_instructions_are_a_system_message_at_the_front() -> None:
     made = spec(instructions="be brief")
     assert made.messages == ({"role": "system", "content": "be brief"}, {"role": "user", "content": "hi"})

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from cluster.api.chat_tools import checked_tools
+from cluster.api.chat_tools import checked_tools, with_checked_tools
 from cluster.core.errors import BadRequest
 
 EMPTY = {"type": "object", "properties": {}}
@@ -62,3 +62,45 @@ def test_what_is_no_tool_is_left_to_the_replica(item: Any) -> None:
 @pytest.mark.parametrize("name", ["ls", "mcp__server__do-it", "fs.read", "x" * 128])
 def test_names_that_clients_use(name: str) -> None:
     assert checked_tools([tool(name)])[0]["function"]["name"] == name
+
+
+def allowed(mode: Any = "auto", *names: Any) -> dict[str, Any]:
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
+
+
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_only_allowed_tools_are_offered_in_the_order_of_the_request(mode: str) -> None:
+    tools = [tool("ls"), tool("cat"), tool("rm")]
+    body = with_checked_tools({"messages": [], "tools": tools, "tool_choice": allowed(mode, "cat", "ls")})
+    assert [one["function"]["name"] for one in body["tools"]] == ["ls", "cat"]
+    assert body["tool_choice"] == mode
+    flat = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "rm"}]}
+    body = with_checked_tools({"tools": tools, "tool_choice": flat})
+    assert [one["function"]["name"] for one in body["tools"]] == ["rm"]
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({"type": "auto"}, "tool_choice.type"),
+        ({}, "tool_choice.type"),
+        (allowed("none", "ls"), "tool_choice.allowed_tools.mode"),
+        (allowed(), "tool_choice.allowed_tools.tools"),
+        (allowed("auto", "ls", "rm"), "tool_choice.allowed_tools.tools.1.function.name"),
+        (allowed("auto", 5), "tool_choice.allowed_tools.tools.0.function.name"),
+        ({"type": "allowed_tools", "mode": "auto"}, "tool_choice.tools"),
+        ({"type": "allowed_tools", "allowed_tools": 5}, "tool_choice.allowed_tools.mode"),
+    ],
+)
+def test_a_choice_that_cannot_be_kept_is_refused_by_its_field(choice: Any, param: str) -> None:
+    with pytest.raises(BadRequest) as refused:
+        with_checked_tools({"tools": [tool("ls")], "tool_choice": choice})
+    assert (refused.value.status, refused.value.param) == (400, param)
+
+
+@pytest.mark.parametrize("choice", [None, "auto", "required", {"type": "function", "function": {"name": "ls"}}])
+def test_other_choices_stay(choice: Any) -> None:
+    body = with_checked_tools({"tools": [tool("ls")], "tool_choice": choice})
+    assert (len(body["tools"]), body["tool_choice"]) == (1, choice)
+    assert with_checked_tools({"tool_choice": choice}) == {"tool_choice": choice}

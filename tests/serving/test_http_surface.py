@@ -147,6 +147,35 @@ def test_a_conversation_without_any_id_is_one_program(client: httpx.Client, stre
     assert client.get("/admin/router").json()["programs_found"]["continued"] >= 2
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_that_repeat_the_last_answer_are_one_program(client: httpx.Client, stream: bool) -> None:
+    body = {"model": MODEL, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True, "stream": stream}
+    prompt, names = [11, 12, 13 + stream] * 40, []
+    for _ in range(3):
+        answer = client.post("/v1/completions", json={**body, "prompt": prompt})
+        names.append(answer.headers["x-caesura-program"])
+        lines = [line.removeprefix("data: ") for line in answer.text.splitlines()]
+        events = [json.loads(line) for line in lines if line.startswith("{")]
+        ids = [one for event in events for choice in event["choices"] for one in choice.get("token_ids") or ()]
+        assert len(ids) == 8
+        prompt = [*prompt, *ids, 20, 21]
+    assert len(set(names)) == 1
+    assert client.get(f"/v1/programs/{names[0]}").json()["num_turns"] == 3
+
+
+def test_responses_with_the_whole_history_are_one_program(client: httpx.Client) -> None:
+    history: list[dict[str, Any]] = [{"role": "user", "content": "Without an id, with items"}]
+    names, ids = [], []
+    for _ in range(3):
+        body = {"model": MODEL, "input": history, "max_output_tokens": 8, "store": False}
+        answer = client.post("/v1/responses", json=body)
+        names.append(answer.headers["x-caesura-program"])
+        ids.append(answer.json()["id"])
+        history += [*answer.json()["output"], {"role": "user", "content": "And then?"}]
+    assert names == [ids[0]] * 3
+    assert client.get(f"/v1/programs/{names[0]}").json()["num_turns"] == 3
+
+
 def test_the_sessions_that_clients_run_are_listed_in_pages(client: httpx.Client) -> None:
     for number in range(3):
         for _ in range(2):

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from cluster.observing.catalogue import REQUESTS, REQUESTS_REJECTED, Metric
+from cluster.observing.catalogue import HTTP_REFUSALS, REQUESTS, REQUESTS_REJECTED, Metric
 from cluster.proxy import middleware as proxy_middleware
 from cluster.proxy.middleware import Rejections
 
@@ -15,7 +15,13 @@ class RecordedMeter:
         self.counts: list[tuple[str, float, str]] = []
 
     def add(self, metric: Metric, amount: float, /, **labels: str) -> None:
-        self.counts.append((metric.name, amount, labels.get("reason", labels.get("outcome", ""))))
+        self.counts.append(
+            (
+                metric.name,
+                amount,
+                labels.get("reason") or labels.get("outcome") or f"{labels['status']} {labels['code']}",
+            )
+        )
 
 
 async def test_rejections_are_recorded_together_and_none_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,10 +34,17 @@ async def test_rejections_are_recorded_together_and_none_is_lost(monkeypatch: py
     await asyncio.sleep(0.05)
     first = [
         (REQUESTS_REJECTED.name, 2, "overload"),
+        (HTTP_REFUSALS.name, 2, "503 overload"),
         (REQUESTS_REJECTED.name, 1, "tenant_rate"),
+        (HTTP_REFUSALS.name, 1, "429 tenant_rate"),
         (REQUESTS.name, 3, "rejected"),
     ]
     assert meter.counts == first
     rejections.count("overload")
     await asyncio.sleep(0.05)
-    assert meter.counts == [*first, (REQUESTS_REJECTED.name, 1, "overload"), (REQUESTS.name, 1, "rejected")]
+    assert meter.counts == [
+        *first,
+        (REQUESTS_REJECTED.name, 1, "overload"),
+        (HTTP_REFUSALS.name, 1, "503 overload"),
+        (REQUESTS.name, 1, "rejected"),
+    ]

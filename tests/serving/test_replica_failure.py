@@ -86,6 +86,16 @@ def await_two_other_than(client: httpx.Client, *dead: str) -> None:
     raise AssertionError(f"{dead} were not replaced within {REPLACED_WITHIN_S} s")
 
 
+def await_no_metrics_of(client: httpx.Client, dead: str) -> None:
+    deadline = time.monotonic() + REPLACED_WITHIN_S
+    while time.monotonic() < deadline:
+        page = client.get("/metrics").text
+        if "vllm:" in page and f'ReplicaId="{dead}"' not in page:
+            return
+        time.sleep(1.0)
+    raise AssertionError(f"the metrics of {dead} are still exported")
+
+
 def engines(cluster: LocalCluster) -> list[psutil.Process]:
     return [process for process in cluster.processes if process.name() == "VLLM::EngineCore"]
 
@@ -187,6 +197,7 @@ def test_streams_go_on_and_the_replica_is_replaced(
         assert texts(ended(client, response["id"])) == texts(alone)
     assert client.get("/health").status_code == 200
     await_two_other_than(client, victim["replica"])
+    await_no_metrics_of(client, victim["replica"])
     assert client.get("/ready").status_code == 200
     assert [client.post("/v1/completions", json=SHORT).status_code for _ in range(4)] == [200] * 4
     assert len(engines(cluster)) == 2

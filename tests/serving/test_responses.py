@@ -198,6 +198,49 @@ def test_each_token_of_a_text_has_its_log_probability(openai: OpenAI) -> None:
     assert [entry.token for entry in told] == [entry.token for entry in part.logprobs]
 
 
+A_CALL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object", "properties": {}}}}
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"extra_body": {"top_logprobs": None, "structured_outputs": {"regex": "(<tool_ca ){3}"}}},
+        {"tools": [A_CALL], "tool_choice": "required"},
+    ],
+    ids=["text", "text that begins like a call", "a call"],
+)
+def test_chat_logprobs_without_a_number_of_alternatives_have_one_entry_a_token(
+    openai: OpenAI, more: dict[str, Any], stream: bool
+) -> None:
+    asked: dict[str, Any] = {
+        "model": "tiny",
+        "messages": [{"role": "user", "content": "Say something."}],
+        "max_tokens": 24,
+        "logprobs": True,
+        "extra_body": {"top_logprobs": None},
+        **more,
+    }
+    if stream:
+        chunks = list(openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+        assert not any('token_ids":[' in chunk.model_dump_json() for chunk in chunks)
+        usage = chunks[-1].usage
+        found = [
+            one
+            for chunk in chunks
+            for choice in chunk.choices
+            for one in (choice.logprobs and choice.logprobs.content) or ()
+        ]
+    else:
+        answer = openai.chat.completions.create(**asked)
+        usage, logprobs = answer.usage, answer.choices[0].logprobs
+        found = (logprobs and logprobs.content) or []
+    assert usage is not None
+    assert len(found) == usage.completion_tokens
+    assert all(one.logprob <= 0 and one.top_logprobs == [] for one in found)
+
+
 def test_a_conversation_is_continued_from_its_exact_tokens_and_then_compacted(
     openai: OpenAI, client: httpx.Client
 ) -> None:

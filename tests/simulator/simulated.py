@@ -55,7 +55,7 @@ class Bench:
     def prepare(
         self,
         programs: Sequence[tuple[float, PlannedProgram]],
-        policy: str = "vllm",
+        policy: str | PolicyConfig = "vllm",
         replicas: int = 1,
         foresight: Foresight = LIVE,
         cost: CostModel = COST,
@@ -63,7 +63,9 @@ class Bench:
         **shape: int,
     ) -> Simulation:
         self.clock = ManualClock()
-        config = None if policy in BASELINES else PolicyConfig(name=policy)
+        config = policy if isinstance(policy, PolicyConfig) else None
+        if isinstance(policy, str) and policy not in BASELINES:
+            config = PolicyConfig(name=policy)
         if policy == STOCK_NO_CACHE:
             shape["host_blocks"] = 0
         made = Shape(**{"num_blocks": 257, "max_num_seqs": 64, **shape}, prefix_caching=policy != STOCK_NO_CACHE)

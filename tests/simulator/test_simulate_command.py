@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from cluster.cli import main
+from cluster.config.schema import PolicyConfig
 from cluster.core.registry import POLICIES
 from cluster.offline.simulator.settings import SimulationSettings, policy_names
 from tests.simulator.simulated import COST
@@ -171,6 +172,25 @@ def test_papers_policies_see_the_future_unless_a_flag_says_otherwise() -> None:
     assert told(False) == []
 
 
+def test_axes_of_policies_can_be_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, varied_trace: Path) -> None:
+    names = ("vllm", "vllm+order=infercept", "vllm+pause=continuum+budget=infercept")
+    settings = SimulationSettings(policies=names, rates_per_s=(1.0,))
+    assert settings.policy_config(names[1]) == PolicyConfig(name="vllm", order="infercept")
+    assert settings.policy_config(names[2]) == PolicyConfig(name="vllm", pause="continuum", budget="infercept")
+    mixed = "mars+pause=vllm"
+    set_ = SimulationSettings(policies=(mixed,), rates_per_s=(1.0,), parameters={mixed: {"refresh_steps": 9}})
+    assert set_.policy_config(mixed) == PolicyConfig(name="mars", pause="vllm", parameters={"refresh_steps": 9})
+    assert [settings.sees_the_future(name) for name in names] == [False, True, True]
+    assert not settings.sees_the_future("plas+pause=continuum")
+
+    device, out = tmp_path / "device.json", tmp_path / "out"
+    COST.save(device)
+    what = ("--trace", str(varied_trace), "--preset", str(device), "--minutes", "0.1", "--warmup", "0")
+    given = ("--policies", "vllm+pause=continuum,plas", "--rates", "0.5x", "--quiet", "--json", str(out))
+    assert caesura(monkeypatch, *what, *given) == 0
+    assert [line["policy"] for line in lines(out)] == ["vllm+pause=continuum", "plas"]
+
+
 def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(POLICIES._entries, "clairvoyant", "somewhere:Parameters")
     assert policy_names("all") == (
@@ -182,10 +202,73 @@ def test_all_is_every_policy_once_and_the_baselines(monkeypatch: pytest.MonkeyPa
     assert policy_names(" a, b,") == ("a", "b")
 
 
+def test_a_rate_can_be_a_share_of_the_capacity(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, varied_trace: Path
+) -> None:
+    device, out = tmp_path / "device.json", tmp_path / "out"
+    COST.save(device)
+    what = ("--trace", str(varied_trace), "--preset", str(device), "--minutes", "0.1", "--warmup", "0")
+    shares = ("--rates", "0.25x,1,0.5x", "--policies", "vllm", "--quiet", "--json", str(out))
+    assert caesura(monkeypatch, *what, *shares) == 0
+    quarter, one, half = lines(out)
+    assert (one["rate"], quarter["simulation"]["share_of_capacity"]) == (1.0, 0.25)
+    assert half["simulation"]["share_of_capacity"] == 0.5
+    assert quarter["rate"] == pytest.approx(0.25 * quarter["simulation"]["capacity_per_s"], rel=1e-4)
+    assert half["rate"] == pytest.approx(2 * quarter["rate"], rel=1e-4)
+
+
+def test_a_fixed_count_of_programs_is_all_measured(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
+) -> None:
+    out = tmp_path / "out"
+    what = ("--trace", str(small_trace), "--rates", "2,4", "--policies", "vllm", "--json", str(out))
+    assert caesura(monkeypatch, *what, "--count", "30", "--warmup", "0") == 0
+    assert "30 programs, 2 programs/s, poisson" in capsys.readouterr().out
+    two, four = lines(out)
+    assert (two["offered"], four["offered"], two["simulation"]["count"]) == (30, 30, 30)
+    assert four["goodput_programs"] == pytest.approx(
+        2 * two["goodput_programs"], rel=1e-6
+    )  # the same draws, twice as fast
+    assert caesura(monkeypatch, *what, "--count", "30", "--warmup", "0.1", "--quiet") == 0
+    assert 15 <= lines(out)[0]["offered"] < 30
+    assert caesura(monkeypatch, *what, "--count", "30", "--warmup", "5") == 2
+    assert "--warmup: all 30 programs arrive in its 300 s" in capsys.readouterr().err
+
+
+def test_each_error_of_what_is_given_is_a_run(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, varied_trace: Path
+) -> None:
+    device, out = tmp_path / "device.json", tmp_path / "out"
+    COST.save(device)
+    what = ("--trace", str(varied_trace), "--preset", str(device), "--minutes", "0.5", "--warmup", "0", "--rates", "2x")
+    assert caesura(monkeypatch, *what, "--policies", "augserve", "--noise", "0,0.5", "--json", str(out)) == 0
+    assert [line["simulation"]["noise"] for line in lines(out)] == [0.0, 0.5]
+    shown = capsys.readouterr().out
+    assert "errors of N(0, 0 x value)" in shown and "errors of N(0, 0.5 x value)" in shown
+    exact, noisy = lines(out)
+    assert exact["completion_all_s"] != noisy["completion_all_s"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
+        (("--count", "0"), "--count: 0 must be more than 0"),
+        (("--count", "5", "--minutes", "1"), "--count, --minutes: give one of them"),
+        (("--count", "5", "--burst", "9:1:1"), "--count: with neither --burst nor --under-way"),
+        (("--count", "1000000"), "--count: 1000000 programs in a run"),
+        (("--noise", "0.1,x"), "--noise: could not convert"),
+        (("--noise", "0.1,0.1"), "--noise: 0.1,0.1 is empty or repeats a value"),
+        (("--categories", "nothing"), "--categories: there is no nothing; there are"),
+        (("--calls", "2-"), "--calls: '2-' is not a number, or MIN-MAX"),
+        (("--calls", "3-2"), "--calls: 3-2 is not a number, or MIN-MAX"),
+        (("--calls", "1000"), "--calls: no program has so many calls"),
+        (("--no-calls-share", "1.5"), "--no-calls-share: 1.5 must be from 0 to 1"),
+        (("--repeat-turns", "0"), "--repeat-turns: 0 must be more than 0"),
+        (("--missing-tool-s", "1", "--only-recorded"), "--missing-tool-s, --missing-tools-from, --only-recorded: give"),
         (("--policies", "nobody"), "unknown policy 'nobody'; choose all or some of: augserve"),
+        (("--policies", "vllm+order=nobody"), "--policies: unknown policy 'nobody'"),
+        (("--policies", "vllm+price=mars"), "vllm+price=mars: 'price' is not one of order, pause, budget"),
+        (("--policies", "vllm+order=mars+order=plas"), "'order' is not one of order, pause, budget, or is there twice"),
         (("--policies", "vllm,vllm"), "--policies: vllm,vllm is empty or repeats a value"),
         (("--policies", ""), "--policies:  is empty"),
         (("--rates", "4,x"), "--rates: could not convert"),

@@ -54,6 +54,21 @@ def test_a_turns_way_to_its_replica_is_latency_and_no_waiting(bench: Bench) -> N
     assert (first.queue_s, second.queue_s) == (0.0, 0.0)
 
 
+@pytest.mark.parametrize(("pause_s", "recomputed"), [(1.0, 5), (9.0, 53)])
+def test_without_a_prefix_cache_only_a_held_context_is_not_computed_again(
+    bench: Bench, pause_s: float, recomputed: int
+) -> None:
+    # `continuum` holds for 2 s as long as it has seen no tool, and a context of 53 tokens has 3 full blocks. The second
+    # program makes steps, in which the hold ends.
+    paused, _ = bench.run(
+        (1.0, program(turn(50, 3, "ls", pause_s), turn(9, 1))),
+        (6.0, program(turn(40, 3))),
+        policy="continuum",
+        forgetful=True,
+    )
+    assert paused.recomputed_tokens == recomputed
+
+
 def test_two_programs_that_arrive_together_share_their_steps(bench: Bench) -> None:
     records = bench.run((1.0, program(turn(30, 2))), (1.0, program(turn(50, 2))))
     both_s = step_s(80, 80, 2, sum(range(1, 31)) + sum(range(1, 51)))

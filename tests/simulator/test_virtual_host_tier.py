@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import Of
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
 
+from cluster.config.schema import PolicyConfig
 from cluster.core.slo import Outcome
 from cluster.offline.bench.workload import PlannedProgram
 from cluster.offline.simulator.settings import STOCK_NO_CACHE
@@ -56,6 +57,28 @@ def test_without_a_prefix_cache_there_is_no_tier(bench: Bench) -> None:
     [record] = bench.run((0.0, RETURNS), policy=STOCK_NO_CACHE, **SMALL)
     assert (record.turns[1].cached_tokens, record.turns[1].fetched_tokens) == (0, 0)
     assert bench.replicas[0].link is None
+
+
+@pytest.mark.parametrize(("handling", "fetched"), [("swap", CONTEXT), ("discard", 0)])
+def test_an_engine_that_forgets_finds_on_the_host_only_what_was_swapped_out(
+    bench: Bench, handling: str, fetched: int
+) -> None:
+    policy = PolicyConfig(name="infercept", parameters={"handling": handling})
+    back, _ = bench.run((0.0, RETURNS), (2.0, INTRUDER), policy=policy, forgetful=True, **SMALL)
+    second = back.turns[1]
+    assert (second.fetched_tokens, second.recomputed_tokens) == (fetched, CONTEXT + 1 - fetched)
+    kept, _ = bench.run((0.0, RETURNS), (2.0, INTRUDER), policy=policy, **SMALL)
+    assert kept.turns[1].fetched_tokens == CONTEXT, "vLLM's connector finds every copy"
+
+
+def test_a_preempted_turn_computes_its_kv_again_where_copies_are_forgotten(bench: Bench) -> None:
+    """Both turns fit at first and not at their ends, so that the later one is preempted."""
+    policy = PolicyConfig(name="infercept", parameters={"handling": "swap"})
+    both = [(0.0, program(turn(200, 100))), (0.1, program(turn(200, 100)))]
+    forgetful = bench.run(*both, policy=policy, forgetful=True, **SMALL)
+    assert bench.replicas[0].preemptions > 0
+    assert link_of(bench).loaded_tokens == 0
+    assert [record.outcome for record in forgetful] == [Outcome.OK, Outcome.OK]
 
 
 def test_other_turns_decode_while_a_context_is_fetched(bench: Bench) -> None:

@@ -1,6 +1,6 @@
 """The settings of one run of `caesura bench`. All values are checked here, and an error names the flag."""
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
@@ -34,6 +34,7 @@ class BenchSettings:
     workload: str = INFERCEPT
     missing_tool_s: float | None = None
     only_recorded: bool = False
+    missing_tools_from: Path | None = None
     shaping: Shaping = field(default_factory=Shaping)
     policies: tuple[str, ...] = ()
     """Names of the policies; empty to keep the server's policy."""
@@ -80,6 +81,7 @@ class BenchSettings:
         )
         require_zero_or_more({"--warmup-s": self.warmup_s, "--drain-s": self.drain_s, "--seed": self.seed})
         check_shaping(self.shaping, self.missing_tool_s)
+        check_missing(self.missing_tool_s, self.missing_tools_from, only_recorded=self.only_recorded)
         Arrivals.parse(self.arrivals, self.rate_per_s)
         require(len(set(self.policies)) == len(self.policies), "--policies", ",".join(self.policies), "repeats a name")
         if (self.count is None) == (self.duration_s is None):
@@ -115,26 +117,57 @@ class BenchSettings:
             TraceError: the trace file cannot be used.
             ConfigError: no program fits.
         """
-        return load_pool(self.trace, self.missing_tool_s, self.only_recorded, self.shaping, self.seed, "--max-context")
+        traced = (self.trace, self.missing_tool_s, self.only_recorded, self.missing_tools_from)
+        return load_pool(*traced, self.shaping, self.seed, "--max-context")
 
 
 @lru_cache(maxsize=4)
-def _recorded(trace: Path | None, missing_tool_s: float | None, only_recorded: bool, seed: int) -> Workload:
+def _recorded(
+    trace: Path | None, missing_tool_s: float | None, only_recorded: bool, tools_from: Path | None, seed: int
+) -> Workload:
     if trace is None:
         return builtin_workload(seed, BUILTIN_PROGRAMS)
-    return programs_from_trace(trace, missing_tool_s, only_recorded)
+    return programs_from_trace(trace, missing_tool_s, only_recorded, tools_from)
 
 
 def load_pool(
-    trace: Path | None, missing_tool_s: float | None, only_recorded: bool, shaping: Shaping, seed: int, flags: str
+    trace: Path | None,
+    missing_tool_s: float | None,
+    only_recorded: bool,
+    missing_tools_from: Path | None,
+    shaping: Shaping,
+    seed: int,
+    flags: str,
+    names: Container[str] | None = None,
 ) -> Workload:
     """Load the programs of a trace or of the built-in workload, and shape them.
 
+    Args:
+        trace: the trace; None: the built-in workload.
+        missing_tool_s: seconds of a tool whose duration was not recorded; None rejects such a program.
+        only_recorded: omits the programs with a duration that was not recorded.
+        missing_tools_from: a trace of whose durations those that were not recorded are drawn.
+        shaping: how programs are shaped.
+        seed: seed of the built-in workload and of the order.
+        flags: the flags that decide which programs fit.
+        names: the ids of the programs that have a forecast; others are left out. None: all programs.
+
     Raises:
         TraceError: the trace file cannot be used.
-        ConfigError: no program fits; the message names ``flags``.
+        ConfigError: no program fits, in which case the message names ``flags``, or none has a forecast.
     """
-    shaped = _recorded(trace, missing_tool_s, only_recorded, seed).shaped(shaping, seed)
+    recorded = _recorded(trace, missing_tool_s, only_recorded, missing_tools_from, seed)
+    if names is not None:
+        recorded = recorded.only(names)
+        if not recorded.programs:
+            raise ConfigError("--forecasts: there is a forecast for none of the trace's programs")
+    kinds = {program.kind for program in recorded.programs}
+    if unknown := set(shaping.categories) - kinds:
+        known = ", ".join(sorted(kinds))
+        raise ConfigError(f"--categories: there is no {', '.join(sorted(unknown))}; there are {known}")
+    shaped = recorded.shaped(shaping, seed)
+    if not shaped.programs and not shaped.dropped:
+        raise ConfigError("--calls: no program has so many calls")
     if not shaped.programs:
         raise ConfigError(f"{flags}: none of {shaped.dropped} programs fits {shaping.max_context} tokens")
     return shaped
@@ -152,9 +185,42 @@ def check_shaping(shaping: Shaping, missing_tool_s: float | None) -> None:
             "--max-context": shaping.max_context,
             "--max-turns": shaping.max_turns,
             "--limit": shaping.limit,
+            "--repeat-turns": shaping.repeat_turns,
         }
     )
     require_zero_or_more({"--scale-tools": shaping.scale_tools, "--missing-tool-s": missing_tool_s})
+    require(0 <= shaping.no_calls_share <= 1, "--no-calls-share", shaping.no_calls_share, "must be from 0 to 1")
+    if shaping.calls is not None and not 0 <= shaping.calls[0] <= shaping.calls[1]:
+        raise ConfigError(f"--calls: {shaping.calls[0]}-{shaping.calls[1]} is not a number, or MIN-MAX")
+
+
+def check_missing(tool_s: float | None, tools_from: Path | None, *, only_recorded: bool) -> None:
+    """Check what stands for tool durations that a trace lacks.
+
+    Raises:
+        ConfigError: several things do; the message names the flags.
+    """
+    if (tool_s is not None) + (tools_from is not None) + only_recorded > 1:
+        raise ConfigError("--missing-tool-s, --missing-tools-from, --only-recorded: give one of them")
+
+
+def listed(text: str) -> tuple[str, ...]:
+    """Return the names in a text that has commas between them."""
+    return tuple(name.strip() for name in text.split(",") if name.strip())
+
+
+def read_calls(text: str | None) -> tuple[int, int] | None:
+    """Read ``N`` or ``MIN-MAX``. None stays None.
+
+    Raises:
+        ConfigError: the text has another form.
+    """
+    if text is None:
+        return None
+    first, dash, second = text.partition("-")
+    if not first.isdecimal() or not (second.isdecimal() if dash else True):
+        raise ConfigError(f"--calls: {text!r} is not a number, or MIN-MAX")
+    return int(first), int(second if dash else first)
 
 
 def require_positive(values: Mapping[str, float | None]) -> None:

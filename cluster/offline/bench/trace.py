@@ -1,13 +1,63 @@
 """Converts recorded programs (`cluster.core.recorded_turn`) into a workload for the bench and the simulator."""
 
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
+from zlib import crc32
+
+import numpy as np
 
 from cluster.core.errors import TraceError
 from cluster.core.recorded_turn import RecordedProgram, check_lengths, recorded_programs
 from cluster.offline.bench.workload import MIN_OUTPUT_TOKENS, PlannedProgram, PlannedTurn, Workload, prefix_notes
 
 
-def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_recorded: bool = False) -> Workload:
+@dataclass(slots=True)
+class RecordedDurations:
+    """Durations of tools that a trace has, of which those that another trace lacks are drawn."""
+
+    name: str
+    by_tool: Mapping[str, Sequence[float]]
+    """Seconds by tool, with the class of its arguments."""
+    all_tools: Sequence[float]
+    same_tool: int = field(default=0, init=False)
+    other_tool: int = field(default=0, init=False)
+    """Number of durations that were drawn of the same tool, and of all tools."""
+
+    @classmethod
+    def of(cls, path: Path) -> "RecordedDurations":
+        """Read the durations of a trace.
+
+        Raises:
+            TraceError: the file cannot be used, or has no durations.
+        """
+        by_tool: dict[str, list[float]] = {}
+        for _, program in recorded_programs(path):
+            for turn in program.turns:
+                if turn.tool_class is not None and turn.tool_duration_s is not None:
+                    by_tool.setdefault(turn.tool_class, []).append(turn.tool_duration_s)
+        if not by_tool:
+            raise TraceError(f"{path}: no tool durations in it")
+        return cls(path.name, by_tool, [seconds for known in by_tool.values() for seconds in known])
+
+    def draw(self, tool: str, place: str) -> float:
+        """Return seconds of a call of ``tool``, always the same for a ``place``: the turn of a program."""
+        known = self.by_tool.get(tool)
+        self.same_tool += known is not None
+        self.other_tool += known is None
+        return float(np.random.default_rng(crc32(place.encode())).choice(known or self.all_tools))
+
+    @property
+    def note(self) -> str:
+        """What was drawn, for readers of the results."""
+        drawn = self.same_tool + self.other_tool
+        of = f"{self.same_tool} of the same tool, {self.other_tool} of all tools"
+        return f"{drawn} tool durations are modelled, drawn from those in {self.name}: {of}"
+
+
+def programs_from_trace(
+    path: Path, missing_tool_s: float | None = None, only_recorded: bool = False, tools_from: Path | None = None
+) -> Workload:
     """Read all programs of ``path`` (.jsonl or .jsonl.gz), in the file's order.
 
     After a turn without a tool, the next turn follows at once. The tool of a program's last turn is not replayed.
@@ -16,6 +66,7 @@ def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_re
         path: the trace file.
         missing_tool_s: duration of tools whose duration was not recorded; None rejects such a program.
         only_recorded: omits the programs with a duration that was not recorded.
+        tools_from: a trace of whose durations those that were not recorded are drawn.
 
     Raises:
         TraceError: the file is unreadable or empty, or a line cannot be used; the message names the file, the line and
@@ -23,19 +74,23 @@ def programs_from_trace(path: Path, missing_tool_s: float | None = None, only_re
     """
     programs: list[PlannedProgram] = []
     empty_outputs = left_out = 0
+    durations = None if tools_from is None else RecordedDurations.of(tools_from)
     for where, recorded in recorded_programs(path):
         if only_recorded and _first_missing(recorded) is not None:
             left_out += 1
             continue
-        _check_durations(recorded, where, missing_tool_s)
+        if durations is None:
+            _check_durations(recorded, where, missing_tool_s)
         check_lengths(recorded, where)
         empty_outputs += sum(turn.output_tokens < MIN_OUTPUT_TOKENS for turn in recorded.turns)
-        programs.append(_planned(recorded, missing_tool_s))
+        programs.append(_planned(recorded, missing_tool_s, durations))
     if not programs:
         raise TraceError(f"{path}: no programs in it" + (f", {left_out} left out" if left_out else ""))
     notes = prefix_notes(programs)
     if left_out:
         notes += (f"{left_out} programs with a tool duration that was not recorded are left out",)
+    if durations is not None:
+        notes += (durations.note,)
     if empty_outputs:
         notes += (f"{empty_outputs} turns were recorded without output: they generate {MIN_OUTPUT_TOKENS} token",)
     return Workload(name=path.name.removesuffix(".gz").removesuffix(".jsonl"), programs=tuple(programs), notes=notes)
@@ -52,26 +107,32 @@ def _check_durations(program: RecordedProgram, where: str, missing_tool_s: float
     if missing is not None and missing_tool_s is None:
         raise TraceError(
             f"{where}: turns.{missing}.tool_duration_s: not recorded (null); choose what it shall be with "
-            "--missing-tool-s SECONDS, or leave such programs out with --only-recorded"
+            "--missing-tool-s SECONDS, draw it from another trace with --missing-tools-from TRACE, or leave such "
+            "programs out with --only-recorded"
         )
 
 
-def _planned(program: RecordedProgram, missing_tool_s: float | None) -> PlannedProgram:
+def _planned(
+    program: RecordedProgram, missing_tool_s: float | None, durations: RecordedDurations | None
+) -> PlannedProgram:
     planned: list[PlannedTurn] = []
     kept_context = 0
     for index, turn in enumerate(program.turns):
         last = index == len(program.turns) - 1
         starts = index == 0 or turn.reset is not None
         pause_s = turn.tool_duration_s
-        if pause_s is None:
-            pause_s = missing_tool_s if turn.tool is not None and missing_tool_s is not None else 0.0
+        if pause_s is None and turn.tool_class is not None and not last:
+            if durations is not None:
+                pause_s = durations.draw(turn.tool_class, f"{program.program_id}/{index}")
+            else:
+                pause_s = missing_tool_s
         planned.append(
             PlannedTurn(
                 fresh_tokens=turn.context_tokens - (0 if starts else kept_context),
                 output_tokens=max(MIN_OUTPUT_TOKENS, turn.output_tokens),
                 kept_tokens=turn.kept,
                 tool=None if last else turn.tool_class,
-                pause_s=0.0 if last else pause_s,
+                pause_s=0.0 if last or pause_s is None else pause_s,
                 reset=index > 0 and turn.reset is not None,
             )
         )

@@ -1,6 +1,6 @@
 """Workloads: agent programs as lengths and pauses, shaped to fit a server, and the token ids of their prompts."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -64,6 +64,16 @@ class Shaping:
     """Number of turns after which a program is cut off."""
     limit: int | None = None
     """Number of programs that are kept, drawn by the seed."""
+    categories: tuple[str, ...] = ()
+    """Only programs of these kinds. Empty: all kinds."""
+    calls: tuple[int, int] | None = None
+    """Only programs with at least and at most so many tool calls, which are turns before the last. None: all."""
+    no_calls_share: float = 0.0
+    """Share of the programs, drawn by the seed, whose calls are disabled (MARS appendix C.2). Such a program is one
+    turn with the output of all its turns, and without what the tools returned."""
+    repeat_turns: int = 1
+    """How many times each program does its turns, one round after the other, with token lengths divided by this number
+    (Continuum section 6.3). It keeps the work, and multiplies the turns and the calls."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,14 +87,26 @@ class Workload:
     notes: tuple[str, ...] = ()
     """Notes for readers of the results, one sentence each."""
 
+    def only(self, names: Container[str]) -> "Workload":
+        """Leave out the programs whose ids are not in ``names``, and note their number."""
+        kept = tuple(program for program in self.programs if program.program_id in names)
+        left = len(self.programs) - len(kept)
+        note = (f"{left} programs without a forecast are left out",) if left else ()
+        return replace(self, programs=kept, notes=(*self.notes, *note))
+
     def shaped(self, shaping: Shaping, seed: int) -> "Workload":
-        """Cut off turns, scale, drop programs that are too long, shuffle by ``seed``, keep ``limit``, in this order."""
-        scaled = [_scaled(_cut(program, shaping.max_turns), shaping) for program in self.programs]
+        """Select programs, repeat and cut off turns, scale, drop programs that are too long, shuffle by ``seed``, keep
+        ``limit``, and disable calls, in this order.
+        """
+        selected = [program for program in self.programs if _selected(program, shaping)]
+        repeated = [_repeated(program, shaping.repeat_turns) for program in selected]
+        scaled = [_scaled(_cut(program, shaping.max_turns), shaping) for program in repeated]
         fitting = [p for p in scaled if shaping.max_context is None or p.peak_tokens <= shaping.max_context]
-        order = np.random.default_rng(seed).permutation(len(fitting))[: shaping.limit]
-        return replace(
-            self, programs=tuple(fitting[i] for i in order), dropped=self.dropped + len(scaled) - len(fitting)
-        )
+        rng = np.random.default_rng(seed)
+        kept = [fitting[i] for i in rng.permutation(len(fitting))[: shaping.limit]]
+        silent = set(rng.permutation(len(kept))[: round(shaping.no_calls_share * len(kept))].tolist())
+        programs = [_without_calls(p) if number in silent else p for number, p in enumerate(kept)]
+        return replace(self, programs=tuple(programs), dropped=self.dropped + len(scaled) - len(fitting))
 
 
 def draw(programs: Sequence[PlannedProgram], count: int, rng: np.random.Generator) -> list[PlannedProgram]:
@@ -107,6 +129,26 @@ def prefix_notes(programs: Iterable[PlannedProgram]) -> tuple[str, ...]:
     if not unknown:
         return ()
     return (f"{unknown} programs name a shared prefix without its length: they are replayed with nothing shared",)
+
+
+def _selected(program: PlannedProgram, shaping: Shaping) -> bool:
+    calls = len(program.turns) - 1
+    if shaping.categories and program.kind not in shaping.categories:
+        return False
+    return shaping.calls is None or shaping.calls[0] <= calls <= shaping.calls[1]
+
+
+def _repeated(program: PlannedProgram, times: int) -> PlannedProgram:
+    """Return the program with its turns ``times`` times. Lengths are divided by ``times``, so that the work stays."""
+    if times == 1:
+        return program
+    shorter = _scaled(program, Shaping(scale_lengths=1 / times))
+    return replace(shorter, turns=shorter.turns * times)
+
+
+def _without_calls(program: PlannedProgram) -> PlannedProgram:
+    output = sum(turn.output_tokens for turn in program.turns)
+    return replace(program, turns=(PlannedTurn(program.turns[0].fresh_tokens, output, output),))
 
 
 def _cut(program: PlannedProgram, max_turns: int | None) -> PlannedProgram:

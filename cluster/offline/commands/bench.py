@@ -17,6 +17,9 @@ def bench(
     workload: Annotated[str, typer.Option(help="Built-in programs, without --trace.")] = "infercept",
     missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
     only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
+    missing_tools_from: Annotated[
+        Path | None, typer.Option(help="Draw tool durations that a trace lacks from this trace.")
+    ] = None,
     policies: Annotated[str, typer.Option(help="a,b: compare these. Empty: leave the server as it is.")] = "",
     rate: Annotated[float, typer.Option(help="Programs per second.")] = 1.0,
     arrivals: Annotated[str, typer.Option(help="poisson, or gamma:CV (burstier above CV 1).")] = "poisson",
@@ -29,6 +32,10 @@ def bench(
     max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
     max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
+    categories: Annotated[str, typer.Option(help="a,b: only programs of these categories of the trace.")] = "",
+    calls: Annotated[str | None, typer.Option(help="N or MIN-MAX: only programs with so many tool calls.")] = None,
+    no_calls_share: Annotated[float, typer.Option(help="Share of the programs whose calls are disabled.")] = 0.0,
+    repeat_turns: Annotated[int, typer.Option(help="Times that a program does its turns, with shorter lengths.")] = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same programs, arrivals and token ids.")] = 0,
     slo_ttft: Annotated[float | None, typer.Option(help="Bound: seconds to the first token. Default: 1.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Bound: seconds per token after the first.")] = None,
@@ -45,7 +52,7 @@ def bench(
     """Replay agent programs in an open loop: goodput, latencies and cache use, policy by policy."""
     from cluster.core.slo import Slo
     from cluster.offline.bench.session import run_in_terminal
-    from cluster.offline.bench.settings import BenchSettings
+    from cluster.offline.bench.settings import BenchSettings, listed, read_calls
     from cluster.offline.bench.workload import Shaping
 
     bounds = (slo_ttft, slo_tpot, slo_e2e, slo_norm)
@@ -56,8 +63,19 @@ def bench(
         workload=workload,
         missing_tool_s=missing_tool_s,
         only_recorded=only_recorded,
-        shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
-        policies=tuple(name.strip() for name in policies.split(",") if name.strip()),
+        missing_tools_from=missing_tools_from,
+        shaping=Shaping(
+            scale_lengths,
+            scale_tools,
+            max_context,
+            max_turns,
+            limit,
+            listed(categories),
+            read_calls(calls),
+            no_calls_share,
+            repeat_turns,
+        ),
+        policies=listed(policies),
         rate_per_s=rate,
         arrivals=arrivals,
         duration_s=60.0 if duration_s is None and count is None else duration_s,

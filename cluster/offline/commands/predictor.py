@@ -18,7 +18,15 @@ Text = Annotated[list[Path] | None, typer.Option(metavar="FILE...", help="Texts 
 Base = Annotated[
     Path | None,
     typer.Option(
-        metavar="PATH", help="Checkpoint of the model encoder: a directory with config, safetensors, tokenizer."
+        metavar="PATH",
+        help="Checkpoint for encoder, lamps (such as OPT-125M) or augserve (such as BERT): a directory with config, "
+        "safetensors, tokenizer.",
+    ),
+]
+TestShare = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01, max=0.99, help="Share of the groups to test on. Default: 0.3; to train lamps: 0.2, as its paper."
     ),
 ]
 SplitSeed = Annotated[int, typer.Option(min=0, help="Which groups of programs are tested on.")]
@@ -34,7 +42,10 @@ def evaluate(
     traces: Traces,
     text: Text = None,
     split_seed: SplitSeed = 0,
-    models: Annotated[str, typer.Option(help="a,b, or all: every registered model; encoder only with --base.")] = "all",
+    test_share: TestShare = None,
+    models: Annotated[
+        str, typer.Option(help="a,b, or all: statistics and tabular; encoder, if there is a --base.")
+    ] = "all",
     bundle: Annotated[
         Path | None, typer.Option(help="A model that was trained before; it is not fitted again.")
     ] = None,
@@ -43,30 +54,39 @@ def evaluate(
 ) -> None:
     """Fit models to some groups of programs, and score their forecasts of the others, beside baselines.
 
-    Scores are of tokens generated, seconds and tokens of tool calls, the next tool, and what a program has left.
+    Scores are of tokens generated, seconds and tokens of tool calls, the next tool, and what a program has left. The
+    papers' measures are in a table of their own. With a bundle, the share to test on is that of its training.
     """
-    from cluster.core.registry import PREDICTORS
+    from cluster.core.registry import BASED_PREDICTORS, PREDICTORS
     from cluster.offline.commands._common import Outputs
     from predictor_service.bundle import load_model
-    from predictor_service.evaluation import ENCODER, check_unseen, evaluated
-    from predictor_service.examples import read_programs
+    from predictor_service.evaluation import check_unseen, evaluated
+    from predictor_service.examples import TEST_SHARE, read_programs
     from predictor_service.scores import PAPERS, json_lines, tables
 
     Outputs(json).check()
     ready: dict[str, Any] = {}
     if bundle is not None:
         stored = load_model(bundle)
-        check_unseen(stored, split_seed)
+        check_unseen(stored, split_seed, test_share)
+        test_share = test_share or stored.origin.test_share
         ready[stored.name] = stored.model
     programs = read_programs(traces, text or ())
-    everything = tuple(name for name in PREDICTORS if name != ENCODER or base is not None)
+    unbased = tuple(name for name in PREDICTORS if name not in BASED_PREDICTORS)
+    everything = unbased if base is None else (*unbased, "encoder")
     names = everything if models == "all" else tuple(models.split(","))
     names += tuple(name for name in ready if name not in names)
-    found = evaluated(programs, split_seed, names, ready, base, lambda name: typer.echo(f"{name}: done", err=True))
+    share = test_share or TEST_SHARE
+
+    def finished(name: str) -> None:
+        typer.echo(f"{name}: done", err=True)
+
+    found = evaluated(programs, split_seed, names, ready, base, finished, share)
     typer.echo(f"{tables(found)}\n\n{PAPERS}")
     if json is not None:
         command = shlex.join(["caesura", *sys.argv[1:]])
-        json.write_text(json_lines(found, {"command": command, "split_seed": split_seed}), encoding="utf-8")
+        about = {"command": command, "split_seed": split_seed, "test_share": share}
+        json.write_text(json_lines(found, about), encoding="utf-8")
 
 
 @app.command(cls=FileListsCommand)
@@ -74,8 +94,11 @@ def train(
     traces: Traces,
     text: Text = None,
     split_seed: SplitSeed = 0,
+    test_share: TestShare = None,
     everything: Annotated[bool, typer.Option("--all", help="Train on all groups; nothing is left to test on.")] = False,
-    model: Annotated[str, typer.Option(help="A registered model.")] = "tabular",
+    model: Annotated[
+        str, typer.Option(help="statistics, tabular, encoder, or a paper's: lamps (also of MARS), augserve.")
+    ] = "tabular",
     base: Base = None,
     bundle: Annotated[Path | None, typer.Option(help="Directory to write the model into.")] = None,
     json: Annotated[Path | None, typer.Option(help="Write its origin and its scores.")] = None,
@@ -89,7 +112,7 @@ def train(
     from predictor_service.examples import read_programs
 
     Outputs(json).check()
-    stored = trained(model, read_programs(traces, text or ()), None if everything else split_seed, base)
+    stored = trained(model, read_programs(traces, text or ()), None if everything else split_seed, base, test_share)
     origin = stored.origin
     typer.echo(f"{model}: trained on {origin.programs} programs of {', '.join(origin.sources)}")
     for source, found in origin.metrics.items():
@@ -103,10 +126,43 @@ def train(
 
 
 def _summary(question: str, scores: dict[str, Any]) -> str:
-    shown = {"mae": "MAE", "crps": "CRPS", "coverage": "in 90%", "tokens": "rank", "accuracy": "right"}
+    shown = {
+        "acc_5": "Acc-5",
+        "acc_15": "Acc-15",
+        "mae": "MAE",
+        "crps": "CRPS",
+        "coverage": "in 90%",
+        "tokens": "rank",
+        "accuracy": "right",
+        "mse_s2": "MSE of seconds",
+    }
     return f"{question} " + " ".join(
         f"{word} {scores[key]:.4g}" for key, word in shown.items() if scores.get(key) is not None
     )
+
+
+@app.command(cls=FileListsCommand)
+def forecast(
+    traces: Traces,
+    bundle: Annotated[Path, typer.Option(help="A trained model.")],
+    out: Annotated[Path, typer.Option(help="File to write: JSON lines.")],
+    text: Text = None,
+) -> None:
+    """Write a trained model's forecasts of the programs that it has not seen, for simulate --forecasts FILE.
+
+    What the model does not forecast, statistics of the other programs do.
+    """
+    from predictor_service.bundle import load_model
+    from predictor_service.examples import read_programs
+    from predictor_service.forecast_files import held_out_forecasts, write_forecasts
+
+    try:
+        out.touch()
+    except OSError as error:
+        raise ConfigError(f"--out: {error}") from error
+    forecasts = held_out_forecasts(load_model(bundle), read_programs(traces, text or ()))
+    write_forecasts(out, forecasts)
+    typer.echo(f"wrote forecasts of {len(forecasts)} programs into {out}")
 
 
 @app.command()

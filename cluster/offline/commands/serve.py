@@ -3,17 +3,23 @@
 import json
 import signal
 import threading
+from collections.abc import Callable
+from datetime import datetime
 from types import FrameType
+from typing import TYPE_CHECKING
 
 import typer
 
-from cluster.core.clock import MonotonicClock
+from cluster.core.clock import Clock, MonotonicClock
 from cluster.offline.commands._common import timed_steps
 from cluster.offline.commands.config import Assignments, ConfigFile
 
+if TYPE_CHECKING:
+    from cluster.local.cluster import LocalCluster
+
 
 def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
-    """Serve a model on this machine, in the foreground, until Ctrl-C."""
+    """Serve a model on this machine, in the foreground, until Ctrl-C. Prints refused requests by route and code."""
     from rich.console import Console
 
     from cluster.config.loader import read_config
@@ -30,14 +36,28 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
             console.print(f"\nLogs: {cluster.logs}", markup=False, soft_wrap=True)
+            console.print("It has the ingresses and replicas. The folder above has vLLM, the tools and Ray.")
+            console.print("Refused requests are printed here, by route and error code.")
+            report = _refusals(cluster, clock)
             while not stopped.wait(timeout=1.0):
                 cluster.check()
+                for line in report():
+                    console.print(f"{datetime.now():%H:%M:%S}  {line}", markup=False, soft_wrap=True)
     except KeyboardInterrupt:
         pass
     except (StartFailed, ClusterFailed) as error:
         console.print(f"caesura serve: {error}", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     console.print("stopped")
+
+
+def _refusals(cluster: "LocalCluster", clock: Clock) -> Callable[[], list[str]]:
+    """Return a function that returns a line for each kind of new refusals. Without metrics, it returns none."""
+    from cluster.local.refusals import RefusalReport
+
+    if not cluster.config.metrics.enabled:
+        return list
+    return RefusalReport(clock, lambda: cluster.metrics_addresses).lines
 
 
 def _on_signals(stopped: threading.Event) -> None:

@@ -24,20 +24,33 @@ T = TypeVar("T")
 
 
 def simulate(
-    policies: Annotated[str, typer.Option(help="a,b, or all: every registered policy and the baselines.")] = "all",
-    rates: Annotated[str, typer.Option(help="Programs per second: one, or several with commas.")] = "1",
+    policies: Annotated[
+        str, typer.Option(help="a,b, or all. a+order=b+pause=c+budget=d: a, with axes of others.")
+    ] = "all",
+    rates: Annotated[
+        str, typer.Option(help="Programs per second, or 0.9x: of the capacity; several with commas.")
+    ] = "1",
     trace: Annotated[Path | None, typer.Option(help="Programs to replay: .jsonl or .jsonl.gz.")] = None,
     preset: Annotated[str, typer.Option(help="model/device, or a cost model's .json file.")] = "opt-13b/h800",
-    minutes: Annotated[float, typer.Option(help="Measured minutes of arrivals.")] = 12.0,
+    minutes: Annotated[float | None, typer.Option(help="Measured minutes of arrivals. Default: 12.")] = None,
+    count: Annotated[int | None, typer.Option(help="Programs of a run, in place of --minutes.")] = None,
     warmup: Annotated[float, typer.Option(help="Minutes of arrivals before, not measured.")] = 2.0,
     drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 300.0,
     seed: Annotated[str, typer.Option(help="One, or several with commas: each is a run.")] = "0",
     host_gib: Annotated[float, typer.Option(help="Host memory for KV of each replica, GiB; 0: no host tier.")] = 0.0,
+    prefix_cache: Annotated[
+        bool, typer.Option(help="Off: released KV is forgotten, as by the papers' engines.")
+    ] = True,
     slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,
     slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
     oracle: Annotated[bool | None, typer.Option(help="Give lengths and durations. Default: as the papers.")] = None,
-    forecasts: Annotated[str | None, typer.Option(help="Predictor of what is not given: statistics, ...")] = None,
-    noise: Annotated[float, typer.Option(help="p: error N(0, p x value) of each given value.")] = 0.0,
+    forecasts: Annotated[
+        str | None,
+        typer.Option(help="What forecasts what is not given: statistics, tabular, or a file of predictor forecast."),
+    ] = None,
+    noise: Annotated[
+        str, typer.Option(help="p: error N(0, p x value) of each given value; several with commas.")
+    ] = "0",
     arrivals: Annotated[
         str, typer.Option(help="poisson, gamma:CV (burstier above CV 1) or recorded:PATH.")
     ] = "poisson",
@@ -51,11 +64,18 @@ def simulate(
     under_way: Annotated[int | None, typer.Option(help="Closed loop of so many programs, whatever the rate.")] = None,
     missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
     only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
+    missing_tools_from: Annotated[
+        Path | None, typer.Option(help="Draw tool durations that a trace lacks from this trace.")
+    ] = None,
     scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
     scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
     max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
     max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
     limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
+    categories: Annotated[str, typer.Option(help="a,b: only programs of these categories of the trace.")] = "",
+    calls: Annotated[str | None, typer.Option(help="N or MIN-MAX: only programs with so many tool calls.")] = None,
+    no_calls_share: Annotated[float, typer.Option(help="Share of the programs whose calls are disabled.")] = 0.0,
+    repeat_turns: Annotated[int, typer.Option(help="Times that a program does its turns, with shorter lengths.")] = 1,
     max_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a step at most, if not vLLM's default on the preset's GPU.")
     ] = None,
@@ -79,26 +99,43 @@ def simulate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with RunProgress(quiet=quiet) as progress:
         from cluster.config.loader import parse_assignment
+        from cluster.offline.bench.settings import listed, read_calls
         from cluster.offline.bench.workload import Shaping
         from cluster.offline.simulator.routers import router_names
+        from cluster.offline.simulator.run import rates_of
         from cluster.offline.simulator.settings import SimulationSettings, policy_names
 
+        if count is not None and minutes is not None:
+            raise ConfigError("--count, --minutes: give one of them")
         settings = SimulationSettings(
             policies=policy_names(policies),
-            rates_per_s=_list("--rates", rates, float),
+            rates_per_s=(1.0,),
             preset=preset,
             trace=trace,
             missing_tool_s=missing_tool_s,
             only_recorded=only_recorded,
-            shaping=Shaping(scale_lengths, scale_tools, max_context, max_turns, limit),
-            minutes=minutes,
+            missing_tools_from=missing_tools_from,
+            shaping=Shaping(
+                scale_lengths,
+                scale_tools,
+                max_context,
+                max_turns,
+                limit,
+                listed(categories),
+                read_calls(calls),
+                no_calls_share,
+                repeat_turns,
+            ),
+            minutes=12.0 if minutes is None else minutes,
+            count=count,
             warmup_minutes=warmup,
             drain_s=drain_s,
             seeds=_list("--seed", seed, int),
             host_gib=host_gib,
+            prefix_cache=prefix_cache,
             slo_ttft_s=slo_ttft,
             slo_norm_x=slo_norm_x,
-            noise=noise,
+            noises=_list("--noise", noise, float),
             oracle=oracle,
             forecasts=forecasts,
             arrivals=arrivals,
@@ -115,6 +152,7 @@ def simulate(
             command=shlex.join(["caesura", *sys.argv[1:]]),
             record=record is not None,
         )
+        settings = replace(settings, rates_per_s=rates_of(settings, rates))
         results, workload = _run(settings, jobs, Outputs(json, record, plots), progress)
     _show(results, workload, settings, plots, quiet=quiet, verbose=verbose)
 

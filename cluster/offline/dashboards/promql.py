@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.observing.catalogue import REPLICA_STARTS, Kind
+from cluster.observing.catalogue import REPLICA_UP, Kind
 
 STEP = "$__rate_interval"
 """Grafana's variable for the shortest window over which a rate always has values."""
@@ -163,10 +163,11 @@ ENDED_WINDOW = "30m"
 def ended_replicas() -> str:
     """Return, by model, the number of replica processes that existed within `ENDED_WINDOW` and have ended.
 
-    A rate of the counter does not show this: each process has a series of its own, which begins at 1.
+    Each process has one series of this gauge, which ends with it. Ray exports a counter until its node ends.
     """
-    seen = f"count by (model) (last_over_time({select(REPLICA_STARTS, over=ENDED_WINDOW)}))"
-    return f"{seen}\n- (count by (model) ({select(REPLICA_STARTS)}) or 0 * {seen})"
+    state = 'state="up"'
+    seen = f"count by (model) (last_over_time({select(REPLICA_UP, state, over=ENDED_WINDOW)}))"
+    return f"{seen}\n- (count by (model) ({select(REPLICA_UP, state)}) or 0 * {seen})"
 
 
 def _aggregate(metric: Named, by: Sequence[str], aggregate: str = "sum", extra: tuple[str, ...] = ()) -> str:

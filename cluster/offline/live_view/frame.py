@@ -15,6 +15,7 @@ from cluster.offline.live_view.now import GoodputNow, Now, ReplicaNow, now_of
 
 BAR_CELLS = 32
 PROGRAMS_SHOWN = 8
+REFUSALS_SHOWN = 6
 UNKNOWN = "-"
 KINDS = (
     ("running", "█", "blue"),
@@ -30,7 +31,7 @@ def frame(url: str, looks: Sequence[Look]) -> RenderableType:
     last, now = looks[-1], now_of(looks)
     parts: list[RenderableType] = [_head(url, last, now), _goodput(now.goodput), _front(now), Text()]
     parts.append(_replicas(now.replicas) if now.replicas else Text(_no_replicas(last), style="yellow"))
-    parts += [_legend(), *_programs(last)]
+    parts += [_legend(), *_refused(now), *_programs(last)]
     return Group(*parts)
 
 
@@ -100,6 +101,20 @@ def _legend() -> Text:
     for kind, letter, colour in KINDS:
         text.append(f"{letter} ", style=colour).append(f"{'free' if kind == 'empty' else kind}  ")
     return text
+
+
+def _refused(now: Now) -> list[RenderableType]:
+    if not now.refused:
+        return []
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
+    for name in ("refused requests", "status", "code"):
+        table.add_column(name, overflow="fold")
+    for name in (f"last {now.goodput.window_s:.0f} s", "in all"):
+        table.add_column(name, justify="right")
+    for one in now.refused[:REFUSALS_SHOWN]:
+        style = "yellow" if one.recent else "bright_black"
+        table.add_row(one.route, one.status, one.code, str(one.recent), str(one.total), style=style)
+    return [Text(), table]
 
 
 def _programs(last: Look) -> list[RenderableType]:

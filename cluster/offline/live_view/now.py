@@ -1,10 +1,11 @@
 """Computes the current state of a server from several `Look`s: rates, and the use of its memory. The module is pure."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from cluster.observing.catalogue import GOOD_REQUESTS, PROGRAM_ENDS, PROGRAMS, REQUESTS
+from cluster.observing.catalogue import GOOD_REQUESTS, HTTP_REFUSALS, PROGRAM_ENDS, PROGRAMS, REQUESTS
 from cluster.offline.bench.history import MemoryUse, integer
 from cluster.offline.live_view.look import Look
 
@@ -48,6 +49,19 @@ class GoodputNow:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedNow:
+    """Requests of one route that were answered with one error."""
+
+    route: str
+    status: str
+    code: str
+    recent: int
+    """Number since the first look."""
+    total: int
+    """Number since the start of the ingresses that run now."""
+
+
+@dataclass(frozen=True, slots=True)
 class Now:
     """The current state of a server."""
 
@@ -57,6 +71,8 @@ class Now:
     placements_per_s: float | None
     moves: int
     refusals: int
+    refused: tuple[RefusedNow, ...]
+    """Refused requests by route and error, those with the most recent ones first."""
 
 
 def now_of(looks: Sequence[Look], window_s: float = 2.0) -> Now:
@@ -76,7 +92,22 @@ def now_of(looks: Sequence[Look], window_s: float = 2.0) -> Now:
         placements_per_s=(placed[1] - placed[0]) / seconds if seconds > 0 else None,
         moves=sum(integer(view.get("moves")) for view in routers),
         refusals=sum(sum(map(integer, _mapping(view.get("refusals")).values())) for view in routers),
+        refused=_refused(first, last),
     )
+
+
+def _refused(first: Look, last: Look) -> tuple[RefusedNow, ...]:
+    totals: Counter[tuple[str, str, str]] = Counter()
+    recent: Counter[tuple[str, str, str]] = Counter()
+    for (name, labels), value in last.samples.items():
+        if name == HTTP_REFUSALS.exported:
+            its = dict(labels)
+            key = its.get("route", ""), its.get("status", ""), its.get("code", "")
+            totals[key] += round(value)
+            # A process that has ended since is in neither number.
+            recent[key] += max(0, round(value - first.samples.get((name, labels), 0.0)))
+    found = [RefusedNow(*key, recent[key], total) for key, total in totals.items() if total]
+    return tuple(sorted(found, key=lambda one: (-one.recent, -one.total, one.route, one.status, one.code)))
 
 
 def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> ReplicaNow:

@@ -11,6 +11,7 @@ A preset is the cost model of an LLM on a GPU. `caesura simulate --preset` and t
 `llama-3.1-8b/h100x2` is tensor-parallel over two GPUs in place of the usual number, and `opt-13b/h800@2023` is vLLM
 0.2. The efficiencies were fitted to public measurements: `replicas/silicon/README.md` has their sources and licences,
 and `caesura profile --from-silicon` makes a fit again. Caesura itself was not run on a GPU.
+That file also compares presets with steps of the same shapes that torch alone ran on an H100 and an H200.
 
 Errors are predicted over measured times of steps that were not fitted: the median, and the 10th to the 90th
 percentile. They are of the GPU that the efficiency was measured on. The sources themselves differ by 10 to 25% on the

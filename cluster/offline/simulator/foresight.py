@@ -4,10 +4,10 @@ Hints contain the tool that a turn calls. With an oracle, they also contain the 
 are those of the predictor service, with a model that has not seen the program's group.
 
 The groups are split into two halves, and a model fitted on one half forecasts the other. So a whole trace can be
-replayed, and its results can be compared with replays with an oracle or without hints.
+replayed, and its results can be compared with replays with an oracle or without hints. A file of forecasts has those of
+the programs that a model was not trained on, and only these are replayed.
 """
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from pathlib import Path
@@ -19,39 +19,31 @@ from cluster.core.program import Hints, Prediction, ProgramIdentity
 from cluster.core.registry import PREDICTORS
 from cluster.offline.bench.workload import PlannedProgram, TurnWork, tokens_of, turns_of
 from predictor_service.examples import read_programs, split
-from predictor_service.predictor import Predictor
-from predictor_service.statistics_model import StatisticsModel
+from predictor_service.forecast_files import Forecasts, predicted, read_forecasts
 
 HALF = 0.5
 DEALING_SEED = 0
-
-Forecasts = Mapping[str, tuple[Prediction, ...]]
-"""Forecasts by program, one for each turn."""
 
 
 @lru_cache(maxsize=4)
 def forecasts_of(trace: Path, name: str) -> Forecasts:
     """Forecast all programs of ``trace`` with the registered predictor ``name``. Texts are not read.
 
+    If ``name`` is no predictor, it is the path of a file that `caesura predictor forecast` wrote, with some programs.
+
     Raises:
         TraceError: the trace cannot be used.
-        ConfigError: there is no such predictor, or the trace has only one group.
+        ConfigError: there is neither such a predictor nor such a file, or the trace has only one group.
     """
+    if name not in PREDICTORS:
+        return read_forecasts(Path(name))
     model = PREDICTORS.load(name)
     halves = split(read_programs([trace]), DEALING_SEED, HALF)
     if not all(halves):
         raise ConfigError(f"--forecasts: {trace}: its programs are of one group, so that none can be learnt from")
     found: dict[str, tuple[Prediction, ...]] = {}
     for asked, learnt in (halves, halves[::-1]):
-        statistics = StatisticsModel.fit(learnt)
-        fitted = statistics if model is StatisticsModel else model.fit(learnt)
-        predictor = Predictor(
-            statistics,
-            None if fitted is statistics else fitted,
-            fitted if fitted is not statistics and hasattr(fitted, "durations") else None,
-        )
-        for program in asked:
-            found[program.program_id] = tuple(predictor.predict([turn.context for turn in program.turns]))
+        found.update(predicted(model.fit(learnt), learnt, asked))
     return found
 
 

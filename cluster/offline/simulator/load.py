@@ -46,12 +46,26 @@ class Burst:
 
 
 def plan(
-    pool: Sequence[PlannedProgram], process: Arrivals, duration_s: float, seed: int, burst: Burst | None = None
+    pool: Sequence[PlannedProgram],
+    process: Arrivals,
+    duration_s: float,
+    seed: int,
+    burst: Burst | None = None,
+    count: int | None = None,
 ) -> list[Job]:
-    """Return the jobs of a run by arrival. Without a burst, they are those of the first block of `caesura bench`."""
+    """Return the jobs of a run by arrival. Without a burst, they are those of the first block of `caesura bench`.
+
+    Args:
+        pool: the programs that are drawn.
+        process: the arrivals.
+        duration_s: seconds of arrivals.
+        seed: the run's seed.
+        burst: a time with another rate.
+        count: number of jobs, in place of ``duration_s``.
+    """
     stream = (seed, 0)
     rng = np.random.default_rng(stream)
-    times_s = process.times_s(rng, duration_s=duration_s)
+    times_s = process.times_s(rng, count=count, duration_s=duration_s if count is None else None)
     if burst is not None:
         extra = replace(process, rate_per_s=burst.rate_per_s).times_s(
             np.random.default_rng((*stream, BURST_STREAM)), duration_s=burst.length_s

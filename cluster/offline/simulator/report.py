@@ -3,6 +3,7 @@
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import product
 from typing import Any
 
 from rich import box
@@ -39,7 +40,8 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
     on hold, and the KV of each step's batch times the share of recomputed tokens in the step. ``jain``: see
     `cluster.offline.simulator.fairness`. ``schedule_ms`` and ``wall_s_per_minute`` are in real time, all other
     values in virtual time. ``stored_tokens`` and ``loaded_tokens`` count the tokens whose KV was offloaded to the host
-    and loaded back, over the whole run. ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
+    and loaded back, over the whole run. ``share_of_capacity`` is the rate divided by the fluid bound's capacity.
+    ``routing``: see `cluster.offline.simulator.routed.RoutingSummary`.
     """
     run = result.run
     return {
@@ -58,7 +60,8 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
         "command": settings.command,
         "simulation": {
             "oracle": settings.sees_the_future(run.policy),
-            "noise": settings.noise,
+            "noise": run.noise,
+            "count": settings.count,
             "forecasts": settings.forecasts,
             "arrivals": settings.arrivals,
             "replicas": result.replicas,
@@ -72,6 +75,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "front": dict(settings.front),
             "routing": asdict(result.routing),
             "capacity_per_s": result.capacity_per_s,
+            "share_of_capacity": round(run.rate_per_s / result.capacity_per_s, 3),
             "bound_per_s": result.bound_per_s,
             "preemptions": result.preemptions,
             "tier": settings.tier(run.policy),
@@ -99,7 +103,7 @@ def run_line(number: int, result: RunResult, settings: SimulationSettings) -> Ru
         preset=settings.preset,
         rate=run.rate_per_s,
         seed=run.seed,
-        window_s=(settings.warmup_s, settings.arrivals_s),
+        window_s=(settings.warmup_s, result.arrivals_s),
         slo=asdict(settings.goodput_slo()),
         summary=measures(result.summary)
         | {"wasted_gib_s": result.wasted_gib_s.total, "bound_per_s": result.bound_per_s},
@@ -118,10 +122,10 @@ def record_lines(number: int, result: RunResult, settings: SimulationSettings) -
 def print_report(
     results: Sequence[RunResult], settings: SimulationSettings, console: Console, *, verbose: bool = False
 ) -> None:
-    """Print a table for each rate, a table of the burst if there was one, and footnotes."""
+    """Print a table for each rate and noise, a table of the burst if there was one, and footnotes."""
     leave_out = ROUTING if settings.replicas == 1 else ""
-    for rate in settings.rates_per_s:
-        of_rate = [result for result in results if result.run.rate_per_s == rate]
+    for rate, noise in product(settings.rates_per_s, settings.noises):
+        of_rate = [result for result in results if (result.run.rate_per_s, result.run.noise) == (rate, noise)]
         columns = {
             label: [as_json(r, settings) for r in of_rate if (r.run.policy, r.run.router) == column]
             for column, label in _columns(settings).items()
@@ -137,12 +141,15 @@ def _title(of_rate: Sequence[RunResult], settings: SimulationSettings, rate: flo
     of_seeds = f", mean of {len(settings.seeds)} seeds" if len(settings.seeds) > 1 else ""
     trace = settings.trace.name if settings.trace else "built-in workload"
     bound = f"{BOUND} {shown(mean([result.bound_per_s for result in of_rate]))} good programs/s"
-    return f"{_load(settings, rate)}: {trace} on {settings.preset}{_replicas(settings)}{of_seeds}; {bound}"
+    errors = f", errors of N(0, {of_rate[0].run.noise:g} x value)" if len(settings.noises) > 1 else ""
+    return f"{_load(settings, rate)}{errors}: {trace} on {settings.preset}{_replicas(settings)}{of_seeds}; {bound}"
 
 
 def _load(settings: SimulationSettings, rate: float) -> str:
     if settings.under_way is not None:
         return f"{settings.under_way} programs under way"
+    if settings.count is not None:
+        return f"{settings.count} programs, {rate:g} programs/s, {settings.arrivals}"
     return f"{rate:g} programs/s, {settings.arrivals}"
 
 
@@ -184,7 +191,8 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     slo = settings.goodput_slo()
     informed = [policy for policy in settings.policies if settings.sees_the_future(policy)]
     learn = [policy for policy in settings.policies if policy not in (*informed, *BASELINES)]
-    noise = f" with errors of N(0, {settings.noise:g} x value)" if settings.noise else ""
+    errors = " or ".join(f"{noise:g}" for noise in settings.noises)
+    noise = f" with errors of N(0, {errors} x value)" if any(settings.noises) else ""
     lines = [] if verbose else ["All that was measured: --verbose, or the lines of --json."]
     lines += [
         COMPLETION,
@@ -206,7 +214,7 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     if informed:
         lines.append(f"Given true lengths and durations{noise}: {', '.join(informed)}.")
     if learn:
-        by = f", and forecasts of {settings.forecasts} fitted on other groups" if settings.forecasts else ""
+        by = f", and forecasts of {settings.forecasts}, fitted on other groups" if settings.forecasts else ""
         lines.append(f"Know the tool's name and what they have learnt in the run{by}: {', '.join(learn)}.")
     capacity = mean([result.capacity_per_s for result in results])
     restore = "restored from the host for nothing" if settings.host_gib else "held in memory or computed again"

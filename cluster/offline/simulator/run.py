@@ -7,10 +7,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
+from math import inf, nextafter
 from multiprocessing import get_context
 from pathlib import Path
 
 from cluster.core.clock import ManualClock
+from cluster.core.errors import ConfigError
 from cluster.core.program import ProgramIdentity
 from cluster.core.slo import ProgramRecord
 from cluster.offline.bench.arrivals import Arrivals
@@ -21,12 +23,13 @@ from cluster.offline.bench.settings import load_pool
 from cluster.offline.bench.workload import Workload
 from cluster.offline.simulator.bounds import FluidBound, HoldingBound
 from cluster.offline.simulator.fairness import jain, slowdown
-from cluster.offline.simulator.foresight import Forecasts, Foresight, forecasts_of
+from cluster.offline.simulator.foresight import Foresight, forecasts_of
 from cluster.offline.simulator.load import Recovery, closed_loop, plan
 from cluster.offline.simulator.routed import Routed, RoutingSummary, turns_on
 from cluster.offline.simulator.routers import ROUTERS, Replicas
 from cluster.offline.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
 from cluster.offline.simulator.simulation import Simulation
+from predictor_service.forecast_files import Forecasts
 from replicas.scheduler import AgentScheduler
 from replicas.stats import KvUse
 from replicas.virtual_engine import Shape, write_config_only_model
@@ -88,6 +91,8 @@ def _history(replicas: Sequence[VirtualReplica], program: ProgramRecord) -> Prog
 
 
 MILLISECONDS = 1e3
+SHARE = "x"
+"""Suffix of a rate that is a multiple of the capacity."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +103,7 @@ class Run:
     rate_per_s: float
     seed: int
     router: str
+    noise: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,10 +162,11 @@ class RunResult:
 
 
 def runs_of(settings: SimulationSettings) -> list[Run]:
-    """Return all runs of the settings, ordered by rate, seed, policy and router."""
+    """Return all runs of the settings, ordered by rate, noise, seed, policy and router."""
     return [
-        Run(policy, rate, seed, router)
+        Run(policy, rate, seed, router, noise)
         for rate in settings.rates_per_s
+        for noise in settings.noises
         for seed in settings.seeds
         for policy in settings.policies
         for router in settings.routers
@@ -171,10 +178,45 @@ def load_workload(settings: SimulationSettings, seed: int) -> Workload:
 
     Raises:
         TraceError: the trace file cannot be used.
-        ConfigError: no program fits.
+        ConfigError: no program fits, or forecasts are those of other programs.
     """
-    traced = (settings.trace, settings.missing_tool_s, settings.only_recorded)
-    return load_pool(*traced, settings.fitting(), seed, "--preset, --max-context")
+    traced = (settings.trace, settings.missing_tool_s, settings.only_recorded, settings.missing_tools_from)
+    forecasts = _forecasts(settings)
+    names = None if settings.forecasts is None else forecasts
+    workload = load_pool(*traced, settings.fitting(), seed, "--preset, --max-context", names)
+    for program in workload.programs if forecasts else ():
+        turns, foreseen = len(program.turns), len(forecasts[program.program_id])
+        if turns != foreseen:
+            raise ConfigError(f"--forecasts: {program.program_id} has {turns} turns in the trace, not {foreseen}")
+    return workload
+
+
+def bound_of(settings: SimulationSettings, seed: int) -> FluidBound | HoldingBound:
+    """Return the fluid bound of the workload of a seed on all replicas. Raises: see :func:`load_workload`."""
+    pool = load_workload(settings, seed).programs
+    limits = (settings.cost_model(), settings.step_tokens, settings.step_sequences, settings.replicas)
+    return FluidBound.of(pool, *limits) if settings.host_gib else HoldingBound(pool, *limits)
+
+
+def rates_of(settings: SimulationSettings, text: str) -> tuple[float, ...]:
+    """Return the rates in programs per second that ``text`` lists with commas.
+
+    ``0.9x`` is 0.9 times the capacity of the fluid bound for the first seed's workload, with five significant digits.
+
+    Raises:
+        ConfigError: a value is no number.
+        TraceError, ConfigError: see :func:`load_workload`.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    shares = any(part.endswith(SHARE) for part in parts)
+    capacity_per_s = bound_of(settings, settings.seeds[0]).capacity_per_s if shares else 0.0
+    try:
+        return tuple(
+            float(f"{float(part.removesuffix(SHARE)) * capacity_per_s:.5g}") if part.endswith(SHARE) else float(part)
+            for part in parts
+        )
+    except ValueError as error:
+        raise ConfigError(f"--rates: {error}") from None
 
 
 def _forecasts(settings: SimulationSettings) -> Forecasts:
@@ -192,29 +234,33 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     """
     pool = load_workload(settings, run.seed).programs
     process = Arrivals.parse(settings.arrivals, run.rate_per_s)
-    jobs, successors = plan(pool, process, settings.arrivals_s, run.seed, settings.other_rate), None
+    jobs, successors = plan(pool, process, settings.arrivals_s, run.seed, settings.other_rate, settings.count), None
+    # The last of a fixed count of programs is in the window, whose end is not.
+    arrivals_s = settings.arrivals_s if settings.count is None else nextafter(jobs[-1].arrival_s, inf)
+    if arrivals_s <= settings.warmup_s:
+        raise ConfigError(f"--warmup: all {len(jobs)} programs arrive in its {settings.warmup_s:g} s")
     if settings.under_way is not None:
         jobs, successors = closed_loop(pool, settings.under_way, settings.warmup_s / 2, run.seed)
     clock = ManualClock()
     peak_tokens = max(program.peak_tokens for program in pool)
     replicas = _replicas(settings, run, clock, peak_tokens)
-    foresight = Foresight(settings.sees_the_future(run.policy), settings.noise, _forecasts(settings))
+    foresight = Foresight(settings.sees_the_future(run.policy), run.noise, _forecasts(settings))
     made_for = Replicas(
         replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
     )
     router = ROUTERS[run.router](made_for)
-    watch = MemoryWatch(replicas, clock, (settings.arrivals_s + settings.drain_s) / SAMPLES)
+    watch = MemoryWatch(replicas, clock, (arrivals_s + settings.drain_s) / SAMPLES)
     simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watch if settings.record else None)
     marks: list[Mark] = []
-    for mark_s in (settings.warmup_s, settings.arrivals_s):
+    for mark_s in (settings.warmup_s, arrivals_s):
         simulation.timeline.at(mark_s, lambda: marks.append(_mark(replicas)))
     began = time.perf_counter()
     gc.freeze()  # vLLM's modules have 100,000 objects, which each garbage collection would traverse
     try:
-        records = simulation.run(settings.arrivals_s + settings.drain_s)
+        records = simulation.run(arrivals_s + settings.drain_s)
     finally:
         gc.unfreeze()
-    ended = Ended(records, simulation.routed, clock.now_s(), time.perf_counter() - began)
+    ended = Ended(records, simulation.routed, arrivals_s, clock.now_s(), time.perf_counter() - began)
     result = _result(settings, run, ended, replicas, marks)
     if not settings.record:
         return result
@@ -241,6 +287,7 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
         max_num_batched_tokens=settings.step_tokens,
         max_model_len=max(peak_tokens + 1, settings.step_tokens),
         prefix_caching=run.policy != STOCK_NO_CACHE,
+        forgetful=not settings.prefix_cache and run.policy != STOCK_NO_CACHE,
         host_blocks=settings.host_blocks(run.policy),
     )
     policy = settings.policy_config(run.policy)
@@ -272,6 +319,7 @@ class Ended:
 
     records: Sequence[ProgramRecord]
     routed: Routed
+    arrivals_s: float
     simulated_s: float
     wall_s: float
 
@@ -279,21 +327,19 @@ class Ended:
 def _result(
     settings: SimulationSettings, run: Run, ended: Ended, replicas: Sequence[VirtualReplica], marks: Sequence[Mark]
 ) -> RunResult:
-    records, simulated_s = ended.records, ended.simulated_s
-    measured = [r for r in records if settings.warmup_s <= r.arrival_s < settings.arrivals_s]
+    records, arrivals_s, simulated_s = ended.records, ended.arrivals_s, ended.simulated_s
+    measured = [r for r in records if settings.warmup_s <= r.arrival_s < arrivals_s]
     slo = settings.goodput_slo()
     cost = settings.cost_model()
-    pool = load_workload(settings, run.seed).programs
-    limits = (cost, settings.step_tokens, settings.step_sequences, settings.replicas)
-    bound = FluidBound.of(pool, *limits) if settings.host_gib else HoldingBound(pool, *limits)
+    bound = bound_of(settings, run.seed)
     start, end = marks
     busy_s = [after - before for before, after in zip(start.busy_s, end.busy_s, strict=True)]
-    turns = turns_on(records, ended.routed, len(replicas), settings.warmup_s, settings.arrivals_s)
-    tokens = tokens_between(records, settings.warmup_s, settings.arrivals_s)
+    turns = turns_on(records, ended.routed, len(replicas), settings.warmup_s, arrivals_s)
+    tokens = tokens_between(records, settings.warmup_s, arrivals_s)
     burst = settings.other_rate
     return RunResult(
         run=run,
-        summary=summarize(run.policy, measured, slo, settings.window_s, tokens),
+        summary=summarize(run.policy, measured, slo, arrivals_s - settings.warmup_s, tokens),
         jain=jain([slowdown(record, cost, settings.step_tokens) for record in measured]),
         routing=RoutingSummary.of(measured, ended.routed, turns, busy_s, simulated_s),
         wasted_gib_s=end.wasted.since(start.wasted, cost.kv_bytes_per_token / GIB),
@@ -303,10 +349,10 @@ def _result(
         loaded_tokens=sum(replica.link.loaded_tokens for replica in replicas if replica.link),
         steps=sum(len(replica.schedule_s) for replica in replicas),
         replicas=len(replicas),
-        arrivals_s=settings.arrivals_s,
+        arrivals_s=arrivals_s,
         simulated_s=simulated_s,
         wall_s=ended.wall_s,
         capacity_per_s=bound.capacity_per_s,
         bound_per_s=bound.goodput_per_s(run.rate_per_s),
-        recovery=Recovery.of(records, slo, burst, settings.arrivals_s) if burst else None,
+        recovery=Recovery.of(records, slo, burst, arrivals_s) if burst else None,
     )

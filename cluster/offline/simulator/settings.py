@@ -9,10 +9,18 @@ from pydantic import ValidationError
 
 from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.errors import ConfigError
-from cluster.core.registry import POLICIES, PREDICTORS
+from cluster.core.registry import BASED_PREDICTORS, POLICIES, PREDICTORS
 from cluster.core.slo import Slo
 from cluster.offline.bench.arrivals import Arrivals
-from cluster.offline.bench.settings import MAX_PROGRAMS, check_shaping, require, require_positive, require_zero_or_more
+from cluster.offline.bench.settings import (
+    MAX_PROGRAMS,
+    check_missing,
+    check_shaping,
+    listed,
+    require,
+    require_positive,
+    require_zero_or_more,
+)
 from cluster.offline.bench.workload import Shaping
 from cluster.offline.simulator.load import Burst
 from cluster.offline.simulator.routers import LEAST_PROGRAMS, check_router, front_settings
@@ -29,6 +37,10 @@ CLAIRVOYANT = "clairvoyant"
 """Name of a policy that is an upper bound and no competitor, if it is registered. ``all`` lists it last."""
 INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
 """Policies that get true lengths and durations unless a flag disables it, because their papers assume them."""
+MIX = "+"
+"""Between a policy's name and the axes that other policies decide: ``vllm+order=infercept``."""
+AXES = ("order", "pause", "budget")
+"""The axes of a policy, each of which another policy can decide."""
 BLOCK_SIZE = 16
 """Tokens of a KV block: vLLM's default on GPUs."""
 GIB = 1 << 30
@@ -48,23 +60,33 @@ class SimulationSettings:
     """Path of a trace; None uses the built-in workload."""
     missing_tool_s: float | None = None
     only_recorded: bool = False
+    missing_tools_from: Path | None = None
     shaping: Shaping = field(default_factory=Shaping)
     minutes: float = 12.0
-    """Length of the measured window in minutes. It begins after the warm-up and contains programs by arrival."""
+    """Length of the measured window in minutes. It begins after the warm-up and contains programs by arrival. It is not
+    used with ``count``."""
+    count: int | None = None
+    """Number of programs of a run, those of the warm-up included; None: as many as arrive in ``minutes``. The measured
+    window ends with the last arrival."""
     warmup_minutes: float = 2.0
     drain_s: float = 300.0
     """Seconds after the last arrival within which programs may end. Their tools alone may take minutes."""
     seeds: tuple[int, ...] = (0,)
     host_gib: float = 0.0
     """Host memory for the KV of each replica in GiB; 0 disables the host tier. `vllm-nocache` never has one."""
+    prefix_cache: bool = True
+    """Whether the KV of a released context stays cached until its blocks are used again. False: only running and held
+    contexts have KV, as in the engines of the papers."""
     slo_ttft_s: float = 1.0
     slo_norm_x: float = 10.0
     """SLO on a program's seconds per token without tools, as a multiple of the iteration time."""
-    noise: float = 0.0
+    noises: tuple[float, ...] = (0.0,)
+    """Each p is a run: an error of N(0, p · value) is added to each given value."""
     oracle: bool | None = None
     """Whether policies get true lengths and durations; None gives them to those of `INFORMED`."""
     forecasts: str | None = None
-    """Name of a registered predictor of lengths and durations; None: replicas learn means during the run."""
+    """Name of a registered predictor of lengths and durations, or path of a file of forecasts, whose programs alone are
+    simulated; None: replicas learn means during the run."""
     arrivals: str = "poisson"
     burst: str | None = None
     """``RATE:START_S:LENGTH_S``, see :class:`cluster.offline.simulator.load.Burst`."""
@@ -103,6 +125,7 @@ class SimulationSettings:
                 "--replicas": self.replicas,
                 "--max-ongoing": self.max_ongoing,
                 "--under-way": self.under_way,
+                "--count": self.count,
                 "--max-batched-tokens": self.max_batched_tokens,
                 "--max-seqs": self.max_num_seqs,
             }
@@ -111,15 +134,16 @@ class SimulationSettings:
             {
                 "--warmup": self.warmup_minutes,
                 "--drain-s": self.drain_s,
-                "--noise": self.noise,
+                "--noise": min(self.noises, default=-1.0),
                 "--host-gib": self.host_gib,
                 "--seed": min(self.seeds, default=-1),
             }
         )
         check_shaping(self.shaping, self.missing_tool_s)
+        check_missing(self.missing_tool_s, self.missing_tools_from, only_recorded=self.only_recorded)
         require(self.imbalanced_threshold >= 0, "--imbalanced", self.imbalanced_threshold, "must be 0 or more")
         listed = {"--policies": self.policies, "--router": self.routers, "--rates": self.rates_per_s}
-        for flag, values in {**listed, "--seed": self.seeds}.items():
+        for flag, values in {**listed, "--seed": self.seeds, "--noise": self.noises}.items():
             text = ",".join(map(str, values))
             require(len(set(values)) == len(values) > 0, flag, text, "is empty or repeats a value")
         if self.step_tokens < self.step_sequences:
@@ -129,8 +153,11 @@ class SimulationSettings:
         if self.forecasts is not None:
             self._check_forecasts(self.forecasts)
         Arrivals.parse(self.arrivals, 1.0)
-        programs = max(self.rates_per_s) * self.arrivals_s
-        require(programs <= MAX_PROGRAMS, "--rates", programs, f"programs in a run: {MAX_PROGRAMS} at most")
+        programs = self.count or max(self.rates_per_s) * self.arrivals_s
+        flag = "--count" if self.count else "--rates"
+        require(programs <= MAX_PROGRAMS, flag, programs, f"programs in a run: {MAX_PROGRAMS} at most")
+        if self.count is not None and (self.burst is not None or self.under_way is not None):
+            raise ConfigError("--count: with neither --burst nor --under-way")
         if self.other_rate is not None and self.other_rate.end_s > self.arrivals_s:
             raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
         if self.host_gib and not self.host_blocks(STOCK):
@@ -147,11 +174,15 @@ class SimulationSettings:
             raise ConfigError("--under-way: programs come as others end; there are neither rates nor a burst")
 
     def _check_forecasts(self, name: str) -> None:
-        if name not in PREDICTORS:
-            raise ConfigError(f"--forecasts: no predictor {name!r}; choose one of: {', '.join(PREDICTORS)}")
+        if name in BASED_PREDICTORS:
+            raise ConfigError(f"--forecasts: {name} has to be trained; give the file of `caesura predictor forecast`")
+        if name not in PREDICTORS and not Path(name).is_file():
+            known = ", ".join(one for one in PREDICTORS if one not in BASED_PREDICTORS)
+            raise ConfigError(f"--forecasts: no predictor {name!r} and no file; choose a file or one of: {known}")
         shaping = self.shaping
-        if self.trace is None or (shaping.scale_lengths, shaping.scale_tools, shaping.max_turns) != (1.0, 1.0, None):
-            raise ConfigError("--forecasts: of a --trace as it was recorded, neither scaled nor cut")
+        kept = Shaping(max_context=shaping.max_context, limit=shaping.limit)
+        if self.trace is None or replace(shaping, categories=(), calls=None) != kept:
+            raise ConfigError("--forecasts: of a --trace as it was recorded, neither scaled nor cut nor repeated")
 
     @property
     def warmup_s(self) -> float:
@@ -206,7 +237,8 @@ class SimulationSettings:
         """Describe in words which KV remains after a turn under ``policy``."""
         if policy == STOCK_NO_CACHE:
             return "prefix cache off, no host tier"
-        return f"prefix cache on, {f'host tier {self.host_gib:g} GiB' if self.host_gib else 'no host tier'}"
+        host = f"host tier {self.host_gib:g} GiB" if self.host_gib else "no host tier"
+        return f"prefix cache {'on' if self.prefix_cache else 'off'}, {host}"
 
     def fitting(self) -> Shaping:
         """Return how programs are shaped, so that each fits into the memory of one replica."""
@@ -221,20 +253,24 @@ class SimulationSettings:
         """
         if name in BASELINES:
             return None
-        if name not in POLICIES:
-            known = ", ".join(sorted({*BASELINES, *POLICIES}))
-            raise ConfigError(f"--policies: unknown policy {name!r}; choose {ALL} or some of: {known}")
+        mixed = _mixed(name)
+        for one in mixed.values():
+            if one not in POLICIES:
+                known = ", ".join(sorted({*BASELINES, *POLICIES}))
+                raise ConfigError(f"--policies: unknown policy {one!r}; choose {ALL} or some of: {known}")
         parameters = dict(self.parameters.get(name, {}))
         try:
-            POLICIES.load(name).model_validate(parameters)
+            POLICIES.load(mixed["name"]).model_validate(parameters)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise ConfigError(f"--set {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-        return PolicyConfig(name=name, parameters=parameters)
+        return PolicyConfig(parameters=parameters, **mixed)
 
     def sees_the_future(self, name: str) -> bool:
         """Return whether the policy ``name`` gets true or noisy lengths and durations. Baselines never do."""
-        return name not in BASELINES and (name in INFORMED if self.oracle is None else self.oracle)
+        if name in BASELINES:
+            return False
+        return not INFORMED.isdisjoint(_mixed(name).values()) if self.oracle is None else self.oracle
 
     def slo(self) -> SloConfig:
         """Return the SLO. The iteration time is that of a step that decodes one sequence without a context."""
@@ -247,9 +283,25 @@ class SimulationSettings:
         return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
 
 
+def _mixed(text: str) -> dict[str, str]:
+    """Return the name of a policy, and by axis the names of those that decide the axis in its place.
+
+    Raises:
+        ConfigError: there is no such axis, or it is named twice.
+    """
+    name, *others = text.split(MIX)
+    mixed = {"name": name}
+    for other in others:
+        axis, _, decides = other.partition("=")
+        if axis not in AXES or axis in mixed:
+            raise ConfigError(f"--policies: {text}: {axis!r} is not one of {', '.join(AXES)}, or is there twice")
+        mixed[axis] = decides
+    return mixed
+
+
 def policy_names(text: str) -> tuple[str, ...]:
     """Parse names separated by commas. ``all`` stands for the baselines and all policies."""
     if text.strip() != ALL:
-        return tuple(name.strip() for name in text.split(",") if name.strip())
+        return listed(text)
     limits = [name for name in POLICIES if name == CLAIRVOYANT]
     return (*BASELINES, *(name for name in POLICIES if name not in (*BASELINES, CLAIRVOYANT)), *limits)

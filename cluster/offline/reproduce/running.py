@@ -1,0 +1,120 @@
+"""Runs the simulations of a paper's figures, in several processes."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from cluster.core.errors import ConfigError
+from cluster.offline.bench.workload import Shaping
+from cluster.offline.reproduce.measures import measure_of
+from cluster.offline.reproduce.plan import Figure, Job
+from cluster.offline.simulator.run import Run, simulate
+from cluster.offline.simulator.settings import SimulationSettings
+from replicas.cost_model import CostModel
+from replicas.presets import preset
+
+ADDED_STEP_S = "added_step_s"
+"""Setting of a figure: seconds of host time that each step takes in addition to the preset's."""
+SLOWER = "slower"
+"""Setting of a factor: how many times as long each step takes."""
+CAPACITY = "kv_share"
+"""Setting of a factor: share of the preset's KV memory."""
+ITERATION_S = "iteration_s"
+"""Setting: seconds of the iteration to which bounds refer. Missing: a decode of one sequence without a context."""
+OWN = (ADDED_STEP_S, SLOWER, CAPACITY, ITERATION_S, "policy", "parameters", "rate", "trace", "preset")
+
+
+@dataclass(frozen=True, slots=True)
+class Measured:
+    """The measures of one run, by their names."""
+
+    job: Job
+    values: Mapping[str, float | None]
+    offered: int
+    completed: int
+
+
+def run_all(jobs: Sequence[Job], figures: Mapping[str, Figure], traces: Path, processes: int) -> Iterator[Measured]:
+    """Run all jobs, and yield their measures in order.
+
+    Raises:
+        ConfigError, TraceError: a trace or a setting cannot be used.
+    """
+    one = partial(measured, figures=figures, traces=traces)
+    if processes == 1:
+        yield from map(one, jobs)
+        return
+    with get_context("spawn").Pool(min(processes, len(jobs))) as pool:
+        yield from pool.imap(one, jobs)
+
+
+def measured(job: Job, figures: Mapping[str, Figure], traces: Path) -> Measured:
+    """Run one job."""
+    with TemporaryDirectory() as folder:
+        settings, cost = settings_of(job, traces, Path(folder))
+        [policy], [rate], [router] = settings.policies, settings.rates_per_s, settings.routers
+        result = simulate(settings, Run(policy, rate, job.seed, router))
+    assert result.recorded is not None
+    iteration_s = job.settings.get(ITERATION_S, cost.decode_step_s())
+    programs = [p for p in result.recorded.programs if settings.warmup_s <= p.arrival_s < result.arrivals_s]
+    window_s = result.arrivals_s - settings.warmup_s
+    values = {
+        name: measure_of(spec)(programs, window_s, iteration_s) for name, spec in figures[job.figure].measures.items()
+    }
+    return Measured(job, values, result.summary.goodput.offered_programs, result.summary.goodput.completed_programs)
+
+
+def settings_of(job: Job, traces: Path, folder: Path) -> tuple[SimulationSettings, CostModel]:
+    """Return the simulator's settings of a job, and its cost model, which is saved in ``folder``.
+
+    Raises:
+        ConfigError: a setting does not exist, or has no valid value.
+    """
+    chosen = dict(job.settings)
+    cost = cost_of(chosen)
+    path = folder / "cost.json"
+    cost.save(path)
+    shaping = {field.name for field in fields(Shaping)}
+    known = {field.name for field in fields(SimulationSettings)}
+    if unknown := chosen.keys() - known - shaping - {*OWN}:
+        raise ConfigError(f"{job.figure}: there is no setting {', '.join(sorted(unknown))}")
+    chosen = {key: tuple(value) if isinstance(value, list) else value for key, value in chosen.items()}
+    own = {key: value for key, value in chosen.items() if key in known and key not in OWN}
+    policy = chosen["policy"]
+    settings = SimulationSettings(
+        policies=(policy,),
+        rates_per_s=(chosen["rate"],),
+        preset=str(path),
+        trace=_trace(traces, chosen["trace"]),
+        shaping=Shaping(**{key: value for key, value in chosen.items() if key in shaping}),
+        seeds=(job.seed,),
+        parameters={policy: chosen["parameters"]} if chosen["parameters"] else {},
+        record=True,
+        **own,
+    )
+    return settings, cost
+
+
+def cost_of(chosen: Mapping[str, Any]) -> CostModel:
+    """Return the cost model of merged settings.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    cost = preset(chosen["preset"]).slowed(chosen.get(SLOWER, 1.0))
+    return replace(
+        cost,
+        overhead_s=cost.overhead_s + chosen.get(ADDED_STEP_S, 0.0),
+        kv_capacity_tokens=int(cost.kv_capacity_tokens * chosen.get(CAPACITY, 1.0)),
+    )
+
+
+def _trace(traces: Path, name: str) -> Path:
+    path = traces / f"{name}.jsonl.gz"
+    if not path.is_file():
+        raise ConfigError(f"--traces: {traces} has no {path.name}")
+    return path
