@@ -157,6 +157,7 @@ PCIE4, PCIE5 = 32e9, 64e9
 MODELS = {
     # From each model's config.json; parameters as counted in its checkpoint.
     "opt-13b": ModelShape(12_853_473_280, 40, 5120, heads=40, kv_heads=40, head_dim=128, vocabulary=50272, tied=True),
+    "tinyllama-1.1b": ModelShape(1_100_048_384, 22, 2048, heads=32, kv_heads=4, head_dim=64, vocabulary=32000),
     "gpt-j-6b": ModelShape(6_050_882_784, 28, 4096, heads=16, kv_heads=16, head_dim=256, vocabulary=50400),
     "vicuna-13b": ModelShape(13_015_864_320, 40, 5120, heads=40, kv_heads=40, head_dim=128, vocabulary=32000),
     "llama-3.1-8b": ModelShape(8_030_261_248, 32, 4096, heads=32, kv_heads=8, head_dim=128, vocabulary=128256),
