@@ -1,11 +1,12 @@
 """The program of a request that a run answers."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+from uuid import uuid4
 
 from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
-from cluster.http.response_requests import new_run_id
 from cluster.runs.state import RunState
 
 
@@ -16,10 +17,11 @@ class AttributedRun:
         index: finds the program.
         body: the request's body.
         identity: what the request says of itself.
+        prefix: what the run's id begins with.
     """
 
-    def __init__(self, index: LineageIndex, body: Mapping[str, Any], identity: ProgramIdentity) -> None:
-        self.run_id = new_run_id()
+    def __init__(self, index: LineageIndex, body: Mapping[str, Any], identity: ProgramIdentity, prefix: str) -> None:
+        self.run_id = f"{prefix}{uuid4().hex}"
         self.is_run = False
         """Whether a run was started. `run_ended` is then called at its end."""
         self._index = index
@@ -38,3 +40,19 @@ class AttributedRun:
     def refused(self) -> None:
         """Record that no run was started."""
         self._index.ended(self._turn, served=False)
+
+
+@contextmanager
+def attributed_run(
+    index: LineageIndex, body: Mapping[str, Any], identity: ProgramIdentity, prefix: str
+) -> Iterator[AttributedRun]:
+    """Find the program of a request. Its turn ends with its run, or here if no run was started.
+
+    The arguments are those of `AttributedRun`.
+    """
+    turn = AttributedRun(index, body, identity, prefix)
+    try:
+        yield turn
+    finally:
+        if not turn.is_run:
+            turn.refused()

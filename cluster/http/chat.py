@@ -6,7 +6,6 @@ from collections.abc import AsyncIterator, Mapping
 from contextlib import aclosing
 from time import time
 from typing import Any
-from uuid import uuid4
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
@@ -14,7 +13,10 @@ from starlette.responses import JSONResponse, Response
 from cluster.api.openai import SSE_DONE, ErrorMap, error_event
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.schema import CaesuraConfig
+from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
+from cluster.http.attributed_answers import program_headers
+from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
 from cluster.runs.chat_api import ChatFold, chat_spec, deltas
@@ -32,14 +34,23 @@ class ChatPrograms:
         offers: lists the tools.
         config: the whole configuration.
         error_map: maps every exception to an HTTP error.
+        lineage: finds the programs of requests without an id.
     """
 
-    def __init__(self, runner: ProgramRunner, offers: Offers, config: CaesuraConfig, error_map: ErrorMap) -> None:
+    def __init__(
+        self,
+        runner: ProgramRunner,
+        offers: Offers,
+        config: CaesuraConfig,
+        error_map: ErrorMap,
+        lineage: LineageIndex,
+    ) -> None:
         self._runner = runner
         self._offers = offers
         self._config = config
         self._error_map = error_map
         self._abandon = Abandon(runner)
+        self._lineage = lineage
 
     async def create(
         self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
@@ -56,25 +67,30 @@ class ChatPrograms:
             HttpError: the request is invalid, or the program failed.
         """
         registered = {one.name: one for one in await self._offers(identity.tenant, None)}
-        spec = chat_spec(
-            body,
-            run_id=f"{ID_PREFIX}{uuid4().hex}",
-            created_s=time(),
-            identity=identity,
-            model=body["model"],
-            limits=limits(self._config),
-            registered=registered,
-        )
         idempotency = read_idempotency(http, "chat", body)
-        started = await self._runner.start(spec, idempotency=idempotency, arrived_s=arrived_s)
+        with attributed_run(self._lineage, body, identity, ID_PREFIX) as turn:
+            spec = chat_spec(
+                body,
+                run_id=turn.run_id,
+                created_s=time(),
+                identity=turn.identity,
+                model=body["model"],
+                limits=limits(self._config),
+                registered=registered,
+            )
+            started = await self._runner.start(
+                spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended
+            )
+            turn.is_run = started.new
         run_id, stays = started.run_id, idempotency is not None
+        shown = program_headers(spec.program) if started.new else {}
         if body.get("stream"):
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
             pieces = self._pieces(spec, run_id, usage)
-            return EventStream(pieces, None if stays else lambda: self._abandon(run_id))
+            return EventStream(pieces, None if stays else lambda: self._abandon(run_id), shown)
         try:
-            return JSONResponse(await unless_gone(http.receive, self._completion(spec, run_id)))
+            return JSONResponse(await unless_gone(http.receive, self._completion(spec, run_id)), headers=shown)
         except ClientGone:
             if not stays:
                 self._abandon(run_id)

@@ -245,7 +245,7 @@ class ProgramIngress:
         self._lineage = LineageIndex()
         self._responses = ResponseRoutes(*parts, conversations, self._fleet.plain, self._lineage)
         self._conversations = ConversationRoutes(conversations)
-        self._chat_programs = ChatPrograms(*parts)
+        self._chat_programs = ChatPrograms(*parts, self._lineage)
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)

@@ -71,7 +71,7 @@ class ResponseRequests:
             identity: its identity.
             own: responses of the same connection, which it may continue even if they are not stored. None: the request
                 came over no such connection.
-            run_id: the id of the run, from `new_run_id`. None: a new one.
+            run_id: the id of the run. None: a new one.
 
         Raises:
             BadRequest: a field is not valid, or names what does not exist.
@@ -87,7 +87,7 @@ class ResponseRequests:
                 raise BadRequest(f"tools: {error}", param="tools") from error
         theirs = {label: [one for one in offered if one.owner == label] for label in servers.definitions}
         around = RequestContext(
-            run_id=run_id or new_run_id(),
+            run_id=run_id or f"{RESPONSE_PREFIX}{uuid4().hex}",
             created_s=time(),
             identity=identity,
             model=request.model or self._config.model.id,
@@ -109,8 +109,3 @@ class ResponseRequests:
             return None
         found = await self._stored.found([response_id], tenant, own)  # `run_spec` reports a missing one, by its field
         return found[response_id].state if found else None
-
-
-def new_run_id() -> str:
-    """Return the id of a new response."""
-    return f"{RESPONSE_PREFIX}{uuid4().hex}"

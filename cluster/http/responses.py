@@ -8,8 +8,8 @@ ingress can do.
 import asyncio
 import json
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
-from contextlib import aclosing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import aclosing
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -26,7 +26,7 @@ from cluster.core.errors import BadRequest, HttpError, RunOpen
 from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
 from cluster.http.attributed_answers import program_headers
-from cluster.http.attributed_run import AttributedRun
+from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.conversations import Conversations
 from cluster.http.requests import passed_headers
@@ -36,6 +36,7 @@ from cluster.http.stored_responses import StoredResponses, not_found, replayed
 from cluster.responses.compaction import compacted_response
 from cluster.responses.events import ResponseFold, usage
 from cluster.responses.input_items import input_items
+from cluster.responses.output import RESPONSE_PREFIX
 from cluster.responses.spec import RunRequest
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
@@ -97,7 +98,7 @@ class ResponseRoutes:
         request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
         own = http.scope.get(CONNECTION)
-        with self._attributed(body, identity) as turn:
+        with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
             run = await self._sized(await self._requests.run(request, turn.identity, own, turn.run_id), http)
             secrets = run.brought.secrets or None
             started = await self._runner.start(
@@ -124,16 +125,6 @@ class ResponseRoutes:
         if ended is not None and ended.status == "failed" and not reader.state.turns:
             raise as_error(ended.fault)
         return _whole(reader.response, shown)
-
-    @contextmanager
-    def _attributed(self, body: Mapping[str, Any], identity: ProgramIdentity) -> Iterator[AttributedRun]:
-        """Find the program of a request. Its turn ends with its run, or here if no run was started."""
-        turn = AttributedRun(self._lineage, body, identity)
-        try:
-            yield turn
-        finally:
-            if not turn.is_run:
-                turn.refused()
 
     async def _add_to_conversation(self, run: RunRequest) -> None:
         try:
@@ -174,7 +165,7 @@ class ResponseRoutes:
             HttpError: the request is invalid, or the turn failed.
         """
         request = self._requests.read(body)
-        with self._attributed(body, identity) as turn:
+        with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
             run = await self._requests.run(request, turn.identity, run_id=turn.run_id)
             alone = Compaction(threshold=0, alone=True)
             spec = msgspec.structs.replace(run.spec, compaction=alone, store=False, background=False, generate=True)

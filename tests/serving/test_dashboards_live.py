@@ -47,8 +47,9 @@ RARE = {
     "prediction_actual",
     "requests_rejected",
     "scheduler_events",
-    # No request has a part without effect.
+    # No request has a part without effect, and none is refused.
     "ignored_request_parts",
+    "http_refusals",
 }
 """Metrics that need not have a series in this run."""
 

@@ -79,6 +79,12 @@ class Site:
         """Programs that replicas know, those known by two counted twice."""
         return sum(replica["programs"] for replica in self.statistics().values())
 
+    def split(self, turns: dict[str, int]) -> dict[str, Any]:
+        """The programs of which a replica has not seen that many turns, and what the routers did; for a failure."""
+        seen = {program: self.turns_at_home(program) for program in turns}
+        wrong = {program: (seen[program], expected) for program, expected in turns.items() if seen[program] != expected}
+        return {"seen and expected": wrong, "routers": self.routers(), "replicas": self.statistics()}
+
     def routers(self) -> list[dict[str, Any]]:
         """What both ingresses tell of theirs."""
         seen: dict[str, dict[str, Any]] = {}
@@ -245,7 +251,8 @@ def test_programs_go_on_without_the_store_and_new_ones_are_not_split(site: Site)
             turns += [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(new) for _ in range(4)]
             for one in turns:
                 one.result()
-        assert site.known() - before == len(new), "no program is split"
+        whole = dict.fromkeys(old, 6) | dict.fromkeys(new, 4)
+        assert site.known() - before == len(new), site.split(whole)
         alone = site.routers()
         assert counted(alone, "placements", "found", "hashed") > 0
         assert counted(alone, "fallbacks", "store_gone") > 0

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
+from cluster.http.attributed_answers import PROGRAM_HEADER
 from cluster.local.cluster import LocalCluster
 from cluster.offline.demo.tools import calculate
 from tests.serving.program_requests import answer, called, until
@@ -149,6 +150,24 @@ def test_a_chat_completion_may_ask_for_the_loop(client: httpx.Client) -> None:
     *_, usage, done = streamed.text.strip().split("\n\n")
     assert done == "data: [DONE]"
     assert json.loads(usage.removeprefix("data: "))["caesura"]["turns"] == 3
+
+
+def test_the_next_chat_loop_of_a_conversation_without_an_id_belongs_to_its_program(client: httpx.Client) -> None:
+    tool = {"type": "function", "function": {"name": "calculator"}, "server_side": True}
+    body = {"model": "tiny", "tools": [tool], "max_turns": 2, "max_tokens": 200, "temperature": 0}
+
+    def loop(*messages: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+        answer = client.post("/v1/chat/completions", json={**body, "messages": list(messages)})
+        assert answer.status_code == 200, answer.text
+        return answer.headers[PROGRAM_HEADER], answer.json()["choices"][0]["message"]
+
+    first = {"role": "user", "content": "What is 6 times 7 in this conversation?"}
+    program, said = loop(first)
+    second = (first, said, {"role": "user", "content": "And 8?"})
+    assert loop(*second)[0] == program
+    assert loop(*second, said, {"role": "user", "content": "And 9?"})[0] == program
+    assert loop({"role": "user", "content": "Another conversation."})[0] != program
+    assert len(client.get(f"/v1/programs/{program}").json()["turns"]) >= 3
 
 
 def test_the_same_idempotency_key_books_once(client: httpx.Client, site: ToolSite) -> None:

@@ -124,7 +124,7 @@ HTTP = Row(
         lines(
             "HTTP errors by route and code",
             "Requests that were answered with an error. The route is none where it was refused before the routing.",
-            {"{{route}} {{status}} {{code}}": rate(m.HTTP_REFUSALS, by=("route", "status", "code"))},
+            {"{{route}} {{status}} {{code}}": or_zero(rate(m.HTTP_REFUSALS, by=("route", "status", "code")))},
             Unit.PER_S,
             Shape.STACKED,
             width=8,
