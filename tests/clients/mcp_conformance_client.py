@@ -28,7 +28,7 @@ def calls(offers: dict[str, ToolOffer]) -> list[tuple[str, dict[str, Any]]]:
             (call["name"], {key: value for key, value in call["arguments"].items() if value is not None})
             for call in named
         ]
-    schemas = {name: offer.function["parameters"] for name, offer in offers.items()}
+    schemas = {name: offer.function["parameters"] for name, offer in offers.items() if offer.unusable is None}
     if "json_schema_echo" in schemas:  # the scenario compares the schema with the one that it listed
         return [("json_schema_echo", {"schema": schemas.get("json_schema_2020_12_tool")})]
     return [(name, arguments_of(schema, 0)) for name, schema in schemas.items()]
