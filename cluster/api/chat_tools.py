@@ -44,7 +44,8 @@ def with_checked_tools(body: Mapping[str, Any]) -> dict[str, Any]:
         if name not in offered:
             where = f"{path}.tools.{place}.function.name"
             raise BadRequest(f"{where}: {name!r} is not among the tools", param=where)
-    return {**body, "tools": [offered[name] for name in offered if name in names], "tool_choice": mode}
+    allowed = frozenset(names)
+    return {**body, "tools": [offered[name] for name in offered if name in allowed], "tool_choice": mode}
 
 
 def _allowed(allowed: Any, path: str) -> tuple[str, list[str]]:

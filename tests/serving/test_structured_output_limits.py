@@ -119,3 +119,10 @@ async def test_a_regex_or_grammar_over_a_limit_is_rejected(outputs: dict[str, An
 )
 async def test_what_is_within_the_limits_or_for_vllm_to_judge_passes(body: dict[str, Any]) -> None:
     await read(body)
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("filler", [" ", "1", "{", "{ 1 , 2 ", "\t,"])
+async def test_the_search_for_repetitions_takes_linear_time(filler: str) -> None:
+    """A search with backtracking takes days for some of these patterns."""
+    await read({"structured_outputs": {"regex": "{" + filler * (50_000 // len(filler))}})
