@@ -1,7 +1,7 @@
 """The KV blocks of paused programs: which program holds which blocks, and until when. Each block is freed once."""
 
 import heapq
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -106,7 +106,8 @@ class HoldTable(Generic[Block]):
         self._expiry: list[tuple[float, str]] = []
         """A heap with every entry of ``_ends``, and with stale entries."""
         self._reviews: RoundRobin[str] = RoundRobin(LOOKS_A_STEP)
-        self._num_blocks = 0
+        self._holders: Counter[int] = Counter()
+        """Number of holds of each held block, by its identity."""
         self._num_tokens = 0
 
     def __contains__(self, key: object) -> bool:
@@ -124,12 +125,12 @@ class HoldTable(Generic[Block]):
 
     @property
     def num_blocks(self) -> int:
-        """Number of held blocks. A block that two programs share counts twice."""
-        return self._num_blocks
+        """Number of held blocks. A block that several programs hold counts once."""
+        return len(self._holders)
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens whose KV is held."""
+        """Number of tokens whose KV is held, summed over the holds: those of a shared block count for each program."""
         return self._num_tokens
 
     def hold(
@@ -163,7 +164,7 @@ class HoldTable(Generic[Block]):
         self._holds[key] = HeldBlocks(key, tuple(blocks), tokens, since_s, until_s, origin, forecast)
         self._set_end(key, until_s)
         self._reviews.add(key)
-        self._num_blocks += len(blocks)
+        self._holders.update(map(id, blocks))
         self._num_tokens += tokens
 
     def extend(self, key: str, until_s: float, origin: HoldOrigin | None = None) -> None:
@@ -195,7 +196,7 @@ class HoldTable(Generic[Block]):
         self._ends.pop(key, None)
         self._drop_stale_ends()
         self._reviews.remove(key)
-        self._num_blocks -= len(held.blocks)
+        self._drop(held.blocks)
         self._num_tokens -= held.tokens
         self._free(held.blocks[::-1])
         return len(held.blocks)
@@ -219,10 +220,16 @@ class HoldTable(Generic[Block]):
             raise IntegrityError(f"{key}: no hold to trim to {blocks} blocks with {tokens} tokens")
         dropped = held.blocks[blocks:]
         self._holds[key] = replace(held, blocks=held.blocks[:blocks], tokens=tokens)
-        self._num_blocks -= len(dropped)
+        self._drop(dropped)
         self._num_tokens -= held.tokens - tokens
         self._free(dropped[::-1])
         return len(dropped)
+
+    def _drop(self, blocks: Sequence[Block]) -> None:
+        for block in blocks:
+            self._holders[id(block)] -= 1
+            if not self._holders[id(block)]:
+                del self._holders[id(block)]
 
     def due(self, steps: int) -> list[HeldBlocks[Block]]:
         """Return the holds to review in this step, without those whose program is back. It is called once in each step.
@@ -256,9 +263,10 @@ class HoldTable(Generic[Block]):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the counts are those of the holds."""
-        blocks = sum(len(held.blocks) for held in self._holds.values())
+        holders = Counter(id(block) for held in self._holds.values() for block in held.blocks)
         tokens = sum(held.tokens for held in self._holds.values())
-        if (blocks, tokens) != (self._num_blocks, self._num_tokens):
-            raise IntegrityError(f"{(self._num_blocks, self._num_tokens)} counted, {(blocks, tokens)} held")
+        if holders != self._holders or tokens != self._num_tokens:
+            counted, there = (len(self._holders), self._num_tokens), (len(holders), tokens)
+            raise IntegrityError(f"{counted} blocks and tokens counted, {there} held")
         if len(self._expiry) > 2 * len(self._holds) + SPARE_EXPIRIES:
             raise IntegrityError(f"{len(self._expiry)} ends are queued for {len(self._holds)} holds")

@@ -101,7 +101,7 @@ class AuthMiddleware:
     def _caller(self, scope: Scope) -> Caller:
         if self._find is None:
             return ANYBODY
-        key = _key_of(scope)
+        key = key_of(scope)
         if key is None:
             raise Unauthorized("no API key: send it as `Authorization: Bearer KEY`")
         caller = self._find(key)
@@ -127,7 +127,12 @@ def caller_of(request: Request) -> Caller:
     return caller
 
 
-def _key_of(scope: Scope) -> str | None:
+def key_of(scope: Scope) -> str | None:
+    """Return the key of a request, or None if it has none.
+
+    Raises:
+        Unauthorized: a header has two values.
+    """
     value = _single_value(scope, b"authorization")
     if value[: len(BEARER)].lower() == BEARER:
         return value[len(BEARER) :].strip()

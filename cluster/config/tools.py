@@ -121,7 +121,10 @@ class CommandTool(ToolSection):
     """The kind of the tool."""
     argv: list[str] = Field(default_factory=list)
     """The command and its arguments. `{name}` is replaced with the argument of the call. An element that is only
-    `{name}` is left out if the call does not have that argument."""
+    `{name}` is left out if the call does not have that argument. An element that begins with `{name}` must not become
+    an option, that is, begin with `-`, unless the element `--` stands before it."""
+    allow_options: bool = False
+    """Whether an argument of the call may become an option of the command."""
     shell: bool = False
     """Whether to run the call's argument `command` with `bash -c`, instead of `argv`."""
     environment: dict[VariableName, str] = Field(default_factory=dict)

@@ -19,9 +19,10 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.anthropic.errors import response_of
 from cluster.api.openai import LIMITED_PATHS, RETRY_AFTER_MS, RETRY_AFTER_S
+from cluster.auth.middleware import key_of
 from cluster.auth.tenants import TENANT_CONCURRENCY, TENANT_RATE
 from cluster.core.clock import Clock
-from cluster.core.errors import Overloaded, TooManyRequests
+from cluster.core.errors import Overloaded, TooManyRequests, Unauthorized
 
 MAX_IN_FLIGHT_VARIABLE = "CAESURA_MAX_IN_FLIGHT"
 """Environment variable with the maximum number of requests in flight in this process. Without it, there is no limit."""
@@ -36,8 +37,6 @@ only, and they change."""
 REJECTION_SPACING_S = 0.05
 """Seconds between two repeated rejections of one key. A rejection waits at most `RETRY_AFTER_S`."""
 
-KEY_HEADERS = (b"authorization", b"x-api-key")
-
 
 def max_in_flight() -> int | None:
     """Return the limit of requests in flight from the environment; None: there is no limit."""
@@ -48,6 +47,14 @@ def max_in_flight() -> int | None:
 def is_limited(scope: Scope) -> bool:
     """Return whether this request makes work for a replica. Only such requests are rejected by the proxy."""
     return scope["type"] == "http" and scope["method"] == "POST" and scope["path"] in LIMITED_PATHS
+
+
+def _key(scope: Scope) -> str | None:
+    """Return the key that the ingress will check; None if there is none, or if the ingress will reject two."""
+    try:
+        return key_of(scope)
+    except Unauthorized:
+        return None
 
 
 class LoadShedder:
@@ -138,11 +145,11 @@ class RateLimitCache:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve one ASGI scope."""
         self._forget_expired()
-        keys = [value for name, value in scope.get("headers", ()) if name in KEY_HEADERS]
-        if not keys or not is_limited(scope):
+        key = _key(scope) if is_limited(scope) else None
+        if key is None:
             await self._app(scope, receive, send)
             return
-        digest = sha256(b"\0".join(keys)).digest()
+        digest = sha256(key.encode()).digest()
         client = self._clients.setdefault(digest, _Client())
         if (rejection := client.rejection) is not None and rejection.until_s <= self._clock.now_s():
             rejection = client.rejection = None

@@ -22,6 +22,20 @@ def test_blocks_go_back_tail_first() -> None:
     assert table.release("a") == 0
 
 
+def test_a_block_that_two_programs_hold_counts_once() -> None:
+    table: HoldTable[int] = HoldTable(lambda blocks: None)
+    table.hold("a", [1, 2, 3], tokens=48, since_s=0.0, until_s=5.0)
+    table.hold("b", [1, 2, 4, 5], tokens=64, since_s=0.0, until_s=5.0)
+    assert (table.num_blocks, table.num_tokens) == (5, 112)
+    table.trim("b", 2, 32)
+    assert table.num_blocks == 3
+    table.release("a")
+    assert table.num_blocks == 2
+    table.check_integrity()
+    table.release("b")
+    assert (table.num_blocks, table.num_tokens) == (0, 0)
+
+
 def test_a_trimmed_hold_keeps_its_first_blocks() -> None:
     freed: list[int] = []
     table: HoldTable[int] = HoldTable(freed.extend)

@@ -10,9 +10,10 @@ from ray.serve._private.http_util import _apply_middlewares
 from starlette.types import Receive, Scope, Send
 
 from cluster.api.openai import RETRY_AFTER_S, error_response
+from cluster.auth.middleware import key_of
 from cluster.auth.tenants import TENANT_CONCURRENCY, TENANT_RATE
 from cluster.core.clock import ManualClock
-from cluster.core.errors import TooManyRequests
+from cluster.core.errors import TooManyRequests, Unauthorized
 from cluster.proxy.load_shedding import CACHED_FOR_S, MAX_IN_FLIGHT_VARIABLE, REJECTION_SPACING_S, RateLimitCache
 from cluster.proxy.middleware import middlewares
 
@@ -34,7 +35,7 @@ class Ingress:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self.asked += 1
-        key = dict(scope["headers"]).get(b"authorization", b"").decode()
+        key = key_of(scope) or ""
         if self.inside.get(key, 0) >= MOST:
             error = TooManyRequests("enough", code=self.code, retry_after_s=self.wait_s)
             await error_response(error)(scope, receive, send)
@@ -62,7 +63,7 @@ class Front:
         return len(self.reasons)
 
     async def post(self, key: str = "a", path: str = WORK) -> httpx.Response:
-        return await self.client.post(path, headers={"Authorization": key} if key else {})
+        return await self.client.post(path, headers={"Authorization": f"Bearer {key}"} if key else {})
 
     async def fill(self, key: str = "a") -> list[asyncio.Task[httpx.Response]]:
         """As many requests as are served; they wait for the gate."""
@@ -184,7 +185,7 @@ async def test_those_whose_refusal_waits_do_not_fill_the_bound_of_all(monkeypatc
     async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
 
         async def post(key: str) -> httpx.Response:
-            return await client.post(WORK, headers={"Authorization": key})
+            return await client.post(WORK, headers={"Authorization": f"Bearer {key}"})
 
         served = [asyncio.create_task(post("a")) for _ in range(MOST)]
         while ingress.inside.get("a", 0) < MOST:  # noqa: ASYNC110
@@ -213,3 +214,21 @@ async def test_a_key_over_its_rate_is_forgotten_when_it_may_come_again(front: Fr
     front.clock.advance(CACHED_FOR_S)
     await front.post("b")
     assert not known
+
+
+async def test_another_header_beside_the_key_makes_no_other_client(front: Front) -> None:
+    waiting = await front.fill("mine")
+    for number in range(3):
+        headers = {"x-api-key": "mine", "Authorization": f"Basic {number}"}
+        assert (await front.client.post(WORK, headers=headers)).status_code == 429
+    assert (front.ingress.asked, front.repeated, len(front.middleware._clients)) == (MOST + 1, 2, 1)
+    front.ingress.gate.set()
+    await asyncio.gather(*waiting)
+
+
+async def test_two_keys_are_for_the_ingress_to_reject(front: Front) -> None:
+    front.ingress.gate.set()
+    both = [("Authorization", "Bearer a"), ("Authorization", "Bearer b")]
+    with pytest.raises(Unauthorized):
+        await front.client.post(WORK, headers=both)
+    assert front.ingress.asked == 1

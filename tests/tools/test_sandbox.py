@@ -158,6 +158,21 @@ async def test_without_a_sandbox_it_runs_with_limits_where_that_is_allowed(no_bw
     assert sleepers("161803") == [], "nothing is left running"
 
 
+@pytest.mark.parametrize("text", ["--help", "-", "--", -1, "-f/etc/passwd"])
+def test_an_argument_becomes_no_option(text: str | int) -> None:
+    given = {"file": text}
+    with pytest.raises(ToolRefused, match="the argument 'file' must not begin with '-'"):
+        command_line(CommandTool(kind="command", argv=["grep", "x", "{file}"]), given)
+    with pytest.raises(ToolRefused, match="'file'"):
+        command_line(CommandTool(kind="command", argv=["{file}"]), given)
+    behind = CommandTool(kind="command", argv=["grep", "--", "{file}"])
+    assert command_line(behind, given) == ["grep", "--", str(text)]
+    within = CommandTool(kind="command", argv=["grep", "--file={file}"])
+    assert command_line(within, given) == ["grep", f"--file={text}"]
+    allowed = CommandTool(kind="command", argv=["grep", "{file}"], allow_options=True)
+    assert command_line(allowed, given) == ["grep", str(text)]
+
+
 def test_arguments_stay_within_their_element() -> None:
     config = CommandTool(kind="command", argv=["grep", "-n", "--max-count={n}", "--", "{pattern}", "{path}"])
     nasty = "a b; rm -rf / $(x) `y` {path}"

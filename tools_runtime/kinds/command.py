@@ -157,7 +157,7 @@ def command_line(config: CommandTool, arguments: Mapping[str, Any]) -> list[str]
     """Return the argument vector. Each argument stays within the element that names it.
 
     Raises:
-        ToolRefused: a required argument is missing.
+        ToolRefused: a required argument is missing, or the command would take an argument for an option.
     """
     if config.shell:
         return ["/bin/bash", "-c", _text(arguments.get("command", ""))]
@@ -167,8 +167,13 @@ def command_line(config: CommandTool, arguments: Mapping[str, Any]) -> list[str]
         missing = [name for name in names if name not in arguments]
         if missing and element != f"{{{missing[0]}}}":
             raise ToolRefused(f"the argument {missing[0]!r} is missing")
-        if not missing:
-            argv.append(_PLACEHOLDER.sub(lambda match: _text(arguments[match[1]]), element))
+        if missing:
+            continue
+        text = _PLACEHOLDER.sub(lambda match: _text(arguments[match[1]]), element)
+        # Behind `--`, a command has no options.
+        if text.startswith("-") and not (element.startswith("-") or "--" in argv or config.allow_options):
+            raise ToolRefused(f"the argument {names[0]!r} must not begin with '-'")
+        argv.append(text)
     return argv
 
 
