@@ -34,7 +34,8 @@ async def read_body(receive: Receive, headers: Mapping[str, str], max_bytes: int
         BadRequest: the body is longer than ``max_bytes`` (413), its content type is not JSON (415), or it has not
             arrived within BODY_WITHIN_S (408).
     """
-    kind = headers.get("content-type", JSON_TYPES[0]).partition(";")[0].strip().lower()
+    # A web page may send a body without a type, or with another one, to a server that has not allowed it.
+    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind not in JSON_TYPES and not kind.endswith("+json"):
         raise BadRequest(f"content type {kind!r} is not supported; send application/json", status=415)
     declared = headers.get("content-length", "")

@@ -46,6 +46,7 @@ from cluster.api.validation import validated
 from cluster.auth.keys import key_file
 from cluster.auth.middleware import AuthMiddleware, caller_of
 from cluster.auth.tenants import Tenants
+from cluster.auth.web_pages import WebPages
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
@@ -100,12 +101,13 @@ class Part(Protocol):
         ...
 
 
-def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI:
+def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str | None = None) -> FastAPI:
     """Make the application with the routes and the middleware that ``config`` needs.
 
     Args:
         config: the configuration.
         handler: returns the handler of a route by its name.
+        host: the address that its server listens on; None: a proxy listens.
     """
     app = FastAPI(
         title="Caesura",
@@ -127,6 +129,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
                 on_overload=record_rejection,
                 form=response_of,
             ),
+            *_web_pages(config, host),
             Middleware(AuthMiddleware, config=config, limited_paths=LIMITED_PATHS, on_rejection=record_rejection),
         ],
         exception_handlers={
@@ -181,6 +184,13 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any]) -> FastAPI
     for name, route in endpoints.items():
         route(app)(handler(name))
     return app
+
+
+def _web_pages(config: CaesuraConfig, host: str | None) -> list[Middleware]:
+    """Return the middleware that rejects foreign web pages, where no key does."""
+    if config.auth.file is not None:
+        return []
+    return [Middleware(WebPages, host=host, origins=config.http.cors_origins)]
 
 
 def _cors(origins: Sequence[str]) -> list[Middleware]:
@@ -276,8 +286,8 @@ class ProgramIngress:
         freeze_heap()
         if await _proxies_are_disabled():
             http = config.http
-            app = guarded(application(config, lambda name: getattr(self, name)), http.max_concurrent_requests)
-            app = ResponseSockets(app, http.cors_origins)
+            routes = application(config, lambda name: getattr(self, name), http.host)
+            app = ResponseSockets(guarded(routes, http.max_concurrent_requests), http.cors_origins)
             self._adopt(HttpServer(app, http.host, http.port, http.max_body_bytes))
 
     def _adopt(self, part: Part) -> None:

@@ -1,5 +1,7 @@
 """Web pages of other origins: which may call the server from a browser, by the configuration."""
 
+from pathlib import Path
+
 import httpx
 import pytest
 
@@ -47,5 +49,61 @@ async def test_without_origins_no_page_of_another_origin_may() -> None:
     async with client_of() as client:
         asked = await client.options("/v1/chat/completions", headers=PREFLIGHT)
         answer = await client.get("/health", headers={"origin": PAGE})
-    assert asked.status_code == 405
+    assert asked.status_code == 403
     assert "access-control-allow-origin" not in answer.headers
+
+
+def own_server(host: str | None, *origins: str, keys: str | None = None) -> httpx.AsyncClient:
+    async def handler() -> dict[str, str]:
+        return {"status": "done"}
+
+    config = CaesuraConfig.model_validate({"http": {"cors_origins": origins}, "auth": {"file": keys}})
+    transport = httpx.ASGITransport(application(config, lambda name: handler, host))
+    return httpx.AsyncClient(transport=transport, base_url="http://localhost:8000")
+
+
+@pytest.mark.parametrize(
+    ("origin", "status"),
+    [(None, 200), (PAGE, 403), ("null", 403), ("http://localhost:3000", 403), ("http://localhost:8000", 200)],
+)
+async def test_a_foreign_page_has_no_effect_on_a_server_without_keys(origin: str | None, status: int) -> None:
+    headers = {} if origin is None else {"origin": origin}
+    async with own_server("127.0.0.1") as client:
+        answer = await client.post("/v1/programs/p/cancel", headers=headers)
+    assert answer.status_code == status
+    assert status == 200 or "http.cors_origins" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("origin", [PAGE, "null"])
+async def test_allowed_pages_may_call_it(origin: str) -> None:
+    async with own_server("127.0.0.1", origin) as client:
+        assert (await client.post("/v1/programs/p/cancel", headers={"origin": origin})).status_code == 200
+    async with own_server("127.0.0.1", "*") as client:
+        assert (await client.post("/v1/programs/p/cancel", headers={"origin": origin})).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("host", "called", "status"),
+    [
+        ("127.0.0.1", "localhost:8000", 200),
+        ("127.0.0.1", "127.0.0.1", 200),
+        ("127.0.0.1", "[::1]:8000", 200),
+        ("127.0.0.1", "evil.example.com:8000", 403),
+        ("localhost", "127.0.0.1.evil.example.com", 403),
+        ("127.0.0.1", "[::1", 403),
+        ("127.0.0.1", "", 200),
+        ("0.0.0.0", "service.namespace:8000", 200),
+        (None, "service.namespace:8000", 200),
+    ],
+)
+async def test_a_server_on_loopback_has_no_other_name(host: str | None, called: str, status: int) -> None:
+    async with own_server(host) as client:
+        assert (await client.post("/v1/programs/p/cancel", headers={"host": called})).status_code == status
+
+
+async def test_where_keys_are_needed_a_page_has_none(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.yaml"
+    keys.write_text("keys: []\n")
+    async with own_server("127.0.0.1", keys=str(keys)) as client:
+        answer = await client.post("/v1/programs/p/cancel", headers={"origin": PAGE, "host": "any"})
+    assert answer.status_code == 401

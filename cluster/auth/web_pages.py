@@ -1,0 +1,70 @@
+"""Keeps web pages from driving a server that needs no keys.
+
+A browser sends requests of any page to servers of its own machine. The page cannot read the answer, but the request has
+its effect. Where keys are needed, a page has none.
+"""
+
+from collections.abc import Collection
+from ipaddress import ip_address
+from urllib.parse import urlsplit
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from cluster.core.errors import Forbidden
+
+LOCALHOST = "localhost"
+
+
+class WebPages:
+    """ASGI middleware that rejects requests of foreign web pages.
+
+    A page is foreign if its origin is neither allowed nor the address that it calls. A page can give its own name the
+    address of this machine, so a server on loopback also rejects requests to other names than its own.
+
+    Args:
+        app: serves the other requests.
+        host: the address that the server listens on; None: a proxy in front of it listens.
+        origins: origins whose pages are allowed. `*`: all.
+    """
+
+    def __init__(self, app: ASGIApp, *, host: str | None, origins: Collection[str]) -> None:
+        self._app = app
+        self._host = host
+        self._origins = frozenset(origins)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve one ASGI scope.
+
+        Raises:
+            Forbidden: a foreign page has sent the request.
+        """
+        if scope["type"] == "http" and "*" not in self._origins:
+            headers = {name: value.decode("latin-1") for name, value in scope["headers"]}
+            self._check(headers.get(b"origin"), headers.get(b"host", ""))
+        await self._app(scope, receive, send)
+
+    def _check(self, origin: str | None, called: str) -> None:
+        if origin is not None and origin not in self._origins and origin.partition("://")[2] != called:
+            raise Forbidden("pages of this origin may not call this server: see http.cors_origins")
+        if self._host is not None and is_loopback(self._host):
+            name = _name_of(called)
+            if name is not None and name != self._host and not is_loopback(name):
+                raise Forbidden(f"a server without keys on {self._host} is not called {name[:200]!r}")
+
+
+def _name_of(called: str) -> str | None:
+    """Return the name or address of a `Host` header without its port; None if it is empty."""
+    try:
+        return urlsplit(f"//{called}").hostname
+    except ValueError:
+        return called
+
+
+def is_loopback(name: str) -> bool:
+    """Return whether a host name or an address is that of the machine itself."""
+    if name == LOCALHOST or name.endswith(f".{LOCALHOST}"):
+        return True
+    try:
+        return ip_address(name).is_loopback
+    except ValueError:
+        return False
