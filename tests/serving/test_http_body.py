@@ -53,7 +53,9 @@ async def test_a_body_that_does_not_come_is_408(monkeypatch: pytest.MonkeyPatch)
     assert caught.value.status == 408
 
 
-@pytest.mark.parametrize("kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"])
+@pytest.mark.parametrize(
+    "kind", ["", "text/plain", "application/x-www-form-urlencoded", "multipart/form-data; boundary=x"]
+)
 async def test_other_content_types_are_415(kind) -> None:
     with pytest.raises(BadRequest) as caught:
         await read_body(receiver(b"{}"), {"content-type": kind}, 100)
