@@ -9,7 +9,6 @@ from cluster.core.errors import BadRequest
 from cluster.http import body as http_body
 from cluster.http.body import parse_object, read_body
 
-
 JSON = {"content-type": "application/json"}
 
 
