@@ -6,6 +6,7 @@ with the reason; ``--device cpu --quick`` rehearses them with a small model. The
 """
 
 import argparse
+import signal
 import sys
 from pathlib import Path
 
@@ -38,6 +39,7 @@ def main(argv: list[str] | None = None) -> int:
         arguments.device, arguments.out.resolve(), arguments.cache.resolve(), arguments.model, arguments.quick,
         arguments.again, arguments.limit_s,
     )  # fmt: skip
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))  # so that the part is ended, too
     facts = probed(options)
     records = {}
     for part in PARTS:

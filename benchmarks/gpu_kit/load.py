@@ -61,15 +61,15 @@ class Load:
     dead: str = ""
     """The error by which the engine's death was noticed; empty while it lives."""
     stopping: bool = False
+    _death: asyncio.Event = field(default_factory=asyncio.Event)
 
     async def run(self, name: str, seconds: float) -> None:
         """Run programs for so long, and return when their turns have ended. Return early if the engine dies."""
         self.stopping = False
         self.paused.clear()
         workers = [asyncio.create_task(self._worker(f"{name}-{i}")) for i in range(self.plan.programs)]
-        give_up_s = self.engine.clock.now_s() + seconds
-        while self.engine.clock.now_s() < give_up_s and not self.dead:
-            await asyncio.sleep(0.2)
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._death.wait(), seconds)
         self.stopping = True
         await asyncio.gather(*workers)
 
@@ -81,6 +81,7 @@ class Load:
                 await self._program(f"{name}-{number}", chosen)
             except (EngineDeadError, EngineGone) as error:
                 self.dead = self.dead or f"{type(error).__name__}: {error}"
+                self._death.set()
 
     async def _program(self, name: str, chosen: random.Random) -> None:
         kind = chosen.randrange(4)
@@ -92,9 +93,7 @@ class Load:
             if len(context) + generated > self.plan.longest or self.stopping:
                 break
             last = turn == turns - 1
-            identity = ProgramIdentity(
-                program_id=name, last_turn=last, hints=Hints(expected_tool=chosen.choice(TOOLS))
-            )
+            identity = ProgramIdentity(program_id=name, last_turn=last, hints=Hints(expected_tool=chosen.choice(TOOLS)))
             tokens = await self._turn(f"{name}-{turn}", context, generated, identity, chosen.random())
             if last:
                 self.paused.pop(name, None)

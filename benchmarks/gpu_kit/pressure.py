@@ -23,6 +23,7 @@ from benchmarks.gpu_kit.model import full_attention, sliding_window
 from benchmarks.gpu_kit.parts import PARTS
 from benchmarks.gpu_kit.stock_tier import stock_config
 from benchmarks.gpu_kit.task import Findings, Task
+from cluster.core.clock import MonotonicClock
 from cluster.core.errors import EngineGone
 from cluster.core.program import ProgramIdentity
 
@@ -31,7 +32,7 @@ STOCK = "pressure-vllm"
 STOCK_S = 300.0
 """Seconds that the part with vLLM's own tier takes."""
 MARGIN_S = 75.0
-"""Seconds of the limit that are left for imports, the last comparison and the end."""
+"""Seconds of the limit that are left for imports, the end of the last turns, the last comparison and the end."""
 ROUND_S, QUICK_ROUND_S, QUICK_S = 60.0, 8.0, 24.0
 POLICIES = ("caesura", "infercept", "vllm")
 COMPARED = 6
@@ -126,34 +127,30 @@ async def _run(task: Task, findings: Findings) -> None:
     stock, memory = task.part == STOCK, memory_of(task)
     model = sliding_window(task) if task.part in SLIDING else full_attention(task)
     tier = stock_config(memory.tier_bytes) if stock else None
-    end_s = min(task.limit_s, STOCK_S if stock else task.limit_s) - MARGIN_S
+    clock = MonotonicClock()
+    end_s = clock.now_s() + (STOCK_S if stock else task.limit_s) - MARGIN_S
     async with running(task, model, memory, dtype="bfloat16", policy="vllm", tier=tier) as engine:
-        began = engine.clock.now_s()
+        began_s = clock.now_s()
+        end_s = began_s + QUICK_S if task.quick else end_s
         load, watch = Load(engine, GPU_PLAN if task.on_gpu else CPU_PLAN), Watch(engine)
         compared: list[Comparison] = []
-        seconds = QUICK_S if task.quick else max(QUICK_S, end_s - _started_s(task, engine))
         rounds = cycle(("vllm",) if stock else POLICIES)
-        while engine.clock.now_s() - began < seconds and not load.dead:
+        while (left_s := end_s - clock.now_s()) > 0 and not load.dead:
             policy = next(rounds)
             await engine.channel.call("set_policy", name=policy)
             async with watch.watching():
-                await load.run(f"{policy}-{round(engine.clock.now_s())}", QUICK_ROUND_S if task.quick else ROUND_S)
+                await load.run(
+                    f"{policy}-{round(clock.now_s())}", min(left_s, QUICK_ROUND_S if task.quick else ROUND_S)
+                )
             if not load.dead:
                 compared += await _compare(engine, load)
-            _record(findings, load, watch, compared, began)
+            _record(findings, load, watch, compared, began_s)
         if stock:
-            _judge_stock(task, findings, load, began)
+            _judge_stock(task, findings, load, began_s)
         else:
             _judge(findings, load, watch, compared)
             if not load.dead:
                 await _check_end(engine, findings)
-
-
-def _started_s(task: Task, engine: Engine) -> float:
-    """Return the seconds since the part's process began, by the age of its log."""
-    log = next(part for part in PARTS if part.name == task.part).files(task.out).log
-    del engine
-    return max(0.0, log.stat().st_mtime - log.stat().st_ctime) if log.exists() else 0.0
 
 
 async def _compare(engine: Engine, load: Load) -> list[Comparison]:
@@ -165,7 +162,7 @@ async def _compare(engine: Engine, load: Load) -> list[Comparison]:
         prompt = [*load.paused[name], *range(40, 48)]
         loaded = await engine.turn(f"{name}-loaded", prompt, 1, ProgramIdentity(program_id=name), logprobs=TOP)
         again = await engine.turn(f"{name}-again", prompt, 1, logprobs=TOP, salt=f"{name}-again")
-        if not loaded.cached:
+        if not loaded.cached or again.cached:
             continue
         shared = loaded.first_logprobs.keys() & again.first_logprobs.keys()
         apart = [abs(loaded.first_logprobs[token] - again.first_logprobs[token]) for token in shared]

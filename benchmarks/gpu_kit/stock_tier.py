@@ -8,7 +8,7 @@ from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 from replicas.host_tier import HostTierSpec, kv_transfer_config
 
 
-class StockTierSpec(HostTierSpec):  # type: ignore[misc]  # vLLM's classes are untyped
+class StockTierSpec(HostTierSpec):
     """vLLM's manager with the worker of the host tier, which is vLLM's own on CUDA."""
 
     def get_manager(self) -> OffloadingManager:

@@ -1,6 +1,8 @@
 """What the process of a part receives, and what it hands back: checks, numbers, or the reason why it cannot run."""
 
 import json
+import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -36,7 +38,7 @@ class Task:
         return self.device == CUDA
 
 
-class Skipped(Exception):  # noqa: N818
+class Skipped(Exception):
     """A part cannot run here. The message says why."""
 
 
@@ -79,3 +81,22 @@ class Findings:
         beside = self.path.with_suffix(".tmp")
         beside.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
         beside.replace(self.path)
+
+
+def measured_by(module: str, arguments: Sequence[str], result: Path) -> list[dict[str, Any]]:
+    """Run a benchmark and return the rows that it saved.
+
+    Args:
+        module: the benchmark. Its exit status is 1 where it misses a target of its own, which is no error here.
+        arguments: its arguments.
+        result: the file that it writes.
+
+    Raises:
+        RuntimeError: it wrote no result.
+    """
+    result.unlink(missing_ok=True)
+    status = subprocess.run([sys.executable, "-m", module, *arguments], check=False).returncode
+    if not result.exists():
+        raise RuntimeError(f"{module} ended with status {status} and without a result; the log has its error")
+    rows: list[dict[str, Any]] = json.loads(result.read_text(encoding="utf-8"))["rows"]
+    return rows
