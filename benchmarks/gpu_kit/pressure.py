@@ -128,7 +128,7 @@ async def _run(task: Task, findings: Findings) -> None:
     model = sliding_window(task) if task.part in SLIDING else full_attention(task)
     tier = stock_config(memory.tier_bytes) if stock else None
     clock = MonotonicClock()
-    end_s = clock.now_s() + (STOCK_S if stock else task.limit_s) - MARGIN_S
+    end_s = clock.now_s() + min(task.limit_s, STOCK_S if stock else task.limit_s) - MARGIN_S
     async with running(task, model, memory, dtype="bfloat16", policy="vllm", tier=tier) as engine:
         began_s = clock.now_s()
         end_s = began_s + QUICK_S if task.quick else end_s
@@ -145,7 +145,9 @@ async def _run(task: Task, findings: Findings) -> None:
             if not load.dead:
                 compared += await _compare(engine, load)
             _record(findings, load, watch, compared, began_s)
-        if stock:
+        if not watch.last:
+            findings.check("there is time for the load", False, f"the engine started too late for {task.limit_s:g} s")
+        elif stock:
             _judge_stock(task, findings, load, began_s)
         else:
             _judge(findings, load, watch, compared)
