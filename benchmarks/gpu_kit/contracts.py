@@ -11,7 +11,7 @@ import statistics
 from contextlib import suppress
 
 from benchmarks.gpu_kit.engine import Answer, Engine, Memory, running
-from benchmarks.gpu_kit.model import full_attention
+from benchmarks.gpu_kit.model import full_attention, token_bytes
 from benchmarks.gpu_kit.task import Findings, Task
 from cluster.core.program import Hints, ProgramIdentity
 
@@ -27,11 +27,16 @@ ROUNDS = 5
 """Repetitions of which the median time to first token is taken."""
 
 
-def memory_of(task: Task) -> Memory:
-    """Return the memory of the engine: room for some contexts, and a host tier of twice as much."""
+TIER_TOKENS = 40_000
+"""Size of the host tier. A program may have a quarter of it, which is more than the longest context."""
+
+
+def memory_of(task: Task, dtype: str) -> Memory:
+    """Return the memory of the engine: room for two of the longest contexts on the device, and more on the host."""
+    tier_bytes = TIER_TOKENS * token_bytes(full_attention(task)) * (2 if dtype == "float32" else 1)
     if task.on_gpu:
-        return Memory(16, 1025, 1 << 30, 8192, 16, 8192)
-    return Memory(32, 257, 64 << 20, 4096, 16, 2048)
+        return Memory(16, 1025, tier_bytes, 8192, 16, 8192)
+    return Memory(32, 257, tier_bytes, 4096, 16, 2048)
 
 
 def run(task: Task, findings: Findings) -> None:
@@ -43,7 +48,7 @@ async def _run(task: Task, findings: Findings) -> None:
     dtype = "float32" if task.part == FLOAT32 else "bfloat16"
     findings.number("type", dtype)
     lengths = [300, 1500] if task.quick or not task.on_gpu else [300, 3500, 7000]
-    async with running(task, full_attention(task), memory_of(task), dtype=dtype, policy="vllm") as engine:
+    async with running(task, full_attention(task), memory_of(task, dtype), dtype=dtype, policy="vllm") as engine:
         for length in lengths:
             await _same_tokens(engine, length, findings, strict=dtype == "float32")
         await _context_matters(engine, findings)
@@ -98,7 +103,7 @@ async def _program(engine: Engine, name: str, length: int, policy: str, pause: s
         pause: what happens in each pause: nothing (empty), ``discard`` (all caches are emptied), ``erase`` (the
             device's is, once the program is swapped), ``load`` (as erase, and then the tool finishes).
     """
-    await engine.channel.call("reset")
+    await engine.reset()
     await engine.channel.call("set_policy", name=policy)
     context, answers = [7 + i * 31 % 1900 for i in range(length)], []
     for turn in range(3):
@@ -109,9 +114,9 @@ async def _program(engine: Engine, name: str, length: int, policy: str, pause: s
             continue
         if pause in ("erase", "load"):
             await engine.until(name, "swapped")
-            await engine.client.reset_prefix_cache()
+            await engine.erase()
         if pause == "discard":
-            await engine.channel.call("reset")
+            await engine.reset()
         if pause == "load":
             await engine.channel.call("tool_finished", key=f"default/{name}")
             await engine.until(name, "held")
@@ -135,7 +140,7 @@ def _first_difference(tokens: list[list[int]], expected: list[list[int]]) -> str
 
 async def _context_matters(engine: Engine, findings: Findings) -> None:
     """Check that another first block gives other tokens, so that the comparisons above can fail."""
-    await engine.channel.call("reset")
+    await engine.reset()
     prompt = [7 + i * 31 % 1900 for i in range(300)]
     answers = []
     for number, begin in enumerate((prompt[:32], [900] * 32)):
@@ -146,7 +151,7 @@ async def _context_matters(engine: Engine, findings: Findings) -> None:
 
 async def _aborts(engine: Engine, findings: Findings) -> None:
     """Cancel turns that run, that wait and that have just been sent, and look for blocks that stay."""
-    await engine.channel.call("reset")
+    await engine.reset()
     await engine.channel.call("set_policy", name="infercept")
     sequences = engine.memory.max_num_seqs
     turns = [

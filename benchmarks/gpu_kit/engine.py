@@ -93,6 +93,30 @@ class Engine:
         snapshot: dict[str, Any] = (await self.channel.call("exchange"))["snapshot"]
         return snapshot
 
+    async def erase(self, within_s: float = ANSWER_WITHIN_S) -> None:
+        """Erase the device's prefix cache; the host tier keeps its copies.
+
+        Raises:
+            TimeoutError: blocks were in use all the time.
+        """
+        give_up_s = self.clock.now_s() + within_s
+        while not await self.client.reset_prefix_cache():
+            if self.clock.now_s() > give_up_s:
+                raise TimeoutError(f"the device's cache could not be erased within {within_s:g} s")
+            await asyncio.sleep(0.05)
+
+    async def reset(self, within_s: float = ANSWER_WITHIN_S) -> None:
+        """End all holds, and erase the device's prefix cache and the host tier.
+
+        Raises:
+            TimeoutError: blocks were in use all the time.
+        """
+        give_up_s = self.clock.now_s() + within_s
+        while not (await self.channel.call("reset"))["reset"]:
+            if self.clock.now_s() > give_up_s:
+                raise TimeoutError(f"the caches could not be erased within {within_s:g} s")
+            await asyncio.sleep(0.05)
+
     async def story(self, program: str) -> dict[str, Any]:
         """Return what the scheduler knows of a program; empty if nothing."""
         return await self.channel.call("program", key=f"default/{program}")

@@ -11,8 +11,9 @@ import psutil
 import torch
 from vllm.platforms import current_platform
 
+from benchmarks.gpu_kit.contracts import memory_of as memory_of_contracts
 from benchmarks.gpu_kit.model import SMALL, full_attention, sizes_of, sliding_window
-from benchmarks.gpu_kit.pressure import memory_of
+from benchmarks.gpu_kit.pressure import memory_of as memory_of_pressure
 from benchmarks.gpu_kit.probe import ROOT
 from benchmarks.gpu_kit.task import Findings, Task
 from cluster.core.clock import MonotonicClock
@@ -35,9 +36,9 @@ def run(task: Task, findings: Findings) -> None:
     )
     _check_product(task, findings)
     free = shutil.disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
-    needed = memory_of(task).tier_bytes
+    needed = max(memory_of_pressure(task).tier_bytes, memory_of_contracts(task, "float32").tier_bytes)
     findings.check(
-        f"{SHARED_MEMORY} has room for the host tier of the pressure parts",
+        f"{SHARED_MEMORY} has room for the largest host tier of the parts",
         not task.on_gpu or free > needed,
         f"{free / 2**30:.1f} GiB free, {needed / 2**30:.1f} GiB needed",
     )

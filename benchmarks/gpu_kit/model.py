@@ -70,6 +70,15 @@ def sliding_window(task: Task) -> Path:
     return _made(task.cache, sizes_of(task), sliding=True)
 
 
+def token_bytes(model: Path) -> int:
+    """Return the bytes of one token's KV in 16 bits, by the model's config.json."""
+    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
+    config = config.get("text_config", config)
+    heads = config["num_attention_heads"]
+    head_dim = config.get("head_dim") or config["hidden_size"] // heads
+    return int(2 * 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim)
+
+
 def _made(cache: Path, sizes: Sizes, *, sliding: bool) -> Path:
     """Return the folder of a random model. Its files appear together or not at all."""
     digest = sha256(f"{sizes}{SEED}".encode() + Path(__file__).read_bytes()).hexdigest()[:12]

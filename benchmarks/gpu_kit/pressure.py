@@ -2,24 +2,23 @@
 
 vLLM 0.29 has been reported to end with an assertion in its offloading connector (`prepare_load`: a chunk that the
 lookup had promised is not there) once the host tier is full and evicts. The reports have models with sliding-window
-layers, so one of the parts has them. The load (`benchmarks.gpu_kit.load`) fills the tier within seconds and keeps it
-full. The policy changes each round. After a round, contexts of paused programs are loaded from the host, and the most
+layers, so one of the parts has them. They also have groups of KV blocks of several sizes and speculative decoding,
+which the models here have not. The load (`benchmarks.gpu_kit.load`) fills the tier within seconds and keeps it full.
+The policy changes each round. After a round, contexts of paused programs are loaded from the host, and the most
 probable next tokens are compared with those of the same context computed again.
 """
 
 import asyncio
-import json
 import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from itertools import cycle
-from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu_kit.engine import Engine, Memory, running
 from benchmarks.gpu_kit.load import Load, Plan
-from benchmarks.gpu_kit.model import full_attention, sliding_window
+from benchmarks.gpu_kit.model import full_attention, sliding_window, token_bytes
 from benchmarks.gpu_kit.parts import PARTS
 from benchmarks.gpu_kit.stock_tier import stock_config
 from benchmarks.gpu_kit.task import Findings, Task
@@ -62,13 +61,9 @@ def memory_of(task: Task) -> Memory:
     return Memory(16, 2049, 65_536 * token_bytes(full_attention(task)), 8192, 32, 4096)
 
 
-def token_bytes(model: Path) -> int:
-    """Return the bytes of one token's KV in 16 bits, by the model's config.json."""
-    config = json.loads((model / "config.json").read_text(encoding="utf-8"))
-    config = config.get("text_config", config)
-    heads = config["num_attention_heads"]
-    head_dim = config.get("head_dim") or config["hidden_size"] // heads
-    return int(2 * 2 * config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * head_dim)
+def memory_tokens(task: Task) -> float:
+    """Return the size of the host tier, in tokens of the model with sliding windows."""
+    return memory_of(task).tier_bytes / token_bytes(sliding_window(task))
 
 
 @dataclass(slots=True)
@@ -144,11 +139,13 @@ async def _run(task: Task, findings: Findings) -> None:
                 )
             if not load.dead:
                 compared += await _compare(engine, load)
-            _record(findings, load, watch, compared, began_s)
-        if not watch.last:
-            findings.check("there is time for the load", False, f"the engine started too late for {task.limit_s:g} s")
-        elif stock:
+            _record(findings, load, compared, began_s)
+            if watch.last and not stock:
+                _record_tier(findings, watch)
+        if stock:
             _judge_stock(task, findings, load, began_s)
+        elif not watch.last:
+            findings.check("the load begins", False, load.dead or f"the engine started too late for {task.limit_s:g} s")
         else:
             _judge(findings, load, watch, compared)
             if not load.dead:
@@ -158,7 +155,7 @@ async def _run(task: Task, findings: Findings) -> None:
 async def _compare(engine: Engine, load: Load) -> list[Comparison]:
     """Load contexts of paused programs from the host, and compare them with contexts that are computed again."""
     await engine.idle()
-    await engine.client.reset_prefix_cache()  # of the device only
+    await engine.erase()
     found = []
     for name in list(load.paused)[::-1][:COMPARED]:
         prompt = [*load.paused[name], *range(40, 48)]
@@ -174,24 +171,28 @@ async def _compare(engine: Engine, load: Load) -> list[Comparison]:
     return found
 
 
-def _record(findings: Findings, load: Load, watch: Watch, compared: list[Comparison], began_s: float) -> None:
+def _record(findings: Findings, load: Load, compared: list[Comparison], began_s: float) -> None:
     """Write the numbers so far, so that a part that is ended leaves them."""
-    last = watch.last
-    findings.number("seconds under load", round(load.engine.clock.now_s() - began_s))
-    findings.number("seconds with the tier full", round(watch.full_s))
+    findings.number("seconds since the load began", round(load.engine.clock.now_s() - began_s))
     for name, count in sorted(load.counts.items()):
         findings.number(name, count)
-    for name in ("host_tokens", "host_used_tokens", "stored_tokens", "fetched_tokens", "total_blocks"):
-        findings.number(name, last.get(name))
-    for name in COUNTERS:
-        findings.number(name, last.get("counters", {}).get(name, 0))
-    findings.number("least free blocks", watch.least_free)
-    findings.number("most waiting turns", watch.most_waiting)
     findings.number("contexts compared", len(compared))
     findings.number("tokens of them that were loaded", sum(one.loaded for one in compared))
     if compared:
         findings.number(f"least shared of the {TOP} most probable tokens", min(one.shared for one in compared))
         findings.number("largest mean difference of their log probabilities", max(one.difference for one in compared))
+
+
+def _record_tier(findings: Findings, watch: Watch) -> None:
+    """Write the scheduler's numbers of the host tier. It knows none of vLLM's own tier."""
+    findings.number("seconds under load", round(watch.seconds))
+    findings.number("seconds with the tier full", round(watch.full_s))
+    for name in ("host_tokens", "host_used_tokens", "stored_tokens", "fetched_tokens", "total_blocks"):
+        findings.number(name, watch.last[name])
+    for name in COUNTERS:
+        findings.number(name, watch.last["counters"].get(name, 0))
+    findings.number("least free blocks", watch.least_free)
+    findings.number("most waiting turns", watch.most_waiting)
 
 
 def _judge(findings: Findings, load: Load, watch: Watch, compared: list[Comparison]) -> None:
@@ -217,6 +218,8 @@ def _judge(findings: Findings, load: Load, watch: Watch, compared: list[Comparis
 def _judge_stock(task: Task, findings: Findings, load: Load, began_s: float) -> None:
     """Record whether vLLM's own tier lived. This part compares, so that its death is no failure of Caesura."""
     findings.check("the load ran", load.counts["turns completed"] > 0, f"{load.counts['turns completed']} turns")
+    computed = load.counts["prompt tokens"] - load.counts["cached tokens"]
+    findings.number("computed prompt tokens, in sizes of the tier", computed / memory_tokens(task))
     findings.number("vLLM's own tier", "the engine died" if load.dead else "the engine lived")
     if load.dead:
         log = next(part for part in PARTS if part.name == task.part).files(task.out).log
@@ -228,7 +231,7 @@ def _judge_stock(task: Task, findings: Findings, load: Load, began_s: float) -> 
 async def _check_end(engine: Engine, findings: Findings) -> None:
     """Check that the idle engine has every block, and still answers."""
     await engine.idle()
-    await engine.channel.call("reset")
+    await engine.reset()
     after = await engine.numbers()
     free, total, held = (after[name] for name in ("free_blocks", "total_blocks", "held_blocks"))
     findings.check("every block is free again", (free, held) == (total, 0), f"{free} of {total} free, {held} held")

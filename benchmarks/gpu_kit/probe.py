@@ -77,18 +77,16 @@ def torch_facts() -> dict[str, str]:
 
 
 def facts() -> dict[str, Any]:
-    """Return everything: flat, with texts as values. ``absent`` is the reason why there is no CUDA device."""
-    device = gpu()
-    own = torch_facts() if "absent" not in device else {}
-    return {
-        "code": code(),
-        "commit": commit(),
-        "python": platform.python_version(),
-        **versions(),
-        **own,
-        **device,
-        **({"absent": own["absent"]} if "absent" in own else {}),
-    }
+    """Return everything: flat, with texts as values. ``absent`` is the reason why there is no CUDA device.
+
+    It is not there where only one of nvidia-smi and torch sees a device: the part `environment` shows what is wrong.
+    """
+    device, own = gpu(), torch_facts()
+    absent = {"absent": f"{device['absent']}, and {own['absent']}"} if "absent" in device and "absent" in own else {}
+    found = {name: text for name, text in (own | device).items() if name != "absent" and text != "None"}
+    if "torch device" in found:
+        found.setdefault("gpu", found["torch device"])
+    return {"code": code(), "commit": commit(), "python": platform.python_version(), **versions(), **found, **absent}
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ rehearsal=
 if [ -n "${WHEELS:-}" ]; then
   [ -d "$WHEELS" ] || missing "WHEELS=$WHEELS is not a folder; bash requirements/gpu_wheels.sh FOLDER fills one"
 fi
-if [ -n "${WHEELS:-}" ] && { [ -n "$rehearsal" ] || command -v nvidia-smi > /dev/null; }; then
+if [ -n "${WHEELS:-}" ] && { [ -n "$rehearsal" ] || [ -e /dev/nvidiactl ] || command -v nvidia-smi > /dev/null; }; then
   if ! cmp -s "$lock" "$venv/.installed"; then
     "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' ||
       missing "Python 3.11 is needed (the wheels are built for it); $python is $("$python" -V 2>&1)"
