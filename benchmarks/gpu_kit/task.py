@@ -65,6 +65,13 @@ class Findings:
         self.write()
         return passed
 
+    def target(self, task: Task, name: str, met: bool, detail: str) -> None:
+        """Record whether a target is met: a check, but in a quick run only a number."""
+        if task.quick:
+            self.number(name, f"{detail} (not judged in a quick run)")
+        else:
+            self.check(name, met, detail)
+
     def number(self, name: str, value: Number | Rows) -> None:
         """Record a number, or rows of numbers, under a name that has the unit."""
         self.numbers[name] = value
