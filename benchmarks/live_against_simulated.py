@@ -1,12 +1,13 @@
-"""The same programs at the same times, live on a real cluster of one CPU replica and in the simulator, side by side.
+"""The same programs at the same times, live on a real cluster of one replica and in the simulator, side by side.
 
     python -m benchmarks.live_against_simulated [--blocks 2] [--rate 3] [--trace FILE] [--profile FILE]
+                                                [--accelerator gpu --model FOLDER --find-rate]
 
 The simulator takes three things from the live side: the cost model that `caesura profile` measures on the same engine,
 the way of a turn through HTTP and Ray (``turn_s``, measured on the idle cluster) and the memory and bounds of the
 engine. Both sides run every policy in alternating blocks on one replica that keeps what it has learnt. The model has
 random weights and is larger than the built-in one, so that the engine's steps are the load, as on a GPU, and not the
-processes around it.
+processes around it. ``--accelerator gpu`` compares on a GPU; its model is a folder.
 """
 
 import argparse
@@ -18,11 +19,12 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}  # as a replica; before vLLM is imported
+if "gpu" not in sys.argv:  # as a replica on a CPU; before vLLM is imported
+    os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 
 from benchmarks.results import save
@@ -63,12 +65,50 @@ PLAN = ProfilePlan(
 )
 IDLE_TURNS, IDLE_PROMPT = 60, 400
 """Turns that the way through HTTP is measured with, and the tokens of their prompts: as many as the programs' have."""
+GPU_SHAPE = Shape(num_blocks=1501, block_size=16, max_num_seqs=64, max_num_batched_tokens=2048, max_model_len=4096)
+"""Memory for 24,000 tokens."""
+GPU_PLAN = ProfilePlan(
+    prompts=(1, 16, 64, 128, 256, 512, 1024, 2048),
+    cached=(0, 512, 2048),
+    batches=(1, 2, 4, 8, 16, 32, 64),
+    contexts=(32, 512, 1024),
+    decode_steps=24,
+)
+RATES = (2.0, 3.0, 4.0, 6.0, 8.0, 12.0, 16.0, 24.0, 32.0)
+"""Programs per second that ``--find-rate`` tries in the simulator."""
+LOADED = 0.9
+"""Attainment of vLLM's own policy below which a rate loads the replica."""
 TARGET = 0.15
 TIE = 0.05
 """Policies that are closer than this have no order."""
 
 KEYS = ("jct_s", "ttft_s", "tpot_s", "norm_latency_s", "bubble_s", "recomputed_tokens")
 """Means that are shown beside goodput."""
+
+
+@dataclass(frozen=True, slots=True)
+class Replica:
+    """The replica that is compared with its simulation."""
+
+    accelerator: str
+    model: Path
+    shape: Shape
+    plan: ProfilePlan
+    profile_blocks: int
+    """KV blocks of the engine that is profiled."""
+    engine: dict[str, Any] = field(default_factory=dict)
+    """Further engine arguments."""
+
+    @classmethod
+    def on_cpu(cls, model: Path) -> "Replica":
+        """The replica of the kept results."""
+        return cls("cpu", model, SHAPE, PLAN, PROFILE_BLOCKS, {"load_format": "dummy"})
+
+    @classmethod
+    def on_gpu(cls, model: Path) -> "Replica":
+        """A replica on a GPU, with as little memory for its size."""
+        most = max(GPU_PLAN.batches) * (max(GPU_PLAN.contexts) + 4 * GPU_PLAN.decode_steps + max(GPU_PLAN.batches))
+        return cls("gpu", model, GPU_SHAPE, GPU_PLAN, most // GPU_SHAPE.block_size + 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,21 +141,28 @@ def write_model(directory: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | LARGER))
 
 
-def config_of(model: Path, blocks: int, cost_model: Path | None = None) -> CaesuraConfig:
+def config_of(replica: Replica, blocks: int, cost_model: Path | None = None) -> CaesuraConfig:
     """One replica."""
+    shape, on_cpu = replica.shape, replica.accelerator == "cpu"
     return CaesuraConfig.model_validate(
         {
-            "model": {"id": "random", "source": str(model)},
+            "model": {"id": "random", "source": str(replica.model)},
             "engine": {
-                "load_format": "dummy",
-                "block_size": SHAPE.block_size,
+                **replica.engine,
+                "block_size": shape.block_size,
                 "num_gpu_blocks_override": blocks,
-                "max_num_seqs": SHAPE.max_num_seqs,
-                "max_num_batched_tokens": SHAPE.max_num_batched_tokens,
-                "max_model_len": SHAPE.max_model_len,
+                "max_num_seqs": shape.max_num_seqs,
+                "max_num_batched_tokens": shape.max_num_batched_tokens,
+                "max_model_len": shape.max_model_len,
                 "stream_interval": 32,  # the first token at once, then in pieces: less work beside the engine
             },
-            "replicas": {"count": 1, "stream_interval_ms": 0, "kv_cache_bytes": 1 << 29, "cpu_offload_bytes": 0},
+            "replicas": {
+                "count": 1,
+                "accelerator": replica.accelerator,
+                "stream_interval_ms": 0,
+                "cpu_offload_bytes": 0,
+                **({"kv_cache_bytes": 1 << 29} if on_cpu else {}),
+            },
             "policy": {"name": "vllm"},
             "slo": {"ttft_s": SLO_TTFT_S},
             "cost_model": None if cost_model is None else str(cost_model),
@@ -124,11 +171,11 @@ def config_of(model: Path, blocks: int, cost_model: Path | None = None) -> Caesu
     )
 
 
-async def profiled(model: Path) -> CostModel:
+async def profiled(replica: Replica) -> CostModel:
     """What `caesura profile` measures on this engine."""
-    config = config_of(model, PROFILE_BLOCKS)
+    config = config_of(replica, replica.profile_blocks)
     arguments = {"model": model_source(config), **engine_kwargs(config)}
-    found = await profile_engine("random, measured", arguments, PLAN)
+    found = await profile_engine("random, measured", arguments, replica.plan)
     print(f"Profile: error of the fit {found.steps.mean_error:.1%} in the mean, {found.steps.max_error:.1%} at most")
     return found.model
 
@@ -147,11 +194,11 @@ async def idle_turn_s(url: str, cost: CostModel) -> float:
     return max(0.0, statistics.fmean(seconds[5:]) - cost.prefill_s(IDLE_PROMPT))
 
 
-def simulated(settings: BenchSettings, cost: CostModel, model: Path) -> BenchResult:
+def simulated(settings: BenchSettings, cost: CostModel, of: Replica) -> BenchResult:
     """The blocks of `run_bench` on one virtual replica, in the same order."""
     workload, clock = settings.load(), ManualClock()
-    slo = config_of(model, SHAPE.num_blocks).slo
-    replica = VirtualReplica.build(PolicyConfig(name="vllm"), cost, slo, SHAPE, model, clock)
+    slo = config_of(of, of.shape.num_blocks).slo
+    replica = VirtualReplica.build(PolicyConfig(name="vllm"), cost, slo, of.shape, of.model, clock)
     scheduler = replica.engine.scheduler
     assert isinstance(scheduler, AgentScheduler)
     blocks = []
@@ -180,6 +227,17 @@ def _block(
     return BlockResult(
         policy, block, warmup, tuple(r for r, is_early in zip(records, early, strict=True) if not is_early)
     )
+
+
+def found_rate(settings: BenchSettings, cost: CostModel, of: Replica) -> float:
+    """The first of `RATES` at which vLLM's own policy misses SLOs in the simulator; the last one if none is."""
+    for rate in RATES:
+        one = replace(settings, rate_per_s=rate, policies=("vllm",), blocks=1)
+        [summary] = by_policy(simulated(one, cost, of))
+        print(f"  {rate:g} programs/s: attainment {summary.goodput.attainment or 0.0:.0%} in the simulator", flush=True)
+        if (summary.goodput.attainment or 0.0) < LOADED:
+            return rate
+    return RATES[-1]
 
 
 def set_niceness(pids: Sequence[int], niceness: int) -> None:
@@ -266,7 +324,7 @@ def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
         shaping=Shaping(
             scale_tools=arguments.scale_tools, max_context=SHAPE.max_model_len - 8, max_turns=arguments.max_turns
         ),
-        policies=POLICIES,
+        policies=tuple(arguments.policies.split(",")),
         rate_per_s=arguments.rate,
         duration_s=arguments.duration_s,
         warmup_s=arguments.warmup_s,
@@ -276,21 +334,23 @@ def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
     )
 
 
-def run(arguments: argparse.Namespace, model: Path, scratch: Path) -> int:
+def run(arguments: argparse.Namespace, replica: Replica, scratch: Path) -> int:
     """Profile, replay live, simulate, print, save; exit status 1 where a target is missed."""
-    cost = asyncio.run(profiled(model)) if arguments.profile is None else CostModel.load(arguments.profile)
+    cost = asyncio.run(profiled(replica)) if arguments.profile is None else CostModel.load(arguments.profile)
     told = StreamChunk()
     saved = scratch / "cost.json"
     cost.save(saved)
+    if arguments.find_rate:
+        arguments.rate = found_rate(settings_of(arguments, "http://simulated"), cost, replica)
     if arguments.simulate_only:
         live = None
     else:
-        with LocalCluster(config_of(model, SHAPE.num_blocks, saved)) as cluster:
+        with LocalCluster(config_of(replica, replica.shape.num_blocks, saved)) as cluster:
             set_niceness([process.pid for process in cluster.processes], arguments.niceness)
             cost = replace(cost, turn_s=asyncio.run(idle_turn_s(cluster.url, cost)))
             live = asyncio.run(run_bench(settings_of(arguments, cluster.url), told))
     print(f"Cost model: {json.dumps(asdict(cost))}")
-    virtual = simulated(settings_of(arguments, "http://simulated"), cost, model)
+    virtual = simulated(settings_of(arguments, "http://simulated"), cost, replica)
     rows = compared(live or virtual, virtual)
     print_rows(rows)
     orders, swapped = {side: order(rows, side) for side in ("live", "simulated")}, inverted(rows)
@@ -302,6 +362,7 @@ def run(arguments: argparse.Namespace, model: Path, scratch: Path) -> int:
         if abs((row["ratio"][key] or 0) - 1) > TARGET
     ]
     said = {"cost_model": asdict(cost), "order": orders, "inverted": swapped, "beyond_15_percent": far}
+    said |= {"rate_per_s": arguments.rate}
     if live is not None:
         print(f"Beyond {TARGET:.0%}: {far or 'none'}; load average {told.loads}")
         save("live_against_simulated", [*rows, said | {"load_average": told.loads}], arguments.json)
@@ -314,6 +375,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--profile", type=Path, default=None, help="a cost model of this engine, else it is measured")
     parser.add_argument("--trace", type=Path, default=None, help="programs; else the built-in workload")
     parser.add_argument("--rate", type=float, default=3.0)
+    parser.add_argument("--find-rate", action="store_true", help="the rate that loads the replica in the simulator")
+    parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--accelerator", choices=("cpu", "gpu"), default="cpu")
+    parser.add_argument("--model", type=Path, default=None, help="the model's folder, with --accelerator gpu")
     parser.add_argument("--duration-s", type=float, default=40.0)
     parser.add_argument("--warmup-s", type=float, default=5.0)
     parser.add_argument("--blocks", type=int, default=2)
@@ -324,12 +389,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--json", type=Path, default=None)
     parser.add_argument("--niceness", type=int, default=0, help="on a machine that does other work; below 0 needs root")
     arguments = parser.parse_args(argv)
+    if (arguments.model is None) != (arguments.accelerator == "cpu"):
+        parser.error("--model: a folder is needed with --accelerator gpu, and only there")
     os.environ |= {"RAY_worker_niceness": "0"}  # Ray's own default, 15, would yield to everybody
     set_niceness([os.getpid()], arguments.niceness)
     with tempfile.TemporaryDirectory() as scratch:
+        if arguments.model is not None:
+            return run(arguments, Replica.on_gpu(arguments.model), Path(scratch))
         model = Path(scratch) / "random"
         write_model(model)
-        return run(arguments, model, Path(scratch))
+        return run(arguments, Replica.on_cpu(model), Path(scratch))
 
 
 if __name__ == "__main__":

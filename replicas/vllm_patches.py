@@ -192,12 +192,20 @@ def stop_storing_after(offloading: OffloadingConnectorScheduler, request: Reques
 
 
 def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bool:
-    """Let the connector offer a turn's chunks again. Return False if it does not know the turn."""
+    """Let the connector offer a turn's chunks again. Return False if it does not know the turn.
+
+    Of a group with a sliding window, only chunks within the window are offered. vLLM has freed the blocks before it and
+    keeps their ids below ``next_stored_chunk_idx``. They would be stored with the content that they have by now, and a
+    job that names one block twice ends the engine (`_remove_pending_job`).
+    """
     status = offloading._req_status.get(request_id)
     if status is None:
         return False
-    for group in status.group_states:
-        group.next_stored_chunk_idx = 0
+    for config, group in zip(offloading.config.kv_group_configs, status.group_states, strict=True):
+        window = config.sliding_window_size_in_chunks
+        chunks = status.req.num_computed_tokens // config.tokens_per_chunk
+        first = 0 if window is None else max(0, chunks - window + 1)
+        group.next_stored_chunk_idx = min(first, group.next_stored_chunk_idx)
     return True
 
 

@@ -8,11 +8,13 @@ import inspect
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import pytest_asyncio
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
     OffloadingConnectorScheduler,
     RequestGroupState,
     RequestOffloadState,
@@ -34,6 +36,7 @@ from replicas.engine import ReplicaEngine
 from replicas.host_tier import kv_transfer_config
 from replicas.presets import DEFAULT, preset
 from replicas.settings import SchedulerSettings
+from replicas.vllm_patches import store_again
 
 TIER_BYTES = 8 << 20
 """Four times the KV cache of these engines: 16,384 tokens."""
@@ -283,3 +286,19 @@ def test_the_cache_policy_is_the_one_we_implement() -> None:
 def test_a_request_has_the_fields_that_bound_what_is_stored() -> None:
     assert "max_offload_tokens" in RequestOffloadState.__dataclass_fields__
     assert "next_stored_chunk_idx" in RequestGroupState.__dataclass_fields__
+    assert "sliding_window_size_in_chunks" in GroupOffloadConfig._fields
+
+
+def test_chunks_before_a_sliding_window_are_not_stored_again() -> None:
+    """Their blocks are free, and may have another content by now."""
+    full, sliding, begun = (RequestGroupState(next_stored_chunk_idx=n) for n in (20, 20, 3))
+    request = SimpleNamespace(num_computed_tokens=20 * 16 + 15)
+    configs = [SimpleNamespace(sliding_window_size_in_chunks=n, tokens_per_chunk=16) for n in (None, 4, 4)]
+    offloading: Any = SimpleNamespace(
+        _req_status={"turn": SimpleNamespace(req=request, group_states=(full, sliding, begun))},
+        config=SimpleNamespace(kv_group_configs=configs),
+    )
+    assert store_again(offloading, "turn")
+    # The window of the token after 20 whole chunks begins in chunk 16 or later, so that 17, 18 and 19 are there.
+    assert [group.next_stored_chunk_idx for group in (full, sliding, begun)] == [0, 17, 3]
+    assert not store_again(offloading, "unknown")
