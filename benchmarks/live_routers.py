@@ -25,7 +25,7 @@ from typing import Any
 
 import aiohttp
 
-from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, StreamChunk, config_of, write_model
+from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Replica, StreamChunk, config_of, write_model
 from benchmarks.results import save
 from benchmarks.served import serve, served
 from cluster.config.schema import CaesuraConfig
@@ -52,7 +52,7 @@ class Subject:
 
     def config(self, model: Path) -> CaesuraConfig:
         """Of its cluster."""
-        one = config_of(model, SHAPE.num_blocks).model_dump(mode="json")
+        one = config_of(Replica.on_cpu(model), SHAPE.num_blocks).model_dump(mode="json")
         one["replicas"]["count"], one["http"]["ingress_replicas"] = REPLICAS, INGRESSES
         one["router"]["name"], one["policy"] = self.router, {"name": self.policy}
         return CaesuraConfig.model_validate(one)
