@@ -175,11 +175,11 @@ def test_papers_policies_see_the_future_unless_a_flag_says_otherwise() -> None:
 def test_axes_of_policies_can_be_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, varied_trace: Path) -> None:
     names = ("vllm", "vllm+order=infercept", "vllm+pause=continuum+budget=infercept")
     settings = SimulationSettings(policies=names, rates_per_s=(1.0,))
-    assert settings.policy_config(names[1]) == PolicyConfig(name="vllm", order="infercept")
-    assert settings.policy_config(names[2]) == PolicyConfig(name="vllm", pause="continuum", budget="infercept")
+    assert settings.scheduler(names[1]) == PolicyConfig(name="vllm", order="infercept")
+    assert settings.scheduler(names[2]) == PolicyConfig(name="vllm", pause="continuum", budget="infercept")
     mixed = "mars+pause=vllm"
     set_ = SimulationSettings(policies=(mixed,), rates_per_s=(1.0,), parameters={mixed: {"refresh_steps": 9}})
-    assert set_.policy_config(mixed) == PolicyConfig(name="mars", pause="vllm", parameters={"refresh_steps": 9})
+    assert set_.scheduler(mixed) == PolicyConfig(name="mars", pause="vllm", parameters={"refresh_steps": 9})
     assert [settings.sees_the_future(name) for name in names] == [False, True, True]
     assert not settings.sees_the_future("plas+pause=continuum")
 
