@@ -39,7 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from cluster.core.clock import Clock
 from cluster.core.program import WIRE_KEY, ProgramIdentity
-from replicas.peers.peer import RequestFields
+from replicas.peers.peer import NO_FIELDS, RequestFields
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_forgetting import forget_copies, forget_free_blocks
@@ -312,7 +312,7 @@ class VirtualEngine:
         max_tokens: int,
         identity: ProgramIdentity | None = None,
         arrival_s: float | None = None,
-        fields: RequestFields = RequestFields(),
+        fields: RequestFields = NO_FIELDS,
     ) -> Request:
         """Add a request that generates exactly ``max_tokens``.
 

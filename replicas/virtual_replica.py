@@ -23,7 +23,7 @@ from cluster.core.errors import IntegrityError
 from cluster.core.program import ProgramIdentity
 from replicas.cost_model import CostModel
 from replicas.host_tier import kv_transfer_config
-from replicas.peers.peer import Peer, RequestFields
+from replicas.peers.peer import NO_FIELDS, Peer
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.stats import Waste, computed_again
@@ -145,7 +145,7 @@ class VirtualReplica:
         """Add a turn that generates exactly ``output_tokens``."""
         now_s = self.clock.now_s()
         self._settle()
-        fields = RequestFields() if self.peer is None else self.peer.fields(identity, now_s)
+        fields = NO_FIELDS if self.peer is None else self.peer.fields(identity, now_s)
         request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s, fields)
         turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens, identity)
         self.interrupted = self._waits_for_link

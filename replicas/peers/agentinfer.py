@@ -38,7 +38,7 @@ from cluster.core.clock import Clock
 from cluster.core.errors import ConfigError
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from replicas.cost_model import CostModel
-from replicas.peers.peer import Peer, RequestFields
+from replicas.peers.peer import NO_FIELDS, Peer, RequestFields
 
 PACKAGE, VERSION = "agentinfer", "0.2.0"
 SCHEDULER = "agentinfer.agentcache.core.scheduler"
@@ -151,7 +151,7 @@ class AgentInfer(Peer):
     def fields(self, identity: ProgramIdentity, now_s: float) -> RequestFields:
         """Return the identity as AgentInfer's middleware sends it to the scheduler. Without a program: nothing."""
         if identity.key is None:
-            return RequestFields()
+            return NO_FIELDS
         return RequestFields(extra_args={XARGS_KEY: self._encode(self._identity(identity.key))})
 
     def turn_ended(self, scheduler: Scheduler, identity: ProgramIdentity) -> None:

@@ -24,6 +24,9 @@ class RequestFields:
     """Entries of ``SamplingParams.extra_args``, which clients set as ``vllm_xargs``."""
 
 
+NO_FIELDS = RequestFields()
+
+
 class Peer:
     """A peer's scheduler. This base drives vLLM's own class, and its client gives no hints.
 
@@ -51,7 +54,7 @@ class Peer:
 
     def fields(self, identity: ProgramIdentity, now_s: float) -> RequestFields:
         """Return what the client of the program sends with a turn that arrives now."""
-        return RequestFields()
+        return NO_FIELDS
 
     def turn_ended(self, scheduler: Scheduler, identity: ProgramIdentity) -> None:
         """Notify the scheduler of the end of a turn's response, where the peer observes responses."""

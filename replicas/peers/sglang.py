@@ -1,8 +1,8 @@
 """SGLang's scheduling by its published rule, on vLLM's engine.
 
-Source: SGLang 0.5.23 (PyPI, 2026-10), with its defaults: ``schedule_policy.py``, ``scheduler.py``, ``schedule_batch.py``
-and ``new_token_ratio_tracker.py`` in ``sglang/srt/managers``, ``prefill_budget.py`` in ``sglang/srt/mem_cache``. No code
-is copied. `replicas.peers.sglang_scheduler` has the rule, and says what differs.
+Source: SGLang 0.5.23 (PyPI, 2026-10), with its defaults: ``schedule_policy.py``, ``scheduler.py``,
+``schedule_batch.py`` and ``new_token_ratio_tracker.py`` in ``sglang/srt/managers``, and ``prefill_budget.py`` in
+``sglang/srt/mem_cache``. No code is copied. `replicas.peers.sglang_scheduler` has the rule, and says what differs.
 
 ``sglang`` is the default policy, first come, first served. ``sglang-lpm`` is SGLang with ``--schedule-policy lpm``.
 """
