@@ -208,9 +208,9 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
         lines.append(f"Peers' schedulers, driven as docs/policies.md describes: {', '.join(peers)}.")
     if settings.host_gib:
         lines.append(
-            "Host tier, of each replica: vLLM's offloading connector, by its own rules (LRU) for the baseline and peers, "
-            f"by Caesura's for the others, none for {', '.join(sorted(WITHOUT_HOST_TIER))}. What a turn generates is "
-            "kept there, too, which is not vLLM's default."
+            "Host tier, of each replica: vLLM's offloading connector, by its own rules (LRU) for the baseline and for "
+            f"peers, by Caesura's for the others, none for {', '.join(sorted(WITHOUT_HOST_TIER))}. What a turn "
+            "generates is kept there, too, which is not vLLM's default."
         )
     if settings.replicas > 1:
         lines.append("A program that was refused counts as if it were waiting until the run's end.")
