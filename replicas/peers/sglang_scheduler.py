@@ -11,8 +11,8 @@ If the first one in the queue does not fit, nobody is admitted until a running r
 
 Order: ``fcfs`` is the arrival. ``lpm`` sorts the queue by the cached prefix, the longest first, while 128 requests wait
 at most; else the queue stays as it is. Of requests whose cached prefix is at most 32 tokens, but which begin with the
-same 32 tokens, only the first is sorted in; the others come last, so that they find its KV. Both keep what is cached of
-waiting requests from eviction: lpm at each sort, fcfs at each 32nd for the first 128.
+same 32 tokens, only the first is sorted in; the others come last, so that they find its KV. What is cached
+of waiting requests is kept from eviction: at each sort of lpm, and else in each 32nd pass for the first 128.
 
 Retraction: if the next token of all running requests does not fit, requests are retracted until it does, those with the
 fewest generated tokens first, then those with the longest prompts. They go to the end of the queue. The ratio becomes
@@ -22,6 +22,8 @@ What is left out or differs. The engine is vLLM's, so the cache has blocks of 16
 single ones; this loses up to 15 tokens of a hit. The KV of a retracted request stays cached until its blocks are used,
 and a request finds the KV of one that is admitted in the same step; both favour this version. The token limit of a step
 is the engine's, which is SGLang's chunk of 8192 on an H100. A request that does not fit is admitted if nothing runs.
+Simulated requests ignore the end of sequence so that they have the recorded lengths; agents do not, so the ratio
+applies to them (SGLang reserves all that a request with ``ignore_eos`` may generate).
 Left out, because the simulation has none of it: HiCache (so there is no host tier), priorities, LoRA, grammars,
 speculative decoding, sliding windows, data parallelism, and the overlap of scheduling with the previous step.
 """
@@ -42,11 +44,11 @@ KEY = "sglang"
 CLIP_TOKENS = 4096
 """Largest number of tokens that a request is expected to generate (``SGLANG_CLIP_MAX_NEW_TOKENS_ESTIMATION``)."""
 SORTED_REQUESTS = 128
-"""Waiting requests up to which lpm sorts, and whose prefixes fcfs keeps (``WAITING_QUEUE_PREFIX_MATCH_MAX``)."""
+"""Waiting requests up to which lpm sorts, and whose prefixes are kept else (``WAITING_QUEUE_PREFIX_MATCH_MAX``)."""
 IN_BATCH_TOKENS = 32
 """Both thresholds of in-batch prefix caching (``IN_BATCH_PREFIX_CACHING_*_THRESHOLD``)."""
 REFRESH_PASSES = 32
-"""Passes of fcfs after which the prefixes of waiting requests are kept again (``WAITING_PREFIX_REFRESH_INTERVAL``)."""
+"""Passes without a sort after which waiting prefixes are kept again (``WAITING_PREFIX_REFRESH_INTERVAL``)."""
 RETRACT_STEPS = 20
 """Tokens that each request is expected to generate after a retraction (``SGLANG_RETRACT_DECODE_STEPS``)."""
 LAST = float("inf")
@@ -175,7 +177,7 @@ class SglangScheduler(AsyncScheduler):
         admitted: list[Request] = []
         pinned: set[int] = set()
         for request in self.waiting:
-            if budget.step_tokens <= 0:
+            if budget.step_tokens <= 0 or self._full:
                 break
             if len(self.running) + len(admitted) >= self.max_num_running_reqs:
                 self._full = True
@@ -209,15 +211,16 @@ class SglangScheduler(AsyncScheduler):
     # --- order --------------------------------------------------------------------------------------------------------
 
     def _sort_waiting(self) -> None:
-        """Sort the queue by lpm, and keep the cached prefixes of waiting requests from eviction."""
-        if not self.sorts:
-            if self._passes % REFRESH_PASSES == 0:
-                for request in reversed(list(self.waiting)[:SORTED_REQUESTS]):
-                    self._keep(self._cached(request)[1])
-            self._passes += 1
+        """Sort the queue by lpm, or leave it; and keep the cached prefixes of waiting requests from eviction."""
+        if self.sorts and len(self.waiting) <= SORTED_REQUESTS:
+            self._sort_by_prefix()
             return
-        if len(self.waiting) > SORTED_REQUESTS:
-            return
+        if self._passes % REFRESH_PASSES == 0:
+            for request in reversed(list(self.waiting)[:SORTED_REQUESTS]):
+                self._keep(self._cached(request)[1])
+        self._passes += 1
+
+    def _sort_by_prefix(self) -> None:
         ranks: dict[str, float] = {}
         heads: set[bytes] = set()
         for request in self.waiting:

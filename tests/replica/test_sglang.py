@@ -78,6 +78,18 @@ def test_a_long_prompt_is_completed_before_anything_is_generated(sglang: Any) ->
     assert s.step() == {"a": 1, "b": 1, "c": 1}
 
 
+def test_nobody_joins_a_long_prompt_while_admissions_are_off(sglang: Any) -> None:
+    s = sglang(max_num_batched_tokens=256, max_num_seqs=8)
+    s.arrive("a", 20, 9)
+    s.step()
+    s.arrive("b", 300, 2)
+    assert s.step() == {"b": 256}
+    s.scheduler._full = True
+    s.arrive("c", 20, 2)
+    assert [s.step() for _ in range(2)] == [{"b": 44}, {"a": 1, "b": 1}]
+    assert s.step() == {"c": 20}, "b has left"
+
+
 def test_a_request_waits_for_the_memory_that_it_and_the_running_ones_may_need(sglang: Any) -> None:
     """1008 tokens. a took 112 of them and may generate 500 - 1 more, of which 0.7 are reserved: 546.7 are left.
 
@@ -276,11 +288,15 @@ def test_what_waiting_requests_find_is_evicted_last(sglang: Any, policy: str) ->
     assert newest[-1] == s.scheduler._cached(s.requests["a"])[1][0].block_id, "the end of a prefix is evicted first"
 
 
-def test_by_arrival_it_is_kept_every_32_passes(sglang: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    s = sglang()
+@pytest.mark.parametrize(("policy", "waiting"), [("fcfs", 1), ("fcfs", 130), ("lpm", 130)])
+def test_unsorted_it_is_kept_every_32_passes(
+    sglang: Any, monkeypatch: pytest.MonkeyPatch, policy: str, waiting: int
+) -> None:
+    s = sglang(policy)
     kept: list[int] = []
     monkeypatch.setattr(s.scheduler, "_keep", lambda blocks: kept.append(s.scheduler._passes))
-    s.arrive("a", 20)
+    for number in range(waiting):
+        s.arrive(f"a{number}", 20)
     for _ in range(65):
         s.scheduler._sort_waiting()
-    assert kept == [0, 32, 64]
+    assert kept == [passes for passes in (0, 32, 64) for _ in range(min(waiting, 128))]
