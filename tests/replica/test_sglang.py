@@ -113,7 +113,7 @@ def test_a_request_waits_for_the_memory_that_it_and_the_running_ones_may_need(sg
 
 def test_admissions_go_on_when_a_request_has_left(sglang: Any) -> None:
     s = sglang()
-    s.arrive("a", 100, 3)
+    s.arrive("a", 100, 9)
     s.arrive("b", 500, 3)
     s.step()
     s.arrive("c", 500, 3)
@@ -142,21 +142,24 @@ def test_what_is_admitted_in_a_step_counts_for_the_next_one(sglang: Any) -> None
     assert set(s.step()) == {"a", "b"}
 
 
-def test_a_cached_prefix_is_not_needed_twice_but_cannot_be_evicted_either(sglang: Any) -> None:
-    """b has 480 of a's tokens: it needs 20 + 492 + 16, and 1008 - 480 = 528 are left, which has to be more."""
+@pytest.mark.parametrize(("output", "ran"), [(400, {"x": 1}), (300, {"b": 20})])
+def test_a_cached_prefix_is_not_needed_twice_but_cannot_be_evicted_either(
+    sglang: Any, output: int, ran: dict[str, int]
+) -> None:
+    """b has 480 of a's tokens. Of 1008, x has 112 and a reserve of 0.7 for each of 39 to come: 868.7 are left.
+
+    b needs 20 + 400 + 16, but without the 480 only 388.7 are left. They are enough for 20 + 300 + 16.
+    """
     s = sglang()
-    s.arrive("x", 100, 40)
-    s.step()
     tokens = [2000 + i % 7 for i in range(500)]
     s.arrive("a", tokens[:490])
     s.engine.run()
-    budget = PrefillBudget(1008, 8192, BLOCK)
-    assert not budget.admits(20 + 480, 492)
-    assert budget.admits(20 + 480, 491)
-    s.arrive("b", tokens)
+    s.arrive("x", 100, 40)
+    assert s.step() == {"x": 100}
+    s.arrive("b", tokens, output)
     cached, blocks = s.scheduler._cached(s.requests["b"])
     assert (cached, len(blocks)) == (480, 30)
-    assert s.step() == {"b": 20}
+    assert s.step() == ran
 
 
 def test_a_chunk_takes_whole_pages_and_reserves_output_only_with_the_last() -> None:
