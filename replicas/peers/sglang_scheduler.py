@@ -201,12 +201,13 @@ class SglangScheduler(AsyncScheduler):
         """Return the largest number of tokens that the request may generate, of which the prompt leaves room."""
         if self.known_lengths:
             return int(request.max_tokens)
-        context = min(self.max_model_len, self._capacity_tokens - self.block_size)
+        context = min(int(self.max_model_len), self._capacity_tokens - int(self.block_size))
         return max(0, context - int(request.num_prompt_tokens) - 1)
 
     def _output_tokens(self, request: Request) -> int:
         """Return how many tokens the request is expected to generate at most."""
-        return min(max(0, self._limit_tokens(request) - int(request.num_output_tokens)), CLIP_TOKENS)
+        generated = int(request.num_output_tokens)
+        return min(max(0, self._limit_tokens(request) - generated), CLIP_TOKENS)
 
     # --- order --------------------------------------------------------------------------------------------------------
 
