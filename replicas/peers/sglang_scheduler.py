@@ -201,7 +201,7 @@ class SglangScheduler(AsyncScheduler):
         """Return the largest number of tokens that the request may generate, of which the prompt leaves room."""
         if self.known_lengths:
             return int(request.max_tokens)
-        context = min(int(self.max_model_len), self._capacity_tokens - int(self.block_size))
+        context: int = min(int(self.max_model_len), self._capacity_tokens - int(self.block_size))
         return max(0, context - int(request.num_prompt_tokens) - 1)
 
     def _output_tokens(self, request: Request) -> int:
