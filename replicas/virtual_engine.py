@@ -28,8 +28,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.common import Offlo
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading_connector import OffloadingConnector
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine import EngineCoreOutput
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheTensor
 from vllm.v1.kv_offload.base import GPULoadStoreSpec, LoadStoreSpec, OffloadingWorker, TransferResult
@@ -39,6 +39,7 @@ from vllm.v1.structured_output import StructuredOutputManager
 
 from cluster.core.clock import Clock
 from cluster.core.program import WIRE_KEY, ProgramIdentity
+from replicas.peers.peer import NO_FIELDS, RequestFields
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_forgetting import forget_copies, forget_free_blocks
@@ -262,24 +263,30 @@ class VirtualEngine:
         link: the link to the host tier. It is needed if ``shape`` has a host tier.
         transfer_config: returns the configuration of a tier of so many bytes: vLLM's own or
             `replicas.host_tier.kv_transfer_config`.
+        additional_config: vLLM's engine argument for another scheduler, in place of ``settings``.
+        scheduling_policy: vLLM's engine argument.
     """
 
     def __init__(
         self,
-        scheduler_cls: type[AsyncScheduler],
+        scheduler_cls: type[Scheduler],
         model: Path,
         shape: Shape = Shape(),
         settings: SchedulerSettings | None = None,
         asynchronous: bool = False,
         link: OffloadingWorker | None = None,
         transfer_config: Callable[[int], dict[str, Any]] = stock_transfer_config,
+        additional_config: Mapping[str, Any] | None = None,
+        scheduling_policy: str = "fcfs",
     ) -> None:
         self.shape = shape
         self._hasher = block_hasher(shape.block_size) if shape.prefix_caching else None
         spec = FullAttentionSpec(shape.block_size, num_kv_heads=1, head_size=HEAD_SIZE, dtype=torch.float32)
         page_bytes = spec.page_size_bytes
         transfers = KVTransferConfig(**transfer_config(shape.host_blocks * page_bytes)) if shape.host_blocks else None
-        config = _vllm_config(model, shape, settings or SchedulerSettings(), asynchronous, transfers)
+        if additional_config is None:
+            additional_config = (settings or SchedulerSettings()).additional_config()
+        config = _vllm_config(model, shape, additional_config, asynchronous, transfers, scheduling_policy)
         tensor = KVCacheTensor(shape.num_blocks * page_bytes, ["layer.0"], shape.num_blocks * page_bytes, page_bytes)
         kv_cache_config = KVCacheConfig(shape.num_blocks, [tensor], [KVCacheGroupSpec(["layer.0"], spec)])
         self.scheduler = scheduler_cls(
@@ -305,19 +312,21 @@ class VirtualEngine:
         max_tokens: int,
         identity: ProgramIdentity | None = None,
         arrival_s: float | None = None,
+        fields: RequestFields = NO_FIELDS,
     ) -> Request:
         """Add a request that generates exactly ``max_tokens``.
 
-        vLLM records ``arrival_s``. None is the time of day.
+        vLLM records ``arrival_s``. None is the time of day. ``fields`` are those of a peer's client.
         """
-        extra: Mapping[str, Any] | None = {WIRE_KEY: identity.encode()} if identity else None
-        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=dict(extra) if extra else None)
+        extra = {**({WIRE_KEY: identity.encode()} if identity else {}), **fields.extra_args}
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
         request = Request(
             request_id,
             list(prompt),
             params,
             None,
             arrival_time=arrival_s,
+            priority=fields.priority,
             block_hasher=self._hasher,
             session_id=identity.key if identity else None,
         )
@@ -453,7 +462,12 @@ def write_config_only_model(directory: Path, max_model_len: int) -> Path:
 
 
 def _vllm_config(
-    model: Path, shape: Shape, settings: SchedulerSettings, asynchronous: bool, transfers: KVTransferConfig | None
+    model: Path,
+    shape: Shape,
+    additional_config: Mapping[str, Any],
+    asynchronous: bool,
+    transfers: KVTransferConfig | None,
+    scheduling_policy: str,
 ) -> VllmConfig:
     model_config = ModelConfig(
         model=str(model),
@@ -470,13 +484,14 @@ def _vllm_config(
         max_model_len=shape.max_model_len,
         enable_chunked_prefill=True,
         is_encoder_decoder=False,
+        policy=scheduling_policy,
     )
     config = VllmConfig(
         model_config=model_config,
         cache_config=cache_config,
         scheduler_config=scheduler_config,
         device_config=DeviceConfig("cpu"),
-        additional_config=settings.additional_config(),
+        additional_config=dict(additional_config),
         kv_transfer_config=transfers,
     )
     config.scheduler_config.async_scheduling = asynchronous

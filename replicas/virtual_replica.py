@@ -23,6 +23,7 @@ from cluster.core.errors import IntegrityError
 from cluster.core.program import ProgramIdentity
 from replicas.cost_model import CostModel
 from replicas.host_tier import kv_transfer_config
+from replicas.peers.peer import NO_FIELDS, Peer
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.stats import Waste, computed_again
@@ -41,6 +42,7 @@ class VirtualTurn:
     submitted_s: float
     known_tokens: int
     """Leading tokens whose KV was computed before. To compute one of them is a recomputation."""
+    identity: ProgramIdentity
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -71,6 +73,8 @@ class VirtualReplica:
     clock: ManualClock
     link: VirtualLink | None = None
     """The link to the host tier, or None if there is none."""
+    peer: Peer | None = None
+    """The peer whose scheduler this is, or None."""
     waste: Waste = field(default_factory=Waste)
     schedule_s: list[float] = field(default_factory=list)
     """Real seconds of each ``schedule()``."""
@@ -86,13 +90,19 @@ class VirtualReplica:
 
     @classmethod
     def build(
-        cls, policy: PolicyConfig | None, cost: CostModel, slo: SloConfig, shape: Shape, model: Path, clock: ManualClock
+        cls,
+        policy: PolicyConfig | Peer | None,
+        cost: CostModel,
+        slo: SloConfig,
+        shape: Shape,
+        model: Path,
+        clock: ManualClock,
     ) -> "VirtualReplica":
         """Build a replica.
 
         Args:
-            policy: the policy of an AgentScheduler with Caesura's host tier. None: vLLM's own scheduler class and host
-                tier.
+            policy: the policy of an AgentScheduler with Caesura's host tier, or a peer, whose scheduler has vLLM's host
+                tier. None: vLLM's own scheduler class and host tier.
             cost: the cost model of its steps.
             slo: the SLO that the policy uses.
             shape: memory and limits.
@@ -102,6 +112,18 @@ class VirtualReplica:
         link = VirtualLink(clock, cost.swap_s, shape.block_size) if shape.host_blocks else None
         if policy is None:
             return cls(VirtualEngine(AsyncScheduler, model, shape, link=link), cost, clock, link)
+        if isinstance(policy, Peer):
+            policy.prepare(clock)
+            engine = VirtualEngine(
+                policy.scheduler_cls,
+                model,
+                shape,
+                link=link,
+                additional_config=policy.additional_config(shape.max_model_len),
+                scheduling_policy=policy.scheduling_policy,
+            )
+            policy.attach(engine.scheduler)
+            return cls(engine, cost, clock, link, policy)
         settings = SchedulerSettings(policy=policy, cost=cost, slo=slo)
         engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link, transfer_config=kv_transfer_config)
         engine.scheduler.clock = clock
@@ -123,8 +145,9 @@ class VirtualReplica:
         """Add a turn that generates exactly ``output_tokens``."""
         now_s = self.clock.now_s()
         self._settle()
-        request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s)
-        turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens)
+        fields = NO_FIELDS if self.peer is None else self.peer.fields(identity, now_s)
+        request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s, fields)
+        turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens, identity)
         self.interrupted = self._waits_for_link
         return turn
 
@@ -186,6 +209,9 @@ class VirtualReplica:
                 turn = self._turns.pop(answer.request_id)
                 turn.last_token_s = now_s
                 ended.append(turn)
+        if self.peer is not None:
+            for turn in ended:
+                self.peer.turn_ended(self.engine.scheduler, turn.identity)
         return ended
 
     def check_integrity(self) -> None:
@@ -196,7 +222,8 @@ class VirtualReplica:
         scheduler = self.engine.scheduler
         if isinstance(scheduler, AgentScheduler):
             scheduler.check_integrity()
-        if self._turns.keys() != scheduler.requests.keys():
+        retained = self.peer.retained_ids(scheduler) if self.peer is not None else ()
+        if self._turns.keys() != {*scheduler.requests, *retained}:
             raise IntegrityError(f"turns {sorted(self._turns)} but requests {sorted(scheduler.requests)}")
         if not self._turns:
             scheduler.reset_prefix_cache()

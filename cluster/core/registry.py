@@ -70,6 +70,17 @@ POLICIES = Registry(
     },
 )
 
+PEERS = Registry(
+    "peer's scheduler",
+    {
+        "vllm-priority": "replicas.peers.vllm_priority:VllmPriorityParameters",
+        "agentinfer": "replicas.peers.agentinfer:AgentInferParameters",
+        "sglang": "replicas.peers.sglang:SglangParameters",
+        "sglang-lpm": "replicas.peers.sglang:SglangLpmParameters",
+    },
+)
+"""Schedulers that others publish. Only the simulator has them, for comparisons; no configuration can name them."""
+
 OUR_ROUTER = "caesura"
 """Name of the router that places programs. The other routers are Ray's, and do not place programs."""
 

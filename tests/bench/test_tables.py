@@ -11,7 +11,7 @@ import yaml
 
 from benchmarks import tables
 from benchmarks.tables import Call, calls_of, collect, keep_unfinished, restore, run_all, seeds_of
-from cluster.core.registry import POLICIES
+from cluster.core.registry import PEERS, POLICIES
 from cluster.offline.simulator.settings import BASELINES
 
 PLAN: dict[str, Any] = yaml.safe_load((Path(tables.__file__).parent / "tables.yaml").read_text())
@@ -27,7 +27,7 @@ def traces(tmp_path: Path) -> Path:
 def test_each_policy_and_seed_of_a_table_is_a_call(traces: Path) -> None:
     calls = list(calls_of(PLAN, traces, "", quick=False))
     assert len(calls) == sum(5 * len(spec["policies"]) for spec in PLAN["runs"].values())
-    assert {call.policy for call in calls} <= {*BASELINES, *POLICIES}
+    assert {call.policy for call in calls} <= {*BASELINES, *POLICIES, *PEERS}
     assert {call.seed for call in calls} == set(range(5))
     quick = list(calls_of(PLAN, traces, "simulate_merge", quick=True))
     assert {call.table for call in quick} == {"simulate_merge"}

@@ -5,14 +5,16 @@ from pathlib import Path
 
 from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.clock import ManualClock
+from cluster.core.registry import PEERS
 from cluster.core.slo import ProgramRecord
 from cluster.offline.bench.runner import Job
 from cluster.offline.bench.workload import PlannedProgram, PlannedTurn
 from cluster.offline.simulator.foresight import Foresight
 from cluster.offline.simulator.routing import LeastPrograms, TurnRouter
-from cluster.offline.simulator.settings import BASELINES, STOCK_NO_CACHE
+from cluster.offline.simulator.settings import BASELINES, STOCK_NO_CACHE, WITHOUT_HOST_TIER
 from cluster.offline.simulator.simulation import Simulation
 from replicas.cost_model import CostModel
+from replicas.peers.peer import Peer
 from replicas.virtual_engine import Shape
 from replicas.virtual_replica import VirtualReplica
 
@@ -63,10 +65,14 @@ class Bench:
         **shape: int,
     ) -> Simulation:
         self.clock = ManualClock()
-        config = policy if isinstance(policy, PolicyConfig) else None
-        if isinstance(policy, str) and policy not in BASELINES:
+        config: PolicyConfig | Peer | None = None
+        if isinstance(policy, PolicyConfig):
+            config = policy
+        elif policy in PEERS:
+            config = PEERS.load(policy)().build(cost)
+        elif policy not in BASELINES:
             config = PolicyConfig(name=policy)
-        if policy == STOCK_NO_CACHE:
+        if policy in WITHOUT_HOST_TIER:
             shape["host_blocks"] = 0
         made = Shape(**{"num_blocks": 257, "max_num_seqs": 64, **shape}, prefix_caching=policy != STOCK_NO_CACHE)
         slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)

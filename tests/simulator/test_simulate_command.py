@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,8 @@ import pytest
 
 from cluster.cli import main
 from cluster.config.schema import PolicyConfig
-from cluster.core.registry import POLICIES
+from cluster.core.errors import ConfigError
+from cluster.core.registry import PEERS, POLICIES
 from cluster.offline.simulator.settings import SimulationSettings, policy_names
 from tests.simulator.simulated import COST
 
@@ -172,14 +174,30 @@ def test_papers_policies_see_the_future_unless_a_flag_says_otherwise() -> None:
     assert told(False) == []
 
 
+def test_peers_are_simulated_only_where_they_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert not set(PEERS) & set(policy_names("all"))
+    names = ("vllm", "sglang", "vllm-priority")
+    settings = SimulationSettings(policies=names, rates_per_s=(1.0,), oracle=True, host_gib=10.0)
+    assert not any(settings.sees_the_future(name) for name in names)
+    assert [settings.host_blocks(name) > 0 for name in names] == [True, False, True]
+    assert settings.tier("sglang") == "prefix cache on, no host tier"
+
+    def missing(name: str) -> str:
+        raise PackageNotFoundError(name)
+
+    monkeypatch.setattr("replicas.peers.agentinfer.version", missing)
+    with pytest.raises(ConfigError, match="--policies agentinfer: the package agentinfer is not installed"):
+        SimulationSettings(policies=("agentinfer",), rates_per_s=(1.0,))
+
+
 def test_axes_of_policies_can_be_mixed(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, varied_trace: Path) -> None:
     names = ("vllm", "vllm+order=infercept", "vllm+pause=continuum+budget=infercept")
     settings = SimulationSettings(policies=names, rates_per_s=(1.0,))
-    assert settings.policy_config(names[1]) == PolicyConfig(name="vllm", order="infercept")
-    assert settings.policy_config(names[2]) == PolicyConfig(name="vllm", pause="continuum", budget="infercept")
+    assert settings.scheduler(names[1]) == PolicyConfig(name="vllm", order="infercept")
+    assert settings.scheduler(names[2]) == PolicyConfig(name="vllm", pause="continuum", budget="infercept")
     mixed = "mars+pause=vllm"
     set_ = SimulationSettings(policies=(mixed,), rates_per_s=(1.0,), parameters={mixed: {"refresh_steps": 9}})
-    assert set_.policy_config(mixed) == PolicyConfig(name="mars", pause="vllm", parameters={"refresh_steps": 9})
+    assert set_.scheduler(mixed) == PolicyConfig(name="mars", pause="vllm", parameters={"refresh_steps": 9})
     assert [settings.sees_the_future(name) for name in names] == [False, True, True]
     assert not settings.sees_the_future("plas+pause=continuum")
 
@@ -253,6 +271,15 @@ def test_each_error_of_what_is_given_is_a_run(
     ("arguments", "complaint"),
     [
         (("--count", "0"), "--count: 0 must be more than 0"),
+        (
+            ("--policies", "nothing"),
+            "--policies: unknown policy 'nothing'; choose all or some of: agentinfer, augserve",
+        ),
+        (
+            ("--policies", "sglang", "--set", "sglang.policy=lof"),
+            "--set sglang.policy: Input should be 'fcfs' or 'lpm'",
+        ),
+        (("--policies", "vllm-priority+order=mars"), "--policies: unknown policy 'vllm-priority'"),
         (("--count", "5", "--minutes", "1"), "--count, --minutes: give one of them"),
         (("--count", "5", "--burst", "9:1:1"), "--count: with neither --burst nor --under-way"),
         (("--count", "1000000"), "--count: 1000000 programs in a run"),

@@ -7,14 +7,18 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cluster.core.errors import IntegrityError
-from cluster.core.registry import POLICIES
+from cluster.core.registry import PEERS, POLICIES
 from cluster.core.slo import Outcome
 from cluster.offline.simulator.settings import BASELINES
 from replicas.scheduler import AgentScheduler
+from tests.replica.test_peers import needs_agentinfer
 from tests.simulator.simulated import COST, Bench, program, turn
 
 HEADS = {"one": [1] * 16, "same": [1] * 16, "other": [2] * 16}
-EVERY = sorted({*POLICIES, *BASELINES})
+EVERY = [
+    pytest.param(name, marks=needs_agentinfer) if name == "agentinfer" else name
+    for name in sorted({*POLICIES, *BASELINES, *PEERS})
+]
 
 
 def step_s(tokens: int, context: int, sequences: int, pairs: int) -> float:

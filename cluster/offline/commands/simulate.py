@@ -25,7 +25,7 @@ T = TypeVar("T")
 
 def simulate(
     policies: Annotated[
-        str, typer.Option(help="a,b, or all. a+order=b+pause=c+budget=d: a, with axes of others.")
+        str, typer.Option(help="a,b, or all (without peers). a+order=b+pause=c+budget=d: a, with axes of others.")
     ] = "all",
     rates: Annotated[
         str, typer.Option(help="Programs per second, or 0.9x: of the capacity; several with commas.")

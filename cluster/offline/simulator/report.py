@@ -10,6 +10,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from cluster.core.registry import PEERS
 from cluster.offline.bench.metrics import COMPLETION, ROUTING, mean, shown
 from cluster.offline.bench.record import Line, RunLine, lines_of, versions
 from cluster.offline.bench.results import measures
@@ -20,7 +21,7 @@ from cluster.offline.simulator.settings import (
     BASELINES,
     BLOCK_SIZE,
     SECONDS_PER_MINUTE,
-    STOCK_NO_CACHE,
+    WITHOUT_HOST_TIER,
     SimulationSettings,
 )
 
@@ -190,7 +191,7 @@ def _after(recovery: Recovery) -> str:
 def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, verbose: bool) -> list[str]:
     slo = settings.goodput_slo()
     informed = [policy for policy in settings.policies if settings.sees_the_future(policy)]
-    learn = [policy for policy in settings.policies if policy not in (*informed, *BASELINES)]
+    learn = [policy for policy in settings.policies if policy not in (*informed, *BASELINES, *PEERS)]
     errors = " or ".join(f"{noise:g}" for noise in settings.noises)
     noise = f" with errors of N(0, {errors} x value)" if any(settings.noises) else ""
     lines = [] if verbose else ["All that was measured: --verbose, or the lines of --json."]
@@ -203,11 +204,13 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     if any(policy in BASELINES for policy in settings.policies):
         which = ", ".join(f"{name} ({settings.tier(name)})" for name in settings.policies if name in BASELINES)
         lines.append(f"vLLM's own scheduler class, untouched: {which}.")
+    if peers := [f"{name} ({settings.tier(name)})" for name in settings.policies if name in PEERS]:
+        lines.append(f"Peers' schedulers, driven as docs/policies.md describes: {', '.join(peers)}.")
     if settings.host_gib:
         lines.append(
-            "Host tier, of each replica: vLLM's offloading connector, by its own rules (LRU) for the baseline, by "
-            f"Caesura's for the others, none for {STOCK_NO_CACHE}. What a turn generates is kept there, too, which is "
-            "not vLLM's default."
+            "Host tier, of each replica: vLLM's offloading connector, by its own rules (LRU) for the baseline and for "
+            f"peers, by Caesura's for the others, none for {', '.join(sorted(WITHOUT_HOST_TIER))}. What a turn "
+            "generates is kept there, too, which is not vLLM's default."
         )
     if settings.replicas > 1:
         lines.append("A program that was refused counts as if it were waiting until the run's end.")

@@ -290,7 +290,7 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
         forgetful=not settings.prefix_cache and run.policy != STOCK_NO_CACHE,
         host_blocks=settings.host_blocks(run.policy),
     )
-    policy = settings.policy_config(run.policy)
+    policy = settings.scheduler(run.policy)
     with tempfile.TemporaryDirectory() as directory:
         model = write_config_only_model(Path(directory), shape.max_model_len)
         return [

@@ -3,13 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
 from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.errors import ConfigError
-from cluster.core.registry import BASED_PREDICTORS, POLICIES, PREDICTORS
+from cluster.core.registry import BASED_PREDICTORS, PEERS, POLICIES, PREDICTORS
 from cluster.core.slo import Slo
 from cluster.offline.bench.arrivals import Arrivals
 from cluster.offline.bench.settings import (
@@ -27,12 +27,17 @@ from cluster.offline.simulator.routers import LEAST_PROGRAMS, check_router, fron
 from replicas.cost_model import CostModel
 from replicas.presets import cost_model
 
+if TYPE_CHECKING:
+    from replicas.peers.peer import Peer
+
 ALL = "all"
 STOCK = "vllm"
 """Name of vLLM's own scheduler class, unchanged, with the prefix cache on."""
 STOCK_NO_CACHE = "vllm-nocache"
 """Name of the same class with the prefix cache off, which was the baseline of the papers."""
 BASELINES = (STOCK_NO_CACHE, STOCK)
+WITHOUT_HOST_TIER = frozenset({STOCK_NO_CACHE, "sglang", "sglang-lpm"})
+"""Names of schedulers that have no host tier, whatever the size of the host memory."""
 CLAIRVOYANT = "clairvoyant"
 """Name of a policy that is an upper bound and no competitor, if it is registered. ``all`` lists it last."""
 INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
@@ -73,7 +78,8 @@ class SimulationSettings:
     """Seconds after the last arrival within which programs may end. Their tools alone may take minutes."""
     seeds: tuple[int, ...] = (0,)
     host_gib: float = 0.0
-    """Host memory for the KV of each replica in GiB; 0 disables the host tier. `vllm-nocache` never has one."""
+    """Host memory for the KV of each replica in GiB; 0 disables the host tier. Those of `WITHOUT_HOST_TIER`
+    never have one."""
     prefix_cache: bool = True
     """Whether the KV of a released context stays cached until its blocks are used again. False: only running and held
     contexts have KV, as in the engines of the papers."""
@@ -166,7 +172,7 @@ class SimulationSettings:
             if name not in self.policies or name in BASELINES:
                 raise ConfigError(f"--set {name}: no policy of that name is simulated with parameters")
         for name in self.policies:
-            self.policy_config(name)
+            self.scheduler(name)
         for name in self.routers:
             check_router(name)
         front_settings(self.front)
@@ -229,7 +235,7 @@ class SimulationSettings:
 
     def host_blocks(self, policy: str) -> int:
         """Return the number of host tier blocks of one replica under ``policy``; 0 if it has no host tier."""
-        if policy == STOCK_NO_CACHE:
+        if policy in WITHOUT_HOST_TIER:
             return 0
         return int(self.host_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
 
@@ -237,7 +243,7 @@ class SimulationSettings:
         """Describe in words which KV remains after a turn under ``policy``."""
         if policy == STOCK_NO_CACHE:
             return "prefix cache off, no host tier"
-        host = f"host tier {self.host_gib:g} GiB" if self.host_gib else "no host tier"
+        host = f"host tier {self.host_gib:g} GiB" if self.host_blocks(policy) else "no host tier"
         return f"prefix cache {'on' if self.prefix_cache else 'off'}, {host}"
 
     def fitting(self) -> Shaping:
@@ -245,30 +251,29 @@ class SimulationSettings:
         memory_tokens = self.blocks * BLOCK_SIZE
         return replace(self.shaping, max_context=min(memory_tokens, self.shaping.max_context or memory_tokens))
 
-    def policy_config(self, name: str) -> PolicyConfig | None:
-        """Return the configuration of a policy; None for a baseline, which uses vLLM's own scheduler class.
+    def scheduler(self, name: str) -> "PolicyConfig | Peer | None":
+        """Return the configuration of a policy, or a new peer; None for a baseline: vLLM's own scheduler class.
 
         Raises:
-            ConfigError: there is no such policy or parameter.
+            ConfigError: there is no such policy or parameter, or the package of a peer is not installed.
         """
         if name in BASELINES:
             return None
+        parameters = dict(self.parameters.get(name, {}))
+        if name in PEERS:
+            peer: Peer = _validated(name, PEERS.load(name), parameters).build(self.cost_model())
+            return peer
         mixed = _mixed(name)
         for one in mixed.values():
             if one not in POLICIES:
-                known = ", ".join(sorted({*BASELINES, *POLICIES}))
+                known = ", ".join(sorted({*BASELINES, *POLICIES, *PEERS}))
                 raise ConfigError(f"--policies: unknown policy {one!r}; choose {ALL} or some of: {known}")
-        parameters = dict(self.parameters.get(name, {}))
-        try:
-            POLICIES.load(mixed["name"]).model_validate(parameters)
-        except ValidationError as error:
-            first = error.errors(include_url=False)[0]
-            raise ConfigError(f"--set {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
+        _validated(name, POLICIES.load(mixed["name"]), parameters)
         return PolicyConfig(parameters=parameters, **mixed)
 
     def sees_the_future(self, name: str) -> bool:
-        """Return whether the policy ``name`` gets true or noisy lengths and durations. Baselines never do."""
-        if name in BASELINES:
+        """Return whether the policy ``name`` gets true or noisy lengths and durations. Baselines and peers never do."""
+        if name in BASELINES or name in PEERS:
             return False
         return not INFORMED.isdisjoint(_mixed(name).values()) if self.oracle is None else self.oracle
 
@@ -281,6 +286,14 @@ class SimulationSettings:
         """Return the same SLO in the form that the metrics use."""
         slo = self.slo()
         return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
+
+
+def _validated(name: str, model: Any, parameters: Mapping[str, Any]) -> Any:
+    try:
+        return model.model_validate(parameters)
+    except ValidationError as error:
+        first = error.errors(include_url=False)[0]
+        raise ConfigError(f"--set {name}.{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
 def _mixed(text: str) -> dict[str, str]:
@@ -300,7 +313,7 @@ def _mixed(text: str) -> dict[str, str]:
 
 
 def policy_names(text: str) -> tuple[str, ...]:
-    """Parse names separated by commas. ``all`` stands for the baselines and all policies."""
+    """Parse names separated by commas. ``all`` stands for the baselines and all policies, without peers."""
     if text.strip() != ALL:
         return listed(text)
     limits = [name for name in POLICIES if name == CLAIRVOYANT]
