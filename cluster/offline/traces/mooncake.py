@@ -147,10 +147,7 @@ def write(programs: Iterable[RecordedProgram], file: BinaryIO, options: Options,
             lacks_block = turn.context_tokens // options.block_tokens == (
                 blocks.shared_blocks(recorded, turn) if starts else 0
             )
-            goes_on = index + 1 < len(recorded.turns) and recorded.turns[index + 1].reset is None
-            losses.add(
-                "link to the next turn, because the prompt fills no block of its own (turns)", lacks_block and goes_on
-            )
+            losses.add("certain link between turns, because the prompt fills no block of its own (turns)", lacks_block)
             row = {
                 "timestamp": now_ms,
                 "input_length": turn.context_tokens,
