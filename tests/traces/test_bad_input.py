@@ -23,6 +23,10 @@ TURN = {
 }
 
 
+OURS = {"program_id": "a", "turns": [TURN]}
+SPANS = "resourceSpans.0.scopeSpans.0.spans"
+
+
 def span(**changes: Any) -> dict[str, Any]:
     attributes = {"gen_ai.operation.name": "chat", "gen_ai.usage.input_tokens": 9, "gen_ai.usage.output_tokens": 5}
     attributes |= changes.pop("attributes", {})
@@ -40,11 +44,11 @@ def export(*spans: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("name", "good", "bad", "field"),
     [
-        ("caesura", {"program_id": "a", "turns": [TURN]}, {"program_id": "b", "turns": []}, "turns"),
-        ("caesura", {"program_id": "a", "turns": [TURN]}, {"program_id": "a", "turns": [TURN]}, "program_id"),
-        ("caesura", {"program_id": "a", "turns": [TURN]}, {"program_id": "b", "turns": [TURN, TURN]}, "turns.1.context_tokens"),
-        ("caesura", {"program_id": "a", "turns": [TURN]}, {"program_id": "b", "turns": [{**TURN, "output_tokens": "5"}]}, "turns.0.output_tokens"),
-        ("caesura", {"program_id": "a", "turns": [TURN]}, {"program_id": "b", "turns": [TURN], "arrival_s": -1}, "arrival_s"),
+        ("caesura", OURS, {"program_id": "b", "turns": []}, "turns"),
+        ("caesura", OURS, OURS, "program_id"),
+        ("caesura", OURS, {"program_id": "b", "turns": [TURN, TURN]}, "turns.1.context_tokens"),
+        ("caesura", OURS, {"program_id": "b", "turns": [{**TURN, "output_tokens": "5"}]}, "turns.0.output_tokens"),
+        ("caesura", OURS, {"program_id": "b", "turns": [TURN], "arrival_s": -1}, "arrival_s"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "hash_ids": [1]}, "hash_ids"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "timestamp": -1}, "timestamp"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "input_length": 0}, "input_length"),
@@ -62,12 +66,12 @@ def export(*spans: dict[str, Any]) -> dict[str, Any]:
         ("aiperf", AIPERF, {"turns": [{"text": "hello", "output_length": 5}]}, "turns.0.text"),
         ("aiperf", AIPERF, {"turns": [{"output_length": 5}]}, "turns.0.text"),
         ("otel", export(span()), {"spans": []}, "resourceSpans"),
-        ("otel", export(span()), export(span(endTimeUnixNano="6")), "resourceSpans.0.scopeSpans.0.spans.0.endTimeUnixNano"),
-        ("otel", export(span()), export(span(startTimeUnixNano="x")), "resourceSpans.0.scopeSpans.0.spans.0.startTimeUnixNano"),
+        ("otel", export(span()), export(span(endTimeUnixNano="6")), f"{SPANS}.0.endTimeUnixNano"),
+        ("otel", export(span()), export(span(startTimeUnixNano="x")), f"{SPANS}.0.startTimeUnixNano"),
         ("otel", export(span()), export(span(), span(attributes={"gen_ai.usage.input_tokens": None})),
-         "resourceSpans.0.scopeSpans.0.spans.1.attributes: gen_ai.usage.input_tokens"),
+         f"{SPANS}.1.attributes: gen_ai.usage.input_tokens"),
         ("otel", export(span()), export(span(attributes={"gen_ai.usage.output_tokens": "5"})),
-         "resourceSpans.0.scopeSpans.0.spans.0.attributes: gen_ai.usage.output_tokens"),
+         f"{SPANS}.0.attributes: gen_ai.usage.output_tokens"),
         ("otel", export(span()), "nonsense", "the line"),
     ],
 )  # fmt: skip

@@ -89,14 +89,18 @@ def test_mooncakes_conversations_are_found_as_its_readers_found_them(tmp_path: P
     assert sum(whole == turns for whole, turns in of_one) > 0.97 * len(inferred)
 
 
+def session(name: str, tokens: int, output: int, *ids: int, **more: Any) -> dict[str, Any]:
+    return {"session_id": name, "input_length": tokens, "output_length": output, "hash_ids": list(ids), **more}
+
+
 def test_aiperf_sessions_add_up_prompts_and_answers(tmp_path: Path) -> None:
     found, losses = converted(
         tmp_path,
         "aiperf",
-        {"session_id": "a", "input_length": 1030, "output_length": 30, "hash_ids": [0, 1, 7], "timestamp": 0.0, "group_id": 0},
-        {"session_id": "b", "input_length": 1100, "output_length": 9, "hash_ids": [0, 1, 8], "timestamp": 1500.0, "group_id": 0},
-        {"session_id": "a", "input_length": 40, "output_length": 5, "hash_ids": [9], "delay": 250.0},
-    )  # fmt: skip
+        session("a", 1030, 30, 0, 1, 7, timestamp=0.0, group_id=0),
+        session("b", 1100, 9, 0, 1, 8, timestamp=1500.0, group_id=0),
+        session("a", 40, 5, 9, delay=250.0),
+    )
     assert contexts(found) == [[1030, 1100], [1100]]
     assert [program.program_id for program in found] == ["a", "b"]
     first = found[0].turns[0]
@@ -145,7 +149,7 @@ def timed(start: float, end: float, attributes: dict[str, Any]) -> dict[str, Any
 
 
 def test_spans_of_an_agent_become_a_program(tmp_path: Path) -> None:
-    """Tool spans have no conversation of their own: their trace has one. Spans arrive in any order and in two exports."""
+    """Tool spans have no conversation of their own: their trace has one. Spans arrive in any order, in two exports."""
     later = export(
         call(20, 22, 1500, 90, **{"gen_ai.usage.reasoning.output_tokens": 60}),
         call(30, 31, 1600, 10),
@@ -190,11 +194,12 @@ def test_a_document_over_many_lines_is_read_too(tmp_path: Path) -> None:
 
 
 def test_what_is_written_is_otlp(tmp_path: Path) -> None:
-    """Protobuf's own parser of OTLP's messages accepts it; in JSON, ids are in hexadecimal digits and not in base 64."""
+    """Protobuf's parser of OTLP's messages accepts it. In OTLP's JSON, ids are hexadecimal digits and not base 64."""
     from google.protobuf.json_format import ParseDict
     from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 
-    written(tmp_path / "in.jsonl", {"program_id": "a", "turns": [_turn(tool="bash", tool_duration_s=0.25), _turn(context_tokens=17)]})  # fmt: skip
+    turns = [_turn(tool="bash", tool_duration_s=0.25), _turn(context_tokens=17)]
+    written(tmp_path / "in.jsonl", {"program_id": "a", "turns": turns})
     convert(tmp_path / "in.jsonl", "caesura", tmp_path / "out.jsonl", "otel", Options())
     line = json.loads((tmp_path / "out.jsonl").read_text())
     spans = line["resourceSpans"][0]["scopeSpans"][0]["spans"]
