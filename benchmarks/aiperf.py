@@ -7,13 +7,12 @@ Each session is a growing chat with pauses between its turns. AIPerf sends its i
 which a cluster knows the program; vLLM's own server knows that header too, and ignores it for scheduling.
 
 Each server has one replica of the built-in model with the same engine arguments, in processes of its own. They take
-turns, the order swapped each round, with the same sessions in a round and other sessions in each round, so that no
-round finds the prompts of an earlier one in a cache. The figures are medians over the rounds. AIPerf's own reports
-stay in the folder ``--out``. `make aiperf` installs AIPerf in an environment of its own, and runs this.
+turns, the order swapped each round, after a round that is not counted. Both get the same sessions in a round, and other
+sessions in each round, so that no round finds the prompts of an earlier one in a cache. The figures are medians over
+the rounds. AIPerf's own reports stay in the folder ``--out``. `make aiperf` installs AIPerf in an environment of its own, and runs this.
 """
 
 import argparse
-import asyncio
 import json
 import os
 import statistics
@@ -33,7 +32,6 @@ from benchmarks.aiperf_report import read_report
 from benchmarks.front_end import CONFIG, own_server
 from benchmarks.results import save
 from benchmarks.served import serve, served
-from benchmarks.streams import measure
 from cluster.config.schema import CaesuraConfig
 from replicas.tiny.model import tiny_model_directory
 
@@ -63,7 +61,6 @@ SESSIONS: dict[str, Any] = {
 }
 """AIPerf's agentic-code sessions for a model of 2,048 tokens: its defaults for 200,000 with lengths divided by 50 to
 100, human pauses by 25 and tool pauses by 10, and without resets. Delays are in ms."""
-WARM_UP_STREAMS, WARM_UP_TOKENS = 4, 16
 REPOSITORY, REVISION = "caesura/tiny", "0" * 40
 """The built-in model's name in a cache of Hugging Face's layout. AIPerf's offline workers load tokenizers by names
 only, not from folders."""
@@ -154,15 +151,16 @@ def compare(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[dict
     """A row for each server, with medians over the rounds and ratios to vLLM's own server."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
     with tokenizer_cache(tiny_model_directory()) as environment:
-        for number in range(arguments.rounds):
+        for number in range(-1, arguments.rounds):  # the first one warms up
             seed, directory = arguments.seed + number, arguments.out / f"round-{number}"
-            dataset = synthesize(directory, arguments.sessions, seed, arguments.timeout_s)
+            sessions = arguments.sessions if number >= 0 else min(arguments.sessions, arguments.concurrency)
+            dataset = synthesize(directory, sessions, seed, arguments.timeout_s)
             for name in list(urls) if number % 2 else list(reversed(list(urls))):
-                asyncio.run(measure(urls[name], WARM_UP_STREAMS, WARM_UP_TOKENS))
                 result = profile(
                     urls[name], dataset, directory / name, arguments.concurrency, seed, environment, arguments.timeout_s
                 )
-                found[name].append(result)
+                if number >= 0:
+                    found[name].append(result)
     return [row_of(name, results, found[VLLM], arguments) for name, results in found.items()]
 
 

@@ -65,6 +65,15 @@ def test_mooncake_lines_may_be_out_of_order(tmp_path: Path) -> None:
     assert contexts(found) == [[1024, 1600]]
 
 
+def test_mooncake_lines_are_written_in_the_order_of_time(tmp_path: Path) -> None:
+    turns = [_turn(tool_duration_s=5.0), _turn(context_tokens=17)]
+    written(tmp_path / "in.jsonl", *({"program_id": name, "turns": turns} for name in "ab"))
+    convert(tmp_path / "in.jsonl", "caesura", tmp_path / "out.jsonl", "mooncake", Options(every_s=2.0))
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [row["timestamp"] for row in rows] == [0, 2000, 5000, 7000]
+    assert len({row["hash_ids"][0] for row in rows}) == 4, "a block that is partly filled is not the same block later"
+
+
 def test_mooncake_blocks_of_another_size(tmp_path: Path) -> None:
     lines = request(0, 32, 8, 1, 2), request(1, 48, 8, 1, 2, 3)
     found, _ = converted(tmp_path, "mooncake", *lines, options=Options(block_tokens=16))
