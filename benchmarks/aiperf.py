@@ -4,12 +4,14 @@
 
 The load is not ours: `aiperf synthesize agentic-code` makes the sessions, `aiperf profile` sends them and measures.
 Each session is a growing chat with pauses between its turns. AIPerf sends its id in the header ``x-session-id``, from
-which a cluster knows the program; vLLM's own server knows that header too, and ignores it for scheduling.
+which a cluster knows the program; the cluster is asked afterwards for each of them. vLLM's own server gets the same
+header.
 
 Each server has one replica of the built-in model with the same engine arguments, in processes of its own. They take
 turns, the order swapped each round, after a round that is not counted. Both get the same sessions in a round, and other
 sessions in each round, so that no round finds the prompts of an earlier one in a cache. The figures are medians over
-the rounds. AIPerf's own reports stay in the folder ``--out``. `make aiperf` installs AIPerf in an environment of its own, and runs this.
+the rounds. AIPerf's own reports stay in the folder ``--out``. `make aiperf` installs AIPerf in an environment of its
+own, and runs this.
 """
 
 import argparse
@@ -25,10 +27,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.aiperf_report import read_report
+from benchmarks.aiperf_report import read_report, session_ids
 from benchmarks.front_end import CONFIG, own_server
 from benchmarks.results import save
 from benchmarks.served import serve, served
@@ -38,6 +41,7 @@ from replicas.tiny.model import tiny_model_directory
 ROOT = Path(__file__).parents[1]
 INSTALLED = ROOT / ".cache" / "peers" / "aiperf" / "bin" / "aiperf"
 INSTALL = "make .cache/peers/aiperf/.installed"
+COUNTED = ("requests", "sessions", "sessions_completed", "sessions_known", "failed_requests")
 VLLM, CAESURA = "vllm", "caesura"
 SESSION_HEADER = "x-session-id"
 BLOCK_TOKENS = 64
@@ -147,6 +151,12 @@ def profile(
     return read_report(directory, turns)
 
 
+def known_sessions(url: str, directory: Path) -> int:
+    """How many of the sessions that AIPerf sent are programs of this cluster."""
+    with httpx.Client(base_url=url) as http:
+        return sum(http.get(f"/v1/programs/{name}").is_success for name in session_ids(directory))
+
+
 def compare(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """A row for each server, with medians over the rounds and ratios to vLLM's own server."""
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
@@ -159,6 +169,8 @@ def compare(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[dict
                 result = profile(
                     urls[name], dataset, directory / name, arguments.concurrency, seed, environment, arguments.timeout_s
                 )
+                if name == CAESURA:
+                    result["sessions_known"] = known_sessions(urls[name], directory / name)
                 if number >= 0:
                     found[name].append(result)
     return [row_of(name, results, found[VLLM], arguments) for name, results in found.items()]
@@ -168,7 +180,7 @@ def row_of(
     name: str, results: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
     """The row of a server: sums of counts, medians of other figures, and ratios to vLLM's own server."""
-    counted = ("requests", "sessions", "sessions_completed", "failed_requests")
+    counted = [key for key in COUNTED if key in results[0]]
     row: dict[str, Any] = {"subject": name, "concurrency": arguments.concurrency, "seed": arguments.seed}
     row |= {"rounds": len(results), "aiperf": results[0]["aiperf"], "complete": all(one["complete"] for one in results)}
     row |= {key: sum(one[key] for one in results) for key in counted}
@@ -203,7 +215,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, save; 1 if a session of ours does not complete. Without AIPerf: say so, and 0."""
+    """Measure, print, save; 1 if a session does not complete in the cluster, or is no program of it. Without AIPerf: say so, and 0."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=64, help="sessions of a round")
@@ -232,7 +244,8 @@ def main() -> int:
     print(f"AIPerf's reports: {arguments.out}")
     save("aiperf", rows, arguments.result)
     ours = next(row for row in rows if row["subject"] == CAESURA)
-    return 0 if ours["complete"] and ours["sessions_completed"] == ours["sessions"] else 1
+    whole = ours["sessions_completed"] == ours["sessions_known"] == ours["sessions"]
+    return 0 if ours["complete"] and whole else 1
 
 
 if __name__ == "__main__":

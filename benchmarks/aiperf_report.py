@@ -153,6 +153,15 @@ def read_report(directory: Path, turns: Mapping[str, int]) -> dict[str, Any]:
     }
 
 
+def session_ids(directory: Path) -> list[str]:
+    """Return the ids that one run's sessions had in the session header.
+
+    Raises:
+        ReportError: the records cannot be used; the message names the file, the line and the field.
+    """
+    return sorted({record.metadata.x_correlation_id for record in _records(directory / RECORDS)})
+
+
 def sessions_of(records: Sequence[Record], turns: Mapping[str, int], where: str) -> Sessions:
     """Count the sessions of a run.
 
