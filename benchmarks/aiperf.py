@@ -154,7 +154,8 @@ def profile(
 def known_sessions(url: str, directory: Path) -> int:
     """How many of the sessions that AIPerf sent are programs of this cluster."""
     with httpx.Client(base_url=url) as http:
-        return sum(http.get(f"/v1/programs/{name}").is_success for name in session_ids(directory))
+        answers = [http.get(f"/v1/programs/{name}", headers={SESSION_HEADER: name}) for name in session_ids(directory)]
+    return sum(answer.is_success for answer in answers)
 
 
 def compare(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
@@ -215,7 +216,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, save; 1 if a session does not complete in the cluster, or is no program of it. Without AIPerf: say so, and 0."""
+    """Measure, print, save; 1 if a session does not complete or is unknown to the cluster; 0 without AIPerf."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=64, help="sessions of a round")

@@ -23,6 +23,8 @@ from cluster.core.program import CLASS_MARK, MAX_ID_LENGTH
 MAX_TOKENS = 1 << 24
 """Maximum length in a trace (tokens). A larger value is an error in the trace."""
 MAX_PAUSE_S = 7 * 24 * 3600.0
+MAX_ARRIVAL_S = 100 * 365 * 24 * 3600.0
+"""Maximum arrival in a trace (seconds): Unix times fit, which some traces count from."""
 
 Row = TypeVar("Row", bound=BaseModel)
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -72,7 +74,7 @@ class RecordedProgram(_Strict):
     split_group: str | None = None
     category: str | None = None
     shared_prefix: SharedPrefix | None = None
-    arrival_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
+    arrival_s: Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S, allow_inf_nan=False)] | None = None
     turns: Annotated[tuple[RecordedTurn, ...], Field(min_length=1, strict=False)]
 
 

@@ -7,6 +7,7 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app, main
+from cluster.core.errors import ConfigError
 from tests.traces.programs import written
 from tests.traces.test_bad_input import MOONCAKE
 
@@ -46,3 +47,10 @@ def test_a_bad_line_is_one_line_of_output_and_a_status(
     assert ended.value.code == 2
     expected = f"{file}:2: output_length: Input should be greater than or equal to 0\n"
     assert capsys.readouterr() == ("", expected)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-1"])
+def test_a_distance_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
+    file = written(tmp_path / "in.jsonl", MOONCAKE)
+    with pytest.raises(ConfigError, match="--every-s: "):
+        run("convert", file, tmp_path / "out", "--from", "mooncake", "--to", "otel", "--every-s", value)

@@ -51,6 +51,7 @@ def export(*spans: dict[str, Any]) -> dict[str, Any]:
         ("caesura", OURS, {"program_id": "b", "turns": [TURN], "arrival_s": -1}, "arrival_s"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "hash_ids": [1]}, "hash_ids"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "timestamp": -1}, "timestamp"),
+        ("mooncake", MOONCAKE, {**MOONCAKE, "timestamp": 1e16}, "timestamp"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "input_length": 0}, "input_length"),
         ("mooncake", MOONCAKE, {**MOONCAKE, "output_length": None}, "output_length"),
         ("mooncake", MOONCAKE, "{", "the line"),
@@ -89,7 +90,7 @@ def test_a_session_that_grows_too_long_is_named(tmp_path: Path) -> None:
     file = written(
         tmp_path / "in.jsonl", AIPERF, *[{"session_id": "b", "input_length": 1 << 23, "output_length": 9}] * 3
     )
-    with pytest.raises(TraceError, match=r"in.jsonl:2: context_tokens: "):
+    with pytest.raises(TraceError, match=r"in.jsonl:2: turns.2.context_tokens: "):
         check(file, "aiperf", Options())
 
 

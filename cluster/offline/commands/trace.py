@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from cluster.core.errors import ConfigError
 from cluster.core.registry import TRACE_FORMATS
 
 if TYPE_CHECKING:
@@ -18,7 +19,7 @@ BLOCK_TOKENS = 512
 
 BlockTokens = Annotated[int, typer.Option(min=1, help="Tokens of a block of hash_ids (mooncake, aiperf).")]
 EveryS = Annotated[
-    float, typer.Option(min=0.0, help="Seconds between programs without a recorded arrival (to mooncake or otel).")
+    float, typer.Option(help="Seconds between programs without a recorded arrival (to mooncake or otel).")
 ]
 OutputTokens = Annotated[
     int | None, typer.Option(min=1, help="Output tokens of turns that name no output_length (aiperf).")
@@ -76,8 +77,11 @@ def check(
 
 
 def _options(block_tokens: int, every_s: float, output_tokens: int | None, tokenizer: Path | None) -> "Options":
+    from cluster.core.recorded_turn import MAX_PAUSE_S
     from cluster.offline.traces.format import Options
 
+    if not 0 <= every_s <= MAX_PAUSE_S:
+        raise ConfigError(f"--every-s: {every_s:g} is not between 0 and {MAX_PAUSE_S:g} s")
     return Options(block_tokens, every_s, output_tokens, tokenizer)
 
 

@@ -16,14 +16,14 @@ from pydantic import BaseModel, ConfigDict, Field
 from tokenizers import Tokenizer
 
 from cluster.core.errors import ConfigError, TraceError
-from cluster.core.recorded_turn import MAX_TOKENS, RecordedProgram, lines_of, parsed
+from cluster.core.recorded_turn import MAX_ARRIVAL_S, MAX_TOKENS, RecordedProgram, lines_of, parsed
 from cluster.offline.traces.blocks import BlockIds, common_prefixes, longer_shared
 from cluster.offline.traces.calls import UNNAMED_TOOL, Call, program, turns_of
 from cluster.offline.traces.format import Options, TraceFormat
 from cluster.offline.traces.losses import Losses
 
 _Tokens = Annotated[int, Field(ge=1, le=MAX_TOKENS)]
-_Ms = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+_Ms = Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S * 1000, allow_inf_nan=False)]
 
 
 class _Row(BaseModel):

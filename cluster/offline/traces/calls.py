@@ -1,13 +1,13 @@
 """Turns of a program from calls of a model, for formats that record calls and not programs."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from pydantic import ValidationError
 
 from cluster.core.errors import TraceError
-from cluster.core.recorded_turn import RecordedProgram, RecordedTurn
+from cluster.core.recorded_turn import RecordedProgram, RecordedTurn, Row
 
 UNNAMED_TOOL = "tool_call"
 """The tool of a pause of which a format does not say what happened meanwhile."""
@@ -77,10 +77,13 @@ def program(where: str, **fields: Any) -> RecordedProgram:
     Raises:
         TraceError: a value is out of bounds. The message names the position ``where`` and the key.
     """
+    turns = [_checked(f"{where}: turns.{index}.", RecordedTurn, turn) for index, turn in enumerate(fields.pop("turns"))]
+    return _checked(f"{where}: ", RecordedProgram, {**fields, "turns": turns})
+
+
+def _checked(place: str, schema: type[Row], fields: Mapping[str, Any]) -> Row:
     try:
-        turns = tuple(RecordedTurn(**turn) for turn in fields.pop("turns"))
-        return RecordedProgram(turns=turns, **fields)
+        return schema(**fields)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(str(part) for part in first["loc"])
-        raise TraceError(f"{where}: {key}: {first['msg']}") from error
+        raise TraceError(f"{place}{'.'.join(map(str, first['loc']))}: {first['msg']}") from error

@@ -15,7 +15,7 @@ from typing import Annotated, BinaryIO
 from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.core.errors import TraceError
-from cluster.core.recorded_turn import MAX_TOKENS, RecordedProgram, lines_of, parsed
+from cluster.core.recorded_turn import MAX_ARRIVAL_S, MAX_TOKENS, RecordedProgram, lines_of, parsed
 from cluster.offline.traces.blocks import BlockIds, common_prefixes, longer_shared
 from cluster.offline.traces.calls import UNNAMED_TOOL, Call, program, turns_of
 from cluster.offline.traces.format import Options, TraceFormat
@@ -27,7 +27,7 @@ class MooncakeRow(BaseModel):
 
     model_config = ConfigDict(strict=True, frozen=True, extra="ignore")
 
-    timestamp: Annotated[float, Field(ge=0, allow_inf_nan=False)]
+    timestamp: Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S * 1000, allow_inf_nan=False)]
     input_length: Annotated[int, Field(ge=1, le=MAX_TOKENS)]
     output_length: Annotated[int, Field(ge=0, le=MAX_TOKENS)]
     hash_ids: tuple[int, ...] = Field(strict=False)
