@@ -90,7 +90,7 @@ def test_a_session_that_grows_too_long_is_named(tmp_path: Path) -> None:
     file = written(
         tmp_path / "in.jsonl", AIPERF, *[{"session_id": "b", "input_length": 1 << 23, "output_length": 9}] * 3
     )
-    with pytest.raises(TraceError, match=r"in.jsonl:2: turns.2.context_tokens: "):
+    with pytest.raises(TraceError, match=r"in.jsonl:2: turns.1.context_tokens: "):
         check(file, "aiperf", Options())
 
 
