@@ -189,11 +189,15 @@ def test_spans_of_an_agent_become_a_program(tmp_path: Path) -> None:
 
 def test_spans_without_a_conversation_are_programs_of_their_traces(tmp_path: Path) -> None:
     spans = [call(1, 2, 10, 1, None), {**call(3, 4, 20, 1, None), "traceId": "u"}, tool(0, 1, "early")]
-    failed = span(attributes={"gen_ai.usage.input_tokens": None, "error.type": "timeout"})
-    found, losses = converted(tmp_path, "otel", export(*spans, failed))
+    timed_out = span(attributes={"gen_ai.usage.input_tokens": None, "error.type": "timeout"})
+    cut = [
+        span(attributes={"gen_ai.usage.output_tokens": None}, status={"code": code})
+        for code in (2, "STATUS_CODE_ERROR")
+    ]
+    found, losses = converted(tmp_path, "otel", export(*spans, timed_out, *cut))
     assert [program.program_id for program in found] == ["t", "u"]
     assert [program.arrival_s for program in found] == [0.0, 2.0]
-    assert losses["failed call of a model (spans)"] == 1
+    assert losses["failed call of a model (spans)"] == 3
     assert losses["tool call before the first call of a model (spans)"] == 1
 
 

@@ -3,9 +3,9 @@
 Spans follow the semantic conventions for generative AI (semantic-conventions-genai, status Development): a span whose
 ``gen_ai.operation.name`` is ``chat``, ``generate_content`` or ``text_completion`` is a turn, and ``execute_tool`` is
 the tool after it. ``gen_ai.conversation.id`` names the program; a span without it belongs to the conversation of its
-trace, or is of a program of its trace. What the conventions have no attribute for is written as ``caesura.trace.*``,
-so that a trace of ours comes back unchanged. Spans are in memory while a file is read, as a file has no order of
-conversations; writing goes line by line.
+trace, or is of a program of its trace. Numbers of tokens may be on a span below the call, as in a cluster's own traces.
+What the conventions have no attribute for is written as ``caesura.trace.*``, so that a trace of ours comes back
+unchanged. Spans are in memory while a file is read, as a file has no order of conversations; writing goes line by line.
 """
 
 import hashlib
@@ -13,20 +13,20 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
-
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from typing import Any, BinaryIO
 
 from cluster.core.errors import TraceError
-from cluster.core.recorded_turn import RecordedProgram, RecordedTurn, lines_of, parsed
+from cluster.core.recorded_turn import RecordedProgram, RecordedTurn
 from cluster.offline.traces.calls import UNNAMED_TOOL, Call, program, turns_of
 from cluster.offline.traces.format import Options, TraceFormat
 from cluster.offline.traces.losses import Losses
+from cluster.offline.traces.otlp import Span, exports
 
 MODEL_CALLS = frozenset({"chat", "generate_content", "text_completion"})
 TOOL_CALL = "execute_tool"
 OPERATION = "gen_ai.operation.name"
 CONVERSATION = "gen_ai.conversation.id"
+USAGE = "gen_ai.usage."
 INPUT_TOKENS = "gen_ai.usage.input_tokens"
 OUTPUT_TOKENS = "gen_ai.usage.output_tokens"
 REASONING_TOKENS = "gen_ai.usage.reasoning.output_tokens"
@@ -39,142 +39,103 @@ EPOCH_NS = 10**18
 """Start of a written trace whose programs arrive at 0 (Unix time, ns). OTLP reserves 0 for "unknown"."""
 
 
-class _Json(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="ignore")
-
-
-class _Value(_Json):
-    stringValue: str | None = None
-    intValue: int | None = None
-    doubleValue: float | None = None
-    boolValue: bool | None = None
-
-    def plain(self) -> Any:
-        given = (self.stringValue, self.intValue, self.doubleValue, self.boolValue)
-        return next((value for value in given if value is not None), None)
-
-
-class _Attribute(_Json):
-    key: str
-    value: _Value = _Value()
-
-
-class _Span(_Json):
-    traceId: str
-    startTimeUnixNano: Annotated[int, Field(ge=0)]
-    endTimeUnixNano: Annotated[int, Field(ge=0)]
-    attributes: tuple[_Attribute, ...] = ()
-
-
-class _Scope(_Json):
-    spans: tuple[_Span, ...] = ()
-
-
-class _Resource(_Json):
-    scopeSpans: tuple[_Scope, ...] = ()
-
-
-class Export(_Json):
-    """An ``ExportTraceServiceRequest``."""
-
-    resourceSpans: tuple[_Resource, ...]
-
-
 @dataclass(frozen=True, slots=True)
-class _ModelCall:
+class _Call:
     where: str
     start_ns: int
     end_ns: int
-    attributes: Mapping[str, Any]
+    trace_id: str
+    conversation: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class _ModelCall(_Call):
+    span_id: str
+    failed: bool
+    attributes: dict[str, Any]
     tools: list["_ToolCall"] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
-class _ToolCall:
-    where: str
-    start_ns: int
-    end_ns: int
+class _ToolCall(_Call):
     name: str
 
 
 def read(path: Path, _options: Options, losses: Losses) -> Iterator[tuple[str, RecordedProgram]]:
     """Read the conversations of a file, in the order of their first calls."""
-    spans = sorted(_spans(path, losses), key=lambda span: span[1].start_ns)
-    conversations: dict[str, set[str]] = {}
-    for trace_id, _, conversation in spans:
-        if conversation is not None:
-            conversations.setdefault(trace_id, set()).add(conversation)
-    programs: dict[str, list[_ModelCall]] = {}
-    for trace_id, span, conversation in spans:
-        named = conversations.get(trace_id, set())
-        name = conversation or (next(iter(named)) if len(named) == 1 else trace_id)
-        calls = programs.setdefault(name, [])
-        if isinstance(span, _ModelCall):
-            calls.append(span)
-        elif calls:
-            calls[-1].tools.append(span)
-        else:
-            losses.add("tool call before the first call of a model (spans)")
-    began_ns = min((calls[0].start_ns for calls in programs.values() if calls), default=0)
+    found = _Found()
+    for where, export in exports(path):
+        for place, span in export.placed(where):
+            found.add(place, span)
+    programs = found.programs(losses)
+    began_ns = min((calls[0].start_ns for calls in programs.values()), default=0)
     for name, calls in programs.items():
-        if calls:
-            yield calls[0].where, _program(name, calls, began_ns, losses)
+        yield calls[0].where, _program(name, calls, began_ns, losses)
 
 
-def _spans(path: Path, losses: Losses) -> Iterator[tuple[str, _ModelCall | _ToolCall, str | None]]:
-    """Yield the trace, the call and the conversation of each span that is a call."""
-    for where, export in _exports(path):
-        spans = [
-            (f"{where}: resourceSpans.{r}.scopeSpans.{s}.spans.{n}", span)
-            for r, resource in enumerate(export.resourceSpans)
-            for s, scope in enumerate(resource.scopeSpans)
-            for n, span in enumerate(scope.spans)
-        ]
-        for place, span in spans:
-            attributes = {one.key: one.value.plain() for one in span.attributes}
-            operation = attributes.get(OPERATION)
-            conversation = attributes.get(CONVERSATION)
-            if span.endTimeUnixNano < span.startTimeUnixNano:
-                raise TraceError(f"{place}.endTimeUnixNano: before startTimeUnixNano")
-            if operation == TOOL_CALL:
-                name = str(attributes.get(TOOL_NAME) or UNNAMED_TOOL)
-                yield span.traceId, _ToolCall(place, span.startTimeUnixNano, span.endTimeUnixNano, name), conversation
-            elif operation not in MODEL_CALLS:
-                losses.add("other spans (spans)")
-            elif "error.type" in attributes and INPUT_TOKENS not in attributes:
+class _Found:
+    """The spans of a file that are calls, with what other spans have of their tokens."""
+
+    def __init__(self) -> None:
+        self._calls: list[_ModelCall | _ToolCall] = []
+        self._conversations: dict[str, set[str]] = {}
+        """By trace."""
+        self._usage: dict[str, dict[str, Any]] = {}
+        """Numbers of tokens of spans that are no calls themselves, by the span that they are below."""
+        self._others = 0
+
+    def add(self, place: str, span: Span) -> None:
+        """Add a span.
+
+        Raises:
+            TraceError: it ends before it starts. The message begins with ``place``.
+        """
+        if span.endTimeUnixNano < span.startTimeUnixNano:
+            raise TraceError(f"{place}.endTimeUnixNano: before startTimeUnixNano")
+        values = span.values()
+        conversation = values.get(CONVERSATION)
+        if conversation is not None:
+            self._conversations.setdefault(span.traceId, set()).add(conversation)
+        of = (place, span.startTimeUnixNano, span.endTimeUnixNano, span.traceId, conversation)
+        operation = values.get(OPERATION)
+        if operation == TOOL_CALL:
+            self._calls.append(_ToolCall(*of, str(values.get(TOOL_NAME) or UNNAMED_TOOL)))
+        elif operation in MODEL_CALLS:
+            failed = span.is_error or "error.type" in values
+            self._calls.append(_ModelCall(*of, span.spanId, failed, values))
+        else:
+            self._others += 1
+            usage = {key: value for key, value in values.items() if key.startswith(USAGE)}
+            if usage and span.parentSpanId:
+                self._usage.setdefault(span.parentSpanId, {}).update(usage)
+
+    def programs(self, losses: Losses) -> dict[str, list[_ModelCall]]:
+        """Return the calls of each conversation in the order of time, with the tools after each.
+
+        Raises:
+            TraceError: a call has no number of tokens. The message names it.
+        """
+        losses.add("other spans (spans)", self._others)
+        programs: dict[str, list[_ModelCall]] = {}
+        for call in sorted(self._calls, key=lambda call: call.start_ns):
+            named = self._conversations.get(call.trace_id, set())
+            name = call.conversation or (next(iter(named)) if len(named) == 1 else call.trace_id)
+            if isinstance(call, _ToolCall):
+                if name in programs:
+                    programs[name][-1].tools.append(call)
+                else:
+                    losses.add("tool call before the first call of a model (spans)")
+                continue
+            for key, value in self._usage.get(call.span_id, {}).items():
+                call.attributes.setdefault(key, value)
+            if call.failed and not {INPUT_TOKENS, OUTPUT_TOKENS} <= call.attributes.keys():
                 losses.add("failed call of a model (spans)")
-            else:
-                for key in (INPUT_TOKENS, OUTPUT_TOKENS):
-                    if not isinstance(attributes.get(key), int):
-                        raise TraceError(f"{place}.attributes: {key}: missing, or not an intValue")
-                call = _ModelCall(place, span.startTimeUnixNano, span.endTimeUnixNano, attributes)
-                yield span.traceId, call, conversation
-
-
-def _exports(path: Path) -> Iterator[tuple[str, Export]]:
-    """Yield the exports of a file: one a line, or all lines together are one."""
-    lines = lines_of(path)
-    for number, line in lines:
-        try:
-            json.loads(line)
-        except ValueError as error:
-            if number > 1:
-                raise TraceError(f"{path}:{number}: the line: {error}") from error
-            yield f"{path}:1", _document(path, b"".join([line, *(text for _, text in lines)]))
-            return
-        yield f"{path}:{number}", parsed(line, f"{path}:{number}", Export)
-
-
-def _document(path: Path, text: bytes) -> Export:
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise TraceError(f"{path}:{error.lineno}: {error.msg}") from error
-    try:
-        return Export.model_validate(value)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        raise TraceError(f"{path}:1: {'.'.join(map(str, first['loc']))}: {first['msg']}") from error
+                continue
+            for key in (INPUT_TOKENS, OUTPUT_TOKENS):
+                if not isinstance(call.attributes.get(key), int):
+                    raise TraceError(f"{call.where}.attributes: {key}: missing, or not an intValue")
+            programs.setdefault(name, []).append(call)
+        return programs
 
 
 def _program(name: str, calls: list[_ModelCall], began_ns: int, losses: Losses) -> RecordedProgram:
