@@ -163,6 +163,7 @@ def test_spans_of_an_agent_become_a_program(tmp_path: Path) -> None:
         call(20, 22, 1500, 90, **{"gen_ai.usage.reasoning.output_tokens": 60}),
         call(30, 31, 1600, 10),
         call(50, 51, 700, 10),
+        call(51, 52, 650, 10),
     )
     early = export(
         timed(0, 60, {"gen_ai.operation.name": "invoke_agent", "gen_ai.conversation.id": "c"}),
@@ -172,16 +173,16 @@ def test_spans_of_an_agent_become_a_program(tmp_path: Path) -> None:
     )
     (program,), losses = converted(tmp_path, "otel", later, early)
     assert program.program_id == "c"
-    assert contexts([program]) == [[1000, 1500, 1600, 700]]
+    assert contexts([program]) == [[1000, 1500, 1600, 700, 650]]
     turns = program.turns
-    assert [turn.tool for turn in turns] == ["bash", "tool_call", "tool_call", None]
-    assert [turn.tool_duration_s for turn in turns] == [8.0, 8.0, 19.0, None]
-    assert [turn.tool_return_tokens for turn in turns] == [400, 70, None, None]
-    assert [turn.kept_output_tokens for turn in turns] == [None, 30, None, None], "reasoning is not sent again"
-    assert [turn.reset for turn in turns] == [None, None, None, 2]
+    assert [turn.tool for turn in turns] == ["bash", "tool_call", "tool_call", None, None]
+    assert [turn.tool_duration_s for turn in turns] == [8.0, 8.0, 19.0, None, None]
+    assert [turn.tool_return_tokens for turn in turns] == [400, 70, None, None, None]
+    assert [turn.kept_output_tokens for turn in turns] == [None, 30, None, None, None], "reasoning is not sent again"
+    assert [turn.reset for turn in turns] == [None, None, None, 2, 1]
     assert losses == {
         "other spans (spans)": 1,
-        "duration of a call of a model (turns)": 4,
+        "duration of a call of a model (turns)": 5,
         "second and later tool of a turn (spans)": 1,
         "what happened in a pause without execute_tool, named tool_call (turns)": 2,
     }
