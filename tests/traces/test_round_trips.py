@@ -134,6 +134,16 @@ def test_a_shared_prefix_comes_back_in_whole_blocks(
     assert losses.get("tokens of a shared prefix that fill no block (programs)") == expected
 
 
+@pytest.mark.parametrize("name", ["mooncake", "aiperf"])
+def test_one_short_prompt_does_not_shorten_the_prefix_of_the_others(name: str) -> None:
+    back, _ = there_and_back(two("g", 2048, 3000, 2600, 2100, 700), name)
+    tokens = {
+        of_one[0]: p.shared_prefix and p.shared_prefix.tokens for of_one, p in zip(contexts(back), back, strict=True)
+    }
+    assert [tokens[prompt] for prompt in (3000, 2600, 2100)] == [2048, 2048, 2048]
+    assert tokens[700] is None
+
+
 def test_a_prompt_of_shared_blocks_only_is_counted_as_uncertain() -> None:
     """In Mooncake's format it cannot be told from the turn before a longer prompt."""
     back, losses = there_and_back(two("g", 2048, 1500, 3000), "mooncake")

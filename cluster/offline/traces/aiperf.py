@@ -17,7 +17,7 @@ from tokenizers import Tokenizer
 
 from cluster.core.errors import ConfigError, TraceError
 from cluster.core.recorded_turn import MAX_ARRIVAL_S, MAX_TOKENS, RecordedProgram, lines_of, parsed
-from cluster.offline.traces.blocks import BlockIds, common_prefixes, longer_shared
+from cluster.offline.traces.blocks import BlockIds, common_prefixes, other_prefixes, shared_prefix
 from cluster.offline.traces.calls import UNNAMED_TOOL, Call, program, turns_of
 from cluster.offline.traces.format import Options, TraceFormat
 from cluster.offline.traces.losses import Losses
@@ -122,9 +122,8 @@ def read(path: Path, options: Options, losses: Losses) -> Iterator[tuple[str, Re
         sessions.setdefault(session_id or f"line-{number}", []).extend(turns)
     prompts = [turns[0].hash_ids[: turns[0].new_tokens // options.block_tokens] for turns in sessions.values()]
     prefixes = common_prefixes(prompts)
-    losses.add("longer prefix that only some sessions share (sessions)", longer_shared(prompts, prefixes))
+    losses.add("another prefix that some sessions share (sessions)", other_prefixes(prompts, prefixes))
     for (session_id, turns), prompt in zip(sessions.items(), prompts, strict=True):
-        shared = prefixes.get(prompt[0], 0) if prompt else 0
         arrival_ms = turns[0].timestamp_ms
         losses.add("delay before a session's first turn (sessions)", bool(turns[0].delay_ms))
         yield (
@@ -133,7 +132,7 @@ def read(path: Path, options: Options, losses: Losses) -> Iterator[tuple[str, Re
                 turns[0].where,
                 program_id=session_id,
                 arrival_s=None if arrival_ms is None else arrival_ms / 1000,
-                shared_prefix={"group": str(prompt[0]), "tokens": shared * options.block_tokens} if shared else None,
+                shared_prefix=shared_prefix(prompt, prefixes, options.block_tokens),
                 turns=turns_of([*_calls(turns, losses)]),
             ),
         )

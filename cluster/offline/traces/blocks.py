@@ -1,5 +1,6 @@
 """Blocks of a prompt, by ids: two prompts that begin with the same ids begin with the same tokens."""
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from cluster.core.recorded_turn import RecordedProgram, RecordedTurn
@@ -47,33 +48,49 @@ class BlockIds:
         return list(range(first, self._next))
 
 
-def common_prefixes(prompts: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Return by the first id how many ids all prompts that begin with it have in common.
+def common_prefixes(prompts: Sequence[Sequence[int]]) -> dict[int, tuple[int, ...]]:
+    """Return by the first id the prefix of which the prompts that begin with this id share the most blocks in all.
 
-    A first id of a single prompt is left out: nothing is shared.
+    A prompt that goes on differently within the prefix does not have it. A first id of a single prompt is left out.
     """
-    common: dict[int, list[int]] = {}
-    several: set[int] = set()
+    by_first: dict[int, list[Sequence[int]]] = {}
     for ids in prompts:
-        if not ids:
-            continue
-        first = ids[0]
-        if first not in common:
-            common[first] = list(ids)
-            continue
-        several.add(first)
-        known = common[first]
-        same = next((n for n, (a, b) in enumerate(zip(known, ids, strict=False)) if a != b), min(len(known), len(ids)))
-        del known[same:]
-    return {first: len(ids) for first, ids in common.items() if first in several}
+        if ids:
+            by_first.setdefault(ids[0], []).append(ids)
+    return {first: _most_shared(having) for first, having in by_first.items() if len(having) > 1}
 
 
-def longer_shared(prompts: Sequence[Sequence[int]], common: Mapping[int, int]) -> int:
-    """Return how many prompts share more ids with an earlier prompt than `common_prefixes` found for all."""
+def _most_shared(having: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    path: list[int] = []
+    most, length = 0, 0
+    while True:
+        following = Counter(ids[len(path)] for ids in having if len(ids) > len(path))
+        if not following or max(following.values()) < 2:
+            return tuple(path[:length])
+        block, count = following.most_common(1)[0]
+        having = [ids for ids in having if len(ids) > len(path) and ids[len(path)] == block]
+        path.append(block)
+        if (count - 1) * len(path) > most:
+            most, length = (count - 1) * len(path), len(path)
+
+
+def shared_prefix(
+    ids: Sequence[int], common: Mapping[int, tuple[int, ...]], block_tokens: int
+) -> dict[str, str | int] | None:
+    """Return the fields of a program's shared prefix, which are the group and its tokens; None if it has none."""
+    prefix = common.get(ids[0], ()) if ids else ()
+    if not prefix or tuple(ids[: len(prefix)]) != prefix:
+        return None
+    return {"group": str(ids[0]), "tokens": len(prefix) * block_tokens}
+
+
+def other_prefixes(prompts: Sequence[Sequence[int]], common: Mapping[int, tuple[int, ...]]) -> int:
+    """Return how many prompts have blocks of an earlier prompt beyond the prefix of `shared_prefix`."""
     seen: set[int] = set()
-    longer = 0
+    others = 0
     for ids in prompts:
-        own = ids[common.get(ids[0], 0) :] if ids else ids
-        longer += bool(own) and own[0] in seen
-        seen.update(own)
-    return longer
+        prefix = common.get(ids[0], ()) if ids else ()
+        own = ids[len(prefix) :] if tuple(ids[: len(prefix)]) == prefix else ids
+        others += bool(own) and own[0] in seen
+        seen.update(ids)
+    return others

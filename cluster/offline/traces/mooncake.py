@@ -16,7 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.core.errors import TraceError
 from cluster.core.recorded_turn import MAX_ARRIVAL_S, MAX_TOKENS, RecordedProgram, lines_of, parsed
-from cluster.offline.traces.blocks import BlockIds, common_prefixes, longer_shared
+from cluster.offline.traces.blocks import BlockIds, common_prefixes, other_prefixes, shared_prefix
 from cluster.offline.traces.calls import UNNAMED_TOOL, Call, program, turns_of
 from cluster.offline.traces.format import Options, TraceFormat
 from cluster.offline.traces.losses import Losses
@@ -48,20 +48,17 @@ def read(path: Path, options: Options, losses: Losses) -> Iterator[tuple[str, Re
     programs = _programs(requests)
     prompts = [turns[0].whole for turns in programs]
     prefixes = common_prefixes(prompts)
-    losses.add("longer prefix that only some programs share (programs)", longer_shared(prompts, prefixes))
+    losses.add("another prefix that some programs share (programs)", other_prefixes(prompts, prefixes))
     for turns in programs:
         first = turns[0]
         where = f"{path}:{first.number}"
-        shared = prefixes.get(first.whole[0], 0) if first.whole else 0
         yield (
             where,
             program(
                 where,
                 program_id=f"{_stem(path)}-{first.number}",
                 arrival_s=first.row.timestamp / 1000,
-                shared_prefix={"group": str(first.whole[0]), "tokens": shared * options.block_tokens}
-                if shared
-                else None,
+                shared_prefix=shared_prefix(first.whole, prefixes, options.block_tokens),
                 turns=turns_of([*_calls(turns, losses)]),
             ),
         )
