@@ -15,7 +15,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test clients faults soak audit check docs bench bench-router tables gpu helm format image-check clean
+.PHONY: help setup demo serve dashboards test clients aiperf faults soak audit check docs bench bench-router tables gpu helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,14 @@ clients: $(STAMP) ## install agents, client libraries, LiteLLM and MCP's conform
 	@PYTHON=$(PYTHON) bash tests/clients/install.sh
 	@$(BIN)/python -m pytest -v -rs tests/clients
 	@cat out/clients.md; echo; cat out/mcp_conformance.md
+
+aiperf: .cache/peers/aiperf/.installed ## run NVIDIA AIPerf's agentic sessions against a cluster and vLLM's own server (10 minutes; AIPERF_ARGS=)
+	@$(BIN)/python -m benchmarks.aiperf $(AIPERF_ARGS)
+
+.cache/peers/aiperf/.installed: requirements/aiperf.txt | $(STAMP)
+	@$(PYTHON) -m venv --clear .cache/peers/aiperf
+	@.cache/peers/aiperf/bin/python -m pip --disable-pip-version-check --quiet install -r $<
+	@touch $@
 
 faults: $(STAMP) ## inject faults into a real cluster and print a table: expected and measured (an hour)
 	@command -v bwrap > /dev/null || echo "make faults: without bubblewrap the sandbox and several nodes are skipped (Debian: apt-get install bubblewrap)"

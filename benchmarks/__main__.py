@@ -8,6 +8,7 @@ BENCHMARKS = (
     "schedule_overhead",
     "resume_latency",
     "front_end",
+    "aiperf",
     "ingresses",
     "stream_failover",
     "replica_footprint",

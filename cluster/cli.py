@@ -18,6 +18,7 @@ from cluster.offline.commands import (
     serve,
     simulate,
     top,
+    trace,
 )
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
@@ -27,6 +28,7 @@ app.add_typer(config.keys_app, name="keys")
 app.add_typer(model.app, name="model")
 app.add_typer(predictor.app, name="predictor")
 app.add_typer(programs.app, name="programs")
+app.add_typer(trace.app, name="trace")
 app.command()(bench.bench)
 app.command()(serve.serve)
 app.command()(demo.demo)

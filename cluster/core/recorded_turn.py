@@ -2,7 +2,8 @@
 
 A line has ``program_id`` and ``turns``. Each turn has ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
 ``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional keys are
-``category``, ``source``, ``split_group`` and ``shared_prefix {group, tokens}``, and for each turn
+``category``, ``source``, ``split_group``, ``shared_prefix {group, tokens}`` and ``arrival_s`` (seconds from the
+beginning of the trace), and for each turn
 ``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the first word of the command that the tool ran). Other keys are
 ignored. Unless turn i+1 has ``reset``,
 ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
@@ -22,6 +23,8 @@ from cluster.core.program import CLASS_MARK, MAX_ID_LENGTH
 MAX_TOKENS = 1 << 24
 """Maximum length in a trace (tokens). A larger value is an error in the trace."""
 MAX_PAUSE_S = 7 * 24 * 3600.0
+MAX_ARRIVAL_S = 100 * 365 * 24 * 3600.0
+"""Maximum arrival in a trace (seconds): Unix times fit, which some traces count from."""
 
 Row = TypeVar("Row", bound=BaseModel)
 _Tokens = Annotated[int, Field(ge=0, le=MAX_TOKENS)]
@@ -56,7 +59,9 @@ class RecordedTurn(_Strict):
         return self.output_tokens if self.kept_output_tokens is None else self.kept_output_tokens
 
 
-class _Prefix(_Strict):
+class SharedPrefix(_Strict):
+    """The start of the prompt, which is the same in all programs of the group. None: its length is not recorded."""
+
     group: str
     tokens: _Tokens | None
 
@@ -68,7 +73,8 @@ class RecordedProgram(_Strict):
     source: str | None = None
     split_group: str | None = None
     category: str | None = None
-    shared_prefix: _Prefix | None = None
+    shared_prefix: SharedPrefix | None = None
+    arrival_s: Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S, allow_inf_nan=False)] | None = None
     turns: Annotated[tuple[RecordedTurn, ...], Field(min_length=1, strict=False)]
 
 

@@ -144,3 +144,14 @@ protocols in `predictor_service.model` that it implements."""
 
 BASED_PREDICTORS = frozenset({"encoder", "lamps", "augserve"})
 """The models whose `fit(programs, base)` also needs the directory of a pretrained checkpoint."""
+
+TRACE_FORMATS = Registry(
+    "trace format",
+    {
+        "caesura": "cluster.offline.traces.caesura:FORMAT",
+        "mooncake": "cluster.offline.traces.mooncake:FORMAT",
+        "aiperf": "cluster.offline.traces.aiperf:FORMAT",
+        "otel": "cluster.offline.traces.otel:FORMAT",
+    },
+)
+"""The formats that `caesura trace` reads and writes. Each is a `cluster.offline.traces.format.TraceFormat`."""
