@@ -3,7 +3,8 @@
 None of them is a requirement of Caesura. They are installed into a folder of their own, without their requirements that
 the environment already has:
 
-    pip install --no-deps --target FOLDER ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 vllm-router==0.1.17 setproctitle
+    pip install --no-deps --target FOLDER ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 vllm-router==0.1.17 \
+        setproctitle orjson
     python -m benchmarks.other_simulator --peers FOLDER
 """
 
