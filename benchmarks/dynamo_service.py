@@ -12,7 +12,7 @@ One limit remains: the service forgets a turn some minutes of real time after it
 import asyncio
 import time
 from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import zmq
 from msgspec import msgpack
@@ -39,7 +39,7 @@ JOINS_WITHIN_S = 0.05
 FIRST_MARK = 1 << 20
 """First token id of marks, above those of all prompts."""
 
-Event = BlockStored | BlockRemoved | AllBlocksCleared
+Event: TypeAlias = BlockStored | BlockRemoved | AllBlocksCleared
 
 
 class DynamoService:
@@ -154,7 +154,7 @@ class DynamoService:
             await asyncio.sleep(0)
 
 
-class Recorder(EventPublisher):
+class Recorder(EventPublisher):  # type: ignore[misc]  # vLLM is untyped
     """Keeps the events that a scheduler publishes at the end of its steps, until they are taken.
 
     Args:

@@ -132,7 +132,7 @@ def _decodes_s(cost: CostModel, total: float, context: float) -> float:
 
 
 def _place(xs: NDArray[np.float64], x: float) -> tuple[int, float]:
-    """Return the index of the interval of ``x``, or of the nearest one, and the place of ``x`` in it (0 to 1 inside)."""
+    """Return the interval of ``x``, or the nearest one, and the place of ``x`` in it, from 0 to 1 if it is inside."""
     left = min(max(1, int(np.searchsorted(xs, x))), len(xs) - 1) - 1
     return left, float((x - xs[left]) / (xs[left + 1] - xs[left]))
 

@@ -11,6 +11,7 @@ from vllm.distributed.kv_events import BlockStored
 from benchmarks import dynamo_router, peer_packages, peer_routers
 from benchmarks.dynamo_router import Agreement
 from benchmarks.dynamo_service import DynamoRouter, Event, Recorder
+from benchmarks.live_against_simulated import SHAPE
 from benchmarks.peer_routers import program_scheduling, programs_in, router_arguments, server_arguments
 from cluster.config.schema import SloConfig
 from cluster.core.clock import ManualClock
@@ -149,9 +150,8 @@ def test_only_the_program_scheduler_is_switched_on_and_all_replicas_have_the_sam
     assert workers == plain[plain.index("--worker-urls") + 1 :][:2]
     server = server_arguments(Path("m"), 5)
     given = dict(pairwise(server))
-    shape = peer_routers.SHAPE
-    assert given["--num-gpu-blocks-override"] == str(shape.num_blocks)
-    assert given["--max-num-batched-tokens"] == str(shape.max_num_batched_tokens)
+    assert given["--num-gpu-blocks-override"] == str(SHAPE.num_blocks)
+    assert given["--max-num-batched-tokens"] == str(SHAPE.max_num_batched_tokens)
 
 
 def test_programs_are_counted_over_all_ranks() -> None:
