@@ -5,7 +5,7 @@
 The first run has Dynamo's selection service (`benchmarks.dynamo_service`) place all turns. Before each choice it is
 asked for the loads from which it computes its costs, and so is `kv_aware`, our reimplementation of its cost, which gets
 the same turns and the same choices. Their loads have to be equal on each replica. Then each router places the same
-programs by itself, before stock vLLM's scheduler.
+programs by itself, before stock vLLM's scheduler, and ours also before our scheduler.
 
 Exit status 1 where a load differs, or a choice of Dynamo's is not one of least cost to `kv_aware`; 77 if it is absent.
 """
@@ -36,7 +36,12 @@ from cluster.offline.simulator.settings import STOCK, SimulationSettings
 from replicas.virtual_replica import VirtualReplica
 
 DYNAMO = "dynamo"
-BESIDE = ("kv_aware", "consistent_hash", OURS)
+BESIDE = (
+    Subject("kv_aware", STOCK),
+    Subject("consistent_hash", STOCK),
+    Subject(OURS, STOCK),
+    Subject(OURS, "caesura"),
+)
 
 
 @dataclass(slots=True)
@@ -148,7 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         return peer_packages.SKIPPED
     rate_per_s = arguments.rate * arguments.replicas
     settings = SimulationSettings(
-        policies=(STOCK,),
+        policies=(STOCK, "caesura"),
         rates_per_s=(rate_per_s,),
         preset=RECORDED.preset,
         trace=arguments.trace,
@@ -158,13 +163,14 @@ def main(argv: list[str] | None = None) -> int:
         warmup_minutes=arguments.warmup,
         seeds=(arguments.seed,),
         replicas=arguments.replicas,
-        routers=BESIDE,
+        routers=tuple(dict.fromkeys(subject.router for subject in BESIDE)),
     )
     agreement = Agreement()
     run = Run(STOCK, rate_per_s, arguments.seed, DYNAMO)
     rows: list[dict[str, Any]] = [row_of(Subject(DYNAMO, STOCK), with_dynamo(settings, run, agreement))]
-    for router in BESIDE:
-        rows.append(row_of(Subject(router, STOCK), simulate(settings, Run(STOCK, rate_per_s, arguments.seed, router))))
+    for subject in BESIDE:
+        run = Run(subject.policy, rate_per_s, arguments.seed, subject.router)
+        rows.append(row_of(subject, simulate(settings, run)))
     print_agreement(agreement)
     print_rows(rows)
     counted = {name: getattr(agreement, name) for name in ("turns", "same_tokens", "same_blocks", "least_cost", "ties")}
