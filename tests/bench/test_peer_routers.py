@@ -114,12 +114,13 @@ def agreement(theirs: Sequence[tuple[int, int]], to: int) -> Agreement:
     return counted
 
 
-def test_agreement_is_complete_only_if_loads_are_equal_and_the_choice_costs_least() -> None:
+def test_agreement_holds_only_if_loads_are_equal_and_the_choice_costs_least() -> None:
     assert agreement(LOADS, 0) == agreement(LOADS, 1) == Agreement(1, 1, 1, 1, 1)
-    assert agreement(LOADS, 0).complete
+    assert agreement(LOADS, 0).holds
+    assert Agreement(100, 99, 99, 99).holds
     other_tokens, other_blocks = [(31, 2), *LOADS[1:]], [(32, 1), *LOADS[1:]]
     found = [agreement(other_tokens, 0), agreement(other_blocks, 0), agreement(LOADS, 2)]
-    assert not any(one.complete for one in found)
+    assert not any(one.holds for one in (*found, Agreement()))
     assert [(one.same_tokens, one.same_blocks, one.least_cost) for one in found] == [(0, 1, 1), (1, 0, 1), (1, 1, 0)]
     assert [len(one.examples) for one in found] == [1, 1, 0]
 
