@@ -169,7 +169,7 @@ class VirtualReplica:
         self.engine.begin(output)
         if not output.total_num_scheduled_tokens:
             return self._flush_s() + self._idle_s()
-        cost_s = self._cost_of(output)
+        cost_s = self.cost_of(output)
         self.busy_s += cost_s
         return self._flush_s() + cost_s
 
@@ -246,8 +246,11 @@ class VirtualReplica:
         if isinstance(scheduler, AgentScheduler):
             self.waste.settle(self.clock.now_s(), scheduler.holds.num_tokens)
 
-    def _cost_of(self, output: SchedulerOutput) -> float:
-        """Return the seconds of the step by its tokens, sequences and pairs. Add what it recomputes to the waste."""
+    def cost_of(self, output: SchedulerOutput) -> float:
+        """Return the seconds of a step that was scheduled, and add what it recomputes to the waste.
+
+        The cost model computes them from the step's tokens, sequences and pairs. A subclass may time steps otherwise.
+        """
         total, context, sequences, pairs = work_of(output, self.engine.scheduler.requests)
         seconds = self.cost.step_s(total, context, sequences, pairs)
         recomputed = sum(self._turns[key].computes(tokens) for key, tokens in output.num_scheduled_tokens.items())

@@ -101,26 +101,45 @@ def test_a_shared_prefix_is_as_long_as_it_is(length: int) -> None:
     assert shared_prefix("x" * length, "x" * 30) == length
 
 
-def test_kv_aware_weighs_what_is_cached_against_what_is_active() -> None:
-    cached = {0: 0, 1: 3}
-    prefilled: set[str] = set()
-    router = KvAware(
-        2,
-        lambda prompt: [bytes([i]) for i in range(len(prompt) // 16)],
-        lambda replica, hashes: min(cached[replica], len(hashes)),
+def kv_aware(cached: dict[int, int], prefilled: set[str], seed: int = 0) -> KvAware:
+    """A block is its prompt's first token and its number. ``cached``: blocks of token 50 that a replica has."""
+    return KvAware(
+        len(cached),
+        lambda prompt: [bytes([prompt[0], i]) for i in range(len(prompt) // 16)],
+        lambda replica, hashes: min(cached[replica], len(hashes)) if hashes[0][0] == 50 else 0,
         lambda replica, turn_id: turn_id in prefilled,
+        block_size=16,
+        seed=seed,
     )
-    four, two = [50] * 64, [50] * 32
-    assert to(router, turn("a", prompt=four)) == [1]
-    # Replica 1: one block to compute, four active; replica 0: two to compute.
-    assert to(router, turn("b", prompt=two)) == [0]
-    # 0: two to compute, two active, four more of this one: 8; 1: 1 + 4 + 1 = 6, or 5 once a has its first token.
+
+
+def test_kv_aware_weighs_what_is_cached_against_what_is_active() -> None:
+    prefilled: set[str] = set()
+    router = kv_aware({0: 0, 1: 3}, prefilled)
+    first = turn("a", prompt=[50] * 64)
+    # Costs in blocks: 4 to compute + 4 active on replica 0, 1 + 4 on replica 1, which has three blocks.
+    assert router.loads(first) == [(64, 4), (16, 4)]
+    assert to(router, first) == [1]
+    # Replica 1 still has a block of a to compute.
+    assert router.loads(turn("b", prompt=[60] * 32)) == [(32, 2), (48, 6)]
+    assert to(router, turn("b", prompt=[60] * 32)) == [0]
     prefilled.add("a.0")
-    assert to(router, turn("c", prompt=four)) == [1]
-    # 1: 1 + 8; 0: 2 + 2 + 2.
-    assert to(router, turn("d", prompt=two)) == [0]
-    end(router, turn("a", prompt=four), 1)
-    assert to(router, turn("e", prompt=two)) == [1]
+    # Replica 1 has its four blocks active already: they count once.
+    assert router.loads(turn("c", prompt=[50] * 64)) == [(96, 6), (16, 4)]
+    assert to(router, turn("c", prompt=[50] * 64)) == [1]
+    assert to(router, turn("d", prompt=[70] * 32)) == [0]
+    end(router, first, 1)
+    # c goes on, so that the blocks stay active.
+    assert router.loads(turn("e", prompt=[80] * 32)) == [(96, 6), (48, 6)]
+    end(router, turn("c", prompt=[50] * 64), 1)
+    assert router.loads(turn("e", prompt=[80] * 32)) == [(96, 6), (32, 2)]
+
+
+def test_kv_aware_counts_tokens_to_compute_and_full_blocks_and_draws_between_equal_costs() -> None:
+    assert kv_aware({0: 3}, set()).loads(turn("a", prompt=[50] * 70)) == [(22, 4)]
+    drawn = {to(kv_aware({0: 0, 1: 0, 2: 0, 3: 3}, set(), seed), turn("b", prompt=[60] * 32))[0] for seed in range(40)}
+    assert drawn == {0, 1, 2, 3}
+    assert {to(kv_aware({0: 0, 1: 3}, set(), seed), turn("a"))[0] for seed in range(20)} == {1}
 
 
 def test_everywhere_a_turn_goes_where_the_least_is_under_way_and_finds_what_any_has() -> None:

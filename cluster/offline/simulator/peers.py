@@ -1,6 +1,9 @@
 """Two simulated routers with exact knowledge of all caches: one with Dynamo's cost, and an upper bound for routers."""
 
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable, Sequence
+from random import Random
 
 from cluster.offline.simulator.routing import RequestRouter, Sent, SimulatedTurn
 
@@ -13,22 +16,24 @@ Prefilled = Callable[[int, str], bool]
 
 
 class KvAware(RequestRouter):
-    """A router with exact knowledge of every replica's cache, and the published cost of Dynamo's KV router.
+    """A router with exact knowledge of every replica's cache, and the cost of Dynamo's KV router.
 
-    Ray's KVAwareRouter asks Dynamo's selection service. That service receives cache events through sockets and expires
-    loads in real time, so it cannot run under virtual time. This class has its cost function with the defaults
-    (Dynamo 1.6, ``KvRouterConfig``: ``prefill_load_scale`` 1, credit for cached blocks 1, temperature 0, output blocks
-    not counted). It minimizes
+    The cost and its defaults are those of Dynamo 1.6 (``KvRouterConfig``: ``prefill_load_scale`` 1, credit for cached
+    blocks 1, temperature 0, output blocks not counted). `benchmarks.dynamo_router` holds its costs against Dynamo's own
+    selection service, turn by turn. It minimizes
 
-        prompt blocks that the replica's turns, including this one, still have to compute + blocks of its active turns
+        prompt tokens that the replica's turns, with this one, have to compute / block size + blocks of its active turns
 
-    Knowledge of the caches is never late or lost here, so that this router is no worse than the real one.
+    A block that several active turns share counts once. Equal costs are drawn from at random, as there. Knowledge of
+    the caches is never late or lost here, so that this router is no worse than the real one.
 
     Args:
         replicas: number of replicas.
-        hashes: hashes a prompt's blocks.
+        hashes: hashes a prompt's full blocks, each chained to the one before it.
         cached: counts cached blocks of a replica.
         prefilled: tells whether a turn has its first token.
+        block_size: tokens of a block.
+        seed: seed of the draws between equal costs.
         max_ongoing: see RequestRouter.
     """
 
@@ -38,44 +43,69 @@ class KvAware(RequestRouter):
         hashes: Hashes,
         cached: CachedBlocks,
         prefilled: Prefilled,
+        block_size: int,
+        seed: int = 0,
         max_ongoing: int | None = None,
     ) -> None:
         super().__init__(replicas, max_ongoing)
         self._hashes = hashes
         self._cached = cached
         self._prefilled = prefilled
+        self._block_size = block_size
+        self._random = Random(seed)
         self._prefilling: list[dict[str, int]] = [{} for _ in range(replicas)]
-        """By replica and turn without a first token: the blocks that the turn had to compute when it was sent."""
-        self._active_blocks = [0] * replicas
-        self._blocks: dict[str, int] = {}
+        """By replica and turn without a first token: the tokens that the turn had to compute when it was sent."""
+        self._active: list[Counter[bytes]] = [Counter() for _ in range(replicas)]
+        """By replica: how many active turns have each block."""
+        self._blocks: dict[str, Sequence[bytes]] = {}
+        """The blocks of each active turn."""
+
+    def loads(self, turn: SimulatedTurn) -> list[tuple[int, int]]:
+        """Return what each replica would have with this turn: tokens to compute, and blocks of active turns."""
+        hashes = self._hashes(turn.prompt)
+        return [self._load(replica, turn, hashes) for replica in range(len(self.ongoing))]
 
     def choose(self, turn: SimulatedTurn) -> Sent | None:
-        """Choose the first replica with the least cost that is not full."""
-        hashes = self._hashes(turn.prompt)
-        costs: dict[int, tuple[int, int]] = {}
-        for replica in range(len(self.ongoing)):
-            if not self.full(replica):
-                new = len(hashes) - self._cached(replica, hashes)
-                costs[replica] = (self._prefill_blocks(replica) + new + self._active_blocks[replica], new)
+        """Choose a replica with the least cost that is not full."""
+        costs = {
+            replica: tokens / self._block_size + blocks
+            for replica, (tokens, blocks) in enumerate(self.loads(turn))
+            if not self.full(replica)
+        }
         if not costs:
             return None
-        replica = min(costs, key=lambda replica: costs[replica][0])
-        self._prefilling[replica][turn.turn_id] = costs[replica][1]
-        self._blocks[turn.turn_id] = len(hashes)
-        return Sent(replica, "least cost")
+        least = min(costs.values())
+        return Sent(self._random.choice([replica for replica, cost in costs.items() if cost == least]), "least cost")
 
     def sent(self, turn: SimulatedTurn, replica: int) -> None:
-        """Count the turn's blocks as active on the replica."""
+        """Count the turn's blocks as active on the replica, and its tokens as to be computed there."""
         super().sent(turn, replica)
-        self._active_blocks[replica] += self._blocks[turn.turn_id]
+        hashes = self._hashes(turn.prompt)
+        self._prefilling[replica][turn.turn_id] = self._new_tokens(replica, turn, hashes)
+        self._blocks[turn.turn_id] = hashes
+        self._active[replica].update(hashes)
 
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
         """Stop counting the turn's blocks as active."""
         super().ended(turn, replica, context_tokens, now_s)
-        self._active_blocks[replica] -= self._blocks.pop(turn.turn_id)
+        active = self._active[replica]
+        for block in self._blocks.pop(turn.turn_id):
+            active[block] -= 1
+            if not active[block]:
+                del active[block]
         self._prefilling[replica].pop(turn.turn_id, None)
 
-    def _prefill_blocks(self, replica: int) -> int:
+    def _load(self, replica: int, turn: SimulatedTurn, hashes: Sequence[bytes]) -> tuple[int, int]:
+        active = self._active[replica]
+        # A chained hash is active only if all before it are.
+        shared = bisect_left(hashes, True, key=lambda block: block not in active)
+        tokens = self._prefill_tokens(replica) + self._new_tokens(replica, turn, hashes)
+        return tokens, len(active) + len(hashes) - shared
+
+    def _new_tokens(self, replica: int, turn: SimulatedTurn, hashes: Sequence[bytes]) -> int:
+        return len(turn.prompt) - self._cached(replica, hashes) * self._block_size
+
+    def _prefill_tokens(self, replica: int) -> int:
         prefilling = self._prefilling[replica]
         for turn_id in [turn_id for turn_id in prefilling if self._prefilled(replica, turn_id)]:
             del prefilling[turn_id]

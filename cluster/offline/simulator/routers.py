@@ -179,7 +179,8 @@ def front_settings(parameters: Mapping[str, Any]) -> EngineSettings:
         raise ConfigError(f"--front {'.'.join(map(str, first['loc']))}: {first['msg']}") from None
 
 
-def _kv_aware(made: Replicas) -> TurnRouter:
+def kv_aware(made: Replicas) -> KvAware:
+    """Make the router with Dynamo's cost before these replicas."""
     engines = [replica.engine for replica in made.replicas]
     block_size = engines[0].shape.block_size
     return KvAware(
@@ -187,6 +188,8 @@ def _kv_aware(made: Replicas) -> TurnRouter:
         lambda prompt: chained_hashes(prompt, block_size),
         lambda index, hashes: engines[index].cached_blocks(hashes),
         lambda index, turn_id: made.replicas[index].is_prefilled(turn_id),
+        block_size,
+        made.seed,
         made.max_ongoing,
     )
 
@@ -206,7 +209,7 @@ def _everywhere(made: Replicas) -> TurnRouter:
 
 ROUTERS: Mapping[str, Callable[[Replicas], TurnRouter]] = {
     OURS: _caesura,
-    "kv_aware": _kv_aware,
+    "kv_aware": kv_aware,
     EVERYWHERE: _everywhere,
     "prefix_affinity": lambda made: PrefixAffinity(
         len(made.replicas), made.seed, made.max_ongoing, made.imbalanced_threshold

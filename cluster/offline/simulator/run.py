@@ -3,7 +3,7 @@
 import gc
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
@@ -27,6 +27,7 @@ from cluster.offline.simulator.foresight import Foresight, forecasts_of
 from cluster.offline.simulator.load import Recovery, closed_loop, plan
 from cluster.offline.simulator.routed import Routed, RoutingSummary, turns_on
 from cluster.offline.simulator.routers import ROUTERS, Replicas
+from cluster.offline.simulator.routing import TurnRouter
 from cluster.offline.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
 from cluster.offline.simulator.simulation import Simulation
 from predictor_service.forecast_files import Forecasts
@@ -225,8 +226,15 @@ def _forecasts(settings: SimulationSettings) -> Forecasts:
     return forecasts_of(settings.trace, settings.forecasts)
 
 
-def simulate(settings: SimulationSettings, run: Run) -> RunResult:
+def simulate(
+    settings: SimulationSettings, run: Run, make_router: Callable[[Replicas], TurnRouter] | None = None
+) -> RunResult:
     """Simulate one run. The result is deterministic, except for measurements of real time.
+
+    Args:
+        settings: the settings of all runs.
+        run: the run.
+        make_router: makes a router to use in place of the run's.
 
     Raises:
         TraceError, ConfigError: see :func:`load_workload`.
@@ -248,7 +256,7 @@ def simulate(settings: SimulationSettings, run: Run) -> RunResult:
     made_for = Replicas(
         replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
     )
-    router = ROUTERS[run.router](made_for)
+    router = (make_router or ROUTERS[run.router])(made_for)
     watch = MemoryWatch(replicas, clock, (arrivals_s + settings.drain_s) / SAMPLES)
     simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watch if settings.record else None)
     marks: list[Mark] = []
