@@ -32,7 +32,7 @@ import httpx
 import psutil
 
 from benchmarks import peer_packages
-from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, StreamChunk, profiled, write_model
+from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Replica, StreamChunk, profiled, write_model
 from benchmarks.live_routers import REPLICAS
 from benchmarks.results import save
 from benchmarks.router_rows import cell
@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     with TemporaryDirectory() as directory:
         model = Path(directory) / "model"
         write_model(model)
-        cost = asyncio.run(profiled(model))
+        cost = asyncio.run(profiled(Replica.on_cpu(model)))
         for subject in subjects:
             print(subject, flush=True)
             rows.append(measure(subject, model, cost, arguments))

@@ -62,6 +62,10 @@ it are hardly slowed."""
 PROMPT_SHARE = 0.25
 """Share of the TTFT SLO within which the running prompts should be computed. Steps become larger if that is necessary.
 """
+PROMPT_SLOWDOWN = 3.0
+"""Largest multiple of its time alone that a prompt may take because its steps are small. Where kernels are short and
+the time between them is long, as on a CPU, the saturation point is too small: a step costs the same with or without a
+few prompt tokens, and a prompt of thousands of tokens would take hundreds of steps."""
 EPOCH_S = 2.0
 """Seconds for which a lottery draw is valid. It is long enough to be admitted at the head of the queue when memory is
 freed."""
@@ -436,6 +440,17 @@ class PacedBudget:
     min_prefill_tokens: int
     step_saturations: float = STEP_SATURATIONS
     prompt_share: float = PROMPT_SHARE
+    prompt_slowdown: float = PROMPT_SLOWDOWN
+
+    def _spread(self, load: LoadView) -> float:
+        """Return the tokens of a step beyond which a prompt would only slow the turns that decode beside it.
+
+        It is the saturation point, or the b with which P / b steps take ``prompt_slowdown`` times as long as P tokens
+        alone: each has a constant time beside that of its tokens.
+        """
+        cost = load.facts.cost
+        constant_s = cost.overhead_s + cost.weights_s
+        return max(cost.saturation_tokens, constant_s / (cost.token_s * (self.prompt_slowdown - 1)))
 
     def _prompt_bound(self, load: LoadView) -> int:
         """Return the tokens of a step with which the running prompts are computed in time: b, with P / b steps of b
@@ -460,7 +475,7 @@ class PacedBudget:
         if not load.running:
             return most
         saturations = 1.0 + (self.step_saturations - 1.0) * urgency(load)
-        spread = round(saturations * load.facts.cost.saturation_tokens)
+        spread = round(saturations * self._spread(load))
         most = min(most, max(spread, self._prompt_bound(load), load.running + self.min_prefill_tokens))
         if bound_s is None:
             return most

@@ -22,6 +22,7 @@ from replicas.policies.caesura import (
     pressure,
 )
 from replicas.policy import Claimant, Forecast, Hold, HoldView, KvPlace, LoadView, PauseView, Release, Swap, TurnView
+from replicas.presets import preset
 from tests.replica.policy_views import COST, forecast, hold, load, observed, pause, turn
 
 REFILL_S = 1.0
@@ -315,6 +316,23 @@ def test_prompts_are_spread_over_steps_that_read_the_weights_anyway() -> None:
     assert tokens(bounded(SloConfig(), waiting=10)) == 200
     assert tokens(bounded(SloConfig(), waiting=0, running=180)) == 210
     assert tokens(bounded(SloConfig(), running=0)) == 1000
+
+
+def test_steps_are_large_enough_where_their_constant_time_dominates() -> None:
+    """On a CPU the weights are read in the time of 17 tokens, and a step takes 1 ms without any."""
+    view = bounded(SloConfig(), waiting=0, running=10)
+    cost = replace(view.facts.cost, overhead_s=1e-3, weights_s=2.5e-5, token_s=1.5e-6)
+    assert cost.saturation_tokens == 17
+    tokens = CaesuraParameters().build().budget.tokens(replace(view, facts=replace(view.facts, cost=cost)))
+    alone_s = 6000 * cost.token_s
+    assert 6000 / tokens * (cost.overhead_s + cost.weights_s) + alone_s == pytest.approx(3 * alone_s, rel=0.01)
+
+
+@pytest.mark.parametrize("name", ["opt-13b/h800", "llama-3.1-8b/h100", "llama-3.1-70b/a100-80", "qwen3-32b/b200"])
+def test_on_a_gpu_the_saturation_point_is_large_enough(name: str) -> None:
+    view, cost = bounded(SloConfig(), waiting=0, running=10), preset(name)
+    tokens = CaesuraParameters().build().budget.tokens(replace(view, facts=replace(view.facts, cost=cost)))
+    assert tokens == cost.saturation_tokens
 
 
 def test_however_slow_the_steps_prompts_are_computed() -> None:
