@@ -7,6 +7,7 @@ VENV := .venv
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+PEERS := .cache/peers/packages
 # The tests run real Ray, vLLM and Redis processes on loopback. No usage statistics are sent.
 export RAY_USAGE_STATS_ENABLED := 0
 export VLLM_NO_USAGE_STATS := 1
@@ -91,9 +92,13 @@ bench: $(STAMP) ## run the micro-benchmarks of benchmarks/README.md (half an hou
 bench-router: $(STAMP) ## compare routers in the simulator with 16 replicas (an hour on two cores)
 	@$(BIN)/python -m benchmarks.router
 
-tables: $(STAMP) ## run everything behind the tables again (hours; goes on where it ended; TRACES=FOLDER, TABLES_ARGS="--quick")
+tables: $(STAMP) .cache/peers/aiperf/.installed $(PEERS)/.installed ## run everything behind the tables again (hours; goes on where it ended; TRACES=FOLDER, TABLES_ARGS="--quick")
 	@test -n "$(TRACES)" || { echo "make tables: TRACES= must name the folder of the traces"; exit 2; }
-	@$(BIN)/python -m benchmarks.tables --traces $(TRACES) $(TABLES_ARGS)
+	@PYTHONPATH=$(PEERS) $(BIN)/python -m benchmarks.tables --traces $(TRACES) $(TABLES_ARGS)
+
+$(PEERS)/.installed: requirements/peers.txt | $(STAMP)
+	@$(BIN)/python -m pip --disable-pip-version-check --quiet install --no-deps --upgrade --target $(PEERS) -r $<
+	@touch $@
 
 gpu: ## check and measure Caesura on this machine's CUDA GPU, without network (WHEELS=, MODEL=, GPU_ARGS="--parts contracts")
 	@WHEELS="$(WHEELS)" PYTHON=$(PYTHON) bash benchmarks/gpu_kit/run.sh $(if $(MODEL),--model "$(MODEL)") $(GPU_ARGS)

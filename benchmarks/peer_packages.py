@@ -1,10 +1,9 @@
 """Where the packages of other projects are imported from, and why a comparison with them is skipped.
 
-None of them is a requirement of Caesura. They are installed into a folder of their own, without their requirements that
-the environment already has:
+None of them is a requirement of Caesura. They are installed into a folder of their own, without their requirements,
+which the environment already has. `make tables` does that in ``.cache/peers/packages``; by hand:
 
-    pip install --no-deps --target FOLDER ai-dynamo==1.6.1 ai-dynamo-runtime==1.6.1 vllm-router==0.1.17 \
-        setproctitle orjson
+    pip install --no-deps --target FOLDER -r requirements/peers.txt
     python -m benchmarks.other_simulator --peers FOLDER
 """
 

@@ -38,9 +38,13 @@ AFTERWARDS = (
     "benchmarks.silicon",
     "benchmarks.sensitivity --trace {traces}/infercept_merge.jsonl.gz --seed {seeds}",
     "benchmarks.router",
+    "benchmarks.other_simulator --trace {traces}/iso_bench_trae.jsonl.gz --alone",
+    "benchmarks.dynamo_router --trace {traces}/kvtester_cc.jsonl.gz",
+    "benchmarks.peer_routers",
     "benchmarks",
 )
-"""Modules that run after the simulated tables, one at a time. The last one is all micro-benchmarks."""
+"""Modules that run after the simulated tables, one at a time. The last one is all micro-benchmarks, AIPerf's load among
+them. The packages of peers have to be importable: `make tables` installs them."""
 
 
 @dataclass(frozen=True, slots=True)

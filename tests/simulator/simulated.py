@@ -72,7 +72,7 @@ class Bench:
             config = PEERS.load(policy)().build(cost)
         elif policy not in BASELINES:
             config = PolicyConfig(name=policy)
-        if policy in WITHOUT_HOST_TIER:
+        if isinstance(policy, str) and policy in WITHOUT_HOST_TIER:
             shape["host_blocks"] = 0
         made = Shape(**{"num_blocks": 257, "max_num_seqs": 64, **shape}, prefix_caching=policy != STOCK_NO_CACHE)
         slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)

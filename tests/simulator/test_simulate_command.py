@@ -292,7 +292,7 @@ def test_each_error_of_what_is_given_is_a_run(
         (("--no-calls-share", "1.5"), "--no-calls-share: 1.5 must be from 0 to 1"),
         (("--repeat-turns", "0"), "--repeat-turns: 0 must be more than 0"),
         (("--missing-tool-s", "1", "--only-recorded"), "--missing-tool-s, --missing-tools-from, --only-recorded: give"),
-        (("--policies", "nobody"), "unknown policy 'nobody'; choose all or some of: augserve"),
+        (("--policies", "nobody"), "unknown policy 'nobody'; choose all or some of: agentinfer, augserve"),
         (("--policies", "vllm+order=nobody"), "--policies: unknown policy 'nobody'"),
         (("--policies", "vllm+price=mars"), "vllm+price=mars: 'price' is not one of order, pause, budget"),
         (("--policies", "vllm+order=mars+order=plas"), "'order' is not one of order, pause, budget, or is there twice"),
