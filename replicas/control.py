@@ -254,8 +254,12 @@ def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
 
 
 def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
-    """End all holds, and empty the prefix cache and the host tier. It fails while turns run that use the cache."""
-    return {"reset": scheduler.reset_prefix_cache(reset_connector=True)}
+    """End all holds, and empty the prefix cache and the host tier. It is not done while turns use the cache."""
+    if scheduler.reset_prefix_cache(reset_connector=True):
+        return {"reset": True}
+    turns = len(scheduler.requests)
+    reason = f"turns that use the cache: {turns}" if turns else "copies to the host tier are under way"
+    return {"reset": False, "reason": reason}
 
 
 OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {

@@ -8,6 +8,7 @@ models validate bodies in the replica. The ingress does not import vLLM, so that
 import asyncio
 from collections.abc import Callable, Sequence
 from contextlib import AsyncExitStack
+from http import HTTPStatus
 from pathlib import Path
 from time import time
 from typing import Any, Literal, Protocol
@@ -558,8 +559,12 @@ class ProgramIngress:
         return _per_replica(await self._fleet.broadcast("set_policy", policy.model_dump(exclude_none=True)))
 
     async def reset(self) -> Response:
-        """End all holds and empty the prefix caches of all replicas."""
-        return _per_replica(await self._fleet.broadcast("reset_caches"))
+        """End all holds and empty the prefix caches of all replicas. The status is 409 if a replica could not, with its
+        reason.
+        """
+        answers = await self._fleet.broadcast("reset_caches")
+        refused = any(isinstance(answer, dict) and answer.get("reset") is False for answer in answers)
+        return _per_replica(answers, HTTPStatus.CONFLICT if refused else HTTPStatus.OK)
 
     async def statistics(self) -> Response:
         """Return the current numbers of each replica's scheduler."""
@@ -581,8 +586,8 @@ class ProgramIngress:
         return JSONResponse(self._predictions.view())
 
 
-def _per_replica(answers: list[Any]) -> Response:
-    """Return each replica's answer with status 200 if all succeeded.
+def _per_replica(answers: list[Any], status: int = HTTPStatus.OK) -> Response:
+    """Return each replica's answer, with ``status`` if none failed.
 
     Raises:
         UpstreamFailed: a replica failed. The status is that of the first failure.
@@ -591,7 +596,7 @@ def _per_replica(answers: list[Any]) -> Response:
     results = [{"error": as_http_error(a).message} if isinstance(a, BaseException) else a for a in answers]
     if failures:
         raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {results}", status=failures[0].status)
-    return JSONResponse({"replicas": results})
+    return JSONResponse({"replicas": results}, status)
 
 
 async def _error_response(request: Request, error: Exception) -> Response:

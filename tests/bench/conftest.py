@@ -32,6 +32,8 @@ class ClusterDouble:
     seen: dict[str, int] = field(default_factory=dict)
     asked: asyncio.Event = field(default_factory=asyncio.Event)
     url: str = ""
+    busy_resets: int = 0
+    """Number of resets that are refused first, because a turn runs."""
 
     def app(self) -> web.Application:
         app = web.Application()
@@ -55,6 +57,11 @@ class ClusterDouble:
         return web.json_response({"name": name})
 
     async def reset(self, _: web.Request) -> web.Response:
+        if self.busy_resets:
+            self.busy_resets -= 1
+            return web.json_response(
+                {"replicas": [{"reset": False, "reason": "turns that use the cache: 1"}]}, status=409
+            )
         self.admin.append("reset")
         return web.json_response({})
 

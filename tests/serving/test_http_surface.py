@@ -236,6 +236,19 @@ def test_a_reset_frees_every_block(client: httpx.Client) -> None:
         assert (replica["held_blocks"], replica["free_blocks"]) == (0, replica["total_blocks"])
 
 
+def test_a_reset_beside_turns_says_which_replica_it_leaves_and_why(client: httpx.Client) -> None:
+    body = completion(stream=True, max_tokens=4000, ignore_eos=True)
+    with client.stream("POST", "/v1/completions", json=body, headers={"x-session-id": "unreset"}) as answer:
+        pieces = answer.iter_bytes()
+        next(pieces)
+        reset = client.post("/admin/reset")
+        del pieces
+    assert reset.status_code == 409, reset.text
+    done, left = sorted(reset.json()["replicas"], key=lambda replica: replica["reset"], reverse=True)
+    assert (done["reset"], left["reset"], left["reason"]) == (True, False, "turns that use the cache: 1")
+    assert done["replica"] != left["replica"]
+
+
 def test_a_client_that_goes_away_is_forgotten(client: httpx.Client) -> None:
     body = completion(stream=True, max_tokens=4000, ignore_eos=True)
     with client.stream("POST", "/v1/completions", json=body) as stream:

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
+from http import HTTPStatus
 from typing import Any
 from urllib.parse import quote
 
@@ -16,8 +17,16 @@ from cluster.offline.bench.history import MemorySample, MemoryUse, ProgramHistor
 
 ADMIN_TIMEOUT_S = 60.0
 """Seconds within which a policy switch or a reset reaches every replica."""
+RESET_WITHIN_S = 30.0
+"""Seconds within which the last turns end, so that the caches can be emptied."""
+RESET_AGAIN_S = 0.2
+"""Seconds between two tries."""
 HISTORY_TIMEOUT_S = 10.0
 HISTORIES_AT_ONCE = 16
+
+
+class ServerBusy(ConfigError):
+    """The server cannot do it while turns run."""
 
 
 class Server:
@@ -48,11 +57,16 @@ class Server:
         await self._call("PUT", "/admin/policy", "--policies", {"name": name})
 
     async def reset(self) -> None:
-        """Let the server end all holds and empty its prefix caches.
+        """Let the server end all holds and empty its prefix caches, once its last turns have ended.
 
         Raises:
-            ConfigError: the server does not do it.
+            ConfigError: the server does not do it within `RESET_WITHIN_S`.
         """
+        for _ in range(round(RESET_WITHIN_S / RESET_AGAIN_S)):
+            with suppress(ServerBusy):
+                await self._call("POST", "/admin/reset", "--policies")
+                return
+            await asyncio.sleep(RESET_AGAIN_S)
         await self._call("POST", "/admin/reset", "--policies")
 
     async def histories(self, programs: Sequence[ProgramRecord]) -> dict[str, ProgramHistory]:
@@ -96,7 +110,8 @@ class Server:
             async with self._session.request(method, self._url + path, json=body, timeout=timeout) as response:
                 if response.status != 200:
                     text = (await response.text(errors="replace"))[:500]
-                    raise ConfigError(f"{flag}: {method} {self._url}{path} answered {response.status}: {text}")
+                    kind = ServerBusy if response.status == HTTPStatus.CONFLICT else ConfigError
+                    raise kind(f"{flag}: {method} {self._url}{path} answered {response.status}: {text}")
                 return await response.json(content_type=None)
         except (aiohttp.ClientError, TimeoutError, ValueError) as error:
             raise ConfigError(f"{flag}: {method} {self._url}{path}: {error or type(error).__name__}") from error
