@@ -97,8 +97,19 @@ async def probed(one: Ingress) -> None:
 # --- agreeing ---------------------------------------------------------------------------------------------------------
 
 
-async def test_first_turns_that_race_on_many_ingresses_land_together(ingress) -> None:
+async def test_first_turns_that_race_on_many_ingresses_land_together(ingress, monkeypatch: pytest.MonkeyPatch) -> None:
     several = [ingress(at(replica)) for replica in REPLICAS]
+    all_have_chosen = asyncio.Barrier(len(several))
+
+    def after_the_others(claim):
+        async def claimed(key: str, home: Home) -> Home | None:
+            await all_have_chosen.wait()
+            return await claim(key, home)
+
+        return claimed
+
+    for one in several:
+        monkeypatch.setattr(one.store, "claim", after_the_others(one.store.claim))
     homes = await asyncio.gather(*(one.turn() for one in several * 10))
     assert len(set(homes)) == 1
     assert {one.engine.home_of(KEY) for one in several} == set(homes)
