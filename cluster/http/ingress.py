@@ -6,7 +6,7 @@ models validate bodies in the replica. The ingress does not import vLLM, so that
 """
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -22,7 +22,6 @@ from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.errors import VERSION_HEADER, response_of
@@ -30,11 +29,9 @@ from cluster.api.openai import (
     CONVERSATIONS,
     LIMITED_PATHS,
     MESSAGE_PATHS,
-    REQUEST_ID,
     RESPONSE_COMPACTION,
     RESPONSE_TOKENS,
     RESPONSES,
-    RETRY_AFTER_MS,
     RETRY_AFTER_S,
     TOKEN_PATHS,
     TURN_PATHS,
@@ -47,7 +44,6 @@ from cluster.api.validation import validated
 from cluster.auth.keys import key_file
 from cluster.auth.middleware import AuthMiddleware, caller_of
 from cluster.auth.tenants import Tenants
-from cluster.auth.web_pages import WebPages
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
@@ -56,7 +52,8 @@ from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
-from cluster.http.attributed_answers import PROGRAM_HEADER, AttributedAnswers
+from cluster.http.attributed_answers import AttributedAnswers
+from cluster.http.browsers import cors, foreign_pages_rejected
 from cluster.http.chat import ChatPrograms
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.message_programs import MessagePrograms
@@ -114,7 +111,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
         title="Caesura",
         version=version_of("caesura"),
         middleware=[
-            *_cors(config.http.cors_origins),
+            *cors(config.http.cors_origins),
             Middleware(
                 HttpMetrics,
                 meter=Meter(enabled=config.metrics.enabled),
@@ -130,7 +127,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
                 on_overload=record_rejection,
                 form=response_of,
             ),
-            *_web_pages(config, host),
+            *foreign_pages_rejected(config, host),
             Middleware(AuthMiddleware, config=config, limited_paths=LIMITED_PATHS, on_rejection=record_rejection),
         ],
         exception_handlers={
@@ -185,30 +182,6 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
     for name, route in endpoints.items():
         route(app)(handler(name))
     return app
-
-
-def _web_pages(config: CaesuraConfig, host: str | None) -> list[Middleware]:
-    """Return the middleware that rejects foreign web pages, where no key does."""
-    if config.auth.file is not None:
-        return []
-    return [Middleware(WebPages, host=host, origins=config.http.cors_origins)]
-
-
-def _cors(origins: Sequence[str]) -> list[Middleware]:
-    """Return the middleware that allows browsers to call this server from pages of these origins."""
-    if not origins:
-        return []
-    exposed = [REQUEST_ID, PROGRAM_HEADER, "retry-after", RETRY_AFTER_MS]
-    everything = ["*"]
-    return [
-        Middleware(
-            CORSMiddleware,
-            allow_origins=list(origins),
-            allow_methods=everything,
-            allow_headers=everything,
-            expose_headers=exposed,
-        )
-    ]
 
 
 def ingress_class(config: CaesuraConfig) -> type[Any]:

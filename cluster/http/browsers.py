@@ -1,18 +1,47 @@
-"""Keeps web pages from driving a server that needs no keys.
+"""What web pages may do: those of configured origins may call the server, and others cannot drive one without keys.
 
 A browser sends requests of any page to servers of its own machine. The page cannot read the answer, but the request has
 its effect. Where keys are needed, a page has none.
 """
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from ipaddress import ip_address
 from urllib.parse import urlsplit
 
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from cluster.api.openai import REQUEST_ID, RETRY_AFTER_MS
+from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import Forbidden
+from cluster.http.attributed_answers import PROGRAM_HEADER
 
 LOCALHOST = "localhost"
+
+
+def cors(origins: Sequence[str]) -> list[Middleware]:
+    """Return the middleware that allows browsers to call this server from pages of these origins."""
+    if not origins:
+        return []
+    exposed = [REQUEST_ID, PROGRAM_HEADER, "retry-after", RETRY_AFTER_MS]
+    everything = ["*"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=list(origins),
+            allow_methods=everything,
+            allow_headers=everything,
+            expose_headers=exposed,
+        )
+    ]
+
+
+def foreign_pages_rejected(config: CaesuraConfig, host: str | None) -> list[Middleware]:
+    """Return the middleware that rejects foreign web pages, where no key does. ``host``: see `WebPages`."""
+    if config.auth.file is not None:
+        return []
+    return [Middleware(WebPages, host=host, origins=config.http.cors_origins)]
 
 
 class WebPages:
