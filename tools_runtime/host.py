@@ -12,7 +12,7 @@ import pydantic
 from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
 from cluster.core.registry import TOOL_KINDS
-from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult
+from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, is_taken
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.kind import LoopClock, TimerClock
 
@@ -133,8 +133,10 @@ class RequestTables:
             raise ToolRefused(f"a request may bring tools of the kinds: {allowed}; {name!r} is of the kind {kind!r}")
         if SEPARATOR in name or name.endswith("_"):
             raise ToolRefused(f"the request's tool {name!r} must not contain {SEPARATOR!r} nor end with '_'")
-        if name in self._below.entries:
-            raise ToolRefused(f"there is a tool {name!r} already; a request cannot replace it")
+        if is_taken(name, self._below.entries):
+            raise ToolRefused(
+                f"there is a tool {name!r} already, or one whose name begins so; a request cannot replace it"
+            )
         said = next((key for key in _NOT_FOR_REQUESTS if key in definition), None)
         if said is not None:
             raise ToolRefused(f"the request's tool {name!r} must not set {said}")

@@ -239,6 +239,9 @@ class ToolsConfig(Section):
     @model_validator(mode="after")
     def _names_of_servers_apart(self) -> Self:
         servers = [name for name, tool in self.defined.items() if tool.kind == "mcp"]
+        for name in servers:
+            if name.endswith("_"):
+                raise ValueError(f"defined.{name}: the name of an MCP server must not end with '_'")
         for name in self.defined:
             server = next((server for server in servers if name.startswith(server + SEPARATOR)), None)
             if server is not None:

@@ -3,7 +3,7 @@
 import json
 import re
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, TypeVar
@@ -180,6 +180,15 @@ def server_tool_name(server: str, tool: str) -> str:
     The name cannot be split again, since characters may have been replaced. The tool is looked up among the offers.
     """
     return f"{server}{SEPARATOR}{UNFIT.sub('_', tool)}"
+
+
+def is_taken(name: str, operators: Collection[str]) -> bool:
+    """Return whether a request's tool or server cannot have this name, because of the operator's tools and servers.
+
+    It is one of their names, or one of them begins with it and `SEPARATOR`: a tool of the request's server could then
+    have the name of that tool, or of a tool of that server.
+    """
+    return name in operators or any(other.startswith(name + SEPARATOR) for other in operators)
 
 
 def function_object(

@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 from cluster.core.errors import BadRequest
-from cluster.core.tools import ToolOffer, function_object, server_tool_name
+from cluster.core.tools import ToolOffer, function_object, is_taken, server_tool_name
 from cluster.responses.custom_tools import function_of
 from cluster.responses.request import CreateResponse, RequestTool
 from cluster.responses.tools import (
@@ -65,7 +65,7 @@ def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTool
             continue
         if tool.server_label in definitions:
             raise _bad(f"{path}.server_label", f"another server has the label {tool.server_label!r}")
-        if tool.server_label in taken:
+        if is_taken(tool.server_label, taken):
             raise _bad(f"{path}.server_label", f"a tool of this cluster has the name {tool.server_label!r}")
         definition: dict[str, Any] = {"kind": "mcp", "url": tool.server_url}
         names = tool.allowed_tools.tool_names if isinstance(tool.allowed_tools, ToolFilter) else tool.allowed_tools

@@ -4,12 +4,15 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config.loader import config_schema, load_config
 from cluster.config.tools import ToolModel, ToolsConfig
 from cluster.core.errors import ConfigError
 from cluster.core.registry import TOOL_KINDS
+from cluster.core.tools import SEPARATOR, is_taken, server_tool_name
 from tools_runtime.host import ToolHost
 
 
@@ -75,3 +78,33 @@ def test_no_tool_has_a_name_that_a_servers_tool_could_have() -> None:
         ValidationError, match="files__read: the name could be that of a tool of the MCP server 'files'"
     ):
         ToolsConfig.model_validate({"defined": {"files": server, "files__read": tool}})
+
+
+NAMES = st.text("a_", min_size=1, max_size=6)
+
+
+@settings(max_examples=2000)
+@given(
+    tools=st.dictionaries(NAMES, st.booleans(), max_size=3), labels=st.sets(NAMES, max_size=3), offered=st.sets(NAMES)
+)
+def test_no_two_tools_have_one_name_whatever_servers_and_tools_are_called(
+    tools: dict[str, bool], labels: set[str], offered: set[str]
+) -> None:
+    """Of the operator's tools and servers, and of the servers of a request that are accepted beside them."""
+    kinds = {True: {"kind": "mcp", "command": ["serve"]}, False: {"kind": "command", "argv": ["true"]}}
+    try:
+        config = ToolsConfig.model_validate({"defined": {name: kinds[server] for name, server in tools.items()}})
+    except ValidationError:
+        assume(False)
+        raise
+    accepted = [label for label in labels if SEPARATOR not in label and not label.endswith("_")]
+    accepted = [label for label in accepted if not is_taken(label, config.defined)]
+    servers = [name for name, server in tools.items() if server] + accepted
+    names = [name for name, server in tools.items() if not server]
+    names += [server_tool_name(server, tool) for server in servers for tool in offered]
+    assert len(names) == len(set(names)), names
+
+
+def test_the_name_of_an_operators_server_ends_with_no_separator() -> None:
+    with pytest.raises(ValidationError, match=r"defined\.a_: the name of an MCP server must not end with '_'"):
+        ToolsConfig.model_validate({"defined": {"a_": {"kind": "mcp", "command": ["serve"]}}})

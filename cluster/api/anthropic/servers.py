@@ -9,7 +9,7 @@ from pydantic import Field
 from cluster.api.anthropic.blocks import Part
 from cluster.api.anthropic.tools import TOOLSET, Tool, ToolConfig
 from cluster.core.errors import BadRequest
-from cluster.core.tools import SEPARATOR
+from cluster.core.tools import SEPARATOR, is_taken
 
 MAX_SERVERS = 20
 
@@ -90,7 +90,7 @@ def check_untaken(found: Sequence[Server], taken: Collection[str]) -> None:
         BadRequest: one has.
     """
     for one in found:
-        if one.name in taken:
+        if is_taken(one.name, taken):
             raise _bad(f"{one.path}.name", f"a tool of this cluster has the name {one.name!r}")
 
 
