@@ -13,6 +13,7 @@ Neither paper predicts the work that is left of a program. Both models read a tu
 """
 
 import tempfile
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -84,7 +85,7 @@ class Network(torch.nn.Module):
         return states[:, 0] if pooled is None else pooled
 
 
-class PaperEncoder:
+class PaperEncoder(ABC):
     """What both models share: it predicts lengths from text.
 
     Args:
@@ -185,8 +186,9 @@ class PaperEncoder:
     def _times_in(cls, bundle: Bundle) -> CallTimes | None:
         return None
 
+    @abstractmethod
     def _train(self, sides: Sides, generator: np.random.Generator) -> None:
-        raise NotImplementedError
+        """Train the network on the first of the two sides of the programs. The second one checks it."""
 
     def _embedded(self, ids: Sequence[Sequence[int]]) -> Any:
         inputs = self.tokenizer.pad({"input_ids": list(ids)}, return_tensors="pt")

@@ -384,7 +384,7 @@ class ProgramIngress:
         return await self._responses.show(tenant, response_id, stream=stream, starting_after=starting_after)
 
     async def cancel_response(self, request: Request, response_id: str) -> Response:
-        """Cancel a response."""
+        """Cancel a response. One that has ended does not change, and an unknown id gets 404."""
         return await self._responses.cancel(caller_of(request).tenant, response_id)
 
     async def delete_response(self, request: Request, response_id: str) -> Response:
@@ -460,7 +460,7 @@ class ProgramIngress:
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, model_id: str) -> Response:
-        """Return one model."""
+        """Return a model's id and largest context. 404 if it is not served, or the tenant may not use it."""
         if model_id not in self._config.served or not self._tenants.may_name(caller_of(request).tenant, model_id):
             raise no_model(model_id)
         if VERSION_HEADER in request.headers:

@@ -96,7 +96,7 @@ class Measured(Protocol):
         ...
 
     def over(self, outcome: Outcome | None) -> None:
-        """Record the end."""
+        """Record the end with its outcome; None: the request does not count as a turn."""
         ...
 
     def gone(self) -> None:

@@ -83,7 +83,7 @@ class _Answer:
 
 
 class _Socket:
-    """One connection."""
+    """A WebSocket whose messages are requests for responses, which are run one after the other, in order."""
 
     def __init__(self, app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
         self._app = app
