@@ -251,14 +251,14 @@ def test_programs_go_on_without_the_store_and_new_ones_are_not_split(site: Site)
             turns += [pool.submit(site.turn, program, [n + 10] * 64) for n, program in enumerate(new) for _ in range(4)]
             for one in turns:
                 one.result()
-        whole = dict.fromkeys(old, 6) | dict.fromkeys(new, 4)
-        assert site.known() - before == len(new), site.split(whole)
-        alone = site.routers()
+        known, alone, loads_after = site.known() - before, site.routers(), site.statistics()
         assert counted(alone, "placements", "found", "hashed") > 0
         assert counted(alone, "fallbacks", "store_gone") > 0
     finally:
         site.redis.start()
     until(lambda: all(router["store"]["healthy"] for router in site.routers()), "the store is back")
+    whole = dict.fromkeys(old, 6) | dict.fromkeys(new, 4)
+    assert known == len(new), {"room": room, "loads": loads, "then": alone, "and": loads_after, **site.split(whole)}
     for program in (*old, *new):
         site.turn(program, [10] * 64)
     assert [site.turns_at_home(program) for program in old] == [7] * len(old)
