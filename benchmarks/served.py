@@ -69,7 +69,7 @@ def foreign_server(command: Sequence[str], url: str, environment: Mapping[str, s
     Raises:
         RuntimeError: it has ended, or does not answer within `START_WITHIN_S`.
     """
-    process = subprocess.Popen(command, env=psutil.Process().environ() | environment, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, env={**psutil.Process().environ(), **environment}, stdout=subprocess.DEVNULL)
     try:
         give_up_s = time.monotonic() + START_WITHIN_S
         while not _answers(url):
