@@ -79,8 +79,8 @@ class WebPages:
             name = _name_of(called)
             if name is not None and name != self._host and not is_loopback(name):
                 raise Forbidden(
-                    f"a server without keys on {self._host} is not called {name[:200]!r}: call it by its address, or set "
-                    "auth.file or http.host"
+                    f"a server without keys on {self._host} is not called {name[:200]!r}: call it by its address, or "
+                    "set auth.file or http.host"
                 )
 
 
