@@ -31,7 +31,7 @@ import httpx
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.aiperf_report import read_report, session_ids
+from benchmarks.aiperf_report import ReportError, read_report, session_ids
 from benchmarks.front_end import CONFIG, own_server
 from benchmarks.results import save
 from benchmarks.served import serve, served
@@ -72,12 +72,12 @@ TOKENIZER_FILES = ("config.json", "tokenizer.json", "tokenizer_config.json", "ch
 
 
 class AiperfFailed(RuntimeError):
-    """AIPerf ended with an error or not in time. The message has the end of its output."""
+    """AIPerf ended with an error, with the end of its output in the message, or not in time."""
 
 
 @contextmanager
 def tokenizer_cache(model: Path) -> Iterator[dict[str, str]]:
-    """Make a cache of Hugging Face's layout with the model's tokenizer; the environment that names it."""
+    """Make a cache of Hugging Face's layout with the model's tokenizer, and yield the environment that names it."""
     with TemporaryDirectory(prefix="caesura-aiperf-") as home:
         repository = Path(home) / "hub" / f"models--{REPOSITORY.replace('/', '--')}"
         snapshot = repository / "snapshots" / REVISION
@@ -90,10 +90,10 @@ def tokenizer_cache(model: Path) -> Iterator[dict[str, str]]:
 
 
 def aiperf(arguments: Sequence[str | Path], environment: Mapping[str, str], timeout_s: float) -> None:
-    """Run AIPerf.
+    """Run AIPerf for ``timeout_s`` seconds at most.
 
     Raises:
-        AiperfFailed: see there.
+        AiperfFailed: it has an exit status other than 0, or does not end in time.
     """
     command = [str(INSTALLED), *map(str, arguments)]
     try:
@@ -109,7 +109,7 @@ def aiperf(arguments: Sequence[str | Path], environment: Mapping[str, str], time
 
 
 def synthesize(directory: Path, sessions: int, seed: int, timeout_s: float) -> Path:
-    """Make a dataset of agentic-code sessions; its file."""
+    """Make a dataset of agentic-code sessions, and return its file. Raises: see `aiperf`."""
     directory.mkdir(parents=True, exist_ok=True)
     config = directory / "config.json"
     config.write_text(json.dumps(SESSIONS, indent=2))
@@ -124,7 +124,7 @@ def synthesize(directory: Path, sessions: int, seed: int, timeout_s: float) -> P
 
 
 def turns_of(dataset: Path) -> Counter[str]:
-    """The number of turns of each session of a dataset."""
+    """Return the number of turns of each session of a dataset."""
     return Counter(json.loads(line)["session_id"] for line in dataset.read_text().splitlines())
 
 
@@ -137,7 +137,12 @@ def profile(
     environment: Mapping[str, str],
     timeout_s: float,
 ) -> dict[str, Any]:
-    """Send the sessions to a server, so many at a time; the figures of `read_report`."""
+    """Send the sessions to a server, ``concurrency`` at a time, and return the figures of `read_report`.
+
+    Raises:
+        AiperfFailed: see `aiperf`.
+        ReportError: see `read_report`.
+    """
     turns = turns_of(dataset)
     aiperf(
         ["profile", "--model", "tiny", "--url", url, "--endpoint-type", "chat", "--streaming",
@@ -152,14 +157,18 @@ def profile(
 
 
 def known_sessions(url: str, directory: Path) -> int:
-    """How many of the sessions that AIPerf sent are programs of this cluster."""
+    """Return how many of the sessions that AIPerf sent are programs of this cluster."""
     with httpx.Client(base_url=url) as http:
         answers = [http.get(f"/v1/programs/{name}", headers={SESSION_HEADER: name}) for name in session_ids(directory)]
     return sum(answer.is_success for answer in answers)
 
 
 def compare(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[dict[str, Any]]:
-    """A row for each server, with medians over the rounds and ratios to vLLM's own server."""
+    """Return a row for each server, with medians over the rounds and ratios to vLLM's own server.
+
+    Raises:
+        AiperfFailed, ReportError: see `profile`.
+    """
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in urls}
     with tokenizer_cache(tiny_model_directory()) as environment:
         for number in range(-1, arguments.rounds):  # the first one warms up
@@ -180,7 +189,7 @@ def compare(urls: Mapping[str, str], arguments: argparse.Namespace) -> list[dict
 def row_of(
     name: str, results: Sequence[Mapping[str, Any]], own: Sequence[Mapping[str, Any]], arguments: argparse.Namespace
 ) -> dict[str, Any]:
-    """The row of a server: sums of counts, medians of other figures, and ratios to vLLM's own server."""
+    """Return the row of a server: sums of counts, medians of other figures, and ratios to vLLM's own server."""
     counted = [key for key in COUNTED if key in results[0]]
     row: dict[str, Any] = {"subject": name, "concurrency": arguments.concurrency, "seed": arguments.seed}
     row |= {"rounds": len(results), "aiperf": results[0]["aiperf"], "complete": all(one["complete"] for one in results)}
@@ -201,7 +210,7 @@ def row_of(
 
 
 def show(rows: Sequence[Mapping[str, Any]]) -> None:
-    """The rows as a table of at most 100 columns."""
+    """Print the rows as a table of at most 100 columns."""
     table = Table("subject", "requests/s", "TTFT ms p50, p99", "ITL ms p50, p99", "sessions done", "session s p50")
     for row in rows:
         table.add_row(
@@ -216,7 +225,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, save; 1 if a session does not complete or is unknown to the cluster; 0 without AIPerf."""
+    """Measure, print, save. Return 0 without AIPerf, and 1 if it fails or a session does not complete or is unknown."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=64, help="sessions of a round")
@@ -232,15 +241,21 @@ def main() -> int:
     if arguments.serve is not None:
         serve(CaesuraConfig.model_validate({**CONFIG, "http": {"port": 0}}))
         return 0
+    if min(arguments.rounds, arguments.sessions, arguments.concurrency) < 1:
+        parser.error("--rounds, --sessions, --concurrency: 1 at least")
     if not INSTALLED.exists():
         print(
             f"skipped: AIPerf is not installed in {INSTALLED.relative_to(ROOT).parents[1]}; install it with: {INSTALL}"
         )
         return 0
-    with ExitStack() as stack:
-        urls = {VLLM: stack.enter_context(own_server(tiny_model_directory())).url}
-        urls[CAESURA] = stack.enter_context(served("aiperf", CAESURA))
-        rows = compare(urls, arguments)
+    try:
+        with ExitStack() as stack:
+            urls = {VLLM: stack.enter_context(own_server(tiny_model_directory())).url}
+            urls[CAESURA] = stack.enter_context(served("aiperf", CAESURA))
+            rows = compare(urls, arguments)
+    except (AiperfFailed, ReportError) as error:
+        print(f"failed: {error}", file=sys.stderr)
+        return 1
     show(rows)
     print(f"AIPerf's reports: {arguments.out}")
     save("aiperf", rows, arguments.result)

@@ -27,13 +27,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import httpx
 import psutil
 from rich.console import Console
 from rich.table import Table
 
 from benchmarks.results import kept_rows, save
-from benchmarks.served import serve, serving
+from benchmarks.served import STOP_WITHIN_S, foreign_server, serve, serving
 from benchmarks.streams import REQUESTS_EACH, measure
 from cluster.config.schema import CaesuraConfig
 from cluster.local.haproxy import ENABLE
@@ -53,8 +52,6 @@ TARGETS = {16: 0.95, 64: 0.90, 256: 0.85}
 """Streams, and how many times vLLM's own throughput ours has to reach."""
 FALL = 0.1
 """A ratio that is this part below that of the kept run fails the command."""
-START_WITHIN_S = 300.0
-STOP_WITHIN_S = 60.0
 FLAME_S = 8.0
 FLAMES = ("server", "proxy", "ingress", "replica")
 
@@ -174,26 +171,10 @@ def own_server(model: Path, *, on_gpu: bool = False) -> Iterator[Subject]:
         RuntimeError: it did not start.
     """
     (port,) = free_ports(1, "127.0.0.1")
-    environment = psutil.Process().environ() | {"VLLM_LOGGING_LEVEL": "ERROR"} | ({} if on_gpu else CPU_ENVIRONMENT)
-    process = subprocess.Popen(own_command(model, port, on_gpu=on_gpu), env=environment, stdout=subprocess.DEVNULL)
-    try:
-        url = f"http://127.0.0.1:{port}"
-        give_up_s = time.monotonic() + START_WITHIN_S
-        while not _answers(url):
-            if process.poll() is not None or time.monotonic() > give_up_s:
-                raise RuntimeError("vLLM's own server did not start")
-            time.sleep(0.2)
-        yield Subject(url, process.pid)
-    finally:
-        process.terminate()
-        process.wait(STOP_WITHIN_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
+    environment = {"VLLM_LOGGING_LEVEL": "ERROR"} | ({} if on_gpu else CPU_ENVIRONMENT)
+    url = f"http://127.0.0.1:{port}"
+    with foreign_server(own_command(model, port, on_gpu=on_gpu), url, environment) as pid:
+        yield Subject(url, pid)
 
 
 def compare(subjects: dict[str, Subject], streams: int, rounds: int, tokens: int) -> list[dict[str, Any]]:

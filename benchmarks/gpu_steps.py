@@ -94,6 +94,8 @@ def main() -> int:
     parser.add_argument("--tiny", action="store_true", help="a tiny model, to try the script")
     parser.add_argument("--limit-s", type=float, default=240.0, help="seconds after which no further shape is begun")
     arguments = parser.parse_args()
+    if unknown := set(arguments.models.split(",")) - SHAPES.keys():
+        parser.error(f"--models: no {', '.join(sorted(unknown))}; there are {', '.join(SHAPES)}")
     start = time.perf_counter()
     torch.manual_seed(0)
     device, timer = arguments.device, Timer(arguments.device)

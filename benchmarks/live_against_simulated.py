@@ -23,7 +23,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-if "gpu" not in sys.argv:  # as a replica on a CPU; before vLLM is imported
+if not {"gpu", "--accelerator=gpu"} & {*sys.argv}:  # as a replica on a CPU; before vLLM is imported
     os.environ |= {"OMP_NUM_THREADS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
 os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
 

@@ -1,7 +1,7 @@
 """Routers side by side on a real cluster: two replicas behind two ingresses, the same programs at the same times.
 
     python -m benchmarks.live_routers [--routers consistent_hash,power_of_two] [--rate 2.5] [--duration-s 60]
-        [--trace FILE]
+        [--drain-s 120] [--trace FILE]
 
 One row a router: ours and Ray's, all before the scheduler `caesura`, and Ray's consistent hashing once more before
 vLLM's own. Each has a cluster of its own, one after the other, with the larger model of
@@ -27,9 +27,10 @@ import aiohttp
 
 from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Replica, StreamChunk, config_of, write_model
 from benchmarks.results import save
+from benchmarks.router_rows import cell
 from benchmarks.served import serve, served
 from cluster.config.schema import CaesuraConfig
-from cluster.core.slo import Outcome, Slo
+from cluster.core.slo import Outcome, ProgramRecord, Slo
 from cluster.offline.bench.client import open_session
 from cluster.offline.bench.results import BenchResult, by_policy
 from cluster.offline.bench.runner import run_bench
@@ -51,7 +52,7 @@ class Subject:
     policy: str = OURS
 
     def config(self, model: Path) -> CaesuraConfig:
-        """Of its cluster."""
+        """Return the configuration of its cluster, for a model in this folder."""
         one = config_of(Replica.on_cpu(model), SHAPE.num_blocks).model_dump(mode="json")
         one["replicas"]["count"], one["http"]["ingress_replicas"] = REPLICAS, INGRESSES
         one["router"]["name"], one["policy"] = self.router, {"name": self.policy}
@@ -59,14 +60,14 @@ class Subject:
 
 
 def compared(routers: Sequence[str]) -> list[Subject]:
-    """Ours first; hashing, where it is among them, also before vLLM's own scheduler."""
+    """Return the subjects: ours first. Hashing, if it is among them, is also before vLLM's own scheduler."""
     stock = [Subject(router, STOCK) for router in routers if router == "consistent_hash"]
     return [Subject(OURS), *map(Subject, routers), *stock]
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The replay, what each replica says of itself after it, and how many programs were moved."""
+    """The replay, the statistics of each replica after it, and how many programs were moved."""
 
     result: BenchResult
     replicas: Sequence[Mapping[str, Any]]
@@ -74,7 +75,7 @@ class Ran:
 
 
 async def run(subject: Subject, url: str, settings: BenchSettings) -> Ran:
-    """Replay, and ask."""
+    """Replay the programs, and read the replicas' statistics."""
     result = await run_bench(settings, StreamChunk())
     async with open_session() as session:
         moves = await moved(session, url) if subject.router == OURS else 0
@@ -82,50 +83,86 @@ async def run(subject: Subject, url: str, settings: BenchSettings) -> Ran:
 
 
 async def moved(session: aiohttp.ClientSession, url: str) -> int:
-    """Programs that our router has moved, by both ingresses: each answers for itself, and either may."""
-    told: dict[str, int] = {}
+    """Return how many programs our router has moved, over all ingresses.
+
+    Each ingress answers for itself, and any of them may get a request.
+
+    Raises:
+        TimeoutError: an ingress did not answer within `ASKED_WITHIN_S`.
+    """
+    by_ingress: dict[str, int] = {}
     async with asyncio.timeout(ASKED_WITHIN_S):
-        while len(told) < INGRESSES:
+        while len(by_ingress) < INGRESSES:
             async with session.get(f"{url}/admin/router") as answer:
-                said = await answer.json()
-            [router] = said["models"].values()
-            told[said["ingress"]] = sum(n for why, n in router["placements"].items() if why.startswith("moved"))
-    return sum(told.values())
+                view = await answer.json()
+            [router] = view["models"].values()
+            moves = sum(count for reason, count in router["placements"].items() if reason.startswith("moved"))
+            by_ingress[view["ingress"]] = moves
+    return sum(by_ingress.values())
+
+
+def programs_of(result: BenchResult) -> list[ProgramRecord]:
+    """Return the programs of a replay, those of the warm-up included."""
+    return [program for block in result.blocks for program in (*block.warmup, *block.measured)]
+
+
+def measures_of(result: BenchResult) -> dict[str, Any]:
+    """Return what a client can measure of any server in a replay of one policy.
+
+    ``hit_rate`` is the share of the tokens of a program's turn before that needed no computation; None if no program
+    had a second turn. It and counts of turns include the warm-up.
+    """
+    [summary] = by_policy(result)
+    turns = [turn for program in programs_of(result) for turn in program.turns]
+    later = [turn for turn in turns if turn.outcome is Outcome.OK and turn.index]
+    known = sum(turn.previous_context_tokens for turn in later)
+    found = sum(turn.reused_tokens or 0 for turn in later)
+    return {
+        "goodput_programs": summary.goodput.programs_per_s,
+        "jct_mean_s": summary.distributions["jct_s"].mean,
+        "ttft_p50_s": summary.distributions["ttft_s"].p50,
+        "ttft_p99_s": summary.distributions["ttft_s"].p99,
+        "hit_rate": found / known if known else None,
+        "offered": summary.goodput.offered_programs,
+        "completed": summary.goodput.completed_programs,
+        "failed_turns": sum(turn.outcome is Outcome.FAILED for turn in turns),
+        "rejected_turns": sum(turn.outcome is Outcome.REJECTED for turn in turns),
+    }
 
 
 def row_of(subject: Subject, ran: Ran) -> dict[str, Any]:
-    """The interface's columns of `benchmarks.router`, as far as a live cluster reports them."""
-    [summary] = by_policy(ran.result)
-    programs = [program for block in ran.result.blocks for program in (*block.warmup, *block.measured)]
-    turns = [turn for program in programs for turn in program.turns if turn.outcome is Outcome.OK and turn.index]
-    known = sum(turn.previous_context_tokens for turn in turns)
-    found = sum(min(turn.cached_tokens or 0, turn.previous_context_tokens) for turn in turns)
+    """Return the row of a subject: what a client measures, and what its cluster reports."""
     seen = sum(replica["programs"] + replica["programs_completed"] for replica in ran.replicas)
     return {
         "router": subject.router,
         "replicas": len(ran.replicas),
         "policy": subject.policy,
-        "goodput_programs": summary.goodput.programs_per_s,
-        "jct_mean_s": summary.distributions["jct_s"].mean,
-        "ttft_p99_s": summary.distributions["ttft_s"].p99,
-        "hit_rate": found / known if known else None,
-        "offered": summary.goodput.offered_programs,
-        "completed": summary.goodput.completed_programs,
+        **measures_of(ran.result),
         "moves": ran.moves,
-        "split": seen - len(programs) - ran.moves,
+        "split": seen - len(programs_of(ran.result)) - ran.moves,
     }
 
 
 def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    for number, row in enumerate(rows):
-        cells = [f"{value:.3f}" if isinstance(value, float) else str(value) for value in row.values()]
-        if not number:
-            print(" ".join(f"{name:>16}" for name in row))
-        print(" ".join(f"{cell:>16}" for cell in cells))
+    """Print the rows as a table."""
+    print(" ".join(f"{name:>18}" for name in rows[0]))
+    for row in rows:
+        print(" ".join(f"{cell(value):>18}" for value in row.values()))
+
+
+def add_options(parser: argparse.ArgumentParser, *, rate_per_s: float, drain_s: float) -> None:
+    """Add the options of a replay, with these defaults, and of the file of the results."""
+    parser.add_argument("--trace", type=Path, default=None, help="programs; else the built-in workload")
+    parser.add_argument("--rate", type=float, default=rate_per_s, help="programs per second, of all replicas")
+    parser.add_argument("--duration-s", type=float, default=60.0)
+    parser.add_argument("--warmup-s", type=float, default=10.0)
+    parser.add_argument("--drain-s", type=float, default=drain_s, help="seconds after the last arrival to wait")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, default=None)
 
 
 def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
-    """What each cluster is asked."""
+    """Return the replay that the options of `add_options` describe, of a server at ``url``."""
     return BenchSettings(
         url=url,
         trace=arguments.trace,
@@ -135,19 +172,15 @@ def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
         warmup_s=arguments.warmup_s,
         seed=arguments.seed,
         slo=Slo(SLO_TTFT_S),
+        drain_s=arguments.drain_s,
     )
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Print the table; exit status 1 where ours splits a program."""
+    """Print the table; return 1 if our router splits a program."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--routers", default=",".join(PEERS), help="Ray's, by comma; ours is always there")
-    parser.add_argument("--trace", type=Path, default=None, help="programs; else the built-in workload")
-    parser.add_argument("--rate", type=float, default=2.5, help="programs per second, of the cluster")
-    parser.add_argument("--duration-s", type=float, default=60.0)
-    parser.add_argument("--warmup-s", type=float, default=10.0)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None)
+    add_options(parser, rate_per_s=2.5, drain_s=120.0)
     parser.add_argument("--serve", nargs=3, default=None, help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
     if arguments.serve is not None:

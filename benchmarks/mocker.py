@@ -98,17 +98,13 @@ def write_trace(jobs: Sequence[Job], path: Path) -> None:
         file.writelines(json.dumps(line) + "\n" for line in trace_lines(jobs))
 
 
-def replay(
-    trace: Path, limits: Limits, timing: Mapping[str, Any], workers: int = 1, router: str = "round_robin"
-) -> list[TurnRecord]:
-    """Replay a trace under virtual time, and return its turns.
+def replay(trace: Path, limits: Limits, timing: Mapping[str, Any]) -> list[TurnRecord]:
+    """Replay a trace on one worker under virtual time, and return its turns.
 
     Args:
         trace: a file that `write_trace` wrote.
-        limits: those of each worker.
+        limits: those of the worker.
         timing: the mocker's ``timing_model``.
-        workers: number of workers.
-        router: the mocker's ``router_mode``.
     """
     from dynamo.mocker.config import normalize_mocker_config
     from dynamo.replay.api import run_trace_replay
@@ -116,8 +112,8 @@ def replay(
     report = run_trace_replay(
         [trace],
         extra_engine_args=normalize_mocker_config(limits.engine(timing)),
-        num_workers=workers,
-        router_mode=router,
+        num_workers=1,
+        router_mode="round_robin",
         trace_format=TRACE_FORMAT,
         trace_block_size=BLOCK_SIZE,
         capture_per_request=True,

@@ -50,10 +50,13 @@ def with_results(name: str, page: str) -> str:
     if not kept:
         return head
     rows = [_row(row) for one in kept for row in one["rows"]]
-    lines = ["", MARK, "", "## Results beside the paper's", "", f"{summary(rows)} {_made(kept)}"]
+    made = {row["figure"]: _made(one) for one in kept for row in one["rows"]}
+    alike = f" {next(iter(made.values()))}" if len(set(made.values())) == 1 else ""
+    lines = ["", MARK, "", "## Results beside the paper's", "", f"{summary(rows)}{alike}"]
     plan = paper_of(name)
     for figure in dict.fromkeys(row.figure for row in rows):
         lines += ["", *_table(plan.figures[figure].title, [row for row in rows if row.figure == figure])]
+        lines += [] if alike else ["", made[figure]]
         lines += [f"\nNot here: {missing}" for missing in plan.figures[figure].missing]
     lines += [f"\nNot here: {missing}" for missing in plan.missing]
     return head + "\n".join(lines) + "\n"
@@ -70,9 +73,8 @@ def _row(row: Mapping[str, Any]) -> Compared:
     return Compared(**{key: value for key, value in row.items() if key not in ("ratio", "near")})
 
 
-def _made(kept: Sequence[Mapping[str, Any]]) -> str:
-    seeds = sorted({seed for one in kept for seed in one["seeds"]})
-    return f"Seeds {', '.join(map(str, seeds))}; {max(one['date'] for one in kept)}, commit {kept[0]['commit']}."
+def _made(kept: Mapping[str, Any]) -> str:
+    return f"Seeds {', '.join(map(str, kept['seeds']))}; {kept['date']}, commit {kept['commit']}."
 
 
 def _table(title: str, rows: Sequence[Compared]) -> list[str]:

@@ -19,9 +19,7 @@ import argparse
 import asyncio
 import json
 import os
-import subprocess
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -29,28 +27,23 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import httpx
-import psutil
 
 from benchmarks import peer_packages
-from benchmarks.live_against_simulated import SHAPE, SLO_TTFT_S, Replica, StreamChunk, profiled, write_model
-from benchmarks.live_routers import REPLICAS
+from benchmarks.live_against_simulated import SHAPE, Replica, StreamChunk, profiled, write_model
+from benchmarks.live_routers import REPLICAS, add_options, measures_of, print_rows, settings_of
 from benchmarks.results import save
-from benchmarks.router_rows import cell
-from benchmarks.served import STOP_WITHIN_S, served
-from cluster.core.slo import Outcome, Slo
+from benchmarks.served import foreign_server, served
 from cluster.local.ports import free_ports
-from cluster.offline.bench.results import BenchResult, by_policy
+from cluster.offline.bench.results import BenchResult
 from cluster.offline.bench.runner import run_bench
-from cluster.offline.bench.settings import BenchSettings
-from cluster.offline.bench.workload import Shaping
 from replicas.cost_model import CostModel
 from replicas.settings import CPU_ENVIRONMENT
 
 PROGRAM, CACHE_AWARE = "program", "cache_aware"
 OURS = ("caesura/vllm", "caesura/caesura")
 SUBJECTS = (PROGRAM, CACHE_AWARE, *OURS)
-START_WITHIN_S = 300.0
 MODULE = "vllm_router.launch_router"
+PYTHON = (sys.executable, "-m")
 CAPACITY_TOKENS = (SHAPE.num_blocks - 1) * SHAPE.block_size  # one is vLLM's null block
 THOUSAND = 1000
 
@@ -111,34 +104,6 @@ def server_arguments(model: Path, port: int) -> list[str]:
 
 
 @contextmanager
-def process(module: str, arguments: Sequence[str], url: str, environment: Mapping[str, str]) -> Iterator[None]:
-    """Run a Python module until the end of the context, and wait until ``url``/health answers.
-
-    Raises:
-        RuntimeError: it ends, or does not answer in time.
-    """
-    command = [sys.executable, "-m", module, *arguments]
-    running = subprocess.Popen(command, env={**psutil.Process().environ(), **environment}, stdout=subprocess.DEVNULL)
-    try:
-        give_up_s = time.monotonic() + START_WITHIN_S
-        while not _answers(url):
-            if running.poll() is not None or time.monotonic() > give_up_s:
-                raise RuntimeError(f"{module} did not start")
-            time.sleep(0.2)
-        yield
-    finally:
-        running.terminate()
-        running.wait(STOP_WITHIN_S)
-
-
-def _answers(url: str) -> bool:
-    try:
-        return httpx.get(f"{url}/health").is_success
-    except httpx.TransportError:
-        return False
-
-
-@contextmanager
 def peer(subject: str, model: Path, cost: CostModel) -> Iterator[str]:
     """Run vllm-router before two of vLLM's own servers; yield its URL."""
     ports = free_ports(REPLICAS + 2, "127.0.0.1")
@@ -147,12 +112,12 @@ def peer(subject: str, model: Path, cost: CostModel) -> Iterator[str]:
     engine = {**CPU_ENVIRONMENT, "VLLM_LOGGING_LEVEL": "ERROR"}
     with ExitStack() as stack:
         for port, url in zip(servers, urls, strict=True):
-            module = "vllm.entrypoints.openai.api_server"
-            stack.enter_context(process(module, server_arguments(model, port), url, engine))
+            command = [*PYTHON, "vllm.entrypoints.openai.api_server", *server_arguments(model, port)]
+            stack.enter_context(foreign_server(command, url, engine))
         url = f"http://127.0.0.1:{own}"
         paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
         arguments = router_arguments(subject, (own, metrics), urls, cost)
-        stack.enter_context(process(MODULE, arguments, url, paths))
+        stack.enter_context(foreign_server([*PYTHON, MODULE, *arguments], url, paths))
         yield url
 
 
@@ -171,57 +136,14 @@ def programs_in(diagnostics: Mapping[str, Any]) -> int:
 
 def row_of(subject: str, result: BenchResult, programs: int | None) -> dict[str, Any]:
     """Return the row of a subject, with what a client can measure of any server."""
-    [summary] = by_policy(result)
-    ended = [program for block in result.blocks for program in (*block.warmup, *block.measured)]
-    turns = [turn for program in ended for turn in program.turns]
-    later = [turn for turn in turns if turn.outcome is Outcome.OK and turn.index]
-    known = sum(turn.previous_context_tokens for turn in later)
-    found = sum(min(turn.cached_tokens or 0, turn.previous_context_tokens) for turn in later)
-    return {
-        "subject": subject,
-        "replicas": REPLICAS,
-        "goodput_programs": summary.goodput.programs_per_s,
-        "jct_mean_s": summary.distributions["jct_s"].mean,
-        "ttft_p50_s": summary.distributions["ttft_s"].p50,
-        "ttft_p99_s": summary.distributions["ttft_s"].p99,
-        "hit_rate": found / known if known else None,
-        "offered": summary.goodput.offered_programs,
-        "completed": summary.goodput.completed_programs,
-        "failed_turns": sum(turn.outcome is Outcome.FAILED for turn in turns),
-        "rejected_turns": sum(turn.outcome is Outcome.REJECTED for turn in turns),
-        "scheduled_programs": programs,
-    }
-
-
-def print_rows(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print the rows as a table."""
-    print(" ".join(f"{name:>18}" for name in rows[0]))
-    for row in rows:
-        print(" ".join(f"{cell(value):>18}" for value in row.values()))
-
-
-def settings_of(arguments: argparse.Namespace, url: str) -> BenchSettings:
-    """Return what each subject is asked."""
-    return BenchSettings(
-        url=url,
-        trace=arguments.trace,
-        shaping=Shaping(scale_tools=0.1, max_context=SHAPE.max_model_len - 8, max_turns=6),
-        rate_per_s=arguments.rate,
-        duration_s=arguments.duration_s,
-        warmup_s=arguments.warmup_s,
-        seed=arguments.seed,
-        slo=Slo(SLO_TTFT_S),
-        drain_s=arguments.drain_s,
-    )
+    return {"subject": subject, "replicas": REPLICAS, **measures_of(result), "scheduled_programs": programs}
 
 
 def measure(subject: str, model: Path, cost: CostModel, arguments: argparse.Namespace) -> dict[str, Any]:
     """Start a subject, replay the programs, and return its row."""
-    if subject in OURS:
-        router, _, policy = subject.partition("/")
-        with served("live_routers", router, policy, str(model)) as url:
-            return row_of(subject, asyncio.run(run_bench(settings_of(arguments, url), StreamChunk())), None)
-    with peer(subject, model, cost) as url:
+    router, _, policy = subject.partition("/")
+    ours = subject in OURS
+    with served("live_routers", router, policy, str(model)) if ours else peer(subject, model, cost) as url:
         result = asyncio.run(run_bench(settings_of(arguments, url), StreamChunk()))
         return row_of(subject, result, scheduled_programs(url) if subject == PROGRAM else None)
 
@@ -231,13 +153,7 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     peer_packages.add_option(parser)
     parser.add_argument("--subjects", default=",".join(SUBJECTS), help="with commas")
-    parser.add_argument("--trace", type=Path, default=None, help="programs; else the built-in workload")
-    parser.add_argument("--rate", type=float, default=2.0, help="programs per second, of both replicas")
-    parser.add_argument("--duration-s", type=float, default=60.0)
-    parser.add_argument("--warmup-s", type=float, default=10.0)
-    parser.add_argument("--drain-s", type=float, default=60.0, help="seconds after the last arrival to wait")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, default=None)
+    add_options(parser, rate_per_s=2.0, drain_s=60.0)
     arguments = parser.parse_args(argv)
     subjects = arguments.subjects.split(",")
     if unknown := set(subjects) - set(SUBJECTS):

@@ -105,7 +105,10 @@ def _cell(values: Sequence[float], seeds: int) -> str:
     if not values:
         return ""
     mean = number(statistics.fmean(values))
-    return f"{mean} ± {statistics.stdev(values):.2g}" if 1 < seeds == len(values) else mean
+    if not 1 < seeds == len(values):
+        return mean
+    deviation = statistics.stdev(values)
+    return f"{mean} ± {deviation:.0f}" if deviation >= 100 else f"{mean} ± {deviation:.2g}"
 
 
 def _promises(name: str) -> str:

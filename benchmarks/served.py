@@ -1,14 +1,18 @@
-"""Local clusters that benchmarks compare, each in a process of its own: a process has one Ray, and one data plane."""
+"""Servers that benchmarks compare, each in a process of its own: a process has one Ray, and one data plane."""
 
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+
+import httpx
+import psutil
 
 from cluster.config.schema import CaesuraConfig
 from cluster.local.cluster import LocalCluster
 
-STOP_WITHIN_S = 60.0
+START_WITHIN_S, STOP_WITHIN_S = 300.0, 60.0
 
 
 def serve(config: CaesuraConfig, prepare: Callable[[CaesuraConfig], str] | None = None) -> None:
@@ -51,3 +55,39 @@ def serving(benchmark: str, *which: str) -> Iterator[tuple[str, int]]:
         yield url, process.pid
         process.stdin.close()
         process.wait(STOP_WITHIN_S)
+
+
+@contextmanager
+def foreign_server(command: Sequence[str], url: str, environment: Mapping[str, str]) -> Iterator[int]:
+    """The id of a process that runs ``command`` until the end of the context, once ``url``/health answers.
+
+    Args:
+        command: the command of the server.
+        url: where it listens.
+        environment: what its environment has beside that of this process at its start.
+
+    Raises:
+        RuntimeError: it has ended, or does not answer within `START_WITHIN_S`.
+    """
+    process = subprocess.Popen(command, env={**psutil.Process().environ(), **environment}, stdout=subprocess.DEVNULL)
+    try:
+        give_up_s = time.monotonic() + START_WITHIN_S
+        while not _answers(url):
+            if process.poll() is not None or time.monotonic() > give_up_s:
+                raise RuntimeError(f"{' '.join(command[:3])} did not start")
+            time.sleep(0.2)
+        yield process.pid
+    finally:
+        process.terminate()
+        try:
+            process.wait(STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _answers(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/health").is_success
+    except httpx.TransportError:
+        return False

@@ -4,8 +4,8 @@ The base can be any local checkpoint of Hugging Face's `AutoModelForSequenceClas
 a turn without text gets the forecast of an empty text. `predictor_service.paper_encoders` has the papers' own models.
 """
 
-import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +21,11 @@ from predictor_service.fine_tuning import (
     bound,
     check_base,
     divided,
+    loaded,
     one_core,
-    read_config,
     read_tokenizer,
     reading,
+    saved_files,
     token_ids,
     train_passes,
 )
@@ -106,10 +107,7 @@ class EncoderModel:
             ConfigError: it cannot be written.
         """
         tensors = {name: tensor.numpy() for name, tensor in self.network.state_dict().items()}
-        with tempfile.TemporaryDirectory() as beside:
-            self.tokenizer.save_pretrained(beside)
-            self.network.config.save_pretrained(beside)
-            parts = {path.name: path.read_bytes() for path in Path(beside).iterdir() if path.is_file()}
+        parts = saved_files(self.tokenizer, self.network.config)
         write_bundle(directory, Bundle(_MODEL, INPUT_VERSION, origin or Origin(), tensors, parts))
 
     @classmethod
@@ -120,20 +118,9 @@ class EncoderModel:
             ConfigError: it is no complete bundle of this model and version; the message names the file and the field.
         """
         bundle = read_bundle(directory, _MODEL, INPUT_VERSION)
-        with bundle.reading(directory), tempfile.TemporaryDirectory() as beside:
-            for name, array in bundle.tensors.items():
-                if not np.isfinite(array).all():
-                    raise ValueError(f"{name}: has values that are not finite")
-            for name, content in bundle.parts.items():
-                (Path(beside) / name).write_bytes(content)
-            with reading(str(directory)):
-                tokenizer = read_tokenizer(Path(beside))
-                network = AutoModelForSequenceClassification.from_config(read_config(Path(beside)), dtype=torch.float32)
-            try:
-                network.load_state_dict({name: torch.from_numpy(array) for name, array in bundle.tensors.items()})
-            except RuntimeError as error:
-                raise ValueError(f"{error}") from error
-        return cls(tokenizer, network)
+        make = partial(AutoModelForSequenceClassification.from_config, dtype=torch.float32)
+        with bundle.reading(directory):
+            return cls(*loaded(bundle, directory, make))
 
 
 def _logits(network: Any, tokenizer: Any, ids: Sequence[Sequence[int]]) -> Any:

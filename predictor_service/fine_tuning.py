@@ -1,6 +1,7 @@
-"""Reads a checkpoint of Hugging Face from the disk, makes token ids of texts, and trains a network on one core."""
+"""Networks of Hugging Face: reads checkpoints and bundles, makes token ids of texts, and trains on one core."""
 
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +14,7 @@ from transformers import AutoConfig, AutoTokenizer
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, MODEL_FOR_MASKED_LM_MAPPING_NAMES
 
 from cluster.core.errors import ConfigError
+from predictor_service.bundle import Bundle
 from predictor_service.examples import ProgramExample, TurnExample, in_test
 
 MOST_CHARACTERS_A_TOKEN = 8
@@ -97,9 +99,42 @@ def read_tokenizer(path: Path) -> Any:
     return tokenizer
 
 
-def read_config(path: Path) -> Any:
-    """Read the configuration of a network from a directory."""
-    return AutoConfig.from_pretrained(str(path), local_files_only=True)
+# --- bundles ---
+
+
+def saved_files(tokenizer: Any, config: Any) -> dict[str, bytes]:
+    """Return the files of a tokenizer and of a network's configuration, by name."""
+    with tempfile.TemporaryDirectory() as folder:
+        tokenizer.save_pretrained(folder)
+        config.save_pretrained(folder)
+        return {path.name: path.read_bytes() for path in Path(folder).iterdir() if path.is_file()}
+
+
+def loaded(bundle: Bundle, directory: Path, make: Callable[[Any], Any]) -> tuple[Any, Any]:
+    """Return the tokenizer and the network of a bundle.
+
+    Args:
+        bundle: its content.
+        directory: where it is, for messages.
+        make: makes the network of a configuration. Its weights are those of the bundle afterwards.
+
+    Raises:
+        ConfigError: a file cannot be read.
+        ValueError: a weight is not finite, or the weights are those of another network.
+    """
+    for name, array in bundle.tensors.items():
+        if not np.isfinite(array).all():
+            raise ValueError(f"{name}: has values that are not finite")
+    with tempfile.TemporaryDirectory() as folder, reading(str(directory)):
+        for name, content in bundle.parts.items():
+            (Path(folder) / name).write_bytes(content)
+        tokenizer = read_tokenizer(Path(folder))
+        network = make(AutoConfig.from_pretrained(folder, local_files_only=True))
+    try:
+        network.load_state_dict({name: torch.from_numpy(array) for name, array in bundle.tensors.items()})
+    except RuntimeError as error:
+        raise ValueError(f"{error}") from error
+    return tokenizer, network
 
 
 # --- tokens ---

@@ -12,7 +12,6 @@ import msgspec
 from cluster.core.errors import ConfigError
 from cluster.core.program import Prediction
 from predictor_service.bundle import StoredModel
-from predictor_service.evaluation import check_unseen
 from predictor_service.examples import ProgramExample, split
 from predictor_service.predictor import Predictor
 from predictor_service.statistics_model import StatisticsModel
@@ -45,7 +44,6 @@ def held_out_forecasts(stored: StoredModel, programs: Sequence[ProgramExample]) 
     seed, share = stored.origin.split_seed, stored.origin.test_share
     if seed is None:
         raise ConfigError(f"--bundle: the model {stored.name} was trained on all programs: none is left to forecast")
-    check_unseen(stored, seed)
     learnt, asked = split(programs, seed, share)
     if not learnt or not asked:
         raise ConfigError(f"--traces: of {len(programs)} programs, the model's split leaves nothing to learn or to ask")
@@ -77,6 +75,8 @@ def read_forecasts(path: Path) -> Forecasts:
             raise ConfigError(f"--forecasts {path}:{number}: {error}") from error
         if not all(_sensible(turn) for turn in row.turns):
             raise ConfigError(f"--forecasts {path}:{number}: a number is negative or not finite")
+        if row.program_id in found:
+            raise ConfigError(f"--forecasts {path}:{number}: program_id: {row.program_id!r} is on an earlier line too")
         found[row.program_id] = row.turns
     return found
 

@@ -12,7 +12,6 @@ them), or how the type enters (here: the regression is of the deviations from th
 Neither paper predicts the work that is left of a program. Both models read a turn's new text.
 """
 
-import tempfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -20,11 +19,12 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 import torch
+from pydantic import TypeAdapter, ValidationError
 from transformers import AutoModel
 
 from cluster.core.errors import ConfigError
 from predictor_service.bundle import Bundle, Origin, read_bundle, write_bundle
-from predictor_service.call_times import CallTimes
+from predictor_service.call_times import CallTime, CallTimes
 from predictor_service.distribution import (
     DURATION_EDGES,
     LENGTH_EDGES,
@@ -41,10 +41,11 @@ from predictor_service.fine_tuning import (
     bound,
     check_base,
     divided,
+    loaded,
     one_core,
-    read_config,
     read_tokenizer,
     reading,
+    saved_files,
     token_ids,
     train_passes,
 )
@@ -54,6 +55,7 @@ VERSION = 1
 """Stands for the version of the features. Raise it when the tokens of a text or the outputs change."""
 BASE_LEARNING_RATE, HEAD_LEARNING_RATE = 5e-5, 1e-3
 _TIMES = "call_times"
+_ROWS = TypeAdapter(dict[str, CallTime])
 Sides = tuple[Sequence[TurnExample], Sequence[TurnExample]]
 
 
@@ -145,10 +147,7 @@ class PaperEncoder(ABC):
             ConfigError: it cannot be written.
         """
         tensors = {name: tensor.numpy() for name, tensor in self.network.state_dict().items()}
-        with tempfile.TemporaryDirectory() as beside:
-            self.tokenizer.save_pretrained(beside)
-            self.network.base.config.save_pretrained(beside)
-            parts = {path.name: path.read_bytes() for path in Path(beside).iterdir() if path.is_file()}
+        parts = saved_files(self.tokenizer, self.network.base.config)
         settings = {} if self.times is None else {_TIMES: self.times.by_tool}
         write_bundle(directory, Bundle(self.NAME, VERSION, origin or Origin(), tensors, parts, settings))
 
@@ -160,21 +159,14 @@ class PaperEncoder(ABC):
             ConfigError: it is no complete bundle of this model and version; the message names the file and the field.
         """
         bundle = read_bundle(directory, cls.NAME, VERSION)
-        with bundle.reading(directory), tempfile.TemporaryDirectory() as beside:
-            for name, array in bundle.tensors.items():
-                if not np.isfinite(array).all():
-                    raise ValueError(f"{name}: has values that are not finite")
-            for name, content in bundle.parts.items():
-                (Path(beside) / name).write_bytes(content)
-            with reading(str(directory)):
-                tokenizer = read_tokenizer(Path(beside))
-                base = AutoModel.from_config(read_config(Path(beside)), dtype=torch.float32)
-                network = Network(base.eval(), cls.OUTPUTS, cls.KIND == CAUSAL)
-                times = cls._times_in(bundle)
-            try:
-                network.load_state_dict({name: torch.from_numpy(array) for name, array in bundle.tensors.items()})
-            except RuntimeError as error:
-                raise ValueError(f"{error}") from error
+
+        def make(config: Any) -> Network:
+            base = AutoModel.from_config(config, dtype=torch.float32)
+            return Network(base.eval(), cls.OUTPUTS, cls.KIND == CAUSAL)
+
+        with bundle.reading(directory):
+            times = cls._times_in(bundle)
+            tokenizer, network = loaded(bundle, directory, make)
         network.requires_grad_(False)
         return cls(tokenizer, network, times)
 
@@ -259,7 +251,12 @@ class AugserveModel(PaperEncoder):
 
     @classmethod
     def _times_in(cls, bundle: Bundle) -> CallTimes:
-        return CallTimes(bundle.settings[_TIMES])
+        try:
+            return CallTimes(_ROWS.validate_python(bundle.settings.get(_TIMES)))
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_input=False)[0]
+            key = ".".join(map(str, ("settings", _TIMES, *first["loc"])))
+            raise ValueError(f"{key}: {first['msg']}") from error
 
     def _time_of(self, tool: str) -> tuple[float, float]:
         assert self.times is not None

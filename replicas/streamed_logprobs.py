@@ -40,6 +40,6 @@ def _without_ids(event: str) -> str:
         return event
     chunk = json.loads(event.removeprefix(_PREFIX))
     chunk.pop("prompt_token_ids", None)
-    for choice in chunk["choices"]:
+    for choice in chunk.get("choices", ()):  # an error has none
         choice.pop("token_ids", None)
     return f"{_PREFIX}{json.dumps(chunk, ensure_ascii=False, separators=(',', ':'))}\n\n"

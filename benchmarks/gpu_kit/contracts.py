@@ -25,8 +25,6 @@ DISCARDED = "computed again"
 COUNTERS = ("swapped", "fetched", "swap_refused", "fetch_lost", "fetch_failed")
 ROUNDS = 5
 """Repetitions of which the median time to first token is taken."""
-
-
 TIER_TOKENS = 40_000
 """Size of the host tier. A program may have a quarter of it, which is more than the longest context."""
 

@@ -24,6 +24,7 @@ from replicas.settings import SchedulerSettings, in_one_process
 CHEAP_LINK: CostModel = replace(preset(DEFAULT), swap_token_s=1e-12, swap_overhead_s=0.0)
 """A cost model by which the policies swap whenever the host has room, so that the offload path is used."""
 ANSWER_WITHIN_S = 60.0
+"""Seconds within which the engine has to answer a control call, and to become what a caller waits for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,61 +94,61 @@ class Engine:
         snapshot: dict[str, Any] = (await self.channel.call("exchange"))["snapshot"]
         return snapshot
 
-    async def erase(self, within_s: float = ANSWER_WITHIN_S) -> None:
+    async def erase(self) -> None:
         """Erase the device's prefix cache; the host tier keeps its copies.
 
         Raises:
             TimeoutError: blocks were in use all the time.
         """
-        give_up_s = self.clock.now_s() + within_s
+        give_up_s = self.clock.now_s() + ANSWER_WITHIN_S
         while not await self.client.reset_prefix_cache():
             if self.clock.now_s() > give_up_s:
-                raise TimeoutError(f"the device's cache could not be erased within {within_s:g} s")
+                raise TimeoutError(f"the device's cache could not be erased within {ANSWER_WITHIN_S:g} s")
             await asyncio.sleep(0.05)
 
-    async def reset(self, within_s: float = ANSWER_WITHIN_S) -> None:
+    async def reset(self) -> None:
         """End all holds, and erase the device's prefix cache and the host tier.
 
         Raises:
             TimeoutError: blocks were in use all the time.
         """
-        give_up_s = self.clock.now_s() + within_s
+        give_up_s = self.clock.now_s() + ANSWER_WITHIN_S
         while not (await self.channel.call("reset"))["reset"]:
             if self.clock.now_s() > give_up_s:
-                raise TimeoutError(f"the caches could not be erased within {within_s:g} s")
+                raise TimeoutError(f"the caches could not be erased within {ANSWER_WITHIN_S:g} s")
             await asyncio.sleep(0.05)
 
     async def story(self, program: str) -> dict[str, Any]:
         """Return what the scheduler knows of a program; empty if nothing."""
         return await self.channel.call("program", key=f"default/{program}")
 
-    async def until(self, program: str, phase: str, within_s: float = ANSWER_WITHIN_S) -> None:
+    async def until(self, program: str, phase: str) -> None:
         """Wait until a program is in a phase.
 
         Raises:
             TimeoutError: it did not get there; the message has its phase.
         """
-        give_up_s, now = self.clock.now_s() + within_s, ""
+        give_up_s, now = self.clock.now_s() + ANSWER_WITHIN_S, ""
         while self.clock.now_s() < give_up_s:
             now = str((await self.story(program)).get("phase"))
             if now == phase:
                 return
             await asyncio.sleep(0.02)
-        raise TimeoutError(f"program {program} is {now} and not {phase} after {within_s:g} s")
+        raise TimeoutError(f"program {program} is {now} and not {phase} after {ANSWER_WITHIN_S:g} s")
 
-    async def idle(self, within_s: float = ANSWER_WITHIN_S) -> dict[str, Any]:
+    async def idle(self) -> dict[str, Any]:
         """Wait until nothing runs, waits or is loaded, and return the numbers of then.
 
         Raises:
             TimeoutError: something still runs; the message has the numbers.
         """
-        give_up_s = self.clock.now_s() + within_s
+        give_up_s = self.clock.now_s() + ANSWER_WITHIN_S
         while self.clock.now_s() < give_up_s:
             found = await self.numbers()
             if not (found["running"] or found["waiting"] or found["fetching_programs"]):
                 return found
             await asyncio.sleep(0.05)
-        raise TimeoutError(f"the engine is not idle after {within_s:g} s: {found}")
+        raise TimeoutError(f"the engine is not idle after {ANSWER_WITHIN_S:g} s: {found}")
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ import traceback
 from pathlib import Path
 
 from benchmarks.gpu_kit.parts import CPU, CUDA, LIMIT_S, PARTS
-from benchmarks.gpu_kit.task import Findings, Skipped, Task
+from benchmarks.gpu_kit.task import Findings, Task
 from replicas.settings import CPU_ENVIRONMENT
 
 QUIET = {
@@ -41,8 +41,6 @@ def main(argv: list[str] | None = None) -> int:
     findings = Findings(part.files(arguments.out).findings)
     try:
         importlib.import_module(f"benchmarks.gpu_kit.{part.module}").run(task, findings)
-    except Skipped as reason:
-        findings.skipped = str(reason)
     except Exception as error:  # noqa: BLE001 - any error of a part is its result
         traceback.print_exc()
         findings.check("the part runs to its end", False, f"{type(error).__name__}: {error}")

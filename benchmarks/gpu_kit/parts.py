@@ -20,8 +20,6 @@ class Part:
     module: str
     """Module of this package whose ``run`` is called with the task and the findings."""
     title: str
-    needs_gpu: str = ""
-    """Why the part cannot run on a CPU; empty if it can."""
 
     def files(self, out: Path) -> "Files":
         """Return the paths of its files in the folder of the results."""

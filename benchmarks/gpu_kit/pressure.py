@@ -223,7 +223,10 @@ def _judge_stock(task: Task, findings: Findings, load: Load, began_s: float) -> 
     findings.number("vLLM's own tier", "the engine died" if load.dead else "the engine lived")
     if load.dead:
         log = next(part for part in PARTS if part.name == task.part).files(task.out).log
-        lines = re.findall(r".*(?:AssertionError|offloading/scheduler\.py|cpu/manager\.py).*", log.read_text())
+        lines = re.findall(
+            r".*(?:AssertionError|offloading/scheduler\.py|cpu/manager\.py).*",
+            log.read_text(encoding="utf-8", errors="replace"),
+        )
         findings.number("seconds until it died", round(load.engine.clock.now_s() - began_s))
         findings.number("its traceback", [{"line": line[-200:]} for line in lines[-8:]])
 

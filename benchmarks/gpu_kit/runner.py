@@ -51,13 +51,13 @@ class Options:
         return given + (["--model", str(self.model)] if self.model else []) + (["--quick"] if self.quick else [])
 
 
-def probed(options: Options, python: str = sys.executable) -> dict[str, str]:
+def probed(options: Options) -> dict[str, str]:
     """Return names and versions of what is at hand, with the options that decide what a result means.
 
     Raises:
         RuntimeError: the probe failed; the message has its error.
     """
-    asked = subprocess.run([python, "-m", PROBE], capture_output=True, text=True, check=False)
+    asked = subprocess.run([sys.executable, "-m", PROBE], capture_output=True, text=True, check=False)
     if asked.returncode:
         raise RuntimeError(f"{PROBE} failed: {asked.stderr.strip()[-400:]}")
     found: dict[str, str] = json.loads(asked.stdout)
@@ -79,10 +79,10 @@ def run_parts(
         facts: what :func:`probed` found.
         command: returns the command of a part's process. None: this Python and `benchmarks.gpu_kit.part`.
     """
-    usable = ""
+    lacking = ""
     for part in parts:
         files = part.files(options.out)
-        why = unusable(part, options, facts) or (usable if part.name != FIRST else "")
+        why = without_gpu(options, facts) or (lacking if part.name != FIRST else "")
         if why:
             record = _record(part, facts, SKIPPED, why)
         elif not options.again and (earlier := passed_before(files, facts)):
@@ -91,15 +91,13 @@ def run_parts(
             record = _run(part, options, facts, command or (lambda part: _command(part, options)))
             _write(files.record, record)
         if part.name == FIRST and record["status"] != PASSED:
-            usable = f"the part {FIRST!r} has {'been skipped' if record['status'] == SKIPPED else 'failed'}"
+            lacking = f"the part {FIRST!r} has {'been skipped' if record['status'] == SKIPPED else 'failed'}"
         yield record
 
 
-def unusable(part: Part, options: Options, facts: Mapping[str, str]) -> str:
-    """Return why a part cannot run on this device; empty if it can."""
-    if options.device == CUDA:
-        return f"no CUDA GPU: {facts['absent']}" if "absent" in facts else ""
-    return f"needs a CUDA GPU: {part.needs_gpu}" if part.needs_gpu else ""
+def without_gpu(options: Options, facts: Mapping[str, str]) -> str:
+    """Return why the parts cannot run on the device that was chosen; empty if they can."""
+    return f"no CUDA GPU: {facts['absent']}" if options.device == CUDA and "absent" in facts else ""
 
 
 def passed_before(files: Files, facts: Mapping[str, str]) -> Record | None:
@@ -151,7 +149,7 @@ def _run(part: Part, options: Options, facts: Mapping[str, str], command: Callab
 
 
 def judged(found: Mapping[str, Any], status: int | None, limit_s: float, last_line: str) -> tuple[str, str]:
-    """Return whether a part passed, failed or was skipped, and why.
+    """Return whether a part passed or failed, and why.
 
     Args:
         found: what its process has written.
@@ -166,8 +164,6 @@ def judged(found: Mapping[str, Any], status: int | None, limit_s: float, last_li
         return FAILED, "; ".join(wrong)
     if not found.get("complete"):
         return FAILED, f"its process ended with status {status}: {last_line}"
-    if found.get("skipped"):
-        return SKIPPED, found["skipped"]
     if status:
         return FAILED, f"exit status {status}: {last_line}"
     return (PASSED, "") if found.get("checks") else (FAILED, "it checked nothing")

@@ -1,4 +1,4 @@
-"""What the process of a part receives, and what it hands back: checks, numbers, or the reason why it cannot run."""
+"""What the process of a part receives, and what it hands back: checks and numbers."""
 
 import json
 import subprocess
@@ -38,10 +38,6 @@ class Task:
         return self.device == CUDA
 
 
-class Skipped(Exception):
-    """A part cannot run here. The message says why."""
-
-
 @dataclass(slots=True)
 class Findings:
     """Checks and numbers of a part, written to a file after each, so that a part that is ended leaves what it has."""
@@ -49,7 +45,6 @@ class Findings:
     path: Path
     checks: list[dict[str, Any]] = field(default_factory=list)
     numbers: dict[str, Number | Rows] = field(default_factory=dict)
-    skipped: str = ""
     complete: bool = False
 
     def check(self, name: str, passed: bool, detail: str = "") -> bool:
@@ -81,7 +76,6 @@ class Findings:
         """Write the file, at once or not at all."""
         content = {
             "complete": self.complete,
-            "skipped": self.skipped,
             "checks": self.checks,
             "numbers": self.numbers,
         }

@@ -78,7 +78,10 @@ class WebPages:
         if self._host is not None and is_loopback(self._host):
             name = _name_of(called)
             if name is not None and name != self._host and not is_loopback(name):
-                raise Forbidden(f"a server without keys on {self._host} is not called {name[:200]!r}")
+                raise Forbidden(
+                    f"a server without keys on {self._host} is not called {name[:200]!r}: call it by its address, or "
+                    "set auth.file or http.host"
+                )
 
 
 def _name_of(called: str) -> str | None:

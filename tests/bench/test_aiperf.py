@@ -2,6 +2,7 @@
 
 import argparse
 import sys
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -38,6 +39,25 @@ def test_an_aiperf_that_fails_is_an_error_with_its_output(
     with pytest.raises(aiperf.AiperfFailed) as error:
         aiperf.aiperf(["profile"], {}, 0.2 if "sleep" in does else 60.0)
     assert str(error.value).startswith(message)
+
+
+def test_a_run_that_fails_says_why_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    def compare(*_: object) -> None:
+        raise aiperf.ReportError("profile_export.jsonl:1: error: missing")
+
+    monkeypatch.setattr(aiperf, "INSTALLED", tmp_path)
+    monkeypatch.setattr(aiperf, "own_server", lambda model: nullcontext(argparse.Namespace(url="http://a")))
+    monkeypatch.setattr(aiperf, "served", lambda *which: nullcontext("http://b"))
+    monkeypatch.setattr(aiperf, "compare", compare)
+    monkeypatch.setattr(sys, "argv", ["aiperf"])
+    assert aiperf.main() == 1
+    assert capsys.readouterr().err == "failed: profile_export.jsonl:1: error: missing\n"
+    monkeypatch.setattr(sys, "argv", ["aiperf", "--rounds", "0"])
+    with pytest.raises(SystemExit):
+        aiperf.main()
+    assert "--rounds, --sessions, --concurrency: 1 at least" in capsys.readouterr().err
 
 
 def test_the_tokenizer_is_found_by_name() -> None:

@@ -2,13 +2,14 @@
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks import papers
 from cluster.offline.reproduce.plan import PAPERS
 
-RESULT = {
+RESULT: dict[str, Any] = {
     "paper": "lamps",
     "seeds": [0, 1],
     "date": "2026-01-02",
@@ -56,3 +57,17 @@ def test_results_replace_the_ones_before_and_come_after_the_text(
     assert "| TTFT below, % | 90 | 20 | 0.222 * |" in page
     assert "Seeds 0, 1; 2026-01-02, commit abc." in page
     assert papers.with_results("lamps", page) == page
+
+
+def test_figures_of_other_runs_have_their_own_seeds_and_commits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(papers, "RESULTS", tmp_path)
+    figures = ("figure6_gptj_multi", "figure6_gptj_single")
+    for number, figure in enumerate(figures):
+        rows = [row | {"figure": figure} for row in RESULT["rows"]]
+        one = RESULT | {"rows": rows, "curves": {figure: {}}, "seeds": [number], "commit": f"c{number}"}
+        (tmp_path / f"reproduce_lamps_{figure}.json").write_text(json.dumps(one))
+    page = papers.with_results("lamps", "# LAMPS\n")
+    single, multi = page.index("Seeds 1; 2026-01-02, commit c1."), page.index("Seeds 0; 2026-01-02, commit c0.")
+    assert page.index("2 of 4 numbers") < single < multi, "each after its table, in the order of the figures"

@@ -8,6 +8,8 @@ from typer.testing import CliRunner
 
 from cluster.cli import app, main
 from cluster.core.errors import ConfigError
+from cluster.offline.commands import trace
+from cluster.offline.traces.format import BLOCK_TOKENS, Options
 from tests.traces.programs import written
 from tests.traces.test_bad_input import MOONCAKE
 
@@ -54,3 +56,7 @@ def test_a_distance_that_is_none_is_refused(tmp_path: Path, value: str) -> None:
     file = written(tmp_path / "in.jsonl", MOONCAKE)
     with pytest.raises(ConfigError, match="--every-s: "):
         run("convert", file, tmp_path / "out", "--from", "mooncake", "--to", "otel", "--every-s", value)
+
+
+def test_the_command_has_the_defaults_of_the_formats() -> None:
+    assert trace.BLOCK_TOKENS == BLOCK_TOKENS == Options().block_tokens

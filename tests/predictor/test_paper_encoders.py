@@ -164,9 +164,11 @@ def test_a_bundle_answers_as_the_model_did(name: str, request: pytest.FixtureReq
 
 def test_a_bundle_of_augserve_without_durations_is_refused(augserve: AugserveModel, tmp_path: Path) -> None:
     augserve.save(tmp_path)
-    write_bundle(tmp_path, replace(read_bundle(tmp_path), settings={}))
-    with pytest.raises(ConfigError, match="call_times"):
-        AugserveModel.load(tmp_path)
+    whole = read_bundle(tmp_path)
+    for times, place in ((None, ""), ([1.0], ""), ({"": [1.0]}, r"\.\.1"), ({"": [1.0, None]}, r"\.\.1")):
+        write_bundle(tmp_path, replace(whole, settings={"call_times": times}))
+        with pytest.raises(ConfigError, match=rf"^{tmp_path}: settings\.call_times{place}: "):
+            AugserveModel.load(tmp_path)
 
 
 def test_statistics_predict_what_the_papers_do_not(augserve: AugserveModel) -> None:

@@ -20,7 +20,7 @@ PROGRAM = {
     "category": "math",
     "turns": [TURN | {"tool_return_tokens": 12}, LAST | {"tool_return_tokens": None}],
 }
-SMALL = {
+SMALL: dict[str, Any] = {
     "title": "a paper",
     "figures": {
         "table1": {
@@ -53,6 +53,8 @@ SMALL = {
         }
     },
 }
+
+SMALL["figures"]["table2"] = SMALL["figures"]["table1"] | {"loads": {"1": {"rate": 1}, "2": {"rate": 2}}}
 
 
 @pytest.fixture
@@ -93,6 +95,7 @@ def test_it_prints_published_numbers_beside_ours_and_writes_them(
     [
         (("--figure", "table9"), "--figure: 'table9' is none of table1"),
         (("--seed", "one"), "--seed"),
+        (("--figure", "table2", "--quick"), "--quick: it runs no load of table2"),
     ],
 )
 def test_bad_arguments_are_named(

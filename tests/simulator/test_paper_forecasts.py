@@ -112,6 +112,7 @@ def test_files_that_do_not_fit_are_refused(files: dict[str, Path], tmp_path: Pat
             ([{**rows[0], "program_id": "other"}], "a forecast for none of the trace's programs"),
             ([{**rows[0], "turns": [{**rows[0]["turns"][0], "output_tokens": -1.0}]}], ":1: a number is negative"),
             ([{"program_id": "p0"}], ":1: .*turns"),
+            ([rows[0], rows[0]], r":2: program_id: 'p\d+' is on an earlier line"),
         )
     ):
         with pytest.raises(ConfigError, match=message):

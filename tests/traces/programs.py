@@ -51,9 +51,7 @@ def turns(draw: st.DrawFn, least_context: int = 1) -> list[dict[str, Any]]:
 
 
 @st.composite
-def programs(
-    draw: st.DrawFn, least_context: int = 1, prefixes: bool = True, arrivals: bool = True
-) -> list[RecordedProgram]:
+def programs(draw: st.DrawFn, least_context: int = 1, prefixes: bool = True) -> list[RecordedProgram]:
     """A trace: programs with different ids."""
     prefix = st.fixed_dictionaries({"group": NAMES, "tokens": st.none() | st.integers(0, 3000)})
     return [
@@ -63,7 +61,7 @@ def programs(
             split_group=draw(st.none() | NAMES),
             category=draw(st.none() | NAMES),
             shared_prefix=draw(st.none() | prefix) if prefixes else None,
-            arrival_s=draw(SECONDS) if arrivals else None,
+            arrival_s=draw(SECONDS),
             turns=tuple(RecordedTurn(**turn) for turn in draw(turns(least_context))),
         )
         for name in draw(st.lists(NAMES, min_size=1, max_size=4, unique=True))
@@ -77,11 +75,9 @@ def written(path: Path, *lines: dict[str, Any] | str) -> Path:
     return path
 
 
-def there_and_back(
-    trace: Sequence[RecordedProgram], name: str, options: Options | None = None
-) -> tuple[list[RecordedProgram], dict[str, int]]:
+def there_and_back(trace: Sequence[RecordedProgram], name: str) -> tuple[list[RecordedProgram], dict[str, int]]:
     """Convert a trace of ours into a format and back; what came back, and what the way there lost."""
-    options = options or Options()
+    options = Options()
     with TemporaryDirectory() as folder:
         ours, theirs, back = (Path(folder) / f"{one}.jsonl" for one in ("ours", "theirs", "back"))
         lines = [program.model_dump_json() for program in trace]

@@ -73,6 +73,10 @@ def export(*spans: dict[str, Any]) -> dict[str, Any]:
          f"{SPANS}.1.attributes: gen_ai.usage.input_tokens"),
         ("otel", export(span()), export(span(attributes={"gen_ai.usage.output_tokens": "5"})),
          f"{SPANS}.0.attributes: gen_ai.usage.output_tokens"),
+        ("otel", export(span()), export(span(attributes={"gen_ai.usage.reasoning.output_tokens": "3"})),
+         f"{SPANS}.0.attributes: gen_ai.usage.reasoning.output_tokens"),
+        ("otel", export(span()), export(span(attributes={"gen_ai.usage.reasoning.output_tokens": -3})),
+         f"{SPANS}.0.attributes: gen_ai.usage.reasoning.output_tokens"),
         ("otel", export(span()), "nonsense", "the line"),
     ],
 )  # fmt: skip
@@ -108,6 +112,21 @@ def test_a_document_of_spans_is_named_with_the_place_in_it(tmp_path: Path) -> No
     file.write_text('{\n"resourceSpans": [\n{]}', encoding="utf-8")
     with pytest.raises(TraceError, match=r"in.json:3: "):
         check(file, "otel", Options())
+
+
+@pytest.mark.parametrize("text", [b'{"resourceSpans": [\n"\xff"]}', b"[" * 200_000, b'{"a":\n' + b"9" * 5000 + b"}"])
+def test_bytes_that_are_no_document_are_named(tmp_path: Path, text: bytes) -> None:
+    file = tmp_path / "in.json"
+    file.write_bytes(text)
+    with pytest.raises(TraceError, match=r"in.json:[12]: "):
+        check(file, "otel", Options())
+
+
+def test_the_name_of_a_file_does_not_change_the_message(tmp_path: Path) -> None:
+    file = written(tmp_path / "turns.jsonl", {**AIPERF, "output_length": None})
+    with pytest.raises(TraceError) as error:
+        check(file, "aiperf", Options())
+    assert str(error.value).startswith(f"{file}:1: output_length: ")
 
 
 def test_names_and_files_of_the_command_line(tmp_path: Path) -> None:

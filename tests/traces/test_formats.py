@@ -189,7 +189,7 @@ def test_spans_of_an_agent_become_a_program(tmp_path: Path) -> None:
 
 
 def test_spans_without_a_conversation_are_programs_of_their_traces(tmp_path: Path) -> None:
-    spans = [call(1, 2, 10, 1, None), {**call(3, 4, 20, 1, None), "traceId": "u"}, tool(0, 1, "early")]
+    spans = [call(1, 2, 10, 1, None), {**call(3, 4, 20, 1, ""), "traceId": "u"}, tool(0, 1, "early")]
     timed_out = span(attributes={"gen_ai.usage.input_tokens": None, "error.type": "timeout"})
     cut = [
         span(attributes={"gen_ai.usage.output_tokens": None}, status={"code": code})

@@ -8,6 +8,18 @@ from typing import Annotated
 import typer
 
 from cluster.offline.commands._common import DEFAULT_URL, Outputs, Url
+from cluster.offline.commands._shaping import (
+    Calls,
+    Categories,
+    Limit,
+    MaxContext,
+    MaxTurns,
+    NoCallsShare,
+    RepeatTurns,
+    ScaleLengths,
+    ScaleTools,
+    shaping_of,
+)
 
 
 def bench(
@@ -27,15 +39,15 @@ def bench(
     count: Annotated[int | None, typer.Option(help="Programs a block, in place of --duration-s.")] = None,
     warmup_s: Annotated[float, typer.Option(help="First seconds of a block that are not measured.")] = 0.0,
     blocks: Annotated[int, typer.Option(help="Times that each policy runs, in turns.")] = 1,
-    scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
-    scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
-    max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
-    categories: Annotated[str, typer.Option(help="a,b: only programs of these categories of the trace.")] = "",
-    calls: Annotated[str | None, typer.Option(help="N or MIN-MAX: only programs with so many tool calls.")] = None,
-    no_calls_share: Annotated[float, typer.Option(help="Share of the programs whose calls are disabled.")] = 0.0,
-    repeat_turns: Annotated[int, typer.Option(help="Times that a program does its turns, with shorter lengths.")] = 1,
+    scale_lengths: ScaleLengths = 1.0,
+    scale_tools: ScaleTools = 1.0,
+    max_context: MaxContext = None,
+    max_turns: MaxTurns = None,
+    limit: Limit = None,
+    categories: Categories = "",
+    calls: Calls = None,
+    no_calls_share: NoCallsShare = 0.0,
+    repeat_turns: RepeatTurns = 1,
     seed: Annotated[int, typer.Option(help="Same seed, same programs, arrivals and token ids.")] = 0,
     slo_ttft: Annotated[float | None, typer.Option(help="Bound: seconds to the first token. Default: 1.")] = None,
     slo_tpot: Annotated[float | None, typer.Option(help="Bound: seconds per token after the first.")] = None,
@@ -52,8 +64,7 @@ def bench(
     """Replay agent programs in an open loop: goodput, latencies and cache use, policy by policy."""
     from cluster.core.slo import Slo
     from cluster.offline.bench.session import run_in_terminal
-    from cluster.offline.bench.settings import BenchSettings, listed, read_calls
-    from cluster.offline.bench.workload import Shaping
+    from cluster.offline.bench.settings import BenchSettings, listed
 
     bounds = (slo_ttft, slo_tpot, slo_e2e, slo_norm)
     settings = BenchSettings(
@@ -64,14 +75,14 @@ def bench(
         missing_tool_s=missing_tool_s,
         only_recorded=only_recorded,
         missing_tools_from=missing_tools_from,
-        shaping=Shaping(
+        shaping=shaping_of(
             scale_lengths,
             scale_tools,
             max_context,
             max_turns,
             limit,
-            listed(categories),
-            read_calls(calls),
+            categories,
+            calls,
             no_calls_share,
             repeat_turns,
         ),

@@ -45,6 +45,8 @@ def reproduce(
             raise ConfigError(f"--figure: {figure!r} is none of {', '.join(plan.figures)}")
         chosen = {name: one for name, one in plan.figures.items() if figure in (None, name)}
         runs = jobs_of(chosen, (0,) if quick else _seeds(seed), quick=quick, factors=factors)
+        if not runs:
+            raise ConfigError(f"--quick: it runs no load of {figure}; leave it out")
         progress.begin("runs", len(runs))
         measured = []
         for run in run_all(runs, chosen, traces, jobs):

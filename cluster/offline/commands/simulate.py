@@ -13,6 +13,18 @@ import typer
 
 from cluster.core.errors import ConfigError
 from cluster.offline.commands._common import Outputs
+from cluster.offline.commands._shaping import (
+    Calls,
+    Categories,
+    Limit,
+    MaxContext,
+    MaxTurns,
+    NoCallsShare,
+    RepeatTurns,
+    ScaleLengths,
+    ScaleTools,
+    shaping_of,
+)
 
 if TYPE_CHECKING:
     from cluster.offline.bench.terminal import RunProgress
@@ -67,15 +79,15 @@ def simulate(
     missing_tools_from: Annotated[
         Path | None, typer.Option(help="Draw tool durations that a trace lacks from this trace.")
     ] = None,
-    scale_lengths: Annotated[float, typer.Option(help="Factor on all token lengths.")] = 1.0,
-    scale_tools: Annotated[float, typer.Option(help="Factor on all tool durations.")] = 1.0,
-    max_context: Annotated[int | None, typer.Option(help="Drop programs that need more tokens.")] = None,
-    max_turns: Annotated[int | None, typer.Option(help="Cut off later turns.")] = None,
-    limit: Annotated[int | None, typer.Option(help="Use only so many programs, drawn by the seed.")] = None,
-    categories: Annotated[str, typer.Option(help="a,b: only programs of these categories of the trace.")] = "",
-    calls: Annotated[str | None, typer.Option(help="N or MIN-MAX: only programs with so many tool calls.")] = None,
-    no_calls_share: Annotated[float, typer.Option(help="Share of the programs whose calls are disabled.")] = 0.0,
-    repeat_turns: Annotated[int, typer.Option(help="Times that a program does its turns, with shorter lengths.")] = 1,
+    scale_lengths: ScaleLengths = 1.0,
+    scale_tools: ScaleTools = 1.0,
+    max_context: MaxContext = None,
+    max_turns: MaxTurns = None,
+    limit: Limit = None,
+    categories: Categories = "",
+    calls: Calls = None,
+    no_calls_share: NoCallsShare = 0.0,
+    repeat_turns: RepeatTurns = 1,
     max_batched_tokens: Annotated[
         int | None, typer.Option(help="Tokens of a step at most, if not vLLM's default on the preset's GPU.")
     ] = None,
@@ -99,8 +111,6 @@ def simulate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with RunProgress(quiet=quiet) as progress:
         from cluster.config.loader import parse_assignment
-        from cluster.offline.bench.settings import listed, read_calls
-        from cluster.offline.bench.workload import Shaping
         from cluster.offline.simulator.routers import router_names
         from cluster.offline.simulator.run import rates_of
         from cluster.offline.simulator.settings import SimulationSettings, policy_names
@@ -115,14 +125,14 @@ def simulate(
             missing_tool_s=missing_tool_s,
             only_recorded=only_recorded,
             missing_tools_from=missing_tools_from,
-            shaping=Shaping(
+            shaping=shaping_of(
                 scale_lengths,
                 scale_tools,
                 max_context,
                 max_turns,
                 limit,
-                listed(categories),
-                read_calls(calls),
+                categories,
+                calls,
                 no_calls_share,
                 repeat_turns,
             ),

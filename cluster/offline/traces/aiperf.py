@@ -155,7 +155,7 @@ def _turn(row: TurnRow, where: str, options: Options, texts: _Texts, losses: Los
             f"{options.block_tokens} tokens (another size of blocks: --block-tokens)"
         )
     losses.add("extra fields of a request (turns)", bool(row.extra))
-    output = _output(row.output_length, where, options, losses)
+    output = _output(row.output_length, f"{where}: output_length", options, losses)
     return _Turn(where, new_tokens, output, row.delay, row.timestamp, row.hash_ids or ())
 
 
@@ -173,16 +173,15 @@ def _text_turns(session: SessionRow, where: str, options: Options, texts: _Texts
         if index == 0 and turn.role == "system" and len(session.turns) > 1:
             system = tokens
             continue
-        output = _output(turn.output_length, key, options, losses)
+        output = _output(turn.output_length, f"{key}.output_length", options, losses)
         yield _Turn(where, system + tokens, output, turn.delay, turn.timestamp)
         system = 0
 
 
-def _output(recorded: int | None, where: str, options: Options, losses: Losses) -> int:
+def _output(recorded: int | None, key: str, options: Options, losses: Losses) -> int:
     if recorded is not None:
         return recorded
     if options.output_tokens is None:
-        key = f"{where}.output_length" if "turns." in where else f"{where}: output_length"
         raise TraceError(f"{key}: missing; choose a length for all such turns with --output-tokens")
     losses.add("missing output_length, replaced by --output-tokens (turns)")
     return options.output_tokens

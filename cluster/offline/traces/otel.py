@@ -93,7 +93,7 @@ class _Found:
         if span.endTimeUnixNano < span.startTimeUnixNano:
             raise TraceError(f"{place}.endTimeUnixNano: before startTimeUnixNano")
         values = span.values()
-        conversation = values.get(CONVERSATION)
+        conversation = values.get(CONVERSATION) or None
         if conversation is not None:
             self._conversations.setdefault(span.traceId, set()).add(conversation)
         of = (place, span.startTimeUnixNano, span.endTimeUnixNano, span.traceId, conversation)
@@ -113,7 +113,7 @@ class _Found:
         """Return the calls of each conversation in the order of time, with the tools after each.
 
         Raises:
-            TraceError: a call has no number of tokens. The message names it.
+            TraceError: a call has no number of tokens, or one that is none. The message names it.
         """
         losses.add("other spans (spans)", self._others)
         programs: dict[str, list[_ModelCall]] = {}
@@ -134,6 +134,9 @@ class _Found:
             for key in (INPUT_TOKENS, OUTPUT_TOKENS):
                 if not isinstance(call.attributes.get(key), int):
                     raise TraceError(f"{call.where}.attributes: {key}: missing, or not an intValue")
+            reasoning = call.attributes.get(REASONING_TOKENS) or 0
+            if not isinstance(reasoning, int) or reasoning < 0:
+                raise TraceError(f"{call.where}.attributes: {REASONING_TOKENS}: not an intValue of 0 or more")
             programs.setdefault(name, []).append(call)
         return programs
 

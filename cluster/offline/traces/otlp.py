@@ -87,7 +87,7 @@ def exports(path: Path) -> Iterator[tuple[str, Export]]:
     for number, line in lines:
         try:
             json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             if number > 1:
                 raise TraceError(f"{path}:{number}: the line: {error}") from error
             yield f"{path}:1", _document(path, b"".join([line, *(text for _, text in lines)]))
@@ -100,6 +100,8 @@ def _document(path: Path, text: bytes) -> Export:
         value = json.loads(text)
     except json.JSONDecodeError as error:
         raise TraceError(f"{path}:{error.lineno}: {error.msg}") from error
+    except (ValueError, RecursionError) as error:  # no UTF-8, a number that is too long, or too many brackets
+        raise TraceError(f"{path}:1: the document: {error}") from error
     try:
         return Export.model_validate(value)
     except ValidationError as error:
