@@ -1,4 +1,4 @@
-"""The interfaces of a scheduling policy: order, pause, admission and budget. Each is a pure function of a frozen view.
+"""The interfaces of a scheduling policy: order, pause and budget. Each is a pure function of a frozen view.
 
 A policy keeps no state and reads no clock. The view has everything that it may know, and the scheduler acts on its
 result. Times are in seconds on the scheduler's clock, and lengths in tokens.
@@ -18,6 +18,8 @@ from cluster.durations.table import DurationTable
 from replicas.cost_model import CostModel
 
 RankKey = tuple[float, ...]
+IsLate = Callable[[RankKey], bool]
+"""Whether a turn of this rank is deferred."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +35,16 @@ class ReplicaFacts:
     """vLLM's max_num_batched_tokens: the largest number of tokens of a step."""
     host_tokens: int = 0
     """Capacity of the host tier, in tokens. 0 means that there is none."""
+
+    def ttft_bound_s(self, tokens: int, context_tokens: int) -> float | None:
+        """Return the bound on the first token of a turn, in seconds from its arrival. None: there is none.
+
+        Args:
+            tokens: tokens of the prompt that the program did not have before.
+            context_tokens: the other tokens of the prompt.
+        """
+        alone_s = self.cost.prefill_s(max(1, tokens), context_tokens, self.max_tokens)
+        return self.slo.bounds.ttft_bound_s(alone_s)
 
 
 @dataclass(frozen=True)
@@ -50,10 +62,10 @@ class LoadView:
     held_tokens: int
     free_tokens: int
     """Tokens of memory that nobody owns. The prefix cache may still have contents there."""
-    on_time_share: float = 1.0
-    """Share of recently ended turns whose programs never exceeded the TTFT SLO. It is 0 before the first turn."""
     waiting_late: int = 0
-    """Number of waiting turns that the order policy defers: see ``Policy.late_rank``."""
+    """Number of waiting turns that the order policy defers: see ``Policy.is_late``."""
+    waiting_tokens: int = 0
+    """Tokens that the other waiting turns have to compute, without held ones."""
     lost_queue_s: float = 0.0
     """Recent mean of the seconds from arrival to admission of turns whose programs had lost their KV. It is 0 before
     the first."""
@@ -129,6 +141,8 @@ class TurnView:
     """Those of ``tokens`` that it generated before a preemption."""
     first_token_s: float | None = None
     """Time of its first token, or None if there is none yet."""
+    ttft_bound_s: float | None = None
+    """Bound on the seconds from its arrival to its first token, or None if there is none."""
     longest_wait_steps: int = 0
     """Largest number of steps that an earlier turn of its program waited, without the program's first turn."""
 
@@ -263,18 +277,6 @@ class PausePolicy(Protocol):
         ...
 
 
-class AdmissionPolicy(Protocol):
-    """Decides how much memory an admission must leave to others. It is not asked where nothing runs."""
-
-    def room_share(self, turn: TurnView) -> float:
-        """Return the share of the memory, in [0, 1], that the running turns and this one together must leave.
-
-        Only the first turn in rank is asked. If it has to wait, all turns after it wait too. Held memory counts as
-        left, because admissions cannot use it anyway.
-        """
-        ...
-
-
 class BudgetPolicy(Protocol):
     """Decides how many tokens a step may schedule."""
 
@@ -294,16 +296,11 @@ class Policy:
     reserve_share: float = 0.0
     """Share of the memory that admissions leave free while other turns run. Running turns grow into it; otherwise they
     would evict holds or be preempted. It corresponds to vLLM's watermark, and the larger of the two is used."""
-    admission: AdmissionPolicy | None = None
-    """The admission policy. None admits every turn that fits into memory."""
-    late_rank: RankKey | None = None
-    """Rank from which turns are deferred, or None to defer no turn. While they wait, ``LoadView.waiting_late`` counts
+    is_late: IsLate | None = None
+    """Whether turns of a rank are deferred, or None to defer no turn. While they wait, ``LoadView.waiting_late`` counts
     them. Their prompts are computed after all others (`replicas.prefill_scheduling`)."""
-
-    @property
-    def guards_memory(self) -> bool:
-        """Whether its admissions keep the memory from thrashing, however many programs arrive."""
-        return self.admission is not None
+    guards_memory: bool = False
+    """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""
 
 
 PolicyFactory = Callable[[], Policy]

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from vllm.v1.request import Request
 
-from replicas.policy import RankKey
+from replicas.policy import IsLate, RankKey
 
 
 class PrefillScheduling:
@@ -30,7 +30,7 @@ class PrefillScheduling:
         running: list[Request],
         *,
         rank: Callable[[Request], RankKey],
-        late_from: RankKey | None,
+        is_late: IsLate | None,
         in_time_waits: bool,
         step: int,
     ) -> bool:
@@ -39,16 +39,16 @@ class PrefillScheduling:
         Args:
             running: vLLM's list, which is sorted in place.
             rank: returns the rank of a running prompt.
-            late_from: prompts of this rank and of later ones are late. None: no prompt is late.
+            is_late: whether prompts of a rank are late. None: no prompt is late.
             in_time_waits: whether a turn that is not late waits.
             step: number of the previous step.
 
         Returns:
             Whether the set of late prompts has changed.
         """
-        prompts = _under_way(running) if late_from is not None else []
+        prompts = _under_way(running) if is_late is not None else []
         ranks = {request.request_id: rank(request) for request in prompts}
-        late = frozenset(name for name, key in ranks.items() if late_from is not None and key >= late_from)
+        late = frozenset(name for name, key in ranks.items() if is_late is not None and is_late(key))
         changed, self._late = late != self._late, late
         if prompts:  # stable: turns that generate have equal ranks and stay in the order of their admission
             running.sort(key=lambda request: ranks.get(request.request_id, ()))

@@ -101,14 +101,13 @@ class AgentScheduler(LoadingScheduler):
         self.programs = ProgramTable(control.max_programs, control.program_ttl_s)
         self.durations = DurationTable()
         self.duration_changes = DurationChanges()
-        self.waiting = RankedQueue(self._rank)
-        self.skipped_waiting = RankedQueue(self._rank)
+        self.waiting, self.skipped_waiting = (RankedQueue(self._rank, self._missing_tokens) for _ in range(2))
         self._stale_ranks: list[str] = []
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
         self._next_sweep_s = 0.0
-        self.lost_queue, self.on_time = RecentMean(), RecentMean()
+        self.lost_queue = RecentMean()
         self.forecaster = Forecaster()
         self.cached_prefixes = CachedPrefixes(self.hash_block_size)
         self.returning_outputs = ReturningOutputs(self.hash_block_size)
@@ -164,9 +163,7 @@ class AgentScheduler(LoadingScheduler):
             starvation_s=control.starvation_s,
         )
         self.crash_attribution = CrashAttribution(self.requests)
-        wrap_allocate_slots(
-            self.kv_cache_manager, may_admit=self._may_admit, break_hold=self._break_hold, on_admitted=self._admit
-        )
+        wrap_allocate_slots(self.kv_cache_manager, break_hold=self._break_hold, on_admitted=self._admit)
         advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
 
@@ -180,7 +177,7 @@ class AgentScheduler(LoadingScheduler):
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
         self._end_all_holds(ReleaseReason.POLICY_SWITCH)
         for queue in (self.waiting, self.skipped_waiting):
-            queue.late_from = self.policies.late_rank
+            queue.is_late = self.policies.is_late
             queue.rerank_all()
 
     # --- a step -------------------------------------------------------------------------------------------------------
@@ -223,8 +220,8 @@ class AgentScheduler(LoadingScheduler):
             waiting=len(self.waiting) + len(self.skipped_waiting),
             held_tokens=held,
             free_tokens=free,
-            on_time_share=self.on_time.mean,
             waiting_late=self.waiting.late + self.skipped_waiting.late,
+            waiting_tokens=self.waiting.tokens_in_time + self.skipped_waiting.tokens_in_time,
             lost_queue_s=self.lost_queue.mean,
             prefill_tokens=self.prefill_scheduling.tokens(self.running),
         )
@@ -234,7 +231,7 @@ class AgentScheduler(LoadingScheduler):
         changed = self.prefill_scheduling.order(
             self.running,
             rank=lambda request: order.key(self.views.prefilling(request)),
-            late_from=self.policies.late_rank,
+            is_late=self.policies.is_late,
             in_time_waits=any(len(queue) > queue.late for queue in (self.waiting, self.skipped_waiting)),
             step=self.current_step,
         )
@@ -287,6 +284,12 @@ class AgentScheduler(LoadingScheduler):
             return LOADED
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
 
+    def _missing_tokens(self, request: Request) -> int:
+        """Return the tokens of a waiting turn that are not held for it."""
+        turn = self.turns.get(request.request_id)
+        held = self.holds.get(turn.key) if turn is not None and turn.key is not None else None
+        return max(1, int(request.num_tokens - request.num_computed_tokens - (held.tokens if held else 0)))
+
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """Return the queue whose head ranks first. At equal ranks, skipped turns come first, as in vLLM's FCFS."""
         if self._stale_ranks:
@@ -311,6 +314,7 @@ class AgentScheduler(LoadingScheduler):
             # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
             key = identity.key or request.session_id
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
+            turn.ttft_bound_s = self.facts.ttft_bound_s(request.num_tokens, 0)
             if key is not None:
                 self._arrive(request, turn, key)
         super().add_request(request)
@@ -323,7 +327,9 @@ class AgentScheduler(LoadingScheduler):
         if before is not None and before.active == 0:
             compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
             if not compacted:
-                self.forecaster.tools_returned(key, max(0, request.num_tokens - before.context_tokens))
+                new = max(0, request.num_tokens - before.context_tokens)
+                turn.ttft_bound_s = self.facts.ttft_bound_s(new, before.context_tokens)
+                self.forecaster.tools_returned(key, new)
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
@@ -420,10 +426,6 @@ class AgentScheduler(LoadingScheduler):
         served = request.num_tokens - turn.cached_tokens
         generated = request.num_output_tokens
         self.forecaster.turn_ended(program.key, turn.features, generated, program.served_tokens + served)
-        bound_s = self.settings.slo.ttft_s
-        waited_s = (now_s if turn.first_token_s is None else turn.first_token_s) - turn.arrived_s
-        on_time = bound_s is None or waited_s <= bound_s
-        self.on_time.observe(program.on_time and on_time)
         return TurnEnded(
             now_s,
             tools,
@@ -431,7 +433,7 @@ class AgentScheduler(LoadingScheduler):
             context_tokens=request.num_tokens,
             generated_tokens=generated,
             busy_s=now_s - turn.arrived_s,
-            on_time=on_time,
+            on_time=turn.is_on_time(now_s),
         )
 
     # --- holds --------------------------------------------------------------------------------------------------------
@@ -491,14 +493,6 @@ class AgentScheduler(LoadingScheduler):
             self.apply(key, HoldEnded(self._now_s(), reason))
 
     # --- memory -------------------------------------------------------------------------------------------------------
-
-    def _may_admit(self, request: Request) -> bool:
-        """Return whether the policy admits this waiting turn beside the running ones. It is not asked if none runs."""
-        if self.policies.admission is None or not self.running:
-            return True
-        share = self.policies.admission.room_share(self.views.waiting(request))
-        taken = self.load_now().running_tokens + request.num_tokens
-        return bool(share <= 0 or taken <= (1 - share) * self.facts.capacity_tokens)
 
     def _break_hold(self, request: Request) -> bool:
         """Evict one hold that yields to ``request``.

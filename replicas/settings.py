@@ -129,8 +129,7 @@ class SchedulerSettings(BaseModel):
 def build_policy(config: PolicyConfig) -> Policy:
     """Return the configured policy, with axes of other policies where the configuration mixes them.
 
-    The admission policy and ``late_rank`` belong to the order: the turn that ranks first waits for memory, and the
-    order defines what a rank means.
+    ``is_late`` and ``guards_memory`` belong to the order, which defines what a rank means.
     """
 
     def axes_of(name: str) -> Policy:
@@ -142,8 +141,8 @@ def build_policy(config: PolicyConfig) -> Policy:
     return replace(
         whole,
         order=ordering.order,
-        admission=ordering.admission,
-        late_rank=ordering.late_rank,
+        is_late=ordering.is_late,
+        guards_memory=ordering.guards_memory,
         pause=axes_of(config.pause).pause if config.pause else whole.pause,
         budget=axes_of(config.budget).budget if config.budget else whole.budget,
     )

@@ -68,6 +68,13 @@ class Turn:
     first_token_s: float | None = None
     cached_tokens: int = 0
     """Prompt tokens that needed no computation at the first admission."""
+    ttft_bound_s: float | None = None
+    """Bound on the seconds from its arrival to its first token, or None if there is none."""
+
+    def is_on_time(self, now_s: float) -> bool:
+        """Return whether its first token came within the bound. Without a token, now counts as its time."""
+        first_s = now_s if self.first_token_s is None else self.first_token_s
+        return self.ttft_bound_s is None or first_s - self.arrived_s <= self.ttft_bound_s
 
 
 def read_identity(request: Request) -> ProgramIdentity:

@@ -53,7 +53,6 @@ def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict
 def wrap_allocate_slots(
     manager: KVCacheManager,
     *,
-    may_admit: Callable[[Request], bool],
     break_hold: Callable[[Request], bool],
     on_admitted: Callable[[Request, int, int], None],
 ) -> None:
@@ -63,7 +62,6 @@ def wrap_allocate_slots(
 
     Args:
         manager: the scheduler's KV cache manager.
-        may_admit: returns whether a waiting turn may get memory at all.
         break_hold: evicts one hold for this request. Returns False if none yields.
         on_admitted: called when a waiting turn has got its memory, with the number of tokens from the prefix cache and
             from the connector.
@@ -72,8 +70,6 @@ def wrap_allocate_slots(
     running = RequestStatus.RUNNING
 
     def allocate(request: Request, num_new_tokens: int, **kwargs: Any) -> KVCacheBlocks | None:
-        if request.status is not running and not may_admit(request):
-            return None
         blocks = allocate_slots(request, num_new_tokens, **kwargs)
         if blocks is not None and request.status is running:
             return blocks

@@ -8,7 +8,7 @@ from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request
 
 from replicas.hold_table import RoundRobin
-from replicas.policy import RankKey
+from replicas.policy import IsLate, RankKey
 
 LOADED: RankKey = ()
 """The rank before every rank that a policy may give. It is that of a waiting turn that owns memory, because its context
@@ -29,12 +29,17 @@ class RankedQueue(RequestQueue):
     between. Removal is lazy: a stale entry is dropped when it reaches the top of the heap.
     """
 
-    def __init__(self, rank: Callable[[Request], RankKey]) -> None:
+    def __init__(self, rank: Callable[[Request], RankKey], missing_tokens: Callable[[Request], int]) -> None:
         self._rank = rank
+        self._missing_tokens = missing_tokens
+        self._missing: dict[str, int] = {}
+        """Of each request that is not late."""
         self._heap: list[tuple[RankKey, int, str]] = []
         self._entries: dict[str, tuple[RankKey, int, Request]] = {}
-        self.late_from: RankKey | None = None
+        self.is_late: IsLate | None = None
         self._late: set[str] = set()
+        self.tokens_in_time = 0
+        """Tokens that the requests that are not late have to compute, as of their last ranking."""
         self._refreshes: RoundRobin[str] = RoundRobin(RANKS_A_STEP)
         # Numbers grow at the tail and fall at the head, so that a prepended request comes before all equal ranks.
         self._tail = itertools.count(1)
@@ -46,16 +51,22 @@ class RankedQueue(RequestQueue):
 
     def _enter(self, rank: RankKey, number: int, request: Request) -> None:
         self._entries[request.request_id] = (rank, number, request)
-        self._count(request.request_id, rank)
+        self._count(request, rank)
         heapq.heappush(self._heap, (rank, number, request.request_id))
         if len(self._heap) > 2 * len(self._entries) + SLACK:
             self._drop_stale()
 
-    def _count(self, request_id: str, rank: RankKey) -> None:
-        if self.late_from is not None and rank >= self.late_from:
-            self._late.add(request_id)
+    def _count(self, request: Request, rank: RankKey) -> None:
+        self._forget(request.request_id)
+        if self.is_late is not None and self.is_late(rank):
+            self._late.add(request.request_id)
         else:
-            self._late.discard(request_id)
+            tokens = self._missing[request.request_id] = self._missing_tokens(request)
+            self.tokens_in_time += tokens
+
+    def _forget(self, request_id: str) -> None:
+        self._late.discard(request_id)
+        self.tokens_in_time -= self._missing.pop(request_id, 0)
 
     def _drop_stale(self) -> None:
         self._heap = [(rank, number, key) for key, (rank, number, _) in self._entries.items()]
@@ -124,7 +135,7 @@ class RankedQueue(RequestQueue):
         """
         del self._entries[request.request_id]
         self._refreshes.remove(request.request_id)
-        self._late.discard(request.request_id)
+        self._forget(request.request_id)
 
     def remove_requests(self, requests: Iterable[Request]) -> None:
         """Remove those requests that are in the queue."""
@@ -153,17 +164,17 @@ class RankedQueue(RequestQueue):
     def rerank_all(self) -> None:
         """Compute every rank again at once, because the policy has changed."""
         self._entries = {key: (self._rank(request), n, request) for key, (_, n, request) in self._entries.items()}
-        for key, (rank, _, _) in self._entries.items():
-            self._count(key, rank)
+        for rank, _, request in self._entries.values():
+            self._count(request, rank)
         self._drop_stale()
 
     @property
     def late(self) -> int:
-        """Number of requests that wait with a rank from ``late_from`` on."""
+        """Number of requests that wait with a rank that ``is_late``."""
         return len(self._late)
 
     def puts_off(self, request_id: str) -> bool:
-        """Return whether this request waits with a rank from ``late_from`` on."""
+        """Return whether this request waits with a rank that ``is_late``."""
         return request_id in self._late
 
     def __bool__(self) -> bool:

@@ -38,11 +38,14 @@ class SloConfig(Section):
     normalized_latency_s: float | None = Field(None, gt=0)
     """Seconds per generated token: the time from the intended arrival to the last token, divided by the tokens
     generated. For a program it is the time without tools, divided by the tokens of all turns."""
+    slowdown: float | None = Field(None, ge=1)
+    """Bound on the first token of a turn whose prompt takes long: so many times the seconds that the prompt's new
+    tokens take alone on the replica, where this is more than `ttft_s`."""
 
     @property
     def bounds(self) -> Slo:
         """The bounds as an `Slo`, which judges records."""
-        return Slo(self.ttft_s, self.tpot_s, self.e2e_s, self.normalized_latency_s)
+        return Slo(self.ttft_s, self.tpot_s, self.e2e_s, self.normalized_latency_s, self.slowdown)
 
     def over(self, wider: "SloConfig") -> "SloConfig":
         """Return these bounds, completed with those of ``wider`` where none is set. A bound of null counts as set."""

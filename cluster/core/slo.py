@@ -51,6 +51,8 @@ class TurnRecord:
     sent_s: float | None = None
     """The time at which the client sent the turn; None: it was not sent, or it was simulated."""
     error: str | None = None
+    alone_s: float | None = None
+    """Seconds that its first token would take alone, with the KV of `previous_context_tokens`; None: unknown."""
 
     @property
     def ttft_s(self) -> float | None:
@@ -248,6 +250,18 @@ class Slo:
     tpot_s: float | None = None
     e2e_s: float | None = None
     normalized_latency_s: float | None = None
+    slowdown: float | None = None
+    """A prompt that takes long alone gets a longer bound on its TTFT: so many times `TurnRecord.alone_s`."""
+
+    def ttft_bound_s(self, alone_s: float | None) -> float | None:
+        """Return the bound on the TTFT of a turn; None: there is none.
+
+        Args:
+            alone_s: see `TurnRecord.alone_s`.
+        """
+        if self.slowdown is None or alone_s is None:
+            return self.ttft_s
+        return max(self.ttft_s or 0.0, self.slowdown * alone_s)
 
     def turn_is_good(self, turn: TurnRecord) -> bool:
         """Return whether the turn is OK and meets every bound that applies, as in vLLM's own benchmark of goodput."""
@@ -256,7 +270,7 @@ class Slo:
     def missed(self, turn: TurnRecord) -> tuple[Bound, ...]:
         """Return the bounds that a turn does not meet. The turn must be OK."""
         met = {
-            Bound.TTFT: _within(turn.ttft_s, self.ttft_s),
+            Bound.TTFT: _within(turn.ttft_s, self.ttft_bound_s(turn.alone_s)),
             Bound.TPOT: turn.output_tokens < 2 or _within(turn.tpot_s, self.tpot_s),
             Bound.E2E: _within(turn.e2e_s, self.e2e_s),
             Bound.NORMALIZED: _within(turn.normalized_latency_s, self.normalized_latency_s),
@@ -302,7 +316,7 @@ class Slo:
         """
         return (
             program.outcome is Outcome.OK
-            and _within(program.turns[0].ttft_s, self.ttft_s)
+            and _within(program.turns[0].ttft_s, self.ttft_bound_s(program.turns[0].alone_s))
             and _within(program.normalized_latency_s, self.normalized_latency_s)
         )
 
@@ -325,6 +339,8 @@ class Goodput:
     offered_requests: int
     """Number of turns that became due."""
     good_requests: int
+    is_bounded: bool = True
+    """Whether the SLO bounds anything. Else every program that completes is good, which says nothing."""
 
     @classmethod
     def of(cls, programs: Sequence[ProgramRecord], slo: Slo, window_s: float) -> "Goodput":
@@ -349,6 +365,7 @@ class Goodput:
             good_programs_first=sum(slo.program_begins_in_time(program) for program in programs),
             offered_requests=len(turns),
             good_requests=sum(slo.turn_is_good(turn) for turn in turns),
+            is_bounded=slo != Slo(),
         )
 
     @property

@@ -1,12 +1,10 @@
-"""Caesura's own policy: triage by the SLO, holds by optimal stopping, and steps within a time bound.
+"""Caesura's own policy: turns by value per work, holds by optimal stopping, and steps that prompts need to be in time.
 
-Triage decides which turns can still meet the SLO and which of them come first. There are three groups, in this order:
-lottery winners among the turns that have missed the SLO, feasible turns, and the other turns that have missed it. The
-last two are ordered by the remaining work of the whole program, so that programs that cost most for one met SLO come
-last. Admission is trunk reservation: in a quiet moment, a new program must not fill the memory that the turns of the
-next seconds need; still less may a turn that has missed the SLO. The lottery (as in lottery scheduling) keeps the last
-group from starving. Every EPOCH_S each of its turns wins with a probability for which the expected work of all winners
-is ``lottery_share`` of the epoch. There are no counters: the draw is a hash of program, turn and epoch.
+Order is Smith's rule (W. E. Smith, 1956): the least work per value comes first, which minimises the mean of the
+completion times weighted by value. The work is that of the whole program, what is left of it, in GPU seconds. The value
+of every turn is 1. It is more if the turn can still be in time, and much more if, beside that, all turns of its program
+were in time. So a program that was late once keeps the value of its later turns, and a program that costs most for one
+met SLO comes last. There is no admission: a turn that fits into memory begins.
 
 Optimal stopping holds a paused program's KV while waiting for its tool is worth the memory. Both sides are GPU seconds.
 The value of a hold is the time to compute the context again, or to load it from the host tier. The price per second is
@@ -14,12 +12,14 @@ the hold's share of the memory times how scarce memory is (`pressure`), because 
 the replica. At full pressure and without a host tier, the break-even time is ``CostModel.refill_s``, the time to fill
 the memory again, whatever the context's length. How long the tool may still take follows from its observed durations,
 given that it has lasted so long.
+
+A step has as many tokens as cost nothing beside the weights that it reads anyway (InferCept, section 4.2: S). It has
+more where the prompts that run or could run would otherwise not have their first token in time.
 """
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from hashlib import blake2b
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -44,46 +44,17 @@ from replicas.policy import (
     TurnView,
 )
 
-# LOTTERY_SHARE and MISSED_HEADROOM: see docs/adr/0007. The other constants below were chosen, not measured one by one.
+# The constants below were chosen, not measured one by one. `benchmarks.sensitivity` halves and doubles them.
 
-LOTTERY_SHARE = 0.01
-"""Expected share of the replica's time that turns that have missed the SLO get before all others. They get more where
-the others leave time."""
-NEWCOMER_HEADROOM = 0.1
-"""Share of the memory that a program's first turn leaves to the programs that have begun."""
-MISSED_HEADROOM = 0.5
-"""Share of the memory that a turn that has missed the SLO leaves to all others, on an overloaded replica."""
 HOLD_WORTH = 1.0
 """Value of a lost context, as a multiple of the cost to compute it again."""
-STEP_SATURATIONS = 2.0
-"""Upper bound on scheduled tokens per step where many feasible turns wait, as a multiple of the saturation point. Where
-none waits, the multiple is 1: a prompt is spread over steps that read the weights anyway, and turns that decode beside
-it are hardly slowed."""
-PROMPT_SHARE = 0.25
-"""Share of the TTFT SLO within which the running prompts should be computed. Steps become larger if that is necessary.
-"""
+PROMPT_SHARE = 0.5
+"""Share of the TTFT bound within which the prompts should be computed that run, or that wait and fit into memory. Steps
+become larger if that is necessary. Less favours the first token, and more the time per token after it."""
 PROMPT_SLOWDOWN = 3.0
 """Largest multiple of its time alone that a prompt may take because its steps are small. Where kernels are short and
 the time between them is long, as on a CPU, the saturation point is too small: a step costs the same with or without a
 few prompt tokens, and a prompt of thousands of tokens would take hundreds of steps."""
-EPOCH_S = 2.0
-"""Seconds for which a lottery draw is valid. It is long enough to be admitted at the head of the queue when memory is
-freed."""
-
-LOTTERY_WINNER, SLO_FEASIBLE, SLO_MISSED = 0.0, 1.0, 2.0
-
-OVERLOADED_AT = 0.35
-"""Waiting turns per running turn from which on turns that have missed the SLO leave their whole headroom to others."""
-
-URGENT_AT = 0.15
-"""Waiting turns per running turn, only those that can still meet the SLO, from which on steps have their largest size.
-"""
-
-NO_TIER_FACTOR = 0.8
-"""Factor on the headroom of turns that have missed the SLO, on a replica without a host tier. The longer such a turn
-waits, the more probably its context is lost and computed again. With a tier the context is loaded, and less headroom
-costs goodput (0.03 of it at 6 programs/s on the Merge trace)."""
-
 LONGEST_S = 3600.0
 """Seconds after which a hold that costs nothing ends. The replica's own limit is usually shorter."""
 
@@ -99,6 +70,11 @@ class CaesuraParameters(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
 
+    turn_value: float = Field(2.0, ge=0)
+    """Value of a turn that can be in time, beside 1 for any turn."""
+    program_value: float = Field(16.0, ge=0)
+    """Value of such a turn beside that, if all turns of its program were in time. More favours the programs that can
+    meet the SLO, less the completion times of the others."""
     ageing: float = Field(0.05, ge=0)
     """Seconds of remaining work that one second of waiting outweighs, where no SLO is set."""
     refresh_steps: int = Field(8, ge=1)
@@ -116,27 +92,13 @@ class CaesuraParameters(BaseModel):
 
     def build(self) -> Policy:
         """Build the policy."""
-        order = Triage(self.ageing, self.refresh_steps)
+        order = ValuePerWork(self.turn_value, self.program_value, self.ageing, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
-        return Policy("caesura", order, pause, budget, self.reserve_share, order, (SLO_MISSED,))
+        return Policy("caesura", order, pause, budget, self.reserve_share, is_late, guards_memory=True)
 
 
-# --- order and admission ----------------------------------------------------------------------------------------------
-
-
-def overload(load: LoadView) -> float:
-    """Return how far the replica is behind, in [0, 1], by the number of waiting turns per running turn."""
-    return min(1.0, load.waiting / (OVERLOADED_AT * max(1, load.running)))
-
-
-def urgency(load: LoadView) -> float:
-    """Return how many turns wait that can still meet the SLO, in [0, 1], relative to the running turns.
-
-    Turns that have missed their SLO do not count. They wait in any case, and steps that are larger for them slow down
-    all others, so that more of them miss it.
-    """
-    return min(1.0, load.waiting_in_time / (URGENT_AT * max(1, load.running)))
+# --- order ------------------------------------------------------------------------------------------------------------
 
 
 def token_s(load: LoadView) -> float:
@@ -165,21 +127,35 @@ def later_work_s(turn: TurnView) -> float:
     return (later - outputs) * load.facts.cost.token_s + outputs * decode_work_s(load, context)
 
 
-def is_feasible(turn: TurnView) -> bool:
-    """Return whether the turn and its program can still meet every bound, if the turn is admitted now."""
-    load, slo = turn.load, turn.load.facts.slo
+def to_first_s(turn: TurnView) -> float:
+    """Return the seconds from the turn's arrival to its first token, if it is admitted now."""
+    if turn.first_token_s is not None:
+        return turn.first_token_s - turn.arrived_s
     # The others decode beside its prefill, and the current step has to end before it.
-    to_first_s = load.now_s - turn.arrived_s + _prefill_s(turn) + 2 * token_s(load)
-    if slo.ttft_s is not None:
-        ttft_s = to_first_s if turn.first_token_s is None else turn.first_token_s - turn.arrived_s
-        if not turn.program.on_time or ttft_s > slo.ttft_s:
-            return False
+    return turn.load.now_s - turn.arrived_s + _prefill_s(turn) + 2 * token_s(turn.load)
+
+
+def turn_s(turn: TurnView) -> float:
+    """Return the seconds from the turn's arrival to its end, if it is admitted now."""
+    load = turn.load
     output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
-    turn_s = to_first_s + output * token_s(load)
-    if slo.e2e_s is not None and turn_s > slo.e2e_s:
+    return load.now_s - turn.arrived_s + _prefill_s(turn) + (2 + output) * token_s(load)
+
+
+def turn_in_time(turn: TurnView) -> bool:
+    """Return whether the turn can still meet its bounds, if it is admitted now."""
+    if turn.ttft_bound_s is not None and to_first_s(turn) > turn.ttft_bound_s:
         return False
-    generated = turn.generated_tokens + output
-    return slo.normalized_latency_s is None or paces(turn.program, turn.forecast, load, turn_s, generated)
+    e2e_s = turn.load.facts.slo.e2e_s
+    return e2e_s is None or turn_s(turn) <= e2e_s
+
+
+def program_in_time(turn: TurnView) -> bool:
+    """Return whether all turns of the program were in time, and its time per token can still be within the bound."""
+    if turn.ttft_bound_s is not None and not turn.program.on_time:
+        return False
+    generated = max(float(turn.generated_tokens), turn.forecast.output_tokens)
+    return paces(turn.program, turn.forecast, turn.load, turn_s(turn), generated)
 
 
 def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: float, output: float) -> bool:
@@ -202,55 +178,39 @@ def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: flo
 
 
 @dataclass(frozen=True, slots=True)
-class Triage:
-    """Orders feasible turns first, then those that have missed the SLO.
-
-    Without an SLO the turn with the least work comes first, where waiting time reduces the work.
+class ValuePerWork:
+    """Smith's rule over programs, see the module. Without an SLO the turn with the least work comes first, where
+    waiting time reduces the work.
     """
 
+    turn_value: float
+    program_value: float
     ageing: float
     refresh_steps: int | None
-    lottery_share: float = LOTTERY_SHARE
-    newcomer_headroom: float = NEWCOMER_HEADROOM
-    missed_headroom: float = MISSED_HEADROOM
 
     def key(self, turn: TurnView) -> RankKey:
-        """Return the rank (group, seconds of work)."""
+        """Return the rank (seconds of work per value, 1 if the turn is late)."""
         left_s = turn_work_s(turn) + later_work_s(turn)
         if not bounds(turn.load):
-            return (SLO_FEASIBLE, left_s - self.ageing * (turn.load.now_s - turn.arrived_s))
-        if is_feasible(turn):
-            return (SLO_FEASIBLE, left_s)
-        return (LOTTERY_WINNER, turn.arrived_s) if self._wins_lottery(turn) else (SLO_MISSED, left_s)
+            return (left_s - self.ageing * (turn.load.now_s - turn.arrived_s), IN_TIME)
+        if not turn_in_time(turn):
+            return (left_s, LATE)
+        value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn) else 0.0)
+        return (left_s / value, IN_TIME)
 
-    def room_share(self, turn: TurnView) -> float:
-        """Return the share of the memory that the turn leaves to others.
 
-        It is 0 for a program that has begun. A new program leaves room for those that have begun, and a turn that has
-        missed the SLO leaves room for all others. Its room is larger the more turns wait, because a short queue empties
-        soon. It is also proportional to the share of turns on time: where no turn is on time, the room would help none.
-        """
-        if not bounds(turn.load):
-            return 0.0
-        if is_feasible(turn):
-            return self.newcomer_headroom if turn.program.turns <= 1 else 0.0
-        if self._wins_lottery(turn):
-            return 0.0
-        room = self.missed_headroom if turn.load.facts.host_tokens else NO_TIER_FACTOR * self.missed_headroom
-        return room * turn.load.on_time_share * overload(turn.load)
+IN_TIME, LATE = 0.0, 1.0
 
-    def _wins_lottery(self, turn: TurnView) -> bool:
-        """Return whether a turn wins, with probability share · EPOCH_S / (its work · waiting turns)."""
-        load = turn.load
-        ticket = f"{turn.program.key}\n{turn.program.turns}\n{int(load.now_s / EPOCH_S)}"
-        draw = int.from_bytes(blake2b(ticket.encode("utf-8", "surrogatepass"), digest_size=8).digest()) / 2**64
-        return draw * turn_work_s(turn) * max(1, load.waiting) < self.lottery_share * EPOCH_S
+
+def is_late(rank: RankKey) -> bool:
+    """Return whether a turn of this rank can no longer be in time. A rank that the scheduler gives is never late."""
+    return rank[-1:] == (LATE,)
 
 
 def bounds(load: LoadView) -> bool:
     """Return whether there is an SLO that waiting can violate."""
     slo = load.facts.slo
-    return not (slo.ttft_s is None and slo.e2e_s is None and slo.normalized_latency_s is None)
+    return any(bound is not None for bound in (slo.ttft_s, slo.slowdown, slo.e2e_s, slo.normalized_latency_s))
 
 
 def _prefill_s(turn: TurnView) -> float:
@@ -362,7 +322,7 @@ class Stopping:
         return Hold(hold.until_s, reason=PauseReason.BACK) if hold.owner_waits else self._choose(hold, elapsed_s(hold))
 
     def victim_key(self, hold: HoldView) -> RankKey:
-        """Return the rank (0 missed the SLO or 1 feasible, 0 paused or 1 back, value per token and second)."""
+        """Return the rank (0 missed the SLO or 1 in time, 0 paused or 1 back, value per token and second)."""
         return (0.0 if has_missed_slo(hold) else 1.0, 1.0 if hold.owner_waits else 0.0, self._value_rate(hold))
 
     def yields(self, hold: HoldView, claimant: Claimant) -> bool:
@@ -438,7 +398,6 @@ class PacedBudget:
     """The largest step that spreads prompts well and keeps the bound on the time per output token (TPOT)."""
 
     min_prefill_tokens: int
-    step_saturations: float = STEP_SATURATIONS
     prompt_share: float = PROMPT_SHARE
     prompt_slowdown: float = PROMPT_SLOWDOWN
 
@@ -453,10 +412,8 @@ class PacedBudget:
         return max(cost.saturation_tokens, constant_s / (cost.token_s * (self.prompt_slowdown - 1)))
 
     def _prompt_bound(self, load: LoadView) -> int:
-        """Return the tokens of a step with which the running prompts are computed in time: b, with P / b steps of b
-        tokens.
-        """
-        ttft_s, tokens = load.facts.slo.ttft_s, load.prefill_tokens
+        """Return the tokens of a step with which the prompts are computed in time: b, with P / b steps of b tokens."""
+        ttft_s, tokens = load.facts.slo.ttft_s, load.prefill_tokens + min(load.waiting_tokens, load.free_tokens)
         if ttft_s is None or not tokens:
             return 0
         cost = load.facts.cost
@@ -474,9 +431,8 @@ class PacedBudget:
         most, bound_s = load.facts.max_tokens, load.facts.slo.tpot_s
         if not load.running:
             return most
-        saturations = 1.0 + (self.step_saturations - 1.0) * urgency(load)
-        spread = round(saturations * self._spread(load))
-        most = min(most, max(spread, self._prompt_bound(load), load.running + self.min_prefill_tokens))
+        least = load.running + self.min_prefill_tokens
+        most = min(most, max(round(self._spread(load)), self._prompt_bound(load), least))
         if bound_s is None:
             return most
         cost, context, sequences = load.facts.cost, load.running_tokens, load.running + 1
@@ -486,4 +442,4 @@ class PacedBudget:
             return cost.step_s(tokens, context + tokens, sequences, pairs=context + tokens * tokens / 2)
 
         within = bisect_right(range(1, most + 1), bound_s, key=step_s)
-        return min(most, max(within, load.running + self.min_prefill_tokens))
+        return min(most, max(within, least))

@@ -152,6 +152,28 @@ def test_nothing_offered_has_no_attainment() -> None:
     assert empty.programs_per_s == 0.0
 
 
+def test_a_prompt_that_takes_long_alone_has_a_longer_bound() -> None:
+    # Its first token takes 3 s, of which its prompt alone takes 1.6 s.
+    long = program(turn(0, 3.0, 3.1, 2, alone_s=1.6))
+    for slo, is_good in ((Slo(1.0), False), (Slo(1.0, slowdown=1.8), False), (Slo(1.0, slowdown=2.0), True)):
+        assert slo.program_is_good(long) is slo.program_begins_in_time(long) is is_good
+    # A short prompt keeps the bound in seconds, and so does one of which nobody knows how long it takes alone.
+    for alone_s in (0.1, None):
+        short = program(turn(0, 0.9, 1.0, 2, alone_s=alone_s))
+        assert Slo(1.0, slowdown=2.0).program_is_good(short)
+        assert not Slo(0.8, slowdown=2.0).program_is_good(short)
+    # Alone, it is the only bound.
+    assert not Slo(slowdown=2.0).program_is_good(program(turn(0, 0.9, 1.0, 2, alone_s=0.1)))
+
+
+def test_what_needs_a_bound_is_null_where_there_is_none() -> None:
+    found = measures(summarize("vllm", [TWO_TURNS], Slo(), 10.0, 17))
+    needed = [key for key in found if key.startswith(("goodput", "attainment"))]
+    assert len(needed) == 7
+    assert [found[key] for key in needed] == [None] * 7
+    assert found["completion_all_s"]["mean"] == pytest.approx(3.5)
+
+
 def test_a_window_has_a_length() -> None:
     with pytest.raises(ValueError, match="window"):
         Goodput.of([], Slo(), window_s=0.0)

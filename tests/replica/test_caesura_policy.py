@@ -13,17 +13,17 @@ from cluster.core.lifecycle.machine import begin
 from cluster.core.program import Hints
 from cluster.durations.table import DurationTable
 from replicas.policies.caesura import (
-    EPOCH_S,
+    IN_TIME,
+    LATE,
     LONGEST_S,
-    LOTTERY_WINNER,
-    SLO_FEASIBLE,
-    SLO_MISSED,
     CaesuraParameters,
+    is_late,
     pressure,
 )
 from replicas.policy import Claimant, Forecast, Hold, HoldView, KvPlace, LoadView, PauseView, Release, Swap, TurnView
 from replicas.presets import preset
-from tests.replica.policy_views import COST, forecast, hold, load, observed, pause, turn
+from replicas.waiting_queue import EQUAL, LOADED
+from tests.replica.policy_views import COST, hold, load, observed, pause, turn
 
 REFILL_S = 1.0
 """Of the replica by hand: 10,000 tokens at 0.1 ms."""
@@ -53,140 +53,115 @@ STOPPING = CaesuraParameters().build().pause
 # --- order ------------------------------------------------------------------------------------------------------------
 
 
-def test_feasible_turns_come_before_those_past_the_slo_whatever_their_work() -> None:
-    alive = turn(bounded(SloConfig(ttft_s=10.0)), tokens=9000, forecast=forecast(output=1000.0))
-    late = turn(bounded(SloConfig(ttft_s=1.0)), tokens=10, forecast=forecast(output=1.0))
-    assert key(alive, lottery_share=0) < key(late, lottery_share=0)
-    assert (key(alive)[0], key(late, lottery_share=0)[0]) == (SLO_FEASIBLE, SLO_MISSED)
+def test_value_per_work_ranks_turns_and_a_late_one_waits_behind_those_of_nineteen_times_its_work() -> None:
+    """A turn in time of a program in time has the value 1 + 2 + 16, a late one 1."""
+    at = bounded(SloConfig(ttft_s=10.0))
+    in_time = turn(at, forecast=LAST)
+    late = replace(in_time, ttft_bound_s=0.1)
+    assert key(in_time) == pytest.approx(((0.1 + 1.0 / 11) / 19, IN_TIME))
+    assert key(late) == pytest.approx((0.1 + 1.0 / 11, LATE))
+    # Weights are settings.
+    assert key(in_time, turn_value=0.0, program_value=0.0) == pytest.approx((0.1 + 1.0 / 11, IN_TIME))
+    more = turn(at, tokens=9000, forecast=Forecast(1000.0, 0.0, 0.0, 0.0, 0.0))  # 1.8 s of work
+    assert key(more) < key(late) < key(replace(more, ttft_bound_s=0.1))
 
 
-def test_a_turn_misses_the_slo_once_its_prefill_no_longer_fits_the_bound() -> None:
+def test_a_program_that_was_late_once_keeps_the_value_of_its_later_turns() -> None:
+    in_time = turn(bounded(SloConfig(ttft_s=10.0)), forecast=LAST)
+    late_once = replace(in_time, program=replace(in_time.program, on_time=False))
+    assert key(late_once) == pytest.approx(((0.1 + 1.0 / 11) / 3, IN_TIME))
+    assert key(in_time) < key(late_once) < key(replace(late_once, ttft_bound_s=0.1))
+
+
+def test_a_turn_is_late_once_its_prefill_no_longer_fits_the_bound() -> None:
     """1,000 tokens take 0.1 s and the steps around them 0.02 s: of a bound of 1 s, the last moment is at 0.88 s."""
     at = bounded(SloConfig(ttft_s=1.0))
-    assert key(turn(at, arrived_s=at.now_s - 0.87))[0] == SLO_FEASIBLE
-    assert key(turn(at, arrived_s=at.now_s - 0.89), lottery_share=0)[0] == SLO_MISSED
+    assert key(turn(at, arrived_s=at.now_s - 0.87))[1] == IN_TIME
+    assert key(turn(at, arrived_s=at.now_s - 0.89))[1] == LATE
     held = turn(at, arrived_s=at.now_s - 0.89, cached_tokens=1000, kv=KvPlace.HELD)
-    assert key(held)[0] == SLO_FEASIBLE
+    assert key(held)[1] == IN_TIME
 
 
-def test_a_program_that_was_late_once_has_missed_the_slo() -> None:
-    view = turn(bounded(SloConfig(ttft_s=10.0)))
-    late = replace(view, program=replace(view.program, on_time=False))
-    assert key(late, lottery_share=0)[0] == SLO_MISSED
+def test_the_bound_is_the_turns_own() -> None:
+    """A bound relative to the prompt is longer than the bound in seconds where the prompt takes long alone."""
+    facts = load().facts
+    with_x = replace(facts, slo=SloConfig(ttft_s=1.0, slowdown=3.0))
+    assert facts.ttft_bound_s(5000, 0) == facts.slo.ttft_s == 1.0
+    assert with_x.ttft_bound_s(5000, 0) == pytest.approx(3 * 0.5)
+    assert with_x.ttft_bound_s(5000, 4000) == pytest.approx(3 * 0.5), "attention costs nothing here"
+    assert with_x.ttft_bound_s(1000, 9000) == 1.0
+    only_x = replace(facts, slo=SloConfig(ttft_s=None, slowdown=3.0))
+    assert only_x.ttft_bound_s(1000, 0) == pytest.approx(0.3)
+    assert replace(facts, slo=SloConfig(ttft_s=None)).ttft_bound_s(1000, 0) is None
 
 
 def test_a_preempted_turn_that_was_on_time_waits_for_no_first_token() -> None:
     at = bounded(SloConfig(ttft_s=1.0))
     view = turn(at, arrived_s=at.now_s - 9.0, preempted=True, generated_tokens=10, first_token_s=at.now_s - 8.5)
-    assert key(view)[0] == SLO_FEASIBLE
-    assert key(replace(view, first_token_s=at.now_s - 7.5), lottery_share=0)[0] == SLO_MISSED
+    assert key(view)[1] == IN_TIME
+    assert key(replace(view, first_token_s=at.now_s - 7.5))[1] == LATE
 
 
-def test_a_program_too_slow_for_its_tokens_has_missed_the_slo() -> None:
+def test_a_program_too_slow_for_its_tokens_has_the_value_of_one_that_was_late() -> None:
     """100 tokens of 10 ms after 0.12 s to the first and 2 s of waiting, no turn after it: 31.2 ms a token."""
-    last = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
-    for bound_s, group in ((0.0313, SLO_FEASIBLE), (0.0311, SLO_MISSED)):
+    for bound_s, value in ((0.0313, 19), (0.0311, 3)):
         at = bounded(SloConfig(ttft_s=None, normalized_latency_s=bound_s))
-        assert key(turn(at, arrived_s=at.now_s - 2.0, forecast=last), lottery_share=0)[0] == group
+        view = turn(at, arrived_s=at.now_s - 2.0, forecast=LAST)
+        assert key(view) == pytest.approx(((0.1 + 1.0 / 11) / value, IN_TIME))
 
 
 def test_time_that_earlier_turns_saved_counts() -> None:
-    last = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
     at = bounded(SloConfig(ttft_s=None, normalized_latency_s=0.030))
-    view = turn(at, arrived_s=at.now_s - 2.0, forecast=last)
-    assert key(replace(view, program=replace(view.program, busy_s=1.0, generated_tokens=100)))[0] == SLO_FEASIBLE
+    view = turn(at, arrived_s=at.now_s - 2.0, forecast=LAST)
+    quick = replace(view, program=replace(view.program, busy_s=1.0, generated_tokens=100))
+    assert key(quick)[0] * 19 == pytest.approx(key(view)[0] * 3)
 
 
-def test_a_turn_too_long_for_the_bound_on_turns_has_missed_the_slo() -> None:
+def test_a_turn_too_long_for_the_bound_on_turns_is_late() -> None:
     """2 s of waiting, 0.12 s to the first token, 1 s of output."""
-    for bound_s, group in ((3.13, SLO_FEASIBLE), (3.11, SLO_MISSED)):
+    for bound_s, late in ((3.13, IN_TIME), (3.11, LATE)):
         at = bounded(SloConfig(ttft_s=None, e2e_s=bound_s))
-        assert key(turn(at, arrived_s=at.now_s - 2.0), lottery_share=0)[0] == group
+        assert key(turn(at, arrived_s=at.now_s - 2.0))[1] == late
 
 
 LAST = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def test_the_alive_rank_by_the_work_of_their_turn_and_of_all_later_ones() -> None:
+def work_s(view: TurnView) -> float:
+    """The work by which a turn ranks, in seconds."""
+    return key(view, turn_value=0.0, program_value=0.0)[0]
+
+
+def test_the_work_is_that_of_the_turn_and_of_all_later_ones() -> None:
     """1,000 tokens of prompt take 0.1 s; 100 of output a share of 1/11 of 100 iterations of 10 ms.
 
     Three later turns of 100 tokens of output each and 200 of prompts together: 3/11 s and 0.02 s.
     """
     at = bounded(SloConfig(ttft_s=10.0))
-    assert key(turn(at, forecast=LAST)) == pytest.approx((SLO_FEASIBLE, 0.1 + 1.0 / 11))
+    assert work_s(turn(at, forecast=LAST)) == pytest.approx(0.1 + 1.0 / 11)
     held = turn(at, forecast=LAST, cached_tokens=900, kv=KvPlace.HELD)
-    assert key(held) == pytest.approx((SLO_FEASIBLE, 0.01 + 1.0 / 11))
-    assert key(turn(at, forecast=Forecast(100.0, 2.0, 50.0, 500.0, 3.0))) == pytest.approx(
-        (SLO_FEASIBLE, 0.12 + 4.0 / 11)
-    )
+    assert work_s(held) == pytest.approx(0.01 + 1.0 / 11)
+    assert work_s(turn(at, forecast=Forecast(100.0, 2.0, 50.0, 500.0, 3.0))) == pytest.approx(0.12 + 4.0 / 11)
 
 
 def test_a_token_after_a_long_context_is_more_work() -> None:
     """1 ms to read 1,000 tokens of KV: 100 tokens at 1,050 in the mean take 0.105 s more."""
     at = bounded(SloConfig(ttft_s=10.0))
     slow = replace(at, facts=replace(at.facts, cost=replace(COST, context_s=1e-6)))
-    without, more = key(turn(at, forecast=LAST)), key(turn(slow, forecast=LAST))
-    assert more[1] - without[1] == pytest.approx(0.105, rel=0.05)
+    assert work_s(turn(slow, forecast=LAST)) - work_s(turn(at, forecast=LAST)) == pytest.approx(0.105, rel=0.05)
 
 
-def room(view: TurnView, **parameters: float) -> float:
-    admission = changed(CaesuraParameters().build().admission, **parameters)
-    assert admission is not None
-    return admission.room_share(view)
-
-
-def test_a_new_program_leaves_room_to_those_that_have_begun_and_a_turn_past_the_slo_to_all() -> None:
-    at = bounded(SloConfig(ttft_s=1.0), waiting=10)
-    new = turn(at, arrived_s=at.now_s, program=replace(begin("t/p", 40.0), turns=1))
-    begun = replace(new, program=replace(new.program, turns=2))
-    late = replace(begun, arrived_s=at.now_s - 2.0)
-    tiered = replace(late, load=replace(at, facts=replace(at.facts, host_tokens=5000)))
-    views = (new, begun, late, tiered)
-    shares = [room(view, newcomer_headroom=0.2, missed_headroom=0.5, lottery_share=0) for view in views]
-    assert shares == [0.2, 0.0, 0.4, 0.5]
-
-
-def test_turns_past_the_slo_leave_no_room_where_nobody_is_on_time() -> None:
-    late = turn(bounded(SloConfig(ttft_s=0.01), waiting=10, on_time_share=0.25))
-    assert room(late, lottery_share=0, missed_headroom=0.5) == pytest.approx(0.1)
-    never = replace(late, load=replace(late.load, on_time_share=0.0))
-    assert room(never, lottery_share=0) == 0.0
-
-
-def test_turns_past_the_slo_leave_less_room_the_fewer_wait() -> None:
-    """10 turns run: 3.5 that wait count as a crowd."""
-    late = turn(bounded(SloConfig(ttft_s=0.01)))
-    loads = [replace(late.load, waiting=waiting) for waiting in (0, 1, 2, 400)]
-    shares = [room(replace(late, load=at), lottery_share=0, missed_headroom=0.5) for at in loads]
-    assert shares == pytest.approx([0.0, 0.4 / 3.5, 0.8 / 3.5, 0.4])
-
-
-def test_what_the_lottery_draws_and_whatever_no_slo_bounds_takes_what_there_is() -> None:
-    late = turn(bounded(SloConfig(ttft_s=0.01)))
-    assert room(late, lottery_share=1, missed_headroom=0.6) == 0.0
-    assert room(turn(bounded(SloConfig(ttft_s=None)))) == 0.0
-
-
-def test_turns_past_the_slo_rank_by_what_their_programs_have_left() -> None:
+def test_late_turns_rank_by_what_their_programs_have_left() -> None:
     at = bounded(SloConfig(ttft_s=0.1))
     little = turn(at, forecast=Forecast(100.0, 1.0, 10.0, 110.0, 1.0))
     much = turn(at, tokens=900, forecast=Forecast(100.0, 1.0, 10.0, 1100.0, 10.0))
-    assert key(little, lottery_share=0) < key(much, lottery_share=0)
+    assert key(little) < key(much)
+    assert is_late(key(little)) and is_late(key(much))
 
 
-def test_turns_past_the_slo_get_their_share_of_the_time_in_the_long_run() -> None:
-    """40 turns past the SLO wait throughout: what is drawn of them costs the share of all epochs, and each is drawn."""
-    share, epochs = 0.1, 2000
-    turns = [replace(turn(tokens=500 * (1 + number % 4)), program=begin(f"t/{number}", 0.0)) for number in range(40)]
-    drawn_s, drawn = 0.0, set()
-    for epoch in range(epochs):
-        at = bounded(SloConfig(ttft_s=0.01), now_s=100.0 + epoch * EPOCH_S, waiting=len(turns))
-        for view in turns:
-            if key(replace(view, load=at), lottery_share=share)[0] == LOTTERY_WINNER:
-                drawn.add(view.program.key)
-                drawn_s += COST.prefill_s(view.tokens) + 1.0 / 11
-    assert drawn_s == pytest.approx(share * epochs * EPOCH_S, rel=0.1)
-    assert len(drawn) == len(turns)
+def test_ranks_that_the_scheduler_gives_are_not_late() -> None:
+    assert not is_late(LOADED)
+    assert not is_late(EQUAL)
 
 
 def test_without_a_bound_the_least_work_goes_first_and_waiting_makes_up_for_more() -> None:
@@ -260,7 +235,7 @@ def test_with_a_host_tier_holds_are_as_much_shorter_as_fetching_is_cheaper_than_
 def test_what_is_swapped_is_fetched_not_computed() -> None:
     at = bounded(SloConfig(ttft_s=10.0))
     swapped = turn(at, forecast=LAST, cached_tokens=1000, kv=KvPlace.SWAPPED)
-    assert key(swapped) == pytest.approx((SLO_FEASIBLE, 0.01 + 1.0 / 11))
+    assert work_s(swapped) == pytest.approx(0.01 + 1.0 / 11)
 
 
 def test_a_client_can_ask_to_keep_the_cache() -> None:
@@ -302,7 +277,7 @@ def test_a_program_that_is_back_yields_to_a_waiting_turn_once_it_is_past_the_slo
 
 def test_the_budget_is_the_inverse_of_the_step_time() -> None:
     """0.1 ms a token: a bound of 50 ms is 500 tokens, if that many fit a step."""
-    tokens = changed(CaesuraParameters().build().budget, step_saturations=100.0).tokens
+    tokens = changed(CaesuraParameters().build().budget, prompt_slowdown=1.001).tokens
     assert tokens(bounded(SloConfig(tpot_s=0.05))) == 500
     assert tokens(bounded(SloConfig(tpot_s=0.2))) == 1000
     assert tokens(bounded(SloConfig(tpot_s=0.05), running=0)) == 1000
@@ -312,8 +287,7 @@ def test_the_budget_is_the_inverse_of_the_step_time() -> None:
 def test_prompts_are_spread_over_steps_that_read_the_weights_anyway() -> None:
     """100 tokens are computed in the time in which the weights are read."""
     tokens = CaesuraParameters(min_prefill_tokens=30).build().budget.tokens
-    assert tokens(bounded(SloConfig(), waiting=10, waiting_late=10)) == 100
-    assert tokens(bounded(SloConfig(), waiting=10)) == 200
+    assert tokens(bounded(SloConfig(), waiting=10)) == 100
     assert tokens(bounded(SloConfig(), waiting=0, running=180)) == 210
     assert tokens(bounded(SloConfig(), running=0)) == 1000
 
@@ -356,6 +330,8 @@ LOADS = st.builds(
     waiting=st.integers(0, 10**5),
     held_tokens=TOKENS,
     free_tokens=TOKENS,
+    waiting_tokens=TOKENS,
+    prefill_tokens=TOKENS,
 )
 NOISY = st.floats(-1e9, 1e9, allow_nan=False)
 """Injected noise can make a forecast negative."""
@@ -381,6 +357,7 @@ TURNS = st.builds(
     generated_tokens=TOKENS,
     first_token_s=st.none() | SECONDS,
     kv=st.sampled_from(KvPlace),
+    ttft_bound_s=BOUND,
 )
 PAUSES = st.builds(
     lambda at, context, known, expected: replace(pause(at, context, known), forecast=expected),

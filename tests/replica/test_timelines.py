@@ -68,11 +68,6 @@ class Programs:
     def held(self) -> set[str]:
         return {held.key.removeprefix("default/") for held in self.scheduler.holds}
 
-    def change_order(self, **constants: float) -> None:
-        """Give the policy's order, which is its admission too, other constants."""
-        order = replace(self.scheduler.policies.order, **constants)  # type: ignore[type-var]
-        self.scheduler.policies = replace(self.scheduler.policies, order=order, admission=order)
-
     def learn(self, tool: str, *seconds: float) -> None:
         for value in seconds:
             self.scheduler.durations.observe(tool, value)
@@ -286,7 +281,6 @@ def test_what_the_client_asked_to_hold_is_neither_reviewed_nor_broken_for_a_wait
 ) -> None:
     """The tool takes fifty times as long as such tools do, and a turn waits for the memory."""
     p = programs("caesura")
-    p.change_order(newcomer_headroom=0.0, missed_headroom=0.0)
     p.learn("ls", 0.1, 0.1, 0.1)
     identity = ProgramIdentity(program_id="a", hints=Hints(retention_s=retention_s, expected_tool="ls"))
     p.engine.submit("a1", range(3000, 3320), 1, identity)
@@ -347,26 +341,12 @@ def test_axes_of_different_policies_mix(programs: Make) -> None:
     assert p.held() == {"a"}
 
 
-def test_admission_goes_with_the_order_when_axes_mix() -> None:
+def test_what_a_rank_means_goes_with_the_order_when_axes_mix() -> None:
     whole = build_policy(PolicyConfig(name="caesura"))
-    assert build_policy(PolicyConfig(name="caesura", order="mars")).admission is None
-    assert build_policy(PolicyConfig(name="caesura", order="mars")).late_rank is None
-    assert build_policy(PolicyConfig(name="mars", order="caesura")).admission == whole.admission is not None
-
-
-@pytest.mark.parametrize(("newcomer_headroom", "scheduled"), [(0.0, {"a1", "b1"}), (0.5, {"a1"})])
-def test_a_new_program_waits_until_it_leaves_room(
-    programs: Make, newcomer_headroom: float, scheduled: set[str]
-) -> None:
-    """Of 1,008 tokens 400 run: 200 more would leave less than a half."""
-    p = programs("caesura")
-    p.change_order(newcomer_headroom=newcomer_headroom)
-    p.arrive("a", new_tokens=400, output=3)
-    p.step()
-    p.arrive("b", new_tokens=200, last=True)
-    assert p.step().keys() == scheduled
-    p.engine.run()
-    assert p.phase("b") is None  # where nothing runs, nothing has to be left
+    other = build_policy(PolicyConfig(name="caesura", order="mars"))
+    assert (other.is_late, other.guards_memory) == (None, False)
+    mixed = build_policy(PolicyConfig(name="mars", order="caesura"))
+    assert (mixed.is_late, mixed.guards_memory) == (whole.is_late, True)
 
 
 def test_the_load_tells_who_waits_and_can_no_longer_be_in_time(programs: Make) -> None:
@@ -376,14 +356,17 @@ def test_the_load_tells_who_waits_and_can_no_longer_be_in_time(programs: Make) -
     p.step()
     p.arrive("b", new_tokens=500)
     p.step()
-    assert (p.scheduler.views.load.waiting, p.scheduler.views.load.waiting_late) == (1, 0)
+    load = p.scheduler.views.load
+    assert (load.waiting, load.waiting_late, load.waiting_tokens) == (1, 0, 500)
     p.clock.advance(2.0)
     for _ in range(10):  # ranks are taken again every eighth step
         p.step()
-    assert (p.scheduler.views.load.waiting_late, p.scheduler.views.load.waiting_in_time) == (1, 0)
+    load = p.scheduler.views.load
+    assert (load.waiting_late, load.waiting_in_time, load.waiting_tokens) == (1, 0, 0)
     p.scheduler.use_policy(PolicyConfig(name="mars"))
     p.step()
-    assert p.scheduler.views.load.waiting_late == 0
+    load = p.scheduler.views.load
+    assert (load.waiting_late, load.waiting_tokens) == (0, 500)
 
 
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:

@@ -18,11 +18,11 @@ def request(name: str, rank: float = 0.0) -> Any:
         __hash__ = object.__hash__
         __eq__ = object.__eq__
 
-    return Named(request_id=name, rank=rank)
+    return Named(request_id=name, rank=rank, tokens=10 + len(name))
 
 
 def ranked() -> RankedQueue:
-    return RankedQueue(lambda r: (r.rank,))  # type: ignore[attr-defined]
+    return RankedQueue(lambda r: (r.rank,), lambda r: r.tokens)  # type: ignore[attr-defined]
 
 
 def names(queue: Any) -> list[str]:
@@ -68,7 +68,8 @@ def test_a_refresh_takes_a_share_of_the_ranks_and_all_once_a_period() -> None:
 
 def test_a_long_queue_is_refreshed_in_as_many_steps_as_the_bound_takes() -> None:
     taken: list[str] = []
-    queue = RankedQueue(lambda r: (float(taken.append(r.request_id) or 0),))  # type: ignore[func-returns-value]
+    take = lambda r: (float(taken.append(r.request_id) or 0),)  # type: ignore[func-returns-value]  # noqa: E731
+    queue = RankedQueue(take, lambda r: 1)
     for i in range(3 * RANKS_A_STEP):
         queue.add_request(request(f"r{i}"))
     taken.clear()
@@ -86,7 +87,7 @@ def test_the_order_is_that_of_the_ranks_last_taken(operations: list[tuple[str, i
         taken[one.request_id] = one.rank
         return (one.rank,)
 
-    queue, waiting = RankedQueue(take), list[Any]()
+    queue, waiting = RankedQueue(take, lambda r: r.tokens), list[Any]()
     for count, (operation, number) in enumerate(operations):
         if operation == "add":
             waiting.append(request(f"r{count}", float(number)))
@@ -144,7 +145,11 @@ def drive(queue: Any, operations: list[tuple[str, int]], remove: Callable[[Any, 
 
 @given(OPERATIONS)
 def test_a_constant_rank_is_vllms_own_queue(operations: list[tuple[str, int]]) -> None:
-    ours = drive(RankedQueue(lambda r: ()), operations, lambda queue, r: queue.remove_requests([r, request("other")]))
+    ours = drive(
+        RankedQueue(lambda r: (), lambda r: 1),
+        operations,
+        lambda queue, r: queue.remove_requests([r, request("other")]),
+    )
     stock = drive(FCFSRequestQueue(), operations, lambda queue, r: queue.remove_requests([r]))
     assert ours == stock
 
@@ -153,14 +158,15 @@ def test_how_many_are_late_is_known_whatever_becomes_of_them() -> None:
     queue, turns = ranked(), [request(f"r{i}", float(i)) for i in range(5)]
     for one in turns:
         queue.add_request(one)
-    assert queue.late == 0
-    queue.late_from = (3.0,)
+    assert (queue.late, queue.tokens_in_time) == (0, 60)
+    queue.is_late = lambda rank: rank >= (3.0,)
     queue.rerank_all()
-    assert queue.late == 2
+    assert (queue.late, queue.tokens_in_time) == (2, 36)
+    turns[4].tokens = 20
     turns[0].rank, turns[4].rank = 9.0, 1.0
     queue.rerank(["r0", "r4"])
-    assert queue.late == 2
+    assert (queue.late, queue.tokens_in_time) == (2, 44)
     queue.remove_request(turns[0])
     assert queue.late == 1
     assert [queue.pop_request().request_id for _ in range(4)] == ["r1", "r4", "r2", "r3"]
-    assert queue.late == 0
+    assert (queue.late, queue.tokens_in_time) == (0, 0)

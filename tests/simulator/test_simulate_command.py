@@ -235,6 +235,37 @@ def test_a_rate_can_be_a_share_of_the_capacity(
     assert half["rate"] == pytest.approx(2 * quarter["rate"], rel=1e-4)
 
 
+def test_what_is_measured_and_what_policies_get_may_differ(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
+) -> None:
+    def measured(*more: str) -> dict[str, Any]:
+        path = tmp_path / "line"
+        assert caesura(monkeypatch, *small(small_trace, "--policies", "caesura", "--json", str(path), *more)) == 0
+        return lines(path)[0]
+
+    both = measured()
+    neither = measured("--slo-ttft", "none")
+    assert "Nothing has a bound." in capsys.readouterr().out
+    blind = measured("--policy-slo-ttft", "none")
+    assert "Policies and routers get no bound." in capsys.readouterr().out
+    assert neither["goodput_programs"] is neither["attainment_ttft"] is None
+    assert both["goodput_programs"] is not None and blind["goodput_programs"] is not None
+    # Without a bound the policy does the same, whatever is measured.
+    assert blind["completion_all_s"] == neither["completion_all_s"]
+    assert measured("--slo-ttft", "none", "--policy-slo-ttft", "1")["completion_all_s"] == both["completion_all_s"]
+
+
+def test_the_bounds_of_a_call() -> None:
+    settings = SimulationSettings(("vllm",), (1.0,), slo_ttft="2", policy_slo_ttft="0.5", slo_per_turn_x=3.0)
+    measured, given = settings.goodput_slo(), settings.slo()
+    assert (measured.ttft_s, measured.slowdown, given.ttft_s, given.slowdown) == (2.0, 3.0, 0.5, 3.0)
+    assert (
+        measured.normalized_latency_s
+        == given.normalized_latency_s
+        == pytest.approx(10 * settings.cost_model().decode_step_s())
+    )
+
+
 def test_a_fixed_count_of_programs_is_all_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, small_trace: Path
 ) -> None:
@@ -302,6 +333,10 @@ def test_each_error_of_what_is_given_is_a_run(
         (("--rates", "0"), "--rates: 0.0 must be more than 0"),
         (("--rates", "1000000"), "--rates: 84000"),
         (("--seed", "-1"), "--seed: -1 must be 0 or more"),
+        (("--slo-ttft", "0"), "--slo-ttft: 0.0 must be more than 0"),
+        (("--slo-ttft", "fast"), "--slo-ttft: 'fast' is neither a number of seconds nor none"),
+        (("--policy-slo-ttft", "-1"), "--policy-slo-ttft: -1.0 must be more than 0"),
+        (("--slo-per-turn-x", "0.5"), "--slo-per-turn-x: 0.5 must be 1 or more"),
         (("--host-gib", "-1"), "--host-gib: -1.0 must be 0 or more"),
         (("--host-gib", "1e-6"), "--host-gib: 1e-06 is less than the KV of one block"),
         (("--preset", "opt-13b/toaster"), "unknown device 'toaster'"),

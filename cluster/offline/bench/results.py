@@ -177,9 +177,8 @@ def _ttft_all_s(programs: Sequence[ProgramRecord]) -> Distribution:
 
 
 def _share_in_time(due: Sequence[TurnRecord], slo: Slo) -> float | None:
-    if slo.ttft_s is None or not due:
-        return None
-    return sum(turn.ttft_s is not None and turn.ttft_s <= slo.ttft_s for turn in due) / len(due)
+    bounded = [(turn.ttft_s, bound) for turn in due if (bound := slo.ttft_bound_s(turn.alone_s)) is not None]
+    return sum(ttft is not None and ttft <= bound for ttft, bound in bounded) / len(bounded) if bounded else None
 
 
 def cached_share(turns: Iterable[TurnRecord]) -> float | None:
@@ -240,7 +239,10 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
 
 
 def measures(summary: Summary) -> dict[str, Any]:
-    """Return the part of a JSON line that live and simulated runs share; see :func:`as_json`."""
+    """Return the part of a JSON line that live and simulated runs share; see :func:`as_json`.
+
+    What needs a bound is null where the SLO bounds nothing.
+    """
     found = summary.distributions
     return {
         **_good(summary.goodput),
@@ -264,9 +266,7 @@ def measures(summary: Summary) -> dict[str, Any]:
 
 
 def _good(goodput: Goodput) -> dict[str, Any]:
-    return {
-        "offered": goodput.offered_programs,
-        "completed": goodput.completed_programs,
+    good = {
         "goodput_programs": goodput.programs_per_s,
         "goodput_programs_first": goodput.programs_first_per_s,
         "goodput_requests": goodput.requests_per_s,
@@ -274,3 +274,5 @@ def _good(goodput: Goodput) -> dict[str, Any]:
         "attainment_first": goodput.attainment_first,
         "attainment_requests": goodput.attainment_requests,
     }
+    counts = {"offered": goodput.offered_programs, "completed": goodput.completed_programs}
+    return counts | (good if goodput.is_bounded else dict.fromkeys(good))

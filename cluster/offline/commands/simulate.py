@@ -53,7 +53,15 @@ def simulate(
     prefix_cache: Annotated[
         bool, typer.Option(help="Off: released KV is forgotten, as by the papers' engines.")
     ] = True,
-    slo_ttft: Annotated[float, typer.Option(help="Bound: seconds to a turn's first token.")] = 1.0,
+    slo_ttft: Annotated[
+        str, typer.Option(help="Bound: seconds to a turn's first token. none: nothing has a bound.")
+    ] = "1",
+    policy_slo_ttft: Annotated[
+        str | None, typer.Option(help="What policies get in place of --slo-ttft: seconds, or none.")
+    ] = None,
+    slo_per_turn_x: Annotated[
+        float | None, typer.Option(help="Bound of a long prompt: x times its time alone, if this is more.")
+    ] = None,
     slo_norm_x: Annotated[float, typer.Option(help="Bound: iteration times per token, without tools.")] = 10.0,
     oracle: Annotated[bool | None, typer.Option(help="Give lengths and durations. Default: as the papers.")] = None,
     forecasts: Annotated[
@@ -143,8 +151,10 @@ def simulate(
             seeds=_list("--seed", seed, int),
             host_gib=host_gib,
             prefix_cache=prefix_cache,
-            slo_ttft_s=slo_ttft,
+            slo_ttft=slo_ttft,
+            policy_slo_ttft=policy_slo_ttft,
             slo_norm_x=slo_norm_x,
+            slo_per_turn_x=slo_per_turn_x,
             noises=_list("--noise", noise, float),
             oracle=oracle,
             forecasts=forecasts,

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 
 from cluster.core.registry import PEERS
+from cluster.core.slo import Slo
 from cluster.offline.bench.metrics import COMPLETION, ROUTING, mean, shown
 from cluster.offline.bench.record import Line, RunLine, lines_of, versions
 from cluster.offline.bench.results import measures
@@ -188,8 +189,29 @@ def _after(recovery: Recovery) -> str:
     return "never" if recovery.recovered_s is None else f"after {recovery.recovered_s:g} s"
 
 
+def _bounds(settings: SimulationSettings) -> list[str]:
+    slo, policies = settings.goodput_slo(), settings.slo().bounds
+    lines = []
+    if slo.normalized_latency_s is not None:
+        lines.append(
+            f"Good: TTFT of each turn <= {slo.ttft_s:g} s, and the program's time without tools / its tokens <= "
+            f"{slo.normalized_latency_s:.4g} s = {settings.slo_norm_x:g} x "
+            f"{settings.cost_model().decode_step_s():.4g} s, a step that decodes one sequence without a context. "
+            "Good by first turn: only its TTFT is bounded (AugServe)."
+        )
+    if slo.slowdown is not None:
+        lines.append(
+            f"A turn's TTFT may be {slo.slowdown:g} x the time that its new tokens take alone, if this is more."
+        )
+    if slo == Slo():
+        lines.append("Nothing has a bound.")
+    if policies != slo:
+        told = "no bound" if policies == Slo() else f"a bound on the TTFT of {shown(policies.ttft_s)} s"
+        lines.append(f"Policies and routers get {told}.")
+    return lines
+
+
 def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, verbose: bool) -> list[str]:
-    slo = settings.goodput_slo()
     informed = [policy for policy in settings.policies if settings.sees_the_future(policy)]
     learn = [policy for policy in settings.policies if policy not in (*informed, *BASELINES, *PEERS)]
     errors = " or ".join(f"{noise:g}" for noise in settings.noises)
@@ -197,9 +219,7 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     lines = [] if verbose else ["All that was measured: --verbose, or the lines of --json."]
     lines += [
         COMPLETION,
-        f"Good: TTFT of each turn <= {slo.ttft_s:g} s, and the program's time without tools / its tokens <= "
-        f"{slo.normalized_latency_s:.4g} s = {settings.slo_norm_x:g} x {settings.cost_model().decode_step_s():.4g} s, "
-        "a step that decodes one sequence without a context. Good by first turn: only its TTFT is bounded (AugServe).",
+        *_bounds(settings),
     ]
     if any(policy in BASELINES for policy in settings.policies):
         which = ", ".join(f"{name} ({settings.tier(name)})" for name in settings.policies if name in BASELINES)

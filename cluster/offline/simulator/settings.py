@@ -1,7 +1,7 @@
 """The settings of one call of `caesura simulate`. All values are checked here, and an error names the flag."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,6 +42,8 @@ CLAIRVOYANT = "clairvoyant"
 """Name of a policy that is an upper bound and no competitor, if it is registered. ``all`` lists it last."""
 INFORMED = frozenset({"infercept", "lamps", "mars", "augserve", CLAIRVOYANT})
 """Policies that get true lengths and durations unless a flag disables it, because their papers assume them."""
+UNBOUNDED = "none"
+"""In place of the seconds of a bound: nothing has a bound."""
 MIX = "+"
 """Between a policy's name and the axes that other policies decide: ``vllm+order=infercept``."""
 AXES = ("order", "pause", "budget")
@@ -83,9 +85,15 @@ class SimulationSettings:
     prefix_cache: bool = True
     """Whether the KV of a released context stays cached until its blocks are used again. False: only running and held
     contexts have KV, as in the engines of the papers."""
-    slo_ttft_s: float = 1.0
+    slo_ttft: str = "1"
+    """Seconds, or `UNBOUNDED`: nothing has a bound."""
+    policy_slo_ttft: str | None = None
+    """Likewise, as policies and routers get it; None: what is measured."""
     slo_norm_x: float = 10.0
     """SLO on a program's seconds per token without tools, as a multiple of the iteration time."""
+    slo_per_turn_x: float | None = None
+    """A turn's bound on its first token is at least so many times the time that its new tokens take alone. None: it is
+    the same for all turns."""
     noises: tuple[float, ...] = (0.0,)
     """Each p is a run: an error of N(0, p · value) is added to each given value."""
     oracle: bool | None = None
@@ -126,7 +134,8 @@ class SimulationSettings:
             {
                 "--rates": min(self.rates_per_s, default=0.0),
                 "--minutes": self.minutes,
-                "--slo-ttft": self.slo_ttft_s,
+                "--slo-ttft": _seconds("--slo-ttft", self.slo_ttft),
+                "--policy-slo-ttft": _seconds("--policy-slo-ttft", self.policy_slo_ttft or self.slo_ttft),
                 "--slo-norm-x": self.slo_norm_x,
                 "--replicas": self.replicas,
                 "--max-ongoing": self.max_ongoing,
@@ -147,6 +156,8 @@ class SimulationSettings:
         )
         check_shaping(self.shaping, self.missing_tool_s)
         check_missing(self.missing_tool_s, self.missing_tools_from, only_recorded=self.only_recorded)
+        slowdown = self.slo_per_turn_x
+        require(slowdown is None or 1 <= slowdown < float("inf"), "--slo-per-turn-x", slowdown, "must be 1 or more")
         require(self.imbalanced_threshold >= 0, "--imbalanced", self.imbalanced_threshold, "must be 0 or more")
         listed = {"--policies": self.policies, "--router": self.routers, "--rates": self.rates_per_s}
         for flag, values in {**listed, "--seed": self.seeds, "--noise": self.noises}.items():
@@ -278,14 +289,34 @@ class SimulationSettings:
         return not INFORMED.isdisjoint(_mixed(name).values()) if self.oracle is None else self.oracle
 
     def slo(self) -> SloConfig:
-        """Return the SLO. The iteration time is that of a step that decodes one sequence without a context."""
-        norm_s = self.slo_norm_x * self.cost_model().decode_step_s()
-        return SloConfig(ttft_s=self.slo_ttft_s, normalized_latency_s=norm_s)
+        """Return the SLO that policies and routers get."""
+        bounds = self._bounds(_seconds("--policy-slo-ttft", self.policy_slo_ttft or self.slo_ttft))
+        return SloConfig(**asdict(bounds))
 
     def goodput_slo(self) -> Slo:
-        """Return the same SLO in the form that the metrics use."""
-        slo = self.slo()
-        return Slo(ttft_s=slo.ttft_s, normalized_latency_s=slo.normalized_latency_s)
+        """Return the SLO by which results are measured."""
+        return self._bounds(_seconds("--slo-ttft", self.slo_ttft))
+
+    def _bounds(self, ttft_s: float | None) -> Slo:
+        """Return the bounds. The iteration time is that of a step that decodes one sequence without a context."""
+        if ttft_s is None:
+            return Slo(slowdown=self.slo_per_turn_x)
+        norm_s = self.slo_norm_x * self.cost_model().decode_step_s()
+        return Slo(ttft_s=ttft_s, normalized_latency_s=norm_s, slowdown=self.slo_per_turn_x)
+
+
+def _seconds(flag: str, text: str) -> float | None:
+    """Return the seconds; None: `UNBOUNDED`.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if text.strip() == UNBOUNDED:
+        return None
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"{flag}: {text!r} is neither a number of seconds nor {UNBOUNDED}") from None
 
 
 def _validated(name: str, model: Any, parameters: Mapping[str, Any]) -> Any:

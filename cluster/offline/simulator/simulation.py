@@ -14,6 +14,7 @@ from cluster.offline.bench.workload import Conversation
 from cluster.offline.simulator.foresight import Foresight
 from cluster.offline.simulator.routed import InfiniteCache, RoutedTurn
 from cluster.offline.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway, TurnRouter
+from replicas.cost_model import CostModel
 from replicas.virtual_replica import VirtualReplica, VirtualTurn
 
 
@@ -68,16 +69,18 @@ class _Program:
     under_way: VirtualTurn | None = None
     """The same turn on its replica; None until it is there."""
 
-    def turn_record(self, outcome: Outcome) -> TurnRecord:
-        """Make the record of the turn that is due."""
+    def turn_record(self, outcome: Outcome, cost: CostModel) -> TurnRecord:
+        """Make the record of the turn that is due, on replicas of this cost."""
         assert self.turn is not None, f"{self.job.program_id} has no turn due"
+        tokens, known = len(self.turn.prompt), self.known_tokens
         record = TurnRecord(
             program_id=self.job.program_id,
             index=len(self.done),
             intended_start_s=self.due_s,
             outcome=outcome,
-            prompt_tokens=len(self.turn.prompt),
-            previous_context_tokens=self.known_tokens,
+            prompt_tokens=tokens,
+            previous_context_tokens=known,
+            alone_s=cost.prefill_s(max(1, tokens - known), known, cost.step_tokens),
         )
         turn = self.under_way
         if turn is None:
@@ -122,6 +125,7 @@ class Simulation:
         """The route of each turn that became due, by its program's id and its index."""
         self._jobs = list(jobs)
         self._replicas = replicas
+        self._cost = replicas[0].cost
         self._clock = clock
         self._foresight = foresight
         self._router = router
@@ -191,7 +195,7 @@ class Simulation:
                 self._submit(program, answer.replica)
         elif isinstance(answer, TurnedAway):
             routed.reason, routed.sent_s = answer.reason, self._clock.now_s()
-            program.done.append(program.turn_record(Outcome.REJECTED))
+            program.done.append(program.turn_record(Outcome.REJECTED, self._cost))
             self._over(program, answer.retry_after_s)
 
     def _waited(self) -> None:
@@ -244,7 +248,7 @@ class Simulation:
 
     def _turn_ended(self, program: _Program, turn: VirtualTurn, replica: int) -> None:
         planned = program.job.program.turns[len(program.done)]
-        program.done.append(program.turn_record(Outcome.OK))
+        program.done.append(program.turn_record(Outcome.OK, self._cost))
         due, program.turn, program.under_way = program.turn, None, None
         assert due is not None
         self._router.ended(due, replica, turn.request.num_tokens, self._clock.now_s())
@@ -273,7 +277,7 @@ class Simulation:
         program = self._programs.get(job.program_id)
         turns = list(program.done) if program else []
         if program is not None and program.turn is not None:
-            turns.append(program.turn_record(Outcome.UNFINISHED))
+            turns.append(program.turn_record(Outcome.UNFINISHED, self._cost))
         planned = len(job.program.turns)
         outcome = Outcome.UNFINISHED
         if turns and turns[-1].outcome is Outcome.REJECTED:
