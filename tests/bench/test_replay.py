@@ -165,7 +165,14 @@ async def test_a_bug_of_ours_is_not_swallowed(cluster_double) -> None:
 def settings(double, **changes):
     shaping = Shaping(scale_lengths=0.02, scale_tools=0.001, max_turns=3)
     values = {"url": double.url, "shaping": shaping, "policies": ("vllm", "continuum"), "rate_per_s": 40.0}
-    values |= {"duration_s": None, "count": 8, "blocks": 2, "command": "caesura bench --test", "drain_s": 20.0}
+    values |= {
+        "duration_s": None,
+        "count": 8,
+        "blocks": 2,
+        "command": "caesura bench --test",
+        "drain_s": 20.0,
+        "slo": Slo(1.0),
+    }
     return BenchSettings(**values | changes)
 
 
