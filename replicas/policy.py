@@ -299,6 +299,9 @@ class Policy:
     is_late: IsLate | None = None
     """Whether turns of a rank are deferred, or None to defer no turn. While they wait, ``LoadView.waiting_late`` counts
     them. Their prompts are computed after all others (`replicas.prefill_scheduling`)."""
+    max_wait_s: float | None = None
+    """Bound on the seconds from a turn's arrival to its first token, by which `replicas.load_shedding` refuses new
+    programs. None: there is no bound, and nothing is refused."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""
 

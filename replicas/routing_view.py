@@ -15,12 +15,13 @@ from vllm.v1.request import Request
 
 from cluster.core.lifecycle.machine import ProgramState
 from cluster.core.program import Hints, tool_key
-from cluster.core.replica_snapshot import ReplicaSnapshot, StepCosts, pack_names
+from cluster.core.replica_snapshot import TAKES_ALL_S, ReplicaSnapshot, StepCosts, pack_names
 from cluster.durations.statistics import Durations
 from cluster.durations.table import OVERALL, DurationTable
 from replicas.cached_prefix import cached_tokens, is_cached, leading_blocks
 from replicas.cost_model import CostModel
 from replicas.forecasts import NOTHING_KNOWN, Forecaster
+from replicas.load_shedding import shedding_of
 from replicas.policies.caesura import HINT_SLACK, Tool
 from replicas.policy import Forecast
 from replicas.scheduler import AgentScheduler
@@ -140,7 +141,7 @@ def routing_snapshot(
 
     `replicas.router_side` adds ``prefixes``.
     """
-    load = scheduler.load_now()
+    load, shed = scheduler.load_now(), shedding_of(scheduler)
     in_flight = _InFlight(scheduler, scheduler.swapping.tokens_of)
     for request in _requests(scheduler):
         turn = scheduler.turns[request.request_id]
@@ -168,6 +169,8 @@ def routing_snapshot(
         running=load.running,
         waiting=load.waiting - load.waiting_late,
         put_off=load.waiting_late,
+        shed_from_s=min(TAKES_ALL_S, shed.from_s),
+        shed_retry_after_s=shed.retry_after_s,
         guards_memory=scheduler.policies.guards_memory,
         running_tokens=in_flight.running_tokens,
         waiting_tokens=in_flight.missing_tokens(),

@@ -129,7 +129,7 @@ class SchedulerSettings(BaseModel):
 def build_policy(config: PolicyConfig) -> Policy:
     """Return the configured policy, with axes of other policies where the configuration mixes them.
 
-    ``is_late`` and ``guards_memory`` belong to the order, which defines what a rank means.
+    ``is_late``, ``max_wait_s`` and ``guards_memory`` belong to the order, which defines what a rank means.
     """
 
     def axes_of(name: str) -> Policy:
@@ -142,6 +142,7 @@ def build_policy(config: PolicyConfig) -> Policy:
         whole,
         order=ordering.order,
         is_late=ordering.is_late,
+        max_wait_s=ordering.max_wait_s,
         guards_memory=ordering.guards_memory,
         pause=axes_of(config.pause).pause if config.pause else whole.pause,
         budget=axes_of(config.budget).budget if config.budget else whole.budget,

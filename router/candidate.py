@@ -10,7 +10,7 @@ from statistics import median
 from typing import NamedTuple
 
 from cluster.core.program import Hints, Prediction
-from cluster.core.replica_snapshot import PREFIX_BLOCK_TOKENS, ReplicaSnapshot, StepCosts
+from cluster.core.replica_snapshot import PREFIX_BLOCK_TOKENS, TAKES_ALL_S, ReplicaSnapshot, StepCosts, program_work_s
 
 # --- a replica's load -------------------------------------------------------------------------------------------------
 
@@ -48,6 +48,8 @@ class ReplicaLoad:
     turn_new_tokens: float = 0.0
     program_turns: float = 0.0
     pause_s: float = 0.0
+    shed_from_s: float = TAKES_ALL_S
+    shed_retry_after_s: float = 0.0
     resume_tokens: tuple[tuple[float, float], ...] = ()
 
     @property
@@ -305,10 +307,12 @@ class Candidate:
 
     def work_s(self, expected: ExpectedWork) -> float:
         """Seconds of this replica that such a program takes. Reading the weights is not counted: batches share it."""
-        load = self.load
         computed = expected.prompt_tokens + expected.later_turns * expected.new_tokens
-        decode_s = load.token_s + load.sequence_s + expected.context_tokens * load.context_s
-        return computed * load.token_s + expected.outputs * decode_s
+        return program_work_s(self.load, computed, expected.outputs, expected.context_tokens)
+
+    def sheds(self, expected: ExpectedWork) -> bool:
+        """Whether the replica refuses such a new program, because turns that it has admitted wait for long."""
+        return self.load.shed_from_s < TAKES_ALL_S and self.work_s(expected) >= self.load.shed_from_s
 
     def has_room(self, expected: ExpectedWork, empty_share: float) -> bool:
         """Whether such a program may be admitted. One larger than the bound may be, where little else is."""

@@ -61,6 +61,8 @@ class Refused(StrEnum):
     """429: its tenant has more turns waiting than its share while others wait."""
     QUEUE_FULL = "queue_full"
     """503: too many turns wait."""
+    LOAD_SHED = "load_shed"
+    """503: on every replica admitted turns wait for long, and a program of so much work would wait as long."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,6 +25,7 @@ _REJECTIONS: dict[Refused, tuple[type[Overloaded], str]] = {
     Refused.QUEUE_TIMEOUT: (Overloaded, "the wait for admission would exceed the limit"),
     Refused.TENANT_SHARE: (TooManyRequests, "this tenant has more turns waiting than its share"),
     Refused.QUEUE_FULL: (Overloaded, "too many turns wait for admission"),
+    Refused.LOAD_SHED: (Overloaded, "programs of so much work wait for too long on every replica"),
 }
 
 

@@ -249,7 +249,12 @@ class PlacementEngine:
             return Refuse(Refused.NO_REPLICA, MIN_RETRY_S)
         if not store_available or not self._state.any_fresh(now_s):
             return self._without_store(turn_id, request, arrival, eligible, now_s)
-        if self._goes_at_once(request, arrival, eligible):
+        at_once = self._goes_at_once(request, arrival, eligible)
+        taking = eligible if at_once else [one for one in eligible if not one.sheds(expected)]
+        if not taking:
+            return Refuse(Refused.LOAD_SHED, max(MIN_RETRY_S, min(one.load.shed_retry_after_s for one in eligible)))
+        eligible = taking
+        if at_once:
             choice = self._best_with_room(arrival, eligible, None) or self._policy.best(arrival, eligible)
         elif self._queue:
             choice = None

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
-from typing import Annotated, Any
+from typing import Annotated, Any, Protocol
 
 import msgspec
 
@@ -27,6 +27,9 @@ MAX_PREFIXES = 1024
 used first."""
 
 _NAME_WIDTH, _BLOCK_WIDTH = "I", "Q"
+
+TAKES_ALL_S = 1e6
+"""`ReplicaSnapshot.shed_from_s` of a replica that takes all programs."""
 
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**62)]
 Amount = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
@@ -65,6 +68,38 @@ class StepCosts(msgspec.Struct, frozen=True):
         """
         linear = max(self.weights_s, sequences * self.token_s)
         return self.overhead_s + sequences * self.sequence_s + linear + context_tokens * self.context_s
+
+
+class TokenCosts(Protocol):
+    """Seconds of a token's work, as `StepCosts` and `replicas.cost_model.CostModel` have them."""
+
+    @property
+    def token_s(self) -> float:
+        """Of each token that is computed."""
+        ...
+
+    @property
+    def sequence_s(self) -> float:
+        """Of each token that is generated, in addition."""
+        ...
+
+    @property
+    def context_s(self) -> float:
+        """Of each token that is generated, for each token before it."""
+        ...
+
+
+def program_work_s(costs: TokenCosts, computed_tokens: float, outputs: float, context_tokens: float) -> float:
+    """Return the seconds of a replica that a program takes. Reading the weights is not counted: batches share it.
+
+    Args:
+        costs: costs of the replica's steps.
+        computed_tokens: tokens of its prompts that are computed.
+        outputs: tokens that it generates.
+        context_tokens: mean length of its context meanwhile.
+    """
+    decode_s = costs.token_s + costs.sequence_s + context_tokens * costs.context_s
+    return computed_tokens * costs.token_s + outputs * decode_s
 
 
 class ReplicaSnapshot(msgspec.Struct, frozen=True):
@@ -122,6 +157,10 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Number of programs in `active_tokens`."""
     put_off: Count = 0
     """Number of turns that the replica runs only when no other turn waits."""
+    shed_from_s: Amount = TAKES_ALL_S
+    """The replica refuses new programs whose expected work (`program_work_s`) is so many seconds or more."""
+    shed_retry_after_s: Amount = 0.0
+    """Seconds until the turns that wait now are served, if it refuses any."""
     guards_memory: bool = False
     """Whether the replica's policy protects the KV memory from thrashing, whatever the number of programs."""
     residents: bytes = b""

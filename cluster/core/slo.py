@@ -12,6 +12,9 @@ from typing import TypeVar
 
 T = TypeVar("T", int, float)
 
+AT_ONCE_S = 1.0
+"""Seconds within which a program has to be refused so that it does not count as waiting."""
+
 
 class Outcome(Enum):
     """The outcome of a turn or a program. Each has exactly one."""
@@ -51,6 +54,8 @@ class TurnRecord:
     sent_s: float | None = None
     """The time at which the client sent the turn; None: it was not sent, or it was simulated."""
     error: str | None = None
+    rejected_s: float | None = None
+    """Seconds from the intended start to the rejection; None: it was not rejected."""
     alone_s: float | None = None
     """Seconds that its first token would take alone, with the KV of `previous_context_tokens`; None: unknown."""
 
@@ -140,6 +145,14 @@ class ProgramRecord:
     def spent_wall_s(self) -> float | None:
         """Seconds with tool time up to the completion, or up to `until_s`; None: unknown."""
         return self.jct_wall_s if self.outcome is Outcome.OK else self._since_s(self.arrival_s)
+
+    @property
+    def is_refused(self) -> bool:
+        """Whether it was rejected at its first turn and at once. Any other rejection costs the client time or work."""
+        if self.outcome is not Outcome.REJECTED or len(self.turns) != 1:
+            return False
+        rejected_s = self.turns[0].rejected_s
+        return rejected_s is not None and rejected_s <= AT_ONCE_S
 
     @property
     def first_tokens_s(self) -> tuple[float | None, ...]:

@@ -20,6 +20,7 @@ more where the prompts that run or could run would otherwise not have their firs
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from math import inf
 
 from pydantic import BaseModel, ConfigDict, Field
 
@@ -75,6 +76,9 @@ class CaesuraParameters(BaseModel):
     program_value: float = Field(16.0, ge=0)
     """Value of such a turn beside that, if all turns of its program were in time. More favours the programs that can
     meet the SLO, less the completion times of the others."""
+    max_wait_s: float = Field(120.0, gt=0)
+    """Bound on the seconds from a turn's arrival to its first token. New programs that would break it are refused
+    with 503 at once."""
     ageing: float = Field(0.05, ge=0)
     """Seconds of remaining work that one second of waiting outweighs, where no SLO is set."""
     refresh_steps: int = Field(8, ge=1)
@@ -92,10 +96,10 @@ class CaesuraParameters(BaseModel):
 
     def build(self) -> Policy:
         """Build the policy."""
-        order = ValuePerWork(self.turn_value, self.program_value, self.ageing, self.refresh_steps)
+        order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.ageing, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
-        return Policy("caesura", order, pause, budget, self.reserve_share, is_late, guards_memory=True)
+        return Policy("caesura", order, pause, budget, self.reserve_share, is_late, self.max_wait_s, guards_memory=True)
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
@@ -185,11 +189,17 @@ class ValuePerWork:
 
     turn_value: float
     program_value: float
+    max_wait_s: float
     ageing: float
     refresh_steps: int | None
 
     def key(self, turn: TurnView) -> RankKey:
-        """Return the rank (seconds of work per value, 1 if the turn is late)."""
+        """Return the rank (seconds of work per value, 1 if the turn is late).
+
+        A turn that has waited for its first token for a half of the longest wait comes before all others, by arrival.
+        """
+        if turn.first_token_s is None and turn.load.now_s - turn.arrived_s > self.max_wait_s / 2:
+            return (-inf, turn.arrived_s, IN_TIME)
         left_s = turn_work_s(turn) + later_work_s(turn)
         if not bounds(turn.load):
             return (left_s - self.ageing * (turn.load.now_s - turn.arrived_s), IN_TIME)

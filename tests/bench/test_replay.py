@@ -34,7 +34,14 @@ KEYS = {
     *("ttft_s", "jct_s", "jct_wall_s", "norm_latency_s", "bubble_s", "recomputed_tokens", "reused_tokens"),
     *("wasted_gib_s", "schedule_ms", "wall_s_per_minute", "goodput_requests", "tpot_s", "fetched_tokens"),
     *("outcomes", "attainment_requests", "attainment_ttft", "tokens_per_s", "cached_share", "client_lag_s"),
-    *("goodput_programs_first", "attainment_first", "ttft_all_s", "completion_all_s", "completion_wall_all_s"),
+    *(
+        "goodput_programs_first",
+        "attainment_first",
+        "ttft_all_s",
+        "completion_all_s",
+        "completion_offered_s",
+        "completion_wall_all_s",
+    ),
     *("refused", "longest_wait_s", "jain", "kinds", "wasted_by_cause_gib_s", "command"),
 }
 

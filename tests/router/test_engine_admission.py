@@ -289,3 +289,44 @@ def test_nobody_waits_for_growth_of_programs_that_come_back_late_if_at_all(
     decision = engine.turn("t", request("late", expected_later_tokens=later_tokens, **size), 64.0)
     assert isinstance(decision, Wait if waits else Go)
     engine.check_integrity()
+
+
+# --- load shedding ----------------------------------------------------------------------------------------------------
+
+
+def shedding_engine(**by_replica: dict[str, float]) -> PlacementEngine:
+    """An engine that knows replicas with these fields in their snapshots."""
+    engine = PlacementEngine(EngineSettings(working_set=1.0))
+    engine.observe({name: snapshot(name, **fields) for name, fields in by_replica.items()}, 0.0)
+    return engine
+
+
+def test_a_program_of_as_much_work_as_starves_is_refused_at_once_and_a_smaller_one_is_not() -> None:
+    work_s = 1000 * snapshot("r0").costs.token_s
+    engine = shedding_engine(r0={"shed_from_s": work_s, "shed_retry_after_s": 17.0})
+    assert engine.turn("t1", request("large", 1001, "a", **PLAIN), 0.0) == Refuse(Refused.LOAD_SHED, 17.0)
+    assert isinstance(engine.turn("t2", request("small", 999, "a", **PLAIN), 0.0), Go)
+    assert engine.waiting == 0, "nobody waits to be refused later"
+
+
+def test_a_program_goes_where_it_is_taken() -> None:
+    engine = shedding_engine(r0={"shed_from_s": 0.0, "shed_retry_after_s": 9.0}, r1={"waiting": 5, "running": 5})
+    for number in range(8):
+        go = engine.turn(f"t{number}", request(f"p{number}", 100, "a", **PLAIN), 0.0)
+        assert isinstance(go, Go) and go.home.replica == "r1"
+
+
+def test_the_shortest_wait_is_when_to_come_back() -> None:
+    engine = shedding_engine(r0={"shed_from_s": 0.0, "shed_retry_after_s": 9.0}, r1={"shed_from_s": 0.0})
+    assert engine.turn("t", request("p", 100, "a", **PLAIN), 0.0) == Refuse(Refused.LOAD_SHED, 1.0)
+
+
+def test_a_program_that_was_admitted_is_not_refused_later() -> None:
+    engine = shedding_engine(r0={})
+    assert isinstance(engine.turn("t1", request("p", 100, "a", **PLAIN), 0.0), Go)
+    engine.ended("t1", 1.0, context_tokens=100)
+    engine.observe({"r0": snapshot("r0", 2, shed_from_s=0.0, shed_retry_after_s=9.0)}, 1.0)
+    assert isinstance(engine.turn("t2", request("p", 200, "a", **PLAIN), 2.0), Go)
+    # Another ingress has admitted this one.
+    engine.observe({"r0": snapshot("r0", 3, shed_from_s=0.0, residents=["q"])}, 3.0)
+    assert isinstance(engine.turn("t3", request("q", 200, "a", **PLAIN), 3.0), Go)

@@ -3,7 +3,7 @@
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import time
 from typing import Any
 
@@ -95,7 +95,10 @@ class TurnClient:
         except TimeoutError:
             return turn.record(Outcome.TIMED_OUT, f"no end within {self._turn_timeout_s:g} s")
         except TurnError as error:
-            return turn.record(error.outcome, str(error))
+            record = turn.record(error.outcome, str(error))
+            if error.outcome is not Outcome.REJECTED:
+                return record
+            return replace(record, rejected_s=self._clock.now_s() - turn.intended_start_s)
         except (aiohttp.ClientError, OSError, ValueError) as error:
             return turn.record(Outcome.FAILED, f"{type(error).__name__}: {error}")
         return turn.record(Outcome.OK)

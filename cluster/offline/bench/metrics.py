@@ -11,7 +11,8 @@ Result = Mapping[str, Any]
 
 COMPLETION = (
     "Completion: seconds from arrival to the last token, without tools. Programs that have not ended count with their "
-    "time so far, and so do turns without a first token in TTFT."
+    "time so far, and so do turns without a first token in TTFT. Programs that were refused within a second count only "
+    "in completion of all offered."
 )
 UNKNOWN = "-"
 PERCENT = 100.0
@@ -52,13 +53,14 @@ QUANTITIES: Mapping[str, tuple[Quantity, ...]] = {
         Quantity("programs offered", ("offered",)),
         Quantity("programs completed", ("completed",), 1, deciding=True),
         Quantity("programs failed", ("outcomes", "failed"), -1),
-        Quantity("programs rejected", ("outcomes", "rejected"), -1),
+        Quantity("programs rejected", ("outcomes", "rejected"), -1, deciding=True),
         Quantity("programs timed out", ("outcomes", "timed_out"), -1),
         Quantity("programs unfinished", ("outcomes", "unfinished"), -1),
         Quantity("output tokens/s", ("tokens_per_s",), 1, deciding=True),
     ),
     "Completion of programs": (
         *_distribution("completion", "s", "completion_all_s", ("mean", "p99")),
+        *_distribution("of all offered", "s", "completion_offered_s"),
         *_distribution("with tools", "s", "completion_wall_all_s"),
         *_distribution("of completed programs", "s", "jct_s"),
         *_distribution("of completed, with tools", "s", "jct_wall_s"),

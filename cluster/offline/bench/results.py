@@ -83,7 +83,7 @@ PROGRAM_METRICS: dict[str, Callable[[ProgramRecord], float | None]] = {
 
 SPREADS = (
     *("ttft_s", "ttft_all_s", "tpot_s", "client_lag_s"),
-    *("jct_s", "completion_all_s", "jct_wall_s", "completion_wall_all_s", "norm_latency_s"),
+    *("jct_s", "completion_all_s", "completion_offered_s", "jct_wall_s", "completion_wall_all_s", "norm_latency_s"),
 )
 """Metrics of which a result contains the mean and the percentiles."""
 MEANS = ("bubble_s", "recomputed_tokens", "reused_tokens", "fetched_tokens")
@@ -105,8 +105,9 @@ class KindSummary:
         found: dict[str, KindSummary] = {}
         for kind in kinds:
             alike = [program for program in programs if program.kind == kind]
-            completion_s = Distribution.of(program.spent_s for program in alike)
-            found[kind] = cls(Goodput.of(alike, slo, window_s), completion_s, _ttft_all_s(alike))
+            admitted = [program for program in alike if not program.is_refused]
+            completion_s = Distribution.of(program.spent_s for program in admitted)
+            found[kind] = cls(Goodput.of(alike, slo, window_s), completion_s, _ttft_all_s(admitted))
         return found
 
 
@@ -114,9 +115,10 @@ class KindSummary:
 class Summary:
     """Summary of one policy over its measured windows.
 
-    ``distributions`` has the keys of the two tables above, and three over everything that was offered: ``ttft_all_s``
-    over all turns that became due, ``completion_all_s`` and ``completion_wall_all_s`` over all programs. What has not
-    ended counts there with its time so far, see `cluster.core.slo.ProgramRecord.spent_s`.
+    ``distributions`` has the keys of the two tables above, and four over programs with any outcome: ``ttft_all_s``
+    over all turns that became due, ``completion_all_s`` and ``completion_wall_all_s`` over all programs, these three
+    without the programs that were refused at once, and ``completion_offered_s`` over all programs with these. What has
+    not ended counts there with its time so far, see `cluster.core.slo.ProgramRecord.spent_s`.
     """
 
     policy: str
@@ -153,10 +155,12 @@ def summarize(
     completed = [program for program in programs if program.outcome is Outcome.OK]
     distributions = {key: Distribution.of(map(metric, turns)) for key, metric in TURN_METRICS.items()}
     distributions |= {key: Distribution.of(map(metric, completed)) for key, metric in PROGRAM_METRICS.items()}
+    admitted = [program for program in programs if not program.is_refused]
     distributions |= {
-        "ttft_all_s": _ttft_all_s(programs),
-        "completion_all_s": Distribution.of(program.spent_s for program in programs),
-        "completion_wall_all_s": Distribution.of(program.spent_wall_s for program in programs),
+        "ttft_all_s": _ttft_all_s(admitted),
+        "completion_all_s": Distribution.of(program.spent_s for program in admitted),
+        "completion_offered_s": Distribution.of(program.spent_s for program in programs),
+        "completion_wall_all_s": Distribution.of(program.spent_wall_s for program in admitted),
     }
     waits_s = [program.longest_wait_s for program in programs]
     return Summary(

@@ -232,8 +232,6 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
             f"peers, by Caesura's for the others, none for {', '.join(sorted(WITHOUT_HOST_TIER))}. What a turn "
             "generates is kept there, too, which is not vLLM's default."
         )
-    if settings.replicas > 1:
-        lines.append("A program that was refused counts as if it were waiting until the run's end.")
     if informed:
         lines.append(f"Given true lengths and durations{noise}: {', '.join(informed)}.")
     if learn:

@@ -26,9 +26,10 @@ from cluster.offline.simulator.fairness import jain, slowdown
 from cluster.offline.simulator.foresight import Foresight, forecasts_of
 from cluster.offline.simulator.load import Recovery, closed_loop, plan
 from cluster.offline.simulator.routed import Routed, RoutingSummary, turns_on
-from cluster.offline.simulator.routers import ROUTERS, Replicas
+from cluster.offline.simulator.routers import OURS, ROUTERS, Replicas
 from cluster.offline.simulator.routing import TurnRouter
 from cluster.offline.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, SimulationSettings
+from cluster.offline.simulator.shedding import SheddingRouter
 from cluster.offline.simulator.simulation import Simulation
 from predictor_service.forecast_files import Forecasts
 from replicas.scheduler import AgentScheduler
@@ -257,6 +258,8 @@ def simulate(
         replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
     )
     router = (make_router or ROUTERS[run.router])(made_for)
+    if run.router != OURS:
+        router = SheddingRouter(router, replicas)
     watch = MemoryWatch(replicas, clock, (arrivals_s + settings.drain_s) / SAMPLES)
     simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watch if settings.record else None)
     marks: list[Mark] = []

@@ -195,7 +195,8 @@ class Simulation:
                 self._submit(program, answer.replica)
         elif isinstance(answer, TurnedAway):
             routed.reason, routed.sent_s = answer.reason, self._clock.now_s()
-            program.done.append(program.turn_record(Outcome.REJECTED, self._cost))
+            record = program.turn_record(Outcome.REJECTED, self._cost)
+            program.done.append(replace(record, rejected_s=self._clock.now_s() - program.due_s))
             self._over(program, answer.retry_after_s)
 
     def _waited(self) -> None:

@@ -1,0 +1,121 @@
+"""Load shedding: which new programs a replica refuses, so that no admitted turn waits longer than the policy's bound.
+
+An admitted turn that has waited for a half of the bound is served before all others, in the order of arrival (see
+``ValuePerWork``). The bound holds if what is due then can be served in the other half. So the replica takes no new
+program while the turns that wait have more work than that. And while a turn has waited for an eighth of the bound, it
+refuses the programs that have as much work as such a turn: they would wait as long, and what has less work is served
+before. A refused client is answered at once.
+
+Bounds are those of the forecast: turns that take longer than was expected, or more programs that come back at the
+same time than ever, can exceed them.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import inf
+
+from vllm.v1.request import Request
+
+from cluster.core.program import ProgramIdentity
+from cluster.core.replica_snapshot import program_work_s
+from replicas.cost_model import CostModel
+from replicas.forecasts import NOTHING_KNOWN, Features
+from replicas.policy import Forecast, LoadView, TurnView
+from replicas.scheduler import AgentScheduler
+
+STARVING = 1 / 8
+"""Share of the bound after which a turn without its first token starves."""
+MAX_BACKLOG = 1 / 2
+"""Largest work of the waiting turns, as a share of the bound."""
+
+
+@dataclass(frozen=True, slots=True)
+class WaitingTurn:
+    """A turn that waits for its first token. All values are in seconds."""
+
+    waited_s: float
+    turn_s: float
+    """Expected work of the turn."""
+    program_s: float
+    """Expected work of what is left of its program, by `program_work_s`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shedding:
+    """What a replica refuses now."""
+
+    from_s: float
+    """It refuses new programs of this expected work (`program_work_s`), in seconds, or more. inf: it takes all."""
+    retry_after_s: float
+    """Seconds until the turns that wait now are served."""
+
+    def refuses(self, work_s: float) -> bool:
+        """Return whether a new program of this expected work is refused."""
+        return work_s >= self.from_s
+
+
+TAKES_ALL = Shedding(inf, 0.0)
+
+
+def shedding(waiting: Sequence[WaitingTurn], max_wait_s: float) -> Shedding:
+    """Return what a replica refuses.
+
+    Args:
+        waiting: the turns that wait.
+        max_wait_s: bound on the seconds from a turn's arrival to its first token.
+    """
+    backlog_s = sum(turn.turn_s for turn in waiting)
+    starving = [turn.program_s for turn in waiting if turn.waited_s > STARVING * max_wait_s]
+    from_s = 0.0 if backlog_s > MAX_BACKLOG * max_wait_s else min(starving, default=inf)
+    return Shedding(from_s, backlog_s) if from_s < inf else TAKES_ALL
+
+
+def shedding_of(scheduler: AgentScheduler) -> Shedding:
+    """Return what the replica of a scheduler refuses now."""
+    max_wait_s = scheduler.policies.max_wait_s
+    if max_wait_s is None or not (scheduler.waiting or scheduler.skipped_waiting):
+        return TAKES_ALL
+    load, views = scheduler.load_now(), scheduler.views
+    return shedding([_waiting(views.waiting(one), load) for one in _without_a_token(scheduler)], max_wait_s)
+
+
+def new_work_s(scheduler: AgentScheduler, identity: ProgramIdentity, prompt_tokens: int) -> float:
+    """Return the expected work of a new program, as the scheduler forecasts it.
+
+    Args:
+        scheduler: the scheduler.
+        identity: identity of its first turn.
+        prompt_tokens: length of its first prompt.
+    """
+    features = Features.of("", 0, prompt_tokens) if identity.key is not None else NOTHING_KNOWN
+    last = identity.key is None or identity.last_turn
+    forecast = scheduler.forecaster.of(features, identity.hints, scheduler.durations, last, identity.forecast)
+    return _work_s(scheduler.facts.cost, forecast, prompt_tokens, prompt_tokens, 0)
+
+
+def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
+    return [
+        request
+        for queue in (scheduler.waiting, scheduler.skipped_waiting)
+        for request in queue
+        if (turn := scheduler.turns.get(request.request_id)) is not None and turn.first_token_s is None
+    ]
+
+
+def _waiting(turn: TurnView, load: LoadView) -> WaitingTurn:
+    cost, turns = load.facts.cost, load.running + 1
+    missing = turn.tokens - turn.cached_tokens
+    share_s = cost.decode_step_s(turns, load.running_tokens) / turns
+    return WaitingTurn(
+        waited_s=load.now_s - turn.arrived_s,
+        turn_s=missing * cost.token_s + max(0.0, turn.forecast.output_tokens) * share_s,
+        program_s=_work_s(cost, turn.forecast, missing, turn.tokens, turn.generated_tokens),
+    )
+
+
+def _work_s(costs: CostModel, forecast: Forecast, missing: int, context: int, generated: int) -> float:
+    output = max(0.0, forecast.output_tokens - generated)
+    later = max(0.0, forecast.later_tokens)
+    later_outputs = min(later, max(0.0, forecast.later_turns) * max(0.0, forecast.output_tokens))
+    outputs, computed = output + later_outputs, missing + later - later_outputs
+    return program_work_s(costs, computed, outputs, context + (output + later) / 2)

@@ -1,0 +1,41 @@
+"""What a replica refuses, by the turns that wait there."""
+
+from math import inf
+
+import pytest
+
+from cluster.core.replica_snapshot import StepCosts, program_work_s
+from replicas.load_shedding import TAKES_ALL, Shedding, WaitingTurn, shedding
+
+MAX_WAIT_S = 80.0
+
+
+def waiting(waited_s: float, turn_s: float = 1.0, program_s: float = 5.0) -> WaitingTurn:
+    return WaitingTurn(waited_s, turn_s, program_s)
+
+
+def test_a_replica_where_nobody_waits_for_long_takes_all() -> None:
+    assert shedding([], MAX_WAIT_S) == TAKES_ALL == Shedding(inf, 0.0)
+    assert shedding([waiting(9.9), waiting(0.0, program_s=0.1)], MAX_WAIT_S) == TAKES_ALL
+    assert not TAKES_ALL.refuses(1e9)
+
+
+def test_while_a_turn_starves_programs_with_as_much_work_are_refused_and_smaller_ones_are_not() -> None:
+    """10 s are an eighth of the bound. The turn that has just come says nothing."""
+    found = shedding([waiting(11.0, 2.0, 7.0), waiting(30.0, 3.0, 5.0), waiting(1.0, 1.0, 0.1)], MAX_WAIT_S)
+    assert found == Shedding(from_s=5.0, retry_after_s=6.0)
+    assert [found.refuses(work_s) for work_s in (0.0, 4.9, 5.0, 100.0)] == [False, False, True, True]
+
+
+def test_with_more_work_than_can_be_served_in_time_all_are_refused() -> None:
+    """What waits has to be served in a half of the bound once it is due."""
+    assert shedding([waiting(0.0, 13.0)] * 3, MAX_WAIT_S) == TAKES_ALL
+    found = shedding([waiting(0.0, 13.0)] * 4, MAX_WAIT_S)
+    assert found == Shedding(0.0, 52.0)
+    assert found.refuses(0.0)
+
+
+def test_the_work_of_a_program_by_hand() -> None:
+    """2,000 prompt tokens at 0.1 ms, and 100 outputs at 0.1 + 0.2 ms and 1 µs for each of 1,500 tokens before."""
+    costs = StepCosts(overhead_s=1.0, sequence_s=2e-4, weights_s=1.0, token_s=1e-4, context_s=1e-6, swap_token_s=1.0)
+    assert program_work_s(costs, 2000, 100, 1500) == pytest.approx(0.2 + 100 * (3e-4 + 1.5e-3))
