@@ -79,8 +79,6 @@ class CaesuraParameters(BaseModel):
     max_wait_s: float = Field(120.0, gt=0)
     """Bound on the seconds from a turn's arrival to its first token. New programs that would break it are refused
     with 503 at once."""
-    ageing: float = Field(0.05, ge=0)
-    """Seconds of remaining work that one second of waiting outweighs, where no SLO is set."""
     refresh_steps: int = Field(8, ge=1)
     """Number of steps between two rankings of all waiting turns. A turn's rank changes while it waits, because its
     SLO comes nearer."""
@@ -96,7 +94,7 @@ class CaesuraParameters(BaseModel):
 
     def build(self) -> Policy:
         """Build the policy."""
-        order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.ageing, self.refresh_steps)
+        order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
         return Policy("caesura", order, pause, budget, self.reserve_share, is_late, self.max_wait_s, guards_memory=True)
@@ -183,14 +181,11 @@ def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: flo
 
 @dataclass(frozen=True, slots=True)
 class ValuePerWork:
-    """Smith's rule over programs, see the module. Without an SLO the turn with the least work comes first, where
-    waiting time reduces the work.
-    """
+    """Smith's rule over programs, see the module. Without an SLO all turns have the same value."""
 
     turn_value: float
     program_value: float
     max_wait_s: float
-    ageing: float
     refresh_steps: int | None
 
     def key(self, turn: TurnView) -> RankKey:
@@ -201,8 +196,6 @@ class ValuePerWork:
         if turn.first_token_s is None and turn.load.now_s - turn.arrived_s > self.max_wait_s / 2:
             return (-inf, turn.arrived_s, IN_TIME)
         left_s = turn_work_s(turn) + later_work_s(turn)
-        if not bounds(turn.load):
-            return (left_s - self.ageing * (turn.load.now_s - turn.arrived_s), IN_TIME)
         if not turn_in_time(turn):
             return (left_s, LATE)
         value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn) else 0.0)
@@ -215,12 +208,6 @@ IN_TIME, LATE = 0.0, 1.0
 def is_late(rank: RankKey) -> bool:
     """Return whether a turn of this rank can no longer be in time. A rank that the scheduler gives is never late."""
     return rank[-1:] == (LATE,)
-
-
-def bounds(load: LoadView) -> bool:
-    """Return whether there is an SLO that waiting can violate."""
-    slo = load.facts.slo
-    return any(bound is not None for bound in (slo.ttft_s, slo.slowdown, slo.e2e_s, slo.normalized_latency_s))
 
 
 def _prefill_s(turn: TurnView) -> float:

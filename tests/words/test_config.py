@@ -62,7 +62,7 @@ def test_flags_override_variables_override_the_file(file: Path) -> None:
         ("CAESURA__SLO__TTFT_S", "1e1", "slo.ttft_s", 10.0),
         ("CAESURA__MODEL__ID", "org/name", "model.id", "org/name"),
         ("CAESURA__REDIS__URL", "redis://:secret@host:6379/0", "redis.url", "redis://:secret@host:6379/0"),
-        ("CAESURA__POLICY__PARAMETERS", "{ageing: 0.2}", "policy.parameters", {"ageing": 0.2}),
+        ("CAESURA__POLICY__PARAMETERS", "{turn_value: 0.2}", "policy.parameters", {"turn_value": 0.2}),
         ("CAESURA__ENGINE__MAX_MODEL_LEN", "4096", "engine", {"max_model_len": 4096}),
     ],
 )
@@ -115,8 +115,8 @@ FILES: dict[str, tuple[str, str]] = {
         "policy.parameters.delta: input should be less than 1 (got 2, line 4)",
     ),
     "unknown policy parameter": (
-        "policy: {parameters: {agieng: 2}}\n",
-        "policy.parameters.agieng: unknown key; did you mean policy.parameters.ageing? (got 2, line 1)",
+        "policy: {parameters: {turn_vlaue: 2}}\n",
+        "policy.parameters.turn_vlaue: unknown key; did you mean policy.parameters.turn_value? (got 2, line 1)",
     ),
     "parameter of a policy without any": (
         "policy: {name: vllm, parameters: {delta: 0.1}}\n",
