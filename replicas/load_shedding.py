@@ -6,6 +6,8 @@ program while the turns that wait have more work than that. And while a turn has
 refuses the programs that have as much work as such a turn: they would wait as long, and what has less work is served
 before. A refused client is answered at once.
 
+Turns that can wait (`is_sheddable`) do not count, since the others are served before them.
+
 Bounds are those of the forecast: turns that take longer than was expected, or more programs that come back at the
 same time than ever, can exceed them.
 """
@@ -20,7 +22,7 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.replica_snapshot import program_work_s
 from replicas.cost_model import CostModel
 from replicas.forecasts import NOTHING_KNOWN, Features
-from replicas.policy import Forecast, LoadView, TurnView
+from replicas.policy import Forecast, LoadView, TurnView, is_sheddable
 from replicas.scheduler import AgentScheduler
 
 STARVING = 1 / 8
@@ -98,7 +100,9 @@ def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
         request
         for queue in (scheduler.waiting, scheduler.skipped_waiting)
         for request in queue
-        if (turn := scheduler.turns.get(request.request_id)) is not None and turn.first_token_s is None
+        if (turn := scheduler.turns.get(request.request_id)) is not None
+        and turn.first_token_s is None
+        and not is_sheddable(turn.identity.hints)
     ]
 
 

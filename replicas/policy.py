@@ -5,7 +5,7 @@ result. Times are in seconds on the scheduler's clock, and lengths in tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum
 from functools import cached_property
 from typing import Protocol
@@ -14,6 +14,7 @@ from cluster.config.schema import SloConfig
 from cluster.core.lifecycle.events import PauseReason
 from cluster.core.lifecycle.machine import ProgramState
 from cluster.core.program import Hints
+from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.table import DurationTable
 from replicas.cost_model import CostModel
 
@@ -36,15 +37,16 @@ class ReplicaFacts:
     host_tokens: int = 0
     """Capacity of the host tier, in tokens. 0 means that there is none."""
 
-    def ttft_bound_s(self, tokens: int, context_tokens: int) -> float | None:
-        """Return the bound on the first token of a turn, in seconds from its arrival. None: there is none.
+    def turn_bounds(self, slo: Slo, tokens: int, context_tokens: int) -> Slo:
+        """Return the bounds of one turn. That on its first token follows from its prompt, see `Slo.slowdown`.
 
         Args:
+            slo: the bounds of such turns.
             tokens: tokens of the prompt that the program did not have before.
             context_tokens: the other tokens of the prompt.
         """
         alone_s = self.cost.prefill_s(max(1, tokens), context_tokens, self.max_tokens)
-        return self.slo.bounds.ttft_bound_s(alone_s)
+        return replace(slo, ttft_s=slo.ttft_bound_s(alone_s))
 
 
 @dataclass(frozen=True)
@@ -106,6 +108,11 @@ class Forecast:
     """Whether ``pause_s`` is the client's hint."""
 
 
+def is_sheddable(hints: Hints) -> bool:
+    """Return whether a turn's client lets it wait for all others without a bound: its priority is above 0."""
+    return (hints.priority or 0) > 0
+
+
 NOTHING_EXPECTED = Forecast(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -141,8 +148,8 @@ class TurnView:
     """Those of ``tokens`` that it generated before a preemption."""
     first_token_s: float | None = None
     """Time of its first token, or None if there is none yet."""
-    ttft_bound_s: float | None = None
-    """Bound on the seconds from its arrival to its first token, or None if there is none."""
+    bounds: Slo = NO_BOUNDS
+    """Its own bounds: those of its tenant, and its client's deadline."""
     longest_wait_steps: int = 0
     """Largest number of steps that an earlier turn of its program waited, without the program's first turn."""
 

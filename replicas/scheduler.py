@@ -314,7 +314,7 @@ class AgentScheduler(LoadingScheduler):
             # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
             key = identity.key or request.session_id
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
-            turn.ttft_bound_s = self.facts.ttft_bound_s(request.num_tokens, 0)
+            turn.bounds = self.facts.turn_bounds(self.settings.bounds_of(identity), request.num_tokens, 0)
             if key is not None:
                 self._arrive(request, turn, key)
         super().add_request(request)
@@ -328,7 +328,8 @@ class AgentScheduler(LoadingScheduler):
             compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
             if not compacted:
                 new = max(0, request.num_tokens - before.context_tokens)
-                turn.ttft_bound_s = self.facts.ttft_bound_s(new, before.context_tokens)
+                bounds = self.settings.bounds_of(turn.identity)
+                turn.bounds = self.facts.turn_bounds(bounds, new, before.context_tokens)
                 self.forecaster.tools_returned(key, new)
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)

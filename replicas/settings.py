@@ -15,7 +15,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config.schema import CaesuraConfig, LimitsConfig, PolicyConfig, SloConfig
 from cluster.core.errors import ConfigError
+from cluster.core.program import ProgramIdentity
 from cluster.core.registry import POLICIES
+from cluster.core.slo import Slo
 from replicas.cost_model import CostModel
 from replicas.policy import Policy
 from replicas.presets import DEFAULT, cost_model_for, preset
@@ -91,6 +93,8 @@ class SchedulerSettings(BaseModel):
     """The costs of steps and transfers on this replica's hardware."""
     slo: SloConfig = Field(default_factory=SloConfig)
     """The SLO of turns, by which policies decide."""
+    tenant_slos: dict[str, SloConfig] = Field(default_factory=dict)
+    """The SLO of each tenant that has its own."""
     limits: LimitsConfig = Field(default_factory=LimitsConfig)
     """Limits of holds, programs and waiting times."""
     tool_parser: str | None = None
@@ -99,6 +103,13 @@ class SchedulerSettings(BaseModel):
     def additional_config(self) -> dict[str, Any]:
         """Return the value of vLLM's engine argument ``additional_config``."""
         return {KEY: self.model_dump(mode="json")}
+
+    def bounds_of(self, identity: ProgramIdentity) -> Slo:
+        """Return the bounds of a turn: its tenant's, else the model's, and the client's deadline for its end."""
+        bounds = self.tenant_slos.get(identity.tenant, self.slo).bounds
+        if (deadline_s := identity.hints.deadline_s) is None:
+            return bounds
+        return replace(bounds, e2e_s=deadline_s if bounds.e2e_s is None else min(bounds.e2e_s, deadline_s))
 
     @classmethod
     def for_replica(cls, config: CaesuraConfig) -> "SchedulerSettings":
@@ -111,6 +122,7 @@ class SchedulerSettings(BaseModel):
             policy=config.policy,
             cost=cost_model_for(config),
             slo=config.slo,
+            tenant_slos={tenant: config.slo_of(tenant) for tenant in config.tenants},
             limits=config.limits,
             tool_parser=config.model.tool_parser,
         )

@@ -12,6 +12,7 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 
 from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
+from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
 from replicas.forecasts import NOTHING_KNOWN, Features
 from replicas.policy import NOTHING_EXPECTED, Forecast
@@ -68,13 +69,13 @@ class Turn:
     first_token_s: float | None = None
     cached_tokens: int = 0
     """Prompt tokens that needed no computation at the first admission."""
-    ttft_bound_s: float | None = None
-    """Bound on the seconds from its arrival to its first token, or None if there is none."""
+    bounds: Slo = NO_BOUNDS
+    """Its own bounds: those of its tenant, and its client's deadline."""
 
     def is_on_time(self, now_s: float) -> bool:
         """Return whether its first token came within the bound. Without a token, now counts as its time."""
         first_s = now_s if self.first_token_s is None else self.first_token_s
-        return self.ttft_bound_s is None or first_s - self.arrived_s <= self.ttft_bound_s
+        return self.bounds.ttft_s is None or first_s - self.arrived_s <= self.bounds.ttft_s
 
 
 def read_identity(request: Request) -> ProgramIdentity:

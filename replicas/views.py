@@ -72,7 +72,7 @@ class Views:
             place,
             request.num_output_tokens,
             turn.first_token_s,
-            turn.ttft_bound_s,
+            turn.bounds,
             self._programs.longest_wait_steps(turn.key) if turn.key is not None else 0,
         )
 

@@ -334,6 +334,9 @@ class Slo:
         )
 
 
+NO_BOUNDS = Slo()
+
+
 @dataclass(frozen=True, slots=True)
 class Goodput:
     """The good programs and requests of one measured window. Its programs are those whose intended arrival is in it.

@@ -43,6 +43,7 @@ from replicas.policy import (
     Release,
     Swap,
     TurnView,
+    is_sheddable,
 )
 
 # The constants below were chosen, not measured one by one. `benchmarks.sensitivity` halves and doubles them.
@@ -146,31 +147,32 @@ def turn_s(turn: TurnView) -> float:
 
 def turn_in_time(turn: TurnView) -> bool:
     """Return whether the turn can still meet its bounds, if it is admitted now."""
-    if turn.ttft_bound_s is not None and to_first_s(turn) > turn.ttft_bound_s:
-        return False
-    e2e_s = turn.load.facts.slo.e2e_s
-    return e2e_s is None or turn_s(turn) <= e2e_s
+    ttft_s, e2e_s = turn.bounds.ttft_s, turn.bounds.e2e_s
+    return (ttft_s is None or to_first_s(turn) <= ttft_s) and (e2e_s is None or turn_s(turn) <= e2e_s)
 
 
 def program_in_time(turn: TurnView) -> bool:
     """Return whether all turns of the program were in time, and its time per token can still be within the bound."""
-    if turn.ttft_bound_s is not None and not turn.program.on_time:
+    if turn.bounds.ttft_s is not None and not turn.program.on_time:
         return False
     generated = max(float(turn.generated_tokens), turn.forecast.output_tokens)
-    return paces(turn.program, turn.forecast, turn.load, turn_s(turn), generated)
+    bound_s = turn.bounds.normalized_latency_s
+    return paces(bound_s, turn.program, turn.forecast, turn.load, turn_s(turn), generated)
 
 
-def paces(program: ProgramState, forecast: Forecast, load: LoadView, turn_s: float, output: float) -> bool:
+def paces(
+    bound_s: float | None, program: ProgramState, forecast: Forecast, load: LoadView, turn_s: float, output: float
+) -> bool:
     """Return whether the program's time per generated token can still be within the bound.
 
     Args:
+        bound_s: the bound. None: there is none.
         program: the program, with the time and the tokens of its ended turns.
         forecast: the forecast of the current turn, or of the one that has just ended.
         load: the replica's load now.
         turn_s: seconds that the current turn will have taken. 0 if there is none.
         output: tokens that the current turn will have generated.
     """
-    bound_s = load.facts.slo.normalized_latency_s
     if bound_s is None:
         return True
     later = _later_outputs(forecast)
@@ -189,17 +191,20 @@ class ValuePerWork:
     refresh_steps: int | None
 
     def key(self, turn: TurnView) -> RankKey:
-        """Return the rank (seconds of work per value, 1 if the turn is late).
+        """Return the rank (priority, seconds of work per value, 1 if the turn is late).
 
-        A turn that has waited for its first token for a half of the longest wait comes before all others, by arrival.
+        A turn that has waited for its first token for a half of the longest wait comes before all others, by arrival,
+        unless its priority is that of work that can wait (`is_sheddable`).
         """
-        if turn.first_token_s is None and turn.load.now_s - turn.arrived_s > self.max_wait_s / 2:
+        priority = float(turn.hints.priority or 0)
+        waited_s = turn.load.now_s - turn.arrived_s
+        if turn.first_token_s is None and waited_s > self.max_wait_s / 2 and not is_sheddable(turn.hints):
             return (-inf, turn.arrived_s, IN_TIME)
         left_s = turn_work_s(turn) + later_work_s(turn)
         if not turn_in_time(turn):
-            return (left_s, LATE)
+            return (priority, left_s, LATE)
         value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn) else 0.0)
-        return (left_s / value, IN_TIME)
+        return (priority, left_s / value, IN_TIME)
 
 
 IN_TIME, LATE = 0.0, 1.0
@@ -373,7 +378,7 @@ def has_missed_slo(hold: HoldView) -> bool:
     slo, waited_s = hold.load.facts.slo, hold.load.now_s - hold.program.last_event_s if hold.owner_waits else 0.0
     if slo.ttft_s is not None and (not hold.program.on_time or waited_s > slo.ttft_s):
         return True
-    return not paces(hold.program, hold.forecast, hold.load, waited_s, 0.0)
+    return not paces(slo.normalized_latency_s, hold.program, hold.forecast, hold.load, waited_s, 0.0)
 
 
 def _swaps(view: PauseView | HoldView) -> bool:

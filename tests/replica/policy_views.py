@@ -44,7 +44,7 @@ def turn(
 ) -> TurnView:
     program = replace(begin("t/p", 40.0), context_tokens=context_tokens, last_served_s=last_served_s)
     view = TurnView(program, Hints(), forecast(), at or load(), 98.0, 490, 1000, 0, False, KvPlace.NONE)
-    view = replace(view, ttft_bound_s=view.load.facts.slo.ttft_s)
+    view = replace(view, bounds=view.load.facts.slo.bounds)
     return replace(view, **changes)  # type: ignore[arg-type]
 
 

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from cluster.config.schema import SloConfig
 from cluster.core.lifecycle.machine import begin
 from cluster.core.program import Hints
+from cluster.core.slo import Slo
 from cluster.durations.table import DurationTable
 from replicas.policies.caesura import (
     IN_TIME,
@@ -57,49 +58,56 @@ def test_value_per_work_ranks_turns_and_a_late_one_waits_behind_those_of_ninetee
     """A turn in time of a program in time has the value 1 + 2 + 16, a late one 1."""
     at = bounded(SloConfig(ttft_s=10.0))
     in_time = turn(at, forecast=LAST)
-    late = replace(in_time, ttft_bound_s=0.1)
-    assert key(in_time) == pytest.approx(((0.1 + 1.0 / 11) / 19, IN_TIME))
-    assert key(late) == pytest.approx((0.1 + 1.0 / 11, LATE))
+    late = replace(in_time, bounds=Slo(0.1))
+    assert key(in_time) == pytest.approx((0.0, (0.1 + 1.0 / 11) / 19, IN_TIME))
+    assert key(late) == pytest.approx((0.0, 0.1 + 1.0 / 11, LATE))
     # Weights are settings.
-    assert key(in_time, turn_value=0.0, program_value=0.0) == pytest.approx((0.1 + 1.0 / 11, IN_TIME))
+    assert key(in_time, turn_value=0.0, program_value=0.0) == pytest.approx((0.0, 0.1 + 1.0 / 11, IN_TIME))
     more = turn(at, tokens=9000, forecast=Forecast(1000.0, 0.0, 0.0, 0.0, 0.0))  # 1.8 s of work
-    assert key(more) < key(late) < key(replace(more, ttft_bound_s=0.1))
+    assert key(more) < key(late) < key(replace(more, bounds=Slo(0.1)))
 
 
 def test_a_program_that_was_late_once_keeps_the_value_of_its_later_turns() -> None:
     in_time = turn(bounded(SloConfig(ttft_s=10.0)), forecast=LAST)
     late_once = replace(in_time, program=replace(in_time.program, on_time=False))
-    assert key(late_once) == pytest.approx(((0.1 + 1.0 / 11) / 3, IN_TIME))
-    assert key(in_time) < key(late_once) < key(replace(late_once, ttft_bound_s=0.1))
+    assert key(late_once) == pytest.approx((0.0, (0.1 + 1.0 / 11) / 3, IN_TIME))
+    assert key(in_time) < key(late_once) < key(replace(late_once, bounds=Slo(0.1)))
 
 
 def test_a_turn_is_late_once_its_prefill_no_longer_fits_the_bound() -> None:
     """1,000 tokens take 0.1 s and the steps around them 0.02 s: of a bound of 1 s, the last moment is at 0.88 s."""
     at = bounded(SloConfig(ttft_s=1.0))
-    assert key(turn(at, arrived_s=at.now_s - 0.87))[1] == IN_TIME
-    assert key(turn(at, arrived_s=at.now_s - 0.89))[1] == LATE
+    assert key(turn(at, arrived_s=at.now_s - 0.87))[-1] == IN_TIME
+    assert key(turn(at, arrived_s=at.now_s - 0.89))[-1] == LATE
     held = turn(at, arrived_s=at.now_s - 0.89, cached_tokens=1000, kv=KvPlace.HELD)
-    assert key(held)[1] == IN_TIME
+    assert key(held)[-1] == IN_TIME
 
 
-def test_the_bound_is_the_turns_own() -> None:
+def test_the_bounds_are_the_turns_own() -> None:
     """A bound relative to the prompt is longer than the bound in seconds where the prompt takes long alone."""
     facts = load().facts
-    with_x = replace(facts, slo=SloConfig(ttft_s=1.0, slowdown=3.0))
-    assert facts.ttft_bound_s(5000, 0) == facts.slo.ttft_s == 1.0
-    assert with_x.ttft_bound_s(5000, 0) == pytest.approx(3 * 0.5)
-    assert with_x.ttft_bound_s(5000, 4000) == pytest.approx(3 * 0.5), "attention costs nothing here"
-    assert with_x.ttft_bound_s(1000, 9000) == 1.0
-    only_x = replace(facts, slo=SloConfig(ttft_s=None, slowdown=3.0))
-    assert only_x.ttft_bound_s(1000, 0) == pytest.approx(0.3)
-    assert replace(facts, slo=SloConfig(ttft_s=None)).ttft_bound_s(1000, 0) is None
+    assert facts.turn_bounds(Slo(1.0, e2e_s=5.0), 5000, 0) == Slo(1.0, e2e_s=5.0)
+    with_x = Slo(1.0, slowdown=3.0)
+    assert facts.turn_bounds(with_x, 5000, 0).ttft_s == pytest.approx(3 * 0.5)
+    assert facts.turn_bounds(with_x, 5000, 4000).ttft_s == pytest.approx(3 * 0.5), "attention costs nothing here"
+    assert facts.turn_bounds(with_x, 1000, 9000).ttft_s == 1.0
+    assert facts.turn_bounds(Slo(slowdown=3.0), 1000, 0).ttft_s == pytest.approx(0.3)
+    assert facts.turn_bounds(Slo(), 1000, 0).ttft_s is None
+
+
+def test_a_lower_priority_value_comes_first_whatever_the_work() -> None:
+    at = bounded(SloConfig(ttft_s=1.0))
+    long, short = turn(at, tokens=9000), turn(at, tokens=10, forecast=LAST)
+    assert key(short) < key(long)
+    assert key(replace(long, hints=Hints(priority=-1))) < key(short) < key(replace(short, hints=Hints(priority=1)))
+    assert key(replace(short, hints=Hints(priority=0))) == key(short)
 
 
 def test_a_preempted_turn_that_was_on_time_waits_for_no_first_token() -> None:
     at = bounded(SloConfig(ttft_s=1.0))
     view = turn(at, arrived_s=at.now_s - 9.0, preempted=True, generated_tokens=10, first_token_s=at.now_s - 8.5)
-    assert key(view)[1] == IN_TIME
-    assert key(replace(view, first_token_s=at.now_s - 7.5))[1] == LATE
+    assert key(view)[-1] == IN_TIME
+    assert key(replace(view, first_token_s=at.now_s - 7.5))[-1] == LATE
 
 
 def test_a_program_too_slow_for_its_tokens_has_the_value_of_one_that_was_late() -> None:
@@ -107,21 +115,21 @@ def test_a_program_too_slow_for_its_tokens_has_the_value_of_one_that_was_late() 
     for bound_s, value in ((0.0313, 19), (0.0311, 3)):
         at = bounded(SloConfig(ttft_s=None, normalized_latency_s=bound_s))
         view = turn(at, arrived_s=at.now_s - 2.0, forecast=LAST)
-        assert key(view) == pytest.approx(((0.1 + 1.0 / 11) / value, IN_TIME))
+        assert key(view) == pytest.approx((0.0, (0.1 + 1.0 / 11) / value, IN_TIME))
 
 
 def test_time_that_earlier_turns_saved_counts() -> None:
     at = bounded(SloConfig(ttft_s=None, normalized_latency_s=0.030))
     view = turn(at, arrived_s=at.now_s - 2.0, forecast=LAST)
     quick = replace(view, program=replace(view.program, busy_s=1.0, generated_tokens=100))
-    assert key(quick)[0] * 19 == pytest.approx(key(view)[0] * 3)
+    assert key(quick)[1] * 19 == pytest.approx(key(view)[1] * 3)
 
 
 def test_a_turn_too_long_for_the_bound_on_turns_is_late() -> None:
     """2 s of waiting, 0.12 s to the first token, 1 s of output."""
     for bound_s, late in ((3.13, IN_TIME), (3.11, LATE)):
         at = bounded(SloConfig(ttft_s=None, e2e_s=bound_s))
-        assert key(turn(at, arrived_s=at.now_s - 2.0))[1] == late
+        assert key(turn(at, arrived_s=at.now_s - 2.0))[-1] == late
 
 
 LAST = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
@@ -129,7 +137,7 @@ LAST = Forecast(100.0, 0.0, 0.0, 0.0, 0.0)
 
 def work_s(view: TurnView) -> float:
     """The work by which a turn ranks, in seconds."""
-    return key(view, turn_value=0.0, program_value=0.0)[0]
+    return key(view, turn_value=0.0, program_value=0.0)[1]
 
 
 def test_the_work_is_that_of_the_turn_and_of_all_later_ones() -> None:
@@ -166,7 +174,8 @@ def test_a_turn_that_has_waited_for_a_half_of_the_longest_wait_comes_before_all_
     assert key(replace(due, arrived_s=at.now_s - 62.0)) < key(due) < key(turn(at, tokens=1, forecast=LAST))
     assert is_late(key(replace(due, arrived_s=at.now_s - 59.0)))
     assert key(due, max_wait_s=200.0) > key(turn(at, tokens=1, forecast=LAST))
-    # After its first token it has no such right.
+    # Work that can wait has no such right, nor has a turn after its first token.
+    assert key(replace(due, hints=Hints(priority=1))) > key(turn(at, tokens=1, forecast=LAST))
     assert key(replace(due, first_token_s=at.now_s - 1.0)) > key(turn(at, tokens=1, forecast=LAST))
     assert CaesuraParameters(max_wait_s=7.0).build().max_wait_s == 7.0
 
@@ -180,7 +189,7 @@ def test_without_a_bound_the_least_work_goes_first() -> None:
     at = bounded(SloConfig(ttft_s=None))
     short, long = turn(at, tokens=100), turn(at, tokens=2000)
     assert key(short) < key(replace(long, arrived_s=at.now_s - 40.0))
-    assert key(short)[0] / key(long)[0] == pytest.approx(work_s(short) / work_s(long))
+    assert key(short)[1] / key(long)[1] == pytest.approx(work_s(short) / work_s(long))
 
 
 # --- pause ------------------------------------------------------------------------------------------------------------
@@ -368,7 +377,8 @@ TURNS = st.builds(
     generated_tokens=TOKENS,
     first_token_s=st.none() | SECONDS,
     kv=st.sampled_from(KvPlace),
-    ttft_bound_s=BOUND,
+    bounds=st.builds(Slo, ttft_s=BOUND, e2e_s=BOUND, normalized_latency_s=BOUND),
+    hints=st.builds(Hints, priority=st.none() | st.integers(-(2**62), 2**62)),
 )
 PAUSES = st.builds(
     lambda at, context, known, expected: replace(pause(at, context, known), forecast=expected),
@@ -393,7 +403,7 @@ HOLDS = st.builds(
 @given(view=TURNS)
 def test_every_turn_has_a_rank_that_compares(view: TurnView) -> None:
     rank = key(view)
-    assert len(rank) in (2, 3)
+    assert len(rank) == 3
     assert not any(isnan(part) for part in rank)
 
 

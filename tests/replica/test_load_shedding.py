@@ -1,11 +1,16 @@
 """What a replica refuses, by the turns that wait there."""
 
+from collections.abc import Callable
 from math import inf
 
 import pytest
 
-from cluster.core.replica_snapshot import StepCosts, program_work_s
-from replicas.load_shedding import TAKES_ALL, Shedding, WaitingTurn, shedding
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.replica_snapshot import TAKES_ALL_S, StepCosts, program_work_s
+from replicas.load_shedding import TAKES_ALL, Shedding, WaitingTurn, new_work_s, shedding, shedding_of
+from replicas.routing_view import routing_snapshot
+from replicas.virtual_engine import VirtualEngine
+from tests.replica.test_timelines import Programs
 
 MAX_WAIT_S = 80.0
 
@@ -39,3 +44,35 @@ def test_the_work_of_a_program_by_hand() -> None:
     """2,000 prompt tokens at 0.1 ms, and 100 outputs at 0.1 + 0.2 ms and 1 µs for each of 1,500 tokens before."""
     costs = StepCosts(overhead_s=1.0, sequence_s=2e-4, weights_s=1.0, token_s=1e-4, context_s=1e-6, swap_token_s=1.0)
     assert program_work_s(costs, 2000, 100, 1500) == pytest.approx(0.2 + 100 * (3e-4 + 1.5e-3))
+
+
+def test_a_replica_refuses_by_the_turns_that_starve_there_and_not_by_those_that_can_wait(
+    replica: Callable[..., VirtualEngine],
+) -> None:
+    """A starving turn has waited for more than 15 s of the 120. The memory holds 1,008 tokens."""
+    p = Programs(replica("caesura"))
+    p.arrive("a", new_tokens=900, output=60)
+    p.step()
+    p.engine.submit("b1", range(5000, 5500), 3, ProgramIdentity("b", hints=Hints(priority=1)))
+    p.clock.advance(20.0)
+    p.step()
+    assert shedding_of(p.scheduler) == TAKES_ALL
+    p.engine.submit("c1", range(7000, 7500), 3, ProgramIdentity("c", last_turn=True))
+    assert shedding_of(p.scheduler) == TAKES_ALL
+    p.clock.advance(16.0)
+    found = shedding_of(p.scheduler)
+    assert found.refuses(new_work_s(p.scheduler, ProgramIdentity("d", last_turn=True), 500))
+    assert not found.refuses(new_work_s(p.scheduler, ProgramIdentity("d", last_turn=True), 400))
+    assert routing_snapshot(p.scheduler, "r", "m", 1, draining=False).shed_from_s == found.from_s
+    p.engine.run()
+    assert shedding_of(p.scheduler) == TAKES_ALL
+    assert routing_snapshot(p.scheduler, "r", "m", 2, draining=False).shed_from_s == TAKES_ALL_S
+
+
+def test_vllms_own_policy_refuses_nothing(replica: Callable[..., VirtualEngine]) -> None:
+    p = Programs(replica("vllm"))
+    p.arrive("a", new_tokens=900, output=60)
+    p.step()
+    p.arrive("b", new_tokens=500)
+    p.clock.advance(1000.0)
+    assert shedding_of(p.scheduler) == TAKES_ALL

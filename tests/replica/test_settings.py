@@ -9,6 +9,8 @@ from cluster.app import engine_kwargs
 from cluster.config.loader import load_config
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
+from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.slo import Slo
 from replicas.presets import preset
 from replicas.settings import SchedulerSettings
 
@@ -99,3 +101,13 @@ def test_a_replica_is_told_all_that_its_scheduler_decides_by() -> None:
     settings = SchedulerSettings.of(engine_kwargs(config)["additional_config"])
     assert (settings.slo, settings.limits, settings.policy) == (config.slo, config.limits, config.policy)
     assert (settings.cost.name, settings.tool_parser) == ("tiny/cpu", "hermes")
+
+
+def test_tenants_with_bounds_of_their_own_reach_the_scheduler() -> None:
+    said = {"slo": {"ttft_s": 2.0, "e2e_s": 60.0}, "tenants": {"quick": {"slo": {"ttft_s": 0.5}}, "plain": {}}}
+    found = SchedulerSettings.for_replica(CaesuraConfig.model_validate(said))
+    again = SchedulerSettings.of(found.additional_config())
+    assert again.bounds_of(ProgramIdentity(tenant="quick")) == Slo(0.5, e2e_s=60.0)
+    assert again.bounds_of(ProgramIdentity(tenant="plain")) == Slo(2.0, e2e_s=60.0)
+    hurried = ProgramIdentity(tenant="unnamed", hints=Hints(deadline_s=10.0))
+    assert again.bounds_of(hurried) == Slo(2.0, e2e_s=10.0)

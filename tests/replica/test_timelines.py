@@ -13,6 +13,7 @@ from cluster.core.clock import ManualClock
 from cluster.core.lifecycle.events import ReleaseReason
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.slo import Slo
 from replicas.control import snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.settings import build_policy
@@ -367,6 +368,43 @@ def test_the_load_tells_who_waits_and_can_no_longer_be_in_time(programs: Make) -
     p.step()
     load = p.scheduler.views.load
     assert (load.waiting_late, load.waiting_tokens) == (0, 500)
+
+
+def test_the_bounds_of_a_turn_are_those_of_its_tenant_and_its_clients_deadline(programs: Make) -> None:
+    p = programs("caesura")
+    slos = {"quick": SloConfig(ttft_s=0.2, e2e_s=9.0), "batch": SloConfig(ttft_s=None)}
+    p.scheduler.settings = p.scheduler.settings.model_copy(update={"slo": SloConfig(ttft_s=2.0), "tenant_slos": slos})
+    for number, (tenant, deadline_s, bounds) in enumerate(
+        [
+            ("default", None, Slo(2.0)),
+            ("quick", None, Slo(0.2, e2e_s=9.0)),
+            ("quick", 5.0, Slo(0.2, e2e_s=5.0)),
+            ("quick", 50.0, Slo(0.2, e2e_s=9.0)),
+            ("batch", 30.0, Slo(None, e2e_s=30.0)),
+        ]
+    ):
+        identity = ProgramIdentity(f"p{number}", tenant=tenant, hints=Hints(deadline_s=deadline_s))
+        p.engine.submit(f"r{number}", range(100 * number, 100 * number + 50), 3, identity)
+        assert p.scheduler.turns[f"r{number}"].bounds == bounds
+    p.engine.run()
+    # A second turn has the bounds of its tenant, too.
+    p.engine.submit("again", range(100, 160), 3, ProgramIdentity("p1", tenant="quick"))
+    assert p.scheduler.turns["again"].bounds == Slo(0.2, e2e_s=9.0)
+
+
+def test_a_late_turn_of_one_tenant_is_in_time_for_another(programs: Make) -> None:
+    p = programs("caesura")
+    slos = {"quick": SloConfig(ttft_s=0.5)}
+    p.scheduler.settings = p.scheduler.settings.model_copy(update={"slo": SloConfig(ttft_s=60.0), "tenant_slos": slos})
+    p.arrive("a", new_tokens=900, output=60)
+    p.step()
+    for tenant in ("quick", "default"):
+        p.engine.submit(tenant, range(5000, 5500), 3, ProgramIdentity("p", tenant=tenant))
+    p.clock.advance(2.0)
+    for _ in range(10):  # ranks are taken again every eighth step
+        p.step()
+    load = p.scheduler.views.load
+    assert (load.waiting_late, load.waiting_in_time) == (1, 1)
 
 
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:
