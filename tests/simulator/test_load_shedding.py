@@ -56,7 +56,7 @@ def test_no_admitted_program_waits_longer_than_the_bound(bench: Bench, bursts: l
 
 @pytest.mark.parametrize("seed", range(6))
 def test_programs_that_come_back_together_exceed_the_bound_by_little(bench: Bench, seed: int) -> None:
-    """The bound does not count who may come back. The longest wait of these bursts is 5.1 s; their tools end together."""
+    """The bound does not count who may come back. These bursts, whose tools end together, wait 5.1 s."""
     rng = random.Random(seed)
 
     def burst(at_s: float) -> list[tuple[float, PlannedProgram]]:
