@@ -39,7 +39,7 @@ class WaitingTurn:
     turn_s: float
     """Expected work of the turn."""
     program_s: float
-    """Expected work of what is left of its program, by `program_work_s`."""
+    """Expected work of what is left of its program, by `program_work_s` with the given costs, as the router has it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ def shedding_of(scheduler: AgentScheduler) -> Shedding:
     max_wait_s = scheduler.policies.max_wait_s
     if max_wait_s is None or not (scheduler.waiting or scheduler.skipped_waiting):
         return TAKES_ALL
-    load, views = scheduler.load_now(), scheduler.views
-    return shedding([_waiting(views.waiting(one), load) for one in _without_a_token(scheduler)], max_wait_s)
+    load, views, given = scheduler.load_now(), scheduler.views, scheduler.settings.cost
+    return shedding([_waiting(views.waiting(one), load, given) for one in _without_a_token(scheduler)], max_wait_s)
 
 
 def new_work_s(scheduler: AgentScheduler, identity: ProgramIdentity, prompt_tokens: int) -> float:
@@ -92,7 +92,7 @@ def new_work_s(scheduler: AgentScheduler, identity: ProgramIdentity, prompt_toke
     features = Features.of("", 0, prompt_tokens) if identity.key is not None else NOTHING_KNOWN
     last = identity.key is None or identity.last_turn
     forecast = scheduler.forecaster.of(features, identity.hints, scheduler.durations, last, identity.forecast)
-    return _work_s(scheduler.facts.cost, forecast, prompt_tokens, prompt_tokens, 0)
+    return _work_s(scheduler.settings.cost, forecast, prompt_tokens, prompt_tokens, 0)
 
 
 def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
@@ -106,14 +106,14 @@ def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
     ]
 
 
-def _waiting(turn: TurnView, load: LoadView) -> WaitingTurn:
+def _waiting(turn: TurnView, load: LoadView, given: CostModel) -> WaitingTurn:
     cost, turns = load.facts.cost, load.running + 1
     missing = turn.tokens - turn.cached_tokens
     share_s = cost.decode_step_s(turns, load.running_tokens) / turns
     return WaitingTurn(
         waited_s=load.now_s - turn.arrived_s,
         turn_s=missing * cost.token_s + max(0.0, turn.forecast.output_tokens) * share_s,
-        program_s=_work_s(cost, turn.forecast, missing, turn.tokens, turn.generated_tokens),
+        program_s=_work_s(given, turn.forecast, missing, turn.tokens, turn.generated_tokens),
     )
 
 

@@ -1,6 +1,7 @@
 """What a replica refuses, by the turns that wait there."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -64,6 +65,10 @@ def test_a_replica_refuses_by_the_turns_that_starve_there_and_not_by_those_that_
     assert found.refuses(new_work_s(p.scheduler, ProgramIdentity("d", last_turn=True), 500))
     assert not found.refuses(new_work_s(p.scheduler, ProgramIdentity("d", last_turn=True), 400))
     assert routing_snapshot(p.scheduler, "r", "m", 1, draining=False).shed_from_s == found.from_s
+    # The router knows the given costs, whatever the measured ones are.
+    p.scheduler.facts = replace(p.scheduler.facts, cost=p.scheduler.facts.cost.slowed(3.0))
+    assert shedding_of(p.scheduler).from_s == found.from_s
+    assert shedding_of(p.scheduler).retry_after_s > found.retry_after_s
     p.engine.run()
     assert shedding_of(p.scheduler) == TAKES_ALL
     assert routing_snapshot(p.scheduler, "r", "m", 2, draining=False).shed_from_s == TAKES_ALL_S
