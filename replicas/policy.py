@@ -311,6 +311,3 @@ class Policy:
     programs. None: there is no bound, and nothing is refused."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""
-
-
-PolicyFactory = Callable[[], Policy]
