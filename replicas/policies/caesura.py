@@ -46,7 +46,8 @@ from replicas.policy import (
     is_sheddable,
 )
 
-# The constants below were chosen, not measured one by one. `benchmarks.sensitivity` halves and doubles them.
+# The constants below were chosen, not measured one by one. `benchmarks.policy_sensitivity` halves and
+# doubles them.
 
 HOLD_WORTH = 1.0
 """Value of a lost context, as a multiple of the cost to compute it again."""
