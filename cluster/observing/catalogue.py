@@ -40,7 +40,7 @@ class Dashboard(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """One metric."""
+    """A Prometheus metric that Caesura exports: a counter, a gauge or a histogram, with its labels."""
 
     name: str
     """The name without ``caesura_`` and ``_total``."""

@@ -35,7 +35,7 @@ class Meter:
             self._of(metric)._record(0.0, labels)
 
     def add(self, metric: Metric, amount: float, /, **labels: str) -> None:
-        """Increment a counter."""
+        """Add ``amount`` to the series of a counter with these labels. An amount of 0 or less is ignored."""
         if self._enabled and amount > 0:
             self._of(metric).inc(amount, labels)
 
@@ -58,7 +58,7 @@ class Meter:
             self._count_to(metric, values, labels)
 
     def set(self, metric: Metric, value: float, /, **labels: str) -> None:
-        """Set a gauge."""
+        """Set the series of a gauge with these labels to ``value``."""
         if self._enabled:
             self._of(metric).set(value, labels)
 

@@ -80,7 +80,7 @@ class ClusterScrape:
         return Response(merged(found), status, media_type=CONTENT_TYPE)
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the HTTP connections to the nodes. It is called once, after the last scrape."""
         if self._session is not None:
             await self._session.close()
 
