@@ -49,6 +49,7 @@ from cluster.core.lifecycle.events import (
     Released,
     ReleaseReason,
     Swapped,
+    ToolFinished,
     TurnAborted,
     TurnArrived,
     TurnEnded,
@@ -64,12 +65,13 @@ from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
+from replicas.program_trees import Ahead, ProgramTrees
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
 from replicas.swapping import LoadCalls, Swapping
-from replicas.turns import RecentMean, Turn, read_identity, tool_name_reader, tools_of
+from replicas.turns import RecentMean, Turn, read_identity, record_of, tool_name_reader, tools_of
 from replicas.views import Views, features_of
 from replicas.vllm_patches import FoundContext, LoadingScheduler, advance_grammars, wrap_allocate_slots
 from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
@@ -99,6 +101,7 @@ class AgentScheduler(LoadingScheduler):
         control = self.settings.limits
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs = ProgramTable(control.max_programs, control.program_ttl_s)
+        self.trees = ProgramTrees()
         self.durations = DurationTable()
         self.duration_changes = DurationChanges()
         self.waiting, self.skipped_waiting = (RankedQueue(self._rank, self._missing_tokens) for _ in range(2))
@@ -148,6 +151,7 @@ class AgentScheduler(LoadingScheduler):
             load=self.load_now(),
             turns=self.turns,
             programs=self.programs,
+            trees=self.trees,
             holds=self.holds,
             swapping=self.swapping,
             forecaster=self.forecaster,
@@ -292,9 +296,9 @@ class AgentScheduler(LoadingScheduler):
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """Return the queue whose head ranks first. At equal ranks, skipped turns come first, as in vLLM's FCFS."""
-        if self._stale_ranks:
-            self.waiting.rerank(self._stale_ranks)
-            self.skipped_waiting.rerank(self._stale_ranks)
+        if stale := self._stale_ranks + self.trees.take_changed_turns():
+            self.waiting.rerank(stale)
+            self.skipped_waiting.rerank(stale)
             self._stale_ranks.clear()
         if self.waiting and self.skipped_waiting:
             ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
@@ -334,6 +338,13 @@ class AgentScheduler(LoadingScheduler):
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
+        self.trees.turn_arrived(
+            key,
+            request.request_id,
+            Ahead.of_turn(turn.arrived_s, request.num_tokens, self._missing_tokens(request), turn.forecast),
+            parent=turn.identity.parent_key,
+            first=before is None,
+        )
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
         """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
@@ -396,20 +407,8 @@ class AgentScheduler(LoadingScheduler):
 
     def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
         now_s = self._now_s()
-        admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
-        record = TurnRecord(
-            request_id=request.request_id,
-            arrived_s=turn.arrived_s,
-            queue_s=admitted_s - turn.arrived_s,
-            run_s=now_s - admitted_s,
-            prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=turn.cached_tokens,
-            output_tokens=request.num_output_tokens,
-            preemptions=request.num_preemptions,
-            priority=turn.identity.hints.priority,
-            tools=(),
-            outcome=str(request.status).removeprefix("FINISHED_").lower(),
-        )
+        record = record_of(request, turn, now_s)
+        self.trees.turn_ended(key, request.request_id, on_time=turn.is_on_time(now_s))
         # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
@@ -418,6 +417,7 @@ class AgentScheduler(LoadingScheduler):
                     record = self._decide(request, turn, key, record)
         else:
             self.apply(key, TurnAborted(now_s))
+            self._child_ended(self.trees.answered(key, now_s))
         self.programs.record(key, record)
         self.stats.traces.turn_ended(turn, record, now_s)
 
@@ -447,6 +447,9 @@ class AgentScheduler(LoadingScheduler):
             known, by_user = (request.block_hashes, request.num_prompt_tokens), record.tools == (USER_REPLY,)
             context_tokens = self.returning_outputs.pauses(key, *known, context_tokens, user_answers=by_user)
         pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
+        self.trees.paused(key, Ahead.of_pause(now_s, context_tokens, pause.forecast))
+        if record.tools == (USER_REPLY,):
+            self._child_ended(self.trees.answered(key, now_s))
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
         decision = self.policies.pause.decide(pause)
@@ -568,9 +571,16 @@ class AgentScheduler(LoadingScheduler):
                     self.duration_changes.note(tool)
                 case Conclude(_, served_tokens):
                     self.forecaster.program_ended(key, served_tokens)
+                    self._child_ended(self.trees.forget(key, self._now_s()))
                     self.swapping.forget(key)
                     self.cached_prefixes.forget(key)
                     self.returning_outputs.forget(key)
+
+    def _child_ended(self, parent: str | None) -> None:
+        """Load the context of a program that is swapped out, since its last child has ended and its turn will come."""
+        program = None if parent is None else self.programs.get(parent)
+        if program is not None and program.phase is Phase.SWAPPED:
+            self.apply(program.key, ToolFinished(self._now_s()))
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """Queue a program's waiting turns for a new rank, because its hold has ended.
@@ -586,6 +596,7 @@ class AgentScheduler(LoadingScheduler):
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the invariants of the module's docstring hold."""
         self.holds.check_integrity()
+        self.trees.check_integrity()
         if self.turns.keys() | self.swapping.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")
         self.swapping.check_integrity()

@@ -16,6 +16,7 @@ from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
 from replicas.forecasts import NOTHING_KNOWN, Features
 from replicas.policy import NOTHING_EXPECTED, Forecast
+from replicas.program_table import TurnRecord
 from replicas.vllm_patches import resumed_tokens
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,24 @@ class Turn:
         """Return whether its first token came within the bound. Without a token, now counts as its time."""
         first_s = now_s if self.first_token_s is None else self.first_token_s
         return self.bounds.ttft_s is None or first_s - self.arrived_s <= self.bounds.ttft_s
+
+
+def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
+    """Return the record of a turn that ends now, without what follows it."""
+    admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
+    return TurnRecord(
+        request_id=request.request_id,
+        arrived_s=turn.arrived_s,
+        queue_s=admitted_s - turn.arrived_s,
+        run_s=now_s - admitted_s,
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=turn.cached_tokens,
+        output_tokens=request.num_output_tokens,
+        preemptions=request.num_preemptions,
+        priority=turn.identity.hints.priority,
+        tools=(),
+        outcome=str(request.status).removeprefix("FINISHED_").lower(),
+    )
 
 
 def read_identity(request: Request) -> ProgramIdentity:
