@@ -354,5 +354,7 @@ class Policy:
     max_wait_s: float | None = None
     """Bound on the seconds from a turn's arrival to its first token, by which `replicas.load_shedding` refuses new
     programs. None: there is no bound, and nothing is refused."""
+    single_flight: bool = False
+    """Whether waiting turns wait for blocks that a running prompt is about to compute, see `replicas.single_flight`."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""

@@ -144,15 +144,14 @@ class ProgramTrees:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def turn_arrived(self, key: str, turn_id: str, ahead: Ahead, *, parent: str | None, first: bool) -> None:
+    def turn_arrived(self, key: str, turn_id: str, ahead: Ahead, *, starts_below: str | None = None) -> None:
         """Record a turn. The program waits for none of its children any more.
 
         Args:
             key: its program.
             turn_id: its request.
             ahead: what is ahead of the program from now on.
-            parent: the program that its request names as its parent.
-            first: whether it is the program's first turn here.
+            starts_below: the parent that its request names, if it is the program's first turn here.
         """
         node = self._nodes.setdefault(key, _Node(key))
         for child in list(node.children.values()):
@@ -160,8 +159,8 @@ class ProgramTrees:
         node.is_here, node.last_end_s = True, None
         node.turn_ids.add(turn_id)
         self._expect(node, ahead)
-        if first and parent is not None:
-            self._attach(node, parent)
+        if starts_below is not None:
+            self._attach(node, starts_below)
 
     def turn_ended(self, key: str, turn_id: str, *, on_time: bool = True) -> None:
         """Record the end of a turn. If it was not in time, the whole tree is late from now on."""

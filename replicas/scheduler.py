@@ -52,7 +52,6 @@ from cluster.core.lifecycle.events import (
     ToolFinished,
     TurnAborted,
     TurnArrived,
-    TurnEnded,
 )
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from cluster.core.program import USER_REPLY, ProgramIdentity
@@ -68,10 +67,11 @@ from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.program_trees import Ahead, ProgramTrees
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
 from replicas.settings import SchedulerSettings, build_policy
+from replicas.single_flight import SingleFlight
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
 from replicas.swapping import LoadCalls, Swapping
-from replicas.turns import RecentMean, Turn, read_identity, record_of, tool_name_reader, tools_of
+from replicas.turns import RecentMean, Turn, ended_event, read_identity, record_of, tool_name_reader, tools_of
 from replicas.views import Views, features_of
 from replicas.vllm_patches import FoundContext, LoadingScheduler, advance_grammars, wrap_allocate_slots
 from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
@@ -117,6 +117,7 @@ class AgentScheduler(LoadingScheduler):
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and self.hash_block_size == self.block_size
         self._one_prefix_cache = self.kv_cache_manager.enable_caching and one_group
         self.prefill_scheduling = PrefillScheduling()
+        self.single_flight = SingleFlight(self.kv_cache_manager.block_pool, self._skips, self.counters)
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
         self.swapping = Swapping(
@@ -196,6 +197,7 @@ class AgentScheduler(LoadingScheduler):
         self._order_waiting()
         self._set_budget()
         output: SchedulerOutput = super().schedule(throttle_prefills)
+        self.single_flight.step_ends()
         self._record_step(output)
         return output
 
@@ -300,10 +302,17 @@ class AgentScheduler(LoadingScheduler):
             self.waiting.rerank(stale)
             self.skipped_waiting.rerank(stale)
             self._stale_ranks.clear()
-        if self.waiting and self.skipped_waiting:
-            ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
-            return self.waiting if ahead else self.skipped_waiting
-        return self.skipped_waiting or self.waiting or None
+        queue = self.skipped_waiting or self.waiting or None
+        if self.waiting and self.skipped_waiting and self.waiting.peek_rank() < self.skipped_waiting.peek_rank():
+            queue = self.waiting
+        if queue and self.policies.single_flight and self._one_prefix_cache:
+            self.single_flight.consider(queue.peek_request(), self.running)
+        return queue
+
+    def _skips(self, running_id: str, waiting_id: str) -> bool:
+        """Return whether a running prompt skips steps because it is late, while a waiting turn is in time."""
+        late = self.waiting.puts_off(waiting_id) or self.skipped_waiting.puts_off(waiting_id)
+        return not late and self.prefill_scheduling.is_late(running_id)
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
@@ -338,13 +347,9 @@ class AgentScheduler(LoadingScheduler):
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
-        self.trees.turn_arrived(
-            key,
-            request.request_id,
-            Ahead.of_turn(turn.arrived_s, request.num_tokens, self._missing_tokens(request), turn.forecast),
-            parent=turn.identity.parent_key,
-            first=before is None,
-        )
+        ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self._missing_tokens(request), turn.forecast)
+        parent = turn.identity.parent_key if before is None else None
+        self.trees.turn_arrived(key, request.request_id, ahead, starts_below=parent)
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
         """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
@@ -412,7 +417,10 @@ class AgentScheduler(LoadingScheduler):
         # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
-            for action in self.apply(key, self._ended_event(request, turn, self.programs[key], record.tools)):
+            ended = ended_event(request, turn, record.tools, now_s)
+            served_tokens = self.programs[key].served_tokens + ended.served_tokens
+            self.forecaster.turn_ended(key, turn.features, ended.generated_tokens, served_tokens)
+            for action in self.apply(key, ended):
                 if isinstance(action, Decide):
                     record = self._decide(request, turn, key, record)
         else:
@@ -420,22 +428,6 @@ class AgentScheduler(LoadingScheduler):
             self._child_ended(self.trees.answered(key, now_s))
         self.programs.record(key, record)
         self.stats.traces.turn_ended(turn, record, now_s)
-
-    def _ended_event(self, request: Request, turn: Turn, program: ProgramState, tools: tuple[str, ...]) -> TurnEnded:
-        """Return the event of a completed turn. The forecaster learns from the turn."""
-        now_s = self._now_s()
-        served = request.num_tokens - turn.cached_tokens
-        generated = request.num_output_tokens
-        self.forecaster.turn_ended(program.key, turn.features, generated, program.served_tokens + served)
-        return TurnEnded(
-            now_s,
-            tools,
-            served_tokens=served,
-            context_tokens=request.num_tokens,
-            generated_tokens=generated,
-            busy_s=now_s - turn.arrived_s,
-            on_time=turn.is_on_time(now_s),
-        )
 
     # --- holds --------------------------------------------------------------------------------------------------------
 
@@ -578,9 +570,8 @@ class AgentScheduler(LoadingScheduler):
 
     def _child_ended(self, parent: str | None) -> None:
         """Load the context of a program that is swapped out, since its last child has ended and its turn will come."""
-        program = None if parent is None else self.programs.get(parent)
-        if program is not None and program.phase is Phase.SWAPPED:
-            self.apply(program.key, ToolFinished(self._now_s()))
+        if parent is not None and self.programs[parent].phase is Phase.SWAPPED:
+            self.apply(parent, ToolFinished(self._now_s()))
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """Queue a program's waiting turns for a new rank, because its hold has ended.

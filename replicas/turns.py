@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 
+from cluster.core.lifecycle.events import TurnEnded
 from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
@@ -94,6 +95,19 @@ def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
         priority=turn.identity.hints.priority,
         tools=(),
         outcome=str(request.status).removeprefix("FINISHED_").lower(),
+    )
+
+
+def ended_event(request: Request, turn: Turn, tools: tuple[str, ...], now_s: float) -> TurnEnded:
+    """Return the event of a turn that is complete."""
+    return TurnEnded(
+        now_s,
+        tools,
+        served_tokens=request.num_tokens - turn.cached_tokens,
+        context_tokens=request.num_tokens,
+        generated_tokens=request.num_output_tokens,
+        busy_s=now_s - turn.arrived_s,
+        on_time=turn.is_on_time(now_s),
     )
 
 

@@ -100,7 +100,10 @@ class CaesuraParameters(BaseModel):
         order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
-        return Policy("caesura", order, pause, budget, self.reserve_share, is_late, self.max_wait_s, guards_memory=True)
+        wait_s = self.max_wait_s
+        return Policy(
+            "caesura", order, pause, budget, self.reserve_share, is_late, wait_s, single_flight=True, guards_memory=True
+        )
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
