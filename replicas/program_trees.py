@@ -154,9 +154,9 @@ class ProgramTrees:
             starts_below: the parent that its request names, if it is the program's first turn here.
         """
         node = self._nodes.setdefault(key, _Node(key))
+        node.is_here, node.last_end_s = True, None
         for child in list(node.children.values()):
             self._detach(child)
-        node.is_here, node.last_end_s = True, None
         node.turn_ids.add(turn_id)
         self._expect(node, ahead)
         if starts_below is not None:
@@ -255,6 +255,7 @@ class ProgramTrees:
 
     def _attach(self, node: _Node, parent: str) -> None:
         """Make a program a child, if its parent has no turn in flight. Its own descendants cannot be its parent."""
+        self._detach(node)
         above = self._nodes.setdefault(parent, _Node(parent))
         line = list(_upwards(above))
         if above.turn_ids or node in line or len(line) >= MAX_DEPTH:
