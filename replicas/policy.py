@@ -153,8 +153,6 @@ class TreeView:
 
     others: Work
     """What is ahead of its other programs: ancestors, siblings and descendants."""
-    on_time: bool
-    """Whether all turns of the tree were in time, as far as they have ended."""
 
 
 class KvPlace(Enum):

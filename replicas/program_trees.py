@@ -122,8 +122,6 @@ class _Node:
     own: Work = NO_WORK
     total: Work = NO_WORK
     """Work of the program and of all below it."""
-    on_time: bool = True
-    """Whether all turns of the program and of those below it were in time."""
     last_end_s: float | None = None
     """Time at which the last child of this pause ended. None: none has."""
     turn_ids: set[str] = field(default_factory=set)
@@ -162,15 +160,10 @@ class ProgramTrees:
         if starts_below is not None:
             self._attach(node, starts_below)
 
-    def turn_ended(self, key: str, turn_id: str, *, on_time: bool = True) -> None:
-        """Record the end of a turn. If it was not in time, the whole tree is late from now on."""
-        node = self._nodes.get(key)
-        if node is None:
-            return
-        node.turn_ids.discard(turn_id)
-        if not on_time:
-            for each in _upwards(node):
-                each.on_time = False
+    def turn_ended(self, key: str, turn_id: str) -> None:
+        """Record the end of a turn."""
+        if (node := self._nodes.get(key)) is not None:
+            node.turn_ids.discard(turn_id)
 
     def paused(self, key: str, ahead: Ahead) -> None:
         """Record what is ahead of a program whose last turn in flight has ended."""
@@ -207,8 +200,7 @@ class ProgramTrees:
         node = self._nodes.get(key)
         if node is None or (node.parent is None and not node.children):
             return None
-        root = _root(node)
-        return TreeView(root.total - node.own, root.on_time)
+        return TreeView(_root(node).total - node.own)
 
     def children_s(self, key: str, load: LoadView) -> float | None:
         """Return the seconds that the children of a pause are expected to take from now on. None: it has none.
@@ -261,8 +253,6 @@ class ProgramTrees:
         if above.turn_ids or node in line or len(line) >= MAX_DEPTH:
             return
         node.parent, above.children[node.key] = above, node
-        for each in line:
-            each.on_time = each.on_time and node.on_time
         self._add(above, node.total)
 
     def _detach(self, node: _Node) -> None:

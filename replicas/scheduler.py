@@ -413,7 +413,7 @@ class AgentScheduler(LoadingScheduler):
     def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
         now_s = self._now_s()
         record = record_of(request, turn, now_s)
-        self.trees.turn_ended(key, request.request_id, on_time=turn.is_on_time(now_s))
+        self.trees.turn_ended(key, request.request_id)
         # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))

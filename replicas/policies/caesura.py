@@ -215,8 +215,7 @@ class ValuePerWork:
             way = (-trees.way_s(turn, _prefill_s(turn), _later_outputs(turn.forecast)),)
         if not turn_in_time(turn):
             return (priority, left_s, *way, LATE)
-        in_time = program_in_time(turn) and (turn.tree is None or turn.tree.on_time)
-        value = 1.0 + self.turn_value + (self.program_value if in_time else 0.0)
+        value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn) else 0.0)
         return (priority, left_s / value, *way, IN_TIME)
 
 

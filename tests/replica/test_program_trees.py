@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
-from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.policies import trees as tree_times
@@ -144,7 +143,7 @@ def test_sums_and_links_hold_whatever_clients_claim(events: list[tuple[str, str,
             case 0 | 1:
                 trees.turn_arrived(key, f"{key}{number}", a_turn(), starts_below=parent if kind else None)
             case 2 | 3:
-                trees.turn_ended(key, f"{key}{number - 1}", on_time=kind == 2)
+                trees.turn_ended(key, f"{key}{number - 1}")
                 trees.paused(key, Ahead.of_pause(NOW_S, 500, FORECAST))
             case 4:
                 trees.answered(key, NOW_S)
@@ -229,10 +228,10 @@ def key(view: object) -> tuple[float, ...]:
 
 def test_a_turn_of_a_tree_ranks_by_the_work_of_the_tree() -> None:
     alone = turn(in_time(), forecast=LAST)
-    in_tree = replace(alone, tree=TreeView(Work(9000.0, 110.0, 0.0), True))
+    in_tree = replace(alone, tree=TreeView(Work(9000.0, 110.0, 0.0)))
     assert key(in_tree)[1] * 19 == pytest.approx(key(alone)[1] * 19 + 0.9 + 110 * 0.01 / 11)
     assert key(in_tree)[0] == key(alone)[0] and key(in_tree)[-1] == IN_TIME
-    last_child = replace(alone, tree=TreeView(Work(), True))
+    last_child = replace(alone, tree=TreeView(Work()))
     assert key(alone)[:2] == key(last_child)[:2], "a tree with nothing else ahead is as one program"
     assert key(last_child) < key(in_tree)
 
@@ -242,7 +241,7 @@ def test_of_one_tree_the_longest_way_comes_first() -> None:
     at = load()
     total = Work(5000.0, 500.0, 0.0)
     short, long = (
-        replace(turn(at, forecast=forecast), tree=TreeView(total, True))
+        replace(turn(at, forecast=forecast), tree=TreeView(total))
         for forecast in (Forecast(50.0, 0.0, 0.0, 100.0, 1.0), Forecast(50.0, 9.0, 0.0, 100.0, 1.0))
     )
     assert key(short)[1] == key(long)[1]
@@ -250,12 +249,10 @@ def test_of_one_tree_the_longest_way_comes_first() -> None:
     assert key(long)[2] == pytest.approx(key(short)[2] - 9.0)
 
 
-def test_a_tree_that_was_late_once_has_the_value_of_a_program_that_was() -> None:
-    at = in_time()
-    view = replace(turn(at, forecast=LAST), tree=TreeView(Work(1000.0, 0.0, 0.0), True))
-    late_tree = replace(view, tree=TreeView(Work(1000.0, 0.0, 0.0), False))
-    assert key(late_tree)[1] * 3 == pytest.approx(key(view)[1] * 19)
-    too_late = replace(view, arrived_s=at.now_s - 60)
+def test_a_late_turn_of_a_tree_ranks_by_the_work_of_the_tree_too() -> None:
+    view = replace(turn(in_time(), forecast=LAST), tree=TreeView(Work(1000.0, 0.0, 0.0)))
+    too_late = replace(view, arrived_s=view.load.now_s - 60)
+    assert key(too_late)[1] == pytest.approx(key(view)[1] * 19)
     assert key(too_late)[-1] == LATE and len(key(too_late)) == 4
 
 
@@ -335,19 +332,3 @@ def test_the_last_child_of_a_tree_comes_before_a_program_of_less_work_than_the_t
     p.scheduler._select_waiting_queue_for_scheduling()
     assert p.scheduler.waiting.peek_request().request_id == children[2], "its rank follows at once"
     p.engine.run()
-
-
-def test_a_tree_is_late_once_a_turn_of_it_was(site: Trees) -> None:
-    site.scheduler.settings = site.scheduler.settings.model_copy(update={"slo": SloConfig(ttft_s=1.0)})
-    site.turn("p", 320, tool="task")
-    site.child("c1", "p")
-    slow = site.child("c2", "p", 320)
-    site.clock.advance(5.0)
-    assert slow in site.scheduler.requests
-    site.engine.run()
-    site.child("c3", "p")
-    site.child("c4", "p")
-    view = site.scheduler.trees.view("default/c3")
-    assert view is not None and not view.on_time
-    assert site.phase("p") is Phase.HELD
-    site.engine.run()
