@@ -173,12 +173,14 @@ class ProgramTrees:
     def answered(self, key: str, now_s: float) -> str | None:
         """Record that a program has called no tool: nobody but its parent is there to answer it, so that it has ended.
 
+        A program with another turn in flight has not ended.
+
         Returns:
             The parent, if this was the last of its children. None: there is none, or it waits for others.
         """
         node = self._nodes.get(key)
         above = node.parent if node is not None else None
-        if node is None or above is None:
+        if node is None or above is None or node.turn_ids:
             return None
         above.last_end_s = now_s
         self._detach(node)
@@ -186,8 +188,10 @@ class ProgramTrees:
 
     def forget(self, key: str, now_s: float) -> str | None:
         """Remove a program that has ended. Return its parent as :meth:`answered` does."""
-        parent = self.answered(key, now_s)
         if (node := self._nodes.get(key)) is not None:
+            node.turn_ids.clear()
+        parent = self.answered(key, now_s)
+        if node is not None:
             for child in list(node.children.values()):
                 self._detach(child)
             self._nodes.pop(key, None)

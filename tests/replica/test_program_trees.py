@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
+from cluster.core.lifecycle.events import CopyLost, LoadFailure, PauseReason, Swapped
+from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.policies import trees as tree_times
@@ -180,6 +182,9 @@ def test_a_child_takes_as_long_as_its_own_children_and_what_follows() -> None:
 
 def test_after_the_last_child_the_pause_lasts_as_long_again_as_it_has_since() -> None:
     trees = fan_out(2)
+    for name in ("c0", "c1"):
+        assert trees.answered(name, NOW_S + 1) is None, "its turn is in flight"
+        trees.turn_ended(name, f"{name}.1")
     assert trees.answered("c0", NOW_S + 1) is None
     assert trees.answered("c1", NOW_S + 3) == "p", "the parent's turn will come"
     assert trees.answered("c1", NOW_S + 3) is None
@@ -310,10 +315,39 @@ def test_a_child_that_calls_no_tool_has_answered_its_parent(site: Trees) -> None
 
 def test_a_child_whose_client_is_gone_holds_nobody_up(site: Trees) -> None:
     site.turn("p", 320, tool="task")
-    request_id = site.child("c1", "p", output=1000)
+    request_id = site.child("c1", "p", output=1000, last=False)
     site.step()
     site.scheduler.finish_requests(request_id, site.scheduler.requests[request_id].status.FINISHED_ABORTED)
     assert site.children_s("p") == LEAST_S
+
+
+def test_a_child_with_another_turn_in_flight_has_not_ended(site: Trees) -> None:
+    site.turn("p", 320, tool="task")
+    for name, output in (("c1", 1000), ("c1b", 500)):
+        identity = ProgramIdentity("c1", "p", hints=Hints(expected_output_tokens=output))
+        site.engine.submit(name, [5] * 64, output, identity)
+    site.step()
+    site.scheduler.finish_requests("c1b", site.scheduler.requests["c1b"].status.FINISHED_ABORTED)
+    left_s = site.children_s("p")
+    assert left_s is not None and left_s > 1.0
+    site.engine.run()
+    assert site.children_s("p") == LEAST_S
+
+
+def test_the_last_child_lets_an_offloaded_parent_be_loaded(site: Trees, monkeypatch: pytest.MonkeyPatch) -> None:
+    fetched: list[str] = []
+    site.turn("p", 320, tool="task")
+    site.child("c1", "p", output=2)
+    site.child("c2", "p", output=20)
+    site.scheduler.apply("default/p", Swapped(0.0, PauseReason.DOES_NOT_PAY))
+    monkeypatch.setattr(site.scheduler.swapping, "fetch", fetched.append)
+    while "c1" in site.scheduler.requests:
+        site.step()
+    assert not fetched
+    while "c2" in site.scheduler.requests:
+        site.step()
+    assert fetched == ["default/p"] and site.phase("p") is Phase.FETCHING
+    site.scheduler.apply("default/p", CopyLost(0.0, LoadFailure.GONE))
 
 
 def test_the_last_child_of_a_tree_comes_before_a_program_of_less_work_than_the_tree_had(replica: Replica) -> None:
