@@ -371,3 +371,12 @@ def test_load_shedding_refuses_no_child_of_an_admitted_program(parent: str | Non
     engine.observe({"r0": snapshot("r0", 2, shed_from_s=0.0, shed_retry_after_s=7.0)}, 0.2)
     decision = engine.turn("another", request("another", parent_key=parent), 0.3)
     assert isinstance(decision, Refuse if sheds else Go)
+
+
+def test_waiting_children_come_before_programs_of_less_work_while_their_siblings_run() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x", 20_000), site.come("y", 60_000)
+    assert isinstance(site.come("x/1", 30_000, parent_key="x"), Go)
+    assert [site.come("other", 10_000), site.come("x/2", 30_000, parent_key="x")] == [Wait()] * 2
+    site.end("y")
+    assert site.admit() == ["x/2", "other"]
