@@ -105,8 +105,8 @@ class StagedScheduler(AsyncScheduler):
     """AsyncScheduler, which also serves a synchronous engine with pipeline stages.
 
     Such an engine schedules a step before the tokens of the last one are known (vLLM has one step in flight for each
-    stage). AsyncScheduler then schedules placeholders, which the first stage of a synchronous engine cannot resolve: its
-    worker fails. vLLM's own choice for such an engine is Scheduler, whose methods are used here.
+    stage). AsyncScheduler then schedules placeholders, which the first stage of a synchronous engine cannot resolve, so
+    that its worker fails. vLLM's own choice for such an engine is Scheduler, whose methods are used here.
     """
 
     @property

@@ -81,7 +81,7 @@ class ReplicaConfig(Section):
     pipeline_parallel_size: int = Field(1, ge=1, le=64)
     """Number of stages into which the layers of one replica are divided. A replica has this number times
     `tensor_parallel_size` devices, in one Ray placement group. Increase it if a model does not fit on one machine and
-    the network between machines is slow, since a stage sends less to the next one than tensor parallel devices exchange."""
+    the network between machines is slow, since stages exchange less than tensor parallel devices."""
     accelerator: Literal["cpu", "gpu"] = "cpu"
     """Type of device that a replica runs on."""
     accelerator_type: str | None = None
