@@ -4,6 +4,8 @@
     Contract: tests/contracts/test_vllm_engine.py, the calls that round trip.
 `wrap_allocate_slots`: admissions and shortages of memory have no hook. Delete it when vLLM asks one before it preempts.
     Contract: tests/contracts/test_vllm_contracts.py, the keywords of ``allocate_slots``.
+`StagedScheduler`: AsyncScheduler fails on a synchronous engine with pipeline stages. Delete it when it does not.
+    Contract: tests/replica/test_pipeline_stages.py.
 `LoadingScheduler`: vLLM loads for turns only, and a program is fetched before its turn comes. Delete it when a
     connector can be asked to prefetch. Contract: tests/contracts/test_host_tier.py.
 `stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
@@ -30,6 +32,8 @@ from vllm.utils import system_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
@@ -97,7 +101,36 @@ class FoundContext(NamedTuple):
     """Number of tokens after these that the host has."""
 
 
-class LoadingScheduler(AsyncScheduler):
+class StagedScheduler(AsyncScheduler):
+    """AsyncScheduler, which also serves a synchronous engine with pipeline stages.
+
+    Such an engine schedules a step before the tokens of the last one are known (vLLM has one step in flight for each
+    stage). AsyncScheduler then schedules placeholders, which the first stage of a synchronous engine cannot resolve, so
+    that its worker fails. vLLM's own choice for such an engine is Scheduler, whose methods are used here.
+    """
+
+    @property
+    def _waits_for_tokens(self) -> bool:
+        return bool(self.use_pp and not self.scheduler_config.async_scheduling)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        if self._waits_for_tokens:
+            Scheduler._update_after_schedule(self, scheduler_output)
+        else:
+            super()._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        updated: tuple[list[int], bool]
+        if self._waits_for_tokens:
+            updated = Scheduler._update_request_with_output(self, request, new_token_ids, is_stale)
+        else:
+            updated = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return updated
+
+
+class LoadingScheduler(StagedScheduler):
     """vLLM's scheduler, extended by loads of a context from the host before a turn needs it.
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
