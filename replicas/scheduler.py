@@ -59,9 +59,10 @@ from cluster.durations.table import DurationTable
 from replicas.cached_prefix import CachedPrefixes
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
+from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
-from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
+from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
@@ -76,14 +77,6 @@ from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
-
-BROKEN = {
-    Claimant.RUNNING: ReleaseReason.BROKEN_RUNNING,
-    Claimant.WAITING: ReleaseReason.BROKEN_WAITING,
-    Claimant.STARVED: ReleaseReason.BROKEN_STARVED,
-}
-"""Release reasons of a hold that is evicted for a turn."""
-
 
 class AgentScheduler(LoadingScheduler):
     """One replica's scheduler. Its clock and its policy may be replaced between steps."""
@@ -163,7 +156,20 @@ class AgentScheduler(LoadingScheduler):
             starvation_s=control.starvation_s,
         )
         self.crash_attribution = CrashAttribution(self.requests)
-        wrap_allocate_slots(self.kv_cache_manager, break_hold=self._break_hold, on_admitted=self._admit)
+        self.eviction = Eviction(
+            holds=self.holds,
+            view=self.views.hold,
+            program_of=lambda request: self.turns[request.request_id].key,
+            anything_runs=lambda: bool(self.running),
+            end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
+            trim=self._trim,
+        )
+        wrap_allocate_slots(
+            self.kv_cache_manager,
+            block_tokens=self.block_size,
+            evict=lambda request, lacking: self.eviction.evict(request, lacking, self.policies),
+            on_admitted=self._admit,
+        )
         advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
 
@@ -352,8 +358,7 @@ class AgentScheduler(LoadingScheduler):
         if kept == 0:
             self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
         else:
-            self.stats.holds_change()
-            self.holds.trim(key, kept, kept * self.block_size)
+            self._keep(key, kept)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns[request.request_id]
@@ -495,25 +500,14 @@ class AgentScheduler(LoadingScheduler):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _break_hold(self, request: Request) -> bool:
-        """Evict one hold that yields to ``request``.
+    def _trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
+        """Evict all but the leading blocks of a hold."""
+        self.counters["evicted_blocks"] += self._keep(key, kept)
+        self._rerank_turns(key, reason)
 
-        Its own program's hold comes last. Return whether one was evicted.
-        """
-        if not len(self.holds):
-            return False
-        if request.status is RequestStatus.RUNNING:
-            claimant = Claimant.RUNNING
-        else:
-            claimant = Claimant.WAITING if self.running else Claimant.STARVED
-        pause, own = self.policies.pause, self.turns[request.request_id].key
-        views = ((self.views.hold(held), held.key) for held in self.holds)
-        ranked = ((key == own, pause.victim_key(view), key) for view, key in views if pause.yields(view, claimant))
-        victim = min(ranked, default=None)
-        if victim is None:
-            return False
-        self.apply(victim[2], HoldEnded(self._now_s(), BROKEN[claimant]))
-        return True
+    def _keep(self, key: str, kept: int) -> int:
+        self.stats.holds_change()
+        return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context and for the other programs' waiting turns, which come
