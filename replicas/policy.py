@@ -309,5 +309,7 @@ class Policy:
     max_wait_s: float | None = None
     """Bound on the seconds from a turn's arrival to its first token, by which `replicas.load_shedding` refuses new
     programs. None: there is no bound, and nothing is refused."""
+    evicts_ends: bool = False
+    """Whether a turn that lacks memory gets only the end of a hold, as much as it lacks. False: the whole hold ends."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""

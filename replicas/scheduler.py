@@ -56,33 +56,27 @@ from cluster.core.lifecycle.events import (
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
-from replicas.cached_prefix import CachedPrefixes
+from replicas.cached_prefix import CachedPrefixes, is_cached, leading_blocks
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
+from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
-from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
-from replicas.prefill_scheduling import PrefillScheduling
+from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
+from replicas.prefill_scheduling import Head, PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
 from replicas.settings import SchedulerSettings, build_policy
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
 from replicas.swapping import LoadCalls, Swapping
-from replicas.turns import RecentMean, Turn, read_identity, tool_name_reader, tools_of
+from replicas.turns import RecentMean, Turn, read_identity, record_of, tool_name_reader, tools_of
 from replicas.views import Views, features_of
 from replicas.vllm_patches import FoundContext, LoadingScheduler, advance_grammars, wrap_allocate_slots
 from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
-
-BROKEN = {
-    Claimant.RUNNING: ReleaseReason.BROKEN_RUNNING,
-    Claimant.WAITING: ReleaseReason.BROKEN_WAITING,
-    Claimant.STARVED: ReleaseReason.BROKEN_STARVED,
-}
-"""Release reasons of a hold that is evicted for a turn."""
 
 
 class AgentScheduler(LoadingScheduler):
@@ -114,6 +108,7 @@ class AgentScheduler(LoadingScheduler):
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and self.hash_block_size == self.block_size
         self._one_prefix_cache = self.kv_cache_manager.enable_caching and one_group
         self.prefill_scheduling = PrefillScheduling()
+        self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
         self.swapping = Swapping(
@@ -163,7 +158,20 @@ class AgentScheduler(LoadingScheduler):
             starvation_s=control.starvation_s,
         )
         self.crash_attribution = CrashAttribution(self.requests)
-        wrap_allocate_slots(self.kv_cache_manager, break_hold=self._break_hold, on_admitted=self._admit)
+        self.eviction = Eviction(
+            holds=self.holds,
+            view=self.views.hold,
+            program_of=lambda request: self.turns[request.request_id].key,
+            anything_runs=lambda: bool(self.running),
+            end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
+            trim=self._trim,
+        )
+        wrap_allocate_slots(
+            self.kv_cache_manager,
+            block_tokens=self.block_size,
+            evict=lambda request, lacking: self.eviction.evict(request, lacking, self.policies),
+            on_admitted=self._admit,
+        )
         advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
 
@@ -232,8 +240,6 @@ class AgentScheduler(LoadingScheduler):
             self.running,
             rank=lambda request: order.key(self.views.prefilling(request)),
             is_late=self.policies.is_late,
-            in_time_waits=any(len(queue) > queue.late for queue in (self.waiting, self.skipped_waiting)),
-            step=self.current_step,
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
@@ -263,8 +269,23 @@ class AgentScheduler(LoadingScheduler):
             self.skipped_waiting.refresh(refresh_steps)
 
     def _set_budget(self) -> None:
-        budget = self.policies.budget.tokens(self.views.load)
-        self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
+        budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
+        self.max_num_scheduled_tokens = budget
+        room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
+        self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
+
+    def _head(self) -> Head | None:
+        """Return the waiting turn that is admitted next, if it fits into free memory."""
+        queue = self._select_waiting_queue_for_scheduling()
+        if queue is None:
+            return None
+        request = queue.peek_request()
+        missing = self._missing_tokens(request)
+        if self._one_prefix_cache and not request.num_computed_tokens:
+            cached = leading_blocks(request.block_hashes, is_cached(self.kv_cache_manager.block_pool))
+            missing = min(missing, max(1, request.num_tokens - cached * self.block_size))
+        fits = missing <= self.views.load.free_tokens
+        return Head(request.request_id, queue.peek_rank(), missing) if fits else None
 
     def _record_step(self, output: SchedulerOutput) -> None:
         self.pace.began(output)
@@ -352,8 +373,7 @@ class AgentScheduler(LoadingScheduler):
         if kept == 0:
             self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
         else:
-            self.stats.holds_change()
-            self.holds.trim(key, kept, kept * self.block_size)
+            self._keep(key, kept)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns[request.request_id]
@@ -396,20 +416,7 @@ class AgentScheduler(LoadingScheduler):
 
     def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
         now_s = self._now_s()
-        admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
-        record = TurnRecord(
-            request_id=request.request_id,
-            arrived_s=turn.arrived_s,
-            queue_s=admitted_s - turn.arrived_s,
-            run_s=now_s - admitted_s,
-            prompt_tokens=request.num_prompt_tokens,
-            cached_tokens=turn.cached_tokens,
-            output_tokens=request.num_output_tokens,
-            preemptions=request.num_preemptions,
-            priority=turn.identity.hints.priority,
-            tools=(),
-            outcome=str(request.status).removeprefix("FINISHED_").lower(),
-        )
+        record = record_of(request, turn, now_s)
         # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
@@ -495,25 +502,14 @@ class AgentScheduler(LoadingScheduler):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _break_hold(self, request: Request) -> bool:
-        """Evict one hold that yields to ``request``.
+    def _trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
+        """Evict all but the leading blocks of a hold."""
+        self.counters["evicted_blocks"] += self._keep(key, kept)
+        self._rerank_turns(key, reason)
 
-        Its own program's hold comes last. Return whether one was evicted.
-        """
-        if not len(self.holds):
-            return False
-        if request.status is RequestStatus.RUNNING:
-            claimant = Claimant.RUNNING
-        else:
-            claimant = Claimant.WAITING if self.running else Claimant.STARVED
-        pause, own = self.policies.pause, self.turns[request.request_id].key
-        views = ((self.views.hold(held), held.key) for held in self.holds)
-        ranked = ((key == own, pause.victim_key(view), key) for view, key in views if pause.yields(view, claimant))
-        victim = min(ranked, default=None)
-        if victim is None:
-            return False
-        self.apply(victim[2], HoldEnded(self._now_s(), BROKEN[claimant]))
-        return True
+    def _keep(self, key: str, kept: int) -> int:
+        self.stats.holds_change()
+        return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context and for the other programs' waiting turns, which come

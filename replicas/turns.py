@@ -16,6 +16,7 @@ from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
 from replicas.forecasts import NOTHING_KNOWN, Features
 from replicas.policy import NOTHING_EXPECTED, Forecast
+from replicas.program_table import TurnRecord
 from replicas.vllm_patches import resumed_tokens
 
 logger = logging.getLogger(__name__)
@@ -86,6 +87,24 @@ def read_identity(request: Request) -> ProgramIdentity:
     """
     extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
     return ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
+
+
+def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
+    """Return the record of a turn that ends now, without its tools and the decision about its KV."""
+    admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
+    return TurnRecord(
+        request_id=request.request_id,
+        arrived_s=turn.arrived_s,
+        queue_s=admitted_s - turn.arrived_s,
+        run_s=now_s - admitted_s,
+        prompt_tokens=request.num_prompt_tokens,
+        cached_tokens=turn.cached_tokens,
+        output_tokens=request.num_output_tokens,
+        preemptions=request.num_preemptions,
+        priority=turn.identity.hints.priority,
+        tools=(),
+        outcome=str(request.status).removeprefix("FINISHED_").lower(),
+    )
 
 
 def tools_of(request: Request, turn: Turn, names: "ToolNames | None") -> tuple[str, ...]:

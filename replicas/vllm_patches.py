@@ -57,7 +57,8 @@ def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict
 def wrap_allocate_slots(
     manager: KVCacheManager,
     *,
-    break_hold: Callable[[Request], bool],
+    block_tokens: int,
+    evict: Callable[[Request, int], bool],
     on_admitted: Callable[[Request, int, int], None],
 ) -> None:
     """Wrap a scheduler's allocation of KV blocks with the callbacks below.
@@ -66,7 +67,9 @@ def wrap_allocate_slots(
 
     Args:
         manager: the scheduler's KV cache manager.
-        break_hold: evicts one hold for this request. Returns False if none yields.
+        block_tokens: tokens of a block.
+        evict: evicts a hold, or its end, for this request and the number of blocks that it lacks. Returns False
+            if none yields.
         on_admitted: called when a waiting turn has got its memory, with the number of tokens from the prefix cache and
             from the connector.
     """
@@ -77,14 +80,46 @@ def wrap_allocate_slots(
         blocks = allocate_slots(request, num_new_tokens, **kwargs)
         if blocks is not None and request.status is running:
             return blocks
-        while blocks is None and break_hold(request):
+        while blocks is None:
+            if not evict(request, lacking_blocks(manager, block_tokens, request, num_new_tokens, **kwargs)):
+                return None
             blocks = allocate_slots(request, num_new_tokens, **kwargs)
-        if blocks is not None and request.status is not running:
+        if request.status is not running:
             local, remote = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_external_computed_tokens", 0)
             on_admitted(request, local, remote)
         return blocks
 
     manager.allocate_slots = allocate
+
+
+def lacking_blocks(
+    manager: KVCacheManager,
+    block_tokens: int,
+    request: Request,
+    num_new_tokens: int,
+    *,
+    new_computed_blocks: KVCacheBlocks | None = None,
+    reserved_blocks: int = 0,
+    **others: Any,
+) -> int:
+    """Return how many blocks an allocation lacks that was refused. It is an estimate, and at least 1.
+
+    Args:
+        manager: the scheduler's KV cache manager.
+        block_tokens: tokens of a block.
+        request: the turn.
+        num_new_tokens: tokens that the step computes of it.
+        new_computed_blocks: cached blocks of a waiting turn.
+        reserved_blocks: blocks that other turns need.
+        others: what else vLLM passes to ``allocate_slots``.
+    """
+    if request.status is RequestStatus.RUNNING:
+        wanted = -(-num_new_tokens // block_tokens)
+    else:
+        groups = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        owned = sum(block.ref_cnt > 0 for group in groups for block in group)
+        wanted = -(-request.num_tokens // block_tokens) - owned + int(manager.watermark_blocks)
+    return max(1, wanted + reserved_blocks - int(manager.block_pool.get_num_free_blocks()))
 
 
 # --- loads from the host tier -----------------------------------------------------------------------------------------

@@ -99,7 +99,17 @@ class CaesuraParameters(BaseModel):
         order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
-        return Policy("caesura", order, pause, budget, self.reserve_share, is_late, self.max_wait_s, guards_memory=True)
+        return Policy(
+            "caesura",
+            order,
+            pause,
+            budget,
+            self.reserve_share,
+            is_late,
+            self.max_wait_s,
+            evicts_ends=True,
+            guards_memory=True,
+        )
 
 
 # --- order ------------------------------------------------------------------------------------------------------------
