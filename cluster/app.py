@@ -123,7 +123,7 @@ def bundles(config: CaesuraConfig) -> list[dict[str, float]]:
     """Return one placement bundle for each device of a replica. The replica's own actor is in the first bundle."""
     replicas = config.replicas
     device = {"CPU": replicas.cpus} if replicas.accelerator == "cpu" else {"CPU": replicas.cpus, "GPU": 1.0}
-    return [device] * replicas.tensor_parallel_size
+    return [device] * replicas.devices
 
 
 def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
@@ -147,6 +147,7 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}
     return arguments | {
         "tensor_parallel_size": config.replicas.tensor_parallel_size,
+        "pipeline_parallel_size": config.replicas.pipeline_parallel_size,
         "scheduler_cls": SCHEDULER,
         "additional_config": SchedulerSettings.for_replica(config).additional_config(),
     }

@@ -24,6 +24,34 @@ DECIDED_BY_CHART = {
 
 TEXT: Schema = {"type": "string"}
 NAME: Schema = {"type": "string", "minLength": 1}
+SUBDOMAIN: Schema = {
+    "type": "string",
+    "maxLength": 253,
+    "pattern": r"^([a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*)?$",
+}
+"""The name of an object such as a Secret (RFC 1123), or empty."""
+LABEL: Schema = {"type": "string", "maxLength": 63, "pattern": "^([a-z0-9]([-a-z0-9]*[a-z0-9])?)?$"}
+"""A part of such a name, for example a namespace, or empty."""
+SECRET_ENTRY: Schema = {"type": "string", "maxLength": 253, "pattern": "^[-._a-zA-Z0-9]*$"}
+HOST: Schema = {
+    "type": "string",
+    "maxLength": 253,
+    "pattern": r"^((\*\.)?[a-z0-9]([-a-z0-9]*[a-z0-9])?(\.[a-z0-9]([-a-z0-9]*[a-z0-9])?)*)?$",
+}
+"""A name of hosts, which may begin with a wildcard, or empty."""
+LABELS: Schema = {
+    "type": "object",
+    "propertyNames": {
+        "pattern": r"^([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?$",
+        "not": {"pattern": r"^(app\.kubernetes\.io|helm\.sh|ray\.io)/"},
+    },
+    "additionalProperties": {
+        "type": "string",
+        "maxLength": 63,
+        "pattern": "^([A-Za-z0-9]([-A-Za-z0-9_.]*[A-Za-z0-9])?)?$",
+    },
+}
+"""Labels beside those that the chart, Helm and KubeRay set themselves."""
 KUBERNETES_NAME: Schema = {"type": "string", "pattern": "^([a-z]([a-z0-9-]{0,61}[a-z0-9])?)?$"}
 """The beginning of the names of resources, services among them (RFC 1035). Empty: the chart's own."""
 FLAG: Schema = {"type": "boolean"}
@@ -73,14 +101,20 @@ IMAGE = closed(
     },
     "repository",
 )
-PLACE: dict[str, Schema] = {"nodeSelector": TEXTS, "tolerations": KUBERNETES_LIST, "affinity": KUBERNETES}
+PLACE: dict[str, Schema] = {
+    "nodeSelector": TEXTS,
+    "tolerations": KUBERNETES_LIST,
+    "affinity": KUBERNETES,
+    "priorityClassName": SUBDOMAIN,
+    "schedulerName": SUBDOMAIN,
+}
 POD: dict[str, Schema] = {
     **PLACE,
     "topologySpreadConstraints": KUBERNETES_LIST,
-    "priorityClassName": TEXT,
     "podAnnotations": TEXTS,
-    "podLabels": TEXTS,
+    "podLabels": LABELS,
     "resources": RESOURCES,
+    "sharedMemory": QUANTITY,
 }
 GROUP = closed(
     {
@@ -90,13 +124,30 @@ GROUP = closed(
         "maxReplicas": POSITIVE,
         "gpus": COUNT,
         "gpuResource": NAME,
-        "sharedMemory": QUANTITY,
-        "runtimeClassName": TEXT,
+        "runtimeClassName": SUBDOMAIN,
     },
     "replicas",
     "resources",
 )
-SECRET_KEY = closed({"name": TEXT, "key": TEXT})
+SECRET_KEY = closed({"name": SUBDOMAIN, "key": SECRET_ENTRY})
+SECCOMP: Schema = {
+    **closed({"type": one_of("RuntimeDefault", "Localhost"), "localhostProfile": NAME}, "type"),
+    "if": {"properties": {"type": {"const": "Localhost"}}},
+    "then": {"required": ["localhostProfile"]},
+    "else": {"not": {"required": ["localhostProfile"]}},
+}
+VARIABLE = {"type": "string", "pattern": "^[-._a-zA-Z][-._a-zA-Z0-9]*$"}
+ENV = list_of(
+    {
+        **closed({"name": VARIABLE, "value": TEXT, "valueFrom": KUBERNETES}, "name"),
+        "not": {"required": ["value", "valueFrom"]},
+    }
+)
+VOLUMES = list_of({"type": "object", "required": ["name"], "properties": {"name": {**LABEL, "minLength": 1}}})
+MOUNTS = list_of(
+    {"type": "object", "required": ["name", "mountPath"], "properties": {"name": NAME, "mountPath": NAME}},
+)
+PORTS = list_of(PORT)
 KEY_ENTRY = closed(
     {
         "tenant": {"type": "string", "pattern": r"^[A-Za-z0-9][A-Za-z0-9._-]*$"},
@@ -113,10 +164,12 @@ KEY_ENTRY = closed(
 def _cluster() -> dict[str, Schema]:
     return {
         "image": IMAGE,
-        "imagePullSecrets": list_of(closed({"name": NAME}, "name")),
+        "imagePullSecrets": list_of(closed({"name": {**SUBDOMAIN, "minLength": 1}}, "name")),
         "rayVersion": {"type": "string", "pattern": r"^[0-9]+\.[0-9]+\.[0-9]+$"},
-        "env": list_of({"type": "object", "required": ["name"]}),
+        "env": ENV,
         "envFrom": KUBERNETES_LIST,
+        "extraVolumes": VOLUMES,
+        "extraVolumeMounts": MOUNTS,
         "head": closed(POD, "resources"),
         "workerGroups": {
             "type": "object",
@@ -129,7 +182,7 @@ def _cluster() -> dict[str, Schema]:
                 "strategy": one_of("NewCluster", "NewClusterWithIncrementalUpgrade", "None"),
                 "incremental": closed(
                     {
-                        "gatewayClassName": TEXT,
+                        "gatewayClassName": SUBDOMAIN,
                         "stepSizePercent": {"type": "integer", "minimum": 1, "maximum": 100},
                         "intervalSeconds": POSITIVE,
                         "maxSurgePercent": {"type": "integer", "minimum": 1, "maximum": 100},
@@ -139,7 +192,14 @@ def _cluster() -> dict[str, Schema]:
         ),
         "gcsFaultTolerance": closed({"enabled": FLAG}),
         "serviceAccount": closed({"annotations": TEXTS}),
-        "podSecurity": closed({"runAsUser": POSITIVE, "runAsGroup": POSITIVE, "fsGroup": POSITIVE}),
+        "podSecurity": closed(
+            {
+                "runAsUser": POSITIVE,
+                "runAsGroup": POSITIVE,
+                "fsGroup": POSITIVE,
+                "seccompProfile": SECCOMP,
+            }
+        ),
         "podDisruptionBudgets": closed(
             {
                 "enabled": FLAG,
@@ -156,27 +216,39 @@ def _storage() -> dict[str, Schema]:
                 **PLACE,
                 "bundled": FLAG,
                 "image": IMAGE,
-                "existingSecret": TEXT,
+                "existingSecret": SUBDOMAIN,
                 "external": closed(
-                    {"host": TEXT, "port": PORT, "tls": FLAG, "password": FLAG, "cidrs": list_of(CIDR)},
+                    {
+                        "host": TEXT,
+                        "port": PORT,
+                        "database": COUNT,
+                        "tls": FLAG,
+                        "caSecret": SECRET_KEY,
+                        "password": FLAG,
+                        "username": TEXT,
+                        "cidrs": list_of(CIDR),
+                    },
                 ),
                 "resources": RESOURCES,
-                "persistence": closed({"enabled": FLAG, "size": QUANTITY, "storageClassName": TEXT}),
+                "persistence": closed({"enabled": FLAG, "size": QUANTITY, "storageClassName": SUBDOMAIN}),
             }
         ),
         "modelCache": closed(
             {
                 "enabled": FLAG,
-                "existingClaim": TEXT,
+                "existingClaim": SUBDOMAIN,
                 "size": QUANTITY,
-                "storageClassName": TEXT,
+                "storageClassName": SUBDOMAIN,
                 "accessMode": one_of("ReadWriteOnce", "ReadWriteMany", "ReadOnlyMany"),
                 "readOnly": FLAG,
                 "download": closed(
                     {
                         "enabled": FLAG,
-                        "cidrs": list_of(CIDR, minItems=1),
-                        "existingSecret": TEXT,
+                        "cidrs": list_of(CIDR),
+                        "ports": list_of(PORT, minItems=1),
+                        "peers": KUBERNETES_LIST,
+                        "env": ENV,
+                        "existingSecret": SUBDOMAIN,
                         "resources": RESOURCES,
                     }
                 ),
@@ -188,15 +260,22 @@ def _storage() -> dict[str, Schema]:
 def _reach() -> dict[str, Schema]:
     tool_egress = closed({"cidr": CIDR, "ports": list_of(PORT), "except": list_of(CIDR)}, "cidr")
     return {
-        "keys": closed({"enabled": FLAG, "existingSecret": TEXT, "entries": list_of(KEY_ENTRY)}),
-        "rayAuth": closed({"enabled": FLAG, "existingSecret": TEXT}),
-        "service": closed({"type": one_of("ClusterIP", "NodePort", "LoadBalancer"), "annotations": TEXTS}),
+        "generateSecrets": one_of("auto", "always"),
+        "keys": closed({"enabled": FLAG, "existingSecret": SUBDOMAIN, "entries": list_of(KEY_ENTRY)}),
+        "rayAuth": closed({"enabled": FLAG, "existingSecret": SUBDOMAIN}),
+        "service": closed(
+            {
+                "type": one_of("ClusterIP", "NodePort", "LoadBalancer"),
+                "loadBalancerClass": TEXT,
+                "annotations": TEXTS,
+            }
+        ),
         "ingress": closed(
             {
                 "enabled": FLAG,
-                "className": TEXT,
-                "host": TEXT,
-                "tlsSecret": TEXT,
+                "className": SUBDOMAIN,
+                "host": HOST,
+                "tlsSecret": SUBDOMAIN,
                 "insecure": FLAG,
                 "annotations": TEXTS,
             }
@@ -204,9 +283,17 @@ def _reach() -> dict[str, Schema]:
         "httpRoute": closed(
             {
                 "enabled": FLAG,
-                "hostnames": list_of(NAME),
+                "hostnames": list_of({**HOST, "minLength": 1}),
                 "parentRefs": KUBERNETES_LIST,
-                "gateway": closed({"create": FLAG, "className": TEXT, "tlsSecret": TEXT}),
+                "gateway": closed({"create": FLAG, "className": SUBDOMAIN, "tlsSecret": SUBDOMAIN}),
+            }
+        ),
+        "inferencePool": closed(
+            {
+                "enabled": FLAG,
+                "endpointPicker": closed(
+                    {"name": SUBDOMAIN, "port": PORT, "failureMode": one_of("FailOpen", "FailClose")}
+                ),
             }
         ),
         "networkPolicy": closed(
@@ -241,11 +328,12 @@ def _load() -> dict[str, Schema]:
             {
                 "scrape": one_of("none", "pods", "ingress"),
                 "interval": DURATION,
-                "labels": TEXTS,
+                "namespace": LABEL,
+                "labels": LABELS,
                 "keySecret": SECRET_KEY,
                 "rules": FLAG,
                 "dashboards": FLAG,
-                "dashboardLabels": {**TEXTS, "minProperties": 1},
+                "dashboardLabels": {**LABELS, "minProperties": 1},
             }
         ),
         "tests": closed({"keySecret": SECRET_KEY}),
@@ -260,7 +348,13 @@ def values_schema() -> Schema:
         for key in keys:
             del definitions[section]["properties"][key]
     config.pop("$schema")
-    own = {"nameOverride": TEXT, "fullnameOverride": KUBERNETES_NAME, "config": _without_titles(config)}
+    own = {
+        "nameOverride": LABEL,
+        "fullnameOverride": KUBERNETES_NAME,
+        "namespaceOverride": LABEL,
+        "commonLabels": LABELS,
+        "config": _without_titles(config),
+    }
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "title": "Values of the chart caesura",

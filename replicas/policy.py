@@ -354,5 +354,7 @@ class Policy:
     programs. None: there is no bound, and nothing is refused."""
     single_flight: bool = False
     """Whether waiting turns wait for blocks that a running prompt is about to compute, see `replicas.single_flight`."""
+    evicts_ends: bool = False
+    """Whether a turn that lacks memory gets only the end of a hold, as much as it lacks. False: the whole hold ends."""
     guards_memory: bool = False
     """Whether the memory does not thrash under it, however many programs arrive. The router then sends more of them."""

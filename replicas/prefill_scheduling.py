@@ -2,16 +2,26 @@
 
 vLLM gives a step's tokens to the running turns in the order of their admission, and the rest to waiting turns. A long
 prompt that has begun blocks all others until it is computed (head-of-line blocking). Here turns that generate come
-first, with one token each, and then prompts by their rank. While a turn waits that can still meet its SLO, late prompts
-skip every other step, so that the turn is admitted. They do not skip every step, because the turn may be waiting for
-memory.
+first, with one token each, and then prompts by their rank. A waiting turn that ranks before them has its tokens left
+free.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from vllm.v1.request import Request
 
 from replicas.policy import IsLate, RankKey
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """The waiting turn that is admitted next."""
+
+    request_id: str
+    rank: RankKey
+    tokens: int
+    """Tokens that it has to compute."""
 
 
 class PrefillScheduling:
@@ -19,6 +29,8 @@ class PrefillScheduling:
 
     def __init__(self) -> None:
         self._late: frozenset[str] = frozenset()
+        self._ranks: dict[str, RankKey] = {}
+        self._last_head: str | None = None
         self._sat_out = False
 
     def is_late(self, request_id: str) -> bool:
@@ -29,40 +41,60 @@ class PrefillScheduling:
         """Return how many tokens the running prompts still need computed, without the prompts that are late."""
         return sum(missing_tokens(request) for request in _under_way(running) if request.request_id not in self._late)
 
-    def order(
-        self,
-        running: list[Request],
-        *,
-        rank: Callable[[Request], RankKey],
-        is_late: IsLate | None,
-        in_time_waits: bool,
-        step: int,
-    ) -> bool:
-        """Sort ``running`` before a step, and let late prompts skip the step where a turn in time waits.
+    def order(self, running: list[Request], *, rank: Callable[[Request], RankKey], is_late: IsLate | None) -> bool:
+        """Sort ``running`` before a step.
 
         Args:
             running: vLLM's list, which is sorted in place.
             rank: returns the rank of a running prompt.
             is_late: whether prompts of a rank are late. None: no prompt is late.
-            in_time_waits: whether a turn that is not late waits.
-            step: number of the previous step.
 
         Returns:
             Whether the set of late prompts has changed.
         """
         prompts = _under_way(running) if is_late is not None else []
-        ranks = {request.request_id: rank(request) for request in prompts}
+        ranks = self._ranks = {request.request_id: rank(request) for request in prompts}
         late = frozenset(name for name, key in ranks.items() if is_late is not None and is_late(key))
         changed, self._late = late != self._late, late
         if prompts:  # stable: turns that generate have equal ranks and stay in the order of their admission
             running.sort(key=lambda request: ranks.get(request.request_id, ()))
-        self._sat_out = bool(late) and not self._sat_out and in_time_waits
-        if self._sat_out:
-            for request in prompts:
-                if request.request_id in late:
-                    # vLLM's own mark for pipelined decodes; its scheduler counts the step before it looks.
-                    request.next_decode_eligible_step = step + 2
         return changed
+
+    def make_room(self, running: list[Request], head: Callable[[], Head | None], *, budget: int, step: int) -> int:
+        """Leave the tokens that a waiting turn needs to it, if it ranks before prompts that have begun.
+
+        The first of these prompts gets what is left, and the others wait for a step. If less is left than the waiting
+        turn, or a prompt before it, needs, all of them wait, in every other step at most. A turn for which room was
+        made and that still waits lacks something else, such as memory: nothing is left to it in the next step.
+
+        Args:
+            running: vLLM's list, sorted by `order`.
+            head: returns the waiting turn that is admitted next. None: nothing waits.
+            budget: tokens of the step.
+            step: number of the previous step.
+
+        Returns:
+            The largest number of tokens of a prompt in this step. 0: no bound.
+        """
+        sat_out, self._sat_out = self._sat_out, False
+        last, self._last_head = self._last_head, None
+        first = head() if self._ranks else None
+        if first is None or first.request_id == last:
+            return 0
+        after = [request for request in running if self._ranks.get(request.request_id, ()) > first.rank]
+        if not after:
+            return 0
+        before = [missing_tokens(request) for request in running[: len(running) - len(after)]]
+        left = budget - sum(before) - first.tokens
+        self._sat_out = left < max([first.tokens, *before])  # the bound would be theirs, too
+        if self._sat_out and sat_out:
+            self._sat_out = False
+            return 0
+        self._last_head = first.request_id
+        for request in after if self._sat_out else after[1:]:
+            # vLLM's own mark for pipelined decodes; its scheduler counts the step before it looks.
+            request.next_decode_eligible_step = step + 2
+        return 0 if self._sat_out else left
 
 
 def _under_way(running: list[Request]) -> list[Request]:

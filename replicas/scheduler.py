@@ -56,13 +56,14 @@ from cluster.core.lifecycle.events import (
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
-from replicas.cached_prefix import CachedPrefixes
+from replicas.cached_prefix import CachedPrefixes, is_cached, leading_blocks
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
+from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
-from replicas.policy import Claimant, Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
-from replicas.prefill_scheduling import PrefillScheduling
+from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
+from replicas.prefill_scheduling import Head, PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.program_trees import Ahead, ProgramTrees
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
@@ -78,13 +79,6 @@ from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
-
-BROKEN = {
-    Claimant.RUNNING: ReleaseReason.BROKEN_RUNNING,
-    Claimant.WAITING: ReleaseReason.BROKEN_WAITING,
-    Claimant.STARVED: ReleaseReason.BROKEN_STARVED,
-}
-"""Release reasons of a hold that is evicted for a turn."""
 
 
 class AgentScheduler(LoadingScheduler):
@@ -117,7 +111,10 @@ class AgentScheduler(LoadingScheduler):
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and self.hash_block_size == self.block_size
         self._one_prefix_cache = self.kv_cache_manager.enable_caching and one_group
         self.prefill_scheduling = PrefillScheduling()
-        self.single_flight = SingleFlight(self.kv_cache_manager.block_pool, self._skips, self.counters)
+        self.single_flight = SingleFlight(
+            self.kv_cache_manager.block_pool, self.prefill_scheduling.is_late, self.counters
+        )
+        self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
         self.swapping = Swapping(
@@ -168,7 +165,20 @@ class AgentScheduler(LoadingScheduler):
             starvation_s=control.starvation_s,
         )
         self.crash_attribution = CrashAttribution(self.requests)
-        wrap_allocate_slots(self.kv_cache_manager, break_hold=self._break_hold, on_admitted=self._admit)
+        self.eviction = Eviction(
+            holds=self.holds,
+            view=self.views.hold,
+            program_of=lambda request: self.turns[request.request_id].key,
+            anything_runs=lambda: bool(self.running),
+            end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
+            trim=self._trim,
+        )
+        wrap_allocate_slots(
+            self.kv_cache_manager,
+            block_tokens=self.block_size,
+            evict=lambda request, lacking: self.eviction.evict(request, lacking, self.policies),
+            on_admitted=self._admit,
+        )
         advance_grammars(self.structured_output_manager)
         self.use_policy(self.settings.policy)
 
@@ -194,11 +204,15 @@ class AgentScheduler(LoadingScheduler):
         self.views.load = self.load_now()
         self._order_prefills()
         self._review_holds()
-        self._order_waiting()
+        if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
+            self.waiting.refresh(refresh_steps)
+            self.skipped_waiting.refresh(refresh_steps)
         self._set_budget()
         output: SchedulerOutput = super().schedule(throttle_prefills)
         self.single_flight.step_ends()
-        self._record_step(output)
+        self.pace.began(output)
+        self.stats.step_began(output)
+        self.crash_attribution.began(output)
         return output
 
     def expire_holds(self, now_s: float) -> None:
@@ -238,8 +252,6 @@ class AgentScheduler(LoadingScheduler):
             self.running,
             rank=lambda request: order.key(self.views.prefilling(request)),
             is_late=self.policies.is_late,
-            in_time_waits=any(len(queue) > queue.late for queue in (self.waiting, self.skipped_waiting)),
-            step=self.current_step,
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
@@ -262,20 +274,26 @@ class AgentScheduler(LoadingScheduler):
                 if until_s != held.until_s:
                     self.holds.extend(held.key, until_s)
 
-    def _order_waiting(self) -> None:
-        """Compute a share of the ranks again, if the policy's ranks change with time."""
-        if (refresh_steps := self.policies.order.refresh_steps) is not None:
-            self.waiting.refresh(refresh_steps)
-            self.skipped_waiting.refresh(refresh_steps)
-
     def _set_budget(self) -> None:
-        budget = self.policies.budget.tokens(self.views.load)
-        self.max_num_scheduled_tokens = min(max(1, budget), self.facts.max_tokens)
+        budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
+        self.max_num_scheduled_tokens = budget
+        room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
+        self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
 
-    def _record_step(self, output: SchedulerOutput) -> None:
-        self.pace.began(output)
-        self.stats.step_began(output)
-        self.crash_attribution.began(output)
+    def _head(self) -> Head | None:
+        """Return the waiting turn that is admitted next, if it fits into free memory."""
+        queue = self._select_waiting_queue_for_scheduling()
+        if queue is None:
+            return None
+        request = queue.peek_request()
+        if request.num_stale_output_tokens:  # vLLM skips it in this step, see `replicas.single_flight`
+            return None
+        missing = self._missing_tokens(request)
+        if self._one_prefix_cache and not request.num_computed_tokens:
+            cached = leading_blocks(request.block_hashes, is_cached(self.kv_cache_manager.block_pool))
+            missing = min(missing, max(1, request.num_tokens - cached * self.block_size))
+        fits = missing <= self.views.load.free_tokens
+        return Head(request.request_id, queue.peek_rank(), missing) if fits else None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Process the end of a step. Policies use the replica's measured step times from now on."""
@@ -306,13 +324,9 @@ class AgentScheduler(LoadingScheduler):
         if self.waiting and self.skipped_waiting and self.waiting.peek_rank() < self.skipped_waiting.peek_rank():
             queue = self.waiting
         if queue and self.policies.single_flight and self._one_prefix_cache:
-            self.single_flight.consider(queue.peek_request(), self.running)
+            request = queue.peek_request()
+            self.single_flight.consider(request, self.running, is_late=queue.puts_off(request.request_id))
         return queue
-
-    def _skips(self, running_id: str, waiting_id: str) -> bool:
-        """Return whether a running prompt skips steps because it is late, while a waiting turn is in time."""
-        late = self.waiting.puts_off(waiting_id) or self.skipped_waiting.puts_off(waiting_id)
-        return not late and self.prefill_scheduling.is_late(running_id)
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
@@ -368,8 +382,7 @@ class AgentScheduler(LoadingScheduler):
         if kept == 0:
             self.apply(key, HoldEnded(self._now_s(), ReleaseReason.SUPERSEDED))
         else:
-            self.stats.holds_change()
-            self.holds.trim(key, kept, kept * self.block_size)
+            self._keep(key, kept)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns[request.request_id]
@@ -490,25 +503,14 @@ class AgentScheduler(LoadingScheduler):
 
     # --- memory -------------------------------------------------------------------------------------------------------
 
-    def _break_hold(self, request: Request) -> bool:
-        """Evict one hold that yields to ``request``.
+    def _trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
+        """Evict all but the leading blocks of a hold."""
+        self.counters["evicted_blocks"] += self._keep(key, kept)
+        self._rerank_turns(key, reason)
 
-        Its own program's hold comes last. Return whether one was evicted.
-        """
-        if not len(self.holds):
-            return False
-        if request.status is RequestStatus.RUNNING:
-            claimant = Claimant.RUNNING
-        else:
-            claimant = Claimant.WAITING if self.running else Claimant.STARVED
-        pause, own = self.policies.pause, self.turns[request.request_id].key
-        views = ((self.views.hold(held), held.key) for held in self.holds)
-        ranked = ((key == own, pause.victim_key(view), key) for view, key in views if pause.yields(view, claimant))
-        victim = min(ranked, default=None)
-        if victim is None:
-            return False
-        self.apply(victim[2], HoldEnded(self._now_s(), BROKEN[claimant]))
-        return True
+    def _keep(self, key: str, kept: int) -> int:
+        self.stats.holds_change()
+        return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context and for the other programs' waiting turns, which come

@@ -52,24 +52,24 @@ class SingleFlight:
 
     Args:
         pool: the scheduler's blocks, of one KV cache group.
-        skips: returns whether the prompt with the first id skips steps that the turn with the second id would not.
+        skips: returns whether a running prompt is late, and so waits for turns in time.
         counters: the scheduler's counters. ``single_flight_waits`` counts the steps that turns have waited.
     """
 
-    def __init__(self, pool: BlockPool, skips: Callable[[str, str], bool], counters: Counter[str]) -> None:
+    def __init__(self, pool: BlockPool, skips: Callable[[str], bool], counters: Counter[str]) -> None:
         self._pool = pool
         self._skips = skips
         self._counters = counters
         self._marked: list[Request] = []
 
-    def consider(self, request: Request, running: Sequence[Request]) -> None:
+    def consider(self, request: Request, running: Sequence[Request], *, is_late: bool) -> None:
         """Let vLLM skip the turn that it would admit next, if it should wait for another one's blocks.
 
         The mark is that of a preempted turn whose last output has not arrived. vLLM skips such a turn for one step.
         """
         if request.num_computed_tokens or request.num_stale_output_tokens:
             return
-        if waits_for(request, running, self._is_cached, lambda other: self._skips(other, request.request_id)):
+        if waits_for(request, running, self._is_cached, lambda other: not is_late and self._skips(other)):
             request.num_stale_output_tokens = 1
             self._marked.append(request)
             self._counters["single_flight_waits"] += 1

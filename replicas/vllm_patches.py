@@ -4,6 +4,8 @@
     Contract: tests/contracts/test_vllm_engine.py, the calls that round trip.
 `wrap_allocate_slots`: admissions and shortages of memory have no hook. Delete it when vLLM asks one before it preempts.
     Contract: tests/contracts/test_vllm_contracts.py, the keywords of ``allocate_slots``.
+`StagedScheduler`: AsyncScheduler fails on a synchronous engine with pipeline stages. Delete it when it does not.
+    Contract: tests/replica/test_pipeline_stages.py.
 `LoadingScheduler`: vLLM loads for turns only, and a program is fetched before its turn comes. Delete it when a
     connector can be asked to prefetch. Contract: tests/contracts/test_host_tier.py.
 `stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
@@ -30,6 +32,8 @@ from vllm.utils import system_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.core.sched.output import SchedulerOutput
+from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
@@ -53,7 +57,8 @@ def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict
 def wrap_allocate_slots(
     manager: KVCacheManager,
     *,
-    break_hold: Callable[[Request], bool],
+    block_tokens: int,
+    evict: Callable[[Request, int], bool],
     on_admitted: Callable[[Request, int, int], None],
 ) -> None:
     """Wrap a scheduler's allocation of KV blocks with the callbacks below.
@@ -62,7 +67,9 @@ def wrap_allocate_slots(
 
     Args:
         manager: the scheduler's KV cache manager.
-        break_hold: evicts one hold for this request. Returns False if none yields.
+        block_tokens: tokens of a block.
+        evict: evicts a hold, or its end, for this request and the number of blocks that it lacks. Returns False
+            if none yields.
         on_admitted: called when a waiting turn has got its memory, with the number of tokens from the prefix cache and
             from the connector.
     """
@@ -73,14 +80,46 @@ def wrap_allocate_slots(
         blocks = allocate_slots(request, num_new_tokens, **kwargs)
         if blocks is not None and request.status is running:
             return blocks
-        while blocks is None and break_hold(request):
+        while blocks is None:
+            if not evict(request, lacking_blocks(manager, block_tokens, request, num_new_tokens, **kwargs)):
+                return None
             blocks = allocate_slots(request, num_new_tokens, **kwargs)
-        if blocks is not None and request.status is not running:
+        if request.status is not running:
             local, remote = kwargs.get("num_new_computed_tokens", 0), kwargs.get("num_external_computed_tokens", 0)
             on_admitted(request, local, remote)
         return blocks
 
     manager.allocate_slots = allocate
+
+
+def lacking_blocks(
+    manager: KVCacheManager,
+    block_tokens: int,
+    request: Request,
+    num_new_tokens: int,
+    *,
+    new_computed_blocks: KVCacheBlocks | None = None,
+    reserved_blocks: int = 0,
+    **others: Any,
+) -> int:
+    """Return how many blocks an allocation lacks that was refused. It is an estimate, and at least 1.
+
+    Args:
+        manager: the scheduler's KV cache manager.
+        block_tokens: tokens of a block.
+        request: the turn.
+        num_new_tokens: tokens that the step computes of it.
+        new_computed_blocks: cached blocks of a waiting turn.
+        reserved_blocks: blocks that other turns need.
+        others: what else vLLM passes to ``allocate_slots``.
+    """
+    if request.status is RequestStatus.RUNNING:
+        wanted = -(-num_new_tokens // block_tokens)
+    else:
+        groups = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        owned = sum(block.ref_cnt > 0 for group in groups for block in group)
+        wanted = -(-request.num_tokens // block_tokens) - owned + int(manager.watermark_blocks)
+    return max(1, wanted + reserved_blocks - int(manager.block_pool.get_num_free_blocks()))
 
 
 # --- loads from the host tier -----------------------------------------------------------------------------------------
@@ -97,7 +136,36 @@ class FoundContext(NamedTuple):
     """Number of tokens after these that the host has."""
 
 
-class LoadingScheduler(AsyncScheduler):
+class StagedScheduler(AsyncScheduler):
+    """AsyncScheduler, which also serves a synchronous engine with pipeline stages.
+
+    Such an engine schedules a step before the tokens of the last one are known (vLLM has one step in flight for each
+    stage). AsyncScheduler then schedules placeholders, which the first stage of a synchronous engine cannot resolve, so
+    that its worker fails. vLLM's own choice for such an engine is Scheduler, whose methods are used here.
+    """
+
+    @property
+    def _waits_for_tokens(self) -> bool:
+        return bool(self.use_pp and not self.scheduler_config.async_scheduling)
+
+    def _update_after_schedule(self, scheduler_output: SchedulerOutput) -> None:
+        if self._waits_for_tokens:
+            Scheduler._update_after_schedule(self, scheduler_output)
+        else:
+            super()._update_after_schedule(scheduler_output)
+
+    def _update_request_with_output(
+        self, request: Request, new_token_ids: list[int], is_stale: bool = False
+    ) -> tuple[list[int], bool]:
+        updated: tuple[list[int], bool]
+        if self._waits_for_tokens:
+            updated = Scheduler._update_request_with_output(self, request, new_token_ids, is_stale)
+        else:
+            updated = super()._update_request_with_output(request, new_token_ids, is_stale)
+        return updated
+
+
+class LoadingScheduler(StagedScheduler):
     """vLLM's scheduler, extended by loads of a context from the host before a turn needs it.
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.

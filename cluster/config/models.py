@@ -15,6 +15,7 @@ RESERVED_ENGINE_KWARGS = {
     "model": "model.source",
     "served_model_name": "model.id",
     "tensor_parallel_size": "replicas.tensor_parallel_size",
+    "pipeline_parallel_size": "replicas.pipeline_parallel_size",
     "scheduler_cls": "policy.name",
     "scheduling_policy": "policy.name",
     "tool_call_parser": "model.tool_parser",
@@ -75,7 +76,12 @@ class ReplicaConfig(Section):
     count: int = Field(1, ge=1, le=1024)
     """Number of vLLM replicas."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
-    """Number of devices (or CPU processes) over which one replica is split, in a Ray placement group."""
+    """Number of devices (or CPU processes) over which each layer of one replica is split. If a machine has fewer
+    devices, a replica on GPUs spans several machines."""
+    pipeline_parallel_size: int = Field(1, ge=1, le=64)
+    """Number of stages into which the layers of one replica are divided. A replica has this number times
+    `tensor_parallel_size` devices, in one Ray placement group. Increase it if a model does not fit on one machine and
+    the network between machines is slow, since stages exchange less than tensor parallel devices."""
     accelerator: Literal["cpu", "gpu"] = "cpu"
     """Type of device that a replica runs on."""
     accelerator_type: str | None = None
@@ -98,6 +104,11 @@ class ReplicaConfig(Section):
     stream_interval_ms: int = Field(50, ge=0)
     """Milliseconds for which a replica collects the tokens of one stream before it sends them together. A higher value
     makes fewer messages and bursts of tokens; 0 sends each token when it is ready."""
+
+    @property
+    def devices(self) -> int:
+        """Number of devices (or CPU processes) of one replica."""
+        return self.tensor_parallel_size * self.pipeline_parallel_size
 
 
 class ModelConfig(ModelWeights):

@@ -100,9 +100,17 @@ class CaesuraParameters(BaseModel):
         order = ValuePerWork(self.turn_value, self.program_value, self.max_wait_s, self.refresh_steps)
         pause = Stopping(self.min_observations, self.review_steps)
         budget = PacedBudget(self.min_prefill_tokens)
-        wait_s = self.max_wait_s
         return Policy(
-            "caesura", order, pause, budget, self.reserve_share, is_late, wait_s, single_flight=True, guards_memory=True
+            "caesura",
+            order,
+            pause,
+            budget,
+            self.reserve_share,
+            is_late,
+            self.max_wait_s,
+            evicts_ends=True,
+            single_flight=True,
+            guards_memory=True,
         )
 
 

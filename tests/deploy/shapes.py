@@ -27,11 +27,11 @@ WORDS: dict[str, dict[str, Any]] = {
 }
 
 
-def problems(document: dict[str, Any]) -> list[str]:
+def problems(document: dict[str, Any], kubernetes: str = KUBERNETES) -> list[str]:
     """What is wrong with a rendered object: a custom resource by its shape, anything else by Kubernetes' own schema."""
     kind = document["kind"]
     if kind not in shapes():
-        return core_problems(document)
+        return core_problems(document, kubernetes)
     found = [
         f"{kind}: {error.json_path}: {error.message}"
         for error in Draft7Validator(schema_of(shapes()[kind])).iter_errors(document["spec"])
@@ -43,22 +43,22 @@ def problems(document: dict[str, Any]) -> list[str]:
             "metadata": {"name": "p", **template["metadata"]},
             "spec": template["spec"],
         }
-        found += core_problems(pod)
+        found += core_problems(pod, kubernetes)
     for service in embedded(shapes()[kind], document["spec"], "service"):
-        found += core_problems({"apiVersion": "v1", "kind": "Service", **service})
+        found += core_problems({"apiVersion": "v1", "kind": "Service", **service}, kubernetes)
     return found
 
 
-def core_problems(document: dict[str, Any]) -> list[str]:
-    """By Kubernetes' own schema, strictly."""
-    return list(_core_problems(json.dumps(document)))
+def core_problems(document: dict[str, Any], kubernetes: str = KUBERNETES) -> list[str]:
+    """By Kubernetes' own schema of this version, strictly."""
+    return list(_core_problems(json.dumps(document), ".".join(kubernetes.split(".")[:2])))
 
 
 @cache  # A chart's renderings have most objects in common.
-def _core_problems(text: str) -> tuple[str, ...]:
+def _core_problems(text: str, kubernetes: str) -> tuple[str, ...]:
     document = json.loads(text)
     try:
-        kubernetes_validate.validate(document, KUBERNETES, strict=True)
+        kubernetes_validate.validate(document, kubernetes, strict=True)
     except kubernetes_validate.ValidationError as error:
         return (f"{document['kind']} {document['metadata'].get('name')}: {list(error.path)}: {error.message}",)
     return ()

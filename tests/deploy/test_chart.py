@@ -1,81 +1,36 @@
 """The chart renders, whatever is turned on, into objects that Kubernetes and the operators take."""
 
 import subprocess
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 from ray.serve.schema import ServeDeploySchema
 
 from cluster.config.schema import CaesuraConfig
-from tests.deploy.chart import CHART, PRESETS, Refused, helm, needs_helm, serve_config, template
+from tests.deploy.api_server import refusals
+from tests.deploy.chart import CHART, PRESETS, helm, needs_helm, of_kind, pods, serve_config, template
+from tests.deploy.chart import Refused as Refusal
+from tests.deploy.definitions import definition_problems
 from tests.deploy.shapes import problems
+from tests.deploy.value_sets import ACCEPTED, EXTERNAL_REDIS, REFUSED, SCALED, Accepted
 
 pytestmark = needs_helm
 
-SCALED = {"autoscaling": {"enabled": True}, "networkPolicy": {"kubernetesApi": {"cidrs": ["10.96.0.1/32"]}}}
-TOGGLES: dict[str, dict[str, Any]] = {
-    "no keys": {"keys": {"enabled": False}},
-    "own keys": {"keys": {"existingSecret": "k"}, "tests": {"keySecret": {"name": "t", "key": "k"}}},
-    "more keys": {"keys": {"entries": [{"tenant": "acme", "sha256": "0" * 64, "roles": ["serve"]}]}},
-    "no Ray token": {"rayAuth": {"enabled": False}},
-    "own Ray token": {"rayAuth": {"existingSecret": "r"}},
-    "external Redis": {
-        "redis": {
-            "bundled": False,
-            "existingSecret": "s",
-            "external": {"host": "redis.db", "cidrs": ["10.1.0.0/16"], "tls": True},
-        }
-    },
-    "external Redis, open": {
-        "redis": {"bundled": False, "external": {"host": "redis.db", "password": False, "cidrs": ["10.1.0.0/16"]}}
-    },
-    "Redis in memory": {"redis": {"persistence": {"enabled": False}}},
-    "no GCS fault tolerance": {"gcsFaultTolerance": {"enabled": False}},
-    "model claim": {
-        "modelCache": {"enabled": True, "existingClaim": "c", "readOnly": True, "download": {"enabled": False}}
-    },
-    "ingress": {"ingress": {"enabled": True, "className": "nginx", "host": "a.example", "tlsSecret": "tls"}},
-    "ingress, any host": {"ingress": {"enabled": True, "insecure": True}},
-    "route": {
-        "httpRoute": {"enabled": True, "hostnames": ["a.example"], "parentRefs": [{"name": "g", "namespace": "gw"}]}
-    },
-    "route, own gateway": {
-        "httpRoute": {"enabled": True, "gateway": {"create": True, "className": "x", "tlsSecret": "tls"}}
-    },
-    "no network policy": {"networkPolicy": {"enabled": False}},
-    "tool egress": {
-        "networkPolicy": {"toolEgress": [{"cidr": "203.0.113.0/24", "ports": [443], "except": ["203.0.113.9/32"]}]}
-    },
-    "autoscaling": SCALED,
-    "incremental": {
-        **SCALED,
-        "upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "incremental": {"gatewayClassName": "istio"}},
-    },
-    "never upgraded": {"upgrade": {"strategy": "None"}},
-    "no budgets": {"podDisruptionBudgets": {"enabled": False}},
-    "scraped pods": {
-        "monitoring": {"scrape": "pods", "rules": True, "dashboards": True, "labels": {"release": "prom"}}
-    },
-    "scraped ingress": {"monitoring": {"scrape": "ingress"}},
-    "digests": {"image": {"digest": "sha256:" + "a" * 64}, "redis": {"image": {"digest": "sha256:" + "b" * 64}}},
-    "places": {
-        "head": {
-            "priorityClassName": "high",
-            "nodeSelector": {"a": "b"},
-            "podAnnotations": {"a": "1"},
-            "podLabels": {"b": "2"},
-        },
-        "imagePullSecrets": [{"name": "p"}],
-        "env": [{"name": "A", "value": "1"}],
-        "envFrom": [{"secretRef": {"name": "tools"}}],
-        "serviceAccount": {"annotations": {"a": "b"}},
-        "service": {"type": "LoadBalancer", "annotations": {"a": "b"}},
-    },
-}
+
+def rendered(accepted: Accepted) -> list[dict[str, Any]]:
+    return template(
+        accepted.values,
+        preset=accepted.preset,
+        release=accepted.release,
+        api_versions=accepted.api_versions,
+        kubernetes=accepted.kubernetes,
+    )
 
 
-def checked(documents: list[dict[str, Any]]) -> None:
-    assert [problem for document in documents for problem in problems(document)] == []
+def checked(documents: list[dict[str, Any]], kubernetes: str) -> None:
+    assert [problem for one in documents for problem in (*problems(one, kubernetes), *refusals(one))] == []
     named = [(one["kind"], one["metadata"]["name"]) for one in documents]
     assert len(named) == len(set(named))
     serve = serve_config(documents)
@@ -83,15 +38,22 @@ def checked(documents: list[dict[str, Any]]) -> None:
     CaesuraConfig.model_validate(serve["applications"][0]["args"])
 
 
-@pytest.mark.parametrize("toggle", TOGGLES)
-@pytest.mark.parametrize("preset", PRESETS)
-def test_every_preset_with_every_toggle_is_what_kubernetes_takes(preset: str, toggle: str) -> None:
-    checked(template(TOGGLES[toggle], preset=preset))
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_every_set_of_values_is_what_kubernetes_takes(name: str) -> None:
+    checked(rendered(ACCEPTED[name]), ACCEPTED[name].kubernetes)
 
 
 @pytest.mark.parametrize("preset", [None, *PRESETS])
 def test_every_preset_is_what_kubernetes_takes(preset: str | None) -> None:
-    checked(template(preset=preset))
+    checked(template(preset=preset), "1.29")
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_work_is_refused_in_words(name: str) -> None:
+    refused = REFUSED[name]
+    with pytest.raises(Refusal) as caught:
+        template(refused.values, preset=refused.preset, release=refused.release)
+    assert refused.message in str(caught.value)
 
 
 def test_the_checks_see_what_is_wrong() -> None:
@@ -108,45 +70,155 @@ def test_the_checks_see_what_is_wrong() -> None:
     assert problems(pod)
 
 
-def test_helm_lints_it() -> None:
+def test_the_checks_see_what_an_api_server_refuses() -> None:
+    service = of_kind(template(preset="cpu"), "RayService")
+    assert refusals(service) == []
+    worker = service["spec"]["rayClusterConfig"]["workerGroupSpecs"][0]["template"]
+    (container,) = worker["spec"]["containers"]
+    container["env"].append({"name": "HOME", "value": "/"})
+    container["volumeMounts"].append({"name": "nowhere", "mountPath": "/tmp"})
+    worker["spec"]["volumes"].append({"name": "keys", "secret": {"secretName": 123}})
+    worker["metadata"]["labels"]["team"] = "a b"
+    service["metadata"] |= {"name": "1st." + "a" * 50, "namespace": None}
+    found = "\n".join(refusals(service))
+    for part in (
+        "HOME stands",
+        "no volume nowhere",
+        "/tmp stands",
+        "keys stands",
+        "123",
+        "'a b'",
+        ": name",
+        "47",
+        "None",
+    ):
+        assert part in found, found
+
+
+def test_a_definition_of_a_project_is_closed(tmp_path: Path) -> None:
+    spec = {"type": "object", "properties": {"port": {"x-kubernetes-int-or-string": True, "type": "string"}}}
+    schema = {
+        "type": "object",
+        "properties": {"apiVersion": {}, "kind": {}, "metadata": {"type": "object"}, "spec": spec},
+    }
+    version = {"name": "v1", "schema": {"openAPIV3Schema": schema}}
+    names = {"group": "x.io", "names": {"kind": "Thing"}, "versions": [version]}
+    (tmp_path / "thing.yaml").write_text(yaml.safe_dump({"kind": "CustomResourceDefinition", "spec": names}))
+    thing = {"apiVersion": "x.io/v1", "kind": "Thing", "metadata": {"name": "a", "labels": {}}, "spec": {"port": 1}}
+    assert definition_problems(thing, tmp_path) == []
+    assert len(definition_problems({**thing, "spec": {"surprise": 1}}, tmp_path)) == 1
+    assert definition_problems({**thing, "kind": "Other"}, tmp_path) == []
+
+
+def test_helm_lints_it_and_warns_of_nothing() -> None:
     done = subprocess.run([helm(), "lint", "--strict", str(CHART)], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout
+    assert "symbolic link" not in done.stderr + done.stdout
+    assert not [path for path in CHART.rglob("*") if path.is_symlink()]
 
 
-IMPOSSIBLE: dict[str, tuple[str | None, dict[str, Any]]] = {
-    "a replica would be split": ("h100-tp4", {"workerGroups": {"h100": {"gpus": 6}}}),
-    "wants 8 GPUs": ("gpu", {"config": {"replicas": {"count": 8}}}),
-    "would travel unencrypted": (None, {"ingress": {"enabled": True}}),
-    "kubernetesApi.cidrs": (None, {"autoscaling": {"enabled": True}}),
-    "gatewayClassName": (None, {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade"}}),
-    "incremental upgrades need autoscaling": (
-        None,
-        {"upgrade": {"strategy": "NewClusterWithIncrementalUpgrade", "incremental": {"gatewayClassName": "x"}}},
-    ),
-    "makes the Gateway": (
-        None,
-        {**TOGGLES["incremental"], "ingress": {"enabled": True, "tlsSecret": "t"}},
-    ),
-    "name a Gateway": (None, {"httpRoute": {"enabled": True}}),
-    "the Gateway's listener is HTTPS": (
-        None,
-        {"httpRoute": {"enabled": True, "gateway": {"create": True, "className": "x"}}},
-    ),
-    "needs modelCache.enabled": (None, {"modelCache": {"download": {"enabled": True}}}),
-    "cannot be written": (None, {"modelCache": {"enabled": True, "readOnly": True, "download": {"enabled": True}}}),
-    "redis.external.cidrs": (None, {"redis": {"bundled": False, "external": {"host": "h", "password": False}}}),
-    "redis.external.host": (
-        None,
-        {"redis": {"bundled": False, "external": {"cidrs": ["10.0.0.0/8"], "password": False}}},
-    ),
-    "redis.existingSecret": (None, {"redis": {"bundled": False, "external": {"host": "h", "cidrs": ["10.0.0.0/8"]}}}),
-    "at least one group": (None, {"workerGroups": {"workers": None}}),
-    "a key of role metrics": (None, {"keys": {"existingSecret": "k"}, "monitoring": {"scrape": "ingress"}}),
-}
+# --- what single values do --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("complaint", IMPOSSIBLE)
-def test_what_cannot_work_is_refused_in_words(complaint: str) -> None:
-    preset, values = IMPOSSIBLE[complaint]
-    with pytest.raises(Refused, match=complaint.replace(".", r"\.")):
-        template(values, preset=preset)
+def cluster(documents: list[dict[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = of_kind(documents, "RayService")["spec"]["rayClusterConfig"]
+    return found
+
+
+def test_no_replicas_are_none_and_not_the_default() -> None:
+    (group,) = cluster(rendered(ACCEPTED["autoscaling from no worker on"]))["workerGroupSpecs"]
+    assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (0, 0, 4)
+
+
+def test_an_external_redis_with_a_user_and_an_authority() -> None:
+    documents = rendered(ACCEPTED["external Redis, user and authority"])
+    url = serve_config(documents)["applications"][0]["args"]["redis"]["url"]
+    query = "password_file=/etc/caesura/redis/password&ssl_ca_certs=/etc/caesura/redis-ca/ca.crt"
+    assert url == f"rediss://caesura%40agents@redis.db:6379/3?{query}"
+    ray = cluster(documents)
+    assert ray["gcsFaultToleranceOptions"]["redisUsername"] == {"value": "caesura@agents"}
+    for template_ in (ray["headGroupSpec"]["template"], ray["workerGroupSpecs"][0]["template"]):
+        (container,) = template_["spec"]["containers"]
+        assert {"name": "RAY_REDIS_CA_CERT", "value": "/etc/caesura/redis-ca/ca.crt"} in container["env"]
+        assert "/etc/caesura/redis-ca" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def test_every_object_is_in_the_namespace_and_has_the_labels() -> None:
+    everything = {"monitoring": {"scrape": "pods", "rules": True, "dashboards": True}, **SCALED}
+    values = {**everything, "namespaceOverride": "gpu-1", "commonLabels": {"team": "a"}}
+    documents = template(values, preset="gpu")
+    assert {one["metadata"]["namespace"] for one in documents} == {"gpu-1"}
+    assert {one["metadata"]["labels"]["team"] for one in documents} == {"a"}
+    assert {pod["metadata"]["labels"]["team"] for _, pod in pods(documents)} == {"a"}
+    text = yaml.safe_dump(documents)
+    assert "t-caesura-redis.gpu-1.svc" in text and "t-caesura-head-svc.gpu-1.svc" in text and ".agents.svc" not in text
+    for one in documents:
+        for selector in (one.get("spec", {}).get("selector"), one.get("spec", {}).get("podSelector")):
+            assert "team" not in yaml.safe_dump(selector), "a selector cannot be changed later"
+
+
+def test_monitors_elsewhere_watch_the_namespace_of_the_release() -> None:
+    documents = rendered(ACCEPTED["monitors elsewhere"])
+    elsewhere = {one["kind"] for one in documents if one["metadata"]["namespace"] == "monitoring"}
+    assert elsewhere == {"ServiceMonitor", "PrometheusRule", "ConfigMap"}
+    monitor = of_kind(documents, "ServiceMonitor")["spec"]
+    assert monitor["namespaceSelector"] == {"matchNames": ["agents"]}
+    assert monitor["endpoints"][0]["authorization"]["credentials"] == {"name": "caesura-metrics", "key": "key"}
+    assert of_kind(documents, "ConfigMap", "t-caesura-scripts")["metadata"]["namespace"] == "agents"
+
+
+def test_two_releases_in_a_namespace_share_no_name_and_select_no_pod_of_each_other() -> None:
+    values = {**SCALED, "monitoring": {"scrape": "ingress", "dashboards": True}}
+    both = [template(values, preset="gpu", release=release) for release in ("team-a", "team-b")]
+    first, second = ({(one["kind"], one["metadata"]["name"]) for one in documents} for documents in both)
+    assert first.isdisjoint(second)
+    for documents, other in (both, reversed(both)):
+        labels = [pod["metadata"]["labels"] for _, pod in pods(other)]
+        for one in documents:
+            for key in ("selector", "podSelector"):
+                selector = one.get("spec", {}).get(key) or {}
+                wanted = selector.get("matchLabels", selector)
+                if isinstance(wanted, dict) and wanted:
+                    assert not [pod for pod in labels if wanted.items() <= pod.items()], one["metadata"]["name"]
+
+
+def test_a_download_goes_where_its_values_say() -> None:
+    documents = rendered(ACCEPTED["download from a mirror in the cluster"])
+    rule = of_kind(documents, "NetworkPolicy", "t-caesura-download")["spec"]["egress"][0]
+    assert rule["to"] == ACCEPTED["download from a mirror in the cluster"].values["modelCache"]["download"]["peers"]
+    assert rule["ports"] == [{"port": 8080, "protocol": "TCP"}]
+    job = next(one for one in documents if one["kind"] == "Job")
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    assert {"name": "HF_ENDPOINT", "value": "http://hub.mirror.svc:8080"} in container["env"]
+    assert "/etc/company" in [mount["mountPath"] for mount in container["volumeMounts"]]
+
+
+def test_pods_are_placed_as_their_values_say() -> None:
+    ray = cluster(rendered(ACCEPTED["places"]))
+    head, worker = ray["headGroupSpec"]["template"]["spec"], ray["workerGroupSpecs"][0]["template"]["spec"]
+    assert (head["schedulerName"], head["priorityClassName"]) == ("volcano", "high")
+    assert (worker["schedulerName"], worker["runtimeClassName"]) == ("kueue", "nvidia")
+    assert next(one for one in head["volumes"] if one["name"] == "shm")["emptyDir"]["sizeLimit"] == "4Gi"
+    redis = of_kind(rendered(ACCEPTED["Redis placed"]), "StatefulSet")["spec"]["template"]["spec"]
+    assert (redis["schedulerName"], redis["priorityClassName"]) == ("volcano", "high")
+    load_balancer = of_kind(rendered(ACCEPTED["load balancer"]), "RayService")["spec"]["serveService"]["spec"]
+    assert load_balancer["loadBalancerClass"] == "service.k8s.aws/nlb"
+    profile = {"type": "Localhost", "localhostProfile": "profiles/user-namespaces.json"}
+    for _, pod in pods(rendered(ACCEPTED["own seccomp profile"])):
+        assert pod["spec"]["securityContext"]["seccompProfile"] == profile
+
+
+def test_a_route_uses_the_inference_pool() -> None:
+    documents = rendered(ACCEPTED["route to an inference pool"])
+    pool = of_kind(documents, "InferencePool")
+    (backend,) = of_kind(documents, "HTTPRoute")["spec"]["rules"][0]["backendRefs"]
+    assert (backend["kind"], backend["name"]) == ("InferencePool", pool["metadata"]["name"])
+    worker = cluster(documents)["workerGroupSpecs"][0]["template"]["metadata"]["labels"]
+    assert pool["spec"]["selector"]["matchLabels"].items() <= {**worker, "ray.io/serve": "true"}.items()
+
+
+def test_a_redis_without_a_user_has_the_default_one() -> None:
+    documents = template({"redis": EXTERNAL_REDIS}, preset="cpu")
+    assert "redisUsername" not in cluster(documents)["gcsFaultToleranceOptions"]
+    url = serve_config(documents)["applications"][0]["args"]["redis"]["url"]
+    assert url == "rediss://redis.db:6379/0?password_file=/etc/caesura/redis/password"

@@ -29,6 +29,7 @@ OPEN = {
         )
         for side in ("requests", "limits")
     ),
+    "commonLabels",
     "ingress.annotations",
     "service.annotations",
     "serviceAccount.annotations",

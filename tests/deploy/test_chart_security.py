@@ -15,7 +15,7 @@ from cluster.local.cluster import ENVIRONMENT
 from cluster.local.haproxy import ENABLE, haproxy_environment
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE as MAX_IN_FLIGHT
 from tests.deploy.chart import CHART, ROOT, needs_helm, of_kind, pods, serve_config, template
-from tests.deploy.test_chart import SCALED, TOGGLES
+from tests.deploy.value_sets import ACCEPTED, SCALED
 
 pytestmark = needs_helm
 
@@ -135,7 +135,7 @@ def test_everything_is_closed_and_tools_reach_only_what_is_listed() -> None:
     }
     peers = [peer for policy in found.values() for rule in policy.get("egress", ()) for peer in rule["to"]]
     assert not [peer for peer in peers if "ipBlock" in peer]
-    listed = policies(template(TOGGLES["tool egress"], preset="cpu"))["ray"]["egress"]
+    listed = policies(template(ACCEPTED["tool egress"].values, preset="cpu"))["ray"]["egress"]
     assert [rule for rule in listed if "ipBlock" in rule["to"][0]] == [
         {
             "to": [{"ipBlock": {"cidr": "203.0.113.0/24", "except": ["203.0.113.9/32"]}}],

@@ -17,7 +17,7 @@ from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.local.ports import free_ports
 from tests.deploy.chart import CHART, needs_helm, of_kind, serve_config, template
 from tests.deploy.ray_head import ray_head
-from tests.deploy.test_chart import SCALED
+from tests.deploy.value_sets import SCALED
 
 pytestmark = [needs_helm, pytest.mark.own_ray, pytest.mark.timeout(900)]
 

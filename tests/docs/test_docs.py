@@ -1,5 +1,6 @@
 """The documentation builds without a warning, and says what the program is."""
 
+import json
 import os
 import re
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 import pytest
 import typer.main
 import yaml
+from jsonschema import Draft7Validator
 from ray.serve.schema import ServeDeploySchema
 from typer.core import TyperGroup
 from typer.testing import CliRunner
@@ -76,6 +78,10 @@ def every_block(*languages: str) -> Iterator[Block]:
 @pytest.mark.parametrize("block", every_block("yaml"), ids=lambda block: f"{block.page}: {block.text[:30]!r}")
 def test_configurations_are_valid(block: Block) -> None:
     values: dict[str, Any] = yaml.safe_load(block.text)
+    if block.text.startswith("# values.yaml"):
+        schema = json.loads((ROOT / "helm" / "caesura" / "values.schema.json").read_text())
+        Draft7Validator(schema).validate(values)
+        return
     if "applications" in values:
         ServeDeploySchema.model_validate(values)
         values = values["applications"][0]["args"]

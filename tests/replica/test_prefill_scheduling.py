@@ -2,11 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.config.schema import SloConfig
-from replicas.prefill_scheduling import missing_tokens
+from replicas.policy import RankKey
+from replicas.prefill_scheduling import Head, PrefillScheduling, missing_tokens
 from replicas.virtual_engine import VirtualEngine
 from tests.replica.policy_views import COST
 from tests.replica.test_timelines import SYNC_AND_ASYNC, Programs
@@ -66,27 +69,63 @@ def test_of_two_prompts_under_way_the_late_one_gets_what_is_left(replica: Replic
     assert p.step() == {"d1": 1, in_time: 52, late: 47}
 
 
-def test_where_the_other_one_waits_for_memory_the_late_one_goes_on(replica: Replica) -> None:
+def test_a_turn_that_does_not_fit_into_memory_stops_nobody(replica: Replica) -> None:
     p = programs(replica, num_blocks=400)
     late = with_a_late_prompt(p)
     for _ in range(25):
         p.step()
     p.arrive("b", 3500)
-    had = [late in p.step() for _ in range(8)]
-    assert had == [False, True] * 4
+    assert all(late in p.step() for _ in range(8))
 
 
-def test_nobody_sits_out_for_a_turn_that_is_late_itself(replica: Replica) -> None:
-    p = programs(replica, num_blocks=400)
-    late = with_a_late_prompt(p)
-    for _ in range(25):
-        p.step()
-    p.arrive("b", 3500)
-    p.clock.advance(2 * TTFT_S)
-    for _ in range(10):  # until its rank is taken again
-        p.step()
-    assert p.scheduler.views.load.waiting_late == 1
-    assert all(late in p.step() for _ in range(6))
+@SYNC_AND_ASYNC
+def test_a_short_turn_begins_beside_a_prompt_that_has_begun(replica: Replica, asynchronous: bool) -> None:
+    """Both can be in time. Steps beside others have 100 tokens, and `b` needs 20 of them."""
+    p = programs(replica, asynchronous=asynchronous)
+    long = p.arrive("a", 3000)
+    assert p.step() == {long: 1000}, "nothing decodes beside it"
+    short = p.arrive("b", 20, output=5)
+    scheduled = p.step()
+    assert scheduled[short] == 20
+    assert scheduled[long] == 100 - 20
+    assert p.step()[short] == 1
+
+
+def test_of_several_prompts_that_have_begun_one_gets_what_is_left(replica: Replica) -> None:
+    p = programs(replica)
+    p.arrive("d", 10, output=200)
+    p.step()
+    first = p.arrive("a", 1500)
+    p.step()
+    second = p.arrive("c", 1000)
+    scheduled = p.step()
+    assert scheduled.keys() == {"d1", second}, "the rest of the step is less than c needs"
+    scheduled = p.step()
+    assert scheduled.keys() == {"d1", second}, "and it goes first from now on"
+    short = p.arrive("b", 20, output=5)
+    scheduled = p.step()
+    assert (scheduled[short], scheduled.get(first)) == (20, None)
+    assert scheduled[second] == p.scheduler.max_num_scheduled_tokens - 1 - 20
+
+
+def test_a_turn_that_ranks_after_the_prompt_waits_for_it(replica: Replica) -> None:
+    p = programs(replica)
+    p.arrive("d", 10, output=200)
+    p.step()
+    begun = p.scheduler.requests[p.arrive("a", 1000)]
+    p.step()
+    later = p.arrive("b", 3000)
+    while missing_tokens(begun) > 1:
+        scheduled = p.step()
+        assert later not in scheduled or missing_tokens(begun) <= 1, "b gets what a's last step leaves"
+
+
+def test_the_limit_of_a_prompt_that_the_operator_chose_stays(replica: Replica) -> None:
+    p = programs(replica)
+    assert p.scheduler.scheduler_config.long_prefill_token_threshold == 0
+    p.scheduler._prompt_tokens = 50
+    long = p.arrive("a", 3000)
+    assert p.step() == {long: 50}
 
 
 @SYNC_AND_ASYNC
@@ -115,3 +154,23 @@ def test_a_prompt_under_way_is_late_by_what_is_still_missing_of_it(replica: Repl
         p.clock.advance(0.7 - p.clock.now_s())
         p.step()
         assert p.scheduler.views.load.prefill_tokens == (0 if is_late else missing)
+
+
+def test_a_prompt_before_the_waiting_turn_is_not_bounded(replica: Replica) -> None:
+    """`first` needs 60 of 100 tokens, and the waiting turn 20. The other prompt waits, as a bound of 19 would be for
+    all prompts."""
+
+    def request(name: str, missing: int) -> Any:
+        return SimpleNamespace(request_id=name, num_tokens=missing, num_computed_tokens=0, next_decode_eligible_step=0)
+
+    scheduling = PrefillScheduling()
+    ranks: dict[str, RankKey] = {"first": (1.0,), "last": (3.0,)}
+    running = [request("d", 1), request("last", 500), request("first", 60)]
+    scheduling.order(running, rank=lambda one: ranks[one.request_id], is_late=lambda rank: False)
+    assert [one.request_id for one in running] == ["d", "first", "last"]
+    assert scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=7) == 0
+    assert [one.next_decode_eligible_step for one in running] == [0, 0, 9]
+    assert scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=8) == 0
+    assert running[2].next_decode_eligible_step == 9, "b lacks something else"
+    assert scheduling.make_room(running, lambda: Head("c", (2.0,), 20), budget=200, step=9) == 200 - 61 - 20
+    assert running[2].next_decode_eligible_step == 9

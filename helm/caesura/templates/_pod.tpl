@@ -5,7 +5,7 @@
 {{- $values := $root.Values -}}
 metadata:
   labels:
-    {{- include "caesura.labels" $root | nindent 4 }}
+    {{- include "caesura.podLabels" $root | nindent 4 }}
     app.kubernetes.io/component: {{ .component }}
     {{- with .group.podLabels }}{{ toYaml . | nindent 4 }}{{ end }}
   {{- with .group.podAnnotations }}
@@ -21,21 +21,7 @@ spec:
   {{- with $values.imagePullSecrets }}
   imagePullSecrets: {{- toYaml . | nindent 4 }}
   {{- end }}
-  {{- with .group.runtimeClassName }}
-  runtimeClassName: {{ . }}
-  {{- end }}
-  {{- with .group.priorityClassName }}
-  priorityClassName: {{ . }}
-  {{- end }}
-  {{- with .group.nodeSelector }}
-  nodeSelector: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .group.tolerations }}
-  tolerations: {{- toYaml . | nindent 4 }}
-  {{- end }}
-  {{- with .group.affinity }}
-  affinity: {{- toYaml . | nindent 4 }}
-  {{- end }}
+  {{- with include "caesura.place" .group }}{{ . | nindent 2 }}{{ end }}
   {{- if .group.topologySpreadConstraints }}
   topologySpreadConstraints: {{- toYaml .group.topologySpreadConstraints | nindent 4 }}
   {{- else if not $isHead }}
@@ -74,7 +60,10 @@ spec:
         {{- end }}
         - {name: serve, containerPort: 8000}
         - {name: metrics, containerPort: 8080}
-      env: {{- include "caesura.env" (dict "root" $root "group" .group) | nindent 8 }}
+      env:
+        {{- $own := include "caesura.env" $root }}
+        {{- $own | nindent 8 }}
+        {{- include "caesura.userEnv" (dict "own" $own "entries" $values.env "key" "env") | nindent 8 }}
       {{- with $values.envFrom }}
       envFrom: {{- toYaml . | nindent 8 }}
       {{- end }}
@@ -110,6 +99,33 @@ spec:
   volumes: {{- include "caesura.volumes" (dict "root" $root "group" .group) | nindent 4 }}
 {{- end -}}
 
+{{- /* Where a pod runs, and who places it there. Of: head, a worker group or Redis. */ -}}
+{{- define "caesura.place" -}}
+{{- $place := dict -}}
+{{- range $key := list "runtimeClassName" "priorityClassName" "schedulerName" "nodeSelector" "tolerations" "affinity" -}}
+{{- with get $ $key }}{{ $_ := set $place $key . }}{{ end -}}
+{{- end -}}
+{{- if $place }}{{ toYaml $place }}{{ end -}}
+{{- end -}}
+
+{{- /* What runs in the chart's containers never is root, gains nothing, and writes only into its own volumes. */ -}}
+{{- define "caesura.podSecurity" -}}
+runAsNonRoot: true
+runAsUser: {{ .Values.podSecurity.runAsUser }}
+runAsGroup: {{ .Values.podSecurity.runAsGroup }}
+fsGroup: {{ .Values.podSecurity.fsGroup }}
+fsGroupChangePolicy: OnRootMismatch
+seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
+{{- end -}}
+
+{{- define "caesura.containerSecurity" -}}
+allowPrivilegeEscalation: false
+readOnlyRootFilesystem: true
+runAsNonRoot: true
+capabilities: {drop: [ALL]}
+seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
+{{- end -}}
+
 {{- define "caesura.resources" -}}
 {{- $resources := deepCopy .resources -}}
 {{- $gpus := int (default 0 .gpus) -}}
@@ -121,7 +137,7 @@ spec:
 {{- end -}}
 
 {{- define "caesura.env" -}}
-{{- $values := .root.Values -}}
+{{- $values := .Values -}}
 - {name: HOME, value: /home/caesura}
 {{- with dig "logs" "format" "" $values.config }}
 - {name: CAESURA_LOG_FORMAT, value: {{ . }}}
@@ -146,13 +162,29 @@ spec:
 - {name: RAY_SERVE_HAPROXY_METRICS_SOCKET_PATH, value: /tmp/haproxy-metrics.sock}
 - {name: RAY_SERVE_HAPROXY_SERVER_STATE_BASE, value: /tmp}
 - {name: RAY_SERVE_HAPROXY_SERVER_STATE_FILE, value: /tmp/haproxy-server-state}
+{{- with include "caesura.redis.ca" . }}
+- {name: RAY_REDIS_CA_CERT, value: {{ . }}}
+{{- end }}
 {{- if $values.modelCache.enabled }}
 - {name: HF_HOME, value: /models/huggingface}
 {{- if or $values.modelCache.readOnly $values.modelCache.download.enabled }}
 - {name: HF_HUB_OFFLINE, value: "1"}
 {{- end }}
 {{- end }}
-{{- with $values.env }}{{ toYaml . | nindent 0 }}{{ end }}
+{{- end -}}
+
+{{- /* The user's entries of env. The API server takes a name once only. Of: own (the chart's entries, as YAML), entries, key. */ -}}
+{{- define "caesura.userEnv" -}}
+{{- $key := .key -}}
+{{- $taken := list -}}
+{{- range fromYamlArray .own }}{{ $taken = append $taken .name }}{{ end -}}
+{{- $operator := list "RAY_ADDRESS" "RAY_REDIS_ADDRESS" "REDIS_PASSWORD" "REDIS_USERNAME" "RAY_AUTH_MODE" "RAY_AUTH_TOKEN" "RAY_enable_autoscaler_v2" -}}
+{{- range $entry := .entries -}}
+{{- if has $entry.name $taken }}{{ fail (printf "%s: %s is set by the chart, or stands there twice" $key $entry.name) }}{{ end -}}
+{{- if has $entry.name $operator }}{{ fail (printf "%s: %s is set by KubeRay from redis, rayAuth or autoscaling; use those keys" $key $entry.name) }}{{ end -}}
+{{- $taken = append $taken $entry.name -}}
+{{- end -}}
+{{- with .entries }}{{ toYaml . }}{{ end -}}
 {{- end -}}
 
 {{- define "caesura.mounts" -}}
@@ -164,6 +196,9 @@ spec:
 {{- if include "caesura.redis.needsPassword" .root }}
 - {name: redis-password, mountPath: /etc/caesura/redis, readOnly: true}
 {{- end }}
+{{- if include "caesura.redis.ca" .root }}
+- {name: redis-ca, mountPath: /etc/caesura/redis-ca, readOnly: true}
+{{- end }}
 {{- if $values.keys.enabled }}
 - {name: keys, mountPath: /etc/caesura/keys, readOnly: true}
 {{- end }}
@@ -172,6 +207,7 @@ spec:
   mountPath: /models
   readOnly: {{ or $values.modelCache.readOnly $values.modelCache.download.enabled }}
 {{- end }}
+{{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
 
 {{- define "caesura.volumes" -}}
@@ -179,7 +215,7 @@ spec:
 - {name: tmp, emptyDir: {}}
 - {name: home, emptyDir: {}}
 - name: shm
-  emptyDir: {medium: Memory, sizeLimit: {{ default "1Gi" .group.sharedMemory }}}
+  emptyDir: {medium: Memory, sizeLimit: {{ default "1Gi" .group.sharedMemory | quote }}}
 - name: scripts
   configMap: {name: {{ include "caesura.fullname" .root }}-scripts}
 {{- if include "caesura.redis.needsPassword" .root }}
@@ -187,6 +223,12 @@ spec:
   secret:
     secretName: {{ include "caesura.redis.secret" .root }}
     items: [{key: password, path: password}]
+{{- end }}
+{{- if include "caesura.redis.ca" .root }}
+- name: redis-ca
+  secret:
+    secretName: {{ $values.redis.external.caSecret.name | quote }}
+    items: [{key: {{ $values.redis.external.caSecret.key | quote }}, path: ca.crt}]
 {{- end }}
 {{- if $values.keys.enabled }}
 - name: keys
@@ -198,4 +240,5 @@ spec:
 - name: models
   persistentVolumeClaim: {claimName: {{ include "caesura.modelClaim" .root }}}
 {{- end }}
+{{- with $values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}

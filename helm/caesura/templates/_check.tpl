@@ -1,0 +1,100 @@
+{{- /* What cannot work is refused while it is rendered, and not by a pod that never starts. */ -}}
+{{- define "caesura.check" -}}
+{{- if not .Values.workerGroups }}{{ fail "workerGroups: at least one group is needed" }}{{ end -}}
+{{- include "caesura.checkScaling" . -}}
+{{- include "caesura.checkGpus" . -}}
+{{- include "caesura.checkReach" . -}}
+{{- include "caesura.checkStorage" . -}}
+{{- end -}}
+
+{{- define "caesura.checkScaling" -}}
+{{- $scaling := .Values.autoscaling -}}
+{{- if $scaling.enabled -}}
+{{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}{{ fail (printf "autoscaling.minReplicas: %d exceeds autoscaling.maxReplicas (%d)" (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}{{ end -}}
+{{- range $name, $group := .Values.workerGroups -}}
+{{- $least := include "caesura.group.least" (dict "root" $ "group" $group) | int -}}
+{{- $most := include "caesura.group.most" (dict "root" $ "group" $group) | int -}}
+{{- if gt $least $most }}{{ fail (printf "workerGroups.%s.minReplicas: %d exceeds maxReplicas (%d)" $name $least $most) }}{{ end -}}
+{{- if or (lt (int $group.replicas) $least) (gt (int $group.replicas) $most) }}{{ fail (printf "workerGroups.%s.replicas: %d is not between minReplicas (%d) and maxReplicas (%d)" $name (int $group.replicas) $least $most) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- $incremental := eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
+{{- if $incremental -}}
+{{- $_ := required "upgrade.incremental.gatewayClassName: incremental upgrades shift traffic at a Gateway; name its class" .Values.upgrade.incremental.gatewayClassName -}}
+{{- if not $scaling.enabled }}{{ fail "upgrade.strategy: incremental upgrades need autoscaling.enabled" }}{{ end -}}
+{{- if or .Values.ingress.enabled .Values.httpRoute.enabled .Values.inferencePool.enabled }}{{ fail "upgrade.strategy: KubeRay makes the Gateway and the HTTPRoute of an incremental upgrade itself; set ingress.enabled, httpRoute.enabled and inferencePool.enabled to false" }}{{ end -}}
+{{- end -}}
+{{- end -}}
+
+{{- /* Bounds on the pods of a worker group. Without autoscaling both are its replicas. Of: root, group. */ -}}
+{{- define "caesura.group.least" -}}
+{{- ternary (get .group "minReplicas") .group.replicas (and .root.Values.autoscaling.enabled (hasKey .group "minReplicas")) | int -}}
+{{- end -}}
+{{- define "caesura.group.most" -}}
+{{- ternary (get .group "maxReplicas") .group.replicas (and .root.Values.autoscaling.enabled (hasKey .group "maxReplicas")) | int -}}
+{{- end -}}
+
+{{- /* Each model fits into the pods of a group, alone or as a part of several nodes, and all fit together. */ -}}
+{{- define "caesura.checkGpus" -}}
+{{- $there := 0 -}}
+{{- range $name, $group := .Values.workerGroups -}}
+{{- $there = add $there (mul (int (default 0 $group.gpus)) (include "caesura.group.most" (dict "root" $ "group" $group) | int)) -}}
+{{- end -}}
+{{- $replicas := dict "config.replicas" (dig "replicas" dict .Values.config) -}}
+{{- range $id, $model := dig "models" dict .Values.config }}{{ $_ := set $replicas (printf "config.models.%s.replicas" $id) (dig "replicas" dict $model) }}{{ end -}}
+{{- $wanted := 0 -}}
+{{- range $key, $of := $replicas -}}
+{{- if eq "gpu" (dig "accelerator" "cpu" $of) -}}
+{{- $size := dig "tensor_parallel_size" 1 $of | int -}}
+{{- $count := dig "count" 1 $of | int -}}
+{{- if and $.Values.autoscaling.enabled (eq $key "config.replicas") }}{{ $count = int $.Values.autoscaling.maxReplicas }}{{ end -}}
+{{- $wanted = add $wanted (mul $size (dig "pipeline_parallel_size" 1 $of | int) $count) -}}
+{{- $fits := list -}}
+{{- range $name, $group := $.Values.workerGroups -}}
+{{- $gpus := int (default 0 $group.gpus) -}}
+{{- if gt $gpus 0 }}{{ if or (eq 0 (int (mod $gpus $size))) (eq 0 (int (mod $size $gpus))) }}{{ $fits = append $fits $name }}{{ end }}{{ end -}}
+{{- end -}}
+{{- if not $fits }}{{ fail (printf "workerGroups: no group has gpus that are a multiple or a divisor of %s.tensor_parallel_size (%d): a replica would be split unevenly over pods" $key $size) }}{{ end -}}
+{{- end -}}
+{{- end -}}
+{{- if lt (int $there) (int $wanted) -}}
+{{- fail (printf "workerGroups: the models of config want %d GPUs%s, all workers together have %d" (int $wanted) (ternary " at autoscaling.maxReplicas" "" .Values.autoscaling.enabled) (int $there)) -}}
+{{- end -}}
+{{- end -}}
+
+{{- define "caesura.checkReach" -}}
+{{- if and .Values.ingress.enabled (not .Values.ingress.tlsSecret) (not .Values.ingress.insecure) }}{{ fail "ingress.tlsSecret: keys would travel unencrypted; name a TLS Secret, or set ingress.insecure" }}{{ end -}}
+{{- if and .Values.httpRoute.enabled (not .Values.httpRoute.parentRefs) (not .Values.httpRoute.gateway.create) }}{{ fail "httpRoute.parentRefs: name a Gateway, or set httpRoute.gateway.create" }}{{ end -}}
+{{- if .Values.httpRoute.gateway.create -}}
+{{- $_ := required "httpRoute.gateway.className: which class makes the Gateway?" .Values.httpRoute.gateway.className -}}
+{{- $_ := required "httpRoute.gateway.tlsSecret: the Gateway's listener is HTTPS; name a TLS Secret" .Values.httpRoute.gateway.tlsSecret -}}
+{{- end -}}
+{{- if .Values.inferencePool.enabled -}}
+{{- $_ := required "inferencePool.endpointPicker.name: name the Service of an endpoint picker" .Values.inferencePool.endpointPicker.name -}}
+{{- if not (.Capabilities.APIVersions.Has "inference.networking.k8s.io/v1/InferencePool") }}{{ fail "inferencePool.enabled: the cluster has no InferencePool (inference.networking.k8s.io/v1); install its CRD, or give --api-versions to `helm template`" }}{{ end -}}
+{{- end -}}
+{{- if and .Values.service.loadBalancerClass (ne .Values.service.type "LoadBalancer") }}{{ fail "service.loadBalancerClass: needs service.type: LoadBalancer" }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled .Values.autoscaling.enabled (not .Values.networkPolicy.kubernetesApi.cidrs) }}{{ fail "networkPolicy.kubernetesApi.cidrs: Ray's autoscaler asks the Kubernetes API; say where it is" }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled (not .Values.redis.bundled) (not .Values.redis.external.cidrs) }}{{ fail "redis.external.cidrs: say where the Redis is, so that the NetworkPolicy lets it be reached" }}{{ end -}}
+{{- end -}}
+
+{{- define "caesura.checkStorage" -}}
+{{- $redis := .Values.redis -}}
+{{- if and .Values.modelCache.download.enabled (not .Values.modelCache.enabled) }}{{ fail "modelCache.download: needs modelCache.enabled" }}{{ end -}}
+{{- if and .Values.modelCache.download.enabled .Values.networkPolicy.enabled (not .Values.modelCache.download.cidrs) (not .Values.modelCache.download.peers) }}{{ fail "modelCache.download.cidrs: the NetworkPolicy lets the download reach nothing; list cidrs or peers" }}{{ end -}}
+{{- if and .Values.modelCache.download.enabled .Values.modelCache.readOnly }}{{ fail "modelCache.readOnly: a download cannot be written there" }}{{ end -}}
+{{- if and (not $redis.bundled) $redis.external.password (not $redis.existingSecret) }}{{ fail "redis.existingSecret: a Secret with the external Redis' password; or set redis.external.password: false" }}{{ end -}}
+{{- if and (not $redis.bundled) $redis.external.username (not $redis.external.password) }}{{ fail "redis.external.username: needs redis.external.password" }}{{ end -}}
+{{- if and (not $redis.bundled) $redis.external.caSecret.name (not $redis.external.tls) }}{{ fail "redis.external.caSecret: needs redis.external.tls" }}{{ end -}}
+{{- $own := list "tmp" "home" "shm" "scripts" "redis-password" "redis-ca" "keys" "models" -}}
+{{- range .Values.extraVolumes -}}
+{{- if has .name $own }}{{ fail (printf "extraVolumes: %s is a volume of the chart, or stands there twice" .name) }}{{ end -}}
+{{- $own = append $own .name -}}
+{{- end -}}
+{{- range .Values.extraVolumeMounts -}}
+{{- $mount := . -}}
+{{- $there := false -}}
+{{- range $.Values.extraVolumes }}{{ if eq .name $mount.name }}{{ $there = true }}{{ end }}{{ end -}}
+{{- if not $there }}{{ fail (printf "extraVolumeMounts: extraVolumes has no volume %s" .name) }}{{ end -}}
+{{- end -}}
+{{- end -}}
