@@ -2,8 +2,8 @@
 
 vLLM caches a prompt's blocks as soon as a step computes them, so that turns which are admitted later reuse them. But a
 turn that is admitted while another one is in the middle of the same beginning would compute the rest of it once more.
-That happens where a step has tokens left beside a prompt that has begun: the prompt skips the step because it is late
-(`replicas.prefill_scheduling`), or vLLM's ``long_prefill_token_threshold`` bounds what it gets.
+That happens where a step has tokens left beside a prompt that has begun: they are left to a turn that ranks before it
+(`replicas.prefill_scheduling`), or vLLM's ``long_prefill_token_threshold`` bounds what the prompt gets.
 
 To wait is sooner, as the other turn is ahead in the same prompt and both would share the steps. It is not sooner if the
 other turn is late and this one is not, as a late prompt skips steps.
