@@ -12,7 +12,7 @@ import pydantic
 from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
 from cluster.core.registry import TOOL_KINDS
-from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, is_taken
+from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, ToolSource, is_taken
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.kind import LoopClock, TimerClock
 
@@ -38,13 +38,13 @@ _NOT_FOR_REQUESTS = (
 _REQUEST_TOOLS = pydantic.TypeAdapter(dict[ToolName, ToolConfig])
 
 
-def entry(name: str, config: ToolModel) -> Entry:
-    """Make one entry of the configuration.
+def entry(name: str, config: ToolModel, source: ToolSource) -> Entry:
+    """Make one entry of the configuration or of a request.
 
     Raises:
         ConfigError: it cannot work.
     """
-    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config))
+    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config), source)
 
 
 def configured(config: ToolsConfig) -> ToolTable:
@@ -53,7 +53,7 @@ def configured(config: ToolsConfig) -> ToolTable:
     Raises:
         ConfigError: one cannot work.
     """
-    return ToolTable(entry(name, tool) for name, tool in config.defined.items())
+    return ToolTable(entry(name, tool, ToolSource.OPERATOR) for name, tool in config.defined.items())
 
 
 class RequestTables:
@@ -122,7 +122,7 @@ class RequestTables:
 
     def _entry(self, name: str, tool: ToolModel) -> Entry:
         try:
-            return entry(name, tool)
+            return entry(name, tool, ToolSource.REQUEST)
         except ConfigError as error:
             raise ToolRefused(f"the request's tool {name!r}: {error}") from None
 
@@ -133,10 +133,8 @@ class RequestTables:
             raise ToolRefused(f"a request may bring tools of the kinds: {allowed}; {name!r} is of the kind {kind!r}")
         if SEPARATOR in name or name.endswith("_"):
             raise ToolRefused(f"the request's tool {name!r} must not contain {SEPARATOR!r} nor end with '_'")
-        if is_taken(name, self._below.entries):
-            raise ToolRefused(
-                f"there is a tool {name!r} already, or one whose name begins so; a request cannot replace it"
-            )
+        if is_taken(name, self._config.defined):
+            raise ToolRefused(f"the request's tool {name!r} cannot have this name; choose another")
         said = next((key for key in _NOT_FOR_REQUESTS if key in definition), None)
         if said is not None:
             raise ToolRefused(f"the request's tool {name!r} must not set {said}")
@@ -246,19 +244,19 @@ class ToolHost:
         tools = await self._request_tools.table(definitions) if definitions else self._tools
         await self._refresh()
         if definitions:
-            await asyncio.gather(*(self._listed(entry) for entry in tools.own.values()))
-        kinds = [entry.kind for entry in (*self._tools.own.values(), *(tools.own.values() if definitions else ()))]
-        unusable = [offer for kind in kinds for offer in kind.unusable()]
-        return unusable + [known.offer for kind in kinds for known in kind.tools()]
+            await asyncio.gather(*(self._listed(entry) for entry in tools.own))
+        entries = (*self._tools.own, *(tools.own if definitions else ()))
+        unusable = [offer for entry in entries for offer in entry.unusable()]
+        return unusable + [offer for entry in entries for offer in entry.offers()]
 
     async def _refresh(self) -> None:
         """Connect to configured servers that were not reachable or whose tools have changed.
 
         It waits for REFRESH_S at most.
         """
-        for name, entry in self._tools.own.items():
-            if name not in self._refreshing:
-                self._refreshing[name] = asyncio.create_task(self._reach(entry))
+        for entry in self._tools.own:
+            if entry.name not in self._refreshing:
+                self._refreshing[entry.name] = asyncio.create_task(self._reach(entry))
         if self._refreshing:
             await asyncio.wait(self._refreshing.values(), timeout=REFRESH_S)
 
@@ -289,5 +287,4 @@ class ToolHost:
 
     def _observed(self, entry: Entry, result: ToolResult) -> None:
         if self._observe is not None:
-            known = self._tools.own.get(entry.name) is entry
-            self._observe(entry.name if known else REQUEST, result)
+            self._observe(entry.name if entry.source is ToolSource.OPERATOR else REQUEST, result)

@@ -181,4 +181,4 @@ async def test_the_tools_of_a_request_are_refused_or_judged_by_what_they_say(poo
     names = ("s__add", "t", "u", "nobody", "note", "again")
     again = {name: pool._settings(ToolCall("c", name), theirs).idempotent for name in names}
     assert again == {"s__add": False, "t": True, "u": False, "nobody": False, "note": False, "again": True}
-    assert {offer.owner for offer in await pool.offers()} == set(DEFINED)
+    assert {offer.label for offer in await pool.offers()} == set(DEFINED)
