@@ -8,7 +8,7 @@ from anthropic import APIStatusError, AsyncAnthropic
 from anthropic.types.beta import BetaMessage
 
 from cluster.core.errors import BadRequest, HttpError
-from cluster.core.tools import Outcome, ToolCall, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, TurnDone, pack_ids
 from cluster.http import messages
 from tests.programs.message_site import MODEL, claude, site

@@ -309,11 +309,12 @@ def test_a_consent_is_for_the_tool_that_was_shown_and_not_for_one_that_has_its_n
     request = {"type": "mcp_approval_request", "id": "r1", "server_label": "docs", "name": "a.b", "arguments": "{}"}
     consent = {"type": "mcp_approval_response", "approval_request_id": "r1", "approve": True}
     body = {"input": [{"role": "user", "content": "go"}, request, consent], "tools": [DOCS]}
-    same = run_spec(read_request(body), around(listings={"docs": [listed("docs", "a.b")]}))
+    shown = msgspec.structs.replace(listed("docs", "a.b"), name="docs__a_b")
+    same = run_spec(read_request(body), around(listings={"docs": [shown]}))
     assert [call.tool for call in same.spec.approved] == [ToolId.of_request("docs", "a.b")]
-    other = msgspec.structs.replace(listed("docs", "a_b"), name=same.spec.approved[0].name)
+    assert listed("docs", "a_b").name == same.spec.approved[0].name
     with pytest.raises(BadRequest, match="is not among them"):
-        run_spec(read_request(body), around(listings={"docs": [other]}))
+        run_spec(read_request(body), around(listings={"docs": [listed("docs", "a_b")]}))
 
 
 def test_a_chosen_tool_of_a_server_is_found_by_both_names() -> None:

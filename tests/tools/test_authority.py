@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -58,7 +58,7 @@ def table(servers: dict[str, list[str]], source: ToolSource, below: ToolTable | 
 
 
 # Names that are made of the separator's character, and of two others.
-NAMES = st.text("_ab", min_size=1, max_size=6)
+NAMES = st.lists(st.sampled_from(("a", "b", "_", "__")), min_size=1, max_size=4).map("".join)
 SERVERS = st.dictionaries(NAMES, st.lists(NAMES, max_size=3, unique=True), max_size=3)
 
 
@@ -82,6 +82,9 @@ async def test_a_call_reaches_the_tool_that_was_resolved(
 
 
 @given(st.dictionaries(NAMES, st.booleans(), max_size=4), st.lists(NAMES, min_size=1, max_size=3), NAMES, NAMES)
+@example({"a__b": False}, ["a"], "b", "x")
+@example({"a": True}, ["a__b"], "c", "b__c")
+@example({"a": True}, ["a_"], "b", "_b")
 def test_no_accepted_label_makes_a_name_of_the_operators(
     entries: dict[str, bool], labels: list[str], theirs: str, operators: str
 ) -> None:
@@ -93,6 +96,7 @@ def test_no_accepted_label_makes_a_name_of_the_operators(
         definitions = brought(read_request({"input": "hi", "tools": tools}), taken=defined).definitions
     except (ValidationError, BadRequest):
         return
+    assert definitions
     names = [server_tool_name(label, theirs) for label in definitions]
     names += [server_tool_name(name, operators) if is_server else name for name, is_server in entries.items()]
     assert len(set(names)) == len(names)
