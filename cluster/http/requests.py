@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -22,9 +22,10 @@ from cluster.auth.middleware import caller_of
 from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError
-from cluster.core.identity import identify
+from cluster.core.identity import Identified, identify
 from cluster.core.program import ProgramIdentity
 from cluster.http.body import parse_object, read_body
+from cluster.http.fair_thread import FairThread
 from cluster.observing.logs import bind
 from cluster.observing.trace_context import TRACEPARENT
 
@@ -40,6 +41,8 @@ PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
 REMEMBERED_CONFLICTS = 4096
 """Maximum number of programs whose conflicting identities are remembered, so that each is logged once."""
 
+
+Read = TypeVar("Read")
 
 Translation = Callable[[Mapping[str, Any]], dict[str, Any]]
 """A function that makes the body of a chat completion from a body of another API. It raises BadRequest."""
@@ -93,6 +96,7 @@ class TurnReader:
         self._config = config
         self._served = config.served
         self._tenants = Tenants(config)
+        self._bodies = FairThread()
         self._models = models or OneModel(config.model.id)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
 
@@ -102,9 +106,14 @@ class TurnReader:
         Raises:
             BadRequest: the body is invalid or exceeds a limit.
         """
+        return await self._understood(request, lambda body: body)
+
+    async def _understood(self, request: Request, understand: Callable[[dict[str, Any]], Read]) -> Read:
+        """Read the body and call ``understand`` with it, in a thread if it is large."""
         http = self._config.http
         raw = await read_body(request.receive, request.headers, http.max_body_bytes)
-        return parse_object(raw, http.max_json_depth)
+        tenant = caller_of(request).tenant
+        return await self._bodies.run(tenant, len(raw), lambda: understand(parse_object(raw, http.max_json_depth)))
 
     async def body(self, request: Request, translate: Translation | None = None) -> dict[str, Any]:
         """Read the body of a request that is not a turn. Its `model` becomes the id of the model that is used.
@@ -114,9 +123,13 @@ class TurnReader:
         Raises:
             BadRequest: the body is invalid, exceeds a limit, or names a model that is not served.
         """
-        body = await self.json(request)
-        self._check_model(_named(body), caller_of(request).tenant)
-        body = body if translate is None else translate(body)
+        tenant = caller_of(request).tenant
+
+        def understand(body: dict[str, Any]) -> dict[str, Any]:
+            self._check_model(_named(body), tenant)
+            return body if translate is None else translate(body)
+
+        body = await self._understood(request, understand)
         return body | {"model": await self._models.model_of(body, None)}
 
     async def identified(
@@ -133,24 +146,22 @@ class TurnReader:
         Raises:
             BadRequest: as for `body`; or an id, a hint or a field is invalid, or a schema is too complex.
         """
-        body = await self.json(request)
         tenant = caller_of(request).tenant
-        self._check_model(_named(body), tenant)
-        identified = identify(request.headers, body, tenant, self._config.http.session_headers)
+
+        def understand(body: dict[str, Any]) -> tuple[Identified, dict[str, Any], bool]:
+            self._check_model(_named(body), tenant)
+            identified = identify(request.headers, body, tenant, self._config.http.session_headers)
+            return identified, _checked(identified.body, translate), body.get("seed") is not None
+
+        identified, turn, has_seed = await self._understood(request, understand)
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
         identity = identified.identity
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
-        turn = identified.body if translate is None else translate(identified.body)
-        if isinstance(turn.get("messages"), list):
-            turn = with_checked_tools(turn)
-            if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
-                turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
-        check_structured_output(turn)
         model = await self._models.model_of(turn, identity)
-        if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:
+        if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
         return turn | {"model": model}, identity
 
@@ -167,6 +178,21 @@ class TurnReader:
             self._conflicts_logged[key] = None
             if len(self._conflicts_logged) > REMEMBERED_CONFLICTS:
                 self._conflicts_logged.popitem(last=False)
+
+
+def _checked(body: dict[str, Any], translate: Translation | None) -> dict[str, Any]:
+    """Return the body of a turn, translated and with checked tools and schemas.
+
+    Raises:
+        BadRequest: a field is invalid.
+    """
+    turn = body if translate is None else translate(body)
+    if isinstance(turn.get("messages"), list):
+        turn = with_checked_tools(turn)
+        if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
+            turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
+    check_structured_output(turn)
+    return turn
 
 
 def _named(body: Mapping[str, Any]) -> str | None:
