@@ -295,11 +295,12 @@ class ToolActors:
             return ToolResult(call_id, "", Outcome.UNKNOWN, f"unknown: {str(error)[:500]}")
         return result
 
-    async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
+    async def offers(self, definitions: Mapping[str, Any] | None = None, tenant: str = "") -> list[ToolOffer]:
         """Return the tools that are known now: the configuration's first, then those that a request brings.
 
         Args:
             definitions: the tools that the request brought. Their servers are connected to and listed.
+            tenant: whose request it is.
 
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
@@ -309,7 +310,7 @@ class ToolActors:
             index = await self._least_busy()
             self._actors.attend()
             try:
-                offers: list[ToolOffer] | str = await self._actors[index].offers.remote(definitions)
+                offers: list[ToolOffer] | str = await self._actors[index].offers.remote(definitions, tenant)
             except RayActorError:
                 self._actors.revive(index)
                 continue

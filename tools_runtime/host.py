@@ -11,6 +11,7 @@ import pydantic
 
 from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
+from cluster.core.program import tenant_of
 from cluster.core.registry import TOOL_KINDS
 from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, ToolSource, is_taken
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
@@ -25,7 +26,10 @@ MAX_REQUEST_CONCURRENCY = 64
 """Largest concurrency of a tool that a request brings."""
 
 MAX_TABLES = 64
-"""Largest number of different sets of request tools that are kept open."""
+"""Number of different sets of request tools above which sets that are not in use are closed."""
+MAX_TABLES_OF_TENANT = 16
+"""Largest number of different sets of request tools of one tenant. Servers that hang can use up only their own
+tenant's."""
 
 _NOT_FOR_REQUESTS = (
     "headers_from_environment",
@@ -57,7 +61,7 @@ def configured(config: ToolsConfig) -> ToolTable:
 
 
 class RequestTables:
-    """Tables of the tools that requests bring. The same tools get the same table.
+    """Tables of the tools that requests bring. The same tools of one tenant get the same table.
 
     Args:
         config: what the operator allows.
@@ -67,24 +71,25 @@ class RequestTables:
     def __init__(self, config: ToolsConfig, below: ToolTable) -> None:
         self._config = config
         self._below = below
-        self._tables: OrderedDict[str, ToolTable] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, str], ToolTable] = OrderedDict()
+        """Tables by tenant and definitions, the least recently used first."""
 
-    async def table(self, definitions: Mapping[str, Any]) -> ToolTable:
+    async def table(self, definitions: Mapping[str, Any], tenant: str) -> ToolTable:
         """Return the table of the operator's tools and these.
 
         Args:
             definitions: tools by name, as in the configuration's `tools.defined`.
+            tenant: whose request brings them.
 
         Raises:
-            ToolRefused: a tool is not allowed, or not valid.
+            ToolRefused: a tool is not allowed, or not valid, or too many sets of this tenant are in use.
         """
-        text = _text(definitions)
-        known = self._tables.get(text)
+        key = tenant, _text(definitions)
+        known = self._tables.get(key)
         if known is None:
-            if len(self._tables) >= MAX_TABLES:
-                await self._close_idle()
-            known = self._tables[text] = ToolTable(self._entries(definitions), self._below)
-        self._tables.move_to_end(text)
+            await self._make_room(tenant)
+            known = self._tables[key] = ToolTable(self._entries(definitions), self._below)
+        self._tables.move_to_end(key)
         return known
 
     async def aclose(self) -> None:
@@ -93,11 +98,21 @@ class RequestTables:
             _, table = self._tables.popitem()
             await table.aclose()
 
-    async def _close_idle(self) -> None:
-        idle = next((text for text, table in self._tables.items() if not table.busy), None)
-        if idle is None:
-            raise ToolRefused(f"the tools of {MAX_TABLES} requests are in use; try again later")
-        await self._tables.pop(idle).aclose()
+    async def _make_room(self, tenant: str) -> None:
+        """Close a table that is not in use, if there are too many.
+
+        Raises:
+            ToolRefused: all tables that this tenant can have are in use.
+        """
+        own = [key for key in self._tables if key[0] == tenant]
+        is_full = len(own) >= MAX_TABLES_OF_TENANT
+        if not is_full and len(self._tables) < MAX_TABLES:
+            return
+        idle = next((key for key in (own if is_full else self._tables) if not self._tables[key].busy), None)
+        if idle is not None:
+            await self._tables.pop(idle).aclose()
+        elif is_full:
+            raise ToolRefused(f"the tools of {len(own)} requests of this tenant are in use; try again later")
 
     def _entries(self, definitions: Mapping[str, Any]) -> Sequence[Entry]:
         if len(definitions) > self._config.max_request_tools:
@@ -226,14 +241,14 @@ class ToolHost:
         if not definitions:
             return await self.executor.run(call, resumed=resumed)
         try:
-            tools = await self._request_tools.table(definitions)
+            tools = await self._request_tools.table(definitions, tenant_of(call.program))
         except ToolRefused as refusal:
             # REFUSED would mean that nothing was run.
             outcome = Outcome.UNKNOWN if resumed else Outcome.REFUSED
             return ToolResult(call.id, call.name, outcome, f"{outcome}: {refusal}")
         return await self.executor.run(call, tools, resumed=resumed)
 
-    async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
+    async def offers(self, definitions: Mapping[str, Any] | None = None, tenant: str = "") -> list[ToolOffer]:
         """Return the tools that are known now: the configuration's first, then those that a request brings.
 
         Before them are the tools that MCP servers list but that cannot be called (`ToolOffer.unusable`).
@@ -241,7 +256,7 @@ class ToolHost:
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
         """
-        tools = await self._request_tools.table(definitions) if definitions else self._tools
+        tools = await self._request_tools.table(definitions, tenant) if definitions else self._tools
         await self._refresh()
         if definitions:
             await asyncio.gather(*(self._listed(entry) for entry in tools.own))

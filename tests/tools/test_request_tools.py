@@ -1,12 +1,14 @@
 """Tools that a request brings: only what the operator allows, only to public addresses."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from cluster.core.errors import ToolRefused
-from cluster.core.tools import Outcome, ToolCall, ToolId
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
+from tests.tools.scripted import ScriptedKind, settle
 from tools_runtime import host as hosting
 from tools_runtime.host import ToolHost
 
@@ -96,6 +98,42 @@ async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monk
     for i in range(5):
         await host.run(theirs("t"), {"t": {**HTTP, "description": str(i)}})
     assert len(host._request_tools._tables) == 2
+
+
+class Hanging:
+    """A kind whose calls do not end until the test lets them."""
+
+    end = asyncio.Event()
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.kind = ScriptedKind(name, lambda _: self.end.wait())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+async def test_tools_of_a_tenant_that_hang_refuse_no_other_tenants(
+    open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "MAX_TABLES_OF_TENANT", 3)
+    monkeypatch.setattr(hosting, "MAX_TABLES", 3)
+    monkeypatch.setattr(Hanging, "end", asyncio.Event())
+    host = await open_tools({}, request_kinds=["http"])
+    monkeypatch.setattr(type(hosting.TOOL_KINDS), "load", lambda self, kind: Hanging)
+
+    def call(tenant: str, number: int) -> "asyncio.Task[ToolResult]":
+        one = ToolCall(f"c{number}", "t", program=f"{tenant}/p", tool=ToolId.of_request("t"))
+        return asyncio.create_task(host.run(one, {"t": {**HTTP, "description": str(number)}}))
+
+    stuck = [call("bad", number) for number in range(3)]
+    await settle()
+    refused = await call("bad", 3)
+    assert (refused.outcome, "of this tenant are in use" in refused.text) == (Outcome.REFUSED, True)
+    other = call("good", 0)  # the same tools: another table all the same
+    await settle()
+    Hanging.end.set()
+    assert [result.outcome for result in await asyncio.gather(other, *stuck)] == [Outcome.OK] * 4
+    assert len(host._request_tools._tables) == 4
 
 
 async def test_the_tools_of_a_request_are_told_with_their_servers(
