@@ -34,6 +34,10 @@ TENANT_CONCURRENCY, TENANT_RATE = "tenant_concurrency", "tenant_rate"
 them (`cluster.proxy.load_shedding.RateLimitCache`)."""
 
 
+TENANT_ANSWERS = "tenant_answers"
+"""The error code of a request whose number of answers exceeds a limit. A request with fewer may be admitted."""
+
+
 @dataclass(frozen=True, slots=True)
 class TenantLimit:
     """The limits of one tenant in one ingress. None: no limit."""
@@ -160,6 +164,21 @@ class TenantLimits:
         use.in_flight += 1
         return allowance
 
-    def leave(self, tenant: str) -> None:
-        """Record the end of a request that `enter` admitted."""
-        self._used[tenant].in_flight -= 1
+    def add(self, tenant: str, more: int) -> None:
+        """Count an admitted request as ``more`` further ones, because it asks for several answers.
+
+        Its rate limit may go into debt, which delays the tenant's next requests.
+
+        Raises:
+            TooManyRequests: the tenant would have too many answers in flight. Nothing more counts.
+        """
+        limit, use = self._limits.get(tenant, self._default), self._used[tenant]
+        if limit.max_concurrent is not None and use.in_flight + more > limit.max_concurrent:
+            message = f"with {more} more answers of this request, more than {limit.max_concurrent} would be in flight"
+            raise TooManyRequests(f"{message}; retry later with fewer", code=TENANT_ANSWERS, retry_after_s=1)
+        use.tokens -= more if limit.requests_per_s is not None else 0
+        use.in_flight += more
+
+    def leave(self, tenant: str, requests: int = 1) -> None:
+        """Record the end of a request that `enter` admitted, which counted as ``requests`` in the end."""
+        self._used[tenant].in_flight -= requests

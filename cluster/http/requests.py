@@ -18,7 +18,7 @@ from cluster.api.chat_tools import with_checked_tools
 from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
 from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
-from cluster.auth.middleware import caller_of
+from cluster.auth.middleware import caller_of, charge_answers
 from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError
@@ -31,6 +31,9 @@ from cluster.observing.trace_context import TRACEPARENT
 
 logger = logging.getLogger("ray.serve")
 
+
+MAX_ANSWERS = 128
+"""Maximum number of answers of one request, which is OpenAI's maximum of `n`."""
 
 JSON_BEGIN = b"{"
 """The beginning of the first piece of an answer that is not a stream. Server-sent events begin with a field's name."""
@@ -145,6 +148,7 @@ class TurnReader:
 
         Raises:
             BadRequest: as for `body`; or an id, a hint or a field is invalid, or a schema is too complex.
+            TooManyRequests: the request has several answers, and the tenant may not have as many.
         """
         tenant = caller_of(request).tenant
 
@@ -160,6 +164,7 @@ class TurnReader:
         identity = identified.identity
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
+        charge_answers(request, number_of_answers(turn))
         model = await self._models.model_of(turn, identity)
         if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
@@ -200,6 +205,22 @@ def _named(body: Mapping[str, Any]) -> str | None:
     if model is not None and not isinstance(model, str):
         raise BadRequest("model: must be a string", param="model")
     return model
+
+
+def number_of_answers(body: Mapping[str, Any]) -> int:
+    """Return how many sequences a turn generates: `n` for each of its prompts.
+
+    Raises:
+        BadRequest: they are more than MAX_ANSWERS. The replica rejects fields of a wrong type.
+    """
+    each = max((body[key] for key in ("n", "best_of") if type(body.get(key)) is int), default=1)
+    prompts = body.get("prompt")
+    several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+    number = max(1, each) * (len(prompts) if several and isinstance(prompts, list) else 1)
+    if number > MAX_ANSWERS:
+        field = "n" if each > 1 else "prompt"
+        raise BadRequest(f"{field}: the request has {number} answers; at most {MAX_ANSWERS} are generated", param=field)
+    return number
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:
