@@ -60,8 +60,8 @@ class PrefillScheduling:
         """Leave the tokens that a waiting turn needs to it, if it ranks before prompts that have begun.
 
         The first of these prompts gets what is left, and the others wait for a step. If less is left than the waiting
-        turn, or a prompt before it, needs, all of them wait, in every other step at most. A turn for which room was made and that still waits
-        lacks something else, such as memory: nothing is left to it in the next step.
+        turn, or a prompt before it, needs, all of them wait, in every other step at most. A turn for which room was
+        made and that still waits lacks something else, such as memory: nothing is left to it in the next step.
 
         Args:
             running: vLLM's list, sorted by `order`.
