@@ -6,6 +6,7 @@ VENV := .venv
 # Each test worker may start a cluster of two replicas, which needs 6 GiB.
 TEST_WORKERS ?= 2
 BIN := $(VENV)/bin
+FUZZ_S ?= 600
 STAMP := $(VENV)/.installed
 PEERS := .cache/peers/packages
 # The tests run real Ray, vLLM and Redis processes on loopback. No usage statistics are sent.
@@ -16,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test clients aiperf faults soak audit check docs bench bench-router tables gpu helm format image-check clean
+.PHONY: help setup demo serve dashboards test clients aiperf faults soak fuzz audit check docs bench bench-router tables gpu helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -62,6 +63,11 @@ faults: $(STAMP) ## inject faults into a real cluster and print a table: expecte
 
 soak: $(STAMP) ## load a real cluster with bursts, slow clients, retry storms and noisy tenants, and print a table (an hour)
 	@$(BIN)/python -m pytest tests/faults -v -m soak --long --timeout 3600 --promises out/soak.md
+
+fuzz: $(STAMP) ## fuzz bodies of requests, tools and what MCP servers answer, for FUZZ_S seconds (default: ten minutes)
+	@until=$$((SECONDS + $(FUZZ_S))); while [ $$SECONDS -lt $$until ]; do seed=$$RANDOM; \
+		CAESURA_FUZZ_EXAMPLES=500 $(BIN)/python -m pytest tests/security/test_fuzz.py tests/tools/test_authority.py -q \
+			--timeout 600 --hypothesis-seed $$seed || { echo "make fuzz: seed $$seed"; exit 1; }; done
 
 audit: .cache/audit/.installed ## ask OSV for known vulnerabilities of the pinned packages (AUDIT_ARGS=: see requirements/audit.py)
 	@.cache/audit/bin/python requirements/audit.py $(AUDIT_ARGS)

@@ -74,7 +74,13 @@ from replicas.step_pace import StepPace
 from replicas.swapping import LoadCalls, Swapping
 from replicas.turns import RecentMean, Turn, ended_event, read_identity, record_of, tool_name_reader, tools_of
 from replicas.views import Views, features_of
-from replicas.vllm_patches import FoundContext, LoadingScheduler, advance_grammars, wrap_allocate_slots
+from replicas.vllm_patches import (
+    FoundContext,
+    LoadingScheduler,
+    advance_grammars,
+    share_compilation,
+    wrap_allocate_slots,
+)
 from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
@@ -180,6 +186,7 @@ class AgentScheduler(LoadingScheduler):
             on_admitted=self._admit,
         )
         advance_grammars(self.structured_output_manager)
+        share_compilation(self.structured_output_manager)
         self.use_policy(self.settings.policy)
 
     def _now_s(self) -> float:

@@ -12,6 +12,8 @@
     stores computed tokens only. Contract: tests/contracts/test_host_tier.py.
 `advance_grammars`: a resumed turn's tokens are a part of the prompt, at which grammars do not look. Delete it when vLLM
     resumes streams. Contract: tests/contracts/test_resumption.py.
+`share_compilation`: vLLM compiles grammars in the order of arrival, also for requests that have ended. Delete it when
+    vLLM's compilation is fair. Contract: tests/replica/test_grammar_queue.py, the manager's executor.
 `forked_engine_core`: vLLM spawns its engine inside a Ray actor, which costs all imports again on CPU. Delete it when
     the method can be configured there. Contract: tests/contracts/test_vllm_contracts.py, the start method.
 
@@ -38,6 +40,7 @@ from vllm.v1.engine.core import EngineCore
 from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.malloc_trim import trim
+from replicas.grammar_queue import GrammarQueue
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
@@ -306,6 +309,15 @@ def advance_grammars(manager: Any) -> None:
         return grammar
 
     manager._create_grammar = advanced
+
+
+def share_compilation(manager: Any) -> None:
+    """Let ``manager`` compile grammars in the order of a `GrammarQueue`, in place of their order of arrival.
+
+    Do nothing for a model without a tokenizer, which has no grammars.
+    """
+    if (executor := getattr(manager, "executor", None)) is not None:
+        manager.executor = GrammarQueue(executor._max_workers)
 
 
 def _without_reasoning(manager: Any, request: Any, ids: list[int], known: int) -> Sequence[int]:

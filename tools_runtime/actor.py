@@ -24,7 +24,7 @@ from ray.exceptions import RayActorError, RayError
 
 from cluster.config.tools import ToolsConfig
 from cluster.core.errors import IntegrityError, ToolRefused
-from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult, ToolSource
 from tools_runtime.actor_process import LOOKS, ToolActor
 from tools_runtime.executor import key_of
 
@@ -295,11 +295,12 @@ class ToolActors:
             return ToolResult(call_id, "", Outcome.UNKNOWN, f"unknown: {str(error)[:500]}")
         return result
 
-    async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
+    async def offers(self, definitions: Mapping[str, Any] | None = None, tenant: str = "") -> list[ToolOffer]:
         """Return the tools that are known now: the configuration's first, then those that a request brings.
 
         Args:
             definitions: the tools that the request brought. Their servers are connected to and listed.
+            tenant: whose request it is.
 
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
@@ -309,7 +310,7 @@ class ToolActors:
             index = await self._least_busy()
             self._actors.attend()
             try:
-                offers: list[ToolOffer] | str = await self._actors[index].offers.remote(definitions)
+                offers: list[ToolOffer] | str = await self._actors[index].offers.remote(definitions, tenant)
             except RayActorError:
                 self._actors.revive(index)
                 continue
@@ -337,12 +338,14 @@ class ToolActors:
             raise IntegrityError(f"{self._outstanding} calls outstanding, but {running} run")
 
     def _settings(self, call: ToolCall, definitions: Mapping[str, Any]) -> _Settings:
-        owner = call.owner or call.name
-        defined = self._config.defined.get(owner)
-        if defined is not None:
+        target = call.target
+        if target.source is ToolSource.OPERATOR:
+            defined = self._config.defined.get(target.entry)
+            if defined is None:  # the actor refuses it
+                return _Settings(False, False, self._config.max_request_deadline_s)
             return _Settings(defined.idempotent, defined.sticky, defined.deadline_s)
         # Of a request's tools only its actor makes sure that they are right.
-        theirs = definitions.get(owner)
+        theirs = definitions.get(target.entry)
         theirs = theirs if isinstance(theirs, dict) else {}
         longest_s = self._config.max_request_deadline_s
         return _Settings(theirs.get("idempotent") is True, theirs.get("sticky") is True, longest_s)
@@ -352,7 +355,7 @@ class ToolActors:
         key = key_of(call)
         if not settings.sticky and key is None:
             return None
-        home = call.program if settings.sticky or key is None else "\n".join(key)
+        home = call.program if settings.sticky or key is None else repr(key)
         return zlib.crc32(home.encode(errors="replace")) % len(self._actors)
 
     async def _pick(self, call: ToolCall, settings: _Settings) -> int:

@@ -153,11 +153,11 @@ class ToolActor:
         """Wait for the result of an asynchronous call."""
         return await (await self._opened()).executor.completion(program, call_id)
 
-    async def offers(self, definitions: Mapping[str, Any] | None) -> list[ToolOffer] | str:
-        """Return the tools that are known now, or the reason why those of the request are rejected."""
+    async def offers(self, definitions: Mapping[str, Any] | None, tenant: str) -> list[ToolOffer] | str:
+        """Return the tools that are known now, or the reason why those of the tenant's request are rejected."""
         self._attendance.begin()
         try:
-            return await (await self._opened()).offers(definitions)
+            return await (await self._opened()).offers(definitions, tenant)
         except ToolRefused as refusal:
             return str(refusal)
         finally:

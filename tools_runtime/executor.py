@@ -10,15 +10,17 @@ import asyncio
 import difflib
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
 
+import msgspec
+
 from cluster.config.tools import ToolModel
 from cluster.core.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
-from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult, statistics_name
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult, ToolSource, statistics_name
 from tools_runtime.kind import Invocation, Timer, TimerClock, ToolKind, ToolOutput, sleep_until
 from tools_runtime.text import bounded, cut_marker
 
@@ -87,15 +89,27 @@ class Entry:
     config: ToolModel
     kind: ToolKind
     slots: Slots
+    source: ToolSource
 
     @classmethod
-    def of(cls, name: str, config: ToolModel, kind: ToolKind) -> "Entry":
+    def of(cls, name: str, config: ToolModel, kind: ToolKind, source: ToolSource = ToolSource.OPERATOR) -> "Entry":
         """Make an entry with slots of its own."""
-        return cls(name, config, kind, Slots(config.concurrency, config.max_queued))
+        return cls(name, config, kind, Slots(config.concurrency, config.max_queued), source)
+
+    def offers(self) -> list[ToolOffer]:
+        """Return its tools that are known now. The entry names them, since a kind does not know whose it is."""
+        return self._named(known.offer for known in self.kind.tools())
+
+    def unusable(self) -> list[ToolOffer]:
+        """Return its tools that are known but cannot be called, with the reasons."""
+        return self._named(self.kind.unusable())
+
+    def _named(self, offers: Iterable[ToolOffer]) -> list[ToolOffer]:
+        return [msgspec.structs.replace(offer, tool=ToolId(self.source, self.name, offer.own_name)) for offer in offers]
 
 
 class ToolTable:
-    """Entries by name. Those of a request are added to the configuration's, which they cannot replace.
+    """Entries by their source and name. Those of a request never replace the configuration's.
 
     Args:
         entries: the entries.
@@ -103,35 +117,25 @@ class ToolTable:
     """
 
     def __init__(self, entries: Iterable[Entry], below: "ToolTable | None" = None) -> None:
-        self.own = {entry.name: entry for entry in entries}
-        self.entries: Mapping[str, Entry] = {**self.own, **(below.entries if below else {})}
+        self.own: Sequence[Entry] = tuple(entries)
+        self._entries = {(entry.source, entry.name): entry for entry in (*(below.own if below else ()), *self.own)}
 
     def entry(self, call: ToolCall) -> Entry:
         """Return the entry that has a call's tool.
 
         Raises:
-            ToolRefused: there is none. The message has similar names.
+            ToolRefused: there is none. The message has no other names, since the caller may not know all entries.
         """
-        entry = self.entries.get(call.owner or call.name)
+        target = call.target
+        entry = self._entries.get((target.source, target.entry))
         if entry is None:
-            raise self.unknown(call.name)
+            raise ToolRefused(f"there is no tool {call.name[:MAX_NAME_LENGTH]!r}")
         return entry
-
-    def offers(self) -> list[ToolOffer]:
-        """Return all tools that are known now."""
-        return [known.offer for entry in self.entries.values() for known in entry.kind.tools()]
-
-    def unknown(self, tool: str) -> ToolRefused:
-        """Return the error for a tool that does not exist."""
-        names = sorted(offer.name for offer in self.offers())
-        near = difflib.get_close_matches(tool[:MAX_NAME_LENGTH], names, n=3) or names[:10]
-        there_are = f"; there are: {', '.join(near)}" if near else "; there are none"
-        return ToolRefused(f"there is no tool {tool[:MAX_NAME_LENGTH]!r}{there_are}")
 
     @property
     def busy(self) -> bool:
         """Whether a call of one of its own entries runs or waits."""
-        return any(entry.slots.taken or entry.slots.waiting for entry in self.own.values())
+        return any(entry.slots.taken or entry.slots.waiting for entry in self.own)
 
     async def open(self) -> None:
         """Open the kinds of its own entries.
@@ -139,18 +143,26 @@ class ToolTable:
         Raises:
             ConfigError: one cannot work as configured.
         """
-        for entry in self.own.values():
+        for entry in self.own:
             await entry.kind.open()
 
     async def aclose(self) -> None:
         """Close the kinds of its own entries."""
-        for entry in self.own.values():
+        for entry in self.own:
             await entry.kind.aclose()
+
+
+def unknown(name: str, entry: Entry) -> ToolRefused:
+    """Return the error for a tool that an entry does not have. It names similar tools of the same entry only."""
+    names = sorted(offer.name for offer in entry.offers())
+    near = difflib.get_close_matches(name[:MAX_NAME_LENGTH], names, n=3) or names[:10]
+    there_are = f"; there are: {', '.join(near)}" if near else "; there are none"
+    return ToolRefused(f"there is no tool {name[:MAX_NAME_LENGTH]!r}{there_are}")
 
 
 # --- kept results -----------------------------------------------------------------------------------------------------
 
-Key = tuple[str, str, str]
+Key = tuple[str, ToolId, str]
 """Program, tool and idempotency key."""
 
 CONSENT = "\0consent"
@@ -163,8 +175,8 @@ MAX_BYTES = 32 << 20
 def key_of(call: ToolCall) -> Key | None:
     """Return the key under which the call's result is kept, or None without an idempotency key."""
     if call.consent is not None:
-        return (CONSENT, call.name, call.consent)
-    return None if call.idempotency_key is None else (call.program, call.name, call.idempotency_key)
+        return (CONSENT, call.target, call.consent)
+    return None if call.idempotency_key is None else (call.program, call.target, call.idempotency_key)
 
 
 @dataclass(frozen=True, slots=True)
@@ -426,7 +438,7 @@ class ToolExecutor:
         for run in self._shared.values():
             if not run.waiters:
                 raise IntegrityError(f"a run of {run.call.name!r} is shared by nobody")
-        for entry in self._tools.entries.values():
+        for entry in self._tools.own:
             entry.slots.check_integrity()
 
     def _start(self, call: ToolCall, entry: Entry, key: Key | None) -> _Run:
@@ -503,9 +515,9 @@ class ToolExecutor:
     async def _work(self, run: _Run) -> ToolResult:
         call, config = run.call, run.entry.config
         try:
-            tool = await run.entry.kind.tool(call.name)
+            tool = await run.entry.kind.tool(call.target.tool)
             if tool is None:
-                raise self._tools.unknown(call.name)
+                raise unknown(call.name, run.entry)
             check = tool.check.checked
             if len(call.arguments) > LARGE_ARGUMENTS:
                 arguments = await asyncio.to_thread(check, call.arguments, self._max_argument_bytes)

@@ -11,8 +11,9 @@ import pydantic
 
 from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
+from cluster.core.program import tenant_of
 from cluster.core.registry import TOOL_KINDS
-from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, is_taken
+from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, ToolSource, is_taken
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.kind import LoopClock, TimerClock
 
@@ -25,7 +26,10 @@ MAX_REQUEST_CONCURRENCY = 64
 """Largest concurrency of a tool that a request brings."""
 
 MAX_TABLES = 64
-"""Largest number of different sets of request tools that are kept open."""
+"""Number of different sets of request tools above which sets that are not in use are closed."""
+MAX_TABLES_OF_TENANT = 16
+"""Largest number of different sets of request tools of one tenant. Servers that hang can use up only their own
+tenant's."""
 
 _NOT_FOR_REQUESTS = (
     "headers_from_environment",
@@ -38,13 +42,13 @@ _NOT_FOR_REQUESTS = (
 _REQUEST_TOOLS = pydantic.TypeAdapter(dict[ToolName, ToolConfig])
 
 
-def entry(name: str, config: ToolModel) -> Entry:
-    """Make one entry of the configuration.
+def entry(name: str, config: ToolModel, source: ToolSource) -> Entry:
+    """Make one entry of the configuration or of a request.
 
     Raises:
         ConfigError: it cannot work.
     """
-    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config))
+    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config), source)
 
 
 def configured(config: ToolsConfig) -> ToolTable:
@@ -53,11 +57,11 @@ def configured(config: ToolsConfig) -> ToolTable:
     Raises:
         ConfigError: one cannot work.
     """
-    return ToolTable(entry(name, tool) for name, tool in config.defined.items())
+    return ToolTable(entry(name, tool, ToolSource.OPERATOR) for name, tool in config.defined.items())
 
 
 class RequestTables:
-    """Tables of the tools that requests bring. The same tools get the same table.
+    """Tables of the tools that requests bring. The same tools of one tenant get the same table.
 
     Args:
         config: what the operator allows.
@@ -67,24 +71,25 @@ class RequestTables:
     def __init__(self, config: ToolsConfig, below: ToolTable) -> None:
         self._config = config
         self._below = below
-        self._tables: OrderedDict[str, ToolTable] = OrderedDict()
+        self._tables: OrderedDict[tuple[str, str], ToolTable] = OrderedDict()
+        """Tables by tenant and definitions, the least recently used first."""
 
-    async def table(self, definitions: Mapping[str, Any]) -> ToolTable:
+    async def table(self, definitions: Mapping[str, Any], tenant: str) -> ToolTable:
         """Return the table of the operator's tools and these.
 
         Args:
             definitions: tools by name, as in the configuration's `tools.defined`.
+            tenant: whose request brings them.
 
         Raises:
-            ToolRefused: a tool is not allowed, or not valid.
+            ToolRefused: a tool is not allowed, or not valid, or too many sets of this tenant are in use.
         """
-        text = _text(definitions)
-        known = self._tables.get(text)
+        key = tenant, _text(definitions)
+        known = self._tables.get(key)
         if known is None:
-            if len(self._tables) >= MAX_TABLES:
-                await self._close_idle()
-            known = self._tables[text] = ToolTable(self._entries(definitions), self._below)
-        self._tables.move_to_end(text)
+            await self._make_room(tenant)
+            known = self._tables[key] = ToolTable(self._entries(definitions), self._below)
+        self._tables.move_to_end(key)
         return known
 
     async def aclose(self) -> None:
@@ -93,11 +98,21 @@ class RequestTables:
             _, table = self._tables.popitem()
             await table.aclose()
 
-    async def _close_idle(self) -> None:
-        idle = next((text for text, table in self._tables.items() if not table.busy), None)
-        if idle is None:
-            raise ToolRefused(f"the tools of {MAX_TABLES} requests are in use; try again later")
-        await self._tables.pop(idle).aclose()
+    async def _make_room(self, tenant: str) -> None:
+        """Close a table that is not in use, if there are too many.
+
+        Raises:
+            ToolRefused: all tables that this tenant can have are in use.
+        """
+        own = [key for key in self._tables if key[0] == tenant]
+        is_full = len(own) >= MAX_TABLES_OF_TENANT
+        if not is_full and len(self._tables) < MAX_TABLES:
+            return
+        idle = next((key for key in (own if is_full else self._tables) if not self._tables[key].busy), None)
+        if idle is not None:
+            await self._tables.pop(idle).aclose()
+        elif is_full:
+            raise ToolRefused(f"the tools of {len(own)} requests of this tenant are in use; try again later")
 
     def _entries(self, definitions: Mapping[str, Any]) -> Sequence[Entry]:
         if len(definitions) > self._config.max_request_tools:
@@ -122,7 +137,7 @@ class RequestTables:
 
     def _entry(self, name: str, tool: ToolModel) -> Entry:
         try:
-            return entry(name, tool)
+            return entry(name, tool, ToolSource.REQUEST)
         except ConfigError as error:
             raise ToolRefused(f"the request's tool {name!r}: {error}") from None
 
@@ -133,10 +148,8 @@ class RequestTables:
             raise ToolRefused(f"a request may bring tools of the kinds: {allowed}; {name!r} is of the kind {kind!r}")
         if SEPARATOR in name or name.endswith("_"):
             raise ToolRefused(f"the request's tool {name!r} must not contain {SEPARATOR!r} nor end with '_'")
-        if is_taken(name, self._below.entries):
-            raise ToolRefused(
-                f"there is a tool {name!r} already, or one whose name begins so; a request cannot replace it"
-            )
+        if is_taken(name, self._config.defined):
+            raise ToolRefused(f"the request's tool {name!r} cannot have this name; choose another")
         said = next((key for key in _NOT_FOR_REQUESTS if key in definition), None)
         if said is not None:
             raise ToolRefused(f"the request's tool {name!r} must not set {said}")
@@ -228,14 +241,14 @@ class ToolHost:
         if not definitions:
             return await self.executor.run(call, resumed=resumed)
         try:
-            tools = await self._request_tools.table(definitions)
+            tools = await self._request_tools.table(definitions, tenant_of(call.program))
         except ToolRefused as refusal:
             # REFUSED would mean that nothing was run.
             outcome = Outcome.UNKNOWN if resumed else Outcome.REFUSED
             return ToolResult(call.id, call.name, outcome, f"{outcome}: {refusal}")
         return await self.executor.run(call, tools, resumed=resumed)
 
-    async def offers(self, definitions: Mapping[str, Any] | None = None) -> list[ToolOffer]:
+    async def offers(self, definitions: Mapping[str, Any] | None = None, tenant: str = "") -> list[ToolOffer]:
         """Return the tools that are known now: the configuration's first, then those that a request brings.
 
         Before them are the tools that MCP servers list but that cannot be called (`ToolOffer.unusable`).
@@ -243,22 +256,22 @@ class ToolHost:
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
         """
-        tools = await self._request_tools.table(definitions) if definitions else self._tools
+        tools = await self._request_tools.table(definitions, tenant) if definitions else self._tools
         await self._refresh()
         if definitions:
-            await asyncio.gather(*(self._listed(entry) for entry in tools.own.values()))
-        kinds = [entry.kind for entry in (*self._tools.own.values(), *(tools.own.values() if definitions else ()))]
-        unusable = [offer for kind in kinds for offer in kind.unusable()]
-        return unusable + [known.offer for kind in kinds for known in kind.tools()]
+            await asyncio.gather(*(self._listed(entry) for entry in tools.own))
+        entries = (*self._tools.own, *(tools.own if definitions else ()))
+        unusable = [offer for entry in entries for offer in entry.unusable()]
+        return unusable + [offer for entry in entries for offer in entry.offers()]
 
     async def _refresh(self) -> None:
         """Connect to configured servers that were not reachable or whose tools have changed.
 
         It waits for REFRESH_S at most.
         """
-        for name, entry in self._tools.own.items():
-            if name not in self._refreshing:
-                self._refreshing[name] = asyncio.create_task(self._reach(entry))
+        for entry in self._tools.own:
+            if entry.name not in self._refreshing:
+                self._refreshing[entry.name] = asyncio.create_task(self._reach(entry))
         if self._refreshing:
             await asyncio.wait(self._refreshing.values(), timeout=REFRESH_S)
 
@@ -289,5 +302,4 @@ class ToolHost:
 
     def _observed(self, entry: Entry, result: ToolResult) -> None:
         if self._observe is not None:
-            known = self._tools.own.get(entry.name) is entry
-            self._observe(entry.name if known else REQUEST, result)
+            self._observe(entry.name if entry.source is ToolSource.OPERATOR else REQUEST, result)

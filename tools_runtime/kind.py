@@ -66,8 +66,8 @@ class KnownTool:
 class Invocation:
     """One start of a tool, with validated arguments."""
 
-    name: str
-    """Name of the tool as programs call it."""
+    tool: str
+    """The tool's own name at its entry (`ToolId.tool`)."""
     arguments: Mapping[str, Any]
     output_cap_bytes: int
     """Bytes of an answer. A kind stops reading soon after this."""
@@ -79,7 +79,7 @@ class Invocation:
     @classmethod
     def of(cls, call: ToolCall, arguments: Mapping[str, Any], output_cap_bytes: int) -> "Invocation":
         """Make the invocation of a call whose arguments were validated."""
-        return cls(call.name, arguments, output_cap_bytes, call.idempotency_key, call.traceparent)
+        return cls(call.target.tool, arguments, output_cap_bytes, call.idempotency_key, call.traceparent)
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class ToolKind(Protocol):
         ...
 
     async def tool(self, name: str) -> KnownTool | None:
-        """Return the tool that programs call ``name``, or None if there is none.
+        """Return the tool that the kind itself calls ``name``, or None if there is none.
 
         Raises:
             ToolError: it is not possible to know.
@@ -146,9 +146,7 @@ class SingleTool:
 
     def __init__(self, name: str, description: str, parameters: Mapping[str, Any]) -> None:
         check = ArgumentCheck(parameters)
-        self._tool = KnownTool(
-            ToolOffer(name, function_object(name, description, check.schema), here=True, owner=name), check
-        )
+        self._tool = KnownTool(ToolOffer(name, function_object(name, description, check.schema), here=True), check)
 
     def tools(self) -> Sequence[KnownTool]:
         """Return the one tool."""

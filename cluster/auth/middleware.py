@@ -24,6 +24,9 @@ OPEN_PATHS = frozenset({"/health", "/ready"})
 CALLER: Final = "caesura.caller"
 """The key of the caller in the ASGI scope."""
 
+CHARGE: Final = "caesura.charge"
+"""The key of a function in the ASGI scope. Its argument is the number of answers of the request beyond the first."""
+
 KEY_HEADERS = (b"authorization", b"x-api-key")
 """Headers with keys. They are removed from a request, so that no key reaches a log, a replica or a tool."""
 
@@ -93,10 +96,22 @@ class AuthMiddleware:
                 MutableHeaders(scope=message).update(allowance.headers())
             await send(message)
 
+        requests = 1
+
+        def charge(more: int) -> None:
+            nonlocal requests
+            try:
+                self._limits.add(caller.tenant, more)
+            except TooManyRequests:
+                self._on_rejection(Headers(scope=scope), caller.tenant)
+                raise
+            requests += more
+
+        scope[CHARGE] = charge
         try:
             await self._app(scope, receive, with_headers)
         finally:
-            self._limits.leave(caller.tenant)
+            self._limits.leave(caller.tenant, requests)
 
     def _caller(self, scope: Scope) -> Caller:
         if self._find is None:
@@ -125,6 +140,17 @@ def caller_of(request: Request) -> Caller:
     caller = request.scope.get(CALLER, ANYBODY)
     assert isinstance(caller, Caller)
     return caller
+
+
+def charge_answers(request: Request, answers: int) -> None:
+    """Count a request as one for each of its answers.
+
+    Raises:
+        TooManyRequests: the tenant exceeded a limit.
+    """
+    charge: Callable[[int], None] | None = request.scope.get(CHARGE)
+    if charge is not None and answers > 1:
+        charge(answers - 1)
 
 
 def key_of(scope: Scope) -> str | None:

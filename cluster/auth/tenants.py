@@ -3,13 +3,14 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import ceil
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from cluster.config.schema import CaesuraConfig
 from cluster.config.sections import TenantConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import TooManyRequests
 from cluster.core.program import DEFAULT_TENANT
+from cluster.core.tools import ToolId, ToolOffer, ToolSource
 
 NOT_CONFIGURED = TenantConfig()
 
@@ -31,6 +32,10 @@ def kept_apart(body: Mapping[str, Any], tenant: str) -> dict[str, Any]:
 TENANT_CONCURRENCY, TENANT_RATE = "tenant_concurrency", "tenant_rate"
 """The error codes of a tenant with too many requests in flight, and of one that exceeds its rate. The proxy recognises
 them (`cluster.proxy.load_shedding.RateLimitCache`)."""
+
+
+TENANT_ANSWERS = "tenant_answers"
+"""The error code of a request whose number of answers exceeds a limit. A request with fewer may be admitted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,18 +73,6 @@ class _Use:
     in_flight: int = 0
 
 
-class Owned(Protocol):
-    """A tool with its owner."""
-
-    @property
-    def owner(self) -> str | None:
-        """The tool's entry in `tools.defined`, or the label of a server that a request brings."""
-        ...
-
-
-T = TypeVar("T", bound=Owned)
-
-
 class Tenants:
     """The configuration of tenants, by name.
 
@@ -90,7 +83,6 @@ class Tenants:
     def __init__(self, config: CaesuraConfig) -> None:
         self._tenants: Mapping[str, TenantConfig] = config.tenants
         self._ingresses = config.http.ingress_replicas
-        self._defined = config.tools.defined.keys()
 
     def of(self, tenant: str) -> TenantConfig:
         """Return the configuration of a tenant. One without an entry gets the defaults."""
@@ -101,10 +93,14 @@ class Tenants:
         allowed = self.of(tenant).models
         return allowed is None or model in allowed
 
-    def tools(self, tenant: str, offered: Iterable[T]) -> list[T]:
-        """Return the tools that the tenant may use. Tools that its request brings are always allowed."""
+    def may_call(self, tenant: str, tool: ToolId | None) -> bool:
+        """Return whether the tenant may call this tool. Tools that its own request brings are always allowed."""
         allowed = self.of(tenant).tools
-        return [one for one in offered if allowed is None or one.owner in allowed or one.owner not in self._defined]
+        return tool is not None and (allowed is None or tool.source is ToolSource.REQUEST or tool.entry in allowed)
+
+    def tools(self, tenant: str, offered: Iterable[ToolOffer]) -> list[ToolOffer]:
+        """Return the tools that the tenant may call."""
+        return [one for one in offered if self.may_call(tenant, one.tool)]
 
     def max_programs(self, tenant: str) -> int | None:
         """Return the maximum number of the tenant's runs in one ingress; None: the tenant has no limit."""
@@ -168,6 +164,21 @@ class TenantLimits:
         use.in_flight += 1
         return allowance
 
-    def leave(self, tenant: str) -> None:
-        """Record the end of a request that `enter` admitted."""
-        self._used[tenant].in_flight -= 1
+    def add(self, tenant: str, more: int) -> None:
+        """Count an admitted request as ``more`` further ones, because it asks for several answers.
+
+        Its rate limit may go into debt, which delays the tenant's next requests.
+
+        Raises:
+            TooManyRequests: the tenant would have too many answers in flight. Nothing more counts.
+        """
+        limit, use = self._limits.get(tenant, self._default), self._used[tenant]
+        if limit.max_concurrent is not None and use.in_flight + more > limit.max_concurrent:
+            message = f"with {more} more answers of this request, more than {limit.max_concurrent} would be in flight"
+            raise TooManyRequests(f"{message}; retry later with fewer", code=TENANT_ANSWERS, retry_after_s=1)
+        use.tokens -= more if limit.requests_per_s is not None else 0
+        use.in_flight += more
+
+    def leave(self, tenant: str, requests: int = 1) -> None:
+        """Record the end of a request that `enter` admitted, which counted as ``requests`` in the end."""
+        self._used[tenant].in_flight -= requests

@@ -1,6 +1,8 @@
 """The configuration of tools, under the key `tools`. `tools_runtime` makes the tools from it."""
 
 import ipaddress
+import re
+from pathlib import PurePath
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import AfterValidator, Discriminator, Field, StringConstraints, Tag, model_validator
@@ -19,6 +21,15 @@ def _network(text: str) -> str:
 
 Network = Annotated[str, AfterValidator(_network)]
 """A network in CIDR form."""
+
+PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
+"""The place of an argument in an element of `argv`."""
+
+_INTERPRETERS = frozenset(
+    {"ash", "bash", "busybox", "dash", "ksh", "node", "perl", "python", "python3", "ruby", "sh", "zsh"}
+)
+_CODE = re.compile(r"--eval=?|-[A-Za-z]*[ce]")
+"""The options of interpreters whose value is code."""
 
 RequestKind = Literal["http", "mcp"]
 """Kinds of tools that a request may bring itself. Other kinds run code on this machine."""
@@ -121,8 +132,9 @@ class CommandTool(ToolSection):
     """The kind of the tool."""
     argv: list[str] = Field(default_factory=list)
     """The command and its arguments. `{name}` is replaced with the argument of the call. An element that is only
-    `{name}` is left out if the call does not have that argument. An element that begins with `{name}` must not become
-    an option, that is, begin with `-`, unless the element `--` stands before it."""
+    `{name}` is left out if the call does not have that argument. An argument must not begin with `-` where it would
+    become an option, unless the element `--` stands before it. It cannot be the command, nor code of an interpreter
+    (`bash -c`): give it to the code, as in `[bash, -c, 'grep "$1" /data', _, "{name}"]`."""
     allow_options: bool = False
     """Whether an argument of the call may become an option of the command."""
     shell: bool = False
@@ -149,6 +161,21 @@ class CommandTool(ToolSection):
     def _one_command(self) -> Self:
         if bool(self.argv) == self.shell:
             raise ValueError("needs either argv or shell")
+        return self
+
+    @model_validator(mode="after")
+    def _no_argument_is_code(self) -> Self:
+        if self.argv and PLACEHOLDER.search(self.argv[0]):
+            raise ValueError("argv.0: an argument of the call cannot be the command")
+        interprets = False  # whether what follows are options of an interpreter
+        for place, element in enumerate(self.argv):
+            is_code = _CODE.match(element) or (place and _CODE.fullmatch(self.argv[place - 1]))
+            if interprets and is_code and PLACEHOLDER.search(element):
+                raise ValueError(
+                    f"argv.{place}: an argument of the call would be code; put it behind the code, as in "
+                    """bash -c 'grep "$1" /data' _ {name}"""
+                )
+            interprets = PurePath(element).name in _INTERPRETERS or (interprets and element.startswith("-"))
         return self
 
 

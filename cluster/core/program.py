@@ -141,6 +141,11 @@ KEY_MARK = "+"
 """The separator between the tools of a key, as in ``bash:cd+search``."""
 
 
+def tenant_of(key: str) -> str:
+    """Return the tenant of a program's key (`ProgramIdentity.key`). A tenant's name has no slash."""
+    return key.partition("/")[0]
+
+
 def without_class(key: str) -> str:
     """Return the key without classes of arguments. ``bash:grep`` and ``bash:cd+bash:ls`` both give ``bash``."""
     if CLASS_MARK not in key:

@@ -70,6 +70,39 @@ class Outcome(StrEnum):
     """An asynchronous tool was started. Its answer comes later, under the same id."""
 
 
+class ToolSource(StrEnum):
+    """Whose entry a tool belongs to. It decides what the entry may do, and which tenants may use it."""
+
+    OPERATOR = "operator"
+    """An entry of the configuration (`tools.defined`)."""
+    REQUEST = "request"
+    """An entry that the run's own request has brought, such as an MCP server."""
+
+
+class ToolId(msgspec.Struct, frozen=True):
+    """Which tool it is: whose, which entry, and which tool of the entry.
+
+    The name by which a model calls a tool is resolved to this value once, when the tools of a request are listed. From
+    there on, the log, the check of the tenant, the consent and the tool runtime use this value and never a name.
+    """
+
+    source: ToolSource
+    entry: str
+    """The key in `tools.defined`, or the label of the request's server."""
+    tool: str
+    """The tool's own name at its MCP server; for other kinds, the entry's name."""
+
+    @classmethod
+    def of_operator(cls, entry: str, tool: str | None = None) -> "ToolId":
+        """Return the id of a tool of the configuration. ``tool`` None: the entry is the tool."""
+        return cls(ToolSource.OPERATOR, entry, tool or entry)
+
+    @classmethod
+    def of_request(cls, entry: str, tool: str | None = None) -> "ToolId":
+        """Return the id of a tool that a request has brought. ``tool`` None: the entry is the tool."""
+        return cls(ToolSource.REQUEST, entry, tool or entry)
+
+
 @dataclass(frozen=True, slots=True)
 class ToolCall:
     """One tool call of a program."""
@@ -92,9 +125,8 @@ class ToolCall:
     """Parent of the call's span, as a W3C `traceparent` header; None: the call is not traced, or its span belongs to
     its
     program's trace."""
-    owner: str | None = None
-    """The entry of the configuration or of the request that the tool belongs to, such as its MCP server. None: the tool
-    itself is that entry. A tool is found by its owner and its name, never by a part of its name."""
+    tool: ToolId | None = None
+    """The tool. None: the operator's entry ``name``, which is one tool."""
     consent: str | None = None
     """The unique id of the caller's consent to this call. A consent runs its tool once, however often the call is
     repeated. None: the call runs without a consent."""
@@ -103,6 +135,11 @@ class ToolCall:
     def key(self) -> tuple[str, str]:
         """The program and the id, which together are unique among all calls in flight."""
         return self.program, self.id
+
+    @property
+    def target(self) -> ToolId:
+        """The tool that is called."""
+        return ToolId.of_operator(self.name) if self.tool is None else self.tool
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +179,8 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     """Label of the tool's MCP server, if a request brought that server; otherwise None."""
     server_tool: str | None = None
     """The tool's name at its MCP server, which the operator or a request configured; None: it is not an MCP tool."""
-    owner: str | None = None
-    """The entry of the configuration or of the request that the tool belongs to: the tool itself, or its MCP server."""
+    tool: ToolId | None = None
+    """The tool that the cluster runs. None: the caller runs it, or the tool runtime has not named it yet."""
     read_only: bool = False
     """Whether the tool's MCP server declares that the tool changes nothing (`readOnlyHint`)."""
     custom: bool = False
@@ -156,7 +193,7 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     @property
     def label(self) -> str:
         """The name of the tool's server that clients read: the MCP server, or the tool itself if it has none."""
-        return self.server or self.owner or self.name
+        return self.server or (self.name if self.tool is None else self.tool.entry)
 
     @property
     def own_name(self) -> str:
@@ -186,7 +223,8 @@ def is_taken(name: str, operators: Collection[str]) -> bool:
     """Return whether a request's tool or server cannot have this name, because of the operator's tools and servers.
 
     It is one of their names, or one of them begins with it and `SEPARATOR`: a tool of the request's server could then
-    have the name of that tool, or of a tool of that server.
+    have the name of that tool, or of a tool of that server. A call would still reach the right one (`ToolId`), but
+    nobody who reads the name could know which one that is.
     """
     return name in operators or any(other.startswith(name + SEPARATOR) for other in operators)
 

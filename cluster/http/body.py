@@ -3,9 +3,10 @@
 import asyncio
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
+import numpy as np
 from starlette.types import Receive
 
 from cluster.core.errors import BadRequest
@@ -18,6 +19,16 @@ BODY_WITHIN_S = 60.0
 
 NO_BODY_STATUS = 499
 """Status of a request whose client disconnected before it was complete. It appears only in our log."""
+
+MAX_KEYS = 100_000
+"""Maximum number of keys of all objects of a body."""
+MAX_CONTAINERS = 100_000
+"""Maximum number of objects and lists of a body."""
+MAX_ITEMS = 1_000_000
+"""Maximum number of items of all lists and objects of a body, such as the ids of a prompt.
+
+Python's parser does not let other threads run while it reads one object or list, and so do the garbage collector and
+the end of a large value. These three limits bound that time to some tens of milliseconds."""
 
 _LONE_SURROGATE_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]")
 
@@ -65,12 +76,13 @@ async def _all_of(receive: Receive, max_bytes: int) -> bytes:
 
 
 def parse_object(raw: bytes, max_depth: int) -> dict[str, Any]:
-    """Parse the JSON object in ``raw``.
+    """Parse the JSON object in ``raw``, in a time that is linear in its length.
 
     Raises:
-        BadRequest: it is not UTF-8, not JSON (NaN and Infinity are not), or not an object; or it has a key twice in one
-            object, text that is not Unicode, or a depth above ``max_depth``.
+        BadRequest: it is not UTF-8, not JSON (NaN and Infinity are not), or not an object; or it has too many parts, a
+            key twice in one object, text that is not Unicode, or a depth above ``max_depth``.
     """
+    check_parts(raw)
     try:
         text = raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -92,6 +104,33 @@ def parse_object(raw: bytes, max_depth: int) -> dict[str, Any]:
         except UnicodeEncodeError as error:
             raise BadRequest("the body has a lone surrogate, which is not text", code="invalid_unicode") from error
     return value
+
+
+def check_parts(raw: bytes) -> None:
+    """Check the number of keys, containers and items of a JSON text, before it is parsed.
+
+    Raises:
+        BadRequest: it has too many.
+    """
+    limits = ((b":", MAX_KEYS, "keys"), (b"{[", MAX_CONTAINERS, "objects and lists"), (b",", MAX_ITEMS, "items"))
+    # Signs within texts count here too, so that only few bodies have to be read closely.
+    if all(sum(raw.count(sign) for sign in _each(signs)) <= most for signs, most, _ in limits):
+        return
+    found = _outside_texts(raw)
+    for signs, most, what in limits:
+        if sum(int(found[sign]) for sign in signs) > most:
+            raise BadRequest(f"the body has more than {most} {what}", code="json_too_many_parts")
+
+
+def _each(signs: bytes) -> Iterator[bytes]:
+    return (signs[place : place + 1] for place in range(len(signs)))
+
+
+def _outside_texts(raw: bytes) -> np.ndarray[tuple[int], np.dtype[np.intp]]:
+    """Return how often each byte occurs in a JSON text outside of its strings."""
+    text = np.frombuffer(raw.replace(b"\\\\", b"").replace(b'\\"', b""), dtype=np.uint8)
+    is_outside = np.cumsum(text == ord('"'), dtype=np.int32) & 1 == 0
+    return np.bincount(text[is_outside], minlength=256)
 
 
 def _refuse_constant(name: str) -> float:

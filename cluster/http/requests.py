@@ -9,7 +9,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request
 from starlette.responses import JSONResponse, Response
@@ -18,18 +18,22 @@ from cluster.api.chat_tools import with_checked_tools
 from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
 from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
-from cluster.auth.middleware import caller_of
+from cluster.auth.middleware import caller_of, charge_answers
 from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError
-from cluster.core.identity import identify
+from cluster.core.identity import Identified, identify
 from cluster.core.program import ProgramIdentity
 from cluster.http.body import parse_object, read_body
+from cluster.http.fair_thread import FairThread
 from cluster.observing.logs import bind
 from cluster.observing.trace_context import TRACEPARENT
 
 logger = logging.getLogger("ray.serve")
 
+
+MAX_ANSWERS = 128
+"""Maximum number of answers of one request, which is OpenAI's maximum of `n`."""
 
 JSON_BEGIN = b"{"
 """The beginning of the first piece of an answer that is not a stream. Server-sent events begin with a field's name."""
@@ -40,6 +44,8 @@ PASSED_HEADERS = ("traceparent", "tracestate", "x-vllm-priority")
 REMEMBERED_CONFLICTS = 4096
 """Maximum number of programs whose conflicting identities are remembered, so that each is logged once."""
 
+
+Read = TypeVar("Read")
 
 Translation = Callable[[Mapping[str, Any]], dict[str, Any]]
 """A function that makes the body of a chat completion from a body of another API. It raises BadRequest."""
@@ -93,6 +99,7 @@ class TurnReader:
         self._config = config
         self._served = config.served
         self._tenants = Tenants(config)
+        self._bodies = FairThread()
         self._models = models or OneModel(config.model.id)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
 
@@ -102,9 +109,14 @@ class TurnReader:
         Raises:
             BadRequest: the body is invalid or exceeds a limit.
         """
+        return await self._understood(request, lambda body: body)
+
+    async def _understood(self, request: Request, understand: Callable[[dict[str, Any]], Read]) -> Read:
+        """Read the body and call ``understand`` with it, in a thread if it is large."""
         http = self._config.http
         raw = await read_body(request.receive, request.headers, http.max_body_bytes)
-        return parse_object(raw, http.max_json_depth)
+        tenant = caller_of(request).tenant
+        return await self._bodies.run(tenant, len(raw), lambda: understand(parse_object(raw, http.max_json_depth)))
 
     async def body(self, request: Request, translate: Translation | None = None) -> dict[str, Any]:
         """Read the body of a request that is not a turn. Its `model` becomes the id of the model that is used.
@@ -114,9 +126,13 @@ class TurnReader:
         Raises:
             BadRequest: the body is invalid, exceeds a limit, or names a model that is not served.
         """
-        body = await self.json(request)
-        self._check_model(_named(body), caller_of(request).tenant)
-        body = body if translate is None else translate(body)
+        tenant = caller_of(request).tenant
+
+        def understand(body: dict[str, Any]) -> dict[str, Any]:
+            self._check_model(_named(body), tenant)
+            return body if translate is None else translate(body)
+
+        body = await self._understood(request, understand)
         return body | {"model": await self._models.model_of(body, None)}
 
     async def identified(
@@ -132,25 +148,25 @@ class TurnReader:
 
         Raises:
             BadRequest: as for `body`; or an id, a hint or a field is invalid, or a schema is too complex.
+            TooManyRequests: the request has several answers, and the tenant may not have as many.
         """
-        body = await self.json(request)
         tenant = caller_of(request).tenant
-        self._check_model(_named(body), tenant)
-        identified = identify(request.headers, body, tenant, self._config.http.session_headers)
+
+        def understand(body: dict[str, Any]) -> tuple[Identified, dict[str, Any], bool]:
+            self._check_model(_named(body), tenant)
+            identified = identify(request.headers, body, tenant, self._config.http.session_headers)
+            return identified, _checked(identified.body, translate), body.get("seed") is not None
+
+        identified, turn, has_seed = await self._understood(request, understand)
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
         identity = identified.identity
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
-        turn = identified.body if translate is None else translate(identified.body)
-        if isinstance(turn.get("messages"), list):
-            turn = with_checked_tools(turn)
-            if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
-                turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
-        check_structured_output(turn)
+        charge_answers(request, number_of_answers(turn))
         model = await self._models.model_of(turn, identity)
-        if self._served[model].replicas.accelerator == "cpu" and body.get("seed") is not None:
+        if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
         return turn | {"model": model}, identity
 
@@ -169,11 +185,42 @@ class TurnReader:
                 self._conflicts_logged.popitem(last=False)
 
 
+def _checked(body: dict[str, Any], translate: Translation | None) -> dict[str, Any]:
+    """Return the body of a turn, translated and with checked tools and schemas.
+
+    Raises:
+        BadRequest: a field is invalid.
+    """
+    turn = body if translate is None else translate(body)
+    if isinstance(turn.get("messages"), list):
+        turn = with_checked_tools(turn)
+        if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
+            turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
+    check_structured_output(turn)
+    return turn
+
+
 def _named(body: Mapping[str, Any]) -> str | None:
     model = body.get("model")
     if model is not None and not isinstance(model, str):
         raise BadRequest("model: must be a string", param="model")
     return model
+
+
+def number_of_answers(body: Mapping[str, Any]) -> int:
+    """Return how many sequences a turn generates: `n` for each of its prompts.
+
+    Raises:
+        BadRequest: they are more than MAX_ANSWERS. The replica rejects fields of a wrong type.
+    """
+    each = max((body[key] for key in ("n", "best_of") if type(body.get(key)) is int), default=1)
+    prompts = body.get("prompt")
+    several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
+    number = max(1, each) * (len(prompts) if several and isinstance(prompts, list) else 1)
+    if number > MAX_ANSWERS:
+        field = "n" if each > 1 else "prompt"
+        raise BadRequest(f"{field}: the request has {number} answers; at most {MAX_ANSWERS} are generated", param=field)
+    return number
 
 
 def passed_headers(headers: Mapping[str, str]) -> dict[str, str]:

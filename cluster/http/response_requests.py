@@ -9,7 +9,7 @@ from uuid import uuid4
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import ToolOffer
+from cluster.core.tools import ToolId, ToolOffer, ToolSource
 from cluster.http.conversations import Conversations
 from cluster.http.runs import Offers, limits
 from cluster.http.stored_responses import StoredResponses
@@ -85,14 +85,14 @@ class ResponseRequests:
                 offered = await self._offers(identity.tenant, servers.whole() or None)
             except ToolRefused as error:
                 raise BadRequest(f"tools: {error}", param="tools") from error
-        theirs = {label: [one for one in offered if one.owner == label] for label in servers.definitions}
+        theirs = {label: [one for one in offered if _is_of(one.tool, label)] for label in servers.definitions}
         around = RequestContext(
             run_id=run_id or f"{RESPONSE_PREFIX}{uuid4().hex}",
             created_s=time(),
             identity=identity,
             model=request.model or self._config.model.id,
             limits=limits(self._config),
-            registered={one.name: one for one in offered if one.owner not in theirs},
+            registered={one.name: one for one in offered if one.tool and one.tool.source is ToolSource.OPERATOR},
             listings=theirs,
             previous=await self._previous(request.previous_response_id, identity.tenant, own or ()),
             continuable=own is not None,
@@ -109,3 +109,8 @@ class ResponseRequests:
             return None
         found = await self._stored.found([response_id], tenant, own)  # `run_spec` reports a missing one, by its field
         return found[response_id].state if found else None
+
+
+def _is_of(tool: ToolId | None, label: str) -> bool:
+    """Return whether a tool is one of the request's server of this label."""
+    return tool is not None and tool.source is ToolSource.REQUEST and tool.entry == label

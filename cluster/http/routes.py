@@ -133,7 +133,7 @@ class ToolRoutes:
             {
                 **described(one),
                 "object": "tool",
-                "owner": one.owner,
+                "owner": one.label,
                 "read_only": one.read_only,
                 "unusable": one.unusable,
                 "durations": [_public(each) for each in known if _belongs(each.name, one.name)],

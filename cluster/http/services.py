@@ -92,7 +92,7 @@ class ProgramService:
         Raises:
             ToolRefused: the tools of the request are invalid.
         """
-        return () if self.tools is None else self._tenants.tools(tenant, await self.tools.offers(definitions))
+        return () if self.tools is None else self._tenants.tools(tenant, await self.tools.offers(definitions, tenant))
 
     @property
     def failed(self) -> tuple[str, ...]:

@@ -7,6 +7,7 @@ import errno
 import logging
 import math
 import os
+import secrets
 import signal
 import socket
 import sys
@@ -34,6 +35,9 @@ from cluster.observing.logs import FORMAT_VARIABLE
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE
 from cluster.proxy.middleware import IMPORT_PATH
 
+ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
+"""If it is 0, Ray's node has the address 127.0.0.1, and Ray listens there only. Otherwise Ray replaces that address."""
+
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAYLLM_ENABLE_WORKER_PROCESS_SETUP_HOOK": "0",  # it imports vLLM in every worker, also in those that never need it
@@ -45,6 +49,7 @@ ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",  # the GCS would keep what Serve's controller waited for, each time
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.local.serve_clock.never_back",
+    ONE_MACHINE: "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -55,6 +60,9 @@ MARK = "CAESURA_CLUSTER_ID"
 
 BYTECODE = Path.home() / ".cache" / "caesura" / "bytecode"
 """Directory of compiled Python files, if the caller's environment has PYTHONDONTWRITEBYTECODE."""
+
+TOKEN = Path.home() / ".ray" / "auth_token"
+"""The file with the token that Ray's processes demand from each other. Ray makes one that all users can read."""
 
 NAMESPACE = "caesura"
 LOOPBACK = "127.0.0.1"
@@ -249,7 +257,12 @@ class LocalCluster:
 
     def _start_own_ray(self) -> None:
         import ray
+        from ray._private import ray_constants
 
+        if os.environ[ONE_MACHINE] == "0":  # Ray has read the environment of this process before it was set
+            self._stack.callback(setattr, ray_constants, "ENABLE_RAY_CLUSTER", ray_constants.ENABLE_RAY_CLUSTER)
+            ray_constants.ENABLE_RAY_CLUSTER = False
+        make_token_private(TOKEN)
         # "local" starts a new Ray, even if another one runs on this machine.
         ray.init(
             "local",
@@ -336,6 +349,19 @@ class LocalCluster:
     def _end_stragglers(self) -> None:
         _, alive = psutil.wait_procs({*self._family, *self.processes}, timeout=STOP_TIMEOUT_S)
         _kill(alive)
+
+
+def make_token_private(path: Path) -> None:
+    """Make Ray's token readable for this user only, and make a new one if there is none."""
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    with TemporaryDirectory(dir=path.parent) as folder:  # only this user can enter it
+        new = Path(folder, path.name)
+        new.touch(0o600)
+        new.write_text(secrets.token_hex(32))
+        with suppress(FileExistsError):
+            path.hardlink_to(new)  # never a half-written file, and never instead of another one
+    with suppress(PermissionError):  # another user's, which Ray reads or refuses itself
+        path.chmod(0o600)
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.core.errors import BadRequest
-from cluster.core.tools import ToolOffer, late_message, server_tool_name
+from cluster.core.tools import ToolId, ToolOffer, late_message, server_tool_name
 from cluster.responses.compaction import UNREADABLE, unpacked
 from cluster.responses.custom_tools import arguments_of
 from cluster.responses.input_items import (
@@ -244,10 +244,9 @@ class Conversation:
         response = self._given.approval(item.id)
         if not response.approve:
             return tool_message(item.id, denied(response))
-        if (item.server_label, item.name) not in self._names:
-            raise BadRequest(f"tools: the approved call's tool {name!r} is not among them", param="tools")
         consent = item.id if is_approval_request_id(item.id) else None
-        self.approved.append(Call(0, len(self.approved), item.id, name, item.arguments, consent))
+        tool = ToolId.of_request(item.server_label, item.name)
+        self.approved.append(Call(0, len(self.approved), item.id, name, item.arguments, consent, tool))
         self.approval_ids.append(item.id)
         return None
 
@@ -346,7 +345,7 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
         request_id = approval_request_id(previous.spec.id, call)
         response = given.approval(request_id)
         if response.approve:
-            approved.append(Call(0, len(approved), call.id, call.name, call.arguments, request_id))
+            approved.append(Call(0, len(approved), call.id, call.name, call.arguments, request_id, offer.tool))
             approval_ids.append(request_id)
         else:
             answers.append(tool_message(call.id, denied(response)))

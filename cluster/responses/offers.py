@@ -66,7 +66,7 @@ def brought(request: CreateResponse, taken: Collection[str] = ()) -> RequestTool
         if tool.server_label in definitions:
             raise _bad(f"{path}.server_label", f"another server has the label {tool.server_label!r}")
         if is_taken(tool.server_label, taken):
-            raise _bad(f"{path}.server_label", f"a tool of this cluster has the name {tool.server_label!r}")
+            raise _bad(f"{path}.server_label", f"{tool.server_label!r} cannot be a label here; choose another")
         definition: dict[str, Any] = {"kind": "mcp", "url": tool.server_url}
         names = tool.allowed_tools.tool_names if isinstance(tool.allowed_tools, ToolFilter) else tool.allowed_tools
         if names is not None:

@@ -210,7 +210,8 @@ def _same_prefix(
 
 def _require_offered(conversation: Conversation, offered: Sequence[ToolOffer]) -> None:
     for call in conversation.approved:
-        if not any(offer.name == call.name and offer.server is not None for offer in offered):
+        # The tool must be the approved one. Another one may have its name now.
+        if not any(offer.name == call.name and offer.tool is not None and offer.tool == call.tool for offer in offered):
             raise BadRequest(f"tools: the approved call's tool {call.name!r} is not among them", param="tools")
 
 

@@ -4,18 +4,18 @@ import json
 from collections.abc import Callable
 
 from cluster.config.tools import ToolsConfig
-from cluster.core.tools import statistics_name
+from cluster.core.tools import ToolId, ToolSource, statistics_name
 
-CallNaming = Callable[[str, str, str | None], str]
-"""Names a call, given the tool's name, the arguments as JSON text, and the tool's owner
-(`cluster.core.tools.ToolOffer`)."""
+CallNaming = Callable[[str, str, ToolId | None], str]
+"""Names a call, given the tool's name, the arguments as JSON text, and the tool (None: it is unknown)."""
 
 
 def naming(tools: ToolsConfig) -> CallNaming:
     """Return the function that names calls as the executor does. It uses the configuration alone."""
 
-    def known_as(name: str, arguments: str, owner: str | None) -> str:
-        entry = tools.defined.get(owner or name)
+    def known_as(name: str, arguments: str, tool: ToolId | None) -> str:
+        is_defined = tool is not None and tool.source is ToolSource.OPERATOR
+        entry = tools.defined.get(tool.entry) if is_defined and tool else None
         if entry is None or entry.argument_class is None:
             return name
         try:

@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
-from cluster.core.tools import ToolOffer
+from cluster.core.tools import ToolId, ToolOffer
 from cluster.core.turn import CallDelta
 
 Status = Literal["completed", "incomplete", "failed", "cancelled"]
@@ -40,6 +40,9 @@ class Call(_Word, frozen=True):
     """JSON text, as the model wrote it."""
     consent: str | None = None
     """Id of the approval request that the user granted. The call runs once under it. None: the call needed no approval.
+    """
+    tool: ToolId | None = None
+    """The tool that the user has approved. None: the call is of a turn of this run, and its tool is that of its name.
     """
 
     @property

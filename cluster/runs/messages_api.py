@@ -15,7 +15,7 @@ from cluster.api.anthropic.request import MessagesRequest, Prompt, sampling_fiel
 from cluster.api.anthropic.tools import chat_choice, shown_as
 from cluster.core.errors import BadRequest, HttpError, IllegalTransition
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import Outcome, ToolOffer
+from cluster.core.tools import Outcome, ToolOffer, ToolSource
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
@@ -58,7 +58,7 @@ def run_offers(
         BadRequest: a registered tool is unknown, or two tools have one name. ``param`` is the path of the tool.
     """
     servers = {server.name: server for server in prompt.servers}
-    registered = {offer.name: offer for offer in offered if offer.owner not in servers}
+    registered = {one.name: one for one in offered if one.tool and one.tool.source is ToolSource.OPERATOR}
     made = {function["name"]: ToolOffer(function["name"], function, here=False) for function in functions}
     for place, name in prompt.tools.here:
         if name not in registered:
@@ -66,7 +66,8 @@ def run_offers(
             raise _bad(f"tools.{place}.name", f"no tool {name[:200]!r} is registered; registered are: {there_are}")
         made[name] = registered[name]
     for offer in offered:
-        server = servers.get(offer.owner or "")
+        is_brought = offer.tool is not None and offer.tool.source is ToolSource.REQUEST
+        server = servers.get(offer.tool.entry) if is_brought and offer.tool else None
         if server is None or not server.offers(offer.own_name):
             continue
         if offer.name in made:

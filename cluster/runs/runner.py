@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from time import time
 from typing import Any, NoReturn
 
@@ -298,6 +299,7 @@ class ProgramRunner:
             self._clock,
             left_s=left_s,
             definitions=definitions,
+            may_call=partial(self._tenants.may_call, state.spec.tenant),
             known_as=self._known_as,
             observe=self._observe,
             watch=RunWatch(self._turns, state.spec, arrived_s, self._clock),

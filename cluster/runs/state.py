@@ -97,7 +97,7 @@ class RunState:
     def known_as(self, call: Call, naming: CallNaming) -> str:
         """Return the name under which a call's duration is learnt."""
         offer = self.offer(call.name)
-        return naming(call.name, call.arguments, None if offer is None else offer.owner)
+        return naming(call.name, call.arguments, None if offer is None else offer.tool)
 
 
 # --- the fold ---------------------------------------------------------------------------------------------------------

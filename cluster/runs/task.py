@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from cluster.core.clock import Clock
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, HttpError, Overloaded, RunLeaseLost
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import Outcome, ToolCall, ToolResult, split_complete
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult, split_complete
 from cluster.core.turn import (
     ID_BYTES,
     CallDelta,
@@ -58,6 +58,9 @@ NOTIFY_AFTER_S = 0.03
 
 NOTIFY_TIMEOUT_S = 10.0
 """Seconds after which a notification of the scheduler is given up."""
+
+MAX_REFUSED_NAME = 200
+"""Largest number of characters of a tool's name in a refusal."""
 
 END_S = 5.0
 """Seconds that a run at its time limit has to stop its tools and write its end."""
@@ -115,6 +118,7 @@ class RunTask:
         clock: the clock of durations and of the run's time limit.
         left_s: seconds until the run's time limit.
         definitions: the tools that the request brought, with their secrets.
+        may_call: whether the run's tenant may call a tool now.
         known_as: returns the name under which a call's duration is learnt.
         observe: receives each tool's result.
         watch: receives the progress of its turns.
@@ -131,6 +135,7 @@ class RunTask:
         *,
         left_s: float,
         definitions: Mapping[str, Any],
+        may_call: Callable[[ToolId | None], bool],
         known_as: CallNaming,
         observe: Callable[[ToolResult], object],
         watch: RunWatch,
@@ -142,6 +147,7 @@ class RunTask:
         self._tools = tools
         self._clock = clock
         self._definitions = definitions
+        self._may_call = may_call
         self._known_as = known_as
         self._observe = observe
         self._watched = watch
@@ -302,12 +308,20 @@ class RunTask:
         finished.set()
 
     async def _run_tool(self, call: Call, *, resumed: bool) -> None:
-        result = await self._tools.run(self._tool_call(call), self._definitions, resumed=resumed)
+        result = await self._result(self._tool_call(call), resumed=resumed)
         self._record(_answer(call, result))
         if result.outcome is Outcome.STARTED:
             self._watch(call, resumed=False)
         else:
             self._observe(result)
+
+    async def _result(self, call: ToolCall, *, resumed: bool) -> ToolResult:
+        """Run a call, if the tenant may call the tool now: its log may be older than the configuration."""
+        if self._may_call(call.tool):
+            return await self._tools.run(call, self._definitions, resumed=resumed)
+        outcome = Outcome.UNKNOWN if resumed else Outcome.REFUSED  # REFUSED would mean that nothing was run
+        text = f"{outcome}: this tenant may not use the tool {call.name[:MAX_REFUSED_NAME]!r}"
+        return ToolResult(call.id, call.name, outcome, text, statistics_name=call.name)
 
     def _watch(self, call: Call, *, resumed: bool) -> None:
         task = asyncio.create_task(self._until_late(call, resumed))
@@ -327,7 +341,7 @@ class RunTask:
 
     async def _late_result(self, call: ToolCall, resumed: bool) -> ToolResult:
         if resumed:
-            result = await self._tools.run(call, self._definitions, resumed=True)
+            result = await self._result(call, resumed=True)
             if result.outcome is not Outcome.STARTED:
                 return result
         return await self._tools.completion(call.program, call.id)
@@ -348,7 +362,7 @@ class RunTask:
             idempotency_key=own,
             deadline_s=self._left_s,
             traceparent=self._traceparent,
-            owner=None if offer is None else offer.owner or offer.server,
+            tool=call.tool if offer is None or call.tool is not None else offer.tool,
             consent=call.consent and f"{self.state.spec.tenant}/{call.consent}",
         )
 

@@ -11,7 +11,7 @@ import sys
 from typing import Any
 
 from cluster.config.tools import ToolsConfig
-from cluster.core.tools import Outcome, ToolCall, ToolOffer
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer
 from replicas.tiny.tool_arguments import arguments_of
 from tools_runtime.host import ToolHost
 
@@ -44,7 +44,9 @@ async def main(url: str) -> bool:
         print("offered:", *offers)
         outcomes = []
         for number, (name, arguments) in enumerate(calls(offers)):
-            result = await host.run(ToolCall(f"call-{number}", f"{ENTRY}__{name}", arguments, owner=ENTRY))
+            result = await host.run(
+                ToolCall(f"call-{number}", f"{ENTRY}__{name}", arguments, tool=ToolId.of_operator(ENTRY, name))
+            )
             print(f"{name}: {result.outcome}: {result.text}")
             outcomes.append(result.outcome)
         return all(outcome is Outcome.OK for outcome in outcomes)

@@ -9,7 +9,7 @@ from cluster.api.anthropic.conversation import called_as
 from cluster.api.anthropic.request import chat_body, check_headers, read_messages, retention_s
 from cluster.api.anthropic.tools import shown_as
 from cluster.core.errors import BadRequest
-from cluster.core.tools import ToolOffer, server_tool_name
+from cluster.core.tools import ToolId, ToolOffer, server_tool_name
 
 CALL = {"type": "tool_use", "id": "t1", "name": "ls", "input": {"path": "/"}}
 RESULT = {"type": "tool_result", "tool_use_id": "t1", "content": "a.txt"}
@@ -235,14 +235,14 @@ def test_headers(headers: dict[str, str], param: str | None) -> None:
 
 def of_server(server: str, tool: str) -> ToolOffer:
     name = server_tool_name(server, tool)
-    return ToolOffer(name, {"name": name}, here=True, server_tool=tool, owner=server)
+    return ToolOffer(name, {"name": name}, here=True, server_tool=tool, tool=ToolId.of_operator(server, tool))
 
 
 @pytest.mark.parametrize(
     ("offer", "shown"),
     [
         (None, ("caesura", "no__tool")),
-        (ToolOffer("search", {}, here=True, owner="search"), ("caesura", "search")),
+        (ToolOffer("search", {}, here=True, tool=ToolId.of_operator("search")), ("caesura", "search")),
         (of_server("search", "search"), ("search", "search")),
         (of_server("desk", "move.desk"), ("desk", "move.desk")),
         (of_server("caesura", "read"), ("caesura", "caesura__read")),

@@ -21,7 +21,7 @@ from cluster.core.clock import MonotonicClock
 from cluster.core.errors import HttpError, ToolRefused
 from cluster.core.identity import identify
 from cluster.core.lineage import LineageIndex
-from cluster.core.tools import ToolOffer, function_object
+from cluster.core.tools import ToolId, ToolOffer, function_object
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.responses import ResponseRoutes
 from cluster.http.stored_responses import StoredResponses
@@ -33,13 +33,13 @@ TENANT = "default"
 
 def registered(name: str) -> ToolOffer:
     """A tool of the operator's."""
-    return ToolOffer(name, function_object(name, "a tool", None), here=True, owner=name)
+    return ToolOffer(name, function_object(name, "a tool", None), here=True, tool=ToolId.of_operator(name))
 
 
 def served_by(label: str, name: str) -> ToolOffer:
     """A tool of an MCP server that a request brings."""
     function = function_object(f"{label}__{name}", "a tool", None)
-    return ToolOffer(f"{label}__{name}", function, here=True, server_tool=name, owner=label)
+    return ToolOffer(f"{label}__{name}", function, here=True, server_tool=name, tool=ToolId.of_request(label, name))
 
 
 def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Mapping[str, Any] | None], Any]:
@@ -51,7 +51,7 @@ def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Ma
         if definitions and "down" in definitions:
             raise ToolRefused("the MCP server down cannot be reached")
         brought = definitions or {}
-        return [tool for tool in tools if tool.server_tool is None or tool.owner in brought]
+        return [tool for tool in tools if tool.server_tool is None or (tool.tool and tool.tool.entry in brought)]
 
     return offers
 

@@ -8,7 +8,7 @@ from anthropic import APIStatusError, AsyncAnthropic
 from anthropic.types.beta import BetaMessage
 
 from cluster.core.errors import BadRequest, HttpError
-from cluster.core.tools import Outcome, ToolCall, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, TurnDone, pack_ids
 from cluster.http import messages
 from tests.programs.message_site import MODEL, claude, site
@@ -97,7 +97,7 @@ async def test_blocks_stand_in_the_order_of_the_turns(served: Any, streamed: boo
         16,
     )
     assert message.usage.output_tokens == 4
-    assert [(call.name, call.owner) for call in there.tools.ran] == [("add", "add"), ("docs__read", "docs")]
+    assert [call.target for call in there.tools.ran] == [ToolId.of_operator("add"), ToolId.of_request("docs", "read")]
 
 
 @pytest.mark.parametrize("streamed", [False, True])

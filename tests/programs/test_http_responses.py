@@ -9,7 +9,7 @@ from starlette.applications import Starlette
 
 from cluster.core.errors import BadRequest
 from cluster.core.lineage import LineageIndex
-from cluster.core.tools import ToolCall
+from cluster.core.tools import ToolCall, ToolId
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
 from cluster.observing.catalogue import IGNORED_PARTS
 from cluster.runs.runner import ProgramRunner
@@ -138,7 +138,9 @@ async def test_consent_names_itself_to_whoever_runs_the_tool(served: Any) -> Non
         items = [{"role": "user", "content": item} if isinstance(item, str) else item for item in kept["input"]]
         items = [item if isinstance(item, dict) else item.model_dump() for item in items]
         await create(model="m", tools=[docs], **{**kept, "input": items})
-    assert [(call.owner, call.consent) for call in seen] == [("docs", f"default/{request.id}")] * 2
+    assert [(call.target, call.consent) for call in seen] == [
+        (ToolId.of_request("docs", "read"), f"default/{request.id}")
+    ] * 2
 
 
 async def test_a_stream_and_the_rest_of_it_later(served: Any) -> None:

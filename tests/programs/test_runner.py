@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, IdempotencyConflict, Overloaded
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.runs.events import (
@@ -35,7 +35,7 @@ from tests.programs.runners import LEASE_S, Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
 
 NAMES = ("add", "once", "slowly", "wait")
-OFFERS = tuple(ToolOffer(name, {"name": name}, here=True) for name in NAMES)
+OFFERS = tuple(ToolOffer(name, {"name": name}, here=True, tool=ToolId.of_operator(name)) for name in NAMES)
 
 
 def spec(run_id: str, **fields: Any) -> RunSpec:
@@ -140,6 +140,36 @@ async def test_what_a_tool_runtime_refuses_is_told_as_it_says_it(runners: Runner
     fault = outcome(await ended(runner, "refused")).fault
     assert fault is not None
     assert (fault.code, fault.message) == ("invalid_prompt", "tools: nothing like it")
+
+
+async def test_a_tool_is_checked_against_the_tenant_where_it_is_dispatched(runners: Runners) -> None:
+    """A log may be older than the configuration: its offers do not decide what the tenant may use now."""
+    replicas = ScriptedReplicas([says("", ("add", "{}"), ("once", "{}")), says("done", first_id=200)])
+    tools = ScriptedTools({"add": lambda call: "2", "once": lambda call: "never"})
+    runner = runners(replicas, tools, tenants={"t": {"tools": ["add"]}})
+    await runner.start(spec("r60"))
+    answers = {event.index: event for event in await ended(runner, "r60") if isinstance(event, ToolAnswer)}
+    assert [answers[index].outcome for index in (0, 1)] == [Outcome.OK, Outcome.REFUSED]
+    assert answers[1].text == "refused: this tenant may not use the tool 'once'"
+    assert [call.tool for call in tools.ran] == [ToolId.of_operator("add")]
+
+
+async def test_a_call_whose_tool_the_tenant_lost_meanwhile_may_have_taken_effect(runners: Runners) -> None:
+    never = asyncio.Event()
+
+    async def stuck(call: ToolCall) -> str:
+        await never.wait()
+        return "never"
+
+    first = runners(ScriptedReplicas([says("", ("wait", "{}"))]), ScriptedTools({"wait": stuck}))
+    await first.start(spec("r61"))
+    await until(lambda: any(isinstance(event, ToolIntent) for event in first.written("r61")))
+    await first.aclose()
+    tools = ScriptedTools({"wait": stuck})
+    second = runners(ScriptedReplicas([says("done", first_id=200)]), tools, tenants={"t": {"tools": ["add"]}})
+    second.attend()
+    [answer] = [event for event in await ended(second, "r61") if isinstance(event, ToolAnswer)]
+    assert (answer.outcome, tools.ran, tools.resumed) == (Outcome.UNKNOWN, [], [])
 
 
 async def test_a_run_works_in_no_requests_context(runners: Runners) -> None:

@@ -1,6 +1,6 @@
 """Logs of runs, written by hand or at random, for the tests of what clients are told of them."""
 
-from cluster.core.tools import ToolOffer, function_object
+from cluster.core.tools import ToolId, ToolOffer, function_object
 from cluster.core.turn import CallDelta
 from cluster.runs.events import (
     Accepted,
@@ -19,19 +19,21 @@ LIMITS = Limits(turns=8, tool_calls=16, output_tokens=1000, wall_s=60.0, turn_at
 
 
 def offer(name="look", here=False, server=None, approval=False):
-    tool = None if server is None else name
+    own = None if server is None else name
+    tool = (ToolId.of_operator(name) if here else None) if server is None else ToolId.of_request(server, name)
     name = name if server is None else f"{server}__{name}"
     function = {"name": name, "description": f"{name}!", "parameters": {"type": "object"}}
-    return ToolOffer(
-        name, function, here=here or server is not None, server=server, server_tool=tool, approval=approval
-    )
+    is_here = here or server is not None
+    return ToolOffer(name, function, here=is_here, server=server, server_tool=own, approval=approval, tool=tool)
 
 
 def listed(label, name, description="", read_only=False, parameters=None):
     """A server's tool, as the tool runtime offers it."""
     called = f"{label}__{name}"
     function = function_object(called, description, parameters or {"type": "object"})
-    return ToolOffer(called, function, here=True, server_tool=name, owner=label, read_only=read_only)
+    return ToolOffer(
+        called, function, here=True, server_tool=name, tool=ToolId.of_request(label, name), read_only=read_only
+    )
 
 
 def spec(*offers, **fields):

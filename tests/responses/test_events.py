@@ -4,7 +4,7 @@ import pytest
 from msgspec.structs import replace
 from openai.types.responses import Response
 
-from cluster.core.tools import ToolOffer
+from cluster.core.tools import ToolId, ToolOffer
 from cluster.core.turn import CallDelta
 from cluster.responses.compaction import unpacked
 from cluster.responses.events import ResponseFold
@@ -104,7 +104,9 @@ def test_no_client_takes_a_call_of_a_registered_tool_for_its_own() -> None:
 
 
 def test_a_tool_of_the_operators_server_is_called_by_its_own_name() -> None:
-    there = ToolOffer("docs__read", READ.function, here=True, server_tool="read", owner="docs")
+    there = ToolOffer(
+        "docs__read", READ.function, here=True, server_tool="read", tool=ToolId.of_operator("docs", "read")
+    )
     one = call("docs__read")
     _, response = told(accepted(there), *turn(1, "", one), *tool_round(one), COMPLETED)
     assert (response.output[0].server_label, response.output[0].name) == ("docs", "read")

@@ -4,6 +4,7 @@ import pytest
 
 from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
+from cluster.core.tools import ToolId
 from cluster.responses.events import ResponseFold
 from cluster.responses.request import read_request
 from cluster.responses.spec import RequestContext, run_spec
@@ -146,7 +147,7 @@ def consent(id="r1", approve=True, **fields):
 def test_an_approved_call_is_run_before_the_first_turn() -> None:
     made = run_of(user("read"), request(), consent(), tools=[DOCS])
     assert made.messages == (user("read"), asked(("r1", "docs__read", "{}")))
-    assert made.approved == (Call(0, 0, "r1", "docs__read", "{}"),)
+    assert made.approved == (Call(0, 0, "r1", "docs__read", "{}", tool=ToolId.of_request("docs", "read")),)
     assert made.echo["approvals"] == ["r1"]
 
 
@@ -266,7 +267,9 @@ def test_consent_by_the_id_that_the_response_gave() -> None:
     asked_for = reader.response.output[-1]
     previous = fold(log)
     approved = run_of(consent(asked_for.id), previous=previous, tools=[DOCS])
-    assert approved.approved == (Call(0, 0, one.id, one.name, one.arguments, asked_for.id),)
+    assert approved.approved == (
+        Call(0, 0, one.id, one.name, one.arguments, asked_for.id, ToolId.of_request("docs", "read")),
+    )
     assert approved.echo["approvals"] == [asked_for.id]
     assert approved.prior is not None
     denied = messages(consent(asked_for.id, approve=False), user("why?"), previous=previous, tools=[DOCS])

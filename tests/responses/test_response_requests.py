@@ -7,7 +7,7 @@ import pytest
 
 from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import ToolOffer, function_object
+from cluster.core.tools import ToolId, ToolOffer, function_object
 from cluster.responses.compaction import packed
 from cluster.responses.events import unchanging
 from cluster.responses.input_items import input_items
@@ -29,7 +29,11 @@ LISTINGS = {
     ]
 }
 CLOCK = {"type": "object", "x": 1}
-REGISTERED = {"clock": ToolOffer("clock", function_object("clock", "the time", CLOCK), here=True, owner="clock")}
+REGISTERED = {
+    "clock": ToolOffer(
+        "clock", function_object("clock", "the time", CLOCK), here=True, tool=ToolId.of_operator("clock")
+    )
+}
 
 
 def around(**fields):
@@ -292,13 +296,25 @@ def test_a_spec_survives_its_log() -> None:
 
 @pytest.mark.parametrize(
     ("label", "says"),
-    [("docs__db", "must not contain '__'"), ("docs_", "nor end with '_'"), ("clock", "a tool of this cluster")],
+    [("docs__db", "must not contain '__'"), ("docs_", "nor end with '_'"), ("clock", "cannot be a label here")],
 )
 def test_a_label_that_could_stand_for_something_else_is_refused(label, says) -> None:
     """A server labelled X__db with a tool admin reached the operator's server X and its tool db__admin."""
     with pytest.raises(BadRequest, match=says) as refused:
         brought(read_request({"input": "hi", "tools": [SEARCH, DOCS | {"server_label": label}]}), taken={"clock"})
     assert refused.value.param == "tools.1.server_label"
+
+
+def test_a_consent_is_for_the_tool_that_was_shown_and_not_for_one_that_has_its_name_now() -> None:
+    request = {"type": "mcp_approval_request", "id": "r1", "server_label": "docs", "name": "a.b", "arguments": "{}"}
+    consent = {"type": "mcp_approval_response", "approval_request_id": "r1", "approve": True}
+    body = {"input": [{"role": "user", "content": "go"}, request, consent], "tools": [DOCS]}
+    shown = msgspec.structs.replace(listed("docs", "a.b"), name="docs__a_b")
+    same = run_spec(read_request(body), around(listings={"docs": [shown]}))
+    assert [call.tool for call in same.spec.approved] == [ToolId.of_request("docs", "a.b")]
+    assert listed("docs", "a_b").name == same.spec.approved[0].name
+    with pytest.raises(BadRequest, match="is not among them"):
+        run_spec(read_request(body), around(listings={"docs": [listed("docs", "a_b")]}))
 
 
 def test_a_chosen_tool_of_a_server_is_found_by_both_names() -> None:
@@ -322,7 +338,14 @@ def test_a_tool_that_cannot_be_used_is_not_offered_and_its_listing_says_why() ->
 
 
 def test_a_registered_tool_that_cannot_be_used_is_refused_with_the_reason() -> None:
-    deep = ToolOffer("db__deep", {}, here=True, owner="db", server_tool="deep", unusable="its parameters are too deep")
+    deep = ToolOffer(
+        "db__deep",
+        {},
+        here=True,
+        tool=ToolId.of_request("db", "deep"),
+        server_tool="deep",
+        unusable="its parameters are too deep",
+    )
     registered = REGISTERED | {"db__deep": deep}
     for name, says in (("db__deep", "cannot be used: its parameters are too deep"), ("x", "registered are: clock$")):
         body = {"input": "hi", "tools": [SEARCH, {"type": "function", "name": name, "server_side": True}]}

@@ -80,8 +80,12 @@ async def test_json_content_types_pass(kind) -> None:
         (b'{"a": ' + b"9" * 5000 + b"}", "invalid_json"),
         (b'{"a": "\\ud800"}', "invalid_unicode"),
         (b'{"a": ' + b"[" * 9 + b"]" * 9 + b"}", "json_too_deep"),
-        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "json_too_deep"),
-        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, "json_too_deep"),
+        (b'{"a": ' + b"[" * 90_000 + b"]" * 90_000 + b"}", "json_too_deep"),
+        (b'{"a":' * 90_000 + b"1" + b"}" * 90_000, "json_too_deep"),
+        (b'{"a": ' + b"[" * 200_000 + b"]" * 200_000 + b"}", "json_too_many_parts"),
+        (b'{"a": [' + b"{}," * 100_000 + b"1]}", "json_too_many_parts"),
+        (b"{" + b'"k":1,' * 100_001 + b'"k":1}', "json_too_many_parts"),
+        (b'{"a": [' + b"1," * 1_000_001 + b"1]}", "json_too_many_parts"),
     ],
 )
 def test_what_is_not_a_strict_json_object_is_refused(raw, code) -> None:
@@ -114,3 +118,9 @@ def test_a_repeated_key_among_many_is_found_in_linear_time() -> None:
     with pytest.raises(ValueError, match="'k999' stands twice"):
         http_body._unique([(key, 1) for key in keys])
     assert comparisons < 3 * len(keys)
+
+
+@pytest.mark.parametrize("text", ["a:b,c{d[" * 150_000, '\\":,{[' * 120_000, "\\\\" * 300_000 + '"{' * 2])
+def test_signs_within_texts_are_no_parts(text: str) -> None:
+    body = {"messages": [{"role": "user", "content": text}], "more": [text, "x"]}
+    assert parse_object(json.dumps(body).encode(), 8) == body

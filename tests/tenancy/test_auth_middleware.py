@@ -12,13 +12,13 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 from starlette.testclient import TestClient
 
-from cluster.api.openai import ErrorBoundary
+from cluster.api.openai import ErrorBoundary, error_response
 from cluster.auth.keys import Caller, Role
-from cluster.auth.middleware import AuthMiddleware, caller_of
+from cluster.auth.middleware import AuthMiddleware, caller_of, charge_answers
 from cluster.auth.tenants import TenantLimit, TenantLimits
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
-from cluster.core.errors import HttpError
+from cluster.core.errors import HttpError, TooManyRequests
 
 KEYS = {
     "acme-key": Caller("acme", frozenset({Role.SERVE}), "ci"),
@@ -168,6 +168,48 @@ def test_turns_at_a_time_are_bounded_and_come_free_however_they_end() -> None:
     door = client(max_concurrent=1)
     for _ in range(3):  # each broke off in the middle of its stream
         assert door.get("/stream", headers=bearer("acme-key")).status_code == 200
+
+
+def test_each_answer_of_a_request_counts() -> None:
+    clock = ManualClock()
+    limits = TenantLimits({"t": TenantLimit(1.0, 4, 8)}, TenantLimit(), clock)
+    limits.enter("t")
+    limits.add("t", 5)  # 6 answers: two more than the burst, which are paid later
+    with pytest.raises(TooManyRequests) as caught:
+        limits.enter("t")
+    assert caught.value.retry_after_s == 3.0
+    with pytest.raises(TooManyRequests, match="would be in flight"):
+        limits.add("t", 3)
+    limits.leave("t", 6)
+    clock.move_to(clock.now_s() + 3.0)
+    limits.enter("t")
+    limits.add("t", 7)  # everything has been given back
+    with pytest.raises(TooManyRequests):
+        limits.add("t", 1)
+
+
+def test_a_request_gives_all_its_answers_back() -> None:
+    answers = [3, 1, 4]
+
+    async def several(request: Request) -> Response:
+        charge_answers(request, answers.pop(0))
+        return JSONResponse({})
+
+    async def refused(_: Request, error: Exception) -> Response:
+        return error_response(known(error))
+
+    config = CaesuraConfig.model_validate({"tenants": {"acme": {"max_concurrent": 3}}})
+    app = AuthMiddleware(
+        Starlette(routes=[Route(TURNS, several, methods=["POST"])], exception_handlers={HttpError: refused}),
+        config=config,
+        limited_paths=frozenset({TURNS}),
+        find=KEYS.get,
+    )
+    guarded = TestClient(
+        ErrorBoundary(app, error_map=known, max_header_bytes=9999, max_in_flight=9, limited_paths=frozenset())
+    )
+    headers = {"authorization": "Bearer acme-key"}
+    assert [guarded.post(TURNS, headers=headers).status_code for _ in range(3)] == [200, 200, 429]
 
 
 def test_a_refused_request_takes_nothing() -> None:

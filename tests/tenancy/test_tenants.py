@@ -1,6 +1,5 @@
 """What the configuration lets a tenant use."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,12 +14,11 @@ from cluster.cli import app
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
 from cluster.core.replica_snapshot import prefix_blocks, prompt_of, salt_of
+from cluster.core.tools import ToolId, ToolOffer
 
 
-@dataclass(frozen=True)
-class Tool:
-    name: str
-    owner: str
+def offered(tool: ToolId) -> ToolOffer:
+    return ToolOffer(tool.tool, {}, here=True, tool=tool)
 
 
 def config(tenant: dict[str, Any], **more: Any) -> CaesuraConfig:
@@ -35,7 +33,7 @@ def config(tenant: dict[str, Any], **more: Any) -> CaesuraConfig:
 
 def test_who_is_not_configured_may_use_everything() -> None:
     tenants = Tenants(config({}))
-    tools = [Tool("search", "search"), Tool("shell", "shell")]
+    tools = [offered(ToolId.of_operator("search")), offered(ToolId.of_operator("shell"))]
     for tenant in ("acme", "other"):
         assert tenants.may_name(tenant, "tiny") and tenants.tools(tenant, tools) == tools
         assert tenants.max_programs(tenant) is None
@@ -43,9 +41,10 @@ def test_who_is_not_configured_may_use_everything() -> None:
 
 def test_tools_are_those_named_and_those_brought() -> None:
     tenants = Tenants(config({"tools": ["search"]}))
-    search, shell, brought = Tool("search", "search"), Tool("shell", "shell"), Tool("mine__look", "mine")
-    assert tenants.tools("acme", [search, shell, brought]) == [search, brought]
-    assert tenants.tools("other", [search, shell, brought]) == [search, shell, brought]
+    search, shell = offered(ToolId.of_operator("search")), offered(ToolId.of_operator("shell"))
+    brought, unnamed = offered(ToolId.of_request("shell", "look")), ToolOffer("search", {}, here=True)
+    assert tenants.tools("acme", [search, shell, brought, unnamed]) == [search, brought]
+    assert tenants.tools("other", [search, shell, brought, unnamed]) == [search, shell, brought]
 
 
 def test_models_are_those_named() -> None:

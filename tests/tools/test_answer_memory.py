@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.tools import Outcome, ToolCall
+from cluster.core.tools import Outcome, ToolCall, ToolId
 from tests.tools.scripted import SERVERS
 from tools_runtime.host import ToolHost
 
@@ -49,12 +49,13 @@ async def test_a_large_answer_costs_its_cap(
             _, port = serve("mcp_server.py", "http", *(["json"] if kind == "mcp JSON" else []))
             url, protocol = f"http://127.0.0.1:{port}/mcp", "auto" if kind == "mcp JSON" else "handshake"
             tool = {"kind": "mcp", "url": url, "protocol": protocol, "private_addresses": True}
+    called = ToolId.of_operator("t", "large" if name == "t__large" else "t")
     host = await open_tools({"t": {**tool, "output_cap_bytes": CAP, "deadline_s": 600}})
     small = {"size": 10} if "size" in arguments else {"mb": 0}
-    await host.run(ToolCall("warm", name, small if arguments else {}, owner="t"))
+    await host.run(ToolCall("warm", name, small if arguments else {}, tool=called))
     tracemalloc.start()
     try:
-        result = await host.run(ToolCall("a", name, arguments, owner="t"))
+        result = await host.run(ToolCall("a", name, arguments, tool=called))
         _, peak = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()

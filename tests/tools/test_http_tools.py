@@ -12,13 +12,13 @@ from urllib.parse import quote
 import pytest
 
 from cluster.config.tools import HttpTool
-from cluster.core.errors import ToolRefused
+from cluster.core.errors import ConfigError, ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolResult
 from tests.tools.servers.http_server import OPENAPI
 from tools_runtime.addresses import Resolver, is_public
 from tools_runtime.host import ToolHost
 from tools_runtime.kind import Invocation
-from tools_runtime.kinds.http import HttpKind
+from tools_runtime.kinds.http import HttpKind, Operation, find_operation
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 Serve = Callable[..., tuple["subprocess.Popen[bytes]", int]]
@@ -59,10 +59,64 @@ async def test_arguments_go_into_the_body_of_a_post(ask: Ask, monkeypatch: pytes
     assert (seen["headers"]["x-fixed"], seen["headers"]["authorization"]) == ("1", "Bearer s3cret")
 
 
-@pytest.mark.parametrize("value", ["..", ".", ""])
-async def test_an_argument_cannot_climb_out_of_its_place(ask: Ask, value: str) -> None:
-    result = await ask("/items/{id}/x", {"id": value})
+@pytest.mark.parametrize(
+    ("path", "arguments"),
+    [
+        *(("/items/{id}/x", {"id": value}) for value in ("..", ".", "", "../x", "x/..", "x/../../y", "..\\x", "./x")),
+        ("/items/{a}{b}/x", {"a": ".", "b": "."}),
+        ("/items/.{a}", {"a": "."}),
+        ("/items/.{a}", {"a": ""}),
+        ("/{a}", {"a": "../admin"}),
+    ],
+)
+async def test_an_argument_cannot_climb_out_of_its_place(ask: Ask, path: str, arguments: dict[str, str]) -> None:
+    result = await ask(path, arguments)
     assert (result.outcome, "would change the URL's path" in result.text) == (Outcome.REFUSED, True)
+
+
+@pytest.mark.parametrize("value", ["a/b", "...", "a..b", ".hidden", "-x", "--help", "a?b#c", "@evil.test", "//x"])
+async def test_an_argument_that_is_one_segment_is_sent_as_it_is(ask: Ask, value: str) -> None:
+    seen = json.loads((await ask("/items/{id}/x?q={q}", {"id": value, "q": ".."})).text)
+    assert seen["path"] == f"/items/{quote(value, safe='')}/x?q=.."
+
+
+async def test_an_argument_cannot_change_what_the_url_fixes(ask: Ask) -> None:
+    """A model could otherwise choose another `user` or scope than the operator."""
+    result = await ask("/items?user=me&id={id}", {"id": "1", "user": "root"})
+    assert result.text.startswith("refused: the argument 'user' is a part of the URL")
+    seen = json.loads((await ask("/items?user=me&id={id}", {"id": "1&user=root", "User": "x"})).text)
+    assert seen["path"] == "/items?user=me&id=1%26user%3Droot&User=x"
+
+
+def operation(parameter: dict[str, Any], server: str = "https://api.test") -> Operation:
+    document = {"paths": {"/x": {"get": {"operationId": "x", "parameters": [parameter]}}}}
+    return find_operation(document, "x", server, None)
+
+
+@pytest.mark.parametrize("name", ["Host", "content-length", "Transfer-Encoding", "Cookie", "Connection"])
+def test_no_argument_is_a_header_that_decides_where_a_request_goes(name: str) -> None:
+    with pytest.raises(ConfigError, match="is a header that no argument can set"):
+        operation({"name": name, "in": "header"})
+
+
+def test_headers_that_openapi_ignores_are_no_arguments() -> None:
+    made = operation({"name": "authorization", "in": "header"})
+    assert (made.header_names, made.parameters["properties"]) == (frozenset(), {})
+
+
+def test_no_argument_is_a_part_of_the_servers_name() -> None:
+    with pytest.raises(ConfigError, match="has variables"):
+        operation({"name": "host", "in": "query"}, "https://{host}/v1")
+
+
+def test_an_argument_does_not_add_to_a_header_of_the_configuration(tmp_path: Path) -> None:
+    parameter = {"name": "x-scope", "in": "header", "schema": {"type": "string"}}
+    document = {"paths": {"/x": {"get": {"operationId": "x", "parameters": [parameter]}}}}
+    (tmp_path / "api.json").write_text(json.dumps(document))
+    openapi = {"document": str(tmp_path / "api.json"), "operation": "x", "server": "https://api.test"}
+    config = HttpTool.model_validate({"kind": "http", "openapi": openapi, "headers": {"X-Scope": "read"}})
+    request = HttpKind("t", config)._request({"x-scope": "write"})
+    assert request.headers.get_list("x-scope") == ["read"]
 
 
 async def test_a_missing_argument_is_told(ask: Ask) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.tools import Outcome, ToolCall, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from tests.tools.scripted import SERVERS, until
 from tools_runtime.host import ToolHost
 from tools_runtime.kinds.mcp import McpKind
@@ -29,7 +29,7 @@ def server(**said: Any) -> dict[str, Any]:
 
 
 def kind(host: ToolHost) -> McpKind:
-    found = host._tools.entries["s"].kind
+    found = host._tools.own[0].kind
     assert isinstance(found, McpKind)
     return found
 
@@ -41,7 +41,9 @@ def version(host: ToolHost) -> str | None:
 
 
 async def ask(host: ToolHost, tool: str, arguments: dict[str, Any] | None = None, **said: Any) -> ToolResult:
-    return await host.run(ToolCall(said.pop("id", "a"), f"s__{tool}", arguments or {}, owner="s", **said))
+    return await host.run(
+        ToolCall(said.pop("id", "a"), f"s__{tool}", arguments or {}, tool=ToolId.of_operator("s", tool), **said)
+    )
 
 
 CONNECTIONS = {
@@ -71,7 +73,7 @@ async def host(request: pytest.FixtureRequest, open_tools: OpenTools, serve: Ser
 
 async def test_calls_in_every_era_and_over_every_transport(host: ToolHost, tmp_path: Path) -> None:
     assert {offer.name for offer in await host.offers()} >= {"s__add", "s__slow", "s__fail"}
-    calls = [ToolCall(f"c{i}", "s__add", {"a": i, "b": 1}, owner="s") for i in range(20)]
+    calls = [ToolCall(f"c{i}", "s__add", {"a": i, "b": 1}, tool=ToolId.of_operator("s", "add")) for i in range(20)]
     assert [result.text for result in await asyncio.gather(*map(host.run, calls))] == [str(i + 1) for i in range(20)]
     wrong = await ask(host, "add", {"a": "x", "b": 1})
     assert (wrong.outcome, 'a: "x" is not of type "integer"' in wrong.text) == (Outcome.REFUSED, True)
@@ -170,7 +172,9 @@ async def test_what_is_no_server_is_told_and_hurts_nobody(open_tools: OpenTools,
     assert result.outcome is Outcome.ERROR
     assert "the MCP server s cannot be reached" in result.text
     assert says in result.text
-    assert (await host.run(ToolCall("g", "good__add", {"a": 1, "b": 1}, owner="good"))).text == "2"
+    assert (
+        await host.run(ToolCall("g", "good__add", {"a": 1, "b": 1}, tool=ToolId.of_operator("good", "add")))
+    ).text == "2"
 
 
 @pytest.mark.parametrize("protocol", ["auto", "handshake", "stateless"])

@@ -1,12 +1,14 @@
 """Tools that a request brings: only what the operator allows, only to public addresses."""
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
 
 from cluster.core.errors import ToolRefused
-from cluster.core.tools import Outcome, ToolCall
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
+from tests.tools.scripted import ScriptedKind, settle
 from tools_runtime import host as hosting
 from tools_runtime.host import ToolHost
 
@@ -15,10 +17,15 @@ OpenTools = Callable[..., Awaitable[ToolHost]]
 HTTP = {"kind": "http", "url": "http://127.0.0.1:9/"}
 
 
+def theirs(name: str, id: str = "a") -> ToolCall:
+    """A call of a tool that the request has brought."""
+    return ToolCall(id, name, tool=ToolId.of_request(name))
+
+
 async def refusal(open_tools: OpenTools, definitions: Any, **allowed: Any) -> str:
     host = await open_tools({"mine": {"kind": "command", "argv": ["true"]}}, **allowed)
     name = next(iter(definitions), "t")
-    result = await host.run(ToolCall("a", name), definitions)
+    result = await host.run(theirs(name), definitions)
     assert result.outcome is Outcome.REFUSED
     return result.text
 
@@ -29,7 +36,7 @@ async def refusal(open_tools: OpenTools, definitions: Any, **allowed: Any) -> st
         ({"t": {"kind": "command", "argv": ["ls"]}}, "of the kind 'command'"),
         ({"t": {"kind": "python", "entry": "os:system"}}, "of the kind 'python'"),
         ({"t": "ls"}, "of the kind None"),
-        ({"mine": HTTP}, "there is a tool 'mine' already"),
+        ({"mine": HTTP}, "'mine' cannot have this name"),
         ({"t": {**HTTP, "private_addresses": True}}, "must not set private_addresses"),
         ({"t": {**HTTP, "headers_from_environment": {"A": "HOME"}}}, "must not set headers_from_environment"),
         ({"t": {"kind": "mcp", "command": ["ls"]}}, "must not set command"),
@@ -59,26 +66,29 @@ async def test_nothing_is_allowed_unless_the_operator_says_so(open_tools: OpenTo
 async def test_a_server_that_a_request_brings_is_at_a_public_address(open_tools: OpenTools) -> None:
     host = await open_tools({}, request_kinds=["mcp"])
     server = {"s": {"kind": "mcp", "url": "http://169.254.169.254/mcp"}}
-    assert "is not a public address" in (await host.run(ToolCall("a", "s__x", owner="s"), server)).text
+    assert (
+        "is not a public address"
+        in (await host.run(ToolCall("a", "s__x", tool=ToolId.of_request("s", "x")), server)).text
+    )
 
 
 async def test_networks_that_the_operator_opens_and_no_others(open_tools: OpenTools) -> None:
     host = await open_tools({}, request_kinds=["http"], request_networks=["127.0.0.0/8"])
-    there = await host.run(ToolCall("a", "t"), {"t": HTTP})
+    there = await host.run(theirs("t"), {"t": HTTP})
     assert (there.outcome, "not a public address" in there.text) == (Outcome.ERROR, False)
-    elsewhere = await host.run(ToolCall("b", "t"), {"t": {**HTTP, "url": "http://10.0.0.1:9/"}})
+    elsewhere = await host.run(theirs("t", "b"), {"t": {**HTTP, "url": "http://10.0.0.1:9/"}})
     assert elsewhere.outcome is Outcome.REFUSED
     own = {"t": {**HTTP, "private_networks": ["10.0.0.0/8"]}}
-    assert "must not set private_networks" in (await host.run(ToolCall("c", "t"), own)).text
+    assert "must not set private_networks" in (await host.run(theirs("t", "c"), own)).text
 
 
 async def test_one_request_does_not_see_the_tools_of_another(open_tools: OpenTools) -> None:
     host = await open_tools(
         {"mine": {"kind": "python", "entry": "tests.tools.python_tools:add"}}, request_kinds=["http"]
     )
-    assert "not a public address" in (await host.run(ToolCall("a", "theirs"), {"theirs": HTTP})).text
+    assert "not a public address" in (await host.run(theirs("theirs"), {"theirs": HTTP})).text
     for definitions in (None, {"other": HTTP}):
-        assert "there is no tool 'theirs'" in (await host.run(ToolCall("a", "theirs"), definitions)).text
+        assert "there is no tool 'theirs'" in (await host.run(theirs("theirs"), definitions)).text
     assert (await host.run(ToolCall("a", "mine", {"a": 1, "b": 1}), {"theirs": HTTP})).text == "2"
 
 
@@ -86,8 +96,44 @@ async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monk
     monkeypatch.setattr(hosting, "MAX_TABLES", 2)
     host = await open_tools({}, request_kinds=["http"])
     for i in range(5):
-        await host.run(ToolCall("a", "t"), {"t": {**HTTP, "description": str(i)}})
+        await host.run(theirs("t"), {"t": {**HTTP, "description": str(i)}})
     assert len(host._request_tools._tables) == 2
+
+
+class Hanging:
+    """A kind whose calls do not end until the test lets them."""
+
+    end = asyncio.Event()
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.kind = ScriptedKind(name, lambda _: self.end.wait())
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+async def test_tools_of_a_tenant_that_hang_refuse_no_other_tenants(
+    open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "MAX_TABLES_OF_TENANT", 3)
+    monkeypatch.setattr(hosting, "MAX_TABLES", 3)
+    monkeypatch.setattr(Hanging, "end", asyncio.Event())
+    host = await open_tools({}, request_kinds=["http"])
+    monkeypatch.setattr(type(hosting.TOOL_KINDS), "load", lambda self, kind: Hanging)
+
+    def call(tenant: str, number: int) -> "asyncio.Task[ToolResult]":
+        one = ToolCall(f"c{number}", "t", program=f"{tenant}/p", tool=ToolId.of_request("t"))
+        return asyncio.create_task(host.run(one, {"t": {**HTTP, "description": str(number)}}))
+
+    stuck = [call("bad", number) for number in range(3)]
+    await settle()
+    refused = await call("bad", 3)
+    assert (refused.outcome, "of this tenant are in use" in refused.text) == (Outcome.REFUSED, True)
+    other = call("good", 0)  # the same tools: another table all the same
+    await settle()
+    Hanging.end.set()
+    assert [result.outcome for result in await asyncio.gather(other, *stuck)] == [Outcome.OK] * 4
+    assert len(host._request_tools._tables) == 4
 
 
 async def test_the_tools_of_a_request_are_told_with_their_servers(
@@ -96,18 +142,24 @@ async def test_the_tools_of_a_request_are_told_with_their_servers(
     # Requests reach public addresses only, of which a test has none.
     monkeypatch.setattr(hosting, "_NOT_FOR_REQUESTS", ())
     _, port = serve("mcp_server.py", "http")
-    theirs = {
+    brought = {
         "s": {"kind": "mcp", "url": f"http://127.0.0.1:{port}/mcp", "private_addresses": True},
         "t": {**HTTP, "description": "Theirs.", "parameters": {"type": "object", "required": ["id"]}},
     }
     host = await open_tools({"mine": {"kind": "command", "argv": ["true"]}}, request_kinds=["http", "mcp"])
-    offers = {offer.name: offer for offer in await host.offers(theirs)}
+    offers = {offer.name: offer for offer in await host.offers(brought)}
     assert next(iter(offers)) == "mine"
-    assert {name: offers[name].owner for name in ("mine", "t", "s__add")} == {"mine": "mine", "t": "t", "s__add": "s"}
+    assert {name: offers[name].tool for name in ("mine", "t", "s__add")} == {
+        "mine": ToolId.of_operator("mine"),
+        "t": ToolId.of_request("t"),
+        "s__add": ToolId.of_request("s", "add"),
+    }
     assert (offers["t"].description, offers["t"].parameters["required"]) == ("Theirs.", ["id"])
     assert set(offers["s__add"].parameters["properties"]) == {"a", "b"}
     assert [offer.name for offer in await host.offers()] == ["mine"]
-    assert (await host.run(ToolCall("a", "s__add", {"a": 1, "b": 2}, owner="s"), theirs)).text == "3"
+    assert (
+        await host.run(ToolCall("a", "s__add", {"a": 1, "b": 2}, tool=ToolId.of_request("s", "add")), brought)
+    ).text == "3"
 
 
 @pytest.mark.parametrize(

@@ -163,14 +163,28 @@ def test_an_argument_becomes_no_option(text: str | int) -> None:
     given = {"file": text}
     with pytest.raises(ToolRefused, match="the argument 'file' must not begin with '-'"):
         command_line(CommandTool(kind="command", argv=["grep", "x", "{file}"]), given)
-    with pytest.raises(ToolRefused, match="'file'"):
-        command_line(CommandTool(kind="command", argv=["{file}"]), given)
+    for element in ("-{file}", "--{file}", "{before}{file}"):
+        with pytest.raises(ToolRefused, match="must not begin with '-'"):
+            command_line(CommandTool(kind="command", argv=["grep", element]), given | {"before": ""})
     behind = CommandTool(kind="command", argv=["grep", "--", "{file}"])
     assert command_line(behind, given) == ["grep", "--", str(text)]
     within = CommandTool(kind="command", argv=["grep", "--file={file}"])
     assert command_line(within, given) == ["grep", f"--file={text}"]
     allowed = CommandTool(kind="command", argv=["grep", "{file}"], allow_options=True)
     assert command_line(allowed, given) == ["grep", str(text)]
+
+
+def test_an_argument_ends_no_options() -> None:
+    """Only a `--` of the template does, not one that the call brings."""
+    config = CommandTool(kind="command", argv=["tool", "-{flag}", "{file}"])
+    for given in ({"flag": "-", "file": "x"}, {"flag": "v", "file": "-x"}):
+        with pytest.raises(ToolRefused, match="must not begin with '-'"):
+            command_line(config, given)
+
+
+def test_an_argument_has_no_nul() -> None:
+    with pytest.raises(ToolRefused, match="NUL"):
+        command_line(CommandTool(kind="command", argv=["grep", "{file}"]), {"file": "a\0b"})
 
 
 def test_arguments_stay_within_their_element() -> None:

@@ -15,7 +15,7 @@ import ray
 
 from cluster.config.tools import ToolsConfig
 from cluster.core.errors import ToolRefused
-from cluster.core.tools import Outcome, ToolCall
+from cluster.core.tools import Outcome, ToolCall, ToolId
 from tests.tools.scripted import until
 from tools_runtime.actor import ToolActors
 
@@ -177,8 +177,11 @@ async def test_the_tools_of_a_request_are_refused_or_judged_by_what_they_say(poo
     theirs = {"s": {"kind": "mcp", "url": "http://127.0.0.1:9/"}, "t": {"kind": "http", "idempotent": True}, "u": "?"}
     with pytest.raises(ToolRefused, match="of the kinds: none"):
         await pool.offers(theirs)
-    assert (await pool.run(ToolCall("c", "t"), theirs)).outcome is Outcome.REFUSED
-    names = ("s__add", "t", "u", "nobody", "note", "again")
-    again = {name: pool._settings(ToolCall("c", name), theirs).idempotent for name in names}
-    assert again == {"s__add": False, "t": True, "u": False, "nobody": False, "note": False, "again": True}
-    assert {offer.owner for offer in await pool.offers()} == set(DEFINED)
+    assert (await pool.run(ToolCall("c", "t", tool=ToolId.of_request("t")), theirs)).outcome is Outcome.REFUSED
+
+    def again(*tools: ToolId) -> list[bool]:
+        return [pool._settings(ToolCall("c", "", tool=tool), theirs).idempotent for tool in tools]
+
+    assert again(*map(ToolId.of_request, ("s", "t", "u", "nobody", "again"))) == [False, True, False, False, False]
+    assert again(*map(ToolId.of_operator, ("note", "again", "t"))) == [False, True, False]
+    assert {offer.label for offer in await pool.offers()} == set(DEFINED)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from cluster.config.loader import config_schema, load_config
-from cluster.config.tools import ToolModel, ToolsConfig
+from cluster.config.tools import CommandTool, ToolModel, ToolsConfig
 from cluster.core.errors import ConfigError
 from cluster.core.registry import TOOL_KINDS
 from cluster.core.tools import SEPARATOR, is_taken, server_tool_name
@@ -41,10 +41,34 @@ def complaints(tmp_path: Path, text: str) -> str:
         ("{kind: command}", "tools.defined.t: needs either argv or shell"),
         ("{kind: command, argv: [ls], shell: true}", "tools.defined.t: needs either argv or shell"),
         ("{kind: mcp}", "tools.defined.t: needs either command or url"),
+        ("{kind: command, argv: ['{c}', x]}", "tools.defined.t: argv.0: an argument of the call cannot be the command"),
+        (
+            "{kind: command, argv: [bash, -c, 'grep {x} /data']}",
+            "tools.defined.t: argv.2: an argument of the call would",
+        ),
+        (
+            "{kind: command, argv: [env, /bin/sh, -e, '-c{x}']}",
+            "tools.defined.t: argv.3: an argument of the call would",
+        ),
+        ("{kind: command, argv: [python3, -I, -c, '{x}']}", "tools.defined.t: argv.3: an argument of the call would"),
+        ("{kind: command, argv: [node, '--eval={x}']}", "tools.defined.t: argv.1: an argument of the call would"),
     ],
 )
 def test_what_is_wrong_is_told_by_its_path(tmp_path: Path, tool: str, says: str) -> None:
     assert f"c.yaml: {says}" in complaints(tmp_path, tool)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["bash", "-c", 'grep "$1" /data', "_", "{x}"],
+        ["python3", "tool.py", "-c", "{x}"],
+        ["git", "-c", "{x}"],
+        ["tar", "-ce", "{x}"],
+    ],
+)
+def test_an_argument_beside_code_or_of_another_command_is_data(argv: list[str]) -> None:
+    assert CommandTool(kind="command", argv=argv).argv == argv
 
 
 def test_every_registered_kind_can_be_configured_and_loaded() -> None:

@@ -6,13 +6,12 @@ has at most `processes` times `memory_bytes`. Only the scratch directories (/tmp
 
 import asyncio
 import os
-import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cluster.config.tools import CommandTool
+from cluster.config.tools import PLACEHOLDER, CommandTool
 from cluster.core.errors import ConfigError, ToolFailed, ToolRefused
 from tools_runtime.kind import Invocation, SingleTool, ToolOutput
 from tools_runtime.processes import AS_NOBODY, READ_BYTES, read_bounded, spawn
@@ -29,7 +28,6 @@ SHELL_PARAMETERS = {
     "additionalProperties": False,
 }
 
-_PLACEHOLDER = re.compile(r"\{([A-Za-z_]\w*)\}")
 _CHECK_S = 10.0
 
 
@@ -162,24 +160,35 @@ def command_line(config: CommandTool, arguments: Mapping[str, Any]) -> list[str]
     if config.shell:
         return ["/bin/bash", "-c", _text(arguments.get("command", ""))]
     argv: list[str] = []
+    is_behind = False
     for element in config.argv:
-        names = _PLACEHOLDER.findall(element)
+        names = PLACEHOLDER.findall(element)
         missing = [name for name in names if name not in arguments]
         if missing and element != f"{{{missing[0]}}}":
             raise ToolRefused(f"the argument {missing[0]!r} is missing")
         if missing:
             continue
-        text = _PLACEHOLDER.sub(lambda match: _text(arguments[match[1]]), element)
-        # Behind `--`, a command has no options.
-        if text.startswith("-") and not (element.startswith("-") or "--" in argv or config.allow_options):
-            raise ToolRefused(f"the argument {names[0]!r} must not begin with '-'")
+        text = PLACEHOLDER.sub(lambda match: _text(arguments[match[1]]), element)
+        if names and not (is_behind or config.allow_options):
+            _require_no_option(element, text, names)
         argv.append(text)
+        is_behind = is_behind or element == "--"  # behind it, a command has no options
     return argv
+
+
+def _require_no_option(element: str, text: str, names: Sequence[str]) -> None:
+    """Check that an argument does not begin an option. The template may: `--file={name}` is always this option."""
+    before = element.partition("{")[0]
+    if not before.strip("-") and text[len(before) :].startswith("-"):
+        raise ToolRefused(f"the argument {names[0]!r} must not begin with '-'")
 
 
 def _text(value: Any) -> str:
     if isinstance(value, bool):
         return "true" if value else "false"
     if isinstance(value, str | int | float):
-        return str(value)
+        text = str(value)
+        if "\0" in text:
+            raise ToolRefused("a command line takes no NUL character")
+        return text
     raise ToolRefused(f"a command line takes text and numbers, not {type(value).__name__}")

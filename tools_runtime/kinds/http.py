@@ -14,7 +14,7 @@ from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, urljoin
+from urllib.parse import quote, unquote, urljoin
 
 import httpx
 import yaml
@@ -35,6 +35,14 @@ MAX_INLINED_VALUES = 20_000
 MAX_DOCUMENT_BYTES = 8 << 20
 
 METHODS = ("get", "post", "put", "patch", "delete")
+
+IGNORED_HEADERS = frozenset({"accept", "content-type", "authorization"})
+"""Header parameters that OpenAPI says to ignore."""
+RESERVED_HEADERS = frozenset((
+    "connection", "content-length", "cookie", "expect", "host", "keep-alive", "proxy-authorization", "te", "trailer",
+    "transfer-encoding", "upgrade",
+))  # fmt: skip
+"""Headers that decide where a request goes, or where it ends. No argument can set them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +92,8 @@ def find_operation(document: Any, operation_id: str, server: str | None, base_ur
             server = urljoin(base_url, server) if base_url else server
         if not server.startswith(("http://", "https://")):
             raise ConfigError(f"the server {server!r} is not an absolute URL; set openapi.server")
+        if _PLACEHOLDER.search(server):
+            raise ConfigError(f"the server {server!r} has variables, which no argument can be; set openapi.server")
         inline = _Inliner(document)
         parameters = [inline.whole(parameter) for parameter in (*shared, *operation.get("parameters", ()))]
         return _operation(server.rstrip("/") + path, method, operation, parameters, inline)
@@ -111,6 +121,10 @@ def _operation(
     headers: set[str] = set()
     for parameter in parameters:
         name = parameter["name"]
+        if parameter["in"] == "header" and name.lower() in IGNORED_HEADERS:
+            continue
+        if parameter["in"] == "header" and name.lower() in RESERVED_HEADERS:
+            raise ConfigError(f"the OpenAPI parameter {name!r} is a header that no argument can set")
         properties[name] = {**parameter.get("schema", {}), "description": parameter.get("description", "")}
         if parameter.get("required"):
             required.append(name)
@@ -160,6 +174,9 @@ class _Inliner:
         for key, value in part.items():
             yield key, self.whole(value, open_references)
 
+
+MAX_SHOWN = 100
+"""Largest number of characters of an argument in an error message."""
 
 # --- the tool ---------------------------------------------------------------------------------------------------------
 
@@ -265,21 +282,9 @@ class HttpKind:
     def _request(self, arguments: Mapping[str, Any]) -> httpx.Request:
         operation = self._operation
         rest = dict(arguments)
-        used: set[str] = set()
-
-        def filled(match: re.Match[str]) -> str:
-            name = match[1]
-            if name not in arguments:
-                raise ToolRefused(f"the argument {name!r} is missing")
-            used.add(name)
-            text = _plain(arguments[name])
-            if text in ("", ".", ".."):
-                raise ToolRefused(f"the argument {name!r} must not be {text!r}: it would change the URL's path")
-            return quote(text, safe="")
-
-        url = _PLACEHOLDER.sub(filled, operation.url)
-        headers = dict(self._headers)
-        for name in operation.header_names & rest.keys():
+        url, used = _filled(operation.url, arguments)
+        headers = httpx.Headers(self._headers)
+        for name in operation.header_names & rest.keys():  # those of the configuration stay, in any spelling
             headers.setdefault(name, quote(_plain(rest[name]), safe=" !#$&'()*+,/:;=?@[]~"))
         rest = {key: value for key, value in rest.items() if key not in used | operation.header_names}
         body: Any = None
@@ -289,6 +294,8 @@ class HttpKind:
             body, rest = rest, {}
         try:
             target = httpx.URL(url)
+            if fixed := sorted(rest.keys() & target.params.keys()):
+                raise ToolRefused(f"the argument {fixed[0]!r} is a part of the URL that no argument can change")
             target = target.copy_merge_params({key: _query(value) for key, value in rest.items()}) if rest else target
             return httpx.Request(operation.method, target, headers=headers, json=body)
         except (httpx.InvalidURL, ValueError, TypeError) as error:
@@ -340,6 +347,34 @@ class HttpKind:
         kept = 20 if self._config.private_addresses else 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
         return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
+
+
+def _filled(template: str, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
+    """Return the URL, with arguments in their places, and the names of these arguments.
+
+    Raises:
+        ToolRefused: an argument is missing, or would change the URL's path.
+    """
+    used: set[str] = set()
+
+    def place(match: re.Match[str]) -> str:
+        name = match[1]
+        if name not in arguments:
+            raise ToolRefused(f"the argument {name!r} is missing")
+        used.add(name)
+        return quote(_plain(arguments[name]), safe="")
+
+    path, mark, query = template.partition("?")
+    segments = path.split("/")
+    for number, segment in enumerate(segments):
+        names = _PLACEHOLDER.findall(segment)
+        filled = segments[number] = _PLACEHOLDER.sub(place, segment)
+        # Some servers decode a path before they divide it, and some take a backslash for a slash.
+        parts = re.split(r"[/\\]", unquote(filled))
+        if names and (filled == "" or not {".", ".."}.isdisjoint(parts)):
+            value = _plain(arguments[names[0]])[:MAX_SHOWN]
+            raise ToolRefused(f"the argument {names[0]!r} must not be {value!r}: it would change the URL's path")
+    return "/".join(segments) + mark + _PLACEHOLDER.sub(place, query), used
 
 
 def secret_headers(variables: Mapping[str, str]) -> dict[str, str]:

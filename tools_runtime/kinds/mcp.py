@@ -93,6 +93,7 @@ class McpKind:
         inherited = {variable: os.environ[variable] for variable in INHERITED if variable in os.environ}
         self._environment = {**inherited, **variables, **config.environment}
         self._tools: dict[str, KnownTool] = {}
+        """The tools by the server's own names."""
         self._left_out: dict[str, str] = {}
         """Tools that the server lists but that cannot be used, with the reason."""
         self._serving: asyncio.Task[None] | None = None
@@ -118,7 +119,6 @@ class McpKind:
                 {},
                 here=True,
                 server_tool=name[:MAX_REPORTED_LENGTH],
-                owner=self._name,
                 unusable=reason[:MAX_REPORTED_LENGTH],
             )
             for name, reason in islice(self._left_out.items(), MAX_REPORTED)
@@ -228,8 +228,7 @@ class McpKind:
 
     async def _call(self, connection: _Connection, invocation: Invocation) -> types.CallToolResult:
         # Not Client.call_tool: that would check the answer against the server's own schema, in unbounded time.
-        tool = self._tools[invocation.name].offer
-        params = types.CallToolRequestParams(name=tool.server_tool or tool.name, arguments=dict(invocation.arguments))
+        params = types.CallToolRequestParams(name=invocation.tool, arguments=dict(invocation.arguments))
         for _ in range(MAX_INPUT_ROUNDS):
             request = types.CallToolRequest(params=params)
             try:
@@ -299,15 +298,16 @@ class McpKind:
 
     def _take(self, listed: Sequence[types.Tool]) -> None:
         tools: dict[str, KnownTool] = {}
+        names: set[str] = set()
         allowed = self._config.allowed_tools
         listed = [tool for tool in listed if allowed is None or tool.name in allowed]
         self._left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
         for tool in listed[:MAX_TOOLS]:
             name = server_tool_name(self._name, tool.name)
-            if len(name) > MAX_NAME_LENGTH or name in tools:
+            if len(name) > MAX_NAME_LENGTH or name in names:
                 self._left_out[tool.name] = f"its name {name!r} is too long, or taken"
                 continue
-            before = self._tools.get(name)
+            before = self._tools.get(tool.name)
             try:
                 check = _check(tool.input_schema)
                 if before is not None and before.check.schema != check.schema:
@@ -319,8 +319,9 @@ class McpKind:
                 continue
             read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
             function = function_object(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check.schema)
-            offer = ToolOffer(name, function, here=True, server_tool=tool.name, owner=self._name, read_only=read_only)
-            tools[name] = KnownTool(offer, check)
+            offer = ToolOffer(name, function, here=True, server_tool=tool.name, read_only=read_only)
+            names.add(name)
+            tools[tool.name] = KnownTool(offer, check)
         self._tools = tools
         if self._left_out:
             reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in self._left_out.items())

@@ -91,7 +91,7 @@ def check_untaken(found: Sequence[Server], taken: Collection[str]) -> None:
     """
     for one in found:
         if is_taken(one.name, taken):
-            raise _bad(f"{one.path}.name", f"a tool of this cluster has the name {one.name!r}")
+            raise _bad(f"{one.path}.name", f"{one.name!r} cannot be a server's name here; choose another")
 
 
 def _toolsets(tools: Sequence[Tool], names: Collection[str]) -> dict[str, Tool]:
