@@ -5,9 +5,10 @@ result. Times are in seconds on the scheduler's clock, and lengths in tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from enum import Enum
 from functools import cached_property
+from math import isclose
 from typing import Protocol
 
 from cluster.config.schema import SloConfig
@@ -116,6 +117,44 @@ def is_sheddable(hints: Hints) -> bool:
 NOTHING_EXPECTED = Forecast(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work that is expected, in units that a cost model turns into seconds. Works of several programs add up."""
+
+    missing_tokens: float = 0.0
+    """Prompt tokens to compute."""
+    output_tokens: float = 0.0
+    output_contexts: float = 0.0
+    """Sum, over the output tokens, of the length of the context that each reads."""
+
+    def __add__(self, other: "Work") -> "Work":
+        return Work(
+            self.missing_tokens + other.missing_tokens,
+            self.output_tokens + other.output_tokens,
+            self.output_contexts + other.output_contexts,
+        )
+
+    def __sub__(self, other: "Work") -> "Work":
+        return Work(
+            self.missing_tokens - other.missing_tokens,
+            self.output_tokens - other.output_tokens,
+            self.output_contexts - other.output_contexts,
+        )
+
+    def is_close(self, other: "Work") -> bool:
+        """Return whether both are equal up to the rounding of sums."""
+        pairs = zip(astuple(self), astuple(other), strict=True)
+        return all(isclose(one, two, rel_tol=1e-6, abs_tol=1e-2) for one, two in pairs)
+
+
+@dataclass(frozen=True, slots=True)
+class TreeView:
+    """The tree of programs to which a turn belongs, see `replicas.program_trees`."""
+
+    others: Work
+    """What is ahead of its other programs: ancestors, siblings and descendants."""
+
+
 class KvPlace(Enum):
     """Where the KV of a waiting turn's program is."""
 
@@ -152,6 +191,8 @@ class TurnView:
     """Its own bounds: those of its tenant, and its client's deadline."""
     longest_wait_steps: int = 0
     """Largest number of steps that an earlier turn of its program waited, without the program's first turn."""
+    tree: TreeView | None = None
+    """The tree of its program. None: the program is alone."""
 
     @property
     def begun(self) -> bool:
@@ -205,6 +246,8 @@ class HoldView:
     """Whether its next turn has arrived and waits for admission."""
     asked: bool = False
     """Whether the client asked for the hold."""
+    children_s: float | None = None
+    """Seconds that the programs which the pause waits for are expected to take from now on. None: there are none."""
 
 
 class Claimant(Enum):
@@ -309,6 +352,8 @@ class Policy:
     max_wait_s: float | None = None
     """Bound on the seconds from a turn's arrival to its first token, by which `replicas.load_shedding` refuses new
     programs. None: there is no bound, and nothing is refused."""
+    single_flight: bool = False
+    """Whether waiting turns wait for blocks that a running prompt is about to compute, see `replicas.single_flight`."""
     evicts_ends: bool = False
     """Whether a turn that lacks memory gets only the end of a hold, as much as it lacks. False: the whole hold ends."""
     guards_memory: bool = False

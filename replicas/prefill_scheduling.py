@@ -33,6 +33,10 @@ class PrefillScheduling:
         self._last_head: str | None = None
         self._sat_out = False
 
+    def is_late(self, request_id: str) -> bool:
+        """Return whether this is a running prompt that is late."""
+        return request_id in self._late
+
     def tokens(self, running: list[Request]) -> int:
         """Return how many tokens the running prompts still need computed, without the prompts that are late."""
         return sum(missing_tokens(request) for request in _under_way(running) if request.request_id not in self._late)

@@ -49,9 +49,9 @@ from cluster.core.lifecycle.events import (
     Released,
     ReleaseReason,
     Swapped,
+    ToolFinished,
     TurnAborted,
     TurnArrived,
-    TurnEnded,
 )
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from cluster.core.program import USER_REPLY, ProgramIdentity
@@ -65,12 +65,14 @@ from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import Head, PrefillScheduling
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
+from replicas.program_trees import Ahead, ProgramTrees
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
 from replicas.settings import SchedulerSettings, build_policy
+from replicas.single_flight import SingleFlight
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
 from replicas.swapping import LoadCalls, Swapping
-from replicas.turns import RecentMean, Turn, read_identity, record_of, tool_name_reader, tools_of
+from replicas.turns import RecentMean, Turn, ended_event, read_identity, record_of, tool_name_reader, tools_of
 from replicas.views import Views, features_of
 from replicas.vllm_patches import (
     FoundContext,
@@ -99,6 +101,7 @@ class AgentScheduler(LoadingScheduler):
         control = self.settings.limits
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs = ProgramTable(control.max_programs, control.program_ttl_s)
+        self.trees = ProgramTrees()
         self.durations = DurationTable()
         self.duration_changes = DurationChanges()
         self.waiting, self.skipped_waiting = (RankedQueue(self._rank, self._missing_tokens) for _ in range(2))
@@ -114,6 +117,9 @@ class AgentScheduler(LoadingScheduler):
         one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and self.hash_block_size == self.block_size
         self._one_prefix_cache = self.kv_cache_manager.enable_caching and one_group
         self.prefill_scheduling = PrefillScheduling()
+        self.single_flight = SingleFlight(
+            self.kv_cache_manager.block_pool, self.prefill_scheduling.is_late, self.counters
+        )
         self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
@@ -149,6 +155,7 @@ class AgentScheduler(LoadingScheduler):
             load=self.load_now(),
             turns=self.turns,
             programs=self.programs,
+            trees=self.trees,
             holds=self.holds,
             swapping=self.swapping,
             forecaster=self.forecaster,
@@ -204,10 +211,15 @@ class AgentScheduler(LoadingScheduler):
         self.views.load = self.load_now()
         self._order_prefills()
         self._review_holds()
-        self._order_waiting()
+        if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
+            self.waiting.refresh(refresh_steps)
+            self.skipped_waiting.refresh(refresh_steps)
         self._set_budget()
         output: SchedulerOutput = super().schedule(throttle_prefills)
-        self._record_step(output)
+        self.single_flight.step_ends()
+        self.pace.began(output)
+        self.stats.step_began(output)
+        self.crash_attribution.began(output)
         return output
 
     def expire_holds(self, now_s: float) -> None:
@@ -269,12 +281,6 @@ class AgentScheduler(LoadingScheduler):
                 if until_s != held.until_s:
                     self.holds.extend(held.key, until_s)
 
-    def _order_waiting(self) -> None:
-        """Compute a share of the ranks again, if the policy's ranks change with time."""
-        if (refresh_steps := self.policies.order.refresh_steps) is not None:
-            self.waiting.refresh(refresh_steps)
-            self.skipped_waiting.refresh(refresh_steps)
-
     def _set_budget(self) -> None:
         budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
         self.max_num_scheduled_tokens = budget
@@ -287,17 +293,14 @@ class AgentScheduler(LoadingScheduler):
         if queue is None:
             return None
         request = queue.peek_request()
+        if request.num_stale_output_tokens:  # vLLM skips it in this step, see `replicas.single_flight`
+            return None
         missing = self._missing_tokens(request)
         if self._one_prefix_cache and not request.num_computed_tokens:
             cached = leading_blocks(request.block_hashes, is_cached(self.kv_cache_manager.block_pool))
             missing = min(missing, max(1, request.num_tokens - cached * self.block_size))
         fits = missing <= self.views.load.free_tokens
         return Head(request.request_id, queue.peek_rank(), missing) if fits else None
-
-    def _record_step(self, output: SchedulerOutput) -> None:
-        self.pace.began(output)
-        self.stats.step_began(output)
-        self.crash_attribution.began(output)
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Process the end of a step. Policies use the replica's measured step times from now on."""
@@ -320,14 +323,17 @@ class AgentScheduler(LoadingScheduler):
 
     def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
         """Return the queue whose head ranks first. At equal ranks, skipped turns come first, as in vLLM's FCFS."""
-        if self._stale_ranks:
-            self.waiting.rerank(self._stale_ranks)
-            self.skipped_waiting.rerank(self._stale_ranks)
+        if stale := self._stale_ranks + self.trees.take_changed_turns():
+            self.waiting.rerank(stale)
+            self.skipped_waiting.rerank(stale)
             self._stale_ranks.clear()
-        if self.waiting and self.skipped_waiting:
-            ahead = self.waiting.peek_rank() < self.skipped_waiting.peek_rank()
-            return self.waiting if ahead else self.skipped_waiting
-        return self.skipped_waiting or self.waiting or None
+        queue = self.skipped_waiting or self.waiting or None
+        if self.waiting and self.skipped_waiting and self.waiting.peek_rank() < self.skipped_waiting.peek_rank():
+            queue = self.waiting
+        if queue and self.policies.single_flight and self._one_prefix_cache:
+            request = queue.peek_request()
+            self.single_flight.consider(request, self.running, is_late=queue.puts_off(request.request_id))
+        return queue
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
@@ -362,6 +368,9 @@ class AgentScheduler(LoadingScheduler):
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
+        ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self._missing_tokens(request), turn.forecast)
+        parent = turn.identity.parent_key if before is None else None
+        self.trees.turn_arrived(key, request.request_id, ahead, starts_below=parent)
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
         """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
@@ -424,32 +433,21 @@ class AgentScheduler(LoadingScheduler):
     def _end_turn(self, request: Request, turn: Turn, key: str) -> None:
         now_s = self._now_s()
         record = record_of(request, turn, now_s)
+        self.trees.turn_ended(key, request.request_id)
         # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
         if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
-            for action in self.apply(key, self._ended_event(request, turn, self.programs[key], record.tools)):
+            ended = ended_event(request, turn, record.tools, now_s)
+            served_tokens = self.programs[key].served_tokens + ended.served_tokens
+            self.forecaster.turn_ended(key, turn.features, ended.generated_tokens, served_tokens)
+            for action in self.apply(key, ended):
                 if isinstance(action, Decide):
                     record = self._decide(request, turn, key, record)
         else:
             self.apply(key, TurnAborted(now_s))
+            self._child_ended(self.trees.answered(key, now_s))
         self.programs.record(key, record)
         self.stats.traces.turn_ended(turn, record, now_s)
-
-    def _ended_event(self, request: Request, turn: Turn, program: ProgramState, tools: tuple[str, ...]) -> TurnEnded:
-        """Return the event of a completed turn. The forecaster learns from the turn."""
-        now_s = self._now_s()
-        served = request.num_tokens - turn.cached_tokens
-        generated = request.num_output_tokens
-        self.forecaster.turn_ended(program.key, turn.features, generated, program.served_tokens + served)
-        return TurnEnded(
-            now_s,
-            tools,
-            served_tokens=served,
-            context_tokens=request.num_tokens,
-            generated_tokens=generated,
-            busy_s=now_s - turn.arrived_s,
-            on_time=turn.is_on_time(now_s),
-        )
 
     # --- holds --------------------------------------------------------------------------------------------------------
 
@@ -461,6 +459,9 @@ class AgentScheduler(LoadingScheduler):
             known, by_user = (request.block_hashes, request.num_prompt_tokens), record.tools == (USER_REPLY,)
             context_tokens = self.returning_outputs.pauses(key, *known, context_tokens, user_answers=by_user)
         pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
+        self.trees.paused(key, Ahead.of_pause(now_s, context_tokens, pause.forecast))
+        if record.tools == (USER_REPLY,):
+            self._child_ended(self.trees.answered(key, now_s))
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
         decision = self.policies.pause.decide(pause)
@@ -571,9 +572,15 @@ class AgentScheduler(LoadingScheduler):
                     self.duration_changes.note(tool)
                 case Conclude(_, served_tokens):
                     self.forecaster.program_ended(key, served_tokens)
+                    self._child_ended(self.trees.forget(key, self._now_s()))
                     self.swapping.forget(key)
                     self.cached_prefixes.forget(key)
                     self.returning_outputs.forget(key)
+
+    def _child_ended(self, parent: str | None) -> None:
+        """Load the context of a program that is swapped out, since its last child has ended and its turn will come."""
+        if parent is not None and self.programs[parent].phase is Phase.SWAPPED:
+            self.apply(parent, ToolFinished(self._now_s()))
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """Queue a program's waiting turns for a new rank, because its hold has ended.
@@ -589,6 +596,7 @@ class AgentScheduler(LoadingScheduler):
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the invariants of the module's docstring hold."""
         self.holds.check_integrity()
+        self.trees.check_integrity()
         if self.turns.keys() | self.swapping.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")
         self.swapping.check_integrity()

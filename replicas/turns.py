@@ -11,6 +11,7 @@ from typing import Any, Protocol
 from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.request import Request
 
+from cluster.core.lifecycle.events import TurnEnded
 from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
@@ -79,18 +80,8 @@ class Turn:
         return self.bounds.ttft_s is None or first_s - self.arrived_s <= self.bounds.ttft_s
 
 
-def read_identity(request: Request) -> ProgramIdentity:
-    """Return the identity that the ingress sent with a request, or an empty one if it sent none.
-
-    Raises:
-        ValueError: it cannot be read.
-    """
-    extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
-    return ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
-
-
 def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
-    """Return the record of a turn that ends now, without its tools and the decision about its KV."""
+    """Return the record of a turn that ends now, without what follows it."""
     admitted_s = now_s if turn.admitted_s is None else turn.admitted_s
     return TurnRecord(
         request_id=request.request_id,
@@ -105,6 +96,29 @@ def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
         tools=(),
         outcome=str(request.status).removeprefix("FINISHED_").lower(),
     )
+
+
+def ended_event(request: Request, turn: Turn, tools: tuple[str, ...], now_s: float) -> TurnEnded:
+    """Return the event of a turn that is complete."""
+    return TurnEnded(
+        now_s,
+        tools,
+        served_tokens=request.num_tokens - turn.cached_tokens,
+        context_tokens=request.num_tokens,
+        generated_tokens=request.num_output_tokens,
+        busy_s=now_s - turn.arrived_s,
+        on_time=turn.is_on_time(now_s),
+    )
+
+
+def read_identity(request: Request) -> ProgramIdentity:
+    """Return the identity that the ingress sent with a request, or an empty one if it sent none.
+
+    Raises:
+        ValueError: it cannot be read.
+    """
+    extra = (request.sampling_params.extra_args if request.sampling_params else None) or {}
+    return ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
 
 
 def tools_of(request: Request, turn: Turn, names: "ToolNames | None") -> tuple[str, ...]:

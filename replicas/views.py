@@ -13,6 +13,7 @@ from replicas.forecasts import Features, Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Forecast, HoldView, KvPlace, LoadView, PauseView, TurnView
 from replicas.program_table import ProgramTable
+from replicas.program_trees import ProgramTrees
 from replicas.swapping import Swapping
 from replicas.turns import Turn
 
@@ -24,6 +25,7 @@ class Views:
         load: the replica's load at the start. The scheduler replaces it in every step.
         turns: the turns by request id.
         programs: the programs.
+        trees: their trees.
         holds: the holds.
         swapping: the host tier.
         forecaster: forecasts turns.
@@ -36,6 +38,7 @@ class Views:
         load: LoadView,
         turns: Mapping[str, Turn],
         programs: ProgramTable,
+        trees: ProgramTrees,
         holds: HoldTable[KVCacheBlock],
         swapping: Swapping,
         forecaster: Forecaster,
@@ -45,6 +48,7 @@ class Views:
         """The replica's load in this step."""
         self._turns = turns
         self._programs = programs
+        self._trees = trees
         self._holds = holds
         self._swapping = swapping
         self._forecaster = forecaster
@@ -74,6 +78,7 @@ class Views:
             turn.first_token_s,
             turn.bounds,
             self._programs.longest_wait_steps(turn.key) if turn.key is not None else 0,
+            self._trees.view(turn.key) if turn.key is not None else None,
         )
 
     def prefilling(self, request: Request) -> TurnView:
@@ -110,6 +115,7 @@ class Views:
             until_s=held.until_s,
             owner_waits=program.phase is Phase.RESUMING,
             asked=held.origin is HoldOrigin.ASKED,
+            children_s=self._trees.children_s(held.key, self.load),
         )
 
     def forecast(self, turn: Turn) -> Forecast:

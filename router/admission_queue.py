@@ -206,9 +206,9 @@ class AdmissionQueue:
                     seen += 1
                     yield tenant.waiters[number]
 
-    def first_children(self) -> list[Waiter]:
-        """The oldest waiting child of each parent."""
-        return [next(iter(children.values())) for children in self._children.values()]
+    def children(self) -> list[Waiter]:
+        """The waiting children, those of one parent together and in the order of arrival."""
+        return [child for children in self._children.values() for child in children.values()]
 
     def overdue(self) -> Iterator[Waiter]:
         """The oldest programs of the tenants that owe them an admission."""

@@ -249,14 +249,14 @@ class PlacementEngine:
             return Refuse(Refused.NO_REPLICA, MIN_RETRY_S)
         if not store_available or not self._state.any_fresh(now_s):
             return self._without_store(turn_id, request, arrival, eligible, now_s)
-        at_once = self._goes_at_once(request, arrival, eligible)
-        taking = eligible if at_once else [one for one in eligible if not one.sheds(expected)]
+        at_once, is_child = self._goes_at_once(request, arrival, eligible), self._is_child(request)
+        taking = eligible if at_once or is_child else [one for one in eligible if not one.sheds(expected)]
         if not taking:
             return Refuse(Refused.LOAD_SHED, max(MIN_RETRY_S, min(one.load.shed_retry_after_s for one in eligible)))
         eligible = taking
         if at_once:
             choice = self._best_with_room(arrival, eligible, None) or self._policy.best(arrival, eligible)
-        elif self._queue:
+        elif self._queue and not is_child:
             choice = None
         else:
             choice = self._best_with_room(arrival, eligible, None)
@@ -272,6 +272,13 @@ class PlacementEngine:
         """
         parent = self._state.program(request.parent_key) if request.parent_key is not None else None
         return parent is not None and parent.children == 0
+
+    def _is_child(self, request: TurnRequest) -> bool:
+        """Whether a living program started it. The programs that one starts are admitted as one working set.
+
+        None is shed, since the work of the others would be lost, and those that wait come before all other programs.
+        """
+        return request.parent_key is not None and self._state.program(request.parent_key) is not None
 
     def _goes_at_once(self, request: TurnRequest, arrival: Arrival, eligible: list[Candidate]) -> bool:
         """Whether the program is admitted already, or needed by a program that is."""
@@ -362,13 +369,15 @@ class PlacementEngine:
         return rate
 
     def _admit_children(self, now_s: float) -> None:
-        """Admit the children without which living programs cannot go on."""
-        for waiter in self._queue.first_children():
-            if not self._is_needed(waiter.request):
+        """Admit the children of living programs: those that fit, and those without which a program cannot go on."""
+        for waiter in self._queue.children():
+            if not self._is_child(waiter.request):
                 continue
             arrival = self._arrival(waiter.request, self._expect(waiter.request), None)
             eligible = self._policy.eligible(arrival, self._state.candidates(now_s))
-            choice = self._best_with_room(arrival, eligible, waiter) or self._policy.best(arrival, eligible)
+            choice = self._best_with_room(arrival, eligible, waiter)
+            if choice is None and self._is_needed(waiter.request):
+                choice = self._policy.best(arrival, eligible)
             if choice is not None:
                 self._enter_waiting(waiter, choice, Placed.NEW, now_s)
 

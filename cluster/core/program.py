@@ -107,6 +107,11 @@ class ProgramIdentity:
         """The program's id in the cluster, which is `TENANT/PROGRAM`; None: the request names no program."""
         return None if self.program_id is None else f"{self.tenant}/{self.program_id}"
 
+    @property
+    def parent_key(self) -> str | None:
+        """The id in the cluster of the program that started this one; None: the request names none."""
+        return None if self.parent_id is None else f"{self.tenant}/{self.parent_id}"
+
     def encode(self) -> str:
         """Encode the identity as JSON, without the fields that are None."""
         return json.dumps(_without_none(asdict(self)), separators=(",", ":"))

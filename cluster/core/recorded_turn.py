@@ -2,10 +2,10 @@
 
 A line has ``program_id`` and ``turns``. Each turn has ``new_prompt_tokens``, ``context_tokens``, ``output_tokens``,
 ``tool``, ``tool_duration_s`` and ``tool_return_tokens``, where null means "not recorded". Optional keys are
-``category``, ``source``, ``split_group``, ``shared_prefix {group, tokens}`` and ``arrival_s`` (seconds from the
-beginning of the trace), and for each turn
-``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the first word of the command that the tool ran). Other keys are
-ignored. Unless turn i+1 has ``reset``,
+``category``, ``source``, ``split_group``, ``shared_prefix {group, tokens}``, ``arrival_s`` (seconds from the
+beginning of the trace), ``parent_program_id`` with ``parent_turn`` (the program runs in the pause after this turn of
+its parent, counted from 0), and for each turn ``kept_output_tokens``, ``reset`` and ``tool_cmd`` (the first word of the
+command that the tool ran). Other keys are ignored. Unless turn i+1 has ``reset``,
 ``context[i+1] = context[i] + kept_output[i] + tool_return[i] + new_prompt[i+1]`` must hold.
 """
 
@@ -75,6 +75,9 @@ class RecordedProgram(_Strict):
     category: str | None = None
     shared_prefix: SharedPrefix | None = None
     arrival_s: Annotated[float, Field(ge=0, le=MAX_ARRIVAL_S, allow_inf_nan=False)] | None = None
+    parent_program_id: Annotated[str, Field(min_length=1)] | None = None
+    parent_turn: Annotated[int, Field(ge=0)] | None = None
+    """Index of the parent's turn in whose pause the program runs. None: not recorded."""
     turns: Annotated[tuple[RecordedTurn, ...], Field(min_length=1, strict=False)]
 
 

@@ -40,7 +40,7 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any], tokens: int
 
     ``tokens``: its `prompt_tokens`, where they have been counted.
     """
-    key, parent = identity.key, identity.parent_id
+    key = identity.key
     return TurnRequest(
         key=key if key is not None else f"{identity.tenant}//{uuid4().hex}",  # two slashes: no program's key
         tenant=identity.tenant,
@@ -48,7 +48,7 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any], tokens: int
         prefix=prefix_blocks(prompt_of(body), salt_of(body)),
         single_turn=key is None,
         last=identity.last_turn,
-        parent_key=None if parent is None else f"{identity.tenant}/{parent}",
+        parent_key=identity.parent_key,
         hints=identity.hints,
         forecast=identity.forecast,
     )

@@ -29,6 +29,7 @@ from cluster.core.lifecycle.machine import ProgramState
 from cluster.core.program import tool_key
 from cluster.durations.statistics import Durations
 from cluster.durations.table import DurationTable
+from replicas.policies import trees
 from replicas.policy import (
     Claimant,
     Forecast,
@@ -108,6 +109,7 @@ class CaesuraParameters(BaseModel):
             is_late,
             self.max_wait_s,
             evicts_ends=True,
+            single_flight=True,
             guards_memory=True,
         )
 
@@ -204,6 +206,9 @@ class ValuePerWork:
     def key(self, turn: TurnView) -> RankKey:
         """Return the rank (priority, seconds of work per value, 1 if the turn is late).
 
+        In a tree of programs the work is that of the whole tree. Before the last number the rank has the seconds of the
+        way through the program, with a minus.
+
         A turn that has waited for its first token for a half of the longest wait comes before all others, by arrival,
         unless its priority is that of work that can wait (`is_sheddable`).
         """
@@ -212,10 +217,14 @@ class ValuePerWork:
         if turn.first_token_s is None and waited_s > self.max_wait_s / 2 and not is_sheddable(turn.hints):
             return (-inf, turn.arrived_s, IN_TIME)
         left_s = turn_work_s(turn) + later_work_s(turn)
+        way: tuple[float, ...] = ()
+        if turn.tree is not None:  # the tree is done when all its programs are: the longest way through it comes first
+            left_s += trees.work_s(turn.tree.others, turn.load)
+            way = (-trees.way_s(turn, _prefill_s(turn), _later_outputs(turn.forecast)),)
         if not turn_in_time(turn):
-            return (priority, left_s, LATE)
+            return (priority, left_s, *way, LATE)
         value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn) else 0.0)
-        return (priority, left_s / value, IN_TIME)
+        return (priority, left_s / value, *way, IN_TIME)
 
 
 IN_TIME, LATE = 0.0, 1.0
@@ -351,18 +360,24 @@ class Stopping:
             return has_missed_slo(hold)
         if hold.asked:
             return False
-        survival = Tool.of(hold, self.min_observations).survival(elapsed_s(hold))
+        survival = self._survival(hold, elapsed_s(hold))
         return not any(gain > 0 for _, gain in gains(survival, self._break_even_s(hold, 1.0)))
 
     def _choose(self, view: PauseView | HoldView, elapsed: float) -> PauseDecision:
         scarce = pressure(view.load)
         if scarce <= 0:
             return Hold(view.load.now_s + LONGEST_S, reason=PauseReason.FREE)
-        survival = Tool.of(view, self.min_observations).survival(elapsed)
+        survival = self._survival(view, elapsed)
         stop_s = best_stop_s(survival, self._break_even_s(view, scarce))
         if stop_s is not None:
             return Hold(view.load.now_s + min(stop_s, LONGEST_S), reason=PauseReason.PAYS)
         return Swap(PauseReason.DOES_NOT_PAY) if _swaps(view) else Release(PauseReason.DOES_NOT_PAY)
+
+    def _survival(self, view: PauseView | HoldView, elapsed: float) -> Callable[[float], float]:
+        """Return P(the pause lasts t seconds longer) of t: by the children that it waits for, else by its tool."""
+        if isinstance(view, HoldView) and view.children_s is not None:
+            return trees.survival(view.children_s)
+        return Tool.of(view, self.min_observations).survival(elapsed)
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
         """Return the seconds after which a hold has cost as much as it can save."""
@@ -375,7 +390,7 @@ class Stopping:
         window_s = self._break_even_s(hold, 1.0)
         if hold.owner_waits:
             return window_s
-        return window_s * (1.0 - Tool.of(hold, self.min_observations).survival(elapsed_s(hold))(window_s))
+        return window_s * (1.0 - self._survival(hold, elapsed_s(hold))(window_s))
 
 
 def elapsed_s(hold: HoldView) -> float:

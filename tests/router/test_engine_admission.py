@@ -330,3 +330,53 @@ def test_a_program_that_was_admitted_is_not_refused_later() -> None:
     # Another ingress has admitted this one.
     engine.observe({"r0": snapshot("r0", 3, shed_from_s=0.0, residents=["q"])}, 3.0)
     assert isinstance(engine.turn("t3", request("q", 200, "a", **PLAIN), 3.0), Go)
+
+
+def test_a_fan_out_is_admitted_as_one_working_set() -> None:
+    """Of three children one is needed at once. The others come before all programs that waited longer or have less
+    work.
+    """
+    site = Site(stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert site.come("other", 10_000) == Wait()
+    assert isinstance(site.come("x/1", parent_key="x"), Go)
+    assert [site.come(f"x/{n}", parent_key="x") for n in (2, 3)] == [Wait()] * 2
+    site.end("y")
+    assert site.admit() == [], "y made room for what the first child took beyond the bound"
+    site.end("x/1")
+    assert site.admit() == ["x/2"]
+    site.end("x/2")
+    assert site.admit() == ["x/3"]
+    site.end("x/3")
+    assert site.admit() == ["other"]
+
+
+def test_a_child_that_fits_does_not_queue_behind_other_programs() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x", 20_000)
+    site.come("y", 60_000)
+    assert site.come("large", 50_000) == Wait()
+    assert isinstance(site.come("x/1", 15_000, parent_key="x"), Go)
+    assert site.come("small", 1_000) == Wait()
+    assert isinstance(site.come("x/2", 1_000, parent_key="x"), Go)
+    assert site.come("stranger/1", 1_000, parent_key="stranger") == Wait(), "its parent is not here"
+
+
+@pytest.mark.parametrize(("parent", "sheds"), [("x", False), (None, True), ("stranger", True)])
+def test_load_shedding_refuses_no_child_of_an_admitted_program(parent: str | None, sheds: bool) -> None:
+    engine = PlacementEngine(EngineSettings(stale_s=1e6))
+    engine.observe({"r0": snapshot("r0", 1)}, 0.0)
+    engine.turn("x", request("x"), 0.1)
+    engine.turn("x/1", request("x/1", parent_key="x"), 0.1)
+    engine.observe({"r0": snapshot("r0", 2, shed_from_s=0.0, shed_retry_after_s=7.0)}, 0.2)
+    decision = engine.turn("another", request("another", parent_key=parent), 0.3)
+    assert isinstance(decision, Refuse if sheds else Go)
+
+
+def test_waiting_children_come_before_programs_of_less_work_while_their_siblings_run() -> None:
+    site = Site(stale_s=1e6)
+    site.come("x", 20_000), site.come("y", 60_000)
+    assert isinstance(site.come("x/1", 30_000, parent_key="x"), Go)
+    assert [site.come("other", 10_000), site.come("x/2", 30_000, parent_key="x")] == [Wait()] * 2
+    site.end("y")
+    assert site.admit() == ["x/2", "other"]

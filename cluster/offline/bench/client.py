@@ -41,6 +41,8 @@ class Turn:
     tool: str | None
     last_tool: str | None
     is_last: bool
+    parent_id: str | None = None
+    """The program that started this one."""
     sent_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -112,6 +114,8 @@ class TurnClient:
             # A server that trusts this header measures from the time at which the turn was due, as this client does.
             "x-request-start": f"t={time() - (turn.sent_s - turn.intended_start_s):.6f}",
         }
+        if turn.parent_id is not None:
+            headers["x-parent-session-id"] = turn.parent_id
         async with self._session.post(self._url, data=body, headers=headers) as response:
             if response.status != 200:
                 text = (await response.content.read(4 * ERROR_LENGTH)).decode(errors="replace")

@@ -114,6 +114,7 @@ def of_kinds(results: Iterable[Result]) -> tuple[Quantity, ...]:
             Quantity(f"{kind}: programs", ("kinds", kind, "offered")),
             Quantity(f"{kind}: in SLO, %", ("kinds", kind, "attainment"), 1, PERCENT),
             Quantity(f"{kind}: completion mean, s", ("kinds", kind, "completion_all_s", "mean"), -1),
+            Quantity(f"{kind}: completion with tools mean, s", ("kinds", kind, "completion_wall_all_s", "mean"), -1),
             Quantity(f"{kind}: TTFT p99, s", ("kinds", kind, "ttft_all_s", "p99"), -1),
         )
     )

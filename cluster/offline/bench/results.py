@@ -96,6 +96,8 @@ class KindSummary:
 
     goodput: Goodput
     completion_all_s: Distribution
+    completion_wall_all_s: Distribution
+    """The same with tool time, and with the time of the programs that a program starts and waits for."""
     ttft_all_s: Distribution
 
     @classmethod
@@ -107,7 +109,8 @@ class KindSummary:
             alike = [program for program in programs if program.kind == kind]
             admitted = [program for program in alike if not program.is_refused]
             completion_s = Distribution.of(program.spent_s for program in admitted)
-            found[kind] = cls(Goodput.of(alike, slo, window_s), completion_s, _ttft_all_s(admitted))
+            wall_s = Distribution.of(program.spent_wall_s for program in admitted)
+            found[kind] = cls(Goodput.of(alike, slo, window_s), completion_s, wall_s, _ttft_all_s(admitted))
         return found
 
 
@@ -262,6 +265,7 @@ def measures(summary: Summary) -> dict[str, Any]:
             name: {
                 **_good(kind.goodput),
                 "completion_all_s": asdict(kind.completion_all_s),
+                "completion_wall_all_s": asdict(kind.completion_wall_all_s),
                 "ttft_all_s": asdict(kind.ttft_all_s),
             }
             for name, kind in summary.kinds.items()

@@ -30,14 +30,30 @@ class Job:
     seed: tuple[int, ...]
 
 
+def children_of(job: Job, turn: int, now_s: float) -> list[Job]:
+    """Return the jobs of the programs that run in the pause after a turn of ``job``. Their ids contain that of the job.
+
+    Args:
+        job: the parent.
+        turn: index of its turn.
+        now_s: their arrival.
+    """
+    return [
+        Job(f"{job.program_id}.{turn}.{number}", child, now_s, (*job.seed, turn, number))
+        for number, child in enumerate(job.program.turns[turn].children)
+    ]
+
+
 @dataclass(slots=True)
 class _Replay:
     """A job that is running."""
 
     job: Job
     arrival_s: float
+    parent_id: str | None = None
     done: list[TurnRecord] = field(default_factory=list)
     under_way: Turn | None = None
+    over: bool = False
 
     def record(self, now_s: float) -> ProgramRecord:
         """Make the record of the program at ``now_s``. A running turn counts as unfinished."""
@@ -62,31 +78,41 @@ class _Replay:
 async def replay(
     jobs: Sequence[Job], client: TurnClient, clock: Clock, drain_s: float, ended: Callable[[ProgramRecord], None]
 ) -> list[ProgramRecord]:
-    """Run all ``jobs``, and return one record for each job, in order. Times are on ``clock``.
+    """Run all ``jobs``, and return one record for each job, in order, and then those of the children that began.
 
-    Programs that have not ended ``drain_s`` seconds after the last arrival are cancelled and count as unfinished.
-    ``ended`` is called with each program when it ends.
+    Times are on ``clock``. Programs that have not ended ``drain_s`` seconds after the last arrival are cancelled and
+    count as unfinished. ``ended`` is called with each program when it ends.
     """
     start_s = clock.now_s()
     replays = [_Replay(job, start_s + job.arrival_s) for job in jobs]
-    tasks = [asyncio.create_task(_run(replay, client, clock, ended)) for replay in replays]
+    begun: list[_Replay] = []
+    tasks = [asyncio.create_task(_run(replay, client, clock, ended, begun)) for replay in replays]
     deadline_s = start_s + max((job.arrival_s for job in jobs), default=0.0) + drain_s
     try:
         if tasks:
             await asyncio.wait(tasks, timeout=max(0.0, deadline_s - clock.now_s()))
     finally:
-        cut = [replay for replay, task in zip(replays, tasks, strict=True) if task.cancel()]
+        for task in tasks:
+            task.cancel()
         failures = await asyncio.gather(*tasks, return_exceptions=True)
     for failure in failures:
         if isinstance(failure, BaseException) and not isinstance(failure, asyncio.CancelledError):
             raise failure
     over_s = clock.now_s()
-    for replay in cut:
-        ended(replay.record(over_s))
-    return [replay.record(over_s) for replay in replays]
+    for replay in (*replays, *begun):
+        if not replay.over:
+            ended(replay.record(over_s))
+    return [replay.record(over_s) for replay in (*replays, *begun)]
 
 
-async def _run(replay: _Replay, client: TurnClient, clock: Clock, ended: Callable[[ProgramRecord], None]) -> None:
+async def _run(
+    replay: _Replay,
+    client: TurnClient,
+    clock: Clock,
+    ended: Callable[[ProgramRecord], None],
+    begun: list[_Replay],
+) -> None:
+    """Run a program, and its children in its pauses. ``begun`` gets each child that begins."""
     program = replay.job.program
     conversation = Conversation(program, replay.job.seed)
     due_s = replay.arrival_s
@@ -104,6 +130,7 @@ async def _run(replay: _Replay, client: TurnClient, clock: Clock, ended: Callabl
             tool=planned.tool,
             last_tool=last_tool,
             is_last=index == len(program.turns) - 1,
+            parent_id=replay.parent_id,
         )
         record = await client.run(replay.under_way)
         replay.done.append(record)
@@ -113,6 +140,15 @@ async def _run(replay: _Replay, client: TurnClient, clock: Clock, ended: Callabl
         conversation.answered(generated, planned.kept_tokens)
         due_s = record.last_token_s + planned.pause_s
         last_tool = planned.tool
+        if planned.children:
+            jobs = children_of(replay.job, index, record.last_token_s)
+            children = [_Replay(job, job.arrival_s, replay.job.program_id) for job in jobs]
+            begun += children
+            async with asyncio.TaskGroup() as group:
+                for child in children:
+                    group.create_task(_run(child, client, clock, ended, begun))
+            due_s = clock.now_s()
+    replay.over = True
     ended(replay.record(clock.now_s()))
 
 
@@ -191,11 +227,13 @@ async def run_bench(settings: BenchSettings, progress: BenchProgress, clock: Clo
 
 
 def _split(policy: str, block: int, records: list[ProgramRecord], jobs: list[Job], warmup_s: float) -> BlockResult:
-    pairs = list(zip(records, jobs, strict=True))
+    start_s = records[0].arrival_s - jobs[0].arrival_s if jobs else 0.0
+    arrivals_s = [job.arrival_s for job in jobs] + [record.arrival_s - start_s for record in records[len(jobs) :]]
+    pairs = list(zip(records, arrivals_s, strict=True))
     return BlockResult(
         policy=policy,
         block=block,
-        warmup=tuple(record for record, job in pairs if job.arrival_s < warmup_s),
-        measured=tuple(record for record, job in pairs if job.arrival_s >= warmup_s),
-        start_s=pairs[0][0].arrival_s - pairs[0][1].arrival_s if pairs else 0.0,
+        warmup=tuple(record for record, arrival_s in pairs if arrival_s < warmup_s),
+        measured=tuple(record for record, arrival_s in pairs if arrival_s >= warmup_s),
+        start_s=start_s,
     )

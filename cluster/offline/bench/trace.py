@@ -8,7 +8,8 @@ from zlib import crc32
 import numpy as np
 
 from cluster.core.errors import TraceError
-from cluster.core.recorded_turn import RecordedProgram, check_lengths, recorded_programs
+from cluster.core.recorded_turn import check_lengths, recorded_programs
+from cluster.offline.bench.recorded_trees import RecordedTree, trees_of
 from cluster.offline.bench.workload import MIN_OUTPUT_TOKENS, PlannedProgram, PlannedTurn, Workload, prefix_notes
 
 
@@ -58,14 +59,15 @@ class RecordedDurations:
 def programs_from_trace(
     path: Path, missing_tool_s: float | None = None, only_recorded: bool = False, tools_from: Path | None = None
 ) -> Workload:
-    """Read all programs of ``path`` (.jsonl or .jsonl.gz), in the file's order.
+    """Read all programs of ``path`` (.jsonl or .jsonl.gz), in the file's order. Children are part of their parent.
 
-    After a turn without a tool, the next turn follows at once. The tool of a program's last turn is not replayed.
+    After a turn without a tool, the next turn follows at once. The tool of a program's last turn is not replayed, nor
+    is a duration of a pause in which children run: it lasts until they have ended.
 
     Args:
         path: the trace file.
         missing_tool_s: duration of tools whose duration was not recorded; None rejects such a program.
-        only_recorded: omits the programs with a duration that was not recorded.
+        only_recorded: omits the programs with a duration that was not recorded, with their children.
         tools_from: a trace of whose durations those that were not recorded are drawn.
 
     Raises:
@@ -73,22 +75,27 @@ def programs_from_trace(
             the key.
     """
     programs: list[PlannedProgram] = []
-    empty_outputs = left_out = 0
+    empty_outputs = left_out = orphans = 0
     durations = None if tools_from is None else RecordedDurations.of(tools_from)
-    for where, recorded in recorded_programs(path):
-        if only_recorded and _first_missing(recorded) is not None:
-            left_out += 1
+    for tree in trees_of(recorded_programs(path)):
+        family = list(tree.family())
+        if only_recorded and any(_first_missing(each) is not None for each in family):
+            left_out += len(family)
             continue
-        if durations is None:
-            _check_durations(recorded, where, missing_tool_s)
-        check_lengths(recorded, where)
-        empty_outputs += sum(turn.output_tokens < MIN_OUTPUT_TOKENS for turn in recorded.turns)
-        programs.append(_planned(recorded, missing_tool_s, durations))
+        for each in family:
+            if durations is None:
+                _check_durations(each, missing_tool_s)
+            check_lengths(each.program, each.where)
+            empty_outputs += sum(turn.output_tokens < MIN_OUTPUT_TOKENS for turn in each.program.turns)
+        orphans += tree.program.parent_program_id is not None
+        programs.append(_planned(tree, missing_tool_s, durations))
     if not programs:
         raise TraceError(f"{path}: no programs in it" + (f", {left_out} left out" if left_out else ""))
     notes = prefix_notes(programs)
     if left_out:
         notes += (f"{left_out} programs with a tool duration that was not recorded are left out",)
+    if orphans:
+        notes += (f"{orphans} programs name a parent without parent_turn: they are replayed as programs of their own",)
     if durations is not None:
         notes += (durations.note,)
     if empty_outputs:
@@ -96,32 +103,32 @@ def programs_from_trace(
     return Workload(name=path.name.removesuffix(".gz").removesuffix(".jsonl"), programs=tuple(programs), notes=notes)
 
 
-def _first_missing(program: RecordedProgram) -> int | None:
+def _first_missing(tree: RecordedTree) -> int | None:
     """Return the first turn whose tool is replayed and has no duration; None if there is none."""
-    turns = enumerate(program.turns[:-1])
+    turns = ((i, turn) for i, turn in enumerate(tree.program.turns[:-1]) if i not in tree.children)
     return next((i for i, turn in turns if turn.tool is not None and turn.tool_duration_s is None), None)
 
 
-def _check_durations(program: RecordedProgram, where: str, missing_tool_s: float | None) -> None:
-    missing = _first_missing(program)
+def _check_durations(tree: RecordedTree, missing_tool_s: float | None) -> None:
+    missing = _first_missing(tree)
     if missing is not None and missing_tool_s is None:
         raise TraceError(
-            f"{where}: turns.{missing}.tool_duration_s: not recorded (null); choose what it shall be with "
+            f"{tree.where}: turns.{missing}.tool_duration_s: not recorded (null); choose what it shall be with "
             "--missing-tool-s SECONDS, draw it from another trace with --missing-tools-from TRACE, or leave such "
             "programs out with --only-recorded"
         )
 
 
-def _planned(
-    program: RecordedProgram, missing_tool_s: float | None, durations: RecordedDurations | None
-) -> PlannedProgram:
+def _planned(tree: RecordedTree, missing_tool_s: float | None, durations: RecordedDurations | None) -> PlannedProgram:
+    program = tree.program
     planned: list[PlannedTurn] = []
     kept_context = 0
     for index, turn in enumerate(program.turns):
         last = index == len(program.turns) - 1
         starts = index == 0 or turn.reset is not None
         pause_s = turn.tool_duration_s
-        if pause_s is None and turn.tool_class is not None and not last:
+        children = tree.children.get(index, ())
+        if pause_s is None and turn.tool_class is not None and not last and not children:
             if durations is not None:
                 pause_s = durations.draw(turn.tool_class, f"{program.program_id}/{index}")
             else:
@@ -134,6 +141,7 @@ def _planned(
                 tool=None if last else turn.tool_class,
                 pause_s=0.0 if last or pause_s is None else pause_s,
                 reset=index > 0 and turn.reset is not None,
+                children=tuple(_planned(child, missing_tool_s, durations) for child in children),
             )
         )
         kept_context = turn.context_tokens + turn.kept

@@ -1,6 +1,6 @@
 """Workloads: agent programs as lengths and pauses, shaped to fit a server, and the token ids of their prompts."""
 
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from zlib import crc32
 
@@ -22,9 +22,12 @@ class PlannedTurn:
     tool: str | None = None
     """The tool that this turn calls; None if it calls none or is the last turn."""
     pause_s: float = 0.0
-    """Seconds from this turn's end to the next turn's intended start."""
+    """Seconds from this turn's end to the next turn's intended start. With children, it is what was recorded, and the
+    pause lasts until they have ended."""
     reset: bool = False
     """Whether the context does not extend the turn before, so that only the shared prefix is reusable."""
+    children: "tuple[PlannedProgram, ...]" = ()
+    """The programs that run in the pause after this turn (sub-agents). All begin at its end."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,10 +49,21 @@ class PlannedProgram:
             kept = contexts[-1] + turn.kept_tokens
         return contexts
 
+    def family(self) -> "Iterator[PlannedProgram]":
+        """Yield the program and all programs below it."""
+        yield self
+        for turn in self.turns:
+            for child in turn.children:
+                yield from child.family()
+
     @property
     def peak_tokens(self) -> int:
-        """Prompt and output tokens of the program's longest turn."""
-        return max(context + turn.output_tokens for context, turn in zip(self.contexts(), self.turns, strict=True))
+        """Prompt and output tokens of the longest turn of the program and of those below it."""
+        return max(
+            context + turn.output_tokens
+            for program in self.family()
+            for context, turn in zip(program.contexts(), program.turns, strict=True)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +169,7 @@ def _cut(program: PlannedProgram, max_turns: int | None) -> PlannedProgram:
     if max_turns is None or len(program.turns) <= max_turns:
         return program
     kept = program.turns[:max_turns]
-    return replace(program, turns=(*kept[:-1], replace(kept[-1], tool=None, pause_s=0.0)))
+    return replace(program, turns=(*kept[:-1], replace(kept[-1], tool=None, pause_s=0.0, children=())))
 
 
 def _scaled(program: PlannedProgram, shaping: Shaping) -> PlannedProgram:
@@ -173,6 +187,7 @@ def _scaled(program: PlannedProgram, shaping: Shaping) -> PlannedProgram:
                 if turn.kept_tokens < turn.output_tokens
                 else output,
                 pause_s=turn.pause_s * shaping.scale_tools,
+                children=tuple(_scaled(child, shaping) for child in turn.children),
             )
         )
     return replace(program, turns=tuple(turns), prefix_tokens=round(program.prefix_tokens * by))

@@ -80,8 +80,9 @@ class Work:
 
     @classmethod
     def of(cls, pool: Sequence[PlannedProgram]) -> "Work":
-        """Compute the sums of each program of ``pool``, in order."""
-        return cls(*np.array([_sums(program) for program in pool], float).T)
+        """Compute the sums of each program of ``pool`` with those below it, in order."""
+        sums = [np.sum([_sums(each) for each in program.family()], axis=0) for program in pool]
+        return cls(*np.array(sums, float).T)
 
     def seconds(
         self,
@@ -229,8 +230,10 @@ class HoldingBound:
     def _pauses(self) -> tuple[Floats, Floats, np.ndarray[tuple[int], np.dtype[np.int64]]]:
         """L, T and the index of the program of every pause of the pool, each with the shape [pauses]."""
         rows = [
-            (reusable, turn.pause_s, index)
-            for index, program in enumerate(self.pool)
+            # How long children take is not known before they run. Without a length, to hold costs nothing.
+            (reusable, 0.0 if turn.children else turn.pause_s, index)
+            for index, tree in enumerate(self.pool)
+            for program in tree.family()
             for turn, reusable in zip(program.turns, _reusable_tokens(program), strict=False)
         ]
         columns = np.array(rows, float).reshape(-1, 3).T

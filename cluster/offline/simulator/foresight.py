@@ -62,7 +62,9 @@ class Foresight:
     forecasts: Forecasts = field(default_factory=dict)
     """Forecasts of a predictor, which are sent in addition to the hints."""
 
-    def identities(self, name: str, program: PlannedProgram, seed: tuple[int, ...]) -> list[ProgramIdentity]:
+    def identities(
+        self, name: str, program: PlannedProgram, seed: tuple[int, ...], parent: str | None = None
+    ) -> list[ProgramIdentity]:
         """Make the identity of each turn. The result depends on ``seed`` and not on the policy."""
         works = turns_of(program)
         rng = np.random.default_rng([*seed, NOISE_STREAM])
@@ -77,7 +79,7 @@ class Foresight:
                 hints = self._with_oracle(hints, turn.pause_s, works[index:], rng)
             forecasts = self.forecasts.get(program.program_id)
             forecast = None if forecasts is None else forecasts[index]
-            identities.append(ProgramIdentity(program_id=name, last_turn=index == last, hints=hints, forecast=forecast))
+            identities.append(ProgramIdentity(name, parent, last_turn=index == last, hints=hints, forecast=forecast))
         return identities
 
     def _with_oracle(self, hints: Hints, pause_s: float, works: list[TurnWork], rng: np.random.Generator) -> Hints:

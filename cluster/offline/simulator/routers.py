@@ -80,6 +80,7 @@ class FrontRouter:
             prompt_tokens=len(turn.prompt),
             prefix=prefix_blocks(turn.prompt),
             last=identity.last_turn,
+            parent_key=identity.parent_key,
             hints=identity.hints,
             forecast=identity.forecast,
         )

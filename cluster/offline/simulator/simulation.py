@@ -9,7 +9,7 @@ from functools import partial
 from cluster.core.clock import ManualClock
 from cluster.core.program import ProgramIdentity
 from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
-from cluster.offline.bench.runner import Job
+from cluster.offline.bench.runner import Job, children_of
 from cluster.offline.bench.workload import Conversation
 from cluster.offline.simulator.foresight import Foresight
 from cluster.offline.simulator.routed import InfiniteCache, RoutedTurn
@@ -68,6 +68,9 @@ class _Program:
     """The turn that is due: it waits at the router, is being sent, or runs."""
     under_way: VirtualTurn | None = None
     """The same turn on its replica; None until it is there."""
+    parent: "_Program | None" = None
+    children: int = 0
+    """Number of programs whose end the pause waits for."""
 
     def turn_record(self, outcome: Outcome, cost: CostModel) -> TurnRecord:
         """Make the record of the turn that is due, on replicas of this cost."""
@@ -147,7 +150,9 @@ class Simulation:
             self.timeline.at(clock.now_s() + router.tick_s, partial(self._tick, router.tick_s))
 
     def run(self, until_s: float) -> list[ProgramRecord]:
-        """Simulate until ``until_s`` or until all programs have ended. Return one record for each job, in order.
+        """Simulate until ``until_s`` or until all programs have ended.
+
+        Return one record for each job, in order, and then those of the children that began.
 
         Raises:
             IntegrityError: the block counts of a replica are inconsistent at the end.
@@ -157,14 +162,16 @@ class Simulation:
             replica.check_integrity()
         return [self._record(job) for job in self._jobs]
 
-    def _arrive(self, job: Job) -> None:
+    def _arrive(self, job: Job, parent: _Program | None = None) -> None:
         now_s = self._clock.now_s()
+        parent_id = None if parent is None else parent.job.program_id
         program = self._programs[job.program_id] = _Program(
             job=job,
             conversation=Conversation(job.program, job.seed),
-            identities=self._foresight.identities(job.program_id, job.program, job.seed),
+            identities=self._foresight.identities(job.program_id, job.program, job.seed, parent_id),
             arrival_s=now_s,
             due_s=now_s,
+            parent=parent,
         )
         self._due(program)
 
@@ -257,15 +264,37 @@ class Simulation:
             self._over(program, 0.0)
         else:
             program.conversation.answered(turn.generated, planned.kept_tokens)
-            program.due_s = self._clock.now_s() + planned.pause_s
-            self.timeline.at(program.due_s, partial(self._due, program))
+            if planned.children:
+                self._start_children(program)
+            else:
+                self._resume_at(program, self._clock.now_s() + planned.pause_s)
         self._waited()
 
+    def _resume_at(self, program: _Program, due_s: float) -> None:
+        program.due_s = due_s
+        self.timeline.at(due_s, partial(self._due, program))
+
+    def _start_children(self, parent: _Program) -> None:
+        """Start the programs that run in a pause. They are offered from now on, and have records of their own."""
+        jobs = children_of(parent.job, len(parent.done) - 1, self._clock.now_s())
+        parent.children = len(jobs)
+        self._jobs.extend(jobs)
+        for job in jobs:
+            self.timeline.at(self._clock.now_s(), partial(self._arrive, job, parent))
+
     def _over(self, program: _Program, again_s: float) -> None:
-        """End a program. Its successor arrives after ``again_s`` seconds, which is positive after a rejection."""
+        """End a program. Its successor arrives after ``again_s`` seconds, which is positive after a rejection.
+
+        A child has no successor. Its parent resumes when all its children have ended, rejected ones too.
+        """
         if program.turn is not None:
             self._by_turn.pop(program.turn.turn_id)
             program.turn = None
+        if (parent := program.parent) is not None:
+            parent.children -= 1
+            if not parent.children:
+                self._resume_at(parent, self._clock.now_s())
+            return
         if self._successors is None:
             self._left -= 1
             return
