@@ -142,7 +142,7 @@ class ProgramTrees:
 
     # --- events -------------------------------------------------------------------------------------------------------
 
-    def turn_arrived(self, key: str, turn_id: str, ahead: Ahead, *, starts_below: str | None = None) -> None:
+    def turn_arrived(self, key: str, turn_id: str, ahead: Ahead, starts_below: str | None = None) -> None:
         """Record a turn. The program waits for none of its children any more.
 
         Args:

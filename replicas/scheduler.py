@@ -214,7 +214,10 @@ class AgentScheduler(LoadingScheduler):
         if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
             self.waiting.refresh(refresh_steps)
             self.skipped_waiting.refresh(refresh_steps)
-        self._set_budget()
+        budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
+        self.max_num_scheduled_tokens = budget
+        room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
+        self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
         output: SchedulerOutput = super().schedule(throttle_prefills)
         self.single_flight.step_ends()
         self.pace.began(output)
@@ -281,12 +284,6 @@ class AgentScheduler(LoadingScheduler):
                 if until_s != held.until_s:
                     self.holds.extend(held.key, until_s)
 
-    def _set_budget(self) -> None:
-        budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
-        self.max_num_scheduled_tokens = budget
-        room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
-        self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
-
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
         queue = self._select_waiting_queue_for_scheduling()
@@ -299,8 +296,7 @@ class AgentScheduler(LoadingScheduler):
         if self._one_prefix_cache and not request.num_computed_tokens:
             cached = leading_blocks(request.block_hashes, is_cached(self.kv_cache_manager.block_pool))
             missing = min(missing, max(1, request.num_tokens - cached * self.block_size))
-        fits = missing <= self.views.load.free_tokens
-        return Head(request.request_id, queue.peek_rank(), missing) if fits else None
+        return Head(request.request_id, queue.peek_rank(), missing) if missing <= self.views.load.free_tokens else None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Process the end of a step. Policies use the replica's measured step times from now on."""
@@ -369,8 +365,7 @@ class AgentScheduler(LoadingScheduler):
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)
         ahead = Ahead.of_turn(turn.arrived_s, request.num_tokens, self._missing_tokens(request), turn.forecast)
-        parent = turn.identity.parent_key if before is None else None
-        self.trees.turn_arrived(key, request.request_id, ahead, starts_below=parent)
+        self.trees.turn_arrived(key, request.request_id, ahead, None if before else turn.identity.parent_key)
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
         """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
@@ -524,8 +519,7 @@ class AgentScheduler(LoadingScheduler):
         first.
         """
         waiting = itertools.chain(self.waiting, self.skipped_waiting)
-        others = (request for request in waiting if self.turns[request.request_id].key != key)
-        wanted = sum(request.num_tokens + self.block_size for request in others)
+        wanted = sum(one.num_tokens + self.block_size for one in waiting if self.turns[one.request_id].key != key)
         shared = sum(block.ref_cnt > 0 for group in found.blocks.blocks for block in group) * self.block_size
         free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
         return bool(found.local + found.remote - shared + wanted <= free)
