@@ -74,6 +74,7 @@ PEERS = Registry(
     "peer's scheduler",
     {
         "vllm-priority": "replicas.peers.vllm_priority:VllmPriorityParameters",
+        "vllm-v0": "replicas.peers.vllm_v0:VllmV0Parameters",
         "agentinfer": "replicas.peers.agentinfer:AgentInferParameters",
         "sglang": "replicas.peers.sglang:SglangParameters",
         "sglang-lpm": "replicas.peers.sglang:SglangLpmParameters",

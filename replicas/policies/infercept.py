@@ -40,6 +40,8 @@ class InferceptParameters(BaseModel):
     """Part of each iteration's swap limit that swap-out may use. Swap-in gets the rest."""
     saturation_budget: bool = True
     """Whether no step schedules more tokens than the saturation point S. false: vLLM's own limit applies."""
+    saturation_tokens: int | None = Field(None, ge=1)
+    """The saturation point S in tokens, by an offline profile. null: that of the cost model."""
     cache_aware: bool = True
     """Whether only what the prefix cache will have lost by the resume counts as recomputation. false: all of the
     context counts, as in the paper."""
@@ -52,10 +54,10 @@ class InferceptParameters(BaseModel):
 
     def build(self) -> Policy:
         """Build the policy."""
-        judge: Judge = MinWaste(self.estimate, self.swap_out_share, self.cache_aware)
+        judge: Judge = MinWaste(self.estimate, self.swap_out_share, self.cache_aware, self.saturation_tokens)
         if self.handling != "least_waste":
             judge = Fixed(self.handling, self.short_s, judge)
-        budget: BudgetPolicy = SaturationBudget() if self.saturation_budget else FullBudget()
+        budget: BudgetPolicy = SaturationBudget(self.saturation_tokens) if self.saturation_budget else FullBudget()
         return Policy("infercept", OriginalArrival(), LeastWaste(judge, self.review_steps), budget)
 
 
@@ -86,6 +88,7 @@ class MinWaste:
     estimate: Literal["hinted", "dynamic", "forecast"]
     swap_out_share: float
     cache_aware: bool
+    saturation_tokens: int | None = None
 
     def __call__(self, paused: Paused) -> Wastes:
         """Return the wastes in token-seconds. A call lasts at least until the next iteration."""
@@ -93,7 +96,7 @@ class MinWaste:
         step_s, cost = iteration_s(load), load.facts.cost
         known = self.estimate == "forecast" or (self.estimate == "hinted" and paused.hinted)
         pause_s = max(paused.elapsed_s, paused.forecast_s if known else step_s)
-        added_s = chunks_added_s(cost, context, load.running)
+        added_s = chunks_added_s(cost, context, load.running, self.saturation_tokens or cost.saturation_tokens)
         waste = chunked_discard(cost.prefill_s(context), added_s, context, paused.other_tokens)
         link_s = self.swap_out_share * (paused.elapsed_s + step_s)
         fits = 0 < context <= load.facts.host_tokens and cost.swap_s(paused.held_tokens) <= link_s
@@ -104,13 +107,13 @@ class MinWaste:
         )
 
 
-def chunks_added_s(cost: CostModel, context_tokens: int, running: int) -> float:
+def chunks_added_s(cost: CostModel, context_tokens: int, running: int, saturation_tokens: int) -> float:
     """Return n · T_fwd(C / n) of eq. 4: the seconds by which a recomputation in chunks makes iterations longer.
 
     Each chunk of S - |running| tokens joins an iteration that decodes the running turns anyway, so that only what the
     chunk adds counts. The sum is T_fwd(C) at most (section 4.2).
     """
-    chunk = max(1, cost.saturation_tokens - running)
+    chunk = max(1, saturation_tokens - running)
     count = ceil(context_tokens / chunk)
     alone_s = cost.prefill_s(context_tokens, chunk_tokens=chunk)
     fixed_s = cost.overhead_s + max(cost.weights_s, chunk * cost.token_s)
@@ -118,9 +121,13 @@ def chunks_added_s(cost: CostModel, context_tokens: int, running: int) -> float:
     return min(cost.prefill_s(context_tokens), max(0.0, alone_s + count * (joined_s - fixed_s)))
 
 
+@dataclass(frozen=True, slots=True)
 class SaturationBudget:
     """Section 4.2: prompts and recomputation fill a step up to the saturation point, in chunks of S - |running|."""
 
+    saturation_tokens: int | None = None
+    """S. None: that of the cost model."""
+
     def tokens(self, load: LoadView) -> int:
         """Return S, or the number of running turns if it is larger, at most vLLM's own limit."""
-        return max(1, min(load.facts.max_tokens, max(load.facts.cost.saturation_tokens, load.running)))
+        return max(1, min(load.facts.max_tokens, max(self.saturation_tokens or load.facts.cost.saturation_tokens, load.running)))

@@ -84,15 +84,15 @@ def test_infercept_holds_until_the_pause_has_cost_a_recomputation() -> None:
 @pytest.mark.parametrize(("running", "added_s"), [(0, 0.0), (10, 0.0), (99, 0.0), (100, 0.1), (500, 0.1)])
 def test_infercept_eq_4_counts_what_chunks_add_to_iterations(running: int, added_s: float) -> None:
     """Below S = 100 tokens an iteration takes 10 ms anyway; beyond it, each of the 1000 tokens adds 0.1 ms."""
-    assert chunks_added_s(COST, 1000, running) == pytest.approx(added_s)
+    assert chunks_added_s(COST, 1000, running, COST.saturation_tokens) == pytest.approx(added_s)
 
 
 def test_infercept_eq_4_never_exceeds_a_recomputation_at_once() -> None:
     """Section 4.2: n · T_fwd(C / n) <= T_fwd(C). Attention makes single tokens expensive: 10 µs for each pair."""
     cost = replace(COST, pair_s=1e-5, context_s=1e-5, sequence_s=0.001)
     for running in (0, 50, 99, 200):
-        assert 0 < chunks_added_s(cost, 1000, running) <= cost.prefill_s(1000)
-    assert chunks_added_s(cost, 1000, 0) < cost.prefill_s(1000)
+        assert 0 < chunks_added_s(cost, 1000, running, cost.saturation_tokens) <= cost.prefill_s(1000)
+    assert chunks_added_s(cost, 1000, 0, cost.saturation_tokens) < cost.prefill_s(1000)
 
 
 def test_infercept_estimates_a_call_by_the_time_that_it_has_lasted_unless_it_was_told() -> None:
@@ -176,6 +176,11 @@ def test_infercept_resumes_swapped_programs_first_and_all_by_original_arrival() 
 @pytest.mark.parametrize(("running", "most", "tokens"), [(10, 1000, 100), (150, 1000, 150), (10, 64, 64), (0, 1, 1)])
 def test_infercept_schedules_up_to_saturation(running: int, most: int, tokens: int) -> None:
     assert SaturationBudget().tokens(load(running=running, max_tokens=most)) == tokens
+
+
+def test_a_profiled_saturation_point_replaces_that_of_the_cost_model() -> None:
+    budget = InferceptParameters(saturation_tokens=384).build().budget
+    assert [budget.tokens(load(running=running, max_tokens=2048)) for running in (10, 500)] == [384, 500]
 
 
 # --- LAMPS and MARS ---------------------------------------------------------------------------------------------------

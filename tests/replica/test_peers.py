@@ -131,6 +131,50 @@ def test_a_program_is_forgotten_with_its_last_turn() -> None:
     assert peer.fields(first, 4.0).priority == 4000
 
 
+# --- vllm-v0 ----------------------------------------------------------------------------------------------------------
+
+
+def test_decodes_wait_for_prompts_that_fit(made: list[Programs], tiny_config: Path) -> None:
+    p = Programs(PEERS.load("vllm-v0")().build(COST), tiny_config, max_num_batched_tokens=100, max_num_seqs=8)
+    made.append(p)
+    p.arrive("a", 40, 20)
+    assert p.step() == {"a1": 40}
+    assert p.step() == {"a1": 1}
+    p.arrive("b", 90, 3)
+    p.arrive("c", 60, 3)
+    assert [p.step() for _ in range(3)] == [{"b1": 90, "c1": 10}, {"c1": 50}, {"a1": 1, "b1": 1, "c1": 1}]
+
+
+def test_decodes_go_on_where_the_prompt_does_not_fit(made: list[Programs], tiny_config: Path) -> None:
+    """Sixteen blocks and none as a watermark: five are free when a has eleven."""
+    p = Programs(PEERS.load("vllm-v0")().build(COST), tiny_config, num_blocks=17)
+    made.append(p)
+    p.arrive("a", 170, 4)
+    assert p.step() == {"a1": 170}
+    p.arrive("b", 100)
+    assert [p.step() for _ in range(3)] == [{"a1": 1}] * 3
+    assert p.step() == {"b1": 100}
+
+
+def test_a_prompt_that_fits_but_cannot_begin_stops_the_decodes_for_every_other_step_only(
+    made: list[Programs], tiny_config: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    p = Programs(PEERS.load("vllm-v0")().build(COST), tiny_config)
+    made.append(p)
+    p.arrive("a", 40, 8)
+    p.step()
+    manager = p.scheduler.kv_cache_manager
+    allocate = manager.allocate_slots
+    monkeypatch.setattr(
+        manager,
+        "allocate_slots",
+        lambda request, *args, **kwargs: None if request.request_id == "b1" else allocate(request, *args, **kwargs),
+    )
+    p.arrive("b", 40)
+    assert [p.step() for _ in range(4)] == [{}, {"a1": 1}, {}, {"a1": 1}]
+    monkeypatch.undo()
+
+
 # --- agentinfer -------------------------------------------------------------------------------------------------------
 
 

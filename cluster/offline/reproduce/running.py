@@ -21,11 +21,13 @@ ADDED_STEP_S = "added_step_s"
 """Setting of a figure: seconds of host time that each step takes in addition to the preset's."""
 SLOWER = "slower"
 """Setting of a factor: how many times as long each step takes."""
+STEPS = "steps"
+"""Setting: fields of the cost model that the paper's authors measured, in place of the preset's."""
 CAPACITY = "kv_share"
 """Setting of a factor: share of the preset's KV memory."""
 ITERATION_S = "iteration_s"
 """Setting: seconds of the iteration to which bounds refer. Missing: a decode of one sequence without a context."""
-OWN = (ADDED_STEP_S, SLOWER, CAPACITY, ITERATION_S, "policy", "parameters", "rate", "trace", "preset")
+OWN = (ADDED_STEP_S, SLOWER, STEPS, CAPACITY, ITERATION_S, "policy", "parameters", "rate", "trace", "preset")
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +106,9 @@ def cost_of(chosen: Mapping[str, Any]) -> CostModel:
 
     Raises:
         ConfigError: there is no such preset.
+        TypeError: the cost model has no such field.
     """
-    cost = preset(chosen["preset"]).slowed(chosen.get(SLOWER, 1.0))
+    cost = replace(preset(chosen["preset"]), **chosen.get(STEPS, {})).slowed(chosen.get(SLOWER, 1.0))
     return replace(
         cost,
         overhead_s=cost.overhead_s + chosen.get(ADDED_STEP_S, 0.0),
