@@ -1,7 +1,7 @@
 """vLLM's first engine (V0), with which most of the papers compare: a step computes prompts or decodes, never both.
 
-Source: vLLM 0.2 (2023), ``vllm/core/scheduler.py``, without chunked prefill, its default. Waiting prompts come first, as
-long as the first of them fits into memory, with a watermark of 1% of the blocks. The running turns wait for them.
+Source: vLLM 0.2 (2023), ``vllm/core/scheduler.py``, without chunked prefill, its default. Waiting prompts come first,
+as long as the first of them fits into memory, with a watermark of 1% of the blocks. The running turns wait for them.
 vLLM 0.29 adds prompts to the steps that decode (chunked prefill).
 
 One thing differs: a prompt that is larger than what is left of a step's tokens begins in this step, and is continued in

@@ -130,4 +130,7 @@ class SaturationBudget:
 
     def tokens(self, load: LoadView) -> int:
         """Return S, or the number of running turns if it is larger, at most vLLM's own limit."""
-        return max(1, min(load.facts.max_tokens, max(self.saturation_tokens or load.facts.cost.saturation_tokens, load.running)))
+        return max(
+            1,
+            min(load.facts.max_tokens, max(self.saturation_tokens or load.facts.cost.saturation_tokens, load.running)),
+        )
