@@ -128,6 +128,7 @@ class LocalCluster:
         self._attached = "RAY_ADDRESS" in os.environ
         self._family: list[psutil.Process] = []
         self._redis_watch: RedisWatch | None = None
+        self._standby: Standby | None = None
         self._serves = False
         """Whether ingresses may have requests in flight."""
         self._hurried = hurried or threading.Event()
@@ -200,7 +201,8 @@ class LocalCluster:
     def _start(self) -> None:
         self._enter_environment()
         if not self._attached and ENABLE not in os.environ:  # otherwise others than our processes may have the port
-            self._stack.enter_context(Standby(self.config.http.host, self.config.http.port, self._clock))
+            standby = Standby(self.config.http.host, self.config.http.port, self._clock)
+            self._standby = self._stack.enter_context(standby)
         with self._step("tool statistics store"):
             self._start_store()
         with self._step("Ray"):
@@ -328,6 +330,8 @@ class LocalCluster:
 
         from cluster.app import APPLICATION
 
+        if self._standby is not None:
+            self._standby.stop()
         within_s = self.config.http.shutdown_s
         deadline_s = self._clock.now_s() + within_s + SHUTDOWN_SLACK_S
         try:

@@ -57,6 +57,10 @@ class Standby:
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def stop(self) -> None:
+        """Leave the port for good. A second call does nothing."""
         self._stopping.set()
         self._thread.join()
 
