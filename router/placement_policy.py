@@ -83,7 +83,9 @@ class _StatelessFilter:
 
 
 class NotSuspect(_StatelessFilter):
-    """Keeps replicas that have not failed a turn recently: a replica may be dead for a while before Ray reports it."""
+    """Keeps replicas that have published a snapshot and not failed a turn recently: a replica may be dead for a while
+    before Ray reports it, and its engine may be frozen.
+    """
 
     required: ClassVar[bool] = False
     local_only: ClassVar[bool] = True

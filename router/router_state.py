@@ -155,9 +155,13 @@ class ReplicaState:
         """Whether its newest snapshot is recent."""
         return self.load is not None and now_s - self.seen_s <= self._settings.stale_s
 
+    def _is_silent(self, now_s: float) -> bool:
+        """Whether it has published snapshots, but none lately."""
+        return self.load is not None and now_s - self.seen_s > self._settings.silent_s
+
     def candidate(self, load: ReplicaLoad, now_s: float) -> Candidate:
         """The replica as scorers see it. ``load``: its own, or what stands for it where that is stale."""
-        suspect = now_s < self.suspect_until_s
+        suspect = now_s < self.suspect_until_s or self._is_silent(now_s)
         if self._cached is not None:
             (of_load, of_suspect), candidate = self._cached
             if of_load is load and of_suspect == suspect:

@@ -60,6 +60,9 @@ class EngineSettings(RouterSettings):
     """A replica without a new snapshot for this long counts as the median of the others: five missed publications."""
     suspect_s: float = Field(2.0, ge=0, allow_inf_nan=False)
     """New programs avoid a replica for this long after it has failed a turn: it may be dead before Ray reports it."""
+    silent_s: float = Field(2.0, gt=0, allow_inf_nan=False)
+    """New programs avoid a replica without a new snapshot for this long, if others have newer ones: its engine may be
+    frozen. Replicas publish every second."""
     unconfirmed_snapshots: int = Field(2, ge=1, le=100)
     """What was sent to a replica counts beside its snapshots until so many newer ones have come. The first of them may
     have been taken before."""

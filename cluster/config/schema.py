@@ -140,6 +140,9 @@ class HttpConfig(Section):
     """Maximum depth of nested JSON. Deeper JSON gets 400."""
     request_timeout_s: float = Field(1200.0, gt=0)
     """Maximum duration of a turn in seconds. A longer turn ends with an error."""
+    shutdown_s: float = Field(30.0, ge=0, le=3600)
+    """Seconds that requests in flight may still take when `caesura serve` is stopped. After that, they end with an
+    error. Set it below the time that your service manager gives a process between SIGTERM and SIGKILL."""
     session_headers: tuple[SessionHeader, ...] = ("x-correlation-id",)
     """Further headers whose value names the program of a request. They are read if nothing else names it. Add the
     header of your own clients. Remove `x-correlation-id` if a gateway of yours sets another value for each request,

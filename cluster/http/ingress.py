@@ -78,6 +78,7 @@ from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
 from cluster.observing.slo_tracker import MeasuredAnswers, SloTracker, record_rejection, set_process_tracker
 from cluster.observing.tracing import traces
+from cluster.proxy.graceful_shutdown import GracefulShutdown
 from cluster.proxy.middleware import guarded
 from cluster.runs.chat_api import asks_for_loop
 
@@ -202,6 +203,10 @@ class ProgramIngress:
 
     _parts: tuple[Part, ...] = ()
     """The components that run in the background, in the order in which they were opened."""
+    _server: HttpServer | None = None
+    """The own HTTP server. None: a proxy has the clients' connections."""
+    _requests: GracefulShutdown | None = None
+    """The requests of the own HTTP server that are in flight."""
 
     async def __init__(  # type: ignore[misc]
         self, replicas: dict[str, DeploymentHandle], config: CaesuraConfig, predictor: DeploymentHandle | None = None
@@ -261,8 +266,24 @@ class ProgramIngress:
         if await _proxies_are_disabled():
             http = config.http
             routes = application(config, lambda name: getattr(self, name), http.host)
-            app = ResponseSockets(guarded(routes, http.max_concurrent_requests), http.cors_origins)
-            self._adopt(HttpServer(app, http.host, http.port, http.max_body_bytes))
+            self._requests = GracefulShutdown(routes)
+            app = ResponseSockets(guarded(self._requests, http.max_concurrent_requests), http.cors_origins)
+            self._server = HttpServer(app, http.host, http.port, http.max_body_bytes)
+            self._adopt(self._server)
+
+    async def shut_down(self, within_s: float) -> int:
+        """Accept no more requests, and return when none is in flight. The whole cluster ends then.
+
+        Args:
+            within_s: seconds after which the requests in flight end with an error.
+
+        Returns:
+            The number of requests that ended with an error. It is 0 if a proxy has the connections.
+        """
+        if self._server is None or self._requests is None:
+            return 0
+        self._server.stop_accepting()
+        return await self._requests.shut_down(within_s)
 
     def _adopt(self, part: Part) -> None:
         """Register a part. It is closed before those registered earlier, and `check_health` reports its failing

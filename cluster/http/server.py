@@ -57,6 +57,11 @@ class HttpServer:
         """The server's name, if it has ended although it was not closed."""
         return ("HTTP server",) if self._task.done() else ()
 
+    def stop_accepting(self) -> None:
+        """Close the port. Connections that are open stay so."""
+        for server in self._server.servers:
+            server.close()
+
     async def aclose(self) -> None:
         """Accept no more connections, and return when all requests have been answered."""
         self._server.should_exit = True

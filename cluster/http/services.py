@@ -110,6 +110,8 @@ class ProgramService:
 
     async def _count_for_ever(self) -> None:
         while True:
+            memory = self.runner.memory
+            self._metrics.record_memory(memory.memory.used_bytes, memory.memory.max_bytes, memory.evicted)
             self._metrics.record(self.runner.open_runs, self.runner.counters, self.runner.answers_cut)
             await asyncio.sleep(METRICS_PERIOD_S)
 

@@ -31,12 +31,15 @@ from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.local.haproxy import ENABLE, haproxy_environment
 from cluster.local.ports import free_ports
 from cluster.local.redis_watch import RedisWatch
+from cluster.local.standby import Standby
 from cluster.observing.logs import FORMAT_VARIABLE
 from cluster.proxy.load_shedding import MAX_IN_FLIGHT_VARIABLE
 from cluster.proxy.middleware import IMPORT_PATH
 
 ONE_MACHINE = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
 """If it is 0, Ray's node has the address 127.0.0.1, and Ray listens there only. Otherwise Ray replaces that address."""
+
+logger = logging.getLogger(__name__)
 
 ENVIRONMENT = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -75,6 +78,8 @@ gives up after half a minute, and its processes continue to run."""
 START_SLACK_S = 60.0
 """Seconds that the start may take in addition to ``replicas.start_timeout_s``."""
 POLL_S = 0.2
+SHUTDOWN_SLACK_S = 5.0
+"""Seconds that ingresses may take in addition to `http.shutdown_s` until all requests have ended."""
 STOP_TIMEOUT_S = 10.0
 """Seconds for a process to end by itself before it is killed."""
 LOG_LINES = 15
@@ -100,6 +105,7 @@ class LocalCluster:
         config: the configuration. ``redis.url: embedded`` and ``http.port: 0`` are replaced with actual values.
         step: called for each step of the start and the stop.
         clock: measures deadlines.
+        hurried: when it is set, `stop` does not wait for requests in flight.
 
     Raises:
         StartFailed: ``http.port`` is 0, and ``http.host`` cannot be listened on.
@@ -111,6 +117,7 @@ class LocalCluster:
         *,
         step: Step = lambda name: nullcontext(),
         clock: Clock | None = None,
+        hurried: threading.Event | None = None,
     ) -> None:
         port = config.http.port or _free_port(config.http.host)
         self.config = config.model_copy(update={"http": config.http.model_copy(update={"port": port})})
@@ -121,6 +128,10 @@ class LocalCluster:
         self._attached = "RAY_ADDRESS" in os.environ
         self._family: list[psutil.Process] = []
         self._redis_watch: RedisWatch | None = None
+        self._standby: Standby | None = None
+        self._serves = False
+        """Whether ingresses may have requests in flight."""
+        self._hurried = hurried or threading.Event()
 
     def __enter__(self) -> Self:
         self.start()
@@ -170,6 +181,10 @@ class LocalCluster:
         """Stop everything that was started. Processes that do not end in time are killed. A second call has no
         effect.
         """
+        if self._serves:
+            self._serves = False
+            with self._step("requests in flight"):
+                self._end_requests()
         with self._step("stop"):
             self._family = self.processes
             self._stack.close()
@@ -185,6 +200,9 @@ class LocalCluster:
 
     def _start(self) -> None:
         self._enter_environment()
+        if not self._attached and ENABLE not in os.environ:  # otherwise others than our processes may have the port
+            standby = Standby(self.config.http.host, self.config.http.port, self._clock)
+            self._standby = self._stack.enter_context(standby)
         with self._step("tool statistics store"):
             self._start_store()
         with self._step("Ray"):
@@ -195,6 +213,7 @@ class LocalCluster:
         models = (f"{own.replicas.count} x model {model}" for model, own in self.config.served.items())
         with self._step(", ".join(models)):
             self._await_running(deadline_s)
+        self._serves = True
         with self._step("first answer"):
             self._await_ready(deadline_s)
 
@@ -304,6 +323,25 @@ class LocalCluster:
         )
         target = serve.RunTarget(target=build(self.config), name=APPLICATION, route_prefix="/")
         serve.run_many([target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False)
+
+    def _end_requests(self) -> None:
+        """Let ingresses accept no more requests, and wait until those in flight have ended."""
+        from ray import serve
+
+        from cluster.app import APPLICATION
+
+        if self._standby is not None:
+            self._standby.stop()
+        within_s = self.config.http.shutdown_s
+        deadline_s = self._clock.now_s() + within_s + SHUTDOWN_SLACK_S
+        try:
+            calls = serve.get_app_handle(APPLICATION).broadcast("shut_down", within_s)
+            while self._clock.now_s() < deadline_s and not self._hurried.is_set():
+                with suppress(TimeoutError):
+                    calls.results(timeout_s=POLL_S)
+                    return
+        except Exception as error:  # noqa: BLE001 - the processes end in any case
+            logger.warning("requests in flight could not be ended in order: %s", error)
 
     def _await_running(self, deadline_s: float) -> None:
         from ray import serve

@@ -179,6 +179,11 @@ DEGRADED_DECISIONS = _counter(
     "reason",
 )
 STORE_UP = _gauge("store_up", OVERVIEW, "1 while a component's last exchange with the store succeeded", "component")
+STORE_USED_BYTES = _gauge("store_used_bytes", OVERVIEW, "Memory that Redis uses, read by each ingress")
+STORE_MAX_BYTES = _gauge("store_max_bytes", OVERVIEW, "Memory that Redis may use (`maxmemory`); 0: no limit")
+STORE_EVICTIONS = _counter(
+    "store_evictions", OVERVIEW, "Ended programs that were deleted before their retention time, to free Redis's memory"
+)
 STORE_FAILURES = _counter("store_failures", PREDICTOR, "Exchanges with the store that failed", "component", "reason")
 
 # --- the router -----------------------------------------------------------------------------------------------------

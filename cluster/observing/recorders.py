@@ -155,6 +155,12 @@ class ProgramMetrics:
     def __init__(self, meter: Meter) -> None:
         self._meter = meter
 
+    def record_memory(self, used_bytes: int, max_bytes: int, evicted: int) -> None:
+        """Export the memory of the store, and the number of runs that were deleted early since the start."""
+        self._meter.set(metrics.STORE_USED_BYTES, used_bytes)
+        self._meter.set(metrics.STORE_MAX_BYTES, max_bytes)
+        self._meter.record(metrics.STORE_EVICTIONS, evicted)
+
     def record(self, open_programs: int, totals: Mapping[str, int], answers_cut: int) -> None:
         """Export the number of programs that run, and the numbers of events and shortened answers since the start."""
         self._meter.set(metrics.OPEN_PROGRAMS, open_programs)

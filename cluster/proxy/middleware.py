@@ -8,7 +8,6 @@ rejects excess requests, and `http_protocol` handles connections.
 """
 
 import asyncio
-import json
 import logging
 import os
 from collections import Counter
@@ -19,23 +18,16 @@ from typing import Any
 from starlette.middleware import Middleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.api.anthropic.errors import error_event as anthropic_event
-from cluster.api.anthropic.errors import is_messages, response_of
-from cluster.api.openai import (
-    REQUEST_ID,
-    RESPONSES,
-    RETRY_AFTER_S,
-    SSE_DONE,
-    clean_request_id,
-    error_event,
-)
+from cluster.api.anthropic.errors import response_of
+from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, clean_request_id
 from cluster.core.clock import MonotonicClock
-from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.core.errors import BadRequest, UpstreamFailed
 from cluster.core.malloc_trim import keep_trimmed
 from cluster.core.slo import Outcome
 from cluster.observing.catalogue import HTTP_REFUSALS, REQUESTS, REQUESTS_REJECTED
 from cluster.observing.http_metrics import NO_ROUTE
 from cluster.observing.meter import Meter
+from cluster.proxy.answer_progress import AnswerProgress
 from cluster.proxy.http_protocol import install as install_protocol
 from cluster.proxy.load_shedding import LoadShedder, RateLimitCache, max_in_flight
 
@@ -51,10 +43,6 @@ OVERLOAD = "overload"
 RECORD_DELAY_S = 0.2
 """Seconds after which rejections appear in the metrics. Recording each one by itself would take a third of the time of
 a rejection."""
-
-EVENT_STREAM = b"text/event-stream"
-MESSAGE_ENDS = (b"event: message_stop", b"event: error")
-LAST_EVENTS = (b"event: response.completed", b"event: response.incomplete", b"event: response.failed", b"event: error")
 
 
 def middlewares() -> list[Middleware]:
@@ -253,7 +241,7 @@ class StreamErrorTerminator:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        answer = _Answer()
+        answer = AnswerProgress()
         gone = False
 
         async def watch() -> Message:
@@ -276,52 +264,3 @@ class StreamErrorTerminator:
         elif answer.is_stream:
             error = UpstreamFailed("the process that had this stream died")
             await send({"type": "http.response.body", "body": answer.ending(scope["path"], error), "more_body": False})
-
-
-class _Answer:
-    """The progress of an answer."""
-
-    def __init__(self) -> None:
-        self.begun = self.over = self.is_stream = False
-        self._last_event = b""
-
-    def see(self, message: Message) -> None:
-        """Record a part of the answer. An ingress sends only complete events."""
-        if message["type"] == "http.response.start":
-            self.begun = True
-            self.is_stream = any(
-                name.lower() == b"content-type" and value.startswith(EVENT_STREAM) for name, value in message["headers"]
-            )
-        elif message["type"] == "http.response.body":
-            self.over = not message.get("more_body", False)
-            events = message.get("body", b"").removesuffix(b"\n\n")
-            if self.is_stream and events and not events.startswith(b":"):  # a comment is no event
-                self._last_event = events.rpartition(b"\n\n")[2]
-
-    def ending(self, path: str, error: HttpError) -> bytes:
-        """Return the missing end of a stream; empty: it is complete.
-
-        Streams of responses have OpenAI's numbered events, and end with one of `LAST_EVENTS`.
-        """
-        if path.startswith(RESPONSES):
-            return b"" if self._last_event.startswith(LAST_EVENTS) else self._numbered(error)
-        if is_messages(path):
-            return b"" if self._last_event.startswith(MESSAGE_ENDS) else anthropic_event(error)
-        return b"" if self._last_event == SSE_DONE.strip() else error_event(error)
-
-    def _numbered(self, error: HttpError) -> bytes:
-        event = {
-            "type": "error",
-            "message": error.message,
-            "code": error.code,
-            "param": None,
-            "sequence_number": self._next_number(),
-        }
-        return f"event: error\ndata: {json.dumps(event)}\n\n".encode()
-
-    def _next_number(self) -> int:
-        """Return the next event's number, or 0 if the last event has no number because the ingress died within it."""
-        try:
-            return int(json.loads(self._last_event.partition(b"data: ")[2])["sequence_number"]) + 1
-        except (ValueError, TypeError, KeyError):
-            return 0

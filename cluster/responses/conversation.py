@@ -193,7 +193,9 @@ class Conversation:
                 self._close()
                 self._require_free(place)
                 self._summarise(unpacked(item.encrypted_content))
-            case FunctionCall() | CustomToolCall() | McpCall() if item.unfinished:
+            case McpCall() if item.unfinished:
+                pass
+            case FunctionCall() | CustomToolCall() if item.unfinished and not self._given.outputs.get(item.call_id):
                 pass
             case FunctionCall():
                 self._add_callers(place, item.call_id, item.name, item.arguments)

@@ -2,11 +2,12 @@
 
 An item grows while its turn generates. A text ends where another item begins. A call ends only with its turn: until
 then the turn may be lost and tried again, and a client may run a call that it has seen complete. The items of a lost
-attempt stay in the output, because clients identify items by their position. They are `incomplete`, and the next
-attempt begins new items.
+attempt stay in the output while the response grows, because clients identify items by their position. They are
+`incomplete`, and the next attempt begins new items. The output of a response that has ended is without them, so that it
+is what happened, and can be sent back as input.
 """
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any, get_args
 
 from openai.types.responses import (
@@ -212,6 +213,11 @@ class ResponseFold:
         assert self._base is not None
         return response(self._base, state, self._begun, self._output.models())
 
+    @property
+    def replaced(self) -> Set[str]:
+        """Ids of items that were in the output while it grew, and are not part of what happened."""
+        return self._output.replaced
+
     def feed(self, event: RunEvent) -> list[ResponseStreamEvent]:
         """Process an entry. Return the events that it makes for a client.
 
@@ -227,7 +233,7 @@ class ResponseFold:
             events += self._begin()
         match event:
             case TurnIntent():
-                self._output.lose_attempt()
+                self._output.replace_attempt()
             case Generated():
                 if not before.summarising:
                     self._generated(event)

@@ -113,8 +113,8 @@ class FunctionCall(_Item):
 
     @property
     def unfinished(self) -> bool:
-        """Whether a turn was cut within the call. It is no call then."""
-        return self.status == "incomplete" and not is_object(self.arguments)
+        """Whether the call's turn was cut or lost. Without an output, it is no call then."""
+        return bool(self.status == "incomplete")
 
 
 class FunctionCallOutput(_Item):
@@ -140,7 +140,7 @@ class CustomToolCall(_Item):
 
     @property
     def unfinished(self) -> bool:
-        """Whether a turn was cut within the call. It is no call then."""
+        """Whether the call's turn was cut or lost. Without an output, it is no call then."""
         return bool(self.status == "incomplete")
 
 

@@ -89,11 +89,15 @@ class OutputBuilder:
         self._sent = {MessageItem: "", ReasoningItem: ""}
         self._nameless: dict[Place, _Nameless] = {}
         # State of the whole run:
+        self._is_over = False
+        self.replaced: set[str] = set()
+        """Ids of items whose turn was tried again, or whose pieces were not those of its result."""
         self._calls: dict[Place, CallItem] = {}
 
     def models(self) -> list[ResponseOutputItem]:
-        """Return the items as they are now."""
-        return [item.model() for item in self._items]
+        """Return the items as they are now. After the end, they are those of the conversation, without `replaced`."""
+        left_out = self.replaced if self._is_over else ()
+        return [item.model() for item in self._items if item.id not in left_out]
 
     def take(self) -> list[ResponseStreamEvent]:
         """Return the events since the last call."""
@@ -137,17 +141,24 @@ class OutputBuilder:
         self._complete_text(MessageItem, result.content)
         self._end_text("incomplete" if result.finish_reason == "length" else "completed")
         asked = {call.place: call for call in result.calls}
+        is_cut = result.finish_reason == "length" or result.unfinished
         for place, item in list(self._calls.items()):
             call = asked.get(place)
             if place[0] == result.turn and (call is None or not _is_same(item, call)):
                 self._abandon(item)
+                if call is not None or not is_cut:
+                    self.replaced.add(item.id)
                 del self._calls[place]
         for call in result.calls:
             self._finish_call(call)
         self._forget_attempt()
 
-    def lose_attempt(self) -> None:
-        """End the items of an attempt that failed. The turn is tried again, or not at all."""
+    def replace_attempt(self) -> None:
+        """End the items of an attempt that failed, if there is one. The turn is tried again."""
+        self.replaced.update(item.id for item in self._attempt)
+        self._end_attempt()
+
+    def _end_attempt(self) -> None:
         self._end_text("incomplete")
         for item in self._attempt:
             if isinstance(item, FunctionCallItem | CustomCallItem | McpCallItem):
@@ -158,8 +169,9 @@ class OutputBuilder:
         self._forget_attempt()
 
     def end(self) -> None:
-        """End all items that are still growing."""
-        self.lose_attempt()
+        """End all items that are still growing. No item is added after that."""
+        self._is_over = True
+        self._end_attempt()
         for item in self._calls.values():
             if item.status == "in_progress":
                 self._abandon(item)
@@ -203,6 +215,7 @@ class OutputBuilder:
             for item in self._attempt:
                 if isinstance(item, kind):
                     item.status = "incomplete"
+                    self.replaced.add(item.id)
             sent = ""
         if len(whole) > len(sent):
             self._grow_text(kind, whole[len(sent) :])

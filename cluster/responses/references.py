@@ -38,7 +38,8 @@ def referred(request: CreateResponse) -> set[str]:
 
 
 def resolved(request: CreateResponse, responses: Mapping[str, ResponseFold]) -> CreateResponse:
-    """Return the request with the items themselves.
+    """Return the request with the items themselves. References to items of a lost attempt, which a client may have seen
+    in a stream, are left out.
 
     Args:
         request: the request.
@@ -47,10 +48,14 @@ def resolved(request: CreateResponse, responses: Mapping[str, ResponseFold]) -> 
     Raises:
         BadRequest: there is no item with an id (status 404).
     """
-    items = {place: _item(place, item.id, responses) for place, item in _references(request)}
-    if not items:
+    replaced = {item_id for fold in responses.values() for item_id in fold.replaced}
+    references = _references(request)
+    if not references:
         return request
-    return request.model_copy(update={"input": [items.get(place, one) for place, one in enumerate(request.input)]})
+    items = {place: _item(place, item.id, responses) for place, item in references if item.id not in replaced}
+    left_out = {place for place, item in references if item.id in replaced}
+    given = [items.get(place, one) for place, one in enumerate(request.input) if place not in left_out]
+    return request.model_copy(update={"input": given})
 
 
 def _references(request: CreateResponse) -> list[tuple[int, ItemReference]]:

@@ -36,6 +36,7 @@ from cluster.runs.events import Accepted, Ended, Fault, RunEvent, RunSpec, Taken
 from cluster.runs.journal import Journal
 from cluster.runs.slo import NullTurns, RunWatch, Turns
 from cluster.runs.state import RunState, begin, fold, worked_s
+from cluster.runs.store_memory import StoreMemoryWatch
 from cluster.runs.task import Replicas, RunTask, Tools
 from cluster.store.runs.records import AlreadyThere, Idempotency, NewRun, RunHead
 from cluster.store.runs.store import RunStore
@@ -55,6 +56,7 @@ RENOUNCE_S = 0.2
 """Seconds between two attempts to undo a run that may have been accepted."""
 
 STORE_GONE = "programs cannot be accepted now"
+STORE_FULL = "the store of programs (redis) has no memory for a new one"
 
 PAGE = 256
 """Number of entries that are read from the store at a time."""
@@ -101,6 +103,8 @@ class ProgramRunner:
         """Number of tool answers that were shortened because they did not fit into the model's context."""
         self._name = name
         self._store = store
+        self.memory = StoreMemoryWatch(store)
+        """The memory of the store."""
         self._replicas = replicas
         self._tools = tools
         self._config = config
@@ -145,6 +149,7 @@ class ProgramRunner:
         if not self._attending:
             self._attending = True
             self._background.start("leases", self._attend_for_ever)
+            self._background.start("memory of the store", self.memory.watch)
 
     async def aclose(self) -> None:
         """Give up all runs, so that other runners can continue them at once.
@@ -189,6 +194,8 @@ class ProgramRunner:
         most = self._tenants.max_programs(spec.tenant)
         if most is not None and sum(self._tasks[one].state.spec.tenant == spec.tenant for one in self._working) >= most:
             raise self._refusal(TooManyRequests, f"{most} programs of this tenant are open", spec, arrived_s)
+        if self.memory.is_full:
+            raise self._refusal(Overloaded, STORE_FULL, spec, arrived_s, "store_full")
         # The starts that wait, or are being undone, show when the store is back.
         if (self._asking or self.uncertain_starts) and not self._store.healthy:
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s)
@@ -330,9 +337,11 @@ class ProgramRunner:
         if task.state.ended is not None and not task.state.spec.store:
             await self._forget_stored(run_id)
 
-    def _refusal(self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None) -> Overloaded:
+    def _refusal(
+        self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None, code: str | None = None
+    ) -> Overloaded:
         RunWatch(self._turns, spec, arrived_s, self._clock).refused()
-        return kind(f"{why}; retry later", retry_after_s=RETRY_AFTER_S)
+        return kind(f"{why}; retry later", retry_after_s=RETRY_AFTER_S, code=code)
 
     def _forget(self, run_id: str, task: RunTask) -> None:
         if self._tasks.get(run_id) is task:

@@ -7,6 +7,7 @@ import logging
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from enum import StrEnum
 from importlib.resources import files
 from pathlib import Path
@@ -47,6 +48,20 @@ class StoreUnavailable(Exception):
     def __init__(self, reason: StoreFailure) -> None:
         super().__init__(reason)
         self.reason = reason
+
+
+@dataclass(frozen=True, slots=True)
+class StoreMemory:
+    """The memory of a Redis in bytes. It rejects writes, or evicts keys, where it would use more than ``max_bytes``."""
+
+    used_bytes: int
+    max_bytes: int
+    """0: there is no limit."""
+
+    @property
+    def share(self) -> float:
+        """The used share of the limit; 0 without a limit."""
+        return self.used_bytes / self.max_bytes if self.max_bytes else 0.0
 
 
 class RedisStore:
@@ -126,6 +141,16 @@ class RedisStore:
     ) -> _Answer:
         """Run a Lua script as a part of a `request`, see `run`."""
         return msgspec.convert(await cast(Any, self.redis.register_script(script))(keys, arguments), kind)
+
+    async def memory(self) -> StoreMemory:
+        """Return how much memory Redis uses, and how much it may use.
+
+        Raises:
+            StoreUnavailable: the call failed.
+        """
+        async with self.request():
+            told = await self.redis.info("memory")
+            return StoreMemory(int(told.get("used_memory", 0)), int(told.get("maxmemory", 0)))
 
     async def close(self) -> None:
         """Close the connections. Written values stay until they expire."""

@@ -41,6 +41,10 @@ def rejections(rejected: int) -> Series:
     }
 
 
+def store_memory(used: int, of: int = 100) -> Series:
+    return {"store_used_bytes": f"{used}x60", "store_max_bytes": f"{of}x60"}
+
+
 def calls(ok: int) -> Series:
     return {
         'tool_calls_total{tool="book",outcome="ok"}': f"0+{ok}x60",
@@ -118,6 +122,9 @@ STORIES = (
     Story("CaesuraRouterSnapshotStale", "10m", *gauge("snapshot_age_seconds", 'model="m"', 20, 3)),
     Story("CaesuraRejectionRateHigh", "20m", rejections(20), rejections(2)),
     Story("CaesuraStoreDown", "10m", *gauge("store_up", 'component="router"', 0, 1)),
+    Story("CaesuraStoreNearlyFull", "20m", store_memory(80), store_memory(60)),
+    # Without a limit, it cannot be full.
+    Story("CaesuraStoreNearlyFull", "20m", store_memory(80), store_memory(80, of=0)),
     Story("CaesuraToolFailing", "30m", calls(ok=5), calls(ok=9)),
     Story("CaesuraKvThrashing", "30m", memory(recomputed=600, evicted=6), memory(recomputed=600, evicted=0)),
     Story("CaesuraKvThrashing", "30m", memory(recomputed=600, evicted=6), memory(recomputed=100, evicted=6)),

@@ -30,6 +30,7 @@ from cluster.runs.events import (
 )
 from cluster.runs.runner import RENOUNCE_S, ProgramRunner
 from cluster.runs.state import fold
+from cluster.store.client import StoreMemory
 from cluster.store.runs.records import Idempotency, NewRun
 from tests.programs.runners import LEASE_S, Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -445,6 +446,18 @@ async def test_more_runs_than_allowed_are_refused_before_anything_is_kept(runner
         await runner.start(spec("r20"))
     assert refusal.value.retry_after_s is not None
     assert await runner.load("r20", "t") is None
+
+
+async def test_no_run_is_accepted_while_the_store_is_full(runners: Runners) -> None:
+    runner = runners(ScriptedReplicas([says("there is room")]))
+    runner.memory.memory = StoreMemory(95, 100)
+    with pytest.raises(Overloaded) as refusal:
+        await runner.start(spec("r23"))
+    assert (refusal.value.code, refusal.value.status) == ("store_full", 503)
+    assert refusal.value.retry_after_s is not None and await runner.load("r23", "t") is None
+    runner.memory.memory = StoreMemory(50, 100)
+    await runner.start(spec("r23"))
+    assert outcome(await ended(runner, "r23")).status == "completed"
 
 
 async def test_what_nobody_wanted_kept_is_gone_afterwards(runners: Runners) -> None:

@@ -142,8 +142,10 @@ def test_a_client_that_adds_the_events_up_has_the_response(log) -> None:
             texts[event.output_index] += getattr(event, "delta", "")
     response = reader.response
     assert not open_items
-    assert len({item.id for item in response.output}) == len(response.output) == len(done)
-    for index, item in enumerate(response.output):
+    left_out = reader.replaced if reader.state.ended else ()
+    kept = [index for index, item in done.items() if item.id not in left_out]
+    assert sorted(item.id for item in response.output) == sorted(done[index].id for index in kept)
+    for index, item in zip(sorted(kept), response.output, strict=True):
         assert _text(item) in ("", texts[index])
         if item.type in ("function_call", "mcp_approval_request"):
             # What the caller acts on is never taken back.
@@ -157,6 +159,21 @@ def _text(item):
         case "function_call" | "mcp_call":
             return item.arguments
     return ""
+
+
+@given(logs())
+@settings(max_examples=150, deadline=None)
+def test_the_output_of_a_completed_response_is_what_happened(log) -> None:
+    """It has each turn's text once, and no call that the conversation does not have: it can be sent back as input."""
+    _, reader = read(log)
+    state, output = reader.state, reader.response.output
+    if state.ended.status != "completed":
+        return
+    assert "".join(_text(item) for item in output if item.type == "message") == "".join(
+        turn.content for turn in state.turns
+    )
+    calls = {call.id for turn in state.turns for call in turn.calls}
+    assert {item.call_id for item in output if item.type == "function_call"} <= calls
 
 
 @given(logs())

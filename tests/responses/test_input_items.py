@@ -129,6 +129,14 @@ def test_a_call_without_its_output_is_refused() -> None:
     assert (error.message, error.param) == ("No tool output found for function call c9.", "input")
 
 
+@pytest.mark.parametrize("arguments", ["{}", '{"a'])
+def test_a_call_of_a_lost_turn_needs_no_output(arguments: str) -> None:
+    lost = called("c0", arguments=arguments) | {"status": "incomplete"}
+    assert messages(user("go"), lost, called(), output()) == messages(user("go"), called(), output())
+    with_output = messages(user("go"), lost, called(), output("c0"), output())
+    assert len(with_output) == len(messages(user("go"), called(), output())) + 1
+
+
 def test_an_output_without_its_call_is_refused() -> None:
     assert refused(user("x"), output("c9")).param == "input.1.call_id"
 

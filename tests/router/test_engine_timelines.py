@@ -102,8 +102,29 @@ def test_a_replica_that_tells_nothing_counts_as_the_median_and_those_that_all_fa
     engine.observe({"r0": snapshot("r0"), "r1": snapshot("r1", **busy), "r2": None}, 0.0)
     engine.observe({"r0": snapshot("r0"), "r1": snapshot("r1", 2, **busy), "r2": None}, 6.0)
     homes = {went(engine.turn(f"t{i}", request(f"p{i}"), 6.0)) for i in range(6)}
-    assert homes == {("r0", Placed.NEW), ("r1", Placed.NEW), ("r2", Placed.NEW)}
+    assert homes == {("r1", Placed.NEW), ("r2", Placed.NEW)}  # the engine of r0 may be frozen; r2 has just started
     assert went(engine.turn("t", request("p"), 12.0))[1] is Placed.HASHED
+
+
+def test_new_programs_avoid_a_replica_whose_engine_may_be_frozen() -> None:
+    """Only r1 publishes from second 1 on, although it is the busier one."""
+    engine = PlacementEngine()
+    busy = {"running": 10, "programs": 10}
+    engine.observe({"r0": snapshot("r0"), "r1": snapshot("r1", **busy)}, 0.0)
+    assert went(engine.turn("before", request("before"), 0.5))[0] == "r0"
+    for second in (1.0, 2.0):
+        engine.observe({"r0": snapshot("r0"), "r1": snapshot("r1", 2 + int(second), **busy)}, second)
+    homes = {went(engine.turn(f"t{i}", request(f"p{i}"), 2.1))[0] for i in range(6)}
+    assert homes == {"r1"}
+    engine.observe({"r0": snapshot("r0", 2), "r1": snapshot("r1", 5, **busy)}, 3.0)  # it answers again
+    assert went(engine.turn("after", request("after"), 3.1))[0] == "r0"
+
+
+def test_replicas_that_are_all_silent_are_used() -> None:
+    engine = PlacementEngine()
+    engine.observe({"r0": snapshot("r0"), "r1": snapshot("r1")}, 0.0)
+    homes = {went(engine.turn(f"t{i}", request(f"p{i}"), 3.0))[0] for i in range(6)}
+    assert homes == {"r0", "r1"}
 
 
 @pytest.mark.parametrize(("there", "moves"), [(["p"], False), ([], True)])

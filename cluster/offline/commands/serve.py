@@ -19,7 +19,10 @@ if TYPE_CHECKING:
 
 
 def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
-    """Serve a model on this machine, in the foreground, until Ctrl-C. Prints refused requests by route and code."""
+    """Serve a model on this machine, in the foreground, until Ctrl-C. Prints refused requests by route and code.
+
+    Ctrl-C and SIGTERM let requests in flight end for `http.shutdown_s`. A second signal ends them at once.
+    """
     from rich.console import Console
 
     from cluster.config.loader import read_config
@@ -28,11 +31,12 @@ def serve(config: ConfigFile = None, assignments: Assignments = None) -> None:
     console = Console(highlight=False)
     clock = MonotonicClock()
 
-    stopped = threading.Event()
-    _on_signals(stopped)
+    stopped, hurried = threading.Event(), threading.Event()
+    _on_signals(stopped, hurried)
     begun_s = clock.now_s()
     try:
-        with LocalCluster(read_config(config, assignments), step=timed_steps(console)) as cluster:
+        settings = read_config(config, assignments)
+        with LocalCluster(settings, step=timed_steps(console), hurried=hurried) as cluster:
             console.print(f"\nServing after {clock.now_s() - begun_s:.1f} s at {cluster.url} (Ctrl-C stops it). Try:\n")
             console.print(_curl(cluster.url, cluster.config.model.id), soft_wrap=True)
             console.print(f"\nLogs: {cluster.logs}", markup=False, soft_wrap=True)
@@ -60,11 +64,15 @@ def _refusals(cluster: "LocalCluster", clock: Clock) -> Callable[[], list[str]]:
     return RefusalReport(clock, lambda: cluster.metrics_addresses).lines
 
 
-def _on_signals(stopped: threading.Event) -> None:
-    """Let the first SIGINT or SIGTERM end the start or the waiting. Later ones do not interrupt the stop."""
+def _on_signals(stopped: threading.Event, hurried: threading.Event) -> None:
+    """Let the first SIGINT or SIGTERM end the start or the waiting. Later ones set ``hurried`` and do not interrupt the
+    stop.
+    """
 
     def handle(_: int, __: FrameType | None) -> None:
-        if not stopped.is_set():
+        if stopped.is_set():
+            hurried.set()
+        else:
             stopped.set()
             raise KeyboardInterrupt
 

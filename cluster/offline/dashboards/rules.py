@@ -312,6 +312,15 @@ CLUSTER_ALERTS = Group(
             "Turns are served with the last known data. Server-side programs cannot be started or taken over.",
         ),
         Alert(
+            "CaesuraStoreNearlyFull",
+            f"{total(m.STORE_USED_BYTES, by=(), aggregate='max')}"
+            f" / ({total(m.STORE_MAX_BYTES, by=(), aggregate='max')} > 0) > 0.7",
+            "5m",
+            Severity.TICKET,
+            "Redis uses {{ $value | humanizePercentage }} of its memory",
+            "From 75% on, ended programs are deleted before their retention time. From 90% on, new ones are rejected.",
+        ),
+        Alert(
             "CaesuraToolFailing",
             f"1 - ({CALLS_OK} or 0 * {CALLS})\n/ ({CALLS} > 0) > 0.2",
             "10m",

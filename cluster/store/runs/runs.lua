@@ -276,9 +276,7 @@ function operations.list()
   end
 end
 
--- ARGV: id. Answers: how it went.
-function operations.delete()
-  local id = ARGV[1]
+local function delete(id)
   if not is_run(id) then return 'unknown' end
   local there = get(id, 'closed', 'idempotency', 'tenant', 'program')
   if not there[1] then return 'open' end
@@ -293,6 +291,21 @@ function operations.delete()
     redis.call('ZREM', space .. 'ended', there[3] .. '/' .. there[4] .. '/' .. id)
   end
   return 'ok'
+end
+
+-- ARGV: id. Answers: how it went.
+function operations.delete() return delete(ARGV[1]) end
+
+-- ARGV: how many. Answers: how many closed runs were deleted, those that ended first before others.
+function operations.evict()
+  local ended, evicted = space .. 'ended', 0
+  if not is(ended, 'zset') then return evicted end
+  for _, place in ipairs(redis.call('ZRANGE', ended, 0, tonumber(ARGV[1]) - 1)) do
+    local id = string.match(place, '([^/]*)$')
+    if delete(id) == 'ok' then evicted = evicted + 1 end
+    redis.call('ZREM', ended, place)
+  end
+  return evicted
 end
 
 return operations[table.remove(ARGV, 1)]()

@@ -17,6 +17,7 @@ from cluster.core.errors import RunLeaseLost, RunLogGap, RunOpen, RunStoreUnavai
 from cluster.store.client import (
     RedisStore,
     StoreFailure,
+    StoreMemory,
     StoreUnavailable,
     connect,
     lua,
@@ -308,6 +309,23 @@ class RunStore(RedisStore):
         if answer == b"open":
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
+
+    async def evict(self, limit: int) -> int:
+        """Delete up to ``limit`` closed runs, those that ended first before others. Return their number.
+
+        Raises:
+            RunStoreUnavailable: the outcome is unknown.
+        """
+        return await self._call("evict", [limit], int)
+
+    async def memory(self) -> StoreMemory:
+        """Return how much memory Redis uses, see `RedisStore.memory`.
+
+        Raises:
+            RunStoreUnavailable: Redis did not answer.
+        """
+        with _unavailable():
+            return await super().memory()
 
     async def close(self) -> None:
         """Close the connections. Leases stay valid until they end, unless :meth:`release` has given them up."""
