@@ -8,6 +8,7 @@ It is written for vLLM 0.29.0. It overrides these methods of ``AsyncScheduler``,
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     _preempt_request                        a preemption resets the progress that is recorded here
     reset_prefix_cache                      held blocks would make it fail
+    has_requests                            steps that compute a held program's next prompt early
 
 It also sets the KV cache manager's watermark_blocks to the policy's value. All other code that changes vLLM is in
 `replicas.vllm_patches`. A subclass of AsyncScheduler also serves synchronous engines; a subclass of Scheduler would
@@ -17,7 +18,8 @@ The parts (programs, holds, views, swapping, statistics, ...) own their state, a
 arguments. The engine's process has to import `replicas.control`, which adds the side channel.
 
 Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold. A program has a hold
-exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every request has one Turn or is a fetch.
+exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every request has one Turn, is a fetch, or is
+of early prefill.
 """
 
 import itertools
@@ -27,6 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
@@ -59,6 +62,7 @@ from cluster.durations.table import DurationTable
 from replicas.cached_prefix import CachedPrefixes, is_cached, leading_blocks
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
+from replicas.early_prefill import EarlyPrefill, SchedulerCalls
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
@@ -81,7 +85,7 @@ from replicas.vllm_patches import (
     share_compilation,
     wrap_allocate_slots,
 )
-from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
+from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
@@ -170,6 +174,13 @@ class AgentScheduler(LoadingScheduler):
             block_tokens=self.hash_block_size,
             starvation_s=control.starvation_s,
         )
+        self.early_prefill = EarlyPrefill(
+            enabled=self._one_prefix_cache and self.parallel_config.data_parallel_size == 1,
+            holds=self.holds,
+            block_tokens=self.block_size,
+            max_tokens=self.max_model_len,
+            calls=SchedulerCalls(self._add_early, self.take_first, self._finish_early, self.stats.holds_change),
+        )
         self.crash_attribution = CrashAttribution(self.requests)
         self.eviction = Eviction(
             holds=self.holds,
@@ -182,7 +193,7 @@ class AgentScheduler(LoadingScheduler):
         wrap_allocate_slots(
             self.kv_cache_manager,
             block_tokens=self.block_size,
-            evict=lambda request, lacking: self.eviction.evict(request, lacking, self.policies),
+            evict=self._evict,
             on_admitted=self._admit,
         )
         advance_grammars(self.structured_output_manager)
@@ -218,12 +229,27 @@ class AgentScheduler(LoadingScheduler):
         self.max_num_scheduled_tokens = budget
         room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
+        early = self._pause_state is PauseState.UNPAUSED and self.early_prefill.begin(self.views.load, self.running)
+        self.max_num_scheduled_tokens = min(self.facts.max_tokens, early or self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(throttle_prefills)
         self.single_flight.step_ends()
         self.pace.began(output)
         self.stats.step_began(output)
         self.crash_attribution.began(output)
+        self.early_prefill.scheduled(output)
         return output
+
+    def has_requests(self) -> bool:
+        """Return whether the engine has to step: for a request, or for a prompt that can be computed early."""
+        return super().has_requests() or (self.early_prefill.ready and self._pause_state is PauseState.UNPAUSED)
+
+    def _add_early(self, request: Request, key: str) -> None:
+        super().add_request(request)
+        self.swapping.extends(request, key)
+
+    def _finish_early(self, request: Request) -> None:
+        self.swapping.ends(request)
+        self.abort_load(request.request_id)
 
     def expire_holds(self, now_s: float) -> None:
         """End expired holds, unless the program's next turn is already waiting (Continuum, section 5.3)."""
@@ -307,6 +333,8 @@ class AgentScheduler(LoadingScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _rank(self, request: Request) -> RankKey:
+        if request.request_id not in self.turns:  # it is of early prefill
+            return LAST
         if request.num_computed_tokens:
             return LOADED
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
@@ -373,6 +401,7 @@ class AgentScheduler(LoadingScheduler):
             return True
         keeps = self.returning_outputs.resumes(key, request.block_hashes)
         if (held := self.holds.get(key)) is not None:
+            self.early_prefill.resumes(key, request.block_hashes)
             self._release_superseded(request, key, held)
         return keeps
 
@@ -387,8 +416,8 @@ class AgentScheduler(LoadingScheduler):
             self._keep(key, kept)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
-        turn = self.turns[request.request_id]
-        if turn.admitted_s is None:
+        turn = self.turns.get(request.request_id)
+        if turn is not None and turn.admitted_s is None:
             turn.admitted_s, turn.cached_tokens = self._now_s(), local_tokens + remote_tokens
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
@@ -417,6 +446,7 @@ class AgentScheduler(LoadingScheduler):
         turn = self.turns.pop(request.request_id, None)
         if turn is None:
             self.swapping.freed(request)
+            self.early_prefill.freed(request)
         else:
             self.swapping.ends(request)
             self.stats.ended(request, turn)
@@ -486,6 +516,7 @@ class AgentScheduler(LoadingScheduler):
             self.kv_cache_manager.block_pool.free_blocks(blocks[kept:][::-1])
             blocks = blocks[:kept]
         self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin, pause.forecast)
+        self.early_prefill.pauses(key, request)
         self.apply(key, Held(now_s, until_s, decision.reason))
         return until_s - now_s
 
@@ -510,8 +541,13 @@ class AgentScheduler(LoadingScheduler):
         self.counters["evicted_blocks"] += self._keep(key, kept)
         self._rerank_turns(key, reason)
 
+    def _evict(self, request: Request, lacking: int) -> bool:
+        # Early prefill evicts nothing.
+        return request.request_id in self.turns and self.eviction.evict(request, lacking, self.policies)
+
     def _keep(self, key: str, kept: int) -> int:
         self.stats.holds_change()
+        self.early_prefill.trimmed(key, kept * self.block_size)
         return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
@@ -555,6 +591,7 @@ class AgentScheduler(LoadingScheduler):
             match action:
                 case FreeHold(reason):
                     self.stats.hold_ends(key, reason)
+                    self.early_prefill.forget(key)
                     self.holds.release(key)
                     self._rerank_turns(key, reason)
                 case Fetch():
@@ -591,7 +628,7 @@ class AgentScheduler(LoadingScheduler):
         """Raise IntegrityError unless the invariants of the module's docstring hold."""
         self.holds.check_integrity()
         self.trees.check_integrity()
-        if self.turns.keys() | self.swapping.request_ids != self.requests.keys():
+        if self.turns.keys() | self.swapping.request_ids | self.early_prefill.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")
         self.swapping.check_integrity()
         for held in self.holds:
