@@ -20,6 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Any
 
 from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -54,6 +55,10 @@ class EndReason(StrEnum):
     REWRITTEN = "rewritten"
     """The prompt does not begin with the held context, or the tool has replaced its earlier output."""
     NO_MEMORY = "no_memory"
+    RENDERED_AGAIN = "rendered_again"
+    """The chat template does not extend the context, so that the next prompt will be rendered again."""
+    NO_ANSWER = "no_answer"
+    """The scheduler did not answer in time."""
     TOO_LONG = "too_long"
     """The prompt leaves no room for an answer in the model's context window."""
 
@@ -256,9 +261,10 @@ class EarlyPrefill:
         if (extension := self._extensions.pop(key, None)) is not None:
             self.wasted_tokens += extension.work_tokens
 
-    def numbers(self) -> dict[str, dict[str, int]]:
-        """Return the totals as plain values."""
+    def numbers(self) -> dict[str, Any]:
+        """Return the tokens that are to be computed, and the totals, as plain values."""
         return {
+            "early_prefill_pending": sum(map(self._pending, self._extensions.values())),
             "early_prefill_tokens": {"used": self.used_tokens, "wasted": self.wasted_tokens},
             "early_prefill_ends": {str(reason): self.ends[reason] for reason in EndReason},
         }
@@ -273,7 +279,8 @@ class EarlyPrefill:
     def _pending(self, extension: Extension) -> int:
         if extension.ended is not None:
             return 0
-        return extension.prompt.num_tokens // self._block_tokens * self._block_tokens - extension.computed_tokens
+        known: int = extension.prompt.num_tokens
+        return known // self._block_tokens * self._block_tokens - extension.computed_tokens
 
     def begin(self, load: LoadView, running: Sequence[Request]) -> int:
         """Add a request to vLLM's queue before a step, if there is room for it.
