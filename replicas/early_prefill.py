@@ -220,8 +220,8 @@ class EarlyPrefill:
         prompt = extension.prompt
         before, new = prompt._all_token_ids[at:], list(ids)
         same = at + _common(before, new)
-        if at + len(new) >= self._max_tokens:
-            return same
+        if same == at + len(new) or at + len(new) >= self._max_tokens:  # an older message adds nothing
+            return prompt.num_tokens if same == at + len(new) else same
         del prompt._all_token_ids[same:], prompt.block_hashes[same // self._block_tokens :]
         prompt._all_token_ids.extend(new[same - at :])
         prompt.update_block_hashes()

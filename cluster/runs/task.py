@@ -8,7 +8,6 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
 from cluster.core.clock import Clock
@@ -27,7 +26,7 @@ from cluster.core.turn import (
 )
 from cluster.observing.logs import bind
 from cluster.runs.call_names import CallNaming
-from cluster.runs.compaction import MAX_SUMMARY_TOKENS, REQUEST
+from cluster.runs.early_output import EarlyOutput
 from cluster.runs.events import (
     MAX_WALL_TIME,
     Call,
@@ -36,7 +35,6 @@ from cluster.runs.events import (
     Generated,
     LateAnswer,
     RunEvent,
-    RunSpec,
     ToolAnswer,
     ToolIntent,
     Truncated,
@@ -47,6 +45,7 @@ from cluster.runs.journal import Journal
 from cluster.runs.slo import RunWatch
 from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, cut_answers, next_step, step
 from cluster.runs.truncation import droppable
+from cluster.runs.turn_request import continuation_of, turn_body, turn_identity
 
 logger = logging.getLogger("ray.serve")
 
@@ -88,6 +87,13 @@ class Replicas(Protocol):
         """Run an operation of the side channel on the program's replica."""
         ...
 
+    async def extend(self, key: str, body: Mapping[str, Any], continuation: Continuation | None) -> str | None:
+        """Let the program's replica compute the next prompt as far as it is known.
+
+        Return why nothing more is computed in this pause, or None.
+        """
+        ...
+
 
 class Tools(Protocol):
     """Runs tools: `tools_runtime.actor.ToolActors`."""
@@ -96,6 +102,13 @@ class Tools(Protocol):
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
         """Run a call and return its one outcome."""
+        ...
+
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Wait for more output of a running call than ``known`` characters, and return all of it.
+
+        None: it has ended, or is not known.
+        """
         ...
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
@@ -270,10 +283,10 @@ class RunTask:
     async def _ask(self, todo: AskTurn) -> None:
         bind(turn=todo.turn)
         state, began_s = self.state, self._clock.now_s()
-        prior = Continuation(state.token_ids, state.covered) if state.token_ids else None
         turn = TurnText(todo.turn, todo.summary)
         identity = turn_identity(state, todo, self._known_as)
-        pieces = self._replicas.turn(self._key, turn_body(state, todo), identity, prior, answers=state.unread)
+        prior, body = continuation_of(state), turn_body(state, todo)
+        pieces = self._replicas.turn(self._key, body, identity, prior, answers=state.unread)
         async with aclosing(pieces):  # type: ignore[type-var]
             async for piece in pieces:
                 if isinstance(piece, HttpError):
@@ -392,10 +405,23 @@ class RunTask:
         try:
             await asyncio.wait_for(finished.wait(), NOTIFY_AFTER_S)
         except TimeoutError:
-            tools = [self.state.known_as(call, self._known_as) for call in calls]
-            await self._notified("tool_started", {"tools": tools})
-            await finished.wait()
+            early = asyncio.create_task(self._early_output(calls).run())
+            try:
+                tools = [self.state.known_as(call, self._known_as) for call in calls]
+                await self._notified("tool_started", {"tools": tools})
+                await finished.wait()
+            finally:
+                early.cancel()
             await self._notified("tool_finished", {})
+
+    def _early_output(self, calls: Sequence[Call]) -> EarlyOutput:
+        return EarlyOutput(
+            [(call, self._tool_call(call).id) for call in calls],
+            lambda: self.state,
+            lambda call_id, known: self._tools.output(self._key, call_id, known),
+            lambda body: self._replicas.extend(self._key, body, continuation_of(self.state)),
+            self._clock,
+        )
 
     async def _notified(self, operation: str, payload: Mapping[str, Any]) -> None:
         try:
@@ -445,49 +471,6 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
 
 
 # --- a turn -----------------------------------------------------------------------------------------------------------
-
-
-_OF_ANSWERS = ("response_format", "stop", "ignore_eos", "logprobs", "top_logprobs")
-"""Fields that apply to an answer and not to a summary."""
-
-
-def prompt_fields(spec: RunSpec) -> dict[str, Any]:
-    """Return the fields of the first turn's body that make its prompt. `/tokenize` takes them."""
-    fields: dict[str, Any] = {"model": spec.model, "messages": list(spec.messages)}
-    if spec.offers:
-        fields["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
-    if "chat_template_kwargs" in spec.sampling:
-        fields["chat_template_kwargs"] = spec.sampling["chat_template_kwargs"]
-    return fields
-
-
-def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
-    """Return a chat completions body with the whole conversation."""
-    spec = state.spec
-    body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
-    body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
-    if todo.summary:
-        body = {name: value for name, value in body.items() if name not in _OF_ANSWERS}
-        body["messages"] = [*state.messages, REQUEST]
-        body["max_completion_tokens"] = min(body["max_completion_tokens"], MAX_SUMMARY_TOKENS)
-    if spec.offers:
-        body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
-        body["parallel_tool_calls"] = spec.parallel
-        if todo.tool_choice is not None:
-            body["tool_choice"] = todo.tool_choice
-    return body
-
-
-def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> ProgramIdentity:
-    """Return the identity of a turn, with what is known of the tools before and after it."""
-    identity = ProgramIdentity.decode(state.spec.identity)
-    hints = identity.hints
-    if state.calls:
-        hints = replace(hints, last_tool="+".join(sorted(state.known_as(call, known_as) for call in state.calls)))
-    if isinstance(todo.tool_choice, dict):
-        named = todo.tool_choice.get("function", {}).get("name")
-        hints = replace(hints, expected_tool=named or hints.expected_tool)
-    return replace(identity, tenant=state.spec.tenant, program_id=state.spec.program, hints=hints)
 
 
 class TurnText:

@@ -173,6 +173,18 @@ def test_another_final_output_wastes_only_what_differs(paused: Make, asynchronou
     assert p.tokens == (used, 305 // BLOCK * BLOCK - 96 - used)
 
 
+def test_a_message_that_comes_after_a_later_one_changes_nothing(paused: Make) -> None:
+    p = paused()
+    p.output("a", 200)
+    p.steps()
+    assert [p.output("a", tokens) for tokens in (150, 0, 199)] == [None] * 3
+    assert (p.steps(), p.held_tokens("a")) == ([], 305 // BLOCK * BLOCK)
+    p.returns("a", 200)
+    p.engine.run()
+    assert p.tokens == (305 // BLOCK * BLOCK - 96, 0)
+    assert p.output("a", 210) == "not_held"  # the next turn has come
+
+
 def test_a_tool_that_rewrites_its_output_is_not_followed_for_long(paused: Make) -> None:
     p = paused()
     reasons = []
