@@ -20,7 +20,7 @@ import msgspec
 
 from cluster.config.tools import ToolModel
 from cluster.core.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
-from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult, ToolSource, statistics_name
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult, ToolSource, statistics_name
 from tools_runtime.kept_results import KeptResults, Key, key_of, require_same
 from tools_runtime.kind import Invocation, Timer, TimerClock, ToolKind, ToolOutput, sleep_until
 from tools_runtime.partial_output import PartialOutput
@@ -107,7 +107,15 @@ class Entry:
         return self._named(self.kind.unusable())
 
     def _named(self, offers: Iterable[ToolOffer]) -> list[ToolOffer]:
-        return [msgspec.structs.replace(offer, tool=ToolId(self.source, self.name, offer.own_name)) for offer in offers]
+        answers, again = not self.config.asynchronous, self.config.idempotent
+        return [
+            msgspec.structs.replace(
+                offer,
+                tool=ToolId(self.source, self.name, offer.own_name),
+                starts_early=answers and (again or offer.read_only),
+            )
+            for offer in offers
+        ]
 
 
 class ToolTable:

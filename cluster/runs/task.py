@@ -13,15 +13,9 @@ from typing import Any, Protocol
 from cluster.core.clock import Clock
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, HttpError, Overloaded, RunLeaseLost
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult, split_complete
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from cluster.core.turn import (
-    ID_BYTES,
-    CallDelta,
     Continuation,
-    PromptMode,
-    TurnBegan,
-    TurnDelta,
-    TurnDone,
     TurnPiece,
 )
 from cluster.observing.logs import bind
@@ -30,9 +24,10 @@ from cluster.runs.early_output import EarlyOutput
 from cluster.runs.events import (
     MAX_WALL_TIME,
     Call,
+    EarlyEnd,
+    EarlyIntent,
     Ended,
     Fault,
-    Generated,
     LateAnswer,
     RunEvent,
     ToolAnswer,
@@ -43,9 +38,21 @@ from cluster.runs.events import (
 )
 from cluster.runs.journal import Journal
 from cluster.runs.slo import RunWatch
-from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, cut_answers, next_step, step
+from cluster.runs.state import (
+    AskTurn,
+    AwaitLate,
+    CallTools,
+    Finish,
+    Refuse,
+    RunState,
+    cut_answers,
+    next_step,
+    starts_early,
+    step,
+)
 from cluster.runs.truncation import droppable
 from cluster.runs.turn_request import continuation_of, turn_body, turn_identity
+from cluster.runs.turn_text import TurnText
 
 logger = logging.getLogger("ray.serve")
 
@@ -172,6 +179,10 @@ class RunTask:
         self._late: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._notifications: set[asyncio.Task[None]] = set()
         """Tasks of notifications that are being sent to the replica."""
+        self._early: dict[tuple[int, int], asyncio.Task[ToolResult]] = {}
+        """Calls that were started early, until their turn's calls are run."""
+        self._ending: set[asyncio.Task[ToolResult]] = set()
+        """Early calls that are being stopped."""
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -201,6 +212,7 @@ class RunTask:
         finally:
             self._watched.ended(self.state.ended)
             await self._stop_work()
+            await self._stop_early()
             await self._stop_late()
 
     def cancel(self) -> None:
@@ -243,6 +255,7 @@ class RunTask:
 
     def _end(self, finish: Finish) -> None:
         if self.state.ended is None:
+            self._record(*self._early_ends(Outcome.CANCELLED))
             # Counted from its beginning, because the wall clock may have been set back since.
             spec = self.state.spec
             took_s = spec.limits.wall_s - (self._deadline_s - self._clock.now_s())
@@ -251,6 +264,7 @@ class RunTask:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     async def _turn(self, todo: AskTurn) -> None:
+        await self._explain_early(Outcome.UNKNOWN)
         self._record(TurnIntent(todo.turn, todo.attempt, todo.summary))
         self._watched.turn()
         await self.journal.flush()
@@ -293,10 +307,13 @@ class RunTask:
                     raise piece
                 if (news := turn.take(piece)) is not None:
                     self._record(news)
+                for call in turn.new_calls():
+                    self._start_early(call, todo.attempt)
                 self._watched.received(turn.tokens)
         result = turn.result(began_s - self._began_s, self._clock.now_s() - self._began_s)
         self._count_cut(result)
         self._record(result)
+        await self._explain_early(Outcome.CANCELLED)
         self._watched.answered()
 
     def _count_cut(self, result: TurnResult) -> None:
@@ -304,6 +321,42 @@ class RunTask:
             self._on_cut(cut)
             place, chars = f"turn {result.turn} of run {self.state.spec.id}", result.answer_chars
             logger.warning("%s: %d tool answers were cut to %s characters to fit in the context", place, cut, chars)
+
+    # --- calls that start early ---------------------------------------------------------------------------------------
+
+    def _start_early(self, call: Call, attempt: int) -> None:
+        """Run a call of the turn that goes on, if its tool may be run although the turn may still fail."""
+        if starts_early(self.state, call):
+            self._record(EarlyIntent(call, attempt))
+            self._early[call.place] = asyncio.create_task(self._run_early(self._tool_call(call)))
+
+    async def _run_early(self, call: ToolCall) -> ToolResult:
+        await self.journal.flush()
+        return await self._result(call, resumed=False)
+
+    def _early_ends(self, outcome: Outcome) -> list[EarlyEnd]:
+        """Return the ends of the early calls whose answers are not used, and stop them.
+
+        ``outcome`` is that of a call without a result.
+        """
+        ends = []
+        for early in self.state.unexplained:
+            task = self._early.pop(early.call.place, None)
+            known = outcome if task is None else Outcome.CANCELLED
+            if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+                known = task.result().outcome
+            elif task is not None:
+                task.cancel()
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+            ends.append(EarlyEnd(*early.call.place, early.attempt, known))
+        return ends
+
+    async def _explain_early(self, outcome: Outcome) -> None:
+        """Record why early calls are not used, and wait until these have stopped."""
+        self._record(*self._early_ends(outcome))
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_S)
 
     # --- tools --------------------------------------------------------------------------------------------------------
 
@@ -321,7 +374,10 @@ class RunTask:
         finished.set()
 
     async def _run_tool(self, call: Call, *, resumed: bool) -> None:
-        result = await self._result(self._tool_call(call), resumed=resumed)
+        if (early := self._early.pop(call.place, None)) is not None:
+            result = await early
+        else:
+            result = await self._result(self._tool_call(call), resumed=resumed)
         self._record(_answer(call, result))
         if result.outcome is Outcome.STARTED:
             self._watch(call, resumed=False)
@@ -366,6 +422,8 @@ class RunTask:
     def _tool_call(self, call: Call) -> ToolCall:
         """Return the call for the tool runtime. It is the same for every runner of the run."""
         own = f"{self.state.spec.id}/{call.turn}.{call.index}"
+        if (early := self.state.early.get(call.place)) is not None:
+            own = f"{own}/early-{early.attempt}"  # the turn may fail, and its next attempt have another call there
         offer = self.state.offer(call.name)
         return ToolCall(
             own,
@@ -383,6 +441,13 @@ class RunTask:
         if self._work is not None and not self._work.done():
             self._work.cancel()
             await asyncio.wait((self._work,), timeout=END_S)
+
+    async def _stop_early(self) -> None:
+        tasks = {*self._early.values(), *self._ending}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
 
     async def _stop_late(self) -> None:
         for place, task in list(self._late.items()):
@@ -468,89 +533,3 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# --- a turn -----------------------------------------------------------------------------------------------------------
-
-
-class TurnText:
-    """Joins a turn's pieces.
-
-    Args:
-        number: the number of the turn.
-        summary: whether its content is a summary.
-    """
-
-    def __init__(self, number: int, summary: bool = False) -> None:
-        self._number = number
-        self._summary = summary
-        self._began: TurnBegan | None = None
-        self._done: TurnDone | None = None
-        self._ids = bytearray()
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, list[CallDelta]] = {}
-
-    def take(self, piece: TurnPiece) -> Generated | None:
-        """Process a piece. Return the entry of the log that it makes, or None."""
-        match piece:
-            case TurnBegan():
-                self._began = piece
-            case TurnDone():
-                self._done = piece
-            case TurnDelta():
-                return self._take(piece)
-        return None
-
-    def _take(self, piece: TurnDelta) -> Generated | None:
-        self._ids += piece.token_ids
-        self._content.append(piece.content)
-        self._reasoning.append(piece.reasoning)
-        for part in piece.calls:
-            self._calls.setdefault(part.index, []).append(part)
-        if not (piece.content or piece.reasoning or piece.calls):
-            return None
-        return Generated(self._number, piece.content, piece.reasoning, piece.calls, piece.logprobs)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens received so far."""
-        return len(self._ids) // ID_BYTES
-
-    def result(self, began_s: float, ended_s: float) -> TurnResult:
-        """Return the complete turn.
-
-        Raises:
-            HttpError: the replica ended before the turn did.
-        """
-        if self._began is None or self._done is None:
-            raise HttpError("the replica ended before the turn was complete", status=502)
-        done = self._done
-        calls = [_joined(self._number, index, pieces) for index, pieces in sorted(self._calls.items())]
-        complete, unfinished = split_complete(calls, done.finish_reason)
-        return TurnResult(
-            self._number,
-            self._began.rendering is PromptMode.CONTINUED,
-            self._began.rendering,
-            self._began.added_ids,
-            bytes(self._ids),
-            done.finish_reason,
-            done.prompt_tokens,
-            done.cached_tokens,
-            done.output_tokens,
-            began_s,
-            ended_s,
-            "".join(self._content),
-            "".join(self._reasoning),
-            complete,
-            unfinished,
-            self._began.answer_chars,
-            self._summary,
-            done.stop_sequence,
-        )
-
-
-def _joined(turn: int, index: int, pieces: Sequence[CallDelta]) -> Call:
-    call_id = next((piece.id for piece in pieces if piece.id), f"call_{turn}_{index}")
-    name = "".join(piece.name for piece in pieces if piece.name)
-    return Call(turn, index, call_id, name, "".join(piece.arguments for piece in pieces))
