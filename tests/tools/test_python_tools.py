@@ -123,3 +123,13 @@ async def test_a_generator_that_fails_or_exceeds_the_cap(open_tools: OpenTools, 
     assert (
         await host.run(ToolCall("c", "lines", {"count": 1, "mark": str(tmp_path / "mark")}))
     ).text == "line 0000 ☂\n"
+
+
+async def test_which_tools_start_early(open_tools: OpenTools) -> None:
+    settings = {"who": {"idempotent": True}, "add": {}, "loud": {"idempotent": True, "asynchronous": True}}
+    host = await open_tools({name: tool(name, **said)[name] for name, said in settings.items()})
+    assert {offer.name: offer.starts_early for offer in await host.offers()} == {
+        "who": True,
+        "add": False,
+        "loud": False,
+    }
