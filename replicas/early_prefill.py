@@ -31,6 +31,7 @@ from replicas.hold_table import HoldTable
 from replicas.policy import LoadView
 from replicas.prefill_scheduling import missing_tokens, scheduled_tokens
 from replicas.rewritten_context import matching_blocks
+from replicas.swapping import Swapping
 
 PREFIX = "caesura-early-"
 """Prefix of the ids of these requests."""
@@ -121,12 +122,12 @@ class Extension:
 class SchedulerCalls:
     """The scheduler's functions that early prefill calls."""
 
-    add: Callable[[Request, str], None]
-    """Adds a request for a program to vLLM's queue."""
+    add: Callable[[Request], None]
+    """Adds a request to vLLM's queue."""
     take: Callable[[Request, int], Sequence[KVCacheBlock]]
     """Takes references to this number of the first blocks of a request."""
-    finish: Callable[[Request], None]
-    """Ends a request."""
+    end: Callable[[str], None]
+    """Ends the request with this id."""
     holds_change: Callable[[], None]
     """Is called before a hold changes."""
 
@@ -139,6 +140,7 @@ class EarlyPrefill:
         holds: the scheduler's holds.
         block_tokens: tokens of a block.
         max_tokens: the model's context window.
+        swapping: the host tier, which stores what is computed.
         calls: the scheduler's functions that are needed.
     """
 
@@ -149,12 +151,14 @@ class EarlyPrefill:
         holds: HoldTable[KVCacheBlock],
         block_tokens: int,
         max_tokens: int,
+        swapping: Swapping,
         calls: SchedulerCalls,
     ) -> None:
         self._enabled = enabled
         self._holds = holds
         self._block_tokens = block_tokens
         self._max_tokens = max_tokens
+        self._swapping = swapping
         self._calls = calls
         self._paused: dict[str, Request] = {}
         """The last turn of each program that is held, by program key."""
@@ -315,7 +319,8 @@ class EarlyPrefill:
         request.block_hashes = prompt.block_hashes[: end // self._block_tokens]
         self._begun = (key, request)
         self.request_ids.add(request.request_id)
-        self._calls.add(request, key)
+        self._calls.add(request)
+        self._swapping.extends(request, key)
         return tokens
 
     def scheduled(self, output: SchedulerOutput) -> None:
@@ -337,7 +342,8 @@ class EarlyPrefill:
                 extension.computed_tokens = computed
                 self._calls.holds_change()
                 self._holds.replace(key, self._calls.take(request, blocks), computed)
-        self._calls.finish(request)
+        self._swapping.ends(request)
+        self._calls.end(request.request_id)
 
     def freed(self, request: Request) -> None:
         """Forget a request that vLLM has freed."""

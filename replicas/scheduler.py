@@ -179,7 +179,8 @@ class AgentScheduler(LoadingScheduler):
             holds=self.holds,
             block_tokens=self.block_size,
             max_tokens=self.max_model_len,
-            calls=SchedulerCalls(self._add_early, self.take_first, self._finish_early, self.stats.holds_change),
+            swapping=self.swapping,
+            calls=SchedulerCalls(super().add_request, self.take_first, self.abort_load, self.stats.holds_change),
         )
         self.crash_attribution = CrashAttribution(self.requests)
         self.eviction = Eviction(
@@ -242,14 +243,6 @@ class AgentScheduler(LoadingScheduler):
     def has_requests(self) -> bool:
         """Return whether the engine has to step: for a request, or for a prompt that can be computed early."""
         return super().has_requests() or (self.early_prefill.ready and self._pause_state is PauseState.UNPAUSED)
-
-    def _add_early(self, request: Request, key: str) -> None:
-        super().add_request(request)
-        self.swapping.extends(request, key)
-
-    def _finish_early(self, request: Request) -> None:
-        self.swapping.ends(request)
-        self.abort_load(request.request_id)
 
     def expire_holds(self, now_s: float) -> None:
         """End expired holds, unless the program's next turn is already waiting (Continuum, section 5.3)."""

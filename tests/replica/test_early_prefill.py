@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from vllm.v1.request import Request, RequestStatus
 
+from cluster.core.lifecycle.events import ReleaseReason
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.turn import pack_ids
 from replicas.control import dispatch, snapshot
@@ -180,9 +181,9 @@ def test_a_message_that_comes_after_a_later_one_changes_nothing(paused: Make) ->
     assert [p.output("a", tokens) for tokens in (150, 0, 199)] == [None] * 3
     assert (p.steps(), p.held_tokens("a")) == ([], 305 // BLOCK * BLOCK)
     p.returns("a", 200)
+    assert p.output("a", 10) == "not_held"  # the next turn has come
     p.engine.run()
     assert p.tokens == (305 // BLOCK * BLOCK - 96, 0)
-    assert p.output("a", 210) == "not_held"  # the next turn has come
 
 
 def test_a_tool_that_rewrites_its_output_is_not_followed_for_long(paused: Make) -> None:
@@ -276,6 +277,18 @@ def test_an_extended_hold_still_yields_to_a_running_turn(paused: Make) -> None:
     assert p.tokens[1] == 505 // BLOCK * BLOCK - 96
 
 
+def test_a_hold_of_which_the_end_is_evicted_is_not_extended_again(paused: Make) -> None:
+    p = paused()
+    p.output("a", 200)
+    p.steps()
+    p.scheduler._trim("default/a", 8, ReleaseReason.BROKEN_RUNNING)
+    p.scheduler.check_integrity()
+    assert p.output("a", 300) == "no_memory"
+    p.returns("a", 200)
+    p.engine.run()
+    assert p.tokens == (2 * BLOCK, 305 // BLOCK * BLOCK - 8 * BLOCK)
+
+
 def test_the_policy_sees_the_longer_hold(paused: Make) -> None:
     p = paused()
     p.output("a", 200)
@@ -293,12 +306,13 @@ def test_tenants_do_not_share_what_was_computed(paused: Make) -> None:
     request.cache_salt = "tenant"
     p.output("a", 100)
     made: list[Request] = []
-    add = p.scheduler.early_prefill._calls.add
-    object.__setattr__(
-        p.scheduler.early_prefill._calls,
-        "add",
-        lambda one, key: (made.append(one), add(one, key)),  # type: ignore[func-returns-value]
-    )
+    calls = p.scheduler.early_prefill._calls
+
+    def add(one: Request) -> None:
+        made.append(one)
+        calls.add(one)
+
+    p.scheduler.early_prefill._calls = replace(calls, add=add)
     p.steps()
     assert {one.cache_salt for one in made} == {"tenant"}
 
