@@ -43,13 +43,14 @@ def test_a_runs_tool_is_followed_while_it_runs(client: httpx.Client, site: ToolS
         site.gate.set()
     response = ended(client, response["id"])
     assert outputs(response)[0] == OUTPUT
-    used = numbers(client, "early_prefill_tokens")["used"] - before["used"]
+    # On a busy machine the hold may have expired before the turn came, which then found the blocks in the prefix cache.
+    early = sum(numbers(client, "early_prefill_tokens").values()) - sum(before.values())
     story = client.get("/v1/programs/followed", params={"include": "token_ids"}).json()
     [run] = story["runs"]
     first, second = run["turns"][:2]
     context = first["prompt_tokens"] + first["output_tokens"]
     assert second["rendering"] == "continued"
-    assert used >= second["cached_tokens"] - context > 0.8 * (second["prompt_tokens"] - context) > 900
+    assert early >= second["cached_tokens"] - context > 0.8 * (second["prompt_tokens"] - context) > 900
 
 
 def paused(client: httpx.Client, name: str) -> tuple[dict[str, Any], dict[str, str]]:
