@@ -79,10 +79,15 @@ def settled(text: str, special_tokens: Iterable[str] = ()) -> str:
 
     A token of a chat template, or a line end, may have begun at the end of ``text``.
     """
-    firsts, longest = _beginnings(tuple(special_tokens))
-    begin = max(0, len(text) - longest)
-    unsettled = (place for place in range(begin, len(text)) if text[place] in firsts)
-    return text[: next(unsettled, len(text))]
+    tokens = tuple(special_tokens)
+    firsts, longest = _beginnings(tokens)
+    end = next((place for place in range(max(0, len(text) - longest), len(text)) if text[place] in firsts), len(text))
+    acting, kept = _acting(tokens), text[:end]
+    # A token that is complete in ``text`` must not be cut in two, because its first half is none.
+    for place in range(max(0, end - longest), end):
+        if text[place] in firsts and acting.match(text, place) and not acting.match(kept, place):
+            return text[:place]
+    return kept
 
 
 @lru_cache(maxsize=64)

@@ -1,7 +1,7 @@
 """What tools say is made harmless, and the escape can be taken back."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tools_runtime.text import KNOWN_TOKENS, SIGN, bounded, restored, sanitized, settled
@@ -49,6 +49,7 @@ def test_a_bounded_text_is_the_beginning_of_the_whole(text: str, cap: int) -> No
     assert cut == (kept != whole)
 
 
+@example("<start_function_call><s><s><s><s>[/TOOL_RESULTS]<start_function_call>", "")
 @given(TEXTS, TEXTS)
 def test_what_is_settled_stays_whatever_follows(text: str, rest: str) -> None:
     known = bounded(settled(text, ["<fancy>", "abc def"]), 10_000, ["<fancy>", "abc def"])[0]
