@@ -56,7 +56,7 @@ from cluster.core.lifecycle.events import (
     TurnAborted,
     TurnArrived,
 )
-from cluster.core.lifecycle.machine import Phase, ProgramState
+from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.cached_prefix import CachedPrefixes, is_cached, leading_blocks
@@ -65,6 +65,7 @@ from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill, SchedulerCalls
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
+from replicas.hold_reviews import HoldReviews
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import Head, PrefillScheduling
@@ -191,12 +192,8 @@ class AgentScheduler(LoadingScheduler):
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
             trim=self._trim,
         )
-        wrap_allocate_slots(
-            self.kv_cache_manager,
-            block_tokens=self.block_size,
-            evict=self._evict,
-            on_admitted=self._admit,
-        )
+        self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
+        wrap_allocate_slots(self.kv_cache_manager, self.block_size, evict=self._evict, on_admitted=self._admit)
         advance_grammars(self.structured_output_manager)
         share_compilation(self.structured_output_manager)
         self.use_policy(self.settings.policy)
@@ -222,7 +219,7 @@ class AgentScheduler(LoadingScheduler):
         self.swapping.step()
         self.views.load = self.load_now()
         self._order_prefills()
-        self._review_holds()
+        self.reviews.step(self.policies.pause, self.views.load.now_s)
         if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
             self.waiting.refresh(refresh_steps)
             self.skipped_waiting.refresh(refresh_steps)
@@ -284,24 +281,6 @@ class AgentScheduler(LoadingScheduler):
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
-
-    def _review_holds(self) -> None:
-        """Review a share of the holds in each step. The pause policy decides again while the pause lasts."""
-        if (review_steps := self.policies.pause.review_steps) is None:
-            return
-        now_s = self.views.load.now_s
-        for held in self.holds.due(review_steps):
-            if held.origin is not HoldOrigin.POLICY:  # a requested hold lasts as long as was requested
-                continue
-            decision = self.policies.pause.review(self.views.hold(held))
-            if isinstance(decision, Swap) and self.swapping.swaps_out(held.key):
-                self.apply(held.key, Swapped(now_s, decision.reason))
-            elif not isinstance(decision, Hold):
-                self.apply(held.key, HoldEnded(now_s, ReleaseReason.REVIEWED, decision.reason))
-            else:
-                until_s = min(decision.until_s, held.since_s + self.settings.limits.max_pin_s)
-                if until_s != held.until_s:
-                    self.holds.extend(held.key, until_s)
 
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
@@ -535,7 +514,6 @@ class AgentScheduler(LoadingScheduler):
         self._rerank_turns(key, reason)
 
     def _evict(self, request: Request, lacking: int) -> bool:
-        # Early prefill evicts nothing.
         return request.request_id in self.turns and self.eviction.evict(request, lacking, self.policies)
 
     def _keep(self, key: str, kept: int) -> int:
@@ -544,14 +522,9 @@ class AgentScheduler(LoadingScheduler):
         return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
-        """Return whether free memory suffices for a context and for the other programs' waiting turns, which come
-        first.
-        """
+        """Return whether free memory suffices for a context, after the other programs' waiting turns."""
         waiting = itertools.chain(self.waiting, self.skipped_waiting)
-        wanted = sum(one.num_tokens + self.block_size for one in waiting if self.turns[one.request_id].key != key)
-        shared = sum(block.ref_cnt > 0 for group in found.blocks.blocks for block in group) * self.block_size
-        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
-        return bool(found.local + found.remote - shared + wanted <= free)
+        return self.fits_beside(found, [one for one in waiting if self.turns[one.request_id].key != key])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """End all holds, then reset as vLLM does. ``reset_connector`` empties the host tier too."""
@@ -569,11 +542,7 @@ class AgentScheduler(LoadingScheduler):
     # --- the lifecycle's actions --------------------------------------------------------------------------------------
 
     def apply(self, key: str, event: Event) -> tuple[Action, ...]:
-        """Apply an event to a program, and perform the actions that follow.
-
-        Returns:
-            The actions. All of them are done, except for Decide.
-        """
+        """Apply an event to a program, and perform the actions that follow, except for Decide. Return the actions."""
         actions = tuple(self.programs.apply(key, event))
         self._act(key, actions)
         self.swapping.follow(key, self.programs.get(key))
@@ -607,11 +576,8 @@ class AgentScheduler(LoadingScheduler):
             self.apply(parent, ToolFinished(self._now_s()))
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
-        """Queue a program's waiting turns for a new rank, because its hold has ended.
-
-        They are ranked before the next turn is chosen, and not at once: between looking at the head of a queue and
-        removing it, vLLM allocates blocks, which may evict a hold.
-        """
+        """Queue a program's waiting turns for a new rank, because its hold has ended."""
+        # Not at once: between looking at the head of a queue and removing it, vLLM's allocation may evict a hold.
         program = self.programs.get(key)
         if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
             return
@@ -624,7 +590,4 @@ class AgentScheduler(LoadingScheduler):
         if self.turns.keys() | self.swapping.request_ids | self.early_prefill.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")
         self.swapping.check_integrity()
-        for held in self.holds:
-            program: ProgramState | None = self.programs.get(held.key)
-            if program is None or program.phase not in (Phase.HELD, Phase.RESUMING):
-                raise IntegrityError(f"{held.key} is held but {program and program.phase}")
+        self.programs.check_held(held.key for held in self.holds)

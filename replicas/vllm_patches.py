@@ -59,8 +59,8 @@ def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict
 
 def wrap_allocate_slots(
     manager: KVCacheManager,
-    *,
     block_tokens: int,
+    *,
     evict: Callable[[Request, int], bool],
     on_admitted: Callable[[Request, int, int], None],
 ) -> None:
