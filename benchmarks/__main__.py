@@ -7,6 +7,7 @@ BENCHMARKS = (
     "silicon",
     "schedule_overhead",
     "resume_latency",
+    "pause_work",
     "front_end",
     "aiperf",
     "ingresses",

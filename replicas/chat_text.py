@@ -133,10 +133,18 @@ class ChatText:
         Raises:
             VLLMClientError: the prompt is longer than the model's context.
         """
+        return len(await self.prompt_ids(request))
+
+    async def prompt_ids(self, request: Any) -> list[int]:
+        """Return the prompt that vLLM makes of a chat request. It is empty if vLLM rejects the request.
+
+        Raises:
+            VLLMClientError: the prompt is longer than the model's context.
+        """
         # vLLM changes the request that it renders.
         copy = request.model_copy(deep=True, update={"max_completion_tokens": None, "max_tokens": None})
         made = await self._online.render_chat(copy, skip_mm_cache=True)
-        return sum(len(one["prompt_token_ids"]) for one in made[1]) if isinstance(made, tuple) else 0
+        return [number for one in made[1] for number in one["prompt_token_ids"]] if isinstance(made, tuple) else []
 
     def text(self, request: Any, messages: Sequence[Message], generation: bool) -> str:
         """Render ``messages`` with the template and the other parameters of ``request``.

@@ -17,7 +17,9 @@ from cluster.config.schema import PolicyConfig
 from cluster.core.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
 from cluster.core.lifecycle.events import Ended, HoldEnded, ReleaseReason, ToolFinished, ToolStarted
 from cluster.core.lifecycle.machine import Phase
+from cluster.core.turn import unpack_ids
 from replicas.duration_sync import unpack_parts
+from replicas.early_prefill import EndReason
 from replicas.hold_table import HoldOrigin
 from replicas.routing_view import routing_snapshot
 from replicas.scheduler import AgentScheduler
@@ -158,6 +160,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "token_bytes": _kv_token_bytes(scheduler),
         "stored_tokens": cache.stored_chunks * cache.tokens_per_chunk if cache else 0,
         "fetched_tokens": cache.fetched_chunks * cache.tokens_per_chunk if cache else 0,
+        **scheduler.early_prefill.numbers(),
         **scheduler.stats.numbers(),
         "counters": {**scheduler.counters, "tool_parser_failures": parser_failures},
     }
@@ -243,6 +246,17 @@ def _tool_finished(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     return {"held": key in scheduler.holds, "fetching": program is not None and program.phase is Phase.FETCHING}
 
 
+def _extend(scheduler: AgentScheduler, key: str, at: int, ids: bytes) -> dict[str, Any]:
+    """Set a paused program's next prompt from token ``at`` on, as far as it is known, so that it is computed early.
+
+    ``ids`` are packed. The answer says why they are not computed, or None.
+    """
+    if not _paused(scheduler, key):
+        return {"ended": str(EndReason.NOT_HELD)}
+    ended = scheduler.early_prefill.extend(key, at, unpack_ids(ids))
+    return {"ended": None if ended is None else str(ended)}
+
+
 def _set_policy(scheduler: AgentScheduler, **policy: Any) -> dict[str, Any]:
     """Use another policy from now on. The arguments are the fields of `cluster.config.schema.PolicyConfig`."""
     scheduler.use_policy(PolicyConfig.model_validate(policy))
@@ -273,6 +287,7 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "end": _end,
     "tool_started": _tool_started,
     "tool_finished": _tool_finished,
+    "extend": _extend,
     "set_policy": _set_policy,
     "policy": _policy,
     "reset": _reset,

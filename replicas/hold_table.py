@@ -225,6 +225,26 @@ class HoldTable(Generic[Block]):
         self._free(dropped[::-1])
         return len(dropped)
 
+    def replace(self, key: str, blocks: Sequence[Block], tokens: int) -> None:
+        """Take over the references to ``blocks``, which have the same context and more, and give the old ones back.
+
+        Args:
+            key: the program's key.
+            blocks: the blocks, in the order of their tokens.
+            tokens: tokens whose KV they hold.
+
+        Raises:
+            IntegrityError: the program has no hold.
+        """
+        held = self._holds.get(key)
+        if held is None:
+            raise IntegrityError(f"{key}: no hold to replace")
+        self._holds[key] = replace(held, blocks=tuple(blocks), tokens=tokens)
+        self._holders.update(map(id, blocks))
+        self._drop(held.blocks)
+        self._num_tokens += tokens - held.tokens
+        self._free(held.blocks[::-1])
+
     def _drop(self, blocks: Sequence[Block]) -> None:
         for block in blocks:
             self._holders[id(block)] -= 1

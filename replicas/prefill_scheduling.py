@@ -107,3 +107,8 @@ def missing_tokens(request: Request) -> int:
     It is 1 for a turn that generates, and 0 where its next token is already being computed.
     """
     return int(request.num_tokens - request.num_computed_tokens)
+
+
+def scheduled_tokens(request: Request) -> int:
+    """Return how many tokens vLLM schedules for a running turn in a step without a bound, drafted ones included."""
+    return max(0, int(request.num_tokens_with_spec + request.num_output_placeholders - request.num_computed_tokens))

@@ -1,12 +1,13 @@
 """The programs that a replica knows: their lifecycle states, records of their turns, and how many turns they have."""
 
 from collections import OrderedDict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import StrEnum
 from heapq import nsmallest
 from typing import Any
 
+from cluster.core.errors import IntegrityError
 from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseReason, ReleaseReason
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
 from cluster.durations.statistics import DurationStatistics
@@ -272,6 +273,13 @@ class ProgramTable:
                 )
                 excess -= 1
         return done
+
+    def check_held(self, keys: Iterable[str]) -> None:
+        """Raise IntegrityError unless these programs, which have holds, are in a phase with a hold."""
+        for key in keys:
+            state = self.get(key)
+            if state is None or state.phase not in (Phase.HELD, Phase.RESUMING):
+                raise IntegrityError(f"{key} is held but {state and state.phase}")
 
     def _remember(self, key: str, entry: _Entry) -> None:
         self._recorded[key] = entry

@@ -104,6 +104,11 @@ class ProgramTurns:
         self._logged: set[Again] = set()
 
     @property
+    def examined(self) -> Examined:
+        """How the model's chat template rendered the samples."""
+        return self._examined
+
+    @property
     def template_prefix_stable(self) -> bool:
         """Whether the model's chat template extended every sample conversation exactly."""
         return self._examined.stable
@@ -219,7 +224,7 @@ class ProgramTurns:
         """
         if continuation is None:
             return Prompt(PromptMode.FIRST, tokens=await self._text.count(request) if counted else 0)
-        known = _known_ids(request, continuation)
+        known = known_ids(request, continuation)
         rest = await self._text.rest(request, self._examined, continuation.messages, continuation.token_ids)
         if not isinstance(rest, Again):
             return Prompt(PromptMode.CONTINUED, known, rest, len(known) + len(rest))
@@ -235,7 +240,12 @@ def _check_fixed(body: Mapping[str, Any]) -> None:
             raise BadRequest(f"{name} must be {json.dumps(value)} in a program's turn", param=name)
 
 
-def _known_ids(request: Any, continuation: Continuation) -> list[int]:
+def known_ids(request: Any, continuation: Continuation) -> list[int]:
+    """Return the ids of a continuation.
+
+    Raises:
+        BadRequest: it does not fit the request.
+    """
     try:
         known = unpack_ids(continuation.token_ids)
     except ValueError as error:

@@ -8,6 +8,7 @@ It is written for vLLM 0.29.0. It overrides these methods of ``AsyncScheduler``,
     _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     _preempt_request                        a preemption resets the progress that is recorded here
     reset_prefix_cache                      held blocks would make it fail
+    has_requests                            steps that compute a held program's next prompt early
 
 It also sets the KV cache manager's watermark_blocks to the policy's value. All other code that changes vLLM is in
 `replicas.vllm_patches`. A subclass of AsyncScheduler also serves synchronous engines; a subclass of Scheduler would
@@ -17,7 +18,8 @@ The parts (programs, holds, views, swapping, statistics, ...) own their state, a
 arguments. The engine's process has to import `replicas.control`, which adds the side channel.
 
 Invariants (``check_integrity``): every block is free, owned by a request, or owned by a hold. A program has a hold
-exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every request has one Turn or is a fetch.
+exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every request has one Turn, is a fetch, or is
+of early prefill.
 """
 
 import itertools
@@ -27,6 +29,7 @@ from dataclasses import replace
 from typing import Any
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
@@ -53,14 +56,16 @@ from cluster.core.lifecycle.events import (
     TurnAborted,
     TurnArrived,
 )
-from cluster.core.lifecycle.machine import Phase, ProgramState
+from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.cached_prefix import CachedPrefixes, is_cached, leading_blocks
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
+from replicas.early_prefill import EarlyPrefill, SchedulerCalls
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
+from replicas.hold_reviews import HoldReviews
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.prefill_scheduling import Head, PrefillScheduling
@@ -81,7 +86,7 @@ from replicas.vllm_patches import (
     share_compilation,
     wrap_allocate_slots,
 )
-from replicas.waiting_queue import EQUAL, LOADED, RankedQueue
+from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
@@ -170,6 +175,14 @@ class AgentScheduler(LoadingScheduler):
             block_tokens=self.hash_block_size,
             starvation_s=control.starvation_s,
         )
+        self.early_prefill = EarlyPrefill(
+            enabled=self._one_prefix_cache and self.parallel_config.data_parallel_size == 1,
+            holds=self.holds,
+            block_tokens=self.block_size,
+            max_tokens=self.max_model_len,
+            swapping=self.swapping,
+            calls=SchedulerCalls(super().add_request, self.take_first, self.abort_load, self.stats.holds_change),
+        )
         self.crash_attribution = CrashAttribution(self.requests)
         self.eviction = Eviction(
             holds=self.holds,
@@ -179,12 +192,8 @@ class AgentScheduler(LoadingScheduler):
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
             trim=self._trim,
         )
-        wrap_allocate_slots(
-            self.kv_cache_manager,
-            block_tokens=self.block_size,
-            evict=lambda request, lacking: self.eviction.evict(request, lacking, self.policies),
-            on_admitted=self._admit,
-        )
+        self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
+        wrap_allocate_slots(self.kv_cache_manager, self.block_size, evict=self._evict, on_admitted=self._admit)
         advance_grammars(self.structured_output_manager)
         share_compilation(self.structured_output_manager)
         self.use_policy(self.settings.policy)
@@ -210,7 +219,7 @@ class AgentScheduler(LoadingScheduler):
         self.swapping.step()
         self.views.load = self.load_now()
         self._order_prefills()
-        self._review_holds()
+        self.reviews.step(self.policies.pause, self.views.load.now_s)
         if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
             self.waiting.refresh(refresh_steps)
             self.skipped_waiting.refresh(refresh_steps)
@@ -218,12 +227,19 @@ class AgentScheduler(LoadingScheduler):
         self.max_num_scheduled_tokens = budget
         room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
+        early = self._pause_state is PauseState.UNPAUSED and self.early_prefill.begin(self.views.load, self.running)
+        self.max_num_scheduled_tokens = min(self.facts.max_tokens, early or self.max_num_scheduled_tokens)
         output: SchedulerOutput = super().schedule(throttle_prefills)
         self.single_flight.step_ends()
         self.pace.began(output)
         self.stats.step_began(output)
         self.crash_attribution.began(output)
+        self.early_prefill.scheduled(output)
         return output
+
+    def has_requests(self) -> bool:
+        """Return whether the engine has to step: for a request, or for a prompt that can be computed early."""
+        return super().has_requests() or (self.early_prefill.ready and self._pause_state is PauseState.UNPAUSED)
 
     def expire_holds(self, now_s: float) -> None:
         """End expired holds, unless the program's next turn is already waiting (Continuum, section 5.3)."""
@@ -266,24 +282,6 @@ class AgentScheduler(LoadingScheduler):
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
 
-    def _review_holds(self) -> None:
-        """Review a share of the holds in each step. The pause policy decides again while the pause lasts."""
-        if (review_steps := self.policies.pause.review_steps) is None:
-            return
-        now_s = self.views.load.now_s
-        for held in self.holds.due(review_steps):
-            if held.origin is not HoldOrigin.POLICY:  # a requested hold lasts as long as was requested
-                continue
-            decision = self.policies.pause.review(self.views.hold(held))
-            if isinstance(decision, Swap) and self.swapping.swaps_out(held.key):
-                self.apply(held.key, Swapped(now_s, decision.reason))
-            elif not isinstance(decision, Hold):
-                self.apply(held.key, HoldEnded(now_s, ReleaseReason.REVIEWED, decision.reason))
-            else:
-                until_s = min(decision.until_s, held.since_s + self.settings.limits.max_pin_s)
-                if until_s != held.until_s:
-                    self.holds.extend(held.key, until_s)
-
     def _head(self) -> Head | None:
         """Return the waiting turn that is admitted next, if it fits into free memory."""
         queue = self._select_waiting_queue_for_scheduling()
@@ -307,6 +305,8 @@ class AgentScheduler(LoadingScheduler):
         return super().update_from_output(scheduler_output, model_runner_output)
 
     def _rank(self, request: Request) -> RankKey:
+        if request.request_id not in self.turns:  # it is of early prefill
+            return LAST
         if request.num_computed_tokens:
             return LOADED
         return self.policies.order.key(self.views.waiting(request)) or EQUAL
@@ -373,6 +373,7 @@ class AgentScheduler(LoadingScheduler):
             return True
         keeps = self.returning_outputs.resumes(key, request.block_hashes)
         if (held := self.holds.get(key)) is not None:
+            self.early_prefill.resumes(key, request.block_hashes)
             self._release_superseded(request, key, held)
         return keeps
 
@@ -387,8 +388,8 @@ class AgentScheduler(LoadingScheduler):
             self._keep(key, kept)
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
-        turn = self.turns[request.request_id]
-        if turn.admitted_s is None:
+        turn = self.turns.get(request.request_id)
+        if turn is not None and turn.admitted_s is None:
             turn.admitted_s, turn.cached_tokens = self._now_s(), local_tokens + remote_tokens
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
@@ -417,6 +418,7 @@ class AgentScheduler(LoadingScheduler):
         turn = self.turns.pop(request.request_id, None)
         if turn is None:
             self.swapping.freed(request)
+            self.early_prefill.freed(request)
         else:
             self.swapping.ends(request)
             self.stats.ended(request, turn)
@@ -486,6 +488,7 @@ class AgentScheduler(LoadingScheduler):
             self.kv_cache_manager.block_pool.free_blocks(blocks[kept:][::-1])
             blocks = blocks[:kept]
         self.holds.hold(key, blocks, pause.context_tokens, now_s, until_s, origin, pause.forecast)
+        self.early_prefill.pauses(key, request)
         self.apply(key, Held(now_s, until_s, decision.reason))
         return until_s - now_s
 
@@ -510,19 +513,18 @@ class AgentScheduler(LoadingScheduler):
         self.counters["evicted_blocks"] += self._keep(key, kept)
         self._rerank_turns(key, reason)
 
+    def _evict(self, request: Request, lacking: int) -> bool:
+        return request.request_id in self.turns and self.eviction.evict(request, lacking, self.policies)
+
     def _keep(self, key: str, kept: int) -> int:
         self.stats.holds_change()
+        self.early_prefill.trimmed(key, kept * self.block_size)
         return self.holds.trim(key, kept, kept * self.block_size)
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
-        """Return whether free memory suffices for a context and for the other programs' waiting turns, which come
-        first.
-        """
+        """Return whether free memory suffices for a context, after the other programs' waiting turns."""
         waiting = itertools.chain(self.waiting, self.skipped_waiting)
-        wanted = sum(one.num_tokens + self.block_size for one in waiting if self.turns[one.request_id].key != key)
-        shared = sum(block.ref_cnt > 0 for group in found.blocks.blocks for block in group) * self.block_size
-        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
-        return bool(found.local + found.remote - shared + wanted <= free)
+        return self.fits_beside(found, [one for one in waiting if self.turns[one.request_id].key != key])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """End all holds, then reset as vLLM does. ``reset_connector`` empties the host tier too."""
@@ -540,11 +542,7 @@ class AgentScheduler(LoadingScheduler):
     # --- the lifecycle's actions --------------------------------------------------------------------------------------
 
     def apply(self, key: str, event: Event) -> tuple[Action, ...]:
-        """Apply an event to a program, and perform the actions that follow.
-
-        Returns:
-            The actions. All of them are done, except for Decide.
-        """
+        """Apply an event to a program, and perform the actions that follow, except for Decide. Return the actions."""
         actions = tuple(self.programs.apply(key, event))
         self._act(key, actions)
         self.swapping.follow(key, self.programs.get(key))
@@ -555,6 +553,7 @@ class AgentScheduler(LoadingScheduler):
             match action:
                 case FreeHold(reason):
                     self.stats.hold_ends(key, reason)
+                    self.early_prefill.forget(key)
                     self.holds.release(key)
                     self._rerank_turns(key, reason)
                 case Fetch():
@@ -577,11 +576,8 @@ class AgentScheduler(LoadingScheduler):
             self.apply(parent, ToolFinished(self._now_s()))
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
-        """Queue a program's waiting turns for a new rank, because its hold has ended.
-
-        They are ranked before the next turn is chosen, and not at once: between looking at the head of a queue and
-        removing it, vLLM allocates blocks, which may evict a hold.
-        """
+        """Queue a program's waiting turns for a new rank, because its hold has ended."""
+        # Not at once: between looking at the head of a queue and removing it, vLLM's allocation may evict a hold.
         program = self.programs.get(key)
         if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
             return
@@ -591,10 +587,7 @@ class AgentScheduler(LoadingScheduler):
         """Raise IntegrityError unless the invariants of the module's docstring hold."""
         self.holds.check_integrity()
         self.trees.check_integrity()
-        if self.turns.keys() | self.swapping.request_ids != self.requests.keys():
+        if self.turns.keys() | self.swapping.request_ids | self.early_prefill.request_ids != self.requests.keys():
             raise IntegrityError(f"turns {sorted(self.turns)} but requests {sorted(self.requests)}")
         self.swapping.check_integrity()
-        for held in self.holds:
-            program: ProgramState | None = self.programs.get(held.key)
-            if program is None or program.phase not in (Phase.HELD, Phase.RESUMING):
-                raise IntegrityError(f"{held.key} is held but {program and program.phase}")
+        self.programs.check_held(held.key for held in self.holds)

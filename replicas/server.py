@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
+from functools import partial
 from http import HTTPStatus
 from typing import Any, NoReturn
 
@@ -42,6 +43,7 @@ from replicas.chat_text import ChatText
 from replicas.coalescing import Ticks, coalesce
 from replicas.control import ControlChannel
 from replicas.duration_sync import DurationSync
+from replicas.early_prompt import EarlyPrompts
 from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
 from replicas.program_turn import ProgramTurns
@@ -109,6 +111,7 @@ class ProgramServer(LLMServer):
         self._text = ChatText(self.engine.chat_renderer)
         self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
+        self._early_prompts = EarlyPrompts(self._text, self._turns.examined, partial(self._channel.call, "extend"))
         await self._warm_up()
         await self._turn_server.start(ray.util.get_node_ip_address())
         self._metrics.started()
@@ -284,6 +287,19 @@ class ProgramServer(LLMServer):
         """Run one operation of the side channel; see ``replicas.control.OPERATIONS``."""
         return {"replica": self.replica_id, **await self._channel.call(operation, **payload)}
 
+    async def extend(
+        self, key: str, body: dict[str, Any], continuation: Continuation | None
+    ) -> tuple[str | None, HttpError | None]:
+        """Compute a paused program's next prompt as far as it is known; see `replicas.early_prompt.EarlyPrompts.send`.
+
+        Returns:
+            Why nothing more is computed in this pause, or None; and the error if the body cannot be read.
+        """
+        try:
+            return await self._early_prompts.send(key, body, continuation), None
+        except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
+            return None, naming_field(as_refusal(error), body)
+
     async def moved_away(self, key: str, epoch: int) -> dict[str, Any]:
         """End a program here whose home is another replica; see `replicas.router_side.RouterSide.moved_away`."""
         return {"replica": self.replica_id, **await self._of_router.moved_away(key, epoch)}
@@ -346,6 +362,7 @@ class ProgramServer(LLMServer):
             return
         self._observed, self._noted = answer["observations"]["number"], answer["traced"]["number"]
         self._traces.replay(answer["traced"]["notes"], self._config.model.id, MonotonicClock())
+        self._early_prompts.add_to(answer["snapshot"])
         self._metrics.record(answer["snapshot"])
         self._metrics.observe(answer["observations"])
         self._metrics.record_state(ReplicaState.DRAINING if self._of_router.draining else ReplicaState.UP)

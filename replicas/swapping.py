@@ -157,6 +157,11 @@ class Swapping:
         self._expect(key, request.num_tokens, forecast)
         self.cache.update(key, self._standing(key, None), self._now_s(), request.request_id)
 
+    def extends(self, request: Request, key: str) -> None:
+        """Report to the tier the program of a request that extends its held context."""
+        if self.cache is not None and key in self._forecasts:
+            self.cache.update(key, self._standing(key, None), self._now_s(), request.request_id)
+
     def ends(self, request: Request) -> None:
         """Process the end of a turn, whatever its outcome."""
         if self._offloading is not None:

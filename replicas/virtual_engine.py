@@ -359,7 +359,8 @@ class VirtualEngine:
 
         It has to be called before the next step, which may change the result.
         """
-        return [not self.scheduler.requests[i].is_prefill_chunk for i in output.num_scheduled_tokens]
+        requests = self.scheduler.requests  # one that ended when it was scheduled is not among them
+        return [i in requests and not requests[i].is_prefill_chunk for i in output.num_scheduled_tokens]
 
     def run(self, max_steps: int = 10_000) -> int:
         """Step until no request is left. Return the number of steps.

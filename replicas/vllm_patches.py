@@ -59,8 +59,8 @@ def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict
 
 def wrap_allocate_slots(
     manager: KVCacheManager,
-    *,
     block_tokens: int,
+    *,
     evict: Callable[[Request, int], bool],
     on_admitted: Callable[[Request, int, int], None],
 ) -> None:
@@ -190,6 +190,13 @@ class LoadingScheduler(StagedScheduler):
         remote, _ = self.connector.get_num_new_matched_tokens(request, local)
         return None if remote is None else FoundContext(blocks, local, remote)
 
+    def fits_beside(self, found: FoundContext, others: Sequence[Request]) -> bool:
+        """Return whether free memory suffices for a context and for all tokens of other requests, which have none."""
+        wanted = sum(request.num_tokens + self.block_size for request in others)
+        shared = sum(block.ref_cnt > 0 for group in found.blocks.blocks for block in group) * self.block_size
+        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
+        return bool(found.local + found.remote - shared + wanted <= free)
+
     def begin_load(self, request: Request, found: FoundContext) -> bool:
         """Allocate blocks as vLLM does for a waiting turn whose context the connector loads.
 
@@ -237,6 +244,12 @@ class LoadingScheduler(StagedScheduler):
         blocks = [block for group in found.blocks.blocks for block in group]
         self.kv_cache_manager.block_pool.touch(blocks)
         return blocks
+
+    def take_first(self, request: Request, blocks: int) -> list[KVCacheBlock]:
+        """Take references to a request's first blocks. vLLM frees its own when the request ends."""
+        first = list(self.kv_cache_manager.get_blocks(request.request_id).blocks[0][:blocks])
+        self.kv_cache_manager.block_pool.touch(first)
+        return first
 
     def take_blocks(self, request: Request) -> Sequence[KVCacheBlock]:
         """Take over a request's blocks. vLLM does not free them any more, and forgets the request."""

@@ -2,6 +2,7 @@
 
 import heapq
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator
 
 from vllm.v1.core.sched.request_queue import RequestQueue
@@ -14,6 +15,8 @@ LOADED: RankKey = ()
 """The rank before every rank that a policy may give. It is that of a waiting turn that owns memory, because its context
 was or is being loaded from the host. Behind a turn that lacks memory it would wait for ever, because only its own end
 frees that memory."""
+LAST: RankKey = (math.inf, math.inf)
+"""The rank after those of all turns."""
 EQUAL: RankKey = (0.0,)
 """The rank that replaces a policy's empty rank."""
 RANKS_A_STEP = 32

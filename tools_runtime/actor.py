@@ -26,7 +26,7 @@ from cluster.config.tools import ToolsConfig
 from cluster.core.errors import IntegrityError, ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult, ToolSource
 from tools_runtime.actor_process import LOOKS, ToolActor
-from tools_runtime.executor import key_of
+from tools_runtime.kept_results import key_of
 
 # --- the shared actors ------------------------------------------------------------------------------------------------
 
@@ -294,6 +294,19 @@ class ToolActors:
         except RayError as error:
             return ToolResult(call_id, "", Outcome.UNKNOWN, f"unknown: {str(error)[:500]}")
         return result
+
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Wait for more output of a call that this pool runs than ``known`` characters; see `ToolExecutor.output`.
+
+        Return None if the call has ended, or its actor does not know it yet or died.
+        """
+        if not (running := self._running.get((program, call_id))):
+            return None
+        try:
+            output: str | None = await self._actors[running[-1]].output.remote(program, call_id, known)
+        except RayError:
+            return None
+        return output
 
     async def offers(self, definitions: Mapping[str, Any] | None = None, tenant: str = "") -> list[ToolOffer]:
         """Return the tools that are known now: the configuration's first, then those that a request brings.

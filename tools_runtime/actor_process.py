@@ -149,6 +149,10 @@ class ToolActor:
         """Return whether a call is in progress here, or its result is kept."""
         return self._host is not None and self._host.executor.knows(call)
 
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Wait for more output of a call; see `ToolExecutor.output`."""
+        return None if self._host is None else await self._host.executor.output(program, call_id, known)
+
     async def completion(self, program: str, call_id: str) -> ToolResult:
         """Wait for the result of an asynchronous call."""
         return await (await self._opened()).executor.completion(program, call_id)

@@ -21,7 +21,9 @@ import msgspec
 from cluster.config.tools import ToolModel
 from cluster.core.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult, ToolSource, statistics_name
+from tools_runtime.kept_results import KeptResults, Key, key_of, require_same
 from tools_runtime.kind import Invocation, Timer, TimerClock, ToolKind, ToolOutput, sleep_until
+from tools_runtime.partial_output import PartialOutput
 from tools_runtime.text import bounded, cut_marker
 
 # --- limits of concurrency --------------------------------------------------------------------------------------------
@@ -105,7 +107,15 @@ class Entry:
         return self._named(self.kind.unusable())
 
     def _named(self, offers: Iterable[ToolOffer]) -> list[ToolOffer]:
-        return [msgspec.structs.replace(offer, tool=ToolId(self.source, self.name, offer.own_name)) for offer in offers]
+        answers, again = not self.config.asynchronous, self.config.idempotent
+        return [
+            msgspec.structs.replace(
+                offer,
+                tool=ToolId(self.source, self.name, offer.own_name),
+                starts_early=answers and (again or offer.read_only),
+            )
+            for offer in offers
+        ]
 
 
 class ToolTable:
@@ -160,93 +170,6 @@ def unknown(name: str, entry: Entry) -> ToolRefused:
     return ToolRefused(f"there is no tool {name[:MAX_NAME_LENGTH]!r}{there_are}")
 
 
-# --- kept results -----------------------------------------------------------------------------------------------------
-
-Key = tuple[str, ToolId, str]
-"""Program, tool and idempotency key."""
-
-CONSENT = "\0consent"
-"""Takes the place of the program in the key of a call that runs under a consent. No program has this name."""
-
-MAX_RESULTS = 4096
-MAX_BYTES = 32 << 20
-
-
-def key_of(call: ToolCall) -> Key | None:
-    """Return the key under which the call's result is kept, or None without an idempotency key."""
-    if call.consent is not None:
-        return (CONSENT, call.target, call.consent)
-    return None if call.idempotency_key is None else (call.program, call.target, call.idempotency_key)
-
-
-@dataclass(frozen=True, slots=True)
-class _Kept:
-    call: ToolCall
-    result: ToolResult
-    size: int
-
-
-class KeptResults:
-    """The most recently used results, bounded in number and in characters."""
-
-    def __init__(self) -> None:
-        self._kept: OrderedDict[Key, _Kept] = OrderedDict()
-        self._bytes = 0
-
-    def __len__(self) -> int:
-        return len(self._kept)
-
-    def __contains__(self, key: Key) -> bool:
-        return key in self._kept
-
-    def get(self, key: Key, call: ToolCall) -> ToolResult | None:
-        """Return the result that is kept under ``key``, or None.
-
-        Raises:
-            ToolRefused: the result is of a call with other arguments.
-        """
-        kept = self._kept.get(key)
-        if kept is None:
-            return None
-        self._kept.move_to_end(key)
-        require_same(kept.call, call)
-        return kept.result
-
-    def keep(self, key: Key, call: ToolCall, result: ToolResult, *, idempotent: bool) -> None:
-        """Keep ``result``, unless a repeated call should run the tool again.
-
-        It should where nothing was run, and where an idempotent tool gave no answer.
-        """
-        answered = result.outcome in (Outcome.OK, Outcome.ERROR)
-        if result.attempts > 0 and (answered or not idempotent):
-            self.settle(key, call, result)
-
-    def settle(self, key: Key, call: ToolCall, result: ToolResult) -> None:
-        """Keep ``result`` whatever it is. No call with this key runs the tool any more."""
-        kept = _Kept(call, result, len(result.text))
-        if kept.size > MAX_BYTES:
-            return
-        self._forget(key)
-        self._kept[key] = kept
-        self._bytes += kept.size
-        while len(self._kept) > MAX_RESULTS or self._bytes > MAX_BYTES:
-            self._forget(next(iter(self._kept)))
-
-    def _forget(self, key: Key) -> None:
-        kept = self._kept.pop(key, None)
-        self._bytes -= kept.size if kept else 0
-
-
-def require_same(first: ToolCall, repeated: ToolCall) -> None:
-    """Check that a key is used for one call only.
-
-    Raises:
-        ToolRefused: the arguments differ.
-    """
-    if first.arguments != repeated.arguments:
-        raise ToolRefused(f"the idempotency key {repeated.idempotency_key!r} was used with other arguments")
-
-
 # --- the executor -----------------------------------------------------------------------------------------------------
 
 MAX_FINISHED = 4096
@@ -282,6 +205,7 @@ class _Run:
     key: Key | None
     accepted: "asyncio.Future[None]"
     """Done when the arguments have been validated."""
+    partial: PartialOutput
     statistics_name: str
     since_s: float
     started_s: float | None = None
@@ -419,6 +343,14 @@ class ToolExecutor:
         nothing = ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call here, or no longer")
         return self._finished.get(key, nothing)
 
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Wait for more output of a running call than ``known`` characters; see `PartialOutput.beyond`.
+
+        Return None if the call is not in progress here, or has ended meanwhile.
+        """
+        run = self._runs.get((program, call_id))
+        return None if run is None else await run.partial.beyond(known)
+
     async def aclose(self) -> None:
         """Cancel all calls, and wait until they have ended."""
         for key in list(self._runs):
@@ -443,7 +375,8 @@ class ToolExecutor:
 
     def _start(self, call: ToolCall, entry: Entry, key: Key | None) -> _Run:
         accepted: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        run = _Run(call, entry, key, accepted, call.name, self._clock.now_s())
+        partial = PartialOutput(entry.config.output_cap_bytes, self._special_tokens)
+        run = _Run(call, entry, key, accepted, partial, call.name, self._clock.now_s())
         run.task = asyncio.create_task(self._work(run), name=f"tool {call.name}")
         self._tasks.add(run.task)
         run.task.add_done_callback(lambda task: self._ended(run, task))
@@ -499,6 +432,7 @@ class ToolExecutor:
 
     def _ended(self, run: _Run, task: "asyncio.Task[ToolResult]") -> None:
         self._tasks.discard(task)
+        run.partial.close()
         if not run.waiters:
             return  # it was cancelled, and was observed as such
         result = self._foreign_cancellation(run) if task.cancelled() else task.result()
@@ -526,7 +460,7 @@ class ToolExecutor:
             if config.argument_class is not None:
                 run.statistics_name = statistics_name(call.name, arguments.get(config.argument_class))
             run.accepted.set_result(None)
-            invocation = Invocation.of(call, arguments, config.output_cap_bytes)
+            invocation = Invocation.of(call, arguments, config.output_cap_bytes, run.partial.write)
             async with run.entry.slots.one():
                 run.started_s = self._clock.now_s()
                 output = await self._attempt(run, invocation)
@@ -544,6 +478,7 @@ class ToolExecutor:
         config = run.entry.config
         for attempt in count(1):
             run.attempts = attempt
+            run.partial.begin()
             try:
                 return await run.entry.kind.run(invocation)
             except (ToolFailed, ToolUnknown) as error:

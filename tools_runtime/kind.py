@@ -62,6 +62,10 @@ class KnownTool:
     check: ArgumentCheck
 
 
+def unreported(_: str) -> None:
+    """Drop a piece of an answer that is reported where nobody reads it before the end."""
+
+
 @dataclass(frozen=True, slots=True)
 class Invocation:
     """One start of a tool, with validated arguments."""
@@ -75,11 +79,16 @@ class Invocation:
     """The call's idempotency key, for tools that can pass it on. None: there is none."""
     traceparent: str | None = None
     """The value of W3C's traceparent header, for tools that can pass it on. None: there is none."""
+    report: Callable[[str], object] = unreported
+    """Receives the answer's text piece by piece while the tool runs, on the event loop. The answer that `ToolKind.run`
+    returns replaces it. A kind whose tools answer at once need not call it."""
 
     @classmethod
-    def of(cls, call: ToolCall, arguments: Mapping[str, Any], output_cap_bytes: int) -> "Invocation":
+    def of(
+        cls, call: ToolCall, arguments: Mapping[str, Any], output_cap_bytes: int, report: Callable[[str], object]
+    ) -> "Invocation":
         """Make the invocation of a call whose arguments were validated."""
-        return cls(call.target.tool, arguments, output_cap_bytes, call.idempotency_key, call.traceparent)
+        return cls(call.target.tool, arguments, output_cap_bytes, call.idempotency_key, call.traceparent, report)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,13 @@
 """Processes that run tools. Each is started in a process group, read up to a bound, and killed with its group."""
 
 import asyncio
+import codecs
 import contextlib
 import os
 import shutil
 import signal
 from asyncio.subprocess import DEVNULL, PIPE, Process
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from cluster.core.errors import ToolRefused
 
@@ -116,11 +117,24 @@ def _tied() -> list[str]:
     return [] if setpriv is None else [setpriv, "--pdeathsig", "KILL", "--"]
 
 
-async def read_bounded(reader: asyncio.StreamReader, cap_bytes: int) -> tuple[bytearray, bool]:
-    """Read to the end, at most ``cap_bytes``. Return what was read, and whether there was more."""
+def text_decoder() -> codecs.IncrementalDecoder:
+    """Return a decoder of UTF-8 in pieces, which may be split within a character. Invalid bytes are replaced."""
+    return codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+
+async def read_bounded(
+    reader: asyncio.StreamReader, cap_bytes: int, report: Callable[[str], object] | None = None
+) -> tuple[bytearray, bool]:
+    """Read to the end, at most ``cap_bytes``. Return what was read, and whether there was more.
+
+    ``report`` receives the text while it is read.
+    """
     answer = bytearray()
+    decoder = text_decoder()
     while chunk := await reader.read(min(READ_BYTES, cap_bytes - len(answer) + 1)):
         answer += chunk
+        if report is not None:
+            report(decoder.decode(chunk))
         if len(answer) > cap_bytes:
             del answer[cap_bytes:]
             return answer, True

@@ -1,22 +1,25 @@
 """The process in which a synchronous Python tool runs: `python -m tools_runtime.python_worker ENTRY`.
 
 It answers one call at a time over its stdin and stdout, so that killing the process ends a call. A call is a length and
-as many bytes of JSON, `{"arguments": {...}, "cap_bytes": n}`. An answer is a status, a length and text.
+as many bytes of JSON, `{"arguments": {...}, "cap_bytes": n}`. An answer is a status, a length and text. Parts of it
+come before, each in the same form.
 """
 
 import importlib
+import inspect
 import json
 import os
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, BinaryIO
 
 CALL = struct.Struct(">I")
 ANSWER = struct.Struct(">BI")
 
-OK, CUT, FAILED, BROKEN = range(4)
-"""Status of an answer: complete, cut at the cap, an exception of the tool, or no such function."""
+OK, CUT, FAILED, BROKEN, PART = range(5)
+"""Status of a message: the answer is complete, it is cut at the cap, the tool raised an exception, there is no such
+function, or the text is a part of the answer."""
 
 
 def load(entry: str) -> Callable[..., Any]:
@@ -58,15 +61,28 @@ def main() -> None:
         raise
     while header := calls.read(CALL.size):
         call = json.loads(calls.read(CALL.unpack(header)[0]))
-        _answer(answers, *_called(function, call["arguments"], call["cap_bytes"]))
+        for status, text in _called(function, call["arguments"], call["cap_bytes"]):
+            _answer(answers, status, text)
 
 
-def _called(function: Callable[..., Any], arguments: Mapping[str, Any], cap_bytes: int) -> tuple[int, str]:
+def pieces_of(value: Any) -> Iterator[str]:
+    """Yield the answer of a function in pieces of text: those of a generator, or all at once."""
+    return map(as_text, value if inspect.isgenerator(value) else (value,))
+
+
+def _called(function: Callable[..., Any], arguments: Mapping[str, Any], cap_bytes: int) -> Iterator[tuple[int, str]]:
+    room = cap_bytes
     try:
-        text = as_text(function(**arguments))
+        for text in pieces_of(function(**arguments)):
+            if len(text) > room:
+                yield CUT, text[:room]
+                return
+            room -= len(text)
+            yield PART, text
     except Exception as error:  # noqa: BLE001 - a tool's own code may raise anything
-        return FAILED, told(error)[:cap_bytes]
-    return (CUT, text[:cap_bytes]) if len(text) > cap_bytes else (OK, text)
+        yield FAILED, told(error)[:cap_bytes]
+    else:
+        yield OK, ""
 
 
 def _answer(answers: BinaryIO, status: int, text: str) -> None:

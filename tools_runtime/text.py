@@ -26,6 +26,8 @@ KNOWN_TOKENS = (
 """Tokens of common chat templates. Those of the form <|...|> (with either bar) need no list."""
 
 _MARKED = r"<[|\uff5c][^<>\n]{1,64}[|\uff5c]>"
+MARKED_CHARS = 68
+"""Largest number of characters of a token of the form <|...|>."""
 _ACTING = r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]|\r(?!\n)"
 _ESCAPED = re.compile(SIGN + r"(?:" + SIGN + r"|\.|x[0-9a-f]{2}|u[0-9a-f]{4})")
 
@@ -70,6 +72,29 @@ def bounded(text: str, cap_bytes: int, special_tokens: Iterable[str] = ()) -> tu
         return kept, cut
     pieces.add(kept)
     return pieces.joined(), cut
+
+
+def settled(text: str, special_tokens: Iterable[str] = ()) -> str:
+    """Return the beginning of ``text`` that `bounded` escapes in the same way, whatever follows.
+
+    A token of a chat template, or a line end, may have begun at the end of ``text``.
+    """
+    tokens = tuple(special_tokens)
+    firsts, longest = _beginnings(tokens)
+    end = next((place for place in range(max(0, len(text) - longest), len(text)) if text[place] in firsts), len(text))
+    acting, kept = _acting(tokens), text[:end]
+    # A token that is complete in ``text`` must not be cut in two, because its first half is none.
+    for place in range(max(0, end - longest), end):
+        if text[place] in firsts and acting.match(text, place) and not acting.match(kept, place):
+            return text[:place]
+    return kept
+
+
+@lru_cache(maxsize=64)
+def _beginnings(special_tokens: tuple[str, ...]) -> tuple[frozenset[str], int]:
+    """Return the first characters of all that is escaped by what follows, and the largest length of it."""
+    tokens = [token for token in (*KNOWN_TOKENS, *special_tokens) if len(token) > 1]
+    return frozenset({token[0] for token in tokens} | {"<", "\r"}), max(MARKED_CHARS, *map(len, tokens))
 
 
 class _Pieces:

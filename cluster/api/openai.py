@@ -30,9 +30,13 @@ RESPONSE_TOKENS = RESPONSES + "/input_tokens"
 MESSAGE_PATHS = {"create_message": "/v1/messages", "count_tokens": "/v1/messages/count_tokens"}
 """Anthropic's Messages API, see `cluster.api.anthropic`."""
 
+PREFILL = TURN_PATHS["chat"] + "/prefill"
+"""An extension of ours, see `cluster.http.early_prefill`."""
+
 LIMITED_PATHS = frozenset(
     {
         *TURN_PATHS.values(),
+        PREFILL,
         *TOKEN_PATHS.values(),
         *MESSAGE_PATHS.values(),
         RESPONSES,

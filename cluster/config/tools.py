@@ -49,7 +49,8 @@ class ToolSection(Section):
     max_queued: int = Field(1024, ge=0)
     """Maximum number of waiting calls. Further calls are refused."""
     idempotent: bool = False
-    """Whether two runs of the same call have the effect of one run. Only idempotent tools are retried."""
+    """Whether two runs of the same call have the effect of one run. Only idempotent tools are retried. A call of an
+    idempotent or read-only tool starts before its turn has ended."""
     retries: int = Field(2, ge=0, le=10)
     """Maximum number of retries of an idempotent tool after a transient failure."""
     retry_backoff_s: float = Field(0.2, ge=0)
@@ -71,7 +72,7 @@ class PythonTool(ToolSection):
     kind: Literal["python"]
     """The kind of the tool."""
     entry: str = Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")
-    """`module:function`, which must be importable where the tools run."""
+    """`module:function`, which must be importable where the tools run. A generator yields its answer in pieces."""
     isolation: Literal["auto", "process", "thread", "async"] = "auto"
     """Where the function runs. `process`: a worker process, which can always be stopped. `thread`: a thread of the
     actor; if it does not end, it keeps its place among `concurrency`. `async`: the actor's event loop, which the

@@ -183,6 +183,8 @@ class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     """The tool that the cluster runs. None: the caller runs it, or the tool runtime has not named it yet."""
     read_only: bool = False
     """Whether the tool's MCP server declares that the tool changes nothing (`readOnlyHint`)."""
+    starts_early: bool = False
+    """Whether a call may start before its turn has ended: the tool is idempotent or read-only, and answers its call."""
     custom: bool = False
     """Whether the caller gave the tool one text as its argument. The function has it as its only string, `input`."""
     namespace: str | None = None

@@ -32,6 +32,9 @@ BROADCAST_SLACK_S = 5.0
 MAX_ADDRESSES = 4096
 """Largest number of replicas whose addresses are remembered, the gone ones included."""
 
+NOT_HELD = "not_held"
+"""The reason why the next prompt of a program without a home is not computed."""
+
 MODEL_LEN_S = 1.0
 """Seconds within which a replica has to report the context window of its model. Otherwise a list of models lacks it."""
 
@@ -224,6 +227,24 @@ class ReplicaClient:
         finally:
             if operation == "end":
                 self._placer.forget(key)
+
+    async def extend(self, key: str, body: Mapping[str, Any], continuation: Continuation | None) -> str | None:
+        """Let the program's home compute its next prompt as far as it is known; see `replicas.early_prompt`.
+
+        Return why nothing more is computed in this pause, or None.
+
+        Raises:
+            HttpError: the body cannot be read.
+            ControlTimeout: the replica did not answer in time.
+            Exception: what Ray raised.
+        """
+        session = await self._placer.session_of(key)
+        if session is None:
+            return NOT_HELD
+        ended, error = await self.to(session, "extend", key, dict(body), continuation)
+        if error is not None:
+            raise error
+        return None if ended is None else str(ended)
 
     async def story(self, key: str) -> dict[str, Any] | None:
         """Return what the replicas know of a program, or None. Its home is asked first.

@@ -157,6 +157,10 @@ class ReplicaClients:
             self._traces.program_ended(key)
         _raise_first(await self._of_each(lambda client: client.tell(key, operation, payload)))
 
+    async def extend(self, key: str, body: Mapping[str, Any], continuation: Continuation | None) -> str | None:
+        """Let a replica compute a paused program's next prompt as far as it is known; see `ReplicaClient.extend`."""
+        return await self._of(body).extend(key, body, continuation)
+
     async def story(self, key: str) -> dict[str, Any] | None:
         """Return what the first model that knows the program reports of it, or None.
 

@@ -29,6 +29,7 @@ from cluster.api.openai import (
     CONVERSATIONS,
     LIMITED_PATHS,
     MESSAGE_PATHS,
+    PREFILL,
     RESPONSE_COMPACTION,
     RESPONSE_TOKENS,
     RESPONSES,
@@ -56,6 +57,7 @@ from cluster.http.attributed_answers import AttributedAnswers
 from cluster.http.browsers import cors, foreign_pages_rejected
 from cluster.http.chat import ChatPrograms
 from cluster.http.conversations import ConversationRoutes, Conversations
+from cluster.http.early_prefill import prefill
 from cluster.http.message_programs import MessagePrograms
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
@@ -139,6 +141,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
     )
     endpoints: dict[str, Route] = {
         "chat": lambda app: app.post(TURN_PATHS["chat"]),
+        "prefill": lambda app: app.post(PREFILL),
         "completions": lambda app: app.post(TURN_PATHS["completions"]),
         "tokenize": lambda app: app.post(TOKEN_PATHS["tokenize"]),
         "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
@@ -316,6 +319,13 @@ class ProgramIngress:
     async def chat(self, request: Request) -> Response:
         """Create a chat completion (OpenAI), with or without streaming and tools."""
         return await self._turn(request, "chat")
+
+    async def prefill(self, request: Request) -> Response:
+        """Compute the next prompt of a program while its tools run. The body is that of the next chat completion, as
+        far as it is known.
+        """
+        body, identity = await self._reader.identified(request)
+        return await prefill(self._fleet, body, identity, self._config.http.request_timeout_s)
 
     async def completions(self, request: Request) -> Response:
         """Create a completion (OpenAI). The prompt may be token ids. With `return_token_ids`, the answer has token ids

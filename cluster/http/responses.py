@@ -42,7 +42,7 @@ from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import Compaction, RunSpec
 from cluster.runs.runner import ProgramRunner
-from cluster.runs.task import prompt_fields
+from cluster.runs.turn_request import prompt_fields
 
 logger = logging.getLogger("ray.serve")
 

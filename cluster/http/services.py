@@ -125,6 +125,10 @@ class NullTools:
         """Return the result of a refused call."""
         return ToolResult(call.id, call.name, Outcome.REFUSED, f"{Outcome.REFUSED}: no tools are configured here")
 
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Return None, since no call is in progress."""
+        return None
+
     async def completion(self, program: str, call_id: str) -> ToolResult:
         """Return the result of an unknown call."""
         return ToolResult(call_id, "", Outcome.UNKNOWN, "unknown: there is no such call")

@@ -274,6 +274,22 @@ CONTEXT_TOKENS = _counter(
     "source",
     snapshot="context_tokens",
 )
+EARLY_PREFILL_TOKENS = _counter(
+    "early_prefill_tokens",
+    MEMORY,
+    "Tokens of next prompts that were computed while a tool ran, by what became of them: used by the turn, or wasted",
+    "model",
+    "outcome",
+    snapshot="early_prefill_tokens",
+)
+EARLY_PREFILL_ENDS = _counter(
+    "early_prefill_ends",
+    MEMORY,
+    "Pauses in which the next prompt was not computed while the tool ran, or not to its end, by reason",
+    "model",
+    "reason",
+    snapshot="early_prefill_ends",
+)
 
 # --- a replica: order and budget; vLLM exports how many requests run and wait ---------------------------------------
 

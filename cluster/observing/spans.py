@@ -310,6 +310,7 @@ class TracedTools:
     def __init__(self, tools: Tools, traces: OpenTelemetryTraces) -> None:
         self._traces = traces
         self._run = tools.run
+        self.output = tools.output
         self.completion = tools.completion
         self.cancel = tools.cancel
 

@@ -127,6 +127,10 @@ class Tools(Protocol):
         """Run the call, and return its result."""
         ...
 
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Wait for more output of a running call."""
+        ...
+
     async def completion(self, program: str, call_id: str) -> ToolResult:
         """Wait for the result of an asynchronous call."""
         ...

@@ -32,6 +32,8 @@ from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
     MAX_TURNS,
     Accepted,
+    EarlyEnd,
+    EarlyIntent,
     Ended,
     Fault,
     Generated,
@@ -252,7 +254,7 @@ class ResponseFold:
             case Ended():
                 self._output.end()
                 self._output.emit(LAST_EVENTS[event.status], type=LAST_TYPES[event.status], response=self.response)
-            case Truncated() | TakenOver() | Accepted():
+            case Truncated() | TakenOver() | Accepted() | EarlyIntent() | EarlyEnd():
                 pass
         return events + self._output.take()
 

@@ -205,6 +205,29 @@ class ToolIntent(_Event, frozen=True):
     places: tuple[tuple[int, int], ...]
 
 
+class EarlyIntent(_Event, frozen=True):
+    """A call of a turn that goes on is about to be run. Its tool is idempotent or read-only."""
+
+    call: Call
+    attempt: int
+    """Number of the attempt at the turn."""
+
+
+class EarlyEnd(_Event, frozen=True):
+    """The answer of a call that was started early is not used, because its turn failed, or has not made this call."""
+
+    turn: int
+    index: int
+    attempt: int
+    outcome: str
+    """A value of `cluster.core.tools.Outcome`. UNKNOWN: the runner that started it is gone."""
+
+    @property
+    def place(self) -> tuple[int, int]:
+        """The call's place."""
+        return self.turn, self.index
+
+
 class ToolAnswer(_Event, frozen=True):
     """The answer of a call.
 
@@ -263,6 +286,8 @@ RunEvent = (
     | Generated
     | TurnResult
     | ToolIntent
+    | EarlyIntent
+    | EarlyEnd
     | ToolAnswer
     | LateAnswer
     | Truncated

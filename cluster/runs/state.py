@@ -21,6 +21,8 @@ from cluster.runs.events import (
     STOP_SEQUENCE,
     Accepted,
     Call,
+    EarlyEnd,
+    EarlyIntent,
     Ended,
     Fault,
     Generated,
@@ -64,6 +66,10 @@ class RunState:
     """Calls of the last turn."""
     sent: frozenset[Place] = frozenset()
     """Places of the calls whose intent is in the log."""
+    early: dict[Place, EarlyIntent] = field(default_factory=dict)
+    """Calls that were started before their turn had ended, without those whose answers are not used."""
+    unused: int = 0
+    """Number of calls that were started early and whose answers are not used."""
     answers: dict[Place, ToolAnswer] = field(default_factory=dict)
     """Answers of all turns' calls. The first answer of an asynchronous call is that it was started."""
     late: tuple[Place, ...] = ()
@@ -83,12 +89,25 @@ class RunState:
     @property
     def tool_calls(self) -> int:
         """Number of calls that were sent to a tool."""
-        return len(self.sent)
+        return len(self.sent | self.early.keys()) + self.unused
 
     @property
     def waiting(self) -> tuple[Call, ...]:
         """Calls of the last turn without an answer."""
         return tuple(call for call in self.calls if call.place not in self.answers)
+
+    @property
+    def unexplained(self) -> tuple[EarlyIntent, ...]:
+        """Calls that were started early and are no calls of a turn that has ended: these have answers or will have one.
+
+        While a turn goes on, its own are among them.
+        """
+        made = {(call.place, call.name, call.arguments) for turn in self.turns for call in turn.calls}
+        return tuple(
+            early
+            for early in self.early.values()
+            if (early.call.place, early.call.name, early.call.arguments) not in made
+        )
 
     def offer(self, name: str) -> ToolOffer | None:
         """Return the tool of this name, or None if none was offered."""
@@ -148,6 +167,11 @@ def step(state: RunState, event: RunEvent) -> RunState:
             return _summarised(state, event) if event.summary else _turn_done(state, event)
         case ToolIntent():
             return replace(state, sent=state.sent | set(event.places))
+        case EarlyIntent():
+            return replace(state, early={**state.early, event.call.place: event})
+        case EarlyEnd():
+            early = {place: one for place, one in state.early.items() if place != event.place}
+            return replace(state, early=early, unused=state.unused + 1)
         case ToolAnswer():
             return _answered(state, event)
         case LateAnswer():
@@ -157,7 +181,9 @@ def step(state: RunState, event: RunEvent) -> RunState:
         case Truncated():
             return _truncated(state, event)
         case TakenOver():
-            return replace(state, runners=state.runners + 1)
+            # Of early calls whose turn has ended, another runner does not know more than of other calls.
+            ended = state.early.keys() - {early.call.place for early in state.unexplained}
+            return replace(state, runners=state.runners + 1, sent=state.sent | ended)
         case Ended():
             return replace(state, ended=event, attempt=0)
         case Accepted():
@@ -387,6 +413,14 @@ def runs_here(state: RunState, call: Call) -> bool:
     return is_ours(offer, state.spec.offers) and (offer is None or not offer.approval)
 
 
+def starts_early(state: RunState, call: Call) -> bool:
+    """Return whether a complete call of the turn that goes on is run at once."""
+    offer = state.offer(call.name)
+    if offer is None or not offer.starts_early or not runs_here(state, call) or state.summarising:
+        return False
+    return call.place not in state.early and state.tool_calls < state.spec.limits.tool_calls
+
+
 def is_ours(offer: ToolOffer | None, offers: Iterable[ToolOffer]) -> bool:
     """Return whether calls of a tool are the cluster's to answer and not the client's.
 
@@ -415,6 +449,7 @@ def _call(state: RunState, calls: tuple[Call, ...]) -> Next:
     if sent:
         return CallTools(sent, resumed=True)
     room = max(0, state.spec.limits.tool_calls - state.tool_calls)
+    room += sum(call.place in state.early for call in calls)  # these count already
     refused = [_refusal(call, _unknown(state, call)) for call in calls if _unknown(state, call)]
     known = [call for call in calls if not _unknown(state, call)]
     limit = f"a run may call {state.spec.limits.tool_calls} tools, and has"

@@ -8,35 +8,28 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any, Protocol
 
 from cluster.core.clock import Clock
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, HttpError, Overloaded, RunLeaseLost
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult, split_complete
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from cluster.core.turn import (
-    ID_BYTES,
-    CallDelta,
     Continuation,
-    PromptMode,
-    TurnBegan,
-    TurnDelta,
-    TurnDone,
     TurnPiece,
 )
 from cluster.observing.logs import bind
 from cluster.runs.call_names import CallNaming
-from cluster.runs.compaction import MAX_SUMMARY_TOKENS, REQUEST
+from cluster.runs.early_output import EarlyOutput
 from cluster.runs.events import (
     MAX_WALL_TIME,
     Call,
+    EarlyEnd,
+    EarlyIntent,
     Ended,
     Fault,
-    Generated,
     LateAnswer,
     RunEvent,
-    RunSpec,
     ToolAnswer,
     ToolIntent,
     Truncated,
@@ -45,8 +38,21 @@ from cluster.runs.events import (
 )
 from cluster.runs.journal import Journal
 from cluster.runs.slo import RunWatch
-from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, RunState, cut_answers, next_step, step
+from cluster.runs.state import (
+    AskTurn,
+    AwaitLate,
+    CallTools,
+    Finish,
+    Refuse,
+    RunState,
+    cut_answers,
+    next_step,
+    starts_early,
+    step,
+)
 from cluster.runs.truncation import droppable
+from cluster.runs.turn_request import continuation_of, turn_body, turn_identity
+from cluster.runs.turn_text import TurnText
 
 logger = logging.getLogger("ray.serve")
 
@@ -88,6 +94,13 @@ class Replicas(Protocol):
         """Run an operation of the side channel on the program's replica."""
         ...
 
+    async def extend(self, key: str, body: Mapping[str, Any], continuation: Continuation | None) -> str | None:
+        """Let the program's replica compute the next prompt as far as it is known.
+
+        Return why nothing more is computed in this pause, or None.
+        """
+        ...
+
 
 class Tools(Protocol):
     """Runs tools: `tools_runtime.actor.ToolActors`."""
@@ -96,6 +109,13 @@ class Tools(Protocol):
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
     ) -> ToolResult:
         """Run a call and return its one outcome."""
+        ...
+
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        """Wait for more output of a running call than ``known`` characters, and return all of it.
+
+        None: it has ended, or is not known.
+        """
         ...
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
@@ -159,6 +179,10 @@ class RunTask:
         self._late: dict[tuple[int, int], asyncio.Task[None]] = {}
         self._notifications: set[asyncio.Task[None]] = set()
         """Tasks of notifications that are being sent to the replica."""
+        self._early: dict[tuple[int, int], asyncio.Task[ToolResult]] = {}
+        """Calls that were started early, until their turn's calls are run."""
+        self._ending: set[asyncio.Task[ToolResult]] = set()
+        """Early calls that are being stopped."""
         self._work: asyncio.Task[None] | None = None
 
     async def run(self) -> None:
@@ -188,6 +212,7 @@ class RunTask:
         finally:
             self._watched.ended(self.state.ended)
             await self._stop_work()
+            await self._stop_early()
             await self._stop_late()
 
     def cancel(self) -> None:
@@ -230,6 +255,7 @@ class RunTask:
 
     def _end(self, finish: Finish) -> None:
         if self.state.ended is None:
+            self._record(*self._early_ends(Outcome.CANCELLED))
             # Counted from its beginning, because the wall clock may have been set back since.
             spec = self.state.spec
             took_s = spec.limits.wall_s - (self._deadline_s - self._clock.now_s())
@@ -238,6 +264,7 @@ class RunTask:
     # --- turns --------------------------------------------------------------------------------------------------------
 
     async def _turn(self, todo: AskTurn) -> None:
+        await self._explain_early(Outcome.UNKNOWN)
         self._record(TurnIntent(todo.turn, todo.attempt, todo.summary))
         self._watched.turn()
         await self.journal.flush()
@@ -270,20 +297,23 @@ class RunTask:
     async def _ask(self, todo: AskTurn) -> None:
         bind(turn=todo.turn)
         state, began_s = self.state, self._clock.now_s()
-        prior = Continuation(state.token_ids, state.covered) if state.token_ids else None
         turn = TurnText(todo.turn, todo.summary)
         identity = turn_identity(state, todo, self._known_as)
-        pieces = self._replicas.turn(self._key, turn_body(state, todo), identity, prior, answers=state.unread)
+        prior, body = continuation_of(state), turn_body(state, todo)
+        pieces = self._replicas.turn(self._key, body, identity, prior, answers=state.unread)
         async with aclosing(pieces):  # type: ignore[type-var]
             async for piece in pieces:
                 if isinstance(piece, HttpError):
                     raise piece
                 if (news := turn.take(piece)) is not None:
                     self._record(news)
+                for call in turn.new_calls():
+                    self._start_early(call, todo.attempt)
                 self._watched.received(turn.tokens)
         result = turn.result(began_s - self._began_s, self._clock.now_s() - self._began_s)
         self._count_cut(result)
         self._record(result)
+        await self._explain_early(Outcome.CANCELLED)
         self._watched.answered()
 
     def _count_cut(self, result: TurnResult) -> None:
@@ -291,6 +321,42 @@ class RunTask:
             self._on_cut(cut)
             place, chars = f"turn {result.turn} of run {self.state.spec.id}", result.answer_chars
             logger.warning("%s: %d tool answers were cut to %s characters to fit in the context", place, cut, chars)
+
+    # --- calls that start early ---------------------------------------------------------------------------------------
+
+    def _start_early(self, call: Call, attempt: int) -> None:
+        """Run a call of the turn that goes on, if its tool may be run although the turn may still fail."""
+        if starts_early(self.state, call):
+            self._record(EarlyIntent(call, attempt))
+            self._early[call.place] = asyncio.create_task(self._run_early(self._tool_call(call)))
+
+    async def _run_early(self, call: ToolCall) -> ToolResult:
+        await self.journal.flush()
+        return await self._result(call, resumed=False)
+
+    def _early_ends(self, outcome: Outcome) -> list[EarlyEnd]:
+        """Return the ends of the early calls whose answers are not used, and stop them.
+
+        ``outcome`` is that of a call without a result.
+        """
+        ends = []
+        for early in self.state.unexplained:
+            task = self._early.pop(early.call.place, None)
+            known = outcome if task is None else Outcome.CANCELLED
+            if task is not None and task.done() and not task.cancelled() and task.exception() is None:
+                known = task.result().outcome
+            elif task is not None:
+                task.cancel()
+                self._ending.add(task)
+                task.add_done_callback(self._ending.discard)
+            ends.append(EarlyEnd(*early.call.place, early.attempt, known))
+        return ends
+
+    async def _explain_early(self, outcome: Outcome) -> None:
+        """Record why early calls are not used, and wait until these have stopped."""
+        self._record(*self._early_ends(outcome))
+        if self._ending:
+            await asyncio.wait(self._ending, timeout=END_S)
 
     # --- tools --------------------------------------------------------------------------------------------------------
 
@@ -308,7 +374,10 @@ class RunTask:
         finished.set()
 
     async def _run_tool(self, call: Call, *, resumed: bool) -> None:
-        result = await self._result(self._tool_call(call), resumed=resumed)
+        if (early := self._early.pop(call.place, None)) is not None:
+            result = await early
+        else:
+            result = await self._result(self._tool_call(call), resumed=resumed)
         self._record(_answer(call, result))
         if result.outcome is Outcome.STARTED:
             self._watch(call, resumed=False)
@@ -353,6 +422,8 @@ class RunTask:
     def _tool_call(self, call: Call) -> ToolCall:
         """Return the call for the tool runtime. It is the same for every runner of the run."""
         own = f"{self.state.spec.id}/{call.turn}.{call.index}"
+        if (early := self.state.early.get(call.place)) is not None:
+            own = f"{own}/early-{early.attempt}"  # the turn may fail, and its next attempt have another call there
         offer = self.state.offer(call.name)
         return ToolCall(
             own,
@@ -370,6 +441,13 @@ class RunTask:
         if self._work is not None and not self._work.done():
             self._work.cancel()
             await asyncio.wait((self._work,), timeout=END_S)
+
+    async def _stop_early(self) -> None:
+        tasks = {*self._early.values(), *self._ending}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=END_S)
 
     async def _stop_late(self) -> None:
         for place, task in list(self._late.items()):
@@ -392,10 +470,23 @@ class RunTask:
         try:
             await asyncio.wait_for(finished.wait(), NOTIFY_AFTER_S)
         except TimeoutError:
-            tools = [self.state.known_as(call, self._known_as) for call in calls]
-            await self._notified("tool_started", {"tools": tools})
-            await finished.wait()
+            early = asyncio.create_task(self._early_output(calls).run())
+            try:
+                tools = [self.state.known_as(call, self._known_as) for call in calls]
+                await self._notified("tool_started", {"tools": tools})
+                await finished.wait()
+            finally:
+                early.cancel()
             await self._notified("tool_finished", {})
+
+    def _early_output(self, calls: Sequence[Call]) -> EarlyOutput:
+        return EarlyOutput(
+            [(call, self._tool_call(call).id) for call in calls],
+            lambda: self.state,
+            lambda call_id, known: self._tools.output(self._key, call_id, known),
+            lambda body: self._replicas.extend(self._key, body, continuation_of(self.state)),
+            self._clock,
+        )
 
     async def _notified(self, operation: str, payload: Mapping[str, Any]) -> None:
         try:
@@ -442,132 +533,3 @@ async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-# --- a turn -----------------------------------------------------------------------------------------------------------
-
-
-_OF_ANSWERS = ("response_format", "stop", "ignore_eos", "logprobs", "top_logprobs")
-"""Fields that apply to an answer and not to a summary."""
-
-
-def prompt_fields(spec: RunSpec) -> dict[str, Any]:
-    """Return the fields of the first turn's body that make its prompt. `/tokenize` takes them."""
-    fields: dict[str, Any] = {"model": spec.model, "messages": list(spec.messages)}
-    if spec.offers:
-        fields["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
-    if "chat_template_kwargs" in spec.sampling:
-        fields["chat_template_kwargs"] = spec.sampling["chat_template_kwargs"]
-    return fields
-
-
-def turn_body(state: RunState, todo: AskTurn) -> dict[str, Any]:
-    """Return a chat completions body with the whole conversation."""
-    spec = state.spec
-    body: dict[str, Any] = {**spec.sampling, "model": spec.model, "messages": list(state.messages)}
-    body["max_completion_tokens"] = spec.limits.output_tokens - state.output_tokens
-    if todo.summary:
-        body = {name: value for name, value in body.items() if name not in _OF_ANSWERS}
-        body["messages"] = [*state.messages, REQUEST]
-        body["max_completion_tokens"] = min(body["max_completion_tokens"], MAX_SUMMARY_TOKENS)
-    if spec.offers:
-        body["tools"] = [{"type": "function", "function": offer.function} for offer in spec.offers]
-        body["parallel_tool_calls"] = spec.parallel
-        if todo.tool_choice is not None:
-            body["tool_choice"] = todo.tool_choice
-    return body
-
-
-def turn_identity(state: RunState, todo: AskTurn, known_as: CallNaming) -> ProgramIdentity:
-    """Return the identity of a turn, with what is known of the tools before and after it."""
-    identity = ProgramIdentity.decode(state.spec.identity)
-    hints = identity.hints
-    if state.calls:
-        hints = replace(hints, last_tool="+".join(sorted(state.known_as(call, known_as) for call in state.calls)))
-    if isinstance(todo.tool_choice, dict):
-        named = todo.tool_choice.get("function", {}).get("name")
-        hints = replace(hints, expected_tool=named or hints.expected_tool)
-    return replace(identity, tenant=state.spec.tenant, program_id=state.spec.program, hints=hints)
-
-
-class TurnText:
-    """Joins a turn's pieces.
-
-    Args:
-        number: the number of the turn.
-        summary: whether its content is a summary.
-    """
-
-    def __init__(self, number: int, summary: bool = False) -> None:
-        self._number = number
-        self._summary = summary
-        self._began: TurnBegan | None = None
-        self._done: TurnDone | None = None
-        self._ids = bytearray()
-        self._content: list[str] = []
-        self._reasoning: list[str] = []
-        self._calls: dict[int, list[CallDelta]] = {}
-
-    def take(self, piece: TurnPiece) -> Generated | None:
-        """Process a piece. Return the entry of the log that it makes, or None."""
-        match piece:
-            case TurnBegan():
-                self._began = piece
-            case TurnDone():
-                self._done = piece
-            case TurnDelta():
-                return self._take(piece)
-        return None
-
-    def _take(self, piece: TurnDelta) -> Generated | None:
-        self._ids += piece.token_ids
-        self._content.append(piece.content)
-        self._reasoning.append(piece.reasoning)
-        for part in piece.calls:
-            self._calls.setdefault(part.index, []).append(part)
-        if not (piece.content or piece.reasoning or piece.calls):
-            return None
-        return Generated(self._number, piece.content, piece.reasoning, piece.calls, piece.logprobs)
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens received so far."""
-        return len(self._ids) // ID_BYTES
-
-    def result(self, began_s: float, ended_s: float) -> TurnResult:
-        """Return the complete turn.
-
-        Raises:
-            HttpError: the replica ended before the turn did.
-        """
-        if self._began is None or self._done is None:
-            raise HttpError("the replica ended before the turn was complete", status=502)
-        done = self._done
-        calls = [_joined(self._number, index, pieces) for index, pieces in sorted(self._calls.items())]
-        complete, unfinished = split_complete(calls, done.finish_reason)
-        return TurnResult(
-            self._number,
-            self._began.rendering is PromptMode.CONTINUED,
-            self._began.rendering,
-            self._began.added_ids,
-            bytes(self._ids),
-            done.finish_reason,
-            done.prompt_tokens,
-            done.cached_tokens,
-            done.output_tokens,
-            began_s,
-            ended_s,
-            "".join(self._content),
-            "".join(self._reasoning),
-            complete,
-            unfinished,
-            self._began.answer_chars,
-            self._summary,
-            done.stop_sequence,
-        )
-
-
-def _joined(turn: int, index: int, pieces: Sequence[CallDelta]) -> Call:
-    call_id = next((piece.id for piece in pieces if piece.id), f"call_{turn}_{index}")
-    name = "".join(piece.name for piece in pieces if piece.name)
-    return Call(turn, index, call_id, name, "".join(piece.arguments for piece in pieces))

@@ -3,6 +3,7 @@
 import asyncio
 from argparse import Namespace
 from collections.abc import AsyncIterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from vllm.v1.engine.async_llm import AsyncLLM
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.answer_cut import shortened
-from cluster.core.errors import HttpError
+from cluster.core.errors import BadRequest, HttpError
 from cluster.core.program import ProgramIdentity
 from cluster.core.stream import StreamChunk
 from cluster.core.turn import Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids, unpack_ids
@@ -24,6 +25,8 @@ from replicas.chat_text import ChatText
 from replicas.coalescing import Ticks
 from replicas.continuation import TOOLS
 from replicas.control import ControlChannel
+from replicas.early_prefill import EndReason
+from replicas.early_prompt import EarlyPrompts
 from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
 from replicas.requests import as_refusal, parse_request
@@ -187,6 +190,95 @@ async def test_all_ids_come_whatever_the_parser_says(replica: Replica, choice: s
     body = body_of(QUESTION, tools=list(TOOLS), tool_choice=choice, max_completion_tokens=60)
     _, ids, _, done = parsed(await replica.turn(body))
     assert len(ids) == done.output_tokens > 0
+
+
+OUTPUT = "\n".join(f"file_{number:03}.txt {number * 37 % 101} kB ☂" for number in range(120))
+
+
+async def paused(replica: Replica, name: str) -> tuple[list[dict[str, Any]], Continuation]:
+    """A program whose first turn has called a tool: its messages without the answer, and its ids."""
+    messages = [{"role": "user", "content": "What is it like in Ulm? " * 5}]
+    body = body_of(messages, tools=list(TOOLS), tool_choice=NAMED)
+    began, ids, message, _ = parsed(await replica.turn(body, None, name))
+    assert message["tool_calls"]
+    return [*messages, message], Continuation(pack_ids([*unpack_ids(began.added_ids), *ids]), 2)
+
+
+async def next_turn(
+    replica: Replica, name: str, known: list[dict[str, Any]], ids: Continuation, early: list[str], final: str
+) -> tuple[list[int], list[int], TurnDone, list[str | None]]:
+    """The program's next turn after output that was sent early: its prompt, its output, its end, and the reasons."""
+    prompts = EarlyPrompts(replica.text, replica.turns.examined, partial(replica.channel.call, "extend"))
+    call_id = known[-1]["tool_calls"][0]["id"]
+
+    def body_with(output: str) -> dict[str, Any]:
+        answer = {"role": "tool", "tool_call_id": call_id, "content": output}
+        return body_of([*known, answer], tools=list(TOOLS), tool_choice="none", max_completion_tokens=16)
+
+    reasons = []
+    for output in early:
+        reasons.append(await prompts.send(f"default/{name}", body_with(output), ids))
+        for _ in range(100):
+            if not (await snapshot(replica))["early_prefill_pending"]:
+                break
+            await asyncio.sleep(0.01)
+    _, generated, _, done = parsed(await replica.turn(body_with(final), ids, name))
+    return replica.prompts[-1], generated, done, reasons
+
+
+async def test_a_tools_output_is_computed_before_its_end_and_the_tokens_are_the_same(replica: Replica) -> None:
+    before = (await snapshot(replica))["early_prefill_tokens"]
+    known, ids = await paused(replica, "early")
+    early = [OUTPUT[: len(OUTPUT) * part // 8] for part in range(9)]
+    prompt, _, done, reasons = await next_turn(replica, "early", known, ids, early, OUTPUT)
+    after = (await snapshot(replica))["early_prefill_tokens"]
+    assert reasons == [None] * 9
+    # All but the last word, what the template adds and the last block were computed: nothing was computed in vain.
+    assert done.cached_tokens > len(prompt) - 3 * BLOCK
+    used, wasted = (after[outcome] - before[outcome] for outcome in ("used", "wasted"))
+    assert used >= done.cached_tokens - len(unpack_ids(ids.token_ids)) > 1000
+    assert wasted <= 9 * BLOCK  # of each part, the last block is computed again with the next one
+    await replica.channel.call("reset")
+    again, same = await paused(replica, "alone")
+    assert await next_turn(replica, "alone", again, same, [], OUTPUT) != ()
+    assert (replica.prompts[-1], again[-1]["content"]) == (prompt, known[-1]["content"])
+
+
+@pytest.mark.parametrize("final", ["", "other", OUTPUT[:700] + " another end", "x" + OUTPUT], ids=repr)
+async def test_whatever_was_sent_early_the_final_text_wins(replica: Replica, final: str) -> None:
+    name = f"final{len(final)}"
+    known, ids = await paused(replica, name)
+    prompt, generated, _, _ = await next_turn(replica, name, known, ids, [OUTPUT[:1500], OUTPUT], final)
+    await replica.channel.call("reset")
+    fresh = await replica.turn(
+        body_of(
+            [*known, {"role": "tool", "tool_call_id": known[-1]["tool_calls"][0]["id"], "content": final}],
+            tools=list(TOOLS),
+            tool_choice="none",
+            max_completion_tokens=16,
+        ),
+        ids,
+    )
+    assert (replica.prompts[-1], parsed(fresh)[1]) == (prompt, generated)
+    await replica.channel.call("end", key=f"default/{name}")
+
+
+async def test_what_cannot_be_sent_early_is_named(replica: Replica) -> None:
+    known, ids = await paused(replica, "named")
+    prompts = EarlyPrompts(replica.text, replica.turns.examined, partial(replica.channel.call, "extend"))
+    answer = {"role": "tool", "tool_call_id": "x", "content": "rain " * 50}
+    body = body_of([*known, answer], tools=list(TOOLS))
+    assert await prompts.send("default/nobody", body, ids) == "not_held"
+    assert await prompts.send("default/named", body_of([*known, answer]), ids) == "rendered_again"
+    long = {**body, "messages": [*known, {**answer, "content": "rain " * 9000}]}
+    assert await prompts.send("default/named", long, ids) == "too_long"
+    for bad in ([], "text", known, [*known, {**answer, "content": [{"type": "text", "text": "rain"}]}]):
+        with pytest.raises(BadRequest, match="last message"):
+            await prompts.send("default/named", {**body, "messages": bad}, ids)
+    numbers: dict[str, Any] = {"early_prefill_ends": dict.fromkeys(EndReason, 0)}
+    prompts.add_to(numbers)
+    assert numbers["early_prefill_ends"]["rendered_again"] >= 1
+    await replica.channel.call("end", key="default/named")
 
 
 async def test_a_turn_that_ends_within_a_call_says_that_it_was_cut(replica: Replica) -> None:

@@ -63,6 +63,10 @@ class ScriptedReplicas:
     identities: list[ProgramIdentity] = field(default_factory=list)
     stuck: frozenset[str] = frozenset()
     """Notifications that never arrive."""
+    extended: list[tuple[dict[str, Any], list[int]]] = field(default_factory=list)
+    """The bodies of next turns as far as they were known, with the ids from which they continue."""
+    extend_ends: list[str | None] = field(default_factory=list)
+    """Answers to these, in order; then None."""
     closed: int = 0
     """Turns that were left before their end."""
 
@@ -89,6 +93,10 @@ class ScriptedReplicas:
             self.closed += 1
             raise
 
+    async def extend(self, key: str, body: Mapping[str, Any], continuation: Continuation | None) -> str | None:
+        self.extended.append((dict(body), [] if continuation is None else unpack_ids(continuation.token_ids)))
+        return self.extend_ends.pop(0) if self.extend_ends else None
+
     async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
         if operation in self.stuck:
             await asyncio.Event().wait()
@@ -104,6 +112,10 @@ class ScriptedTools:
     resumed: list[ToolCall] = field(default_factory=list)
     cancelled: list[str] = field(default_factory=list)
     late: dict[str, "asyncio.Future[ToolResult]"] = field(default_factory=dict)
+    written: dict[str, str] = field(default_factory=dict)
+    """Output of the running calls, by the name of the tool."""
+    ended: set[str] = field(default_factory=set)
+    """Names of the tools that have answered."""
 
     async def run(
         self, call: ToolCall, definitions: Mapping[str, Any] | None = None, *, resumed: bool = False
@@ -119,10 +131,19 @@ class ScriptedTools:
         except asyncio.CancelledError:
             self.cancelled.append(call.id)
             raise
+        self.ended.add(call.name)
         if call.name == "slowly":
             self.late[call.id] = asyncio.get_running_loop().create_future()
             return ToolResult(call.id, call.name, Outcome.STARTED, "started", statistics_name=call.name)
         return ToolResult(call.id, call.name, Outcome.OK, text, statistics_name=call.name)
+
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        name = next((call.name for call in self.ran if call.id == call_id), "")
+        while len(text := self.written.get(name, "")) <= known:
+            if name in self.ended or name not in self.written:
+                return None
+            await asyncio.sleep(0.005)
+        return text
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
         return await self.late[call_id]

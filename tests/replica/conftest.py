@@ -30,10 +30,15 @@ def replica(tiny_config: Path) -> Iterator[Replica]:
     made: list[VirtualEngine] = []
 
     def make(
-        policy: str = "continuum", asynchronous: bool = False, num_blocks: int = 64, **parameters: Any
+        policy: str = "continuum",
+        asynchronous: bool = False,
+        num_blocks: int = 64,
+        max_num_batched_tokens: int = 2048,
+        **parameters: Any,
     ) -> VirtualEngine:
         settings = SchedulerSettings(policy=PolicyConfig(name=policy, parameters=parameters))
-        engine = VirtualEngine(AgentScheduler, tiny_config, Shape(num_blocks=num_blocks), settings, asynchronous)
+        shape = Shape(num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens)
+        engine = VirtualEngine(AgentScheduler, tiny_config, shape, settings, asynchronous)
         engine.scheduler.clock = ManualClock()
         made.append(engine)
         return engine

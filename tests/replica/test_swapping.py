@@ -17,6 +17,7 @@ from cluster.core.clock import ManualClock
 from cluster.core.lifecycle.events import ReleaseReason
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import Hints, ProgramIdentity
+from cluster.core.turn import pack_ids
 from replicas.control import dispatch, snapshot
 from replicas.host_tier import kv_transfer_config
 from replicas.policy import (
@@ -397,3 +398,22 @@ def test_whatever_happens_nothing_leaks(tiered: Make, seed: int, asynchronous: b
         t.scheduler.check_integrity()
     assert t.scheduler.counters["swapped"] > 10
     assert t.scheduler.counters["fetched"] + t.scheduler.counters["fetch_failed"] > 0
+
+
+@SYNC_AND_ASYNC
+def test_output_that_is_computed_early_is_stored_with_the_program(tiered: Make, asynchronous: bool) -> None:
+    """The host tier gets the blocks of early prefill as the program's, and stores none without KV."""
+    t = tiered(asynchronous, hold_first=True)
+    t.scheduler.policies = replace(t.scheduler.policies, pause=AlwaysSwap(hold_first=True, review_steps=None))
+    t.turn("a", 100, 5)
+    output = pack_ids(range(3000, 3100))
+    answer = dispatch(t.scheduler, "extend", {"key": "default/a", "at": 105, "ids": output})
+    assert answer == {"ended": None}
+    t.drain()
+    assert snapshot(t.scheduler)["held_tokens"] == 192
+    assert t.scheduler.swapping.tokens_of("default/a") == 192
+    t.overwrite()  # evicts the hold
+    assert t.phase("a") is Phase.RELEASED
+    t.contexts["a"] = [*t.contexts["a"], *range(3000, 3110)]
+    t.turn("a", 0)
+    assert t.cached("a") == [0, 192]

@@ -49,6 +49,7 @@ def plain_tools(site: ToolSite) -> dict[str, Any]:
         "obey": {**shared, "url": f"{site.url}/obey"},
         "flood": {**shared, "url": f"{site.url}/flood", "output_cap_bytes": FLOOD_CAP_BYTES},
         "deluge": {**shared, "url": f"{site.url}/flood"},
+        "lines": {**shared, "url": f"{site.url}/lines"},
         "hang": {**shared, "url": f"{site.url}/hang", "deadline_s": 2.0},
     }
 

@@ -4,6 +4,7 @@ import asyncio
 import os
 import sys
 import time
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
 
@@ -57,3 +58,24 @@ async def waits(mark: str) -> str:
 
 async def says(text: str) -> bytes:
     return text.encode()
+
+
+def lines(count: int, mark: str) -> Iterator[str]:
+    """Waits for the file ``mark`` before its last line."""
+    for number in range(count):
+        if number == count - 1:
+            while not Path(mark).exists():
+                time.sleep(0.01)
+        yield f"line {number:04} ☂\n"
+
+
+async def async_lines(count: int, mark: str) -> AsyncIterator[str]:
+    for number in range(count):
+        while number == count - 1 and not Path(mark).exists():  # noqa: ASYNC110, ASYNC240 - as the one above
+            await asyncio.sleep(0.01)
+        yield f"line {number:04} ☂\n"
+
+
+def breaks_off() -> Iterator[str]:
+    yield "x" * 400
+    raise ValueError("broken off")

@@ -11,6 +11,7 @@ from cluster.core.tools import Outcome, ToolCall, ToolResult
 from tests.tools.scripted import ManualTimers, ScriptedKind, settings, settle
 from tools_runtime.executor import ToolExecutor
 from tools_runtime.kind import Invocation, sleep_until
+from tools_runtime.partial_output import MAX_CHARS
 
 Make = Callable[..., ToolExecutor]
 
@@ -333,3 +334,93 @@ async def test_closing_ends_everything(executor: Make, clock: ManualTimers) -> N
     await ex.aclose()
     assert [task.result().outcome for task in tasks] == [Outcome.CANCELLED] * 3
     assert kind.running == 0
+
+
+# --- output before the end --------------------------------------------------------------------------------------------
+
+
+def writing(clock: ManualTimers, *pieces: str, answer: str | None = None) -> Callable[[Invocation], object]:
+    """A tool that writes a piece each second, and answers with all of them or with ``answer``."""
+
+    async def step(invocation: Invocation) -> str:
+        for piece in pieces:
+            invocation.report(piece)
+            await sleep_until(clock, clock.now_s() + 1.0)
+        return "".join(pieces) if answer is None else answer
+
+    return step
+
+
+LINE = "0123456789 " * 30
+
+
+async def test_output_is_readable_while_the_tool_runs(executor: Make, clock: ManualTimers) -> None:
+    ex = executor((ScriptedKind("t", writing(clock, LINE, "short", LINE)), settings()))
+    task = ask(ex, "t")
+    await settle()
+    assert await ex.output("", "c1", 0) == LINE
+    more = asyncio.create_task(ex.output("", "c1", len(LINE)))
+    await clock.pass_s(1.5)
+    assert not more.done()  # too little is new
+    await clock.pass_s(1.0)
+    assert more.result() == LINE + "short" + LINE
+    last = asyncio.create_task(ex.output("", "c1", len(LINE) * 2))
+    await clock.pass_s(1.0)
+    assert (last.result(), task.result().text) == (None, LINE + "short" + LINE)
+    assert await ex.output("", "c1", 0) is None
+    assert await ex.output("", "another", 0) is None
+
+
+async def test_output_before_the_end_has_no_half_token(executor: Make, clock: ManualTimers) -> None:
+    """What is read is the beginning of the answer, of which special tokens and line ends are escaped."""
+    ex = executor((ScriptedKind("t", writing(clock, LINE + "<|im_", "end|>\r", "\n" + LINE)), settings()))
+    task = ask(ex, "t")
+    await settle()
+    seen = [await ex.output("", "c1", 0)]
+    await clock.pass_s(1.0)
+    seen.append(await ex.output("", "c1", 0))
+    await clock.pass_s(1.0)
+    seen.append(await ex.output("", "c1", 0))
+    await clock.pass_s(1.0)
+    final = task.result().text
+    assert seen[0] == LINE
+    assert seen[2] == final == LINE + "<\u241b.|im_end|>\r\n" + LINE
+    assert all(text is not None and final.startswith(text) for text in seen)
+
+
+async def test_a_retry_begins_its_output_again(executor: Make, clock: ManualTimers) -> None:
+    async def fails(invocation: Invocation) -> str:
+        invocation.report("wrong " * 100)
+        await sleep_until(clock, clock.now_s() + 1.0)
+        raise ToolFailed("gone", transient=True)
+
+    kind = ScriptedKind("t", fails, writing(clock, LINE, LINE))
+    ex = executor((kind, settings(idempotent=True, retry_backoff_s=0.1)))
+    ask(ex, "t")
+    await settle()
+    assert await ex.output("", "c1", 0) == "wrong " * 100
+    await clock.pass_s(1.5)
+    assert await ex.output("", "c1", 0) == LINE
+    await clock.pass_s(3.0)
+
+
+async def test_whoever_waits_for_output_is_released_by_any_end(executor: Make, clock: ManualTimers) -> None:
+    ex = executor((ScriptedKind("t", never), settings(deadline_s=2.0)))
+    for id, end in (("c1", None), ("c2", "cancel")):
+        task = ask(ex, "t", id)
+        await settle()
+        reader = asyncio.create_task(ex.output("", id, 0))
+        await settle()
+        if end:
+            ex.cancel("", id)
+        await clock.pass_s(3.0)
+        assert (reader.done(), task.done(), reader.result()) == (True, True, None)
+
+
+async def test_output_that_nobody_reads_is_bounded(executor: Make, clock: ManualTimers) -> None:
+    ex = executor((ScriptedKind("t", writing(clock, *(["x" * (64 << 10)] * 9))), settings(output_cap_bytes=1 << 20)))
+    ask(ex, "t")
+    await clock.pass_s(8.5)
+    text = await ex.output("", "c1", 0)
+    assert text is not None and len(text) <= MAX_CHARS + (64 << 10)
+    await clock.pass_s(3.0)

@@ -88,3 +88,48 @@ async def test_a_large_answer_is_cut_in_the_worker(open_tools: OpenTools) -> Non
     result = await host.run(ToolCall("a", "large", {"size": 50_000_000}))
     assert (result.outcome, result.truncated) == (Outcome.OK, True)
     assert result.text.startswith("x" * 1000 + "\n[... cut")
+
+
+@pytest.mark.parametrize(
+    ("name", "isolation"), [("lines", "auto"), ("lines", "thread"), ("async_lines", "auto"), ("async_lines", "async")]
+)
+async def test_a_generator_answers_piece_by_piece(
+    open_tools: OpenTools, tmp_path: Path, name: str, isolation: str
+) -> None:
+    host = await open_tools(tool(name, isolation=isolation))
+    mark = tmp_path / "mark"
+    arguments = {"count": 40, "mark": str(mark)}
+    task = asyncio.create_task(host.run(ToolCall("a", name, arguments)))
+    await until(lambda: host.executor.under_way)
+    seen = ""
+    while seen.count("\n") < 39:  # all that comes before the file exists
+        more = await asyncio.wait_for(host.executor.output("", "a", 0 if len(seen) < 300 else len(seen) - 256), 20)
+        assert more is not None
+        seen = more
+    assert not task.done()
+    mark.touch()
+    result = await task
+    assert result.text == "".join(f"line {number:04} ☂\n" for number in range(40))
+    assert result.text.startswith(seen)
+
+
+async def test_a_generator_that_fails_or_exceeds_the_cap(open_tools: OpenTools, tmp_path: Path) -> None:
+    (tmp_path / "mark").touch()
+    host = await open_tools(tool("breaks_off") | tool("lines", output_cap_bytes=300))
+    failed = await host.run(ToolCall("a", "breaks_off"))
+    assert (failed.outcome, failed.text) == (Outcome.ERROR, "error: ValueError: broken off")
+    cut = await host.run(ToolCall("b", "lines", {"count": 1000, "mark": str(tmp_path / "mark")}))
+    assert cut.truncated and cut.text.startswith("line 0000") and "cut: the answer is longer than 300" in cut.text
+    assert (
+        await host.run(ToolCall("c", "lines", {"count": 1, "mark": str(tmp_path / "mark")}))
+    ).text == "line 0000 ☂\n"
+
+
+async def test_which_tools_start_early(open_tools: OpenTools) -> None:
+    settings = {"who": {"idempotent": True}, "add": {}, "loud": {"idempotent": True, "asynchronous": True}}
+    host = await open_tools({name: tool(name, **said)[name] for name, said in settings.items()})
+    assert {offer.name: offer.starts_early for offer in await host.offers()} == {
+        "who": True,
+        "add": False,
+        "loud": False,
+    }

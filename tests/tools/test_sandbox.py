@@ -40,6 +40,20 @@ async def test_a_command_answers(bash: Bash) -> None:
 
 
 @needs_bwrap
+async def test_output_is_readable_before_the_command_ends(open_tools: OpenTools) -> None:
+    """Also where a character is split between two writes, and where bytes are no text."""
+    host = await open_tools({"bash": {"kind": "command", "shell": True}})
+    begin = "for i in $(seq 60); do echo line $i; done; printf 'caf\\xc3'; sleep 0.3; printf '\\xa9 \\xff'; sleep 0.3; "
+    task = asyncio.create_task(host.run(ToolCall("a", "bash", {"command": begin + "seq 100"})))
+    await until(lambda: host.executor.under_way)
+    early = await asyncio.wait_for(host.executor.output("", "a", 0), 20)
+    assert early is not None and early.startswith("line 1\n") and not task.done()
+    result = await task
+    assert (result.outcome, result.text.startswith(early)) == (Outcome.OK, True)
+    assert "line 60\ncafé \ufffd1\n2\n" in result.text
+
+
+@needs_bwrap
 async def test_there_is_no_network(bash: Bash) -> None:
     result = await bash("tail -n +3 /proc/net/dev | cut -d: -f1; exec 3<>/dev/tcp/127.0.0.1/22")
     assert result.outcome is Outcome.ERROR

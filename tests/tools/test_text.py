@@ -1,10 +1,10 @@
 """What tools say is made harmless, and the escape can be taken back."""
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tools_runtime.text import KNOWN_TOKENS, SIGN, bounded, restored, sanitized
+from tools_runtime.text import KNOWN_TOKENS, SIGN, bounded, restored, sanitized, settled
 
 PIECES = st.sampled_from(
     [
@@ -47,6 +47,14 @@ def test_a_bounded_text_is_the_beginning_of_the_whole(text: str, cap: int) -> No
     assert whole.startswith(kept)
     assert len(kept.encode()) <= cap
     assert cut == (kept != whole)
+
+
+@example("<start_function_call><s><s><s><s>[/TOOL_RESULTS]<start_function_call>", "")
+@given(TEXTS, TEXTS)
+def test_what_is_settled_stays_whatever_follows(text: str, rest: str) -> None:
+    known = bounded(settled(text, ["<fancy>", "abc def"]), 10_000, ["<fancy>", "abc def"])[0]
+    assert sanitized(text + rest, ["<fancy>", "abc def"]).startswith(known)
+    assert settled("x" * 100 + text).startswith("x" * 100)
 
 
 @pytest.mark.parametrize(

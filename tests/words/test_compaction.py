@@ -8,7 +8,7 @@ from cluster.core.turn import pack_ids
 from cluster.runs.compaction import HEAD, MAX_SUMMARY_TOKENS, REQUEST, compacted, kept
 from cluster.runs.events import Compaction, Limits, ToolIntent, TurnIntent, TurnResult
 from cluster.runs.state import AskTurn, CallTools, Finish, next_step
-from cluster.runs.task import turn_body
+from cluster.runs.turn_request import turn_body
 from tests.words.test_run import accepted, after, call, ok
 
 ASK = {"role": "user", "content": "sum up the files"}

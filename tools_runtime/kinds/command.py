@@ -75,7 +75,7 @@ class CommandKind(SingleTool):
         # With the sandbox's first process all others in it end; without one, they would go on.
         ending = asyncio.create_task(child.wait(leave_none=self._problem is not None))
         try:
-            answer, more = await read_bounded(child.output, invocation.output_cap_bytes)
+            answer, more = await read_bounded(child.output, invocation.output_cap_bytes, invocation.report)
             status = None if more else await ending
         finally:
             child.end()

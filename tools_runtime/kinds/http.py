@@ -9,7 +9,7 @@ import asyncio
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -23,7 +23,8 @@ from cluster.config.tools import HttpTool
 from cluster.core.errors import ConfigError, ToolFailed, ToolRefused, ToolUnknown
 from cluster.core.tools import ToolOffer
 from tools_runtime.addresses import Resolver
-from tools_runtime.kind import Invocation, KnownTool, SingleTool, ToolOutput
+from tools_runtime.kind import Invocation, KnownTool, SingleTool, ToolOutput, unreported
+from tools_runtime.processes import text_decoder
 from tools_runtime.schemas import resolved
 
 # --- an operation of an OpenAPI 3 document ----------------------------------------------------------------------------
@@ -258,7 +259,7 @@ class HttpKind:
             request.headers.setdefault("Idempotency-Key", quote(invocation.idempotency_key, safe=""))
         if invocation.traceparent is not None:
             request.headers.setdefault("traceparent", invocation.traceparent)
-        return await self._fetch(request, invocation.output_cap_bytes)
+        return await self._fetch(request, invocation.output_cap_bytes, invocation.report)
 
     async def aclose(self) -> None:
         """Close all connections."""
@@ -301,13 +302,15 @@ class HttpKind:
         except (httpx.InvalidURL, ValueError, TypeError) as error:
             raise ToolRefused(f"the arguments make no URL: {error}") from None
 
-    async def _fetch(self, request: httpx.Request, cap_bytes: int) -> ToolOutput:
+    async def _fetch(
+        self, request: httpx.Request, cap_bytes: int, report: Callable[[str], object] = unreported
+    ) -> ToolOutput:
         for _ in range(self._config.max_redirects + 1):
             async with AsyncExitStack() as stack:
                 response = await self._send(request, stack)
                 location = response.headers.get("location")
                 if response.status_code not in _REDIRECTS or location is None:
-                    return await _answer(response, request.method, cap_bytes)
+                    return await _answer(response, request.method, cap_bytes, report)
             request = _redirected(request, response.status_code, location)
         raise ToolFailed(f"more than {self._config.max_redirects} redirects")
 
@@ -410,15 +413,18 @@ def _redirected(request: httpx.Request, status: int, location: str) -> httpx.Req
     return httpx.Request(request.method if keeps_method else "GET", url, headers=headers)
 
 
-async def _answer(response: httpx.Response, method: str, cap_bytes: int) -> ToolOutput:
+async def _answer(response: httpx.Response, method: str, cap_bytes: int, report: Callable[[str], object]) -> ToolOutput:
     if response.headers.get("content-encoding", "identity") != "identity":
         raise ToolFailed("the answer is compressed, although that was not asked for")
     media_type = response.headers.get("content-type", "text/plain").lower()
     shown = _TEXT.match(media_type) is not None
-    answer, more = bytearray(), False
+    answer, more, decoder = bytearray(), False, text_decoder()
+    reported = shown and response.status_code < 400
     try:
         async for chunk in response.aiter_raw():
             answer += chunk[: cap_bytes - len(answer)] if shown else b""
+            if reported:
+                report(decoder.decode(chunk))
             more = shown and len(answer) == cap_bytes and (more or len(answer) < response.num_bytes_downloaded)
             if more or not shown:
                 break

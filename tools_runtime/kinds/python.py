@@ -1,4 +1,7 @@
-"""Python functions. Coroutines run on the actor's event loop; others run in worker processes, which can be killed."""
+"""Python functions. Coroutines run on the actor's event loop; others run in worker processes, which can be killed.
+
+A generator yields its answer in pieces, which are reported as they come.
+"""
 
 import asyncio
 import contextlib
@@ -9,6 +12,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import aclosing
 from typing import Any
 
 from cluster.config.tools import PythonTool
@@ -40,7 +44,7 @@ class PythonKind(SingleTool):
         self._threads: ThreadPoolExecutor | None = None
         if config.isolation != "process":
             self._function = self._imported(name)
-            is_async = inspect.iscoroutinefunction(self._function)
+            is_async = inspect.iscoroutinefunction(self._function) or inspect.isasyncgenfunction(self._function)
             if config.isolation == "auto":
                 self._isolation = "async" if is_async else "process"
             elif is_async != (config.isolation == "async"):
@@ -62,11 +66,9 @@ class PythonKind(SingleTool):
             return await self._in_worker(invocation)
         assert self._function is not None
         try:
-            if self._threads is None:
-                value = await self._function(**invocation.arguments)
-            else:
-                value = await self._in_thread(invocation)
-            return ToolOutput(python_worker.as_text(value))
+            return ToolOutput(
+                await (self._on_loop(invocation) if self._threads is None else self._in_thread(invocation))
+            )
         except ToolError:
             raise
         except Exception as error:
@@ -90,10 +92,30 @@ class PythonKind(SingleTool):
             raise ConfigError(f"tools.defined.{name}.entry: {self._config.entry} is no function")
         return function
 
-    async def _in_thread(self, invocation: Invocation) -> Any:
+    async def _on_loop(self, invocation: Invocation) -> str:
+        assert self._function is not None
+        value = self._function(**invocation.arguments)
+        if not inspect.isasyncgen(value):
+            return python_worker.as_text(await value)
+        pieces: list[str] = []
+        async with aclosing(value):
+            async for piece in value:
+                pieces.append(python_worker.as_text(piece))
+                invocation.report(pieces[-1])
+        return "".join(pieces)
+
+    async def _in_thread(self, invocation: Invocation) -> str:
         assert self._threads is not None and self._function is not None
-        function, arguments = self._function, invocation.arguments
-        call = asyncio.get_running_loop().run_in_executor(self._threads, lambda: function(**arguments))
+        function, loop = self._function, asyncio.get_running_loop()
+
+        def run() -> str:
+            pieces: list[str] = []
+            for piece in python_worker.pieces_of(function(**invocation.arguments)):
+                pieces.append(piece)
+                loop.call_soon_threadsafe(invocation.report, piece)
+            return "".join(pieces)
+
+        call = loop.run_in_executor(self._threads, run)
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
@@ -143,7 +165,17 @@ class PythonKind(SingleTool):
         with contextlib.suppress(ConnectionError):  # that it died shows when its answer is read
             child.process.stdin.write(python_worker.CALL.pack(len(encoded)) + encoded)
             await child.process.stdin.drain()
-        status, size = python_worker.ANSWER.unpack(await child.output.readexactly(python_worker.ANSWER.size))
-        if size > MAX_GROWTH * max(invocation.output_cap_bytes, 4096):
-            raise ToolFailed("the process that ran the function answered nonsense")
-        return status, (await child.output.readexactly(size)).decode(errors="replace")
+        parts: list[str] = []
+        room = MAX_GROWTH * max(invocation.output_cap_bytes, 4096)
+        while True:
+            status, size = python_worker.ANSWER.unpack(await child.output.readexactly(python_worker.ANSWER.size))
+            room -= size
+            if room < 0:
+                raise ToolFailed("the process that ran the function answered nonsense")
+            text = (await child.output.readexactly(size)).decode(errors="replace")
+            if status in (python_worker.FAILED, python_worker.BROKEN):
+                return status, text
+            parts.append(text)
+            if status != python_worker.PART:
+                return status, "".join(parts)
+            invocation.report(text)
