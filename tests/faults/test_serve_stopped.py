@@ -1,4 +1,4 @@
-"""`caesura serve` from its first byte to its last: it starts, its only ingress is killed, it is stopped under load."""
+"""`caesura serve` from its first byte to its last: its start, its Redis and its ingress killed, and its stop."""
 
 import asyncio
 import json
@@ -20,7 +20,7 @@ import yaml
 from cluster.local.ports import free_ports
 from tests.faults.promises import Promised
 from tests.faults.stand import EXACT, INGRESS, MARK, marked, title_of, until
-from tests.faults.under_load import Outcome, clients, completion, run, stream
+from tests.faults.under_load import Outcome, background, clients, completion, run, stream
 from tests.serving.served import Served, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
@@ -100,8 +100,26 @@ async def test_from_the_first_byte_to_the_last(config: Path, port: int, is_long:
         first_s = min(probes.refused_s, default=0.0)
         unheard = [at_s for at_s in probes.refused_s if at_s > first_s + 60]
         promised("a start", "connections refused after the first answer", len(unheard), exactly=0)
+        await _redis_killed(cluster, promised)
         await _ingress_killed(probes, promised)
         await _stopped(cluster, promised)
+
+
+async def _redis_killed(cluster: Served, promised: Promised) -> None:
+    fault = "the embedded Redis is killed"
+    (redis,) = [one for one in psutil.Process(cluster.pid).children(recursive=True) if one.name() == "redis-server"]
+    async with clients(cluster.url) as client:
+        accepted = asyncio.create_task(background(client, {**run(), "max_output_tokens": 1000}))
+        await asyncio.sleep(0.3)
+        redis.kill()
+        killed_s = time.monotonic()
+        while (begun := await background(client, {**run(), "max_output_tokens": 8})).outcome is not Outcome.DONE:
+            assert time.monotonic() - killed_s < 60.0, begun
+            await asyncio.sleep(0.1)
+        took_s = time.monotonic() - killed_s
+        ended = await accepted
+    promised(fault, "accepted programs that failed", int(ended.outcome is not Outcome.DONE), exactly=0)
+    promised(fault, "until a new program has ended", took_s, unit="s", at_most=5)
 
 
 async def _ingress_killed(probes: Probes, promised: Promised) -> None:
@@ -116,7 +134,7 @@ async def _ingress_killed(probes: Probes, promised: Promised) -> None:
         told = int((await client.get("/v1/models")).headers["retry-after"])
     await asyncio.to_thread(until, lambda: probes.statuses[-1] == 200, "no ingress again")
     took_s = time.monotonic() - killed_s
-    silent_s = max((at_s - killed_s for at_s in probes.refused_s), default=0.0)
+    silent_s = max((at_s - killed_s for at_s in probes.refused_s if at_s > killed_s), default=0.0)
     promised(fault, "seconds in which nobody listens", silent_s, unit="s", at_most=2)
     promised(fault, "slowest probe", probes.slowest_s, unit="s", at_most=1)
     promised(fault, "503 without Retry-After", probes.without_retry_after, exactly=0)
