@@ -10,7 +10,8 @@ from cluster.api.openai import ErrorBoundary
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import BadRequest, HttpError, TooManyRequests, UpstreamFailed
 from cluster.proxy.load_shedding import LoadShedder, RateLimitCache
-from cluster.proxy.middleware import HeaderGuard, StreamErrorTerminator, _Answer
+from cluster.proxy.answer_progress import AnswerProgress
+from cluster.proxy.middleware import HeaderGuard, StreamErrorTerminator
 
 PATH = "/v1/messages"
 
@@ -85,7 +86,7 @@ async def test_the_cache_of_rate_limits_reads_and_repeats_the_form() -> None:
     ],
 )
 def test_the_end_of_a_stream_whose_ingress_died(last: bytes, ending: bytes) -> None:
-    seen = _Answer()
+    seen = AnswerProgress()
     seen.see({"type": "http.response.start", "headers": [(b"content-type", b"text/event-stream")]})
     seen.see({"type": "http.response.body", "body": last, "more_body": True})
     made = seen.ending(PATH, UpstreamFailed("died"))
