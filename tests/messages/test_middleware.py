@@ -9,8 +9,8 @@ from cluster.api.anthropic.errors import response_of
 from cluster.api.openai import ErrorBoundary
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import BadRequest, HttpError, TooManyRequests, UpstreamFailed
-from cluster.proxy.load_shedding import LoadShedder, RateLimitCache
 from cluster.proxy.answer_progress import AnswerProgress
+from cluster.proxy.load_shedding import LoadShedder, RateLimitCache
 from cluster.proxy.middleware import HeaderGuard, StreamErrorTerminator
 
 PATH = "/v1/messages"
