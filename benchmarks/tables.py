@@ -30,7 +30,15 @@ CACHE = ROOT / ".cache" / "tables"
 UNFINISHED = "unfinished_tables.jsonl"
 QUICK_OUT = ROOT / "out" / "tables"
 SIMULATED = (
-    *("cluster/auth", "cluster/config", "cluster/core", "cluster/durations", "cluster/observing", "cluster/offline"),
+    *(
+        "cluster/api",
+        "cluster/auth",
+        "cluster/config",
+        "cluster/core",
+        "cluster/durations",
+        "cluster/observing",
+        "cluster/offline",
+    ),
     *("predictor_service", "replicas", "router"),
 )
 """Folders whose content decides the results: all that `caesura simulate` imports."""

@@ -52,7 +52,6 @@ ENVIRONMENT = {
     "RAY_task_events_report_interval_ms": "0",  # the GCS would keep what Serve's controller waited for, each time
     "RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": IMPORT_PATH,
     "RAY_SERVE_CONTROLLER_CALLBACK_IMPORT_PATH": "cluster.local.serve_clock.never_back",
-    ONE_MACHINE: "0",
     "VLLM_NO_USAGE_STATS": "1",
     "DO_NOT_TRACK": "1",
 }
@@ -227,7 +226,7 @@ class LocalCluster:
 
     def _enter_environment(self) -> None:
         before = dict(os.environ)
-        wanted, http = dict(ENVIRONMENT), self.config.http
+        wanted, http = {**ENVIRONMENT, ONE_MACHINE: "0"}, self.config.http
         if os.environ.get(ENABLE) == "1":
             wanted |= haproxy_environment(self.config, self._stack.enter_context(TemporaryDirectory("-caesura")))
         for name, value in wanted.items():

@@ -106,7 +106,7 @@ def test_ray_accepts_each_metric_of_the_catalogue(metric: Metric) -> None:
     record = {Kind.COUNTER: meter.add, Kind.GAUGE: meter.set, Kind.HISTOGRAM: meter.observe}[metric.kind]
     record(metric, 1.0, **dict.fromkeys(metric.labels, "x"))
     with pytest.raises(ValueError, match=r"Missing|Unrecognized"):
-        record(metric, 1.0)
+        record(metric, 1.0, **({} if metric.labels else {"other": "x"}))
 
 
 def test_a_replica_exports_what_its_scheduler_did(recorded: Recorded, tmp_path: Path) -> None:

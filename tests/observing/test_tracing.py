@@ -63,6 +63,9 @@ class Bench:
     async def cancel(self, program: str, call_id: str) -> bool:
         return False
 
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        raise AssertionError("not asked for")
+
 
 async def test_a_program_is_one_trace_though_no_process_sees_all_of_it(receiver: Receiver) -> None:
     first, second = exporting(receiver), exporting(receiver)

@@ -45,6 +45,9 @@ class Tool:
     async def cancel(self, program: str, call_id: str) -> bool:
         return False
 
+    async def output(self, program: str, call_id: str, known: int) -> str | None:
+        raise AssertionError("not asked for")
+
 
 async def test_a_clusters_own_export(tmp_path: Path) -> None:
     exporter = Lines()
