@@ -16,7 +16,7 @@ from tests.tools.scripted import SERVERS
 from tools_runtime.host import ToolHost
 
 CAP = 1 << 20
-FIXED = 512 << 10
+FIXED = 1 << 20
 """What a call costs whatever it answers: read buffers, connections."""
 
 SIZE_MB = 12
