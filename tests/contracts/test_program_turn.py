@@ -201,6 +201,8 @@ async def paused(replica: Replica, name: str) -> tuple[list[dict[str, Any]], Con
     body = body_of(messages, tools=list(TOOLS), tool_choice=NAMED)
     began, ids, message, _ = parsed(await replica.turn(body, None, name))
     assert message["tool_calls"]
+    # The tests before have taught the engine that this tool takes no time: a hold would end before the next call.
+    await replica.channel.call("hold", key=f"default/{name}", seconds=60.0)
     return [*messages, message], Continuation(pack_ids([*unpack_ids(began.added_ids), *ids]), 2)
 
 
@@ -226,7 +228,6 @@ async def next_turn(
     return replica.prompts[-1], generated, done, reasons
 
 
-@pytest.mark.xfail(strict=False, reason="known fault: the replica reports that the KV is not held after the first part")
 async def test_a_tools_output_is_computed_before_its_end_and_the_tokens_are_the_same(replica: Replica) -> None:
     before = (await snapshot(replica))["early_prefill_tokens"]
     known, ids = await paused(replica, "early")
