@@ -26,6 +26,7 @@ from replicas.host_tier import HostCache, Standing
 from replicas.policy import Forecast
 from replicas.program_table import ProgramTable
 from replicas.vllm_patches import FoundContext, stop_storing_after, store_again, transfers_under_way
+from replicas.vllm_versions import touch_contexts
 
 FETCHED_HOLD_S = 10.0
 """Seconds for which a loaded context is held for the turn that the end of its tool announces."""
@@ -105,6 +106,8 @@ class Swapping:
         self._offloading: OffloadingConnectorScheduler | None = getattr(connector, "connector_scheduler", None)
         manager = getattr(self._offloading, "manager", None)
         self.cache: HostCache | None = manager if isinstance(manager, HostCache) else None
+        if self.cache is not None:
+            touch_contexts(self._offloading)
         self._now_s = now_s
         self._cost = cost
         self._block_tokens = block_tokens

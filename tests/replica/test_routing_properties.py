@@ -86,13 +86,13 @@ def check(life: Life) -> None:
     assert ReplicaSnapshot.decode(told.encode()) == told  # so all numbers are finite and not negative
     held = {item.key for item in scheduler.holds}
     programs = {state.key: state for state in scheduler.programs.recent()}
-    queues = scheduler.waiting, scheduler.skipped_waiting
+    queues = scheduler.waiting_queues
     waiting = [request for queue in queues for request in queue]
     in_flight = [*scheduler.running, *waiting]
     assert told.held_tokens == scheduler.holds.num_tokens + scheduler.swapping.fetching_tokens
     assert told.free_tokens == life.replica.engine.free_blocks() * 16 <= told.kv_tokens
     assert (told.running, told.waiting + told.put_off) == (len(scheduler.running), len(waiting))
-    assert told.put_off == scheduler.waiting.late + scheduler.skipped_waiting.late
+    assert told.put_off == sum(queue.late for queue in queues)
     assert told.host_used_tokens <= told.host_tokens
     assert told.running_tokens == sum(request.num_computed_tokens for request in scheduler.running)
     assert told.waiting <= told.waiting_tokens + len(scheduler.running)
