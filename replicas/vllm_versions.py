@@ -13,15 +13,21 @@ because builds between two releases have numbers of their own.
 | `TwoQueues` | skipped turns wait in a second queue, and a method chooses between the queues | turns with KV memory wait \
 in a second queue, which always comes first |
 | `Loads` | blocks of a load are excluded from zeroing after their allocation | at their allocation |
-| `kept_tokens` | a finished turn's last token is stored, although it has no KV | it is not stored |
+| `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
+looked up | the lookup covers the load |
 """
 
 from collections.abc import Iterable
 from typing import Any
 
-from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
+from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
+    GroupOffloadConfig,
+    OffloadingConnectorScheduler,
+)
+from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
 from vllm.v1.kv_offload.cpu.policies import base as cpu_policies
 from vllm.v1.request import Request
@@ -36,6 +42,10 @@ ChunkStatus: Any = cpu_policies.ChunkStatus if COUNTS_CHUNKS else cpu_policies.B
 
 TOUCHES_CONTEXTS = hasattr(OffloadingConnectorScheduler, "_touch")
 """Whether vLLM's connector reports a turn's context to the manager when it looks it up and when it stores."""
+
+
+COVERS_LOADS = hasattr(GroupOffloadConfig, "load_window_size_in_chunks")
+"""Whether a lookup asks for all chunks of a sliding window that the load after it needs."""
 
 
 class HostChunks(cpu_manager.CPUOffloadingManager):
@@ -94,6 +104,31 @@ def touch_contexts(offloading: OffloadingConnectorScheduler) -> None:
         return jobs
 
     offloading.get_num_new_matched_tokens, offloading._build_store_jobs = find_and_touch, store_and_touch
+
+
+def cover_loads(offloading: OffloadingConnectorScheduler, kv_cache_config: KVCacheConfig) -> None:
+    """Let lookups ask for all chunks of a sliding window that a load needs, where vLLM's do not.
+
+    A load needs the window before the end of the hit. vLLM 0.29 looks up the chunks of one window, counted back from
+    the last chunk that the hit touches. It looks up too few where the hit ends within a chunk, because groups of blocks
+    have several sizes, and with speculative decoding, for which some tokens before the window are kept as well. If the
+    full tier has evicted such a chunk, an assertion in ``prepare_load`` ends the engine (vllm#54914).
+    """
+    if COVERS_LOADS:
+        return
+    groups = offloading.config.kv_group_configs
+    smallest = min(group.tokens_per_chunk for group in groups)
+
+    def covering(group: GroupOffloadConfig) -> GroupOffloadConfig:
+        spec = kv_cache_config.kv_cache_groups[group.group_idx].kv_cache_spec
+        if not isinstance(spec, SlidingWindowSpec):
+            return group
+        # A hit ends at the end of one of the smallest chunks, or one token before it.
+        outside = group.tokens_per_chunk - smallest + 1
+        needed = spec.sliding_window - 1 + spec.extra_retained_tokens + outside
+        return group._replace(sliding_window_size_in_chunks=cdiv(needed, group.tokens_per_chunk))
+
+    offloading.config = offloading.config._replace(kv_group_configs=tuple(covering(group) for group in groups))
 
 
 # --- waiting turns ----------------------------------------------------------------------------------------------------
