@@ -573,7 +573,8 @@ class CopyingWorker(OffloadingWorker):
     ) -> bool:
         started_s = MonotonicClock().now_s()
         (sources, read), (targets, written) = source, target
-        read_ids, written_ids = torch.from_numpy(read.block_ids), torch.from_numpy(written.block_ids)
+        # The type of block ids depends on vLLM's version.
+        read_ids, written_ids = (torch.from_numpy(spec.block_ids).long() for spec in (read, written))
         begin, copied = 0, 0
         for size, tensors in zip(group_sizes, self._tensors, strict=True):
             rows, into = read_ids[begin : begin + size], written_ids[begin : begin + size]
