@@ -17,12 +17,15 @@ from cluster.offline.reference.pages import code, page, table
 NAME = "vllm_versions"
 PAGE = DIRECTORY.parents[1] / "docs" / "reference" / "vllm.md"
 INTRODUCTION = """\
-Ray's LLM extra requires one version of vLLM, which is the default and the one that `make test` and CI use. `make test-next`
-runs the contracts and the tests of a replica, with vLLM's real CPU engine, on newer versions too, each in an environment
-of its own. These tests start no Ray cluster. A version is supported if none of them fails on it."""
+Ray's LLM extra requires one version of vLLM, which is the default and the one that `make test` and CI use.
+`make test-next` runs the contracts and the tests of a replica, with vLLM's real CPU engine, on newer versions too, each
+in an environment of its own. These tests start no Ray cluster. A version is supported if none of them fails on it."""
 LIMITS = """\
 The versions between these have not been tested. `replicas/vllm_versions.py` has the differences between the versions.
-To test another one, add a file with the packages that change to `requirements/vllm`."""
+To test another one, add a file with the packages that change to `requirements/vllm`.
+
+vLLM 0.32 applies the schema of a tool's arguments only if the tool has `strict: true`. Without it, `tool_choice` with a
+name or `required` may produce arguments that are no object."""
 HEAD = ("vLLM", "supported", "tests passed", "failed", "skipped", "Ray", "torch", "transformers", "tested on")
 PACKAGES = ("ray", "torch", "transformers")
 

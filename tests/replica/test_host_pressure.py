@@ -1,7 +1,7 @@
 """The host tier when it is full and evicts all the time, with the real connector and vLLM's own arithmetic of windows.
 
-The second KV cache group has a sliding window. Its blocks may be larger than those of full attention, and with speculative
-decoding vLLM keeps some tokens before the window as well.
+The second KV cache group has a sliding window. Its blocks may be larger than those of full attention, and with
+speculative decoding vLLM keeps some tokens before the window as well.
 """
 
 import random
