@@ -1,6 +1,7 @@
 """The host tier: vLLM's offloading connector with a manager that knows programs, on CUDA and on CPU.
 
 This is written for vLLM 0.29.0: `HostCache` is vLLM's CPUOffloadingManager, and `ProgramChunks` is its CachePolicy.
+`replicas.vllm_versions` has what differs in newer versions.
 vLLM stores a block as soon as it is full, and knows only requests. Here every chunk belongs to the programs whose
 newest turn has it in its context. The scheduler reports the state of each program (`HostCache.update`).
 

@@ -1,6 +1,7 @@
 """AgentScheduler: vLLM's scheduler for turns that belong to programs. It carries out what the policies decide.
 
-It is written for vLLM 0.29.0. It overrides these methods of ``AsyncScheduler``, which tests pin:
+It is written for vLLM 0.29.0, and `replicas.vllm_versions` has what differs in newer versions. It overrides these
+methods of ``AsyncScheduler``, which tests pin:
     __init__, shutdown                      the state of this class
     add_request, _free_blocks               a turn arrives; a turn has ended and its blocks are held or freed
     schedule, update_from_output            holds, ranks and budget before a step; the duration of the step
