@@ -65,9 +65,19 @@ def test_the_overridden_names_have_the_signatures_we_wrote_for(owner: type, name
     assert list(inspect.signature(getattr(owner, name)).parameters) == parameters
 
 
-@pytest.mark.skipif(not vllm_versions.CHOOSES_QUEUE, reason="this vLLM takes turns with memory first")
-def test_vllm_asks_which_queue_comes_first() -> None:
-    assert list(inspect.signature(AsyncScheduler._select_waiting_queue_for_scheduling).parameters) == ["self"]
+def test_vllm_calls_a_method_for_each_turn_that_it_may_admit(model: Path) -> None:
+    """Which one depends on the version: `replicas.vllm_versions.TwoQueues`."""
+    considered: list[str] = []
+
+    class Considering(vllm_versions.TwoQueues):
+        def consider(self, request: Request) -> None:
+            considered.append(request.request_id)
+
+    engine = VirtualEngine(Considering, model)
+    engine.submit("a", range(100), 1)
+    engine.submit("b", range(100), 1)
+    engine.run()
+    assert considered == ["a", "b"]
 
 
 @pytest.fixture(scope="module")
