@@ -203,6 +203,8 @@ async def paused(replica: Replica, name: str) -> tuple[list[dict[str, Any]], Con
     body = body_of(messages, tools=list(TOOLS), tool_choice=NAMED)
     began, ids, message, _ = parsed(await replica.turn(body, None, name))
     assert message["tool_calls"]
+    # The tests before have taught the engine that this tool takes no time: a hold would end before the next call.
+    await replica.channel.call("hold", key=f"default/{name}", seconds=60.0)
     return [*messages, message], Continuation(pack_ids([*unpack_ids(began.added_ids), *ids]), 2)
 
 
