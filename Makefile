@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test clients aiperf faults soak fuzz audit check docs bench bench-router tables gpu helm format image-check clean
+.PHONY: help setup demo serve dashboards test test-next clients aiperf faults soak fuzz audit check docs bench bench-router tables gpu helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -43,6 +43,9 @@ test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a
 		--numprocesses $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 	@$(BIN)/python -m pytest -rs -m own_ray
 	@$(BIN)/python -m pytest -rs tests/faults
+
+test-next: $(STAMP) ## test a replica on the pinned vLLM and on newer ones, each in its own environment (half an hour; VERSIONS=)
+	@PYTHON=$(PYTHON) VENV=$(VENV) bash requirements/vllm/test.sh $(VERSIONS)
 
 clients: $(STAMP) ## install agents, client libraries, LiteLLM and MCP's conformance harness in .cache, and run each (10 minutes)
 	@PYTHON=$(PYTHON) bash tests/clients/install.sh
@@ -90,6 +93,7 @@ format: $(STAMP) ## format and fix what can be fixed
 
 docs: $(STAMP) ## write the generated references again and build the documentation in site/
 	@for page in configuration metrics cli presets; do $(BIN)/caesura reference $$page > docs/reference/$$page.md || exit; done
+	@$(BIN)/python -m benchmarks.vllm_versions
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "site/index.html is ready"
 
 bench: $(STAMP) ## run the micro-benchmarks of benchmarks/README.md (half an hour)

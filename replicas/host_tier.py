@@ -1,6 +1,7 @@
 """The host tier: vLLM's offloading connector with a manager that knows programs, on CUDA and on CPU.
 
 This is written for vLLM 0.29.0: `HostCache` is vLLM's CPUOffloadingManager, and `ProgramChunks` is its CachePolicy.
+`replicas.vllm_versions` has what differs in newer versions.
 vLLM stores a block as soon as it is full, and knows only requests. Here every chunk belongs to the programs whose
 newest turn has it in its context. The scheduler reports the state of each program (`HostCache.update`).
 
@@ -46,18 +47,18 @@ from vllm.v1.kv_offload.base import (
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
-from vllm.v1.kv_offload.cpu.manager import CPUOffloadingManager
-from vllm.v1.kv_offload.cpu.policies.base import BlockStatus, CachePolicy
+from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError, IntegrityError
+from replicas.vllm_versions import ChunkStatus, HostChunks, tier_chunks
 
 SHORTEST_PAUSE_S = 0.01
 """Shortest expected pause in seconds; shorter ones count as this. Otherwise the worth of a program could be infinite.
 """
 
-Entry = tuple[OffloadKey, BlockStatus]
+Entry = tuple[OffloadKey, ChunkStatus]
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class ProgramChunks(CachePolicy):
 
     def __init__(self, cache_capacity: int) -> None:
         super().__init__(cache_capacity)
-        self.blocks: dict[OffloadKey, BlockStatus] = {}
+        self.blocks: dict[OffloadKey, ChunkStatus] = {}
         self.accounts: dict[str, Account] = {}
         self.now_s = 0.0
         self.storing: Account | None = None
@@ -127,11 +128,11 @@ class ProgramChunks(CachePolicy):
 
     # --- vLLM's CachePolicy -------------------------------------------------------------------------------------------
 
-    def get(self, key: OffloadKey) -> BlockStatus | None:
+    def get(self, key: OffloadKey) -> ChunkStatus | None:
         """Return the block of a chunk, or None if it is not stored."""
         return self.blocks.get(key)
 
-    def insert(self, key: OffloadKey, block: BlockStatus) -> None:
+    def insert(self, key: OffloadKey, block: ChunkStatus) -> None:
         """Insert a chunk that is about to be stored for ``storing``."""
         self.blocks[key] = block
         if self.storing is None:
@@ -276,7 +277,7 @@ class ProgramChunks(CachePolicy):
                 self._nobodys[key] = None
 
 
-class HostCache(CPUOffloadingManager):
+class HostCache(HostChunks):
     """vLLM's manager of host blocks, extended by the program that each request belongs to.
 
     Args:
@@ -289,11 +290,10 @@ class HostCache(CPUOffloadingManager):
 
     def __init__(self, num_chunks: int, tokens_per_chunk: int, program_share: float, enable_events: bool) -> None:
         super().__init__(
-            num_blocks=num_chunks,
+            num_chunks=num_chunks,
             cache_policy=ProgramChunks.__name__,
             cache_policy_module_path=__name__,
             enable_events=enable_events,
-            store_threshold=0,
         )
         self.tokens_per_chunk = tokens_per_chunk
         self.quota_chunks = max(1, int(num_chunks * program_share)) if num_chunks else 0
@@ -315,7 +315,7 @@ class HostCache(CPUOffloadingManager):
     @property
     def capacity_tokens(self) -> int:
         """Capacity of the tier, in tokens."""
-        return int(self._num_blocks) * self.tokens_per_chunk
+        return self.num_chunks * self.tokens_per_chunk
 
     @property
     def used_tokens(self) -> int:
@@ -356,7 +356,7 @@ class HostCache(CPUOffloadingManager):
         missing = wanted - self.chunks.leading(account)
         if missing <= 0:
             return True
-        short = missing - int(self._get_num_free_blocks())
+        short = missing - self.free_chunks
         return short <= 0 or len(self._victims(account, short, account.keys)) == short
 
     def reopen(self, request_id: str) -> None:
@@ -393,7 +393,7 @@ class HostCache(CPUOffloadingManager):
         room = 0 if req_context.req_id in self._closed else len(missing)
         if account is not None:
             room = min(room, max(0, self.quota_chunks - len(account.chunks)))
-        short = room - self._get_num_free_blocks()
+        short = room - self.free_chunks
         if short > 0:
             room -= short - len(self._victims(account, short, keys))
         if room < len(missing):
@@ -518,7 +518,7 @@ class HostTierSpec(CPUOffloadingSpec):
         """Return the manager, for the scheduler."""
         if self._manager is None:
             self._manager = HostCache(
-                num_chunks=self.num_blocks,
+                num_chunks=tier_chunks(self),
                 tokens_per_chunk=self.tokens_per_block[0],
                 program_share=float(self.extra_config.get("program_share", PROGRAM_SHARE)),
                 enable_events=self.kv_events_config.enable_kv_cache_events,
@@ -530,7 +530,7 @@ class HostTierSpec(CPUOffloadingSpec):
         if self._uses_shared_region():
             return super().get_worker(kv_caches)
         if self._worker is None:
-            self._worker = CopyingWorker(kv_caches, self.num_blocks)
+            self._worker = CopyingWorker(kv_caches, tier_chunks(self))
         return self._worker
 
 
@@ -574,7 +574,8 @@ class CopyingWorker(OffloadingWorker):
     ) -> bool:
         started_s = MonotonicClock().now_s()
         (sources, read), (targets, written) = source, target
-        read_ids, written_ids = torch.from_numpy(read.block_ids), torch.from_numpy(written.block_ids)
+        # The type of block ids depends on vLLM's version.
+        read_ids, written_ids = (torch.from_numpy(spec.block_ids).long() for spec in (read, written))
         begin, copied = 0, 0
         for size, tensors in zip(group_sizes, self._tensors, strict=True):
             rows, into = read_ids[begin : begin + size], written_ids[begin : begin + size]

@@ -75,7 +75,7 @@ def shedding(waiting: Sequence[WaitingTurn], max_wait_s: float) -> Shedding:
 def shedding_of(scheduler: AgentScheduler) -> Shedding:
     """Return what the replica of a scheduler refuses now."""
     max_wait_s = scheduler.policies.max_wait_s
-    if max_wait_s is None or not (scheduler.waiting or scheduler.skipped_waiting):
+    if max_wait_s is None or not any(scheduler.waiting_queues):
         return TAKES_ALL
     load, views, given = scheduler.load_now(), scheduler.views, scheduler.settings.cost
     return shedding([_waiting(views.waiting(one), load, given) for one in _without_a_token(scheduler)], max_wait_s)
@@ -98,7 +98,7 @@ def new_work_s(scheduler: AgentScheduler, identity: ProgramIdentity, prompt_toke
 def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
     return [
         request
-        for queue in (scheduler.waiting, scheduler.skipped_waiting)
+        for queue in scheduler.waiting_queues
         for request in queue
         if (turn := scheduler.turns.get(request.request_id)) is not None
         and turn.first_token_s is None

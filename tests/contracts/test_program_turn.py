@@ -38,6 +38,8 @@ pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 BLOCK = 32
 NAMED = {"type": "function", "function": {"name": "weather"}}
+STRICT_TOOLS = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+"""vLLM 0.32 applies the schema of arguments only to tools that ask for it."""
 
 
 class Replica:
@@ -289,7 +291,7 @@ async def test_a_turn_that_ends_within_a_call_says_that_it_was_cut(replica: Repl
     reasons = set()
     for budget in (5, 10, 20, 30, 40, 60, 200):
         for choice in (NAMED, "required"):
-            body = body_of(QUESTION, tools=list(TOOLS), tool_choice=choice, max_completion_tokens=budget)
+            body = body_of(QUESTION, tools=STRICT_TOOLS, tool_choice=choice, max_completion_tokens=budget)
             _, ids, _, done = parsed(await replica.turn(body))
             assert done.finish_reason == ("tool_calls" if ids[-1] == end else "length")
             reasons.add(done.finish_reason)

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
 from vllm.engine.arg_utils import AsyncEngineArgs
+from vllm.exceptions import VLLMClientError
 from vllm.renderers.hf import HfRenderer
 from vllm.renderers.online_renderer import OnlineRenderer
 from vllm.tokenizers.hf import get_cached_tokenizer
@@ -311,5 +312,5 @@ async def test_a_context_too_short_for_the_samples_is_no_reason_not_to_start(sty
 
 
 async def test_a_conversation_that_the_template_refuses_is_a_refusal(style: Callable[[str], Style]) -> None:
-    with pytest.raises(ValueError, match="no system role"):
+    with pytest.raises((ValueError, VLLMClientError), match="no system role"):
         await style("instructions").rest([{"role": "system", "content": "Be nice."}, asked(), said(), asked()], 3)

@@ -125,7 +125,8 @@ def test_the_limit_of_a_prompt_that_the_operator_chose_stays(replica: Replica) -
     assert p.scheduler.scheduler_config.long_prefill_token_threshold == 0
     p.scheduler._prompt_tokens = 50
     long = p.arrive("a", 3000)
-    assert p.step() == {long: 50}
+    other = p.arrive("b", 20)  # vLLM 0.32 does not limit a prompt that is alone
+    assert p.step() == {long: 50, other: 20}
 
 
 @SYNC_AND_ASYNC

@@ -85,10 +85,11 @@ def test_a_turn_in_time_does_not_wait_for_a_late_prompt_that_skips_steps(replica
 
 def test_a_turn_whose_leader_is_gone_computes_the_rest(replica: Replica) -> None:
     p = site(replica, threshold=32)
+    p.arrive("d", 10, output=200)  # vLLM 0.32 does not limit a prompt that is alone
     first, second = sibling(p, 0), sibling(p, 1)
-    assert p.step().keys() == {first}
+    assert second not in p.step()
     p.scheduler.finish_requests(first, p.scheduler.requests[first].status.FINISHED_ABORTED)
-    assert p.step() == {second: 32}
+    assert p.step()[second] == 32
     p.engine.run()
 
 

@@ -54,6 +54,24 @@ def test_a_new_rank_counts_only_after_rerank() -> None:
     assert names(queue) == ["early", "late"]
 
 
+def test_what_is_looked_at_is_what_is_removed_and_later_ranks_count_at_the_next_look() -> None:
+    """vLLM allocates blocks between the look and the removal, which may evict a hold and so change a rank."""
+    changed: list[str] = []
+    queue = RankedQueue(lambda r: (r.rank,), lambda r: 1, lambda: queue.rerank_later(changed))  # type: ignore[attr-defined]
+    first, second, third = (request(name, rank) for name, rank in (("a", 1.0), ("b", 2.0), ("c", 3.0)))
+    for one in (first, second, third):
+        queue.add_request(one)
+    assert queue.peek_request() is first
+    first.rank = 9.0
+    queue.rerank_later(["a", "unknown"])
+    assert queue.pop_request() is first
+    third.rank = 0.0
+    changed.append("c")
+    assert queue.pop_request() is second
+    queue.add_request(second)
+    assert (queue.peek_rank(), queue.pop_request()) == ((0.0,), third)
+
+
 def test_a_refresh_takes_a_share_of_the_ranks_and_all_once_a_period() -> None:
     queue, requests = ranked(), [request(f"r{i}", float(i)) for i in range(6)]
     for one in requests:

@@ -152,7 +152,7 @@ def test_the_baseline_is_vllms_own_class_and_its_own_host_tier(bench: Bench) -> 
     assert type(scheduler.connector) is OffloadingConnector
     manager = scheduler.connector.connector_scheduler.manager
     assert type(manager) is CPUOffloadingManager
-    assert manager._num_blocks == 77
+    assert manager._policy.cache_capacity == 77
 
 
 def test_a_policy_has_caesuras_host_tier(bench: Bench) -> None:
