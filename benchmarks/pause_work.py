@@ -257,7 +257,7 @@ class ScriptedStream:
         yield TurnDone("tool_calls" if calls else "stop", 10, 0, TOKENS)
 
     async def tell(self, key: str, operation: str, payload: Mapping[str, Any]) -> None:
-        """Do nothing."""
+        """Ignore the notification: nothing is measured by it."""
 
     async def extend(self, key: str, body: Mapping[str, Any], continuation: Continuation | None) -> str | None:
         """Compute nothing."""
@@ -279,8 +279,12 @@ class OneTool:
         return None
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        """It is not asynchronous."""
-        raise NotImplementedError
+        """No call is asynchronous here, so that the runner never asks.
+
+        Raises:
+            AssertionError: it has asked.
+        """
+        raise AssertionError(f"{call_id} of {program} is not asynchronous")
 
     async def cancel(self, program: str, call_id: str) -> bool:
         """It is not cancelled."""

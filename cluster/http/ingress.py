@@ -6,7 +6,6 @@ models validate bodies in the replica. The ingress does not import vLLM, so that
 """
 
 import asyncio
-from collections.abc import Callable
 from contextlib import AsyncExitStack
 from http import HTTPStatus
 from pathlib import Path
@@ -14,47 +13,34 @@ from time import time
 from typing import Any, Literal, Protocol
 from uuid import uuid4
 
-from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
+from fastapi import Request
 from ray import serve
 from ray.serve.config import ProxyLocation
 from ray.serve.context import _get_global_client
 from ray.serve.handle import DeploymentHandle
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.anthropic.errors import VERSION_HEADER, response_of
+from cluster.api.anthropic.errors import VERSION_HEADER
 from cluster.api.openai import (
-    CONVERSATIONS,
-    LIMITED_PATHS,
-    MESSAGE_PATHS,
-    PREFILL,
-    RESPONSE_COMPACTION,
-    RESPONSE_TOKENS,
-    RESPONSES,
     RETRY_AFTER_S,
-    TOKEN_PATHS,
-    TURN_PATHS,
-    ErrorBoundary,
     no_model,
 )
 from cluster.api.ray_errors import as_http_error
 from cluster.api.sse import Answers, EventStream
 from cluster.api.validation import validated
 from cluster.auth.keys import key_file
-from cluster.auth.middleware import AuthMiddleware, caller_of
+from cluster.auth.middleware import caller_of
 from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
-from cluster.core.errors import HttpError, Overloaded, UpstreamFailed
+from cluster.core.errors import Overloaded, UpstreamFailed
 from cluster.core.lineage import LineageIndex
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
+from cluster.http.application import application
 from cluster.http.attributed_answers import AttributedAnswers
-from cluster.http.browsers import cors, foreign_pages_rejected
 from cluster.http.chat import ChatPrograms
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.early_prefill import prefill
@@ -65,7 +51,6 @@ from cluster.http.requests import (
     answered,
     model_card,
     passed_headers,
-    version_of,
     versions,
 )
 from cluster.http.response_sockets import ResponseSockets
@@ -74,19 +59,16 @@ from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
 from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
 from cluster.http.stored_responses import StoredResponses
-from cluster.observing.http_metrics import HttpMetrics
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
-from cluster.observing.slo_tracker import MeasuredAnswers, SloTracker, record_rejection, set_process_tracker
+from cluster.observing.slo_tracker import MeasuredAnswers, SloTracker, set_process_tracker
 from cluster.observing.tracing import traces
 from cluster.proxy.graceful_shutdown import GracefulShutdown
 from cluster.proxy.middleware import guarded
 from cluster.runs.chat_api import asks_for_loop
 
 READY_TIMEOUT_S = 5.0
-
-Route = Callable[[FastAPI], Callable[[Any], Any]]
 
 
 class Part(Protocol):
@@ -100,92 +82,6 @@ class Part(Protocol):
     async def aclose(self) -> None:
         """Stop its background loops and close its connections. No request uses it any more."""
         ...
-
-
-def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str | None = None) -> FastAPI:
-    """Make the application with the routes and the middleware that ``config`` needs.
-
-    Args:
-        config: the configuration.
-        handler: returns the handler of a route by its name.
-        host: the address that its server listens on; None: a proxy listens.
-    """
-    app = FastAPI(
-        title="Caesura",
-        version=version_of("caesura"),
-        middleware=[
-            *cors(config.http.cors_origins),
-            Middleware(
-                HttpMetrics,
-                meter=Meter(enabled=config.metrics.enabled),
-                clock=MonotonicClock(),
-                paths=LIMITED_PATHS,
-            ),
-            Middleware(
-                ErrorBoundary,
-                error_map=as_http_error,
-                max_header_bytes=config.http.max_header_bytes,
-                max_in_flight=config.http.max_concurrent_requests,
-                limited_paths=LIMITED_PATHS,
-                on_overload=record_rejection,
-                form=response_of,
-            ),
-            *foreign_pages_rejected(config, host),
-            Middleware(AuthMiddleware, config=config, limited_paths=LIMITED_PATHS, on_rejection=record_rejection),
-        ],
-        exception_handlers={
-            HttpError: _error_response,
-            HTTPException: _error_response,
-            RequestValidationError: _error_response,
-        },
-    )
-    endpoints: dict[str, Route] = {
-        "chat": lambda app: app.post(TURN_PATHS["chat"]),
-        "prefill": lambda app: app.post(PREFILL),
-        "completions": lambda app: app.post(TURN_PATHS["completions"]),
-        "tokenize": lambda app: app.post(TOKEN_PATHS["tokenize"]),
-        "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
-        "models": lambda app: app.get("/v1/models"),
-        "model": lambda app: app.get("/v1/models/{model_id:path}"),
-        "create_message": lambda app: app.post(MESSAGE_PATHS["create_message"]),
-        "count_tokens": lambda app: app.post(MESSAGE_PATHS["count_tokens"]),
-        "create_response": lambda app: app.post(RESPONSES),
-        "count_response_tokens": lambda app: app.post(RESPONSE_TOKENS),
-        "compact_response": lambda app: app.post(RESPONSE_COMPACTION),
-        "response": lambda app: app.get(RESPONSES + "/{response_id}"),
-        "cancel_response": lambda app: app.post(RESPONSES + "/{response_id}/cancel"),
-        "delete_response": lambda app: app.delete(RESPONSES + "/{response_id}"),
-        "input_items": lambda app: app.get(RESPONSES + "/{response_id}/input_items"),
-        "create_conversation": lambda app: app.post(CONVERSATIONS),
-        "conversation": lambda app: app.get(CONVERSATIONS + "/{conversation_id}"),
-        "update_conversation": lambda app: app.post(CONVERSATIONS + "/{conversation_id}"),
-        "delete_conversation": lambda app: app.delete(CONVERSATIONS + "/{conversation_id}"),
-        "add_conversation_items": lambda app: app.post(CONVERSATIONS + "/{conversation_id}/items"),
-        "conversation_items": lambda app: app.get(CONVERSATIONS + "/{conversation_id}/items"),
-        "conversation_item": lambda app: app.get(CONVERSATIONS + "/{conversation_id}/items/{item_id}"),
-        "delete_conversation_item": lambda app: app.delete(CONVERSATIONS + "/{conversation_id}/items/{item_id}"),
-        "programs": lambda app: app.get("/v1/programs"),
-        "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
-        "program": lambda app: app.get("/v1/programs/{program_id:path}"),
-        "tools": lambda app: app.get("/v1/tools"),
-        "metrics": lambda app: app.get("/metrics"),
-        "health": lambda app: app.get("/health"),
-        "ready": lambda app: app.get("/ready"),
-        "version": lambda app: app.get("/version"),
-    }
-    if config.http.admin:
-        endpoints |= {
-            "policy": lambda app: app.get("/admin/policy"),
-            "set_policy": lambda app: app.put("/admin/policy"),
-            "reset": lambda app: app.post("/admin/reset"),
-            "statistics": lambda app: app.get("/admin/statistics"),
-            "drain": lambda app: app.post("/admin/drain"),
-            "router": lambda app: app.get("/admin/router"),
-            "predictor": lambda app: app.get("/admin/predictor"),
-        }
-    for name, route in endpoints.items():
-        route(app)(handler(name))
-    return app
 
 
 def ingress_class(config: CaesuraConfig) -> type[Any]:
@@ -601,10 +497,6 @@ def _per_replica(answers: list[Any], status: int = HTTPStatus.OK) -> Response:
     if failures:
         raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {results}", status=failures[0].status)
     return JSONResponse({"replicas": results}, status)
-
-
-async def _error_response(request: Request, error: Exception) -> Response:
-    return response_of(request.scope, as_http_error(error))
 
 
 async def _proxies_are_disabled() -> bool:

@@ -136,7 +136,7 @@ class Tools(Protocol):
         ...
 
     async def cancel(self, program: str, call_id: str) -> bool:
-        """Cancel a call."""
+        """End a call with CANCELLED. Return False if there is no such call."""
         ...
 
 
@@ -189,13 +189,13 @@ class NullTraces:
         return tools
 
     def replay(self, notes: Sequence[Mapping[str, Any]], model: str, clock: Clock) -> None:
-        """Do nothing."""
+        """Ignore the records: no span is exported."""
 
     def program_ended(self, key: str) -> None:
-        """Do nothing."""
+        """Ignore the end: the program has no root span."""
 
     def close(self) -> None:
-        """Do nothing."""
+        """Return at once: there are no spans to export."""
 
 
 class NullTracedTurn:

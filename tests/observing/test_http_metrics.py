@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
-from cluster.http.ingress import application
+from cluster.http.application import application
 from cluster.observing.catalogue import HTTP_REFUSALS, HTTP_REQUEST_S
 from cluster.observing.http_metrics import MAX_CODES, MAX_ERROR_BYTES, HttpMetrics, error_code
 from cluster.observing.meter import Meter

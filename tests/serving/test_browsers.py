@@ -6,7 +6,7 @@ import httpx
 import pytest
 
 from cluster.config.schema import CaesuraConfig
-from cluster.http.ingress import application
+from cluster.http.application import application
 
 PAGE = "https://chat.example.com"
 PREFLIGHT = {
