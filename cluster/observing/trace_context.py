@@ -206,4 +206,4 @@ class NullTracedTurn:
         self.over = turn.over
 
     def placed(self, replica: str, reason: str | None) -> None:
-        """Do nothing."""
+        """Ignore the place: there is no span to which it belongs."""

@@ -14,10 +14,11 @@ import pytest
 from cluster.core.tools import Outcome, ToolCall, ToolId
 from tests.tools.scripted import SERVERS
 from tools_runtime.host import ToolHost
+from tools_runtime.partial_output import MAX_CHARS
 
 CAP = 1 << 20
-FIXED = 1 << 20
-"""What a call costs whatever it answers: read buffers, connections."""
+FIXED = (512 << 10) + MAX_CHARS
+"""What a call costs whatever it answers: read buffers, connections, the beginning of the output while it runs."""
 
 SIZE_MB = 12
 """Several times what any kind may use."""
