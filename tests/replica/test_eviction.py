@@ -73,12 +73,13 @@ def test_a_hold_of_which_nothing_is_left_ends(replica: Replica) -> None:
 
 
 def test_the_hold_of_the_turn_itself_ends_as_a_whole(replica: Replica) -> None:
-    """Its partial block is in the way: of 980 tokens 61 blocks and a part."""
+    """Its partial block is in the way: of 900 tokens 56 blocks and a part, and 6 are free where 7 are needed."""
     p = Programs(replica("caesura"))
     p.turn("a", new_tokens=900)
-    p.turn("a", new_tokens=80, last=True)
+    p.turn("a", new_tokens=100, last=True)
     assert p.held() == set()
     assert p.phase("a") is None
+    assert p.scheduler.counters["evicted_blocks"] == 0
 
 
 def test_the_papers_policies_give_up_whole_holds(replica: Replica) -> None:

@@ -175,3 +175,11 @@ def test_a_prompt_before_the_waiting_turn_is_not_bounded(replica: Replica) -> No
     assert running[2].next_decode_eligible_step == 9, "b lacks something else"
     assert scheduling.make_room(running, lambda: Head("c", (2.0,), 20), budget=200, step=9) == 200 - 61 - 20
     assert running[2].next_decode_eligible_step == 9
+
+
+def test_room_is_made_for_a_turn_that_was_not_admitted_in_every_other_step_only() -> None:
+    running = [SimpleNamespace(request_id="a", num_tokens=500, num_computed_tokens=0, next_decode_eligible_step=0)]
+    scheduling = PrefillScheduling()
+    scheduling.order(running, rank=lambda one: (3.0,), is_late=lambda rank: False)
+    bounds = [scheduling.make_room(running, lambda: Head("b", (2.0,), 20), budget=100, step=step) for step in range(4)]
+    assert bounds == [80, 0, 80, 0]
