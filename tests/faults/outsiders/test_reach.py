@@ -64,13 +64,17 @@ RAY_CALLS = (
 
 
 def test_rays_ports_know_nobody_without_its_token(guarded: Guarded, promised: Any) -> None:
-    """Ray listens on every interface. Its metrics page is for everybody; all else asks for the cluster's token."""
-    ports = {
-        link.laddr.port
+    """Ray's processes listen on loopback, and Serve's replicas on every interface. All ask for the cluster's token."""
+    listening = [
+        (process.name(), link.laddr.ip, link.laddr.port)
         for process in guarded.family
         for link in process.net_connections(kind="inet")
-        if link.status == psutil.CONN_LISTEN and link.laddr.ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")
-    }
+        if link.status == psutil.CONN_LISTEN
+    ]
+    outside = [name for name, ip, _ in listening if ip not in ("127.0.0.1", "::1", "::ffff:127.0.0.1")]
+    assert all(name.startswith("ray::ServeReplica") for name in outside), outside
+    # gRPC servers, which all are Ray's, listen by IPv6 even on loopback.
+    ports = {port for _, ip, port in listening if ip.startswith("::")}
     assert len(ports) > 5 and guarded.port not in ports
     codes = {(port, call): _called(port, call) for port in ports for call in RAY_CALLS}
     answered = {key: code for key, code in codes.items() if code is grpc.StatusCode.OK}
