@@ -71,6 +71,7 @@ def until_up_is(prometheus: Prometheus, value: float) -> None:
 
 
 def test_answers_as_of_the_moment_do_not_depend_on_later_scrapes(prometheus: Prometheus, target: Target) -> None:
+    until(lambda: prometheus.query("held:twice"), ENOUGH_S, "the rule has a value")
     at_s = moment(prometheus)
     target.status = 503
     until_up_is(prometheus, 0.0)

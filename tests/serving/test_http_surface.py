@@ -167,10 +167,11 @@ def test_responses_with_the_whole_history_are_one_program(client: httpx.Client) 
     history: list[dict[str, Any]] = [{"role": "user", "content": "Without an id, with items"}]
     names, ids = [], []
     for _ in range(3):
-        body = {"model": MODEL, "input": history, "max_output_tokens": 8, "store": False}
+        body = {"model": MODEL, "input": history, "max_output_tokens": 8, "store": False, "temperature": 0}
         answer = client.post("/v1/responses", json=body)
         names.append(answer.headers["x-caesura-program"])
         ids.append(answer.json()["id"])
+        assert answer.json()["output"], "a history without an answer begins another program"
         history += [*answer.json()["output"], {"role": "user", "content": "And then?"}]
     assert names == [ids[0]] * 3
     assert client.get(f"/v1/programs/{names[0]}").json()["num_turns"] == 3
