@@ -254,7 +254,7 @@ def afterwards(folder: Path, names: Mapping[str, str]) -> list[str]:
     missed = []
     for text in AFTERWARDS:
         module, *more = shlex.split(text.format(**names))
-        done = folder / f"{module}.done"
+        done = folder / f"{module}.{sha256(shlex.join(more).encode()).hexdigest()[:8]}.done"
         if done.exists():
             continue
         print(f"\n== python -m {module}", flush=True)
