@@ -31,7 +31,7 @@ def test_each_policy_and_seed_of_a_table_is_a_call(traces: Path) -> None:
     assert {call.seed for call in calls} == set(range(5))
     quick = list(calls_of(PLAN, traces, "simulate_merge", quick=True))
     assert {call.table for call in quick} == {"simulate_merge"}
-    assert {call.arguments[3] for call in quick} == {"1.1x"}
+    assert {call.arguments[3] for call in quick} == {"1.5x"}
     assert all(("augserve.target_tokens=512" in call.arguments) == (call.policy == "augserve") for call in calls)
     assert len({call.stored(traces) for call in (*calls, *quick)}) == len(calls) + len(quick)
     assert [call.seed for call in calls] == sorted(call.seed for call in calls), "all tables with a seed, then the next"
@@ -69,7 +69,7 @@ def test_it_goes_on_where_it_ended_and_writes_only_whole_tables(
     assert path is not None
     rows = [json.loads(line) for line in path.read_text().splitlines()]
     assert [row["policy"] for row in rows] == ["infercept", "augserve", "caesura"]
-    assert rows[0]["command"].startswith("caesura simulate --trace infercept_merge.jsonl.gz --rates 1.0x")
+    assert rows[0]["command"].startswith("caesura simulate --trace infercept_merge.jsonl.gz --rates 0.9x")
     assert MADE.items() <= rows[0].items()
 
 
