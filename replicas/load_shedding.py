@@ -6,7 +6,9 @@ program while the turns that wait have more work than that. And while a turn has
 refuses the programs that have as much work as such a turn: they would wait as long, and what has less work is served
 before. A refused client is answered at once.
 
-Turns that can wait (`is_sheddable`) do not count, since the others are served before them.
+The bound holds for sheddable turns (`Hints.sheddable`), too, but they wait for the turns of all others. So a replica
+refuses sheddable programs at half of that work, and all of them while a turn of another program starves. A sheddable
+turn that starves stops sheddable programs only.
 
 Bounds are those of the forecast: turns that take longer than was expected, or more programs that come back at the
 same time than ever, can exceed them.
@@ -22,13 +24,15 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.replica_snapshot import program_work_s
 from replicas.cost_model import CostModel
 from replicas.forecasts import NOTHING_KNOWN, Features
-from replicas.policy import Forecast, LoadView, TurnView, is_sheddable
+from replicas.policy import Forecast, LoadView, TurnView
 from replicas.scheduler import AgentScheduler
 
 STARVING = 1 / 8
 """Share of the bound after which a turn without its first token starves."""
 MAX_BACKLOG = 1 / 2
 """Largest work of the waiting turns, as a share of the bound."""
+SHEDDABLE_BACKLOG = 1 / 4
+"""The same for sheddable programs, so that they leave room for the work of others."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,8 @@ class WaitingTurn:
     """Expected work of the turn."""
     program_s: float
     """Expected work of what is left of its program, by `program_work_s` with the given costs, as the router has it."""
+    sheddable: bool = False
+    """See `Hints.sheddable`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,13 +56,15 @@ class Shedding:
     """It refuses new programs of this expected work (`program_work_s`), in seconds, or more. inf: it takes all."""
     retry_after_s: float
     """Seconds until the turns that wait now are served."""
+    sheddable_from_s: float
+    """As ``from_s``, for sheddable programs. It is never more."""
 
-    def refuses(self, work_s: float) -> bool:
+    def refuses(self, work_s: float, *, sheddable: bool = False) -> bool:
         """Return whether a new program of this expected work is refused."""
-        return work_s >= self.from_s
+        return work_s >= (self.sheddable_from_s if sheddable else self.from_s)
 
 
-TAKES_ALL = Shedding(inf, 0.0)
+TAKES_ALL = Shedding(inf, 0.0, inf)
 
 
 def shedding(waiting: Sequence[WaitingTurn], max_wait_s: float) -> Shedding:
@@ -67,9 +75,13 @@ def shedding(waiting: Sequence[WaitingTurn], max_wait_s: float) -> Shedding:
         max_wait_s: bound on the seconds from a turn's arrival to its first token.
     """
     backlog_s = sum(turn.turn_s for turn in waiting)
-    starving = [turn.program_s for turn in waiting if turn.waited_s > STARVING * max_wait_s]
-    from_s = 0.0 if backlog_s > MAX_BACKLOG * max_wait_s else min(starving, default=inf)
-    return Shedding(from_s, backlog_s) if from_s < inf else TAKES_ALL
+    starving = [turn for turn in waiting if turn.waited_s > STARVING * max_wait_s]
+    least_s = min((turn.program_s for turn in starving if not turn.sheddable), default=inf)
+    from_s = 0.0 if backlog_s > MAX_BACKLOG * max_wait_s else least_s
+    sheddable_from_s = min((turn.program_s for turn in starving), default=inf)
+    if least_s < inf or backlog_s > SHEDDABLE_BACKLOG * max_wait_s:
+        sheddable_from_s = 0.0
+    return Shedding(from_s, backlog_s, sheddable_from_s) if sheddable_from_s < inf else TAKES_ALL
 
 
 def shedding_of(scheduler: AgentScheduler) -> Shedding:
@@ -100,9 +112,7 @@ def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
         request
         for queue in scheduler.waiting_queues
         for request in queue
-        if (turn := scheduler.turns.get(request.request_id)) is not None
-        and turn.first_token_s is None
-        and not is_sheddable(turn.identity.hints)
+        if (turn := scheduler.turns.get(request.request_id)) is not None and turn.first_token_s is None
     ]
 
 
@@ -114,6 +124,7 @@ def _waiting(turn: TurnView, load: LoadView, given: CostModel) -> WaitingTurn:
         waited_s=load.now_s - turn.arrived_s,
         turn_s=missing * cost.token_s + max(0.0, turn.forecast.output_tokens) * share_s,
         program_s=_work_s(given, turn.forecast, missing, turn.tokens, turn.generated_tokens),
+        sheddable=turn.hints.sheddable,
     )
 
 

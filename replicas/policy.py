@@ -109,11 +109,6 @@ class Forecast:
     """Whether ``pause_s`` is the client's hint."""
 
 
-def is_sheddable(hints: Hints) -> bool:
-    """Return whether a turn's client lets it wait for all others without a bound: its priority is above 0."""
-    return (hints.priority or 0) > 0
-
-
 NOTHING_EXPECTED = Forecast(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -193,6 +188,8 @@ class TurnView:
     """Largest number of steps that an earlier turn of its program waited, without the program's first turn."""
     tree: TreeView | None = None
     """The tree of its program. None: the program is alone."""
+    waited_s: float = 0.0
+    """Seconds that it has waited for admission: after its arrival, and after its preemptions."""
 
     @property
     def begun(self) -> bool:
@@ -203,6 +200,39 @@ class TurnView:
     def pinned(self) -> bool:
         """Whether its program's KV is held, and the hold has not been evicted."""
         return self.kv is KvPlace.HELD
+
+
+@dataclass(frozen=True, slots=True)
+class RunningView:
+    """A turn that runs while another one lacks memory or a place in the batch."""
+
+    request_id: str
+    sheddable: bool
+    """See `Hints.sheddable`."""
+    missing_tokens: int
+    """Prompt tokens that are still to be computed."""
+    left_tokens: float
+    """Tokens that it is still expected to generate."""
+    freed_tokens: int
+    """Memory that becomes free when it ends or is preempted, in tokens. What others use, too, does not count."""
+    computed_tokens: int
+    """Tokens whose KV it would lose."""
+    copied_tokens: int = 0
+    """Those of ``computed_tokens``, from the first one on, of which the host tier has a copy."""
+    waited_s: float = 0.0
+    """Seconds that it has waited: for its first token if it has none, else for its admissions."""
+    again_s: float | None = None
+    """Seconds that it has run since it was admitted after a preemption. None: it was never preempted."""
+
+
+@dataclass(frozen=True, slots=True)
+class ShortageView:
+    """The waiting turn that is admitted next, which lacks memory or a place in the batch, and the turns that run."""
+
+    turn: TurnView
+    lacking_tokens: int
+    """Tokens of memory that it lacks. 0: it lacks a place in the batch."""
+    running: tuple[RunningView, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +357,18 @@ class PausePolicy(Protocol):
         ...
 
 
+class PreemptionPolicy(Protocol):
+    """Decides which running turns give their memory to a waiting turn."""
+
+    def victims(self, shortage: ShortageView) -> tuple[str, ...]:
+        """Return the ids of the running turns to preempt. It is empty if the waiting turn shall wait."""
+        ...
+
+    def is_protected(self, running: RunningView, load: LoadView) -> bool:
+        """Return whether a sheddable turn is not preempted now, whoever lacks memory."""
+        ...
+
+
 class BudgetPolicy(Protocol):
     """Decides how many tokens a step may schedule."""
 
@@ -354,6 +396,8 @@ class Policy:
     programs. None: there is no bound, and nothing is refused."""
     single_flight: bool = False
     """Whether waiting turns wait for blocks that a running prompt is about to compute, see `replicas.single_flight`."""
+    preemption: PreemptionPolicy | None = None
+    """None: running turns are preempted as in vLLM, where another running turn lacks memory."""
     evicts_ends: bool = False
     """Whether a turn that lacks memory gets only the end of a hold, as much as it lacks. False: the whole hold ends."""
     guards_memory: bool = False

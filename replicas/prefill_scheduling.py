@@ -6,12 +6,15 @@ first, with one token each, and then prompts by their rank. A waiting turn that 
 free.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
+from replicas.cached_prefix import leading_blocks
 from replicas.policy import IsLate, RankKey
+from replicas.waiting_queue import RankedQueue
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,6 +25,29 @@ class Head:
     rank: RankKey
     tokens: int
     """Tokens that it has to compute."""
+
+
+def head_of(
+    queue: RankedQueue,
+    missing: Callable[[Request], int],
+    cached: Callable[[BlockHash], bool] | None,
+    block_tokens: int,
+) -> Head | None:
+    """Return the first turn of a queue. None: vLLM skips it in this step, see `replicas.single_flight`.
+
+    Args:
+        queue: the queue, which is not empty.
+        missing: returns the tokens of a waiting turn that are not held for it.
+        cached: returns whether the prefix cache has a block. None: it is not looked up.
+        block_tokens: tokens of a block.
+    """
+    request = queue.peek_request()
+    if request.num_stale_output_tokens:
+        return None
+    tokens = missing(request)
+    if cached is not None and not request.num_computed_tokens:
+        tokens = min(tokens, max(1, request.num_tokens - leading_blocks(request.block_hashes, cached) * block_tokens))
+    return Head(request.request_id, queue.peek_rank(), tokens)
 
 
 class PrefillScheduling:
@@ -41,13 +67,22 @@ class PrefillScheduling:
         """Return how many tokens the running prompts still need computed, without the prompts that are late."""
         return sum(missing_tokens(request) for request in _under_way(running) if request.request_id not in self._late)
 
-    def order(self, running: list[Request], *, rank: Callable[[Request], RankKey], is_late: IsLate | None) -> bool:
-        """Sort ``running`` before a step.
+    def order(
+        self,
+        running: list[Request],
+        *,
+        rank: Callable[[Request], RankKey],
+        is_late: IsLate | None,
+        yielding: Collection[str] = (),
+    ) -> bool:
+        """Sort ``running`` before a step: turns that generate, then prompts by their rank.
 
         Args:
             running: vLLM's list, which is sorted in place.
             rank: returns the rank of a running prompt.
             is_late: whether prompts of a rank are late. None: no prompt is late.
+            yielding: ids of the turns that give their memory to others. Of the turns that generate, they come last, so
+                that they can be preempted when another one lacks memory.
 
         Returns:
             Whether the set of late prompts has changed.
@@ -56,8 +91,15 @@ class PrefillScheduling:
         ranks = self._ranks = {request.request_id: rank(request) for request in prompts}
         late = frozenset(name for name, key in ranks.items() if is_late is not None and is_late(key))
         changed, self._late = late != self._late, late
-        if prompts:  # stable: turns that generate have equal ranks and stay in the order of their admission
-            running.sort(key=lambda request: ranks.get(request.request_id, ()))
+        if prompts or (yielding and is_late is not None):
+            # Stable: turns that generate have equal ranks and stay in the order of their admission.
+            running.sort(
+                key=lambda request: (
+                    (2, found)
+                    if (found := ranks.get(request.request_id)) is not None
+                    else (int(request.request_id in yielding), ())
+                )
+            )
         return changed
 
     def make_room(self, running: list[Request], head: Callable[[], Head | None], *, budget: int, step: int) -> int:

@@ -12,6 +12,9 @@ from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseR
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
 from cluster.durations.statistics import DurationStatistics
 
+SWEEP_PERIOD_S = 10.0
+"""Seconds between two searches for programs that will not come back."""
+
 MAX_RECORDED = 4096
 """Largest number of programs whose turns are recorded. Of older ones only the state is kept."""
 MAX_TURN_RECORDS = 512
@@ -129,6 +132,7 @@ class ProgramTable:
     def __init__(self, max_programs: int, idle_s: float) -> None:
         self._max_programs = max_programs
         self._idle_s = idle_s
+        self._next_sweep_s = 0.0
         self._live: OrderedDict[str, _Entry] = OrderedDict()
         self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
@@ -256,10 +260,15 @@ class ProgramTable:
     def sweep(self, now_s: float) -> list[tuple[str, Sequence[Action]]]:
         """End programs that were idle for too long and, above the bound, the least recently used ones.
 
+        Nothing is done where the last sweep is less than SWEEP_PERIOD_S ago.
+
         Returns:
             The actions of each program that was ended.
         """
         done: list[tuple[str, Sequence[Action]]] = []
+        if now_s < self._next_sweep_s:
+            return done
+        self._next_sweep_s = now_s + SWEEP_PERIOD_S
         excess = len(self._live) - self._max_programs
         for key in list(self._live):
             state = self._live[key].state

@@ -171,6 +171,7 @@ def routing_snapshot(
         waiting=load.waiting - load.waiting_late,
         put_off=load.waiting_late,
         shed_from_s=min(TAKES_ALL_S, shed.from_s),
+        shed_sheddable_from_s=min(TAKES_ALL_S, shed.sheddable_from_s),
         shed_retry_after_s=shed.retry_after_s,
         guards_memory=scheduler.policies.guards_memory,
         running_tokens=in_flight.running_tokens,

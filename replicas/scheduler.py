@@ -58,7 +58,7 @@ from cluster.core.lifecycle.events import (
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
-from replicas.cached_prefix import CachedPrefixes, is_cached, leading_blocks
+from replicas.cached_prefix import CachedPrefixes, is_cached
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill, SchedulerCalls
@@ -67,7 +67,8 @@ from replicas.forecasts import Forecaster
 from replicas.hold_reviews import HoldReviews
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
-from replicas.prefill_scheduling import Head, PrefillScheduling
+from replicas.preemption import Preemption
+from replicas.prefill_scheduling import Head, PrefillScheduling, head_of
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.program_trees import Ahead, ProgramTrees
 from replicas.rewritten_context import ReturningOutputs, computed_tokens, matching_blocks
@@ -87,9 +88,6 @@ from replicas.vllm_patches import (
 )
 from replicas.waiting_queue import EQUAL, LAST, LOADED, RankedQueue
 
-SWEEP_PERIOD_S = 10.0
-"""Seconds between two searches for programs that will not come back."""
-
 
 class AgentScheduler(LoadingScheduler):
     """One replica's scheduler. Its clock and its policy may be replaced between steps."""
@@ -108,12 +106,12 @@ class AgentScheduler(LoadingScheduler):
         self.trees = ProgramTrees()
         self.durations = DurationTable()
         self.duration_changes = DurationChanges()
-        rank, missing, changed = self._rank, self._missing_tokens, self._rerank_changed
-        self.waiting_queues = tuple(RankedQueue(rank, missing, changed) for _ in range(2))
+        reranks = self.trees.take_changed_turns
+        queue = (self._rank, self._missing_tokens, lambda: self._rerank_later(reranks()))
+        self.waiting_queues = tuple(RankedQueue(*queue) for _ in range(2))
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
-        self._next_sweep_s = 0.0
         self.lost_queue = RecentMean()
         self.forecaster = Forecaster()
         self.cached_prefixes = CachedPrefixes(self.hash_block_size)
@@ -164,7 +162,9 @@ class AgentScheduler(LoadingScheduler):
             swapping=self.swapping,
             forecaster=self.forecaster,
             durations=self.durations,
+            block_tokens=self.block_size,
         )
+        self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
         self.stats = Stats(
             now_s=self._now_s,
             programs=self.programs,
@@ -217,6 +217,8 @@ class AgentScheduler(LoadingScheduler):
         self.expire_holds(self._now_s())
         self.swapping.step()
         self.views.load = self.load_now()
+        if self.preemption.sheddable and self.may_preempt:
+            self._preempt_sheddable()
         self._order_prefills()
         self.reviews.step(self.policies.pause, self.views.load.now_s)
         if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
@@ -243,13 +245,10 @@ class AgentScheduler(LoadingScheduler):
     def expire_holds(self, now_s: float) -> None:
         """End expired holds, unless the program's next turn is already waiting (Continuum, section 5.3)."""
         for key in self.holds.expired(now_s):
-            program = self.programs.get(key)
-            if program is not None and program.phase is Phase.HELD:
+            if (program := self.programs.get(key)) is not None and program.phase is Phase.HELD:
                 self.apply(key, HoldEnded(now_s, ReleaseReason.EXPIRED))
-        if now_s >= self._next_sweep_s:
-            self._next_sweep_s = now_s + SWEEP_PERIOD_S
-            for key, actions in self.programs.sweep(now_s):
-                self._act(key, actions)
+        for key, actions in self.programs.sweep(now_s):
+            self._act(key, actions)
 
     def load_now(self) -> LoadView:
         """Return the replica's load now."""
@@ -271,12 +270,19 @@ class AgentScheduler(LoadingScheduler):
             prefill_tokens=self.prefill_scheduling.tokens(self.running),
         )
 
+    def _preempt_sheddable(self) -> None:
+        policy, queue = self.policies.preemption, self._select_waiting_queue_for_scheduling()
+        if policy is not None and queue is not None:
+            self.preempt(self.preemption.victims(queue.peek_request(), self.running, policy, full=self.is_full))
+            self.views.load = self.load_now()
+
     def _order_prefills(self) -> None:
         order = self.policies.order
         changed = self.prefill_scheduling.order(
             self.running,
             rank=lambda request: order.key(self.views.prefilling(request)),
             is_late=self.policies.is_late,
+            yielding=self.preemption.sheddable,
         )
         if changed:
             self.views.load = replace(self.views.load, prefill_tokens=self.prefill_scheduling.tokens(self.running))
@@ -286,14 +292,9 @@ class AgentScheduler(LoadingScheduler):
         queue = self._select_waiting_queue_for_scheduling()
         if queue is None:
             return None
-        request = queue.peek_request()
-        if request.num_stale_output_tokens:  # vLLM skips it in this step, see `replicas.single_flight`
-            return None
-        missing = self._missing_tokens(request)
-        if self._one_prefix_cache and not request.num_computed_tokens:
-            cached = leading_blocks(request.block_hashes, is_cached(self.kv_cache_manager.block_pool))
-            missing = min(missing, max(1, request.num_tokens - cached * self.block_size))
-        return Head(request.request_id, queue.peek_rank(), missing) if missing <= self.views.load.free_tokens else None
+        cached = is_cached(self.kv_cache_manager.block_pool) if self._one_prefix_cache else None
+        head = head_of(queue, self._missing_tokens, cached, self.block_size)
+        return head if head is not None and head.tokens <= self.views.load.free_tokens else None
 
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Process the end of a step. Policies use the replica's measured step times from now on."""
@@ -336,6 +337,7 @@ class AgentScheduler(LoadingScheduler):
             key = identity.key or request.session_id
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
             turn.bounds = self.facts.turn_bounds(self.settings.bounds_of(identity), request.num_tokens, 0)
+            self.preemption.arrives(request.request_id, turn)
             if key is not None:
                 self._arrive(request, turn, key)
         super().add_request(request)
@@ -380,19 +382,24 @@ class AgentScheduler(LoadingScheduler):
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns.get(request.request_id)
-        if turn is not None and turn.admitted_s is None:
-            turn.admitted_s, turn.cached_tokens = self._now_s(), local_tokens + remote_tokens
+        now_s = self._now_s()
+        if turn is not None and turn.admitted(now_s):
+            turn.cached_tokens = local_tokens + remote_tokens
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
                 program = self.programs[turn.key]
                 if program.turns > 1 and program.phase is not Phase.RESUMING:
-                    self.lost_queue.observe(turn.admitted_s - turn.arrived_s)
+                    self.lost_queue.observe(turn.waited_s)
                 self.programs.waited(turn.key, self.current_step - turn.queued_step)
-                self.apply(turn.key, Admitted(turn.admitted_s))
+                self.apply(turn.key, Admitted(now_s))
+        elif turn is not None:
+            self.swapping.resumes(turn.key)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.stats.preempted(request)
-        self.turns[request.request_id].queued_step = self.current_step
+        turn = self.turns[request.request_id]
+        turn.preempted(self._now_s(), self.current_step)
+        self.swapping.preempted(turn.key, int(request.num_computed_tokens))
         super()._preempt_request(request, *args, **kwargs)
 
     def _update_request_with_output(
@@ -407,6 +414,7 @@ class AgentScheduler(LoadingScheduler):
     def _free_blocks(self, request: Request) -> None:
         """Process the end of a turn. Its program ends, or it pauses and the policy decides about its blocks."""
         turn = self.turns.pop(request.request_id, None)
+        self.preemption.ended(request.request_id)
         if turn is None:
             self.swapping.freed(request)
             self.early_prefill.freed(request)
@@ -505,7 +513,12 @@ class AgentScheduler(LoadingScheduler):
         self._rerank_turns(key, reason)
 
     def _evict(self, request: Request, lacking: int) -> bool:
-        return request.request_id in self.turns and self.eviction.evict(request, lacking, self.policies)
+        if request.request_id not in self.turns:
+            return False
+        evicted = self.eviction.evict(request, lacking, self.policies)
+        if not evicted and self.policies.preemption is not None:
+            self.preemption.lacks(request, lacking, self.running, self.policies.preemption)
+        return evicted
 
     def _keep(self, key: str, kept: int) -> int:
         self.stats.holds_change()
@@ -572,9 +585,6 @@ class AgentScheduler(LoadingScheduler):
         if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
             return
         self._rerank_later([request_id for request_id, turn in self.turns.items() if turn.key == key])
-
-    def _rerank_changed(self) -> None:
-        self._rerank_later(self.trees.take_changed_turns())
 
     def _rerank_later(self, request_ids: Sequence[str]) -> None:
         for queue in self.waiting_queues if request_ids else ():

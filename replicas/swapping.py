@@ -183,6 +183,22 @@ class Swapping:
         hashes = request.block_hashes[: whole // self._block_tokens]
         self._contexts[key] = Context(request.all_token_ids[: whole + 1], hashes, whole, forecast)
 
+    def preempted(self, key: str | None, computed_tokens: int) -> None:
+        """Keep the copy of a running turn that is preempted: until it is admitted again, the copy is the only one.
+
+        Args:
+            key: key of its program. None: it belongs to none.
+            computed_tokens: tokens whose KV it loses.
+        """
+        if self.cache is not None and key is not None and key in self._forecasts:
+            now_s = self._now_s()
+            self.cache.update(key, Standing(False, self._saved_s(computed_tokens), 0.0, now_s), now_s)
+
+    def resumes(self, key: str | None) -> None:
+        """Process the admission of a turn after a preemption."""
+        if self.cache is not None and key is not None and key in self._forecasts:
+            self.cache.update(key, self._standing(key, None), self._now_s())
+
     def swaps_out(self, key: str, request: Request | None = None) -> bool:
         """Return whether the program's blocks may be freed, because the host has a copy or will have one.
 
@@ -228,9 +244,13 @@ class Swapping:
 
     def _expect(self, key: str, context_tokens: int, forecast: Forecast) -> None:
         """Keep what the program's copy is worth. It is 0 where no later turn is expected."""
-        cost, tokens = self._cost(), max(1, context_tokens)
-        saved_s = max(0.0, cost.prefill_s(tokens) - cost.swap_s(tokens)) / tokens if forecast.later_turns > 0 else 0.0
+        saved_s = self._saved_s(context_tokens) if forecast.later_turns > 0 else 0.0
         self._forecasts[key] = (saved_s, max(0.0, forecast.pause_s))
+
+    def _saved_s(self, context_tokens: int) -> float:
+        """Return the seconds that loading one token of a context saves compared with computing it."""
+        cost, tokens = self._cost(), max(1, context_tokens)
+        return max(0.0, cost.prefill_s(tokens) - cost.swap_s(tokens)) / tokens
 
     def _standing(self, key: str, away_since_s: float | None) -> Standing:
         saved_s, pause_s = self._forecasts[key]

@@ -73,6 +73,32 @@ class Turn:
     """Prompt tokens that needed no computation at the first admission."""
     bounds: Slo = NO_BOUNDS
     """Its own bounds: those of its tenant, and its client's deadline."""
+    waits_since_s: float | None = None
+    """Time of its last preemption while it waits after one. None: it was never preempted, or it runs."""
+    admitted_again_s: float | None = None
+    """Time of its last admission after a preemption. None: there was none."""
+    waited_s: float = 0.0
+    """Seconds that it waited before the admissions so far."""
+
+    def preempted(self, now_s: float, step: int) -> None:
+        """Begin to wait again, at this time and step."""
+        self.waits_since_s, self.queued_step = now_s, step
+
+    def admitted(self, now_s: float) -> bool:
+        """Begin to run. Return whether it is the first time."""
+        if self.admitted_s is None:
+            self.admitted_s, self.waited_s = now_s, now_s - self.arrived_s
+            return True
+        if self.waits_since_s is not None:
+            self.waited_s += now_s - self.waits_since_s
+            self.waits_since_s, self.admitted_again_s = None, now_s
+        return False
+
+    def wait_s(self, now_s: float) -> float:
+        """Return the seconds that it has waited for its admissions."""
+        if self.admitted_s is None:
+            return now_s - self.arrived_s
+        return self.waited_s if self.waits_since_s is None else self.waited_s + now_s - self.waits_since_s
 
     def is_on_time(self, now_s: float) -> bool:
         """Return whether its first token came within the bound. Without a token, now counts as its time."""

@@ -1,6 +1,6 @@
 """The frozen views that a scheduler gives its policies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -11,7 +11,8 @@ from cluster.core.program import tool_key
 from cluster.durations.table import DurationTable
 from replicas.forecasts import Features, Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
-from replicas.policy import Forecast, HoldView, KvPlace, LoadView, PauseView, TurnView
+from replicas.policy import Forecast, HoldView, KvPlace, LoadView, PauseView, RunningView, TurnView
+from replicas.prefill_scheduling import missing_tokens
 from replicas.program_table import ProgramTable
 from replicas.program_trees import ProgramTrees
 from replicas.swapping import Swapping
@@ -30,6 +31,7 @@ class Views:
         swapping: the host tier.
         forecaster: forecasts turns.
         durations: durations of tools.
+        block_tokens: tokens of a block.
     """
 
     def __init__(
@@ -43,6 +45,7 @@ class Views:
         swapping: Swapping,
         forecaster: Forecaster,
         durations: DurationTable,
+        block_tokens: int,
     ) -> None:
         self.load = load
         """The replica's load in this step."""
@@ -53,6 +56,7 @@ class Views:
         self._swapping = swapping
         self._forecaster = forecaster
         self._durations = durations
+        self._block_tokens = block_tokens
 
     def waiting(self, request: Request) -> TurnView:
         """Return the view of a waiting turn."""
@@ -79,11 +83,33 @@ class Views:
             turn.bounds,
             self._programs.longest_wait_steps(turn.key) if turn.key is not None else 0,
             self._trees.view(turn.key) if turn.key is not None else None,
+            turn.wait_s(self.load.now_s),
         )
 
     def prefilling(self, request: Request) -> TurnView:
         """Return the view of an admitted turn whose prompt is not completely computed."""
         return replace(self.waiting(request), cached_tokens=request.num_computed_tokens, kv=KvPlace.HELD)
+
+    def running(self, request: Request, blocks: Iterable[KVCacheBlock]) -> RunningView:
+        """Return the view of a running turn.
+
+        Args:
+            request: the turn.
+            blocks: its blocks in memory.
+        """
+        turn, now_s = self._turns[request.request_id], self.load.now_s
+        again_s = turn.admitted_again_s
+        return RunningView(
+            request_id=request.request_id,
+            sheddable=turn.identity.hints.sheddable,
+            missing_tokens=max(0, missing_tokens(request) - 1),
+            left_tokens=_left_tokens(turn.forecast.output_tokens, request.num_output_tokens, request.max_tokens),
+            freed_tokens=sum(block.ref_cnt == 1 for block in blocks) * self._block_tokens,
+            computed_tokens=request.num_computed_tokens,
+            copied_tokens=self._swapping.tokens_of(turn.key) if turn.key is not None else 0,
+            waited_s=now_s - turn.arrived_s if turn.first_token_s is None else turn.wait_s(now_s),
+            again_s=None if again_s is None else now_s - again_s,
+        )
 
     def pause(self, program: ProgramState, turn: Turn, context_tokens: int, load: LoadView) -> PauseView:
         """Return the view of a program whose turn has just ended, so that its tools are known."""
@@ -123,6 +149,12 @@ class Views:
         identity = turn.identity
         last = turn.key is None or identity.last_turn
         return self._forecaster.of(turn.features, identity.hints, self._durations, last, identity.forecast)
+
+
+def _left_tokens(expected: float, generated: int, most: int) -> float:
+    """Return how many tokens a turn will still generate. Beyond its forecast, it goes on for as long again."""
+    left = expected - generated if expected > generated else float(generated)
+    return max(1.0, min(left, most - generated))
 
 
 def features_of(turn: Turn, program: ProgramState, prompt_tokens: int, *, compacted: bool = False) -> Features:

@@ -7,7 +7,8 @@
 `StagedScheduler`: AsyncScheduler fails on a synchronous engine with pipeline stages. Delete it when it does not.
     Contract: tests/replica/test_pipeline_stages.py.
 `LoadingScheduler`: vLLM loads for turns only, and a program is fetched before its turn comes. Delete it when a
-    connector can be asked to prefetch. Contract: tests/contracts/test_host_tier.py.
+    connector can be asked to prefetch. Contract: tests/contracts/test_host_tier.py. vLLM preempts for running turns
+    only. Delete `preempt` when it asks who is preempted for a waiting turn. Contract: tests/replica/test_preemption.py.
 `stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
     stores computed tokens only. Contract: tests/contracts/test_host_tier.py.
 `advance_grammars`: a resumed turn's tokens are a part of the prompt, at which grammars do not look. Delete it when vLLM
@@ -25,7 +26,8 @@ import ctypes
 import gc
 import os
 import signal
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -33,6 +35,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import Of
 from vllm.utils import system_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
+from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.engine.core import EngineCore
@@ -169,12 +172,13 @@ class StagedScheduler(Loads):
 
 
 class LoadingScheduler(StagedScheduler):
-    """vLLM's scheduler, extended by loads of a context from the host before a turn needs it.
+    """vLLM's scheduler, extended by loads of a context from the host before a turn needs it, and by preemptions.
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
     It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, _get_local_prefix_cache_hit,
-    _update_waiting_for_remote_kv.
+    _update_waiting_for_remote_kv; and for preemptions running, max_num_running_reqs, num_waiting_for_streaming_input,
+    deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, _pause_state, _preempt_request.
     """
 
     def register_load(self, request: Request) -> None:
@@ -219,6 +223,24 @@ class LoadingScheduler(StagedScheduler):
     def abort_load(self, request_id: str) -> None:
         """Abort a load. Its memory is freed when its transfer, if there is one, has ended."""
         self.finish_requests(request_id, RequestStatus.FINISHED_ABORTED)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the batch has as many turns as it may have."""
+        return bool(len(self.running) + self.num_waiting_for_streaming_input >= self.max_num_running_reqs)
+
+    @property
+    def may_preempt(self) -> bool:
+        """Whether waiting turns are admitted, and no memory is still to be freed by a step in flight."""
+        return self._pause_state is PauseState.UNPAUSED and not self.deferred_frees
+
+    def preempt(self, request_ids: Collection[str]) -> None:
+        """Preempt running turns between two steps, as vLLM does within a step. They wait again."""
+        for request in [one for one in self.running if one.request_id in request_ids]:
+            self.running.remove(request)
+            self._preempt_request(request, time.monotonic(), drop_stale_output=self.requires_kv_delivery)
+            # It may be admitted again in the next step, as after vLLM's reset of the prefix cache.
+            self.prev_step_scheduled_req_ids.discard(request.request_id)
 
     def take_cached(self, found: FoundContext) -> list[KVCacheBlock]:
         """Take references to the blocks of a context that are in the prefix cache."""

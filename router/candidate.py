@@ -49,6 +49,7 @@ class ReplicaLoad:
     program_turns: float = 0.0
     pause_s: float = 0.0
     shed_from_s: float = TAKES_ALL_S
+    shed_sheddable_from_s: float = TAKES_ALL_S
     shed_retry_after_s: float = 0.0
     resume_tokens: tuple[tuple[float, float], ...] = ()
 
@@ -310,9 +311,10 @@ class Candidate:
         computed = expected.prompt_tokens + expected.later_turns * expected.new_tokens
         return program_work_s(self.load, computed, expected.outputs, expected.context_tokens)
 
-    def sheds(self, expected: ExpectedWork) -> bool:
+    def sheds(self, expected: ExpectedWork, *, sheddable: bool = False) -> bool:
         """Whether the replica refuses such a new program, because turns that it has admitted wait for long."""
-        return self.load.shed_from_s < TAKES_ALL_S and self.work_s(expected) >= self.load.shed_from_s
+        from_s = self.load.shed_sheddable_from_s if sheddable else self.load.shed_from_s
+        return from_s < TAKES_ALL_S and self.work_s(expected) >= from_s
 
     def has_room(self, expected: ExpectedWork, empty_share: float) -> bool:
         """Whether such a program may be admitted. One larger than the bound may be, where little else is."""

@@ -250,7 +250,8 @@ class PlacementEngine:
         if not store_available or not self._state.any_fresh(now_s):
             return self._without_store(turn_id, request, arrival, eligible, now_s)
         at_once, is_child = self._goes_at_once(request, arrival, eligible), self._is_child(request)
-        taking = eligible if at_once or is_child else [one for one in eligible if not one.sheds(expected)]
+        sheddable = request.hints.sheddable
+        taking = [one for one in eligible if at_once or is_child or not one.sheds(expected, sheddable=sheddable)]
         if not taking:
             return Refuse(Refused.LOAD_SHED, max(MIN_RETRY_S, min(one.load.shed_retry_after_s for one in eligible)))
         eligible = taking

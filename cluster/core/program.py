@@ -40,6 +40,11 @@ class Hints:
     retention_s: float | None = None
     """Seconds for which the client asks to keep the program's KV cache after this turn."""
 
+    @property
+    def sheddable(self) -> bool:
+        """Whether the client lets the turn wait for all others, as batch work can: its priority is above 0."""
+        return (self.priority or 0) > 0
+
 
 @dataclass(frozen=True, slots=True)
 class ToolPrediction:

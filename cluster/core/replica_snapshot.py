@@ -159,6 +159,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Number of turns that the replica runs only when no other turn waits."""
     shed_from_s: Amount = TAKES_ALL_S
     """The replica refuses new programs whose expected work (`program_work_s`) is so many seconds or more."""
+    shed_sheddable_from_s: Amount = TAKES_ALL_S
+    """As `shed_from_s`, for programs that can wait for all others (`Hints.sheddable`)."""
     shed_retry_after_s: Amount = 0.0
     """Seconds until the turns that wait now are served, if it refuses any."""
     guards_memory: bool = False

@@ -30,6 +30,7 @@ from cluster.core.program import tool_key
 from cluster.durations.statistics import Durations
 from cluster.durations.table import DurationTable
 from replicas.policies import trees
+from replicas.policies.yielding import Yielding, is_due
 from replicas.policy import (
     Claimant,
     Forecast,
@@ -44,7 +45,6 @@ from replicas.policy import (
     Release,
     Swap,
     TurnView,
-    is_sheddable,
 )
 
 # The constants below were chosen, not measured one by one. `benchmarks.policy_sensitivity` halves and
@@ -80,8 +80,8 @@ class CaesuraParameters(BaseModel):
     """Value of such a turn beside that, if all turns of its program were in time. More favours the programs that can
     meet the SLO, less the completion times of the others."""
     max_wait_s: float = Field(120.0, gt=0)
-    """Bound on the seconds from a turn's arrival to its first token. New programs that would break it are refused
-    with 503 at once."""
+    """Bound on the seconds that a turn waits: for its first token, and after preemptions. New programs that would break
+    it are refused with 503 at once."""
     refresh_steps: int = Field(8, ge=1)
     """Number of steps between two rankings of all waiting turns. A turn's rank changes while it waits, because its
     SLO comes nearer."""
@@ -108,6 +108,7 @@ class CaesuraParameters(BaseModel):
             self.reserve_share,
             is_late,
             self.max_wait_s,
+            preemption=Yielding(self.max_wait_s, slack_s),
             evicts_ends=True,
             single_flight=True,
             guards_memory=True,
@@ -164,6 +165,17 @@ def turn_in_time(turn: TurnView) -> bool:
     return (ttft_s is None or to_first_s(turn) <= ttft_s) and (e2e_s is None or turn_s(turn) <= e2e_s)
 
 
+def slack_s(turn: TurnView) -> float:
+    """Return the seconds that a turn may wait for admission and still be in time. Negative: it is late. inf: no bound
+    depends on it.
+    """
+    if not turn_in_time(turn):
+        return -inf
+    ttft_s, e2e_s = turn.bounds.ttft_s, turn.bounds.e2e_s
+    to_first = inf if ttft_s is None or turn.first_token_s is not None else ttft_s - to_first_s(turn)
+    return min(to_first, inf if e2e_s is None else e2e_s - turn_s(turn))
+
+
 def program_in_time(turn: TurnView) -> bool:
     """Return whether all turns of the program were in time, and its time per token can still be within the bound."""
     if turn.bounds.ttft_s is not None and not turn.program.on_time:
@@ -209,12 +221,10 @@ class ValuePerWork:
         In a tree of programs the work is that of the whole tree. Before the last number the rank has the seconds of the
         way through the program, with a minus.
 
-        A turn that has waited for its first token for a half of the longest wait comes before all others, by arrival,
-        unless its priority is that of work that can wait (`is_sheddable`).
+        A turn that has waited for a half of the longest wait (`is_due`) comes before all others, by arrival.
         """
         priority = float(turn.hints.priority or 0)
-        waited_s = turn.load.now_s - turn.arrived_s
-        if turn.first_token_s is None and waited_s > self.max_wait_s / 2 and not is_sheddable(turn.hints):
+        if is_due(turn, self.max_wait_s):
             return (-inf, turn.arrived_s, IN_TIME)
         left_s = turn_work_s(turn) + later_work_s(turn)
         way: tuple[float, ...] = ()

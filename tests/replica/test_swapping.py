@@ -332,6 +332,28 @@ def test_what_exceeds_a_programs_share_is_released_and_counted(tiered: Make) -> 
     assert t.cached("a") == [0, 25 * BLOCK]
 
 
+def test_the_copy_of_a_preempted_turn_counts_as_the_only_one_until_it_runs_again(tiered: Make) -> None:
+    t = tiered()
+    turn = t.arrive("a", 400, output=50, last=True)
+    for _ in range(10):
+        t.step()
+    cache = t.scheduler.swapping.cache
+    assert cache is not None
+    account = cache.chunks.accounts["default/a"]
+    assert (account.standing.resident, account.standing.saved_s) == (True, 0.0), "no later turn will need it"
+    t.clock.advance(5.0)
+    t.scheduler.preempt({turn})
+    assert (account.standing.resident, account.standing.since_s) == (False, 5.0)
+    assert account.standing.saved_s > 0
+    t.clock.advance(2.0)
+    t.scheduler.views.load = t.scheduler.load_now()
+    view = t.scheduler.views.waiting(t.scheduler.requests[turn])
+    assert (view.kv, view.cached_tokens, view.waited_s) == (KvPlace.SWAPPED, 25 * BLOCK, 2.0)
+    t.step()
+    assert account.standing.resident
+    t.drain()
+
+
 def test_a_program_that_ended_leaves_the_host_to_others(tiered: Make) -> None:
     t = tiered(host_blocks=60)
     for name in "abcdefgh":

@@ -49,4 +49,5 @@ def _shedding(scheduler: Any, turn: SimulatedTurn) -> Shedding | None:
     """Return what the replica refuses if that includes this new program. None: it takes the program."""
     if not isinstance(scheduler, AgentScheduler) or (found := shedding_of(scheduler)) is TAKES_ALL:
         return None
-    return found if found.refuses(new_work_s(scheduler, turn.identity, len(turn.prompt))) else None
+    work_s = new_work_s(scheduler, turn.identity, len(turn.prompt))
+    return found if found.refuses(work_s, sheddable=turn.identity.hints.sheddable) else None
