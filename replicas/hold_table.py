@@ -8,6 +8,7 @@ from enum import Enum
 from typing import Generic, TypeVar
 
 from cluster.core.errors import IntegrityError
+from cluster.core.slo import Slo
 from replicas.policy import NOTHING_EXPECTED, Forecast
 
 Block = TypeVar("Block")
@@ -87,6 +88,8 @@ class HeldBlocks(Generic[Block]):
     origin: HoldOrigin = HoldOrigin.POLICY
     forecast: Forecast = NOTHING_EXPECTED
     """The forecast of the turn that the pause followed."""
+    bounds: Slo | None = None
+    """The bounds of the program's next turn, once it waits for admission."""
 
 
 class HoldTable(Generic[Block]):
@@ -184,9 +187,16 @@ class HoldTable(Generic[Block]):
         self._holds[key] = replace(held, until_s=until_s, origin=origin or held.origin)
         self._set_end(key, until_s)
 
-    def returned(self, key: str) -> None:
-        """Stop reviewing the program's hold, if it has one: its next turn has come and waits for admission."""
+    def returned(self, key: str, bounds: Slo | None = None) -> None:
+        """Stop reviewing the program's hold, if it has one: its next turn has come and waits for admission.
+
+        Args:
+            key: the program's key.
+            bounds: the bounds of that turn.
+        """
         self._reviews.remove(key)
+        if (held := self._holds.get(key)) is not None:
+            self._holds[key] = replace(held, bounds=bounds)
 
     def release(self, key: str) -> int:
         """Give a program's blocks back. Return their number, which is 0 if it held none."""

@@ -278,6 +278,8 @@ class HoldView:
     """Whether the client asked for the hold."""
     children_s: float | None = None
     """Seconds that the programs which the pause waits for are expected to take from now on. None: there are none."""
+    bounds: Slo = NO_BOUNDS
+    """The bounds of the turn that waits, or else those of its tenant."""
 
 
 class Claimant(Enum):

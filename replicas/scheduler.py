@@ -163,6 +163,7 @@ class AgentScheduler(LoadingScheduler):
             forecaster=self.forecaster,
             durations=self.durations,
             block_tokens=self.block_size,
+            bounds_of=lambda key: self.settings.bounds_of_program(key),
         )
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
         self.stats = Stats(
@@ -345,15 +346,14 @@ class AgentScheduler(LoadingScheduler):
     def _arrive(self, request: Request, turn: Turn, key: str) -> None:
         before = self.programs.get(key)
         self.apply(key, TurnArrived(turn.arrived_s, last=turn.identity.last_turn))
-        self.holds.returned(key)
-        compacted = False
-        if before is not None and before.active == 0:
+        if compacted := before is not None and before.active == 0:
             compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
             if not compacted:
                 new = max(0, request.num_tokens - before.context_tokens)
                 bounds = self.settings.bounds_of(turn.identity)
                 turn.bounds = self.facts.turn_bounds(bounds, new, before.context_tokens)
                 self.forecaster.tools_returned(key, new)
+        self.holds.returned(key, turn.bounds)
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
         turn.forecast = self.views.forecast(turn)
         self.swapping.arrives(request, key, turn.forecast)

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from cluster.config.schema import CaesuraConfig, LimitsConfig, PolicyConfig, SloConfig
 from cluster.core.errors import ConfigError
-from cluster.core.program import ProgramIdentity
+from cluster.core.program import ProgramIdentity, tenant_of
 from cluster.core.registry import POLICIES
 from cluster.core.slo import Slo
 from replicas.cost_model import CostModel
@@ -110,6 +110,10 @@ class SchedulerSettings(BaseModel):
         if (deadline_s := identity.hints.deadline_s) is None:
             return bounds
         return replace(bounds, e2e_s=deadline_s if bounds.e2e_s is None else min(bounds.e2e_s, deadline_s))
+
+    def bounds_of_program(self, key: str) -> Slo:
+        """Return the bounds of the turns of a program that have no deadline of their own."""
+        return self.tenant_slos.get(tenant_of(key), self.slo).bounds
 
     @classmethod
     def for_replica(cls, config: CaesuraConfig) -> "SchedulerSettings":

@@ -1,6 +1,6 @@
 """The frozen views that a scheduler gives its policies."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
@@ -8,6 +8,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin
 from cluster.core.program import tool_key
+from cluster.core.slo import Slo
 from cluster.durations.table import DurationTable
 from replicas.forecasts import Features, Forecaster
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
@@ -32,6 +33,7 @@ class Views:
         forecaster: forecasts turns.
         durations: durations of tools.
         block_tokens: tokens of a block.
+        bounds_of: returns the bounds of a program's turns, given its key.
     """
 
     def __init__(
@@ -46,6 +48,7 @@ class Views:
         forecaster: Forecaster,
         durations: DurationTable,
         block_tokens: int,
+        bounds_of: Callable[[str], Slo],
     ) -> None:
         self.load = load
         """The replica's load in this step."""
@@ -57,6 +60,7 @@ class Views:
         self._forecaster = forecaster
         self._durations = durations
         self._block_tokens = block_tokens
+        self._bounds_of = bounds_of
 
     def waiting(self, request: Request) -> TurnView:
         """Return the view of a waiting turn."""
@@ -142,6 +146,7 @@ class Views:
             owner_waits=program.phase is Phase.RESUMING,
             asked=held.origin is HoldOrigin.ASKED,
             children_s=self._trees.children_s(held.key, self.load),
+            bounds=self._bounds_of(held.key) if held.bounds is None else held.bounds,
         )
 
     def forecast(self, turn: Turn) -> Forecast:

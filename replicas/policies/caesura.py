@@ -411,8 +411,10 @@ def elapsed_s(hold: HoldView) -> float:
 
 def has_missed_slo(hold: HoldView) -> bool:
     """Return whether the program has missed the SLO: with an ended turn, with the waiting turn, or per token."""
-    slo, waited_s = hold.load.facts.slo, hold.load.now_s - hold.program.last_event_s if hold.owner_waits else 0.0
-    if slo.ttft_s is not None and (not hold.program.on_time or waited_s > slo.ttft_s):
+    slo, waited_s = hold.bounds, hold.load.now_s - hold.program.last_event_s if hold.owner_waits else 0.0
+    if (slo.ttft_s is not None or slo.slowdown is not None) and not hold.program.on_time:
+        return True
+    if any(bound_s is not None and waited_s > bound_s for bound_s in (slo.ttft_s, slo.e2e_s)):
         return True
     return not paces(slo.normalized_latency_s, hold.program, hold.forecast, hold.load, waited_s, 0.0)
 

@@ -59,6 +59,7 @@ def hold(at: LoadView | None = None, since_s: float = 99.0, until_s: float = 101
     view = HoldView(
         begin("t/p", 40.0), forecast(), at or load(), DurationTable(), 1000, since_s, until_s, owner_waits=False
     )
+    view = replace(view, bounds=view.load.facts.slo.bounds)
     return replace(view, **changes)  # type: ignore[arg-type]
 
 

@@ -18,6 +18,7 @@ from replicas.policies.caesura import (
     LATE,
     LONGEST_S,
     CaesuraParameters,
+    has_missed_slo,
     is_late,
     pressure,
 )
@@ -191,6 +192,18 @@ def test_without_a_bound_the_least_work_goes_first() -> None:
     short, long = turn(at, tokens=100), turn(at, tokens=2000)
     assert key(short) < key(replace(long, arrived_s=at.now_s - 40.0))
     assert key(short)[1] / key(long)[1] == pytest.approx(work_s(short) / work_s(long))
+
+
+def test_a_hold_has_missed_the_bounds_of_its_own_turns() -> None:
+    at = bounded(SloConfig(ttft_s=1.0))
+    back = hold(at, owner_waits=True, program=replace(begin("p", 0.0), last_event_s=at.now_s - 2.0))
+    assert has_missed_slo(back)
+    assert not has_missed_slo(replace(back, bounds=Slo(3.0)))
+    assert has_missed_slo(replace(back, bounds=Slo(3.0, e2e_s=1.5)))
+    assert not has_missed_slo(replace(back, bounds=Slo(slowdown=3.0)))
+    late = replace(back, program=replace(back.program, on_time=False))
+    assert has_missed_slo(replace(late, bounds=Slo(slowdown=3.0)))
+    assert not has_missed_slo(replace(late, bounds=Slo()))
 
 
 # --- pause ------------------------------------------------------------------------------------------------------------

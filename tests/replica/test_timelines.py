@@ -407,6 +407,29 @@ def test_a_late_turn_of_one_tenant_is_in_time_for_another(programs: Make) -> Non
     assert (load.waiting_late, load.waiting_in_time) == (1, 1)
 
 
+def test_the_bounds_of_a_hold_are_those_of_the_turn_that_waits_or_of_its_tenant(programs: Make) -> None:
+    p = programs("caesura")
+    slos = {"quick": SloConfig(ttft_s=0.5)}
+    p.scheduler.settings = p.scheduler.settings.model_copy(update={"slo": SloConfig(ttft_s=60.0), "tenant_slos": slos})
+
+    def bounds(key: str) -> Slo:
+        held = p.scheduler.holds.get(key)
+        assert held is not None
+        return p.scheduler.views.hold(held).bounds
+
+    for number, tenant in enumerate(("quick", "default")):
+        hints = Hints(expected_tool="ls")
+        p.engine.submit(
+            tenant, range(1000 * number, 1000 * number + 100), 3, ProgramIdentity("p", None, tenant, hints=hints)
+        )
+    p.engine.run()
+    assert (bounds("quick/p"), bounds("default/p")) == (Slo(0.5), Slo(60.0))
+    p.arrive("a", new_tokens=780, output=60)
+    p.step()
+    p.engine.submit("again", range(300), 3, ProgramIdentity("p", None, "quick", hints=Hints(deadline_s=7.0)))
+    assert bounds("quick/p") == Slo(0.5, e2e_s=7.0)
+
+
 def test_a_policy_switch_ends_the_old_policys_holds(programs: Make) -> None:
     p = programs("continuum")
     p.turn("a", 100)
