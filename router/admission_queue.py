@@ -1,8 +1,10 @@
 """The admission queue: programs for which no replica has room yet, in the order of their admission. Pure.
 
 Tenants share admissions by start-time fair queueing (Goyal et al., 1996) over their admitted work and their weights.
-Within a tenant, programs that can still meet the SLO come first, then those with the least work, then the oldest. A
-fixed part of the admissions goes to the oldest program, whatever its work. No program waits longer than the limit.
+Within a tenant, the lowest priority comes first, then programs that can still meet their bounds, then those with the
+least work, then the oldest. A fixed part of the admissions goes to the oldest program, whatever its work. Sheddable
+programs (`Hints.sheddable`) come after the others of all tenants, and make room for these in a full queue. No program
+waits longer than the limit.
 """
 
 from bisect import bisect_left, insort
@@ -28,8 +30,10 @@ SPARE = 1024
 MIN_RATE_PER_S = 1e-3
 MIN_RETRY_S, MAX_RETRY_S = 1.0, 3600.0
 
-Rank = tuple[float, int]
-"""Seconds of work, then arrival."""
+Rank = tuple[float, ...]
+"""Priority, 1 if the program is late, seconds of work, arrival."""
+SHEDDABLE: Rank = (0.5,)
+"""A rank after those of all programs that are not sheddable, and before those that are."""
 
 
 @dataclass(slots=True, eq=False)
@@ -54,8 +58,8 @@ class Waiter:
 
     @property
     def rank(self) -> Rank:
-        """Its key among the programs of its tenant that are as late."""
-        return (self.work_s, self.number)
+        """Its key among the programs of its tenant."""
+        return (self.request.hints.priority or 0, float(not self.on_time), self.work_s, self.number)
 
 
 @dataclass(slots=True)
@@ -68,11 +72,12 @@ class _Tenant:
     turns: int = 0
     waiters: dict[int, Waiter] = field(default_factory=dict)
     """By number, which is the order of arrival."""
-    on_time: list[Rank] = field(default_factory=list)
-    late: list[Rank] = field(default_factory=list)
+    unsheddable: dict[int, Waiter] = field(default_factory=dict)
+    """Those that are not sheddable."""
+    ranks: list[Rank] = field(default_factory=list)
 
     def oldest(self) -> Waiter:
-        return next(iter(self.waiters.values()))
+        return next(iter((self.unsheddable or self.waiters).values()))
 
 
 class AdmissionQueue:
@@ -89,6 +94,7 @@ class AdmissionQueue:
         self._number = 0
         self._virtual_s = 0.0
         self._tags: dict[str, float] = {}
+        self._sheddable: dict[int, Waiter] = {}
         self._reserved: Waiter | None = None
         self._admissions = self._measured_s = self._measured_at_s = 0.0
 
@@ -123,9 +129,10 @@ class AdmissionQueue:
         most = self._max_turns(request.tenant, request.tenant)
         if len(self._tenants) + (tenant is None) > 1 and mine + 1 > most:
             return _refuse(Refused.TENANT_SHARE, wait_s)
-        if self.turns >= self._settings.max_waiting and self._tenant_most_over_share(request.tenant) in (
-            None,
-            request.tenant,
+        if (
+            self.turns >= self._settings.max_waiting
+            and not self._yields_to(request)
+            and self._tenant_most_over_share(request.tenant) in (None, request.tenant)
         ):
             return _refuse(Refused.QUEUE_FULL, wait_s)
         if request.key in self._waiters:
@@ -145,7 +152,7 @@ class AdmissionQueue:
         on_time_until_s: float,
     ) -> list[tuple[str, Refuse]]:
         """The turn waits. Returns the turns that are rejected to make room for it."""
-        evicted = self._evict(request.tenant, now_s) if self.turns >= self._settings.max_waiting else []
+        evicted = self._evict(request, now_s) if self.turns >= self._settings.max_waiting else []
         waiter = self._waiters.get(request.key)
         if waiter is None:
             waiter = self._join(request, now_s, work_s, on_time_until_s)
@@ -194,17 +201,20 @@ class AdmissionQueue:
         return over
 
     def in_order(self, now_s: float) -> Iterator[Waiter]:
-        """The programs to try for admission: a few of each tenant, those of the least served tenant first."""
+        """The programs to try for admission: a few of each tenant, those of the least served tenant first.
+
+        The sheddable ones of all tenants come last.
+        """
         self._age(now_s)
-        for tenant in sorted(self._tenants.values(), key=lambda one: (one.served_s, one.oldest().number)):
-            oldest = tenant.oldest()
-            if tenant.owed >= 1:
-                yield oldest
-            seen = 0
-            for ranks in (tenant.on_time, tenant.late):
-                for _, number in ranks[: LOOKAHEAD - seen]:
-                    seen += 1
-                    yield tenant.waiters[number]
+        tenants = sorted(self._tenants.values(), key=lambda one: (one.served_s, one.oldest().number))
+        for sheddable in (False, True):
+            for tenant in tenants:
+                if tenant.owed >= 1 and bool(tenant.unsheddable) is not sheddable:
+                    yield tenant.oldest()
+                middle = bisect_left(tenant.ranks, SHEDDABLE)
+                begin, end = (middle, len(tenant.ranks)) if sheddable else (0, middle)
+                for *_, number in tenant.ranks[begin : min(end, begin + LOOKAHEAD)]:
+                    yield tenant.waiters[int(number)]
 
     def children(self) -> list[Waiter]:
         """The waiting children, those of one parent together and in the order of arrival."""
@@ -227,10 +237,12 @@ class AdmissionQueue:
             IntegrityError: they do not.
         """
         by_tenant = [waiter for tenant in self._tenants.values() for waiter in tenant.waiters.values()]
-        ranked = [number for one in self._tenants.values() for _, number in (*one.on_time, *one.late)]
+        ranked = [number for one in self._tenants.values() for *_, number in one.ranks]
+        split = [number for one in self._tenants.values() for number in one.unsheddable] + list(self._sheddable)
         turns = {turn_id: waiter for waiter in by_tenant for turn_id in waiter.turns}
         if (
             sorted(ranked) != sorted(waiter.number for waiter in by_tenant)
+            or sorted(split) != sorted(ranked)
             or {waiter.request.key: waiter for waiter in by_tenant} != self._waiters
             or turns != self._turns
             or not all(
@@ -258,7 +270,8 @@ class AdmissionQueue:
         if request.parent_key is not None:
             self._children.setdefault(request.parent_key, {})[waiter.number] = waiter
         tenant.waiters[waiter.number] = waiter
-        insort(tenant.on_time, waiter.rank)
+        (self._sheddable if request.hints.sheddable else tenant.unsheddable)[waiter.number] = waiter
+        insort(tenant.ranks, waiter.rank)
         heappush(self._late_at, (on_time_until_s, waiter.number, request.key))
         heappush(self._give_up_at, (give_up_s, waiter.number, request.key))
         return waiter
@@ -272,8 +285,9 @@ class AdmissionQueue:
             del self._children[parent][waiter.number]
             if not self._children[parent]:
                 del self._children[parent]
-        ranks = tenant.on_time if waiter.on_time else tenant.late
-        del ranks[bisect_left(ranks, waiter.rank)]
+        tenant.unsheddable.pop(waiter.number, None)
+        self._sheddable.pop(waiter.number, None)
+        del tenant.ranks[bisect_left(tenant.ranks, waiter.rank)]
         if self._reserved is waiter:
             self._reserved = None
         if not tenant.waiters:
@@ -300,10 +314,10 @@ class AdmissionQueue:
             _, number, key = heappop(self._late_at)
             waiter = self._waiters.get(key)
             if waiter is not None and waiter.number == number and waiter.on_time:
-                tenant = self._tenants[waiter.request.tenant]
-                del tenant.on_time[bisect_left(tenant.on_time, waiter.rank)]
-                insort(tenant.late, waiter.rank)
+                ranks = self._tenants[waiter.request.tenant].ranks
+                del ranks[bisect_left(ranks, waiter.rank)]
                 waiter.on_time = False
+                insort(ranks, waiter.rank)
 
     def _share(self, name: str, newcomer: str) -> float:
         """The tenant's share of the queue while ``newcomer`` waits, too."""
@@ -320,23 +334,32 @@ class AdmissionQueue:
         over = [name for name in self._tenants if self._tenants[name].turns > self._max_turns(name, newcomer)]
         return max(over, key=lambda one: self._tenants[one].turns / self._tenants[one].weight, default=None)
 
-    def _evict(self, newcomer: str, now_s: float) -> list[tuple[str, Refuse]]:
-        name = self._tenant_most_over_share(newcomer)
-        if name is None:
+    def _yields_to(self, request: TurnRequest) -> bool:
+        """Whether a sheddable program makes room for the request in a full queue."""
+        return bool(self._sheddable) and not request.hints.sheddable
+
+    def _evict(self, newcomer: TurnRequest, now_s: float) -> list[tuple[str, Refuse]]:
+        if self._yields_to(newcomer):
+            waiter, reason = next(reversed(self._sheddable.values())), Refused.QUEUE_FULL
+        elif (name := self._tenant_most_over_share(newcomer.tenant)) is not None:
+            waiter, reason = next(reversed(self._tenants[name].waiters.values())), Refused.TENANT_SHARE
+        else:
             return []
-        waiter = next(reversed(self._tenants[name].waiters.values()))
-        refuse = _refuse(Refused.TENANT_SHARE, len(self) / self._rate_per_s(MIN_RATE_PER_S, now_s))
+        refuse = _refuse(reason, len(self) / self._rate_per_s(MIN_RATE_PER_S, now_s))
         return [(turn_id, refuse) for turn_id in self.drop(waiter)]
 
     def _expected_wait_s(self, request: TurnRequest, work_s: float, expected_per_s: float, now_s: float) -> float:
-        """The programs of its tenant before it, over its tenant's share of the admission rate."""
-        rate = self._rate_per_s(expected_per_s, now_s) * self._share(request.tenant, request.tenant)
-        tenant = self._tenants.get(request.tenant)
-        if tenant is None:
-            return 1 / rate
-        rank = (work_s, self._number + 1)
-        before = bisect_left(tenant.on_time, rank) + bisect_left(tenant.late, rank)
-        return (before + 1) / rate
+        """The programs of its tenant before it, over its tenant's share of the admission rate. Before a sheddable one
+        come those of the other tenants, too.
+        """
+        rate_per_s = self._rate_per_s(expected_per_s, now_s)
+        rate = rate_per_s * self._share(request.tenant, request.tenant)
+        tenant, others = self._tenants.get(request.tenant), 0
+        if request.hints.sheddable:
+            others = sum(len(one.unsheddable) for one in self._tenants.values() if one is not tenant)
+        rank = (request.hints.priority or 0, 0.0, work_s, self._number + 1)
+        before = bisect_left(tenant.ranks, rank) if tenant is not None else 0
+        return (before + 1) / rate + others / rate_per_s
 
     def _rate_per_s(self, expected_per_s: float, now_s: float) -> float:
         self._measure(now_s)

@@ -30,13 +30,19 @@ class PlacementEngine:
         settings: the constants of `EngineSettings` have their defaults where the user's settings are given.
         slo: orders the waiting turns; None applies no SLO.
         model: replicas that publish another model are not used; None uses all.
+        tenant_slos: the SLO of each tenant that has its own.
     """
 
     def __init__(
-        self, settings: RouterSettings | None = None, slo: SloConfig | None = None, model: str | None = None
+        self,
+        settings: RouterSettings | None = None,
+        slo: SloConfig | None = None,
+        model: str | None = None,
+        tenant_slos: Mapping[str, SloConfig] | None = None,
     ) -> None:
         self._settings = EngineSettings.of(settings or RouterSettings())
         self._slo = slo or SloConfig(ttft_s=None)
+        self._tenant_slos = tenant_slos or {}
         self._policy = PlacementPolicy.of(self._settings, model)
         self._state = RouterState(self._settings)
         self._queue = AdmissionQueue(self._settings)
@@ -355,8 +361,10 @@ class PlacementEngine:
             return refusal
         prefill_s = expected.prompt_tokens * like.load.token_s
         turn_s = prefill_s + expected.output_tokens * like.step_s
-        ttft_s, e2e_s = self._slo.ttft_s, self._slo.e2e_s
-        on_time_s = min(inf if ttft_s is None else ttft_s - prefill_s, inf if e2e_s is None else e2e_s - turn_s)
+        bounds = self._tenant_slos.get(request.tenant, self._slo).bounds
+        ttft_s, e2e_s, deadline_s = bounds.ttft_bound_s(prefill_s), bounds.e2e_s, request.hints.deadline_s
+        ends = [bound_s - turn_s for bound_s in (e2e_s, deadline_s) if bound_s is not None]
+        on_time_s = min(inf if ttft_s is None else ttft_s - prefill_s, *ends, inf)
         self._ready += self._queue.add(turn_id, request, now_s, work_s=work_s, on_time_until_s=now_s + on_time_s)
         return Wait()
 

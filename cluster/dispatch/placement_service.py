@@ -53,7 +53,12 @@ class PlacementService:
         )
         self.quarantine = Quarantine(clock, config.router.quarantine_s, store)
         return ProgramPlacer(
-            PlacementEngine(settings, config.slo, config.model.id),
+            PlacementEngine(
+                settings,
+                config.slo,
+                config.model.id,
+                {tenant: config.slo_of(tenant) for tenant in config.tenants},
+            ),
             store,
             clock,
             tasks=self._tasks,

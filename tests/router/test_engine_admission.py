@@ -20,9 +20,15 @@ class Site:
     """A replica that takes two programs of HALF, and a engine; programs end when told to."""
 
     def __init__(
-        self, slo: SloConfig | None = None, replicas: int = 1, *, guards_memory: bool = False, **settings: Any
+        self,
+        slo: SloConfig | None = None,
+        replicas: int = 1,
+        *,
+        guards_memory: bool = False,
+        tenant_slos: dict[str, SloConfig] | None = None,
+        **settings: Any,
     ) -> None:
-        self.engine = PlacementEngine(EngineSettings(working_set=1.0, **settings), slo)
+        self.engine = PlacementEngine(EngineSettings(working_set=1.0, **settings), slo, tenant_slos=tenant_slos)
         self.guards_memory = guards_memory
         self.replicas, self.number, self.now_s = replicas, 0, 0.0
         self.living: dict[str, str] = {}
@@ -153,6 +159,78 @@ def test_those_that_can_still_be_in_time_go_before_those_that_cannot() -> None:
     site.come("timely", HALF)
     site.end("x")
     assert site.admit() == ["timely"]
+
+
+def test_the_bounds_of_a_tenant_and_the_deadline_of_a_request_count() -> None:
+    for late, timely in (
+        ({"tenant": "quick"}, {}),
+        ({"deadline_s": 10.5}, {"deadline_s": 50.0}),
+    ):
+        slos = {"quick": SloConfig(ttft_s=3.0)}
+        site = Site(SloConfig(ttft_s=60.0), tenant_slos=slos, stale_s=1e6, aged_share=1e-9)
+        site.come("x"), site.come("y")
+        site.come("late", 30_000, **late)
+        site.now_s = 10.0
+        site.come("timely", HALF, **({"tenant": "quick"} | timely if "tenant" in late else timely))
+        site.end("x")
+        assert site.admit() == ["timely"]
+
+
+def test_a_bound_that_grows_with_the_prompt_counts() -> None:
+    """Without it both are late from the start, and the least work goes first."""
+    for slowdown, first in ((None, "small"), (3.0, "timely")):
+        site = Site(SloConfig(ttft_s=0.1, slowdown=slowdown), stale_s=1e6, aged_share=1e-9)
+        site.come("x"), site.come("y")
+        site.come("small", 30_000)
+        site.now_s = 50.0
+        site.come("timely", HALF)
+        site.end("x")
+        assert site.admit() == [first]
+
+
+def test_the_lowest_priority_of_a_tenant_goes_first() -> None:
+    site = Site(stale_s=1e6, aged_share=1e-9)
+    site.come("x"), site.come("y")
+    for key, tokens, priority in (("plain", 30_000, 0), ("urgent", HALF, -3), ("batch", 26_000, 2)):
+        assert site.come(key, tokens, priority=priority) == Wait()
+    assert site.serve_all() == ["urgent", "plain", "batch"]
+
+
+@pytest.mark.parametrize("tenant", ["a", "idle"])
+def test_batch_work_comes_after_the_programs_of_all_tenants_the_oldest_included(tenant: str) -> None:
+    site = Site(stale_s=1e6, aged_share=1.0)
+    site.come("x"), site.come("y")
+    for number in range(4):
+        site.come(f"batch{number}", tenant=tenant, priority=1)
+    for number in range(6):
+        site.come(f"agent{number}")
+    assert [key[:5] for key in site.serve_all()] == ["agent"] * 6 + ["batch"] * 4
+
+
+def test_batch_work_makes_room_in_a_full_queue() -> None:
+    site = Site(max_waiting=3, max_wait_s=1e6, stale_s=1e6)
+    site.come("x"), site.come("y")
+    site.come("agent0"), site.come("batch0", priority=1), site.come("batch1", priority=1)
+    assert site.come("agent1") == Wait()
+    full = site.come("batch2", priority=1)
+    assert isinstance(full, Refuse) and full.reason is Refused.QUEUE_FULL
+    site.admit()
+    assert {key: one.reason for key, one in site.refused.items()} == {"batch1": Refused.QUEUE_FULL}
+
+
+def test_batch_work_is_refused_at_once_where_the_programs_of_others_take_too_long() -> None:
+    site = Site(max_wait_s=100.0, stale_s=1e6)
+    site.come("x"), site.come("y")
+    assert Wait() not in [site.come(f"p{number}") for number in range(1000)][-10:], "its queue is full of agents"
+    assert site.come("agent", tenant="b") == Wait()
+    batch = site.come("batch", tenant="c", priority=1)
+    assert isinstance(batch, Refuse) and batch.reason is Refused.QUEUE_TIMEOUT
+
+
+def test_a_replica_may_refuse_batch_work_only() -> None:
+    engine = shedding_engine(r0={"shed_sheddable_from_s": 0.0, "shed_retry_after_s": 9.0})
+    assert isinstance(engine.turn("1", request("agent", 1000), 0.1), Go)
+    assert engine.turn("2", request("batch", 1000, priority=1), 0.1) == Refuse(Refused.LOAD_SHED, 9.0)
 
 
 def test_nobody_waits_longer_than_allowed_and_a_deadline_counts() -> None:
