@@ -29,7 +29,7 @@ from vllm.v1.request import Request
 
 from replicas.hold_table import HoldTable
 from replicas.policy import LoadView
-from replicas.prefill_scheduling import missing_tokens, scheduled_tokens
+from replicas.prefill_scheduling import scheduled_tokens, under_way
 from replicas.rewritten_context import matching_blocks
 from replicas.swapping import Swapping
 
@@ -292,7 +292,7 @@ class EarlyPrefill:
         Return the tokens of the step, those of the running turns included, or 0 if there is no room. With more, the
         step would compute the request's last token.
         """
-        if any(missing_tokens(request) > 1 for request in running):
+        if under_way(running):
             return 0
         if load.running:
             self._credit_s += DECODE_SHARE * load.iteration_s

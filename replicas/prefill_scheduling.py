@@ -6,7 +6,7 @@ first, with one token each, and then prompts by their rank. A waiting turn that 
 free.
 """
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
 from vllm.v1.core.kv_cache_utils import BlockHash
@@ -65,7 +65,7 @@ class PrefillScheduling:
 
     def tokens(self, running: list[Request]) -> int:
         """Return how many tokens the running prompts still need computed, without the prompts that are late."""
-        return sum(missing_tokens(request) for request in _under_way(running) if request.request_id not in self._late)
+        return sum(missing_tokens(request) for request in under_way(running) if request.request_id not in self._late)
 
     def order(
         self,
@@ -87,7 +87,7 @@ class PrefillScheduling:
         Returns:
             Whether the set of late prompts has changed.
         """
-        prompts = _under_way(running) if is_late is not None else []
+        prompts = under_way(running) if is_late is not None else []
         ranks = self._ranks = {request.request_id: rank(request) for request in prompts}
         late = frozenset(name for name, key in ranks.items() if is_late is not None and is_late(key))
         changed, self._late = late != self._late, late
@@ -139,8 +139,10 @@ class PrefillScheduling:
         return 0 if self._sat_out else left
 
 
-def _under_way(running: list[Request]) -> list[Request]:
-    return [request for request in running if missing_tokens(request) > 1]
+def under_way(running: Iterable[Request]) -> list[Request]:
+    """Return the turns whose prompt is not completely computed."""
+    # `missing_tokens` without its call: this looks at each running turn of each step.
+    return [request for request in running if request.num_tokens - request.num_computed_tokens > 1]
 
 
 def missing_tokens(request: Request) -> int:
