@@ -17,8 +17,6 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import BlockHash
 from vllm.v1.request import Request
 
-from replicas.prefill_scheduling import missing_tokens
-
 
 def shared_blocks(one: Sequence[BlockHash], other: Sequence[BlockHash]) -> int:
     """Return how many leading blocks two prompts have in common. Hashes are chained, so that a bisection finds it."""
@@ -39,7 +37,7 @@ def waits_for(
         skips: whether a running prompt skips steps that this turn would not.
     """
     for other in running:
-        if missing_tokens(other) <= 1 or skips(other.request_id):
+        if other.num_tokens - other.num_computed_tokens <= 1 or skips(other.request_id):
             continue
         shared = shared_blocks(request.block_hashes, other.block_hashes)
         if shared and not is_cached(request.block_hashes[shared - 1]):

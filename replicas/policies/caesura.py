@@ -129,10 +129,11 @@ def decode_work_s(load: LoadView, context_tokens: float) -> float:
     return cost.decode_step_s(turns) / turns + context_tokens * cost.context_s
 
 
-def turn_work_s(turn: TurnView) -> float:
+def turn_work_s(turn: TurnView, prefill_s: float | None = None) -> float:
     """Return the expected GPU seconds of a turn: its prefill, and its share of its decode iterations."""
     output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
-    return _prefill_s(turn) + output * decode_work_s(turn.load, turn.tokens + output / 2)
+    prefill_s = _prefill_s(turn) if prefill_s is None else prefill_s
+    return prefill_s + output * decode_work_s(turn.load, turn.tokens + output / 2)
 
 
 def later_work_s(turn: TurnView) -> float:
@@ -144,25 +145,34 @@ def later_work_s(turn: TurnView) -> float:
     return (later - outputs) * load.facts.cost.token_s + outputs * decode_work_s(load, context)
 
 
-def to_first_s(turn: TurnView) -> float:
+def to_first_s(turn: TurnView, prefill_s: float | None = None) -> float:
     """Return the seconds from the turn's arrival to its first token, if it is admitted now."""
     if turn.first_token_s is not None:
         return turn.first_token_s - turn.arrived_s
     # The others decode beside its prefill, and the current step has to end before it.
-    return turn.load.now_s - turn.arrived_s + _prefill_s(turn) + 2 * token_s(turn.load)
+    prefill_s = _prefill_s(turn) if prefill_s is None else prefill_s
+    return turn.load.now_s - turn.arrived_s + prefill_s + 2 * token_s(turn.load)
 
 
-def turn_s(turn: TurnView) -> float:
+def turn_s(turn: TurnView, prefill_s: float | None = None) -> float:
     """Return the seconds from the turn's arrival to its end, if it is admitted now."""
     load = turn.load
     output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
-    return load.now_s - turn.arrived_s + _prefill_s(turn) + (2 + output) * token_s(load)
+    prefill_s = _prefill_s(turn) if prefill_s is None else prefill_s
+    return load.now_s - turn.arrived_s + prefill_s + (2 + output) * token_s(load)
 
 
-def turn_in_time(turn: TurnView) -> bool:
-    """Return whether the turn can still meet its bounds, if it is admitted now."""
+def turn_in_time(turn: TurnView, prefill_s: float | None = None) -> bool:
+    """Return whether the turn can still meet its bounds, if it is admitted now.
+
+    Args:
+        turn: the turn.
+        prefill_s: seconds until its prompt is in memory, if they are known already. Likewise in other functions.
+    """
     ttft_s, e2e_s = turn.bounds.ttft_s, turn.bounds.e2e_s
-    return (ttft_s is None or to_first_s(turn) <= ttft_s) and (e2e_s is None or turn_s(turn) <= e2e_s)
+    if ttft_s is not None and to_first_s(turn, prefill_s) > ttft_s:
+        return False
+    return e2e_s is None or turn_s(turn, prefill_s) <= e2e_s
 
 
 def slack_s(turn: TurnView) -> float:
@@ -176,13 +186,13 @@ def slack_s(turn: TurnView) -> float:
     return min(to_first, inf if e2e_s is None else e2e_s - turn_s(turn))
 
 
-def program_in_time(turn: TurnView) -> bool:
+def program_in_time(turn: TurnView, prefill_s: float | None = None) -> bool:
     """Return whether all turns of the program were in time, and its time per token can still be within the bound."""
     if turn.bounds.ttft_s is not None and not turn.program.on_time:
         return False
     generated = max(float(turn.generated_tokens), turn.forecast.output_tokens)
     bound_s = turn.bounds.normalized_latency_s
-    return paces(bound_s, turn.program, turn.forecast, turn.load, turn_s(turn), generated)
+    return paces(bound_s, turn.program, turn.forecast, turn.load, turn_s(turn, prefill_s), generated)
 
 
 def paces(
@@ -226,14 +236,15 @@ class ValuePerWork:
         priority = float(turn.hints.priority or 0)
         if is_due(turn, self.max_wait_s):
             return (-inf, turn.arrived_s, IN_TIME)
-        left_s = turn_work_s(turn) + later_work_s(turn)
+        prefill_s = _prefill_s(turn)
+        left_s = turn_work_s(turn, prefill_s) + later_work_s(turn)
         way: tuple[float, ...] = ()
         if turn.tree is not None:  # the tree is done when all its programs are: the longest way through it comes first
             left_s += trees.work_s(turn.tree.others, turn.load)
-            way = (-trees.way_s(turn, _prefill_s(turn), _later_outputs(turn.forecast)),)
-        if not turn_in_time(turn):
+            way = (-trees.way_s(turn, prefill_s, _later_outputs(turn.forecast)),)
+        if not turn_in_time(turn, prefill_s):
             return (priority, left_s, *way, LATE)
-        value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn) else 0.0)
+        value = 1.0 + self.turn_value + (self.program_value if program_in_time(turn, prefill_s) else 0.0)
         return (priority, left_s / value, *way, IN_TIME)
 
 
