@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from benchmarks.results import DIRECTORY
+from benchmarks.results import DIRECTORY, simulated_command
 
 PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 IMAGES = PAGE.parent / "images"
@@ -151,19 +151,7 @@ def behind(ours: float, best: float, *, most: bool) -> float | None:
 def made(rows: Sequence[Row]) -> str:
     """Return where the rows come from."""
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
-    return f"Seeds {seeds}; {rows[0]['date']}, commit {rows[0]['commit']}; `{_command(rows[0])}`."
-
-
-def _command(row: Row) -> str:
-    """Return the command of a row, for all policies and without what one of them gets."""
-    words = row["command"].split()
-    for option in ("--policies", "--seed"):
-        place = words.index(option)
-        del words[place : place + 2]
-    while "--set" in words:
-        place = words.index("--set")
-        del words[place : place + 2]
-    return " ".join(words)
+    return f"Seeds {seeds}; {rows[0]['date']}, commit {rows[0]['commit']}; `{simulated_command(rows[0])}`."
 
 
 def plot(means: Mapping[Workload, Means], path: Path) -> Path:
