@@ -64,6 +64,7 @@ from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill, SchedulerCalls
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
+from replicas.gpu_time import GpuTimes
 from replicas.hold_reviews import HoldReviews
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
@@ -165,6 +166,12 @@ class AgentScheduler(LoadingScheduler):
             forecaster=self.forecaster,
             durations=self.durations,
         )
+        self.gpu_times = GpuTimes(
+            facts=lambda: self.facts,
+            requests=self.requests,
+            turns=self.turns,
+            owner_of=lambda request_id: self.early_prefill.owner_of(request_id),
+        )
         self.stats = Stats(
             now_s=self._now_s,
             programs=self.programs,
@@ -173,6 +180,7 @@ class AgentScheduler(LoadingScheduler):
             requests=self.requests,
             block_tokens=self.hash_block_size,
             starvation_s=control.starvation_s,
+            gpu_times=self.gpu_times,
         )
         self.early_prefill = EarlyPrefill(
             enabled=self._one_prefix_cache and self.parallel_config.data_parallel_size == 1,
@@ -180,7 +188,7 @@ class AgentScheduler(LoadingScheduler):
             block_tokens=self.block_size,
             max_tokens=self.max_model_len,
             swapping=self.swapping,
-            calls=SchedulerCalls(super().add_request, self.take_first, self.abort_load, self.stats.holds_change),
+            calls=SchedulerCalls(super().add_request, self.take_first, self.abort_load, self.stats.hold_changes),
         )
         self.crash_attribution = CrashAttribution(self.requests)
         self.eviction = Eviction(
@@ -190,6 +198,7 @@ class AgentScheduler(LoadingScheduler):
             anything_runs=lambda: bool(self.running),
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
             trim=self._trim,
+            note=self.gpu_times.evicted,
         )
         self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
         wrap_allocate_slots(self.kv_cache_manager, self.block_size, evict=self._evict, on_admitted=self._admit)
@@ -508,7 +517,7 @@ class AgentScheduler(LoadingScheduler):
         return request.request_id in self.turns and self.eviction.evict(request, lacking, self.policies)
 
     def _keep(self, key: str, kept: int) -> int:
-        self.stats.holds_change()
+        self.stats.hold_changes(key)
         self.early_prefill.trimmed(key, kept * self.block_size)
         return self.holds.trim(key, kept, kept * self.block_size)
 

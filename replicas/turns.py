@@ -5,7 +5,7 @@ The tool names are read in the engine's process at the end of a turn. The reader
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -16,6 +16,7 @@ from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
 from replicas.forecasts import NOTHING_KNOWN, Features
+from replicas.gpu_time import TurnTime
 from replicas.policy import NOTHING_EXPECTED, Forecast
 from replicas.program_table import TurnRecord
 from replicas.vllm_patches import resumed_tokens
@@ -73,6 +74,7 @@ class Turn:
     """Prompt tokens that needed no computation at the first admission."""
     bounds: Slo = NO_BOUNDS
     """Its own bounds: those of its tenant, and its client's deadline."""
+    gpu: TurnTime = field(default_factory=TurnTime)
 
     def is_on_time(self, now_s: float) -> bool:
         """Return whether its first token came within the bound. Without a token, now counts as its time."""
@@ -95,6 +97,7 @@ def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
         priority=turn.identity.hints.priority,
         tools=(),
         outcome=str(request.status).removeprefix("FINISHED_").lower(),
+        gpu=turn.gpu,
     )
 
 
