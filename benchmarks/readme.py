@@ -12,6 +12,8 @@ from typing import Any
 
 import yaml
 
+from benchmarks.results import simulated_command
+
 HERE = Path(__file__).parent
 PAGE = HERE / "README.md"
 RESULTS = HERE / "results"
@@ -81,7 +83,7 @@ def _table(entry: Row) -> list[str]:
     record = _record(entry)
     rows = _matching(entry, record["rows"], entry.get("where", {}))
     group, across, columns = entry["group"], entry.get("across"), entry["columns"]
-    steps: list[Any] = sorted({row[across] for row in rows}) if across else [None]
+    steps: list[Any] = entry.get("steps") or (sorted({_step(row, across) for row in rows}) if across else [None])
     head = [*group, *(f"{text} {number(step)}" if across else text for text in columns.values() for step in steps)]
     table = [f"| {' | '.join(head)} |", "| " + " | ".join("---" for _ in head) + " |"]
     keys = dict.fromkeys(tuple(row[name] for name in group) for row in rows if all(name in row for name in group))
@@ -90,14 +92,22 @@ def _table(entry: Row) -> list[str]:
         for field in columns:
             for step in steps:
                 of = [row for row in rows if all(row.get(n) == v for n, v in zip(group, key, strict=True))]
-                of = [row for row in of if across is None or row[across] == step]
+                of = [row for row in of if across is None or _step(row, across) == step]
                 values = [value for row in of for value in _values(row, field)]
                 cells.append(_cell(values, len({row.get("seed") for row in of})))
         table.append(f"| {' | '.join(cells)} |")
     text = [entry["text"].strip(), ""] if "text" in entry else []
     file = entry["file"]
-    source = f"`{record['command']}`, {record['date']}, commit {record['commit']}, `results/{file}`"
+    seeds = ", ".join(map(str, sorted({row["seed"] for row in rows if "seed" in row})))
+    made = f"{record['date']}, commit {record['commit']}" + (f", seeds {seeds}" if seeds else "")
+    source = f"`{record['command']}`, {made}, `results/{file}`"
     return [f"### {entry['title']}", "", *text, *table, "", source]
+
+
+def _step(row: Row, across: str) -> float:
+    """The value by which the columns of a table differ."""
+    [value] = _values(row, across)
+    return value
 
 
 def _cell(values: Sequence[float], seeds: int) -> str:
@@ -123,6 +133,7 @@ def _record(entry: Row) -> dict[str, Any]:
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         made = {key: rows[0][key] for key in ("date", "commit") if key in rows[0]}
+        made |= {"command": simulated_command(rows[0])} if "command" in rows[0] else {}
         record: dict[str, Any] = {"rows": rows, **made}
     else:
         record = json.loads(path.read_text())

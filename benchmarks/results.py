@@ -56,3 +56,13 @@ def commit() -> str:
         cwd=DIRECTORY, capture_output=True, text=True, check=False,
     )  # fmt: skip
     return described.stdout.strip() or "unknown"
+
+
+def simulated_command(row: Mapping[str, Any]) -> str:
+    """Return the `caesura simulate` of a kept run, for all policies and seeds and without a policy's own parameters."""
+    words = row["command"].split()
+    for option in ("--policies", "--seed", "--set"):
+        while option in words:
+            place = words.index(option)
+            del words[place : place + 2]
+    return " ".join(words)

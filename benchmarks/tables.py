@@ -5,7 +5,7 @@ interrupted run of this command goes on where it ended: finished calls stay in `
 simulated code. A result has this state, too, so that another machine goes on from what is in ``results/``, where
 `UNFINISHED` has the calls of seeds that have not ended with every policy. All tables
 come with the first seed, then all with the second; ``--seeds`` limits the seeds. Then come the comparisons of
-`AFTERWARDS`, and the page. ``--quick`` simulates a minute for each policy and writes to ``out/tables``.
+`AFTERWARDS`, and the pages. ``--quick`` simulates a minute for each policy and writes to ``out/tables``.
 """
 
 import argparse
@@ -100,7 +100,8 @@ def main() -> int:
     missed = sorted(failed)
     if not (arguments.only or arguments.quick or arguments.seeds):
         missed += afterwards(folder, {"traces": str(arguments.traces), "seeds": ",".join(map(str, plan["seeds"]))})
-        subprocess.run([sys.executable, "-m", "benchmarks.readme"], cwd=ROOT, check=True)
+        for page in ("benchmarks.readme", "benchmarks.frontier"):
+            subprocess.run([sys.executable, "-m", page], cwd=ROOT, check=True)
     if missed:
         print(f"Failed, or a target was missed: {', '.join(missed)}")
     return 1 if missed else 0

@@ -168,7 +168,8 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
 
 def _program(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     """Return the program's state, turns and events. It is empty if this replica does not know the program."""
-    return scheduler.programs.to_public_dict(key) or {}
+    found = scheduler.programs.to_public_dict(key)
+    return {**found, "gpu": scheduler.gpu_times.program(key).to_public_dict()} if found else {}
 
 
 def _sessions(scheduler: AgentScheduler, tenant: str, limit: int) -> dict[str, Any]:

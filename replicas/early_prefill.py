@@ -128,8 +128,8 @@ class SchedulerCalls:
     """Takes references to this number of the first blocks of a request."""
     end: Callable[[str], None]
     """Ends the request with this id."""
-    holds_change: Callable[[], None]
-    """Is called before a hold changes."""
+    hold_changes: Callable[[str], None]
+    """Is called with a program before its hold changes."""
 
 
 class EarlyPrefill:
@@ -340,10 +340,14 @@ class EarlyPrefill:
             blocks = request.num_computed_tokens // self._block_tokens
             if (computed := blocks * self._block_tokens) > extension.computed_tokens:
                 extension.computed_tokens = computed
-                self._calls.holds_change()
+                self._calls.hold_changes(key)
                 self._holds.replace(key, self._calls.take(request, blocks), computed)
         self._swapping.ends(request)
         self._calls.end(request.request_id)
+
+    def owner_of(self, request_id: str) -> str | None:
+        """Return the program for which a request of this step computes, or None."""
+        return self._begun[0] if self._begun is not None and self._begun[1].request_id == request_id else None
 
     def freed(self, request: Request) -> None:
         """Forget a request that vLLM has freed."""

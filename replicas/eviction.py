@@ -36,6 +36,7 @@ class Eviction:
         anything_runs: returns whether a turn runs.
         end: ends the hold of a program, for a reason.
         trim: gives up all but a number of leading blocks of the hold of a program, for a reason.
+        note: notes the program whose hold yields, and the one for whose turn.
     """
 
     def __init__(
@@ -47,6 +48,7 @@ class Eviction:
         anything_runs: Callable[[], bool],
         end: Callable[[str, ReleaseReason], object],
         trim: Callable[[str, int, ReleaseReason], None],
+        note: Callable[[str, str | None], None],
     ) -> None:
         self._holds = holds
         self._view = view
@@ -54,6 +56,7 @@ class Eviction:
         self._anything_runs = anything_runs
         self._end = end
         self._trim = trim
+        self._note = note
 
     def evict(self, request: Request, lacking: int, policy: Policy) -> bool:
         """Evict a hold that yields to a turn, or as much of its end as the turn lacks if the policy allows that.
@@ -81,6 +84,7 @@ class Eviction:
         if victim is None:
             return False
         key = victim[2]
+        self._note(key, own)
         held = self._holds.get(key)
         kept = kept_blocks(held, lacking) if held is not None and policy.evicts_ends and key != own else 0
         if kept:

@@ -2,7 +2,7 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from enum import StrEnum
 from heapq import nsmallest
 from typing import Any
@@ -10,7 +10,9 @@ from typing import Any
 from cluster.core.errors import IntegrityError
 from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseReason, ReleaseReason
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
+from cluster.core.program import tenant_of
 from cluster.durations.statistics import DurationStatistics
+from replicas.gpu_time import TurnTime
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
@@ -55,6 +57,7 @@ class TurnRecord:
     """The reason of the decision, or None if no policy was asked."""
     hold_s: float | None = None
     """Planned seconds of the hold, or None if the KV was not held."""
+    gpu: TurnTime = field(default_factory=TurnTime)
 
     @property
     def decision_text(self) -> str:
@@ -64,11 +67,14 @@ class TurnRecord:
             decided = f"{decided} {self.hold_s:.3f}s"
         return decided if self.reason is None else f"{decided} ({self.reason})"
 
-    def to_public_dict(self) -> dict[str, Any]:
-        """Return plain values. ``decision`` is for people; ``kv`` and ``reason`` are for programs."""
-        values = asdict(self)
-        decision, reason = values.pop("decision"), values.pop("reason")
-        return {**values, "decision": self.decision_text, "kv": str(decision), "reason": reason and str(reason)}
+    def to_public_dict(self, tenant: str) -> dict[str, Any]:
+        """Return plain values. ``decision`` is for people; ``kv`` and ``reason`` are for programs.
+
+        ``tenant`` reads them, so that they do not name programs of others.
+        """
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        values |= {"decision": self.decision_text, "kv": str(self.decision), "gpu": self.gpu.shown_to(tenant)}
+        return values | {"tools": list(self.tools), "reason": self.reason and str(self.reason)}
 
 
 _PARTICIPLES = {KvDecision.HOLD: "held", KvDecision.SWAP: "swapped", KvDecision.RELEASE: "released"}
@@ -225,7 +231,7 @@ class ProgramTable:
             "num_turns": state.turns,
             "served_tokens": state.served_tokens,
             "tools": list(state.tools),
-            "turns": [turn.to_public_dict() for turn in entry.turns],
+            "turns": [turn.to_public_dict(tenant_of(key)) for turn in entry.turns],
             "events": [
                 {"at_s": past.event.at_s, "event": str(past), "phase": str(past.phase), "reason": past.detail}
                 for past in state.history

@@ -39,19 +39,13 @@ from cluster.core.errors import IntegrityError
 from cluster.core.lifecycle.events import (
     Action,
     Admitted,
-    CancelFetch,
-    Conclude,
     Decide,
     Event,
-    Fetch,
-    FreeHold,
     Held,
     HoldEnded,
-    Observe,
     Released,
     ReleaseReason,
     Swapped,
-    ToolFinished,
     TurnAborted,
     TurnArrived,
 )
@@ -64,8 +58,10 @@ from replicas.duration_sync import DurationChanges
 from replicas.early_prefill import EarlyPrefill, SchedulerCalls
 from replicas.eviction import Eviction
 from replicas.forecasts import Forecaster
+from replicas.gpu_time import GpuTimes
 from replicas.hold_reviews import HoldReviews
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
+from replicas.lifecycle_actions import LifecycleActions
 from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
 from replicas.preemption import Preemption
 from replicas.prefill_scheduling import Head, PrefillScheduling, head_of
@@ -124,7 +120,6 @@ class AgentScheduler(LoadingScheduler):
         )
         self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
-        self._pace_scale = self.pace.scale
         self.swapping = Swapping(
             connector=self.connector,
             now_s=self._now_s,
@@ -166,6 +161,12 @@ class AgentScheduler(LoadingScheduler):
             bounds_of=lambda key: self.settings.bounds_of_program(key),
         )
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
+        self.gpu_times = GpuTimes(
+            facts=lambda: self.facts,
+            requests=self.requests,
+            turns=self.turns,
+            owner_of=lambda request_id: self.early_prefill.owner_of(request_id),
+        )
         self.stats = Stats(
             now_s=self._now_s,
             programs=self.programs,
@@ -174,6 +175,7 @@ class AgentScheduler(LoadingScheduler):
             requests=self.requests,
             block_tokens=self.hash_block_size,
             starvation_s=control.starvation_s,
+            gpu_times=self.gpu_times,
         )
         self.early_prefill = EarlyPrefill(
             enabled=self._one_prefix_cache and self.parallel_config.data_parallel_size == 1,
@@ -181,7 +183,23 @@ class AgentScheduler(LoadingScheduler):
             block_tokens=self.block_size,
             max_tokens=self.max_model_len,
             swapping=self.swapping,
-            calls=SchedulerCalls(super().add_request, self.take_first, self.abort_load, self.stats.holds_change),
+            calls=SchedulerCalls(super().add_request, self.take_first, self.abort_load, self.stats.hold_changes),
+        )
+        self.lifecycle = LifecycleActions(
+            now_s=self._now_s,
+            programs=self.programs,
+            trees=self.trees,
+            holds=self.holds,
+            turns=self.turns,
+            swapping=self.swapping,
+            early_prefill=self.early_prefill,
+            cached_prefixes=self.cached_prefixes,
+            returning_outputs=self.returning_outputs,
+            durations=self.durations,
+            duration_changes=self.duration_changes,
+            forecaster=self.forecaster,
+            stats=self.stats,
+            rerank=self._rerank_later,
         )
         self.crash_attribution = CrashAttribution(self.requests)
         self.eviction = Eviction(
@@ -191,6 +209,7 @@ class AgentScheduler(LoadingScheduler):
             anything_runs=lambda: bool(self.running),
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
             trim=self._trim,
+            note=self.gpu_times.evicted,
         )
         self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
         wrap_allocate_slots(self.kv_cache_manager, self.block_size, evict=self._evict, on_admitted=self._admit)
@@ -249,7 +268,7 @@ class AgentScheduler(LoadingScheduler):
             if (program := self.programs.get(key)) is not None and program.phase is Phase.HELD:
                 self.apply(key, HoldEnded(now_s, ReleaseReason.EXPIRED))
         for key, actions in self.programs.sweep(now_s):
-            self._act(key, actions)
+            self.lifecycle.act(key, actions)
 
     def load_now(self) -> LoadView:
         """Return the replica's load now."""
@@ -300,8 +319,7 @@ class AgentScheduler(LoadingScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Process the end of a step. Policies use the replica's measured step times from now on."""
         self.stats.step_ended(scheduler_output, self.pace.ended(scheduler_output))
-        if self.pace.scale != self._pace_scale:
-            self._pace_scale = self.pace.scale
+        if self.facts.cost is not self.pace.cost:
             self.facts = replace(self.facts, cost=self.pace.cost)
         return super().update_from_output(scheduler_output, model_runner_output)
 
@@ -441,7 +459,7 @@ class AgentScheduler(LoadingScheduler):
                     record = self._decide(request, turn, key, record)
         else:
             self.apply(key, TurnAborted(now_s))
-            self._child_ended(self.trees.answered(key, now_s))
+            self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.programs.record(key, record)
         self.stats.traces.turn_ended(turn, record, now_s)
 
@@ -457,7 +475,7 @@ class AgentScheduler(LoadingScheduler):
         pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
         self.trees.paused(key, Ahead.of_pause(now_s, context_tokens, pause.forecast))
         if record.tools == (USER_REPLY,):
-            self._child_ended(self.trees.answered(key, now_s))
+            self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
         self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
         decision = self.policies.pause.decide(pause)
@@ -510,7 +528,7 @@ class AgentScheduler(LoadingScheduler):
     def _trim(self, key: str, kept: int, reason: ReleaseReason) -> None:
         """Evict all but the leading blocks of a hold."""
         self.counters["evicted_blocks"] += self._keep(key, kept)
-        self._rerank_turns(key, reason)
+        self.lifecycle.rerank_turns(key, reason)
 
     def _evict(self, request: Request, lacking: int) -> bool:
         if request.request_id not in self.turns:
@@ -521,7 +539,7 @@ class AgentScheduler(LoadingScheduler):
         return evicted
 
     def _keep(self, key: str, kept: int) -> int:
-        self.stats.holds_change()
+        self.stats.hold_changes(key)
         self.early_prefill.trimmed(key, kept * self.block_size)
         return self.holds.trim(key, kept, kept * self.block_size)
 
@@ -543,48 +561,11 @@ class AgentScheduler(LoadingScheduler):
             self.holds.release(key)
         super().shutdown()
 
-    # --- the lifecycle's actions --------------------------------------------------------------------------------------
+    # --- programs -----------------------------------------------------------------------------------------------------
 
     def apply(self, key: str, event: Event) -> tuple[Action, ...]:
         """Apply an event to a program, and perform the actions that follow, except for Decide. Return the actions."""
-        actions = tuple(self.programs.apply(key, event))
-        self._act(key, actions)
-        self.swapping.follow(key, self.programs.get(key))
-        return actions
-
-    def _act(self, key: str, actions: Sequence[Action]) -> None:
-        for action in actions:
-            match action:
-                case FreeHold(reason):
-                    self.stats.hold_ends(key, reason)
-                    self.early_prefill.forget(key)
-                    self.holds.release(key)
-                    self._rerank_turns(key, reason)
-                case Fetch():
-                    self.swapping.fetch(key)
-                case CancelFetch():
-                    self.swapping.cancel(key)
-                case Observe(tool, seconds):
-                    self.durations.observe(tool, seconds)
-                    self.duration_changes.note(tool)
-                case Conclude(_, served_tokens):
-                    self.forecaster.program_ended(key, served_tokens)
-                    self._child_ended(self.trees.forget(key, self._now_s()))
-                    self.swapping.forget(key)
-                    self.cached_prefixes.forget(key)
-                    self.returning_outputs.forget(key)
-
-    def _child_ended(self, parent: str | None) -> None:
-        """Load the context of a program that is swapped out, since its last child has ended and its turn will come."""
-        if parent is not None and self.programs[parent].phase is Phase.SWAPPED:
-            self.apply(parent, ToolFinished(self._now_s()))
-
-    def _rerank_turns(self, key: str, reason: ReleaseReason) -> None:
-        """Rank a program's waiting turns again before the next turn is chosen, because its hold has ended."""
-        program = self.programs.get(key)
-        if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
-            return
-        self._rerank_later([request_id for request_id, turn in self.turns.items() if turn.key == key])
+        return self.lifecycle.apply(key, event)
 
     def _rerank_later(self, request_ids: Sequence[str]) -> None:
         for queue in self.waiting_queues if request_ids else ():

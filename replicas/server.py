@@ -96,7 +96,8 @@ class ProgramServer(LLMServer):
             TimeoutError: the engine did not start within ``replicas.start_timeout_s``.
         """
         model, store = self._config.model, self._config.redis
-        self._metrics = ReplicaMetrics(Meter({"model": model.id}, enabled=self._config.metrics.enabled))
+        meter = Meter({"model": model.id}, enabled=self._config.metrics.enabled)
+        self._metrics = ReplicaMetrics(meter, self._config.tenants)
         await asyncio.wait_for(super().start(), self._config.replicas.start_timeout_s)
         self._channel = ControlChannel(self.engine.client, self._config.limits.timeout_s)
         self._router_side = RouterSide(self._channel, self.replica_id, model.id, self._metrics.fell_back)

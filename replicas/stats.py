@@ -21,6 +21,7 @@ from vllm.v1.request import Request
 
 from cluster.core.lifecycle.events import PauseReason, ReleaseReason
 from replicas.cached_prefix import CachedPrefixes
+from replicas.gpu_time import GpuTimes
 from replicas.hold_table import HoldOrigin, HoldTable
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
 from replicas.turns import Turn
@@ -237,6 +238,7 @@ class Stats:
         requests: vLLM's requests by id.
         block_tokens: tokens of a block hash.
         starvation_s: seconds of waiting for admission after which a turn counts as starved.
+        gpu_times: the times of its turns.
     """
 
     def __init__(
@@ -249,6 +251,7 @@ class Stats:
         requests: Mapping[str, Request],
         block_tokens: int,
         starvation_s: float,
+        gpu_times: GpuTimes,
     ) -> None:
         self._now_s = now_s
         self._programs = programs
@@ -257,6 +260,7 @@ class Stats:
         self._requests = requests
         self._block_tokens = block_tokens
         self._starvation_s = starvation_s
+        self._gpu_times = gpu_times
         self.traces = TurnTraces()
         self.pauses: Counter[tuple[KvDecision, PauseReason]] = Counter()
         self.holds_ended: Counter[ReleaseReason] = Counter()
@@ -282,6 +286,12 @@ class Stats:
         """Update the waste. A hold is about to begin or to end."""
         self.waste.settle(self._now_s(), self._holds.num_tokens)
 
+    def hold_changes(self, key: str) -> None:
+        """Update the waste and the program's time. Its hold is about to become shorter or longer."""
+        self.holds_change()
+        if (held := self._holds.get(key)) is not None:
+            self._gpu_times.hold_changes(key, held.tokens, held.since_s, self._now_s(), ends=False)
+
     def hold_ends(self, key: str, reason: ReleaseReason) -> None:
         """Record a hold that is about to end."""
         self.holds_change()
@@ -290,6 +300,7 @@ class Stats:
             now_s = self._now_s()
             self.holds_ended[reason] += 1
             self._observed.put((Seen.HOLD, now_s - held.since_s))
+            self._gpu_times.hold_changes(key, held.tokens, held.since_s, now_s, ends=True)
             self.traces.hold_ended(key, held.since_s, now_s, reason)
 
     def admitted(self, request: Request, turn: Turn, local: int, remote: int) -> None:
@@ -321,6 +332,7 @@ class Stats:
         self.context_tokens[Part.NEW] += max(0, int(request.num_tokens) - there - again)
         if again:
             self._known[request.request_id] = known
+            self._gpu_times.recomputes(turn)
 
     def preempted(self, request: Request) -> None:
         """Record that a running turn is about to lose its memory."""
@@ -330,6 +342,7 @@ class Stats:
     def ended(self, request: Request, turn: Turn) -> None:
         """Record the end of a turn, whatever its outcome."""
         self._known.pop(request.request_id, None)
+        self._gpu_times.turn_ended(turn)
         if turn.admitted_s is None:
             self._waited(self._now_s() - turn.arrived_s)
 
@@ -340,14 +353,15 @@ class Stats:
             return
         self.steps += 1
         self.scheduled_tokens += total
-        if self._known:
-            self._note_again(output)
+        self._gpu_times.step_began(output, self._note_again(output) if self._known else {})
 
     def step_ended(self, output: SchedulerOutput, took_s: float) -> None:
         """Record the end of a step, which took ``took_s`` seconds."""
         if self._again and self._again[0][0] is output:
             _, again, context = self._again.popleft()
             self.waste.recompute(again, output.total_num_scheduled_tokens, context, took_s)
+        if output.total_num_scheduled_tokens:
+            self._gpu_times.step_ended(took_s)
 
     # --- for the replica ----------------------------------------------------------------------------------------------
 
@@ -381,6 +395,8 @@ class Stats:
             "starved_turns": self.starved,
             "steps": self.steps,
             "scheduled_tokens": self.scheduled_tokens,
+            "busy_s": self._gpu_times.busy_s,
+            "gpu_s": self._gpu_times.tenants(),
         }
 
     def _waited(self, seconds: float) -> None:
@@ -399,16 +415,19 @@ class Stats:
             common = tokens
         return known
 
-    def _note_again(self, output: SchedulerOutput) -> None:
-        requests, scheduled, recomputed = self._requests, output.num_scheduled_tokens, 0
+    def _note_again(self, output: SchedulerOutput) -> dict[str, int]:
+        """Return the tokens of a step that were computed before, by request id, and note them for its end."""
+        requests, scheduled, again = self._requests, output.num_scheduled_tokens, {}
         for request_id in [request_id for request_id in self._known if request_id in scheduled]:
             length = requests[request_id].num_computed_tokens  # vLLM counts the step's own already
-            recomputed += computed_again(length, scheduled[request_id], self._known[request_id])
+            if repeated := computed_again(length, scheduled[request_id], self._known[request_id]):
+                again[request_id] = repeated
             if length >= self._known[request_id]:
                 del self._known[request_id]
-        if recomputed:
+        if again:
             context = sum(requests[request_id].num_computed_tokens for request_id in scheduled)
-            self._again.append((output, recomputed, context))
+            self._again.append((output, sum(again.values()), context))
+        return again
 
 
 def _has(hashes: Sequence[bytes], index: int, block_hash: bytes) -> bool:

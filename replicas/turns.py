@@ -5,7 +5,7 @@ The tool names are read in the engine's process at the end of a turn. The reader
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -16,6 +16,7 @@ from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from cluster.core.slo import NO_BOUNDS, Slo
 from cluster.durations.tool_names import bounded, classed, tool_names
 from replicas.forecasts import NOTHING_KNOWN, Features
+from replicas.gpu_time import TurnTime
 from replicas.policy import NOTHING_EXPECTED, Forecast
 from replicas.program_table import TurnRecord
 from replicas.vllm_patches import resumed_tokens
@@ -100,6 +101,8 @@ class Turn:
             return now_s - self.arrived_s
         return self.waited_s if self.waits_since_s is None else self.waited_s + now_s - self.waits_since_s
 
+    gpu: TurnTime = field(default_factory=TurnTime)
+
     def is_on_time(self, now_s: float) -> bool:
         """Return whether its first token came within the bound. Without a token, now counts as its time."""
         first_s = now_s if self.first_token_s is None else self.first_token_s
@@ -121,6 +124,7 @@ def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
         priority=turn.identity.hints.priority,
         tools=(),
         outcome=str(request.status).removeprefix("FINISHED_").lower(),
+        gpu=turn.gpu,
     )
 
 

@@ -266,6 +266,15 @@ WASTED = _counter(
     "model",
     "reason",
 )
+BUSY_S = _counter("busy_seconds", MEMORY, "Time that a replica computed", "model", snapshot="busy_s")
+GPU_S = _counter(
+    "gpu_seconds",
+    MEMORY,
+    "Time of a replica that a tenant's turns used: computed once, recomputed, generated; held is memory, and not busy",
+    "model",
+    "tenant",
+    "use",
+)
 CONTEXT_TOKENS = _counter(
     "context_tokens",
     MEMORY,

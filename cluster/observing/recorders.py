@@ -7,11 +7,17 @@ from collections.abc import Iterable, Mapping, Sequence
 from enum import StrEnum
 from typing import Any
 
+from cluster.core.program import DEFAULT_TENANT
 from cluster.core.tools import Outcome, ToolResult
 from cluster.core.turn import PromptMode
 from cluster.observing import catalogue as metrics
 from cluster.observing.catalogue import CATALOGUE
 from cluster.observing.meter import Meter
+
+OTHER_TENANTS = "other"
+"""The label of tenants that the configuration does not name, since clients must not create labels."""
+USES = ("prefill", "recomputed", "decode", "held")
+"""What a turn uses a replica for, in seconds."""
 
 
 class Fallback(StrEnum):
@@ -36,12 +42,15 @@ class ReplicaMetrics:
 
     Args:
         meter: records, with the label ``model``.
+        tenants: names of the configured tenants. All others have one label together, since clients must not create
+            labels.
     """
 
     COMPONENT = "replica"
 
-    def __init__(self, meter: Meter) -> None:
+    def __init__(self, meter: Meter, tenants: Iterable[str] = ()) -> None:
         self._meter = meter
+        self._tenants = {DEFAULT_TENANT, *tenants}
         self._policies: set[str] = set()
         self._meter.begin(metrics.REPLICA_STARTS)
 
@@ -65,8 +74,19 @@ class ReplicaMetrics:
         token_bytes = snapshot["token_bytes"]
         wasted = {reason: amount * token_bytes for reason, amount in snapshot["wasted_token_seconds"].items()}
         self._meter.record(metrics.WASTED, wasted)
+        self._meter.record(metrics.GPU_S, self._uses(snapshot["gpu_s"]))
         copied = {direction: snapshot[f"{direction}_tokens"] * token_bytes for direction in ("stored", "fetched")}
         self._meter.record(metrics.KV_OFFLOAD_BYTES, copied)
+
+    def _uses(self, times: Mapping[str, Mapping[str, float]]) -> dict[str, dict[str, float]]:
+        """Return the seconds of each tenant's uses, which have no second in common."""
+        uses: dict[str, dict[str, float]] = {}
+        for tenant, of in times.items():
+            own = uses.setdefault(tenant if tenant in self._tenants else OTHER_TENANTS, dict.fromkeys(USES, 0.0))
+            own["prefill"] += of["prefill_s"] - of["recomputed_s"]
+            for use in USES[1:]:
+                own[use] += of[f"{use}_s"]
+        return uses
 
     def observe(self, observations: Mapping[str, Any]) -> None:
         """Add the queue times and hold times since the last call, see `replicas.stats`."""

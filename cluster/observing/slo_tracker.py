@@ -31,10 +31,9 @@ from cluster.observing.program_tracker import (
     outside_turns,
     single_turn_program,
 )
+from cluster.observing.recorders import OTHER_TENANTS
 from cluster.store.slo_sums import SloSumStore
 
-OTHER_TENANTS = "other"
-"""The label of tenants that the configuration does not name, since clients must not create labels."""
 COMPONENT = "slo_tracker"
 EXCHANGE_PERIOD_S = 0.5
 

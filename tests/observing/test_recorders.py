@@ -22,6 +22,7 @@ from cluster.observing.recorders import (
     ToolMetrics,
 )
 from replicas.control import dispatch
+from replicas.gpu_time import GpuTime
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.stats import Part
@@ -152,10 +153,22 @@ def test_a_replica_exports_what_its_scheduler_did(recorded: Recorded, tmp_path: 
     assert recorded.of(metrics.WASTED)["m", "held"] == pytest.approx(2.0 * 100 * token_bytes)
     assert recorded.of(metrics.CONTEXT_TOKENS) == {("m", "new"): 119, ("m", "reused"): 96, ("m", "recomputed"): 5}
     assert recorded.of(metrics.STEPS) == {("m",): 2}
+    used = recorded.series(metrics.GPU_S)
+    assert used["m", "default", "held"] == pytest.approx(2.0 * 100 / scheduler.facts.capacity_tokens, abs=1e-5)
     assert recorded.series(metrics.POLICY) == {("m", "continuum"): 1}
     dispatch(scheduler, "set_policy", {"name": "vllm"})
     exchange()
     assert recorded.series(metrics.POLICY) == {("m", "continuum"): 0, ("m", "vllm"): 1}
+
+
+def test_uses_of_gpu_time_have_no_second_in_common_and_clients_make_no_labels() -> None:
+    recorder = ReplicaMetrics(model_meter(), ["team"])
+    times = GpuTime(prefill_s=3.0, decode_s=2.0, recomputed_s=1.0, held_s=0.5, caused_s=9.0).to_public_dict()
+    other = {"prefill": 4.0, "recomputed": 2.0, "decode": 4.0, "held": 1.0}
+    assert recorder._uses({"team": times, "x": times, "y": times}) == {
+        "team": {"prefill": 2.0, "recomputed": 1.0, "decode": 2.0, "held": 0.5},
+        "other": other,
+    }
 
 
 def test_a_replica_is_in_one_state_and_its_start_is_counted_when_it_serves(recorded: Recorded) -> None:

@@ -305,6 +305,14 @@ KV_MEMORY = Row(
             {"held": replica_total(m.HELD_PROGRAMS), "fetching": replica_total(m.FETCHING_PROGRAMS)},
             width=6,
         ),
+        replica_panel(
+            m.GPU_S,
+            "GPU time by tenant",
+            text="Seconds of replicas for each second. Held is the share of the KV memory that paused programs keep.",
+            by=("tenant", "use"),
+            shape=Shape.STACKED,
+            width=24,
+        ),
     ),
 )
 

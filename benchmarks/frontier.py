@@ -1,0 +1,189 @@
+"""Writes the frontier of the policies into docs/policies.md: ``python -m benchmarks.frontier``.
+
+The runs are those of `tables.yaml`, kept in ``results/``. The part of the page after `MARK` is replaced: one plot for
+each setting of the host tier, and for each workload a table of `caesura` against the best other policy, measure by
+measure.
+"""
+
+import json
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.results import DIRECTORY, simulated_command
+
+PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
+IMAGES = PAGE.parent / "images"
+MARK = "<!-- Written by `python -m benchmarks.frontier`. -->"
+OURS = "caesura"
+TARGET = 1.05
+"""A measure within this factor of the best other policy's counts as near the best."""
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """A trace on a device. Its results are `simulate_NAME.jsonl`, with a host tier `simulate_NAME_host200.jsonl`."""
+
+    name: str
+    title: str
+
+
+@dataclass(frozen=True, slots=True)
+class Measure:
+    """A number of a run, by its dotted field in the results."""
+
+    field: str
+    title: str
+    most: bool = False
+    """Whether the largest value is the best."""
+    plotted: bool = False
+
+    def of(self, row: Row) -> float | None:
+        """Return a run's value; None: it has none."""
+        value: Any = row
+        for name in self.field.split("."):
+            value = value.get(name) if isinstance(value, Mapping) else None
+        return None if value is None else float(value)
+
+
+WORKLOADS = (
+    Workload("merge", "Merge, OPT-13B on one H800"),
+    Workload("merge_a100", "Merge, Llama-3.1-8B on one A100 40 GB"),
+    Workload("iso_bench", "coding agents (iso_bench_trae), Llama-3.1-8B on one H100"),
+    Workload("kvtester", "coding sessions with sub-agents (kvtester_cc), Llama-3.1-8B on one H100"),
+    Workload("agentcgroup", "coding agents in containers (agentcgroup_cc), Llama-3.1-8B on one H100"),
+)
+TIERS = {"": "without a host tier", "_host200": "with 200 GiB of host memory"}
+MEASURES = (
+    Measure("goodput_programs", "good programs", most=True, plotted=True),
+    Measure("goodput_programs_first", "good by AugServe's definition", most=True),
+    Measure("goodput_requests", "good requests", most=True),
+    Measure("completion_all_s.mean", "completion mean", plotted=True),
+    Measure("completion_all_s.p95", "completion p95"),
+    Measure("completion_all_s.p99", "completion p99", plotted=True),
+    Measure("ttft_all_s.p50", "TTFT p50"),
+    Measure("ttft_all_s.p99", "TTFT p99", plotted=True),
+)
+UNITS = {True: "1/s", False: "s"}
+
+Means = Mapping[tuple[str, float], Mapping[str, float]]
+"""By policy and share of the capacity: the mean over the seeds of each measure, by its field."""
+
+
+def main() -> int:
+    """Write the page and its plots. Exit status 1: no result is kept."""
+    kept = {tier: {load: rows for load in WORKLOADS if (rows := rows_of(load, tier))} for tier in TIERS}
+    if not any(kept.values()):
+        print(f"{DIRECTORY} has none of the results: run benchmarks.tables", file=sys.stderr)
+        return 1
+    lines = [MARK, ""]
+    for tier, workloads in kept.items():
+        if workloads:
+            lines += section(tier, workloads)
+    PAGE.write_text(PAGE.read_text(encoding="utf-8").partition(MARK)[0] + "\n".join(lines), encoding="utf-8")
+    return 0
+
+
+def rows_of(workload: Workload, tier: str) -> list[Row]:
+    """Return the kept runs of a workload that name their share of the capacity."""
+    path = DIRECTORY / f"simulate_{workload.name}{tier}.jsonl"
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    return [row for row in map(json.loads, lines) if row["simulation"].get("share_of_capacity") is not None]
+
+
+def means_of(rows: Sequence[Row]) -> Means:
+    """Return the means over the seeds."""
+    groups: dict[tuple[str, float], list[Row]] = {}
+    for row in rows:
+        groups.setdefault((row["policy"], row["simulation"]["share_of_capacity"]), []).append(row)
+    return {key: {one.field: _mean(one.of, of) for one in MEASURES} for key, of in groups.items()}
+
+
+def _mean(value: Callable[[Row], float | None], rows: Sequence[Row]) -> float:
+    return statistics.fmean(found) if (found := [one for row in rows if (one := value(row)) is not None]) else 0.0
+
+
+def section(tier: str, workloads: Mapping[Workload, Sequence[Row]]) -> Iterator[str]:
+    """Yield the lines of one setting of the host tier. Its plot is written."""
+    means = {workload: means_of(rows) for workload, rows in workloads.items()}
+    image = plot(means, IMAGES / f"frontier{tier}.svg")
+    yield from (
+        f"### Frontier {TIERS[tier]}",
+        "",
+        f"![The measures of each policy over the load](images/{image.name})",
+        "",
+    )
+    for workload, rows in workloads.items():
+        yield from (f"**{workload.title}**", "", *table(means[workload]), "", made(rows), "")
+
+
+def table(means: Means) -> Iterator[str]:
+    """Yield a table of `OURS` against the best of the others: a row for each measure, a column for each load."""
+    loads = sorted({load for _, load in means})
+    yield f"| measure | {' | '.join(f'at {load:g}' for load in loads)} |"
+    yield "| --- |" + " --- |" * len(loads)
+    for measure in MEASURES:
+        yield f"| {measure.title}, {UNITS[measure.most]} | {' | '.join(cell(means, measure, load) for load in loads)} |"
+
+
+def cell(means: Means, measure: Measure, load: float) -> str:
+    """Return ours and the best other policy's, with a star if ours is more than `TARGET` times worse."""
+    others = {policy: values[measure.field] for (policy, at), values in means.items() if at == load and policy != OURS}
+    ours = means[OURS, load][measure.field]
+    best = (max if measure.most else min)(others, key=others.__getitem__)
+    ratio = behind(ours, others[best], most=measure.most)
+    far = " *" if ratio is not None and ratio > TARGET else ""
+    return f"{ours:.3g} (`{best}` {others[best]:.3g}){far}"
+
+
+def behind(ours: float, best: float, *, most: bool) -> float | None:
+    """Return how many times worse ours is than the best other: below 1 if it is better. None: one of them is 0."""
+    if ours <= 0 or best <= 0:
+        return None
+    return best / ours if most else ours / best
+
+
+def made(rows: Sequence[Row]) -> str:
+    """Return where the rows come from."""
+    seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
+    return f"Seeds {seeds}; {rows[0]['date']}, commit {rows[0]['commit']}; `{simulated_command(rows[0])}`."
+
+
+def plot(means: Mapping[Workload, Means], path: Path) -> Path:
+    """Draw the plotted measures over the load: a row for each measure, a column for each workload."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    matplotlib.rcParams["svg.hashsalt"] = path.stem
+    from matplotlib import pyplot
+
+    shown = [measure for measure in MEASURES if measure.plotted]
+    size = (3.2 * len(means) + 0.6, 2.4 * len(shown))
+    figure, axes = pyplot.subplots(len(shown), len(means), figsize=size, sharex="col", squeeze=False)
+    for column, (workload, of) in enumerate(means.items()):
+        policies = dict.fromkeys(policy for policy, _ in of)
+        loads = sorted({load for _, load in of})
+        for row, measure in enumerate(shown):
+            one = axes[row][column]
+            for policy in policies:
+                values = [of[policy, load][measure.field] for load in loads]
+                one.plot(loads, values, marker=".", label=policy, linewidth=2.4 if policy == OURS else 1.1)
+            one.set_yscale("linear" if measure.most else "log")
+            one.grid(visible=True, alpha=0.3)
+            one.set_ylabel(f"{measure.title}, {UNITS[measure.most]}" if column == 0 else "")
+        axes[0][column].set_title(workload.title.replace(", ", ",\n"), fontsize=8)
+        axes[-1][column].set_xlabel("share of the capacity")
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=8, frameon=False)
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.savefig(path, metadata={"Date": None})
+    pyplot.close(figure)
+    return path
+
+
+if __name__ == "__main__":
+    sys.exit(main())

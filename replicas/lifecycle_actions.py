@@ -1,0 +1,126 @@
+"""What the events of programs do: the lifecycle's actions on one scheduler's holds, copies and statistics."""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from vllm.v1.core.kv_cache_utils import KVCacheBlock
+
+from cluster.core.lifecycle.events import (
+    Action,
+    CancelFetch,
+    Conclude,
+    Event,
+    Fetch,
+    FreeHold,
+    Observe,
+    ReleaseReason,
+    ToolFinished,
+)
+from cluster.core.lifecycle.machine import Phase
+from cluster.durations.table import DurationTable
+from replicas.cached_prefix import CachedPrefixes
+from replicas.duration_sync import DurationChanges
+from replicas.early_prefill import EarlyPrefill
+from replicas.forecasts import Forecaster
+from replicas.hold_table import HoldTable
+from replicas.program_table import ProgramTable
+from replicas.program_trees import ProgramTrees
+from replicas.rewritten_context import ReturningOutputs
+from replicas.stats import Stats
+from replicas.swapping import Swapping
+from replicas.turns import Turn
+
+
+class LifecycleActions:
+    """Applies events to programs, and performs the actions that follow.
+
+    Args:
+        now_s: returns the scheduler's time, in seconds.
+        programs: the programs.
+        trees: the trees of programs.
+        holds: the holds.
+        turns: the turns that wait or run, by request id.
+        swapping: the host tier.
+        early_prefill: computes next prompts in pauses.
+        cached_prefixes: estimates what the prefix cache has of paused programs.
+        returning_outputs: learns which outputs return in prompts.
+        durations: the statistics of pauses.
+        duration_changes: the statistics that have changed.
+        forecaster: learns from programs that end.
+        stats: the statistics.
+        rerank: ranks the waiting turns with these ids again before the next one is chosen.
+    """
+
+    def __init__(
+        self,
+        *,
+        now_s: Callable[[], float],
+        programs: ProgramTable,
+        trees: ProgramTrees,
+        holds: HoldTable[KVCacheBlock],
+        turns: Mapping[str, Turn],
+        swapping: Swapping,
+        early_prefill: EarlyPrefill,
+        cached_prefixes: CachedPrefixes,
+        returning_outputs: ReturningOutputs,
+        durations: DurationTable,
+        duration_changes: DurationChanges,
+        forecaster: Forecaster,
+        stats: Stats,
+        rerank: Callable[[Sequence[str]], None],
+    ) -> None:
+        self._now_s = now_s
+        self._programs = programs
+        self._trees = trees
+        self._holds = holds
+        self._turns = turns
+        self._swapping = swapping
+        self._early_prefill = early_prefill
+        self._cached_prefixes = cached_prefixes
+        self._returning_outputs = returning_outputs
+        self._durations = durations
+        self._duration_changes = duration_changes
+        self._forecaster = forecaster
+        self._stats = stats
+        self._rerank = rerank
+
+    def apply(self, key: str, event: Event) -> tuple[Action, ...]:
+        """Apply an event to a program, and perform the actions that follow, except for Decide. Return the actions."""
+        actions = tuple(self._programs.apply(key, event))
+        self.act(key, actions)
+        self._swapping.follow(key, self._programs.get(key))
+        return actions
+
+    def act(self, key: str, actions: Sequence[Action]) -> None:
+        """Perform a program's actions, except for Decide."""
+        for action in actions:
+            match action:
+                case FreeHold(reason):
+                    self._stats.hold_ends(key, reason)
+                    self._early_prefill.forget(key)
+                    self._holds.release(key)
+                    self.rerank_turns(key, reason)
+                case Fetch():
+                    self._swapping.fetch(key)
+                case CancelFetch():
+                    self._swapping.cancel(key)
+                case Observe(tool, seconds):
+                    self._durations.observe(tool, seconds)
+                    self._duration_changes.note(tool)
+                case Conclude(_, served_tokens):
+                    self._forecaster.program_ended(key, served_tokens)
+                    self.child_ended(self._trees.forget(key, self._now_s()))
+                    self._swapping.forget(key)
+                    self._cached_prefixes.forget(key)
+                    self._returning_outputs.forget(key)
+
+    def child_ended(self, parent: str | None) -> None:
+        """Load the context of a program that is swapped out, since its last child has ended and its turn will come."""
+        if parent is not None and self._programs[parent].phase is Phase.SWAPPED:
+            self.apply(parent, ToolFinished(self._now_s()))
+
+    def rerank_turns(self, key: str, reason: ReleaseReason) -> None:
+        """Rank a program's waiting turns again before the next turn is chosen, because its hold has ended."""
+        program = self._programs.get(key)
+        if program is None or program.active <= (1 if reason is ReleaseReason.USED else 0):
+            return
+        self._rerank([request_id for request_id, turn in self._turns.items() if turn.key == key])
