@@ -18,6 +18,7 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm import envs
 
 from replicas.crash_attribution import died_by_itself, shared_suspect
+from replicas.grammar_trials import trials_of
 from replicas.host_tier import choose_size
 from replicas.resumption import ContinuedClient
 from replicas.settings import in_one_process
@@ -50,7 +51,7 @@ class ReplicaEngine(VLLMEngine):
 
     def watch_streams(self) -> None:
         """Put the ContinuedClient, which knows of streams, between vLLM's serving layer and the engine."""
-        self.streams = ContinuedClient(self._engine_client)
+        self.streams = ContinuedClient(self._engine_client, trials_of(self._engine_client))
         for serving in (self._oai_serving_chat, self._oai_serving_completion):
             serving.engine_client = self.streams
 
