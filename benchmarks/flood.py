@@ -142,14 +142,15 @@ def main() -> int:
         for number in range(given.rounds):
             for name in (QUIET, FLOOD) if number % 2 else (FLOOD, QUIET):
                 found[name] += phase(url, given.turns, given.senders, is_flooded=name == FLOOD)
-    ratio = p99(found[FLOOD]) / p99(found[QUIET])
+    quiet_s = p99(found[QUIET])
+    ratio = p99(found[FLOOD]) / quiet_s
     table = Table("small turns", "p50 ms", "p99 ms", "longest ms")
     rows: list[dict[str, Any]] = []
     for name, times in found.items():
-        row = {"beside": name, "p50_s": statistics.median(times), "p99_s": p99(times), "longest_s": max(times)}
-        rows.append(row | {"ratio": row["p99_s"] / p99(found[QUIET]), "turns": len(times)})
+        seconds = {"p50_s": statistics.median(times), "p99_s": p99(times), "longest_s": max(times)}
+        rows.append({"beside": name, **seconds, "ratio": p99(times) / quiet_s, "turns": len(times)})
         label = "beside a flood" if name == FLOOD else "alone"
-        table.add_row(label, *(f"{row[key] * 1e3:.1f}" for key in ("p50_s", "p99_s", "longest_s")))  # type: ignore[operator]
+        table.add_row(label, *(f"{value * 1e3:.1f}" for value in seconds.values()))
     Console(width=80).print(table)
     print(f"p99 beside a flood: {ratio:.2f} x that without (target {TARGET})")
     save("flood", rows)

@@ -79,7 +79,8 @@ def test_a_port_on_which_somebody_listens_is_not_shared() -> None:
 
 
 @pytest.mark.parametrize(
-    ("http", "cores", "number"), [({}, 2, 1), ({}, 8, 2), ({"ingress_replicas": 1}, 64, 1), ({"ingress_replicas": 3}, 2, 3)]
+    ("http", "cores", "number"),
+    [({}, 2, 1), ({}, 8, 2), ({"ingress_replicas": 1}, 64, 1), ({"ingress_replicas": 3}, 2, 3)],
 )
 def test_two_ingresses_serve_where_there_are_cores(http: dict[str, int], cores: int, number: int) -> None:
     assert ingresses(CaesuraConfig.model_validate({"http": http}), cores) == number
