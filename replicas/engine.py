@@ -22,7 +22,7 @@ from replicas.grammar_trials import trials_of
 from replicas.host_tier import choose_size
 from replicas.resumption import ContinuedClient
 from replicas.settings import in_one_process
-from replicas.vllm_patches import forked_engine_core
+from replicas.vllm_patches import forked_engine_core, share_rendering
 
 logger = logging.getLogger("ray.serve")
 
@@ -54,6 +54,7 @@ class ReplicaEngine(VLLMEngine):
         self.streams = ContinuedClient(self._engine_client, trials_of(self._engine_client))
         for serving in (self._oai_serving_chat, self._oai_serving_completion):
             serving.engine_client = self.streams
+        share_rendering(self._engine_client.renderer)
 
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)

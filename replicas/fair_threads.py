@@ -20,10 +20,12 @@ class FairThreads:
 
     Args:
         threads: number of jobs that run at once.
+        name: name of the threads.
     """
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, threads: int, name: str = "grammars") -> None:
         self._threads = threads
+        self._name = name
         self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
         """The jobs of each tenant that has any. The first tenant is the next."""
         self._news = threading.Condition()
@@ -42,7 +44,7 @@ class FairThreads:
         with self._news:
             while self._threads:
                 self._threads -= 1
-                threading.Thread(target=self._work, name="grammars", daemon=True).start()
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
             self._jobs.setdefault(tenant, deque()).append(job)
             self._news.notify()
         return job.future

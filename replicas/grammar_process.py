@@ -23,8 +23,8 @@ import xgrammar
 NICE = 10
 """Trials give way to the engine's steps."""
 
-MAX_THREADS = 8
-"""Maximum number of threads of a compilation, as in vLLM."""
+THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))
+"""Number of threads of a compilation. vLLM has eight."""
 
 OUT_OF_MEMORY = ("std::bad_alloc", "Resource temporarily unavailable")
 """Parts of messages of errors of C++ about memory, for objects and for threads."""
@@ -75,9 +75,7 @@ def _try(connection: socket.socket, tokenizer: Any) -> None:
 
 def _compile(job: dict[str, Any], tokenizer: Any) -> None:
     """Do what vLLM's backend does for a grammar of this kind."""
-    compiler = xgrammar.GrammarCompiler(
-        tokenizer, max_threads=min(MAX_THREADS, os.cpu_count() or 1), cache_enabled=False
-    )
+    compiler = xgrammar.GrammarCompiler(tokenizer, max_threads=THREADS, cache_enabled=False)
     spec = job["spec"]
     match job["kind"]:
         case "json":

@@ -55,7 +55,7 @@ MAX_BYTES = 1 << 30
 START_S = 60.0
 """Maximum seconds until the process is ready. It imports xgrammar, which takes some seconds."""
 
-LARGE_AT_ONCE = 2
+LARGE_AT_ONCE = max(1, min(2, (os.cpu_count() or 1) // 4))
 """Number of large grammars that are tried at once."""
 
 TRIES = 2

@@ -1,6 +1,8 @@
 """Streams on the real CPU engine, broken off anywhere and gone on with: nothing is missing, nothing comes twice."""
 
+import asyncio
 import json
+import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
 from replicas.grammar_queue import COMPILED_S_KEY
 from replicas.program_turn import ProgramTurns
+from replicas.render_threads import reading
 from replicas.requests import attach_program, of_first_event, parse_request
 from replicas.resumption import Watch, events
 from replicas.settings import SchedulerSettings
@@ -422,3 +425,25 @@ async def test_the_engine_gets_the_time_of_the_trial(replica: Replica, monkeypat
     await replica.stream("chat", of_pattern("^b+$") | {"response_format": None, "vllm_xargs": {COMPILED_S_KEY: 9.0}})
     assert seen[0] > 0
     assert seen[1] is None
+
+
+async def test_a_small_prompt_does_not_wait_for_a_large_one(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts are rendered and tokenized in the threads of `RenderThreads`, by their size."""
+    begin, threads = threading.Event(), list[str]()
+    renderer = replica.client.renderer
+    tokenize = renderer.tokenizer.__class__.__call__
+
+    def noted(tokenizer: Any, *arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return tokenize(tokenizer, *arguments, **options)
+
+    monkeypatch.setattr(renderer.tokenizer.__class__, "__call__", noted)
+    reading("flood", {"messages": [{}] * 9000})
+    large = asyncio.get_running_loop().run_in_executor(renderer._executor, begin.wait, 60)
+    reading("other", completion())
+    assert folded(await replica.stream("completions", completion(max_tokens=3)))["text"]
+    assert not large.done()
+    begin.set()
+    assert await large
+    assert set(threads) == {"small prompts"}
+    assert replica.engine.chat_renderer.renderer is renderer

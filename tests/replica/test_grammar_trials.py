@@ -16,6 +16,7 @@ from vllm.sampling_params import StructuredOutputsParams
 from cluster.api.structured_output_limits import CODE
 from replicas.fair_threads import FairThreads
 from replicas.grammar_trials import (
+    LARGE_AT_ONCE,
     Compiled,
     Exceeded,
     Grammar,
@@ -237,7 +238,7 @@ async def test_who_waits_no_longer_is_not_tried(monkeypatch: pytest.MonkeyPatch)
         task.cancel()
     await asyncio.gather(*waiting, return_exceptions=True)
     await asyncio.sleep(0.4)
-    assert len(tried.specs) == 2
+    assert len(tried.specs) == LARGE_AT_ONCE
 
 
 def test_what_vllm_rejects_itself_has_no_grammar() -> None:
