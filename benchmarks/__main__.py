@@ -11,6 +11,7 @@ BENCHMARKS = (
     "front_end",
     "aiperf",
     "ingresses",
+    "flood",
     "stream_failover",
     "replica_footprint",
     "tool_executor",

@@ -18,10 +18,11 @@ from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm import envs
 
 from replicas.crash_attribution import died_by_itself, shared_suspect
+from replicas.grammar_trials import trials_of
 from replicas.host_tier import choose_size
 from replicas.resumption import ContinuedClient
 from replicas.settings import in_one_process
-from replicas.vllm_patches import forked_engine_core
+from replicas.vllm_patches import forked_engine_core, share_rendering
 
 logger = logging.getLogger("ray.serve")
 
@@ -50,9 +51,10 @@ class ReplicaEngine(VLLMEngine):
 
     def watch_streams(self) -> None:
         """Put the ContinuedClient, which knows of streams, between vLLM's serving layer and the engine."""
-        self.streams = ContinuedClient(self._engine_client)
+        self.streams = ContinuedClient(self._engine_client, trials_of(self._engine_client))
         for serving in (self._oai_serving_chat, self._oai_serving_completion):
             serving.engine_client = self.streams
+        share_rendering(self._engine_client.renderer)
 
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)

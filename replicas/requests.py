@@ -21,6 +21,7 @@ from vllm.entrypoints.serve.exception_handling.error_response import create_erro
 from vllm.exceptions import VLLMClientError
 from vllm.v1.engine.exceptions import EngineDeadError
 
+from cluster.api.structured_output_limits import CODE, TO_COMPILE
 from cluster.api.validation import validated
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, HttpError, Overloaded, ReplicaLost
 from cluster.core.program import WIRE_KEY
@@ -110,7 +111,9 @@ def of_response(answer: ErrorResponse) -> HttpError:
 
 
 def _code(message: str) -> str | None:
-    """Return the code that clients know, by which they shorten their history; None: the error has none."""
+    """Return the code that clients know, for example to shorten their history; None: the error has none."""
+    if TO_COMPILE in message:
+        return CODE
     return CONTEXT_LENGTH_EXCEEDED if any(part in message for part in _TOO_LONG) else None
 
 

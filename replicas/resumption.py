@@ -14,6 +14,7 @@ It uses these names of vLLM 0.29 (tests/contracts/test_resumption.py checks what
 import re
 from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
+from functools import partial
 from types import SimpleNamespace
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -23,9 +24,12 @@ from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.core.errors import HttpError, UpstreamFailed
+from cluster.core.program import tenant_of
 from cluster.core.stream import Begun, Ending, Progress, StreamChunk, prompt_digest
 from cluster.core.turn import pack_ids, unpack_ids
 from replicas.finish_reasons import corrected_event
+from replicas.grammar_queue import COMPILED_S_KEY
+from replicas.grammar_trials import GrammarTrials
 from replicas.requests import of_first_event
 from replicas.vllm_patches import RESUMED_KEY
 
@@ -33,6 +37,9 @@ Other = TypeVar("Other")
 
 TICKET = "caesura_stream"
 """The key of ``vllm_xargs`` with which a request passes its Watch's name to the engine's client."""
+
+OUR_KEYS = (TICKET, RESUMED_KEY, COMPILED_S_KEY)
+"""The keys of vLLM's ``extra_args`` that have a meaning here."""
 
 WITH_IDS = ("token", "multimodal")
 """Types of vLLM's engine inputs whose prompt is token ids."""
@@ -72,6 +79,10 @@ class Watch:
         self.so_far = so_far
         self.failure: Exception | None = None
         """The exception that ended the engine's outputs. vLLM only makes an event of it."""
+        self.tenant = ""
+        """Whose request it is."""
+        self.grammar_field = "structured_outputs"
+        """The field of the request that has its grammar, if it has one."""
         self.name: str | None = None
         """The name of the request in the engine, or None if the engine has not got it."""
         self.endings: dict[int, Ending] = {}
@@ -193,10 +204,12 @@ class ContinuedClient:
 
     Args:
         client: vLLM's AsyncLLM.
+        grammars: bounds the grammars of requests before the engine gets them.
     """
 
-    def __init__(self, client: Any) -> None:
+    def __init__(self, client: Any, grammars: GrammarTrials) -> None:
         self._client = client
+        self._grammars = grammars
         self._watches: dict[str, Watch] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -210,6 +223,8 @@ class ContinuedClient:
             return
         ticket = uuid4().hex
         request.vllm_xargs = {**(request.vllm_xargs or {}), TICKET: ticket}
+        watch.tenant = tenant_of(getattr(request, "session_id", None) or "")
+        watch.grammar_field = _grammar_field(request)
         self._watches[ticket] = watch
         try:
             yield
@@ -221,15 +236,39 @@ class ContinuedClient:
         extra = sampling_params.extra_args or {}
         watch = self._watches.get(str(extra.get(TICKET)))
         # A client may have set these keys; only our values count from here on.
-        sampling_params.extra_args = {key: extra[key] for key in extra if key not in (TICKET, RESUMED_KEY)} or None
-        if watch is None:
-            return self._client.generate(prompt, sampling_params, request_id, **options)
+        sampling_params.extra_args = {key: extra[key] for key in extra if key not in OUR_KEYS} or None
+        whose = watch or Watch()
 
         def generate(prompt: Any, params: Any, name: str) -> AsyncGenerator[RequestOutput]:
-            made: AsyncGenerator[RequestOutput] = self._client.generate(prompt, params, name, **options)
-            return made
+            made: Callable[[], AsyncGenerator[RequestOutput]] = partial(
+                self._client.generate, prompt, params, name, **options
+            )
+            return made() if params.structured_outputs is None else self._checked(made, params, whose)
 
+        if watch is None:
+            return generate(prompt, sampling_params, request_id)
         return watch.outputs(generate, self._client.renderer.tokenizer, prompt, sampling_params, request_id)
+
+    async def _checked(
+        self, generate: Callable[[], AsyncGenerator[RequestOutput]], params: Any, watch: Watch
+    ) -> AsyncGenerator[RequestOutput]:
+        """Yield the outputs of a request whose grammar may be compiled.
+
+        Raises:
+            GrammarRejected: it may not.
+        """
+        seconds = await self._grammars.check(params.structured_outputs, watch.tenant, watch.grammar_field)
+        if seconds is not None:
+            params.extra_args = {**(params.extra_args or {}), COMPILED_S_KEY: seconds}
+        async with aclosing(generate()) as outputs:
+            async for output in outputs:
+                yield output
+
+
+def _grammar_field(request: Any) -> str:
+    """Return the field of vLLM's request that has its grammar, if it has one. vLLM changes the fields later."""
+    fields = ("structured_outputs", "response_format")
+    return next((field for field in fields if getattr(request, field, None) is not None), "tools")
 
 
 async def events(

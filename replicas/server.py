@@ -29,6 +29,7 @@ from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ControlTimeout, EngineGone, HttpError, ReplicaLost
 from cluster.core.frames import TURN, Answer, TurnCall
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
+from cluster.core.program import tenant_of
 from cluster.core.replica_snapshot import ROUTING_STATS_KEY
 from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import Continuation, TurnPiece
@@ -47,6 +48,7 @@ from replicas.early_prompt import EarlyPrompts
 from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
 from replicas.program_turn import ProgramTurns
+from replicas.render_threads import reading
 from replicas.requests import (
     as_refusal,
     attach_program,
@@ -183,6 +185,7 @@ class ProgramServer(LLMServer):
         bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive(method, body, key, epoch)
+            reading(tenant_of(key or ""), body)
             request = parse_request(method, self._text.legible(body) if method == "tokenize" else body)
             if "messages" in body and method in ("chat", "tokenize"):
                 self._text.make_plain(request)
@@ -218,6 +221,7 @@ class ProgramServer(LLMServer):
         bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive("chat", body, key, epoch)
+            reading(tenant_of(key or ""), body)
             run = self._turns.run(body, headers, key, identity, continuation, watch, answers)
             async with aclosing(run) as batches:
                 async for batch in batches:

@@ -15,6 +15,8 @@
     resumes streams. Contract: tests/contracts/test_resumption.py.
 `share_compilation`: vLLM compiles grammars in the order of arrival, also for requests that have ended. Delete it when
     vLLM's compilation is fair. Contract: tests/replica/test_grammar_queue.py, the manager's executor.
+`share_rendering`: vLLM renders and tokenizes in one thread, in the order of arrival. Delete it when a large prompt does
+    not delay small ones. Contract: tests/contracts/test_resumption.py, the thread of a small prompt.
 `forked_engine_core`: vLLM spawns its engine inside a Ray actor, which costs all imports again on CPU. Delete it when
     the method can be configured there. Contract: tests/contracts/test_vllm_contracts.py, the start method.
 
@@ -43,6 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.malloc_trim import trim
 from replicas.grammar_queue import GrammarQueue
+from replicas.render_threads import RenderThreads
 from replicas.vllm_versions import Loads
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -334,6 +337,11 @@ def share_compilation(manager: Any) -> None:
     """
     if (executor := getattr(manager, "executor", None)) is not None:
         manager.executor = GrammarQueue(executor._max_workers)
+
+
+def share_rendering(renderer: Any) -> None:
+    """Let vLLM's renderer use `RenderThreads` in place of its thread, also where it has kept the executor."""
+    renderer._executor.submit = RenderThreads().submit
 
 
 def _without_reasoning(manager: Any, request: Any, ids: list[int], known: int) -> Sequence[int]:

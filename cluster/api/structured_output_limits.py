@@ -2,7 +2,9 @@
 
 vLLM compiles them on few threads and cannot stop a compilation. A few very large ones, even of aborted requests, can
 therefore block all structured output of a replica. With xgrammar and a vocabulary of 131,000 tokens, a property costs
-about 1 ms, and a position of a bounded string (`maxLength`, `.{0,n}`) about 50 ms.
+about 1 ms, a pair of optional properties 10 µs, since any of them may follow any other, and a position of a bounded
+string (`maxLength`, `.{0,n}`) about 50 ms. What is within these limits, and is not small, is tried by the replica in a
+process that can be ended (`replicas.grammar_trials`).
 """
 
 import json
@@ -24,10 +26,15 @@ MAX_STATES = 1024
 STATES_OF_ONE = 256
 """Maximum number of states that one bounded repetition counts. Beyond it the cost hardly grows, even if nested."""
 
-PART_S, STATE_S = 0.001, 0.05
-"""Estimated seconds of a part and of a state, with a vocabulary of 131,000 tokens."""
+PART_S, PAIR_S, STATE_S = 0.001, 1e-5, 0.05
+"""Estimated seconds of a part, of a pair of optional properties and of a state, with a vocabulary of 131,000 tokens."""
+
+SMALL_S = 0.25
+"""Estimated seconds up to which a compilation counts as small."""
 
 CODE = "structured_output_too_complex"
+TO_COMPILE = "to compile, which is the limit for one request"
+"""Part of a replica's message about a grammar that takes too much time or memory. Clients get `CODE` with it."""
 
 _AS_TEXT = frozenset({"json", "structural_tag"})
 """Keys of `structured_outputs` whose value may be JSON in a string."""
@@ -61,7 +68,14 @@ def estimated_s(spec: str) -> float:
     """
     cost = _Cost()
     cost.add({"json": spec, "grammar": spec} if _parsed(spec) is None else {"json": spec})
-    return cost.parts * PART_S + cost.states * STATE_S
+    return cost.seconds
+
+
+def is_surely_small(schema: str) -> bool:
+    """Return whether a JSON schema compiles fast, whatever is in it: it is small and has no patterns."""
+    cost = _Cost()
+    cost.add({"json": schema})
+    return not cost.patterns and cost.seconds <= SMALL_S
 
 
 def _compiled(body: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -131,7 +145,12 @@ class _Cost:
     """The estimated cost of a compilation. It is counted until it exceeds a limit."""
 
     def __init__(self) -> None:
-        self.characters = self.parts = self.states = 0
+        self.characters = self.parts = self.pairs = self.states = self.patterns = 0
+
+    @property
+    def seconds(self) -> float:
+        """The estimated time."""
+        return self.parts * PART_S + self.pairs * PAIR_S + self.states * STATE_S
 
     @property
     def exceeded(self) -> tuple[str, int] | None:
@@ -158,6 +177,7 @@ class _Cost:
                 if self.parts > MAX_PARTS:
                     return
                 self.states += max((_length(value.get(key)) for key in _LENGTHS), default=0)
+                self.pairs += _optional(value) ** 2
                 left += [part for key, part in value.items() if self._is_left(key, part)]
                 left += [_parsed(value[key]) for key in _AS_TEXT & value.keys()]
 
@@ -166,14 +186,24 @@ class _Cost:
         added.
         """
         self.characters += len(key)
+        self.patterns += key == "patternProperties"
         if key in _AS_TEXT:
             return False
         if key in _PATTERNS and isinstance(part, str):
+            self.patterns += 1
             # Quoted and escaped text in a pattern counts too.
             self.parts += part.count("|")
             for repetition in _REPETITION.finditer(part):
                 self.states += max(_length(int(bound[:9] or 0)) for bound in repetition.groups())
         return not (key in _ANNOTATIONS and isinstance(part, str))
+
+
+def _optional(schema: Mapping[str, Any]) -> int:
+    """Return the number of properties that an object need not have."""
+    properties, required = schema.get("properties"), schema.get("required")
+    if not isinstance(properties, Mapping):
+        return 0
+    return max(0, len(properties) - (len(required) if isinstance(required, list) else 0))
 
 
 def _length(bound: Any) -> int:

@@ -125,7 +125,9 @@ class HttpConfig(Section):
     port: int = Field(8000, ge=0, le=65535)
     """Port to listen on. 0: any free port."""
     ingress_replicas: int = Field(1, ge=1, le=64)
-    """Number of ingress processes, which handle HTTP requests."""
+    """Number of ingress processes, which handle HTTP requests. If it is not set, `caesura serve` starts two on a
+    machine with 8 cores or more, and the chart starts two if its workers request 8 CPUs or more. With two, requests are
+    served while one of them is replaced."""
     trust_request_start: bool = False
     """Whether a turn's latency starts at the time in the header `X-Request-Start: t=<unix seconds>`. It then includes
     the time in queues in front of Caesura. Use it only behind a proxy of yours that sets the header, since a client

@@ -20,15 +20,16 @@ BODY_WITHIN_S = 60.0
 NO_BODY_STATUS = 499
 """Status of a request whose client disconnected before it was complete. It appears only in our log."""
 
-MAX_KEYS = 100_000
+MAX_KEYS = 40_000
 """Maximum number of keys of all objects of a body."""
-MAX_CONTAINERS = 100_000
+MAX_CONTAINERS = 40_000
 """Maximum number of objects and lists of a body."""
 MAX_ITEMS = 1_000_000
 """Maximum number of items of all lists and objects of a body, such as the ids of a prompt.
 
 Python's parser does not let other threads run while it reads one object or list, and so do the garbage collector and
-the end of a large value. These three limits bound that time to some tens of milliseconds."""
+the end of a large value. The ingress also reads the messages of a turn in the event loop, to find its program. These
+three limits bound each of these times to 50 ms."""
 
 _LONE_SURROGATE_SUSPECT = re.compile(rb"\\u[dD][89a-fA-F]")
 

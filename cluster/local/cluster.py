@@ -88,6 +88,16 @@ Step = Callable[[str], AbstractContextManager[None]]
 """A function from a step's name to a context that lasts as long as the step."""
 
 
+CORES_FOR_TWO = 8
+"""Number of cores from which on two ingresses serve, if the configuration does not set their number."""
+
+
+def ingresses(config: CaesuraConfig, cores: int) -> int:
+    """Return the number of ingresses on a machine. With two, requests are served while one of them is replaced."""
+    http = config.http
+    return http.ingress_replicas if "ingress_replicas" in http.model_fields_set or cores < CORES_FOR_TWO else 2
+
+
 class StartFailed(CaesuraError):
     """A local cluster did not start. The message has the cause and the last lines of the log."""
 
@@ -101,7 +111,8 @@ class LocalCluster:
     stop it.
 
     Args:
-        config: the configuration. ``redis.url: embedded`` and ``http.port: 0`` are replaced with actual values.
+        config: the configuration. ``redis.url: embedded``, ``http.port: 0`` and a number of ingresses that is not set
+            are replaced with actual values.
         step: called for each step of the start and the stop.
         clock: measures deadlines.
         hurried: when it is set, `stop` does not wait for requests in flight.
@@ -119,7 +130,8 @@ class LocalCluster:
         hurried: threading.Event | None = None,
     ) -> None:
         port = config.http.port or _free_port(config.http.host)
-        self.config = config.model_copy(update={"http": config.http.model_copy(update={"port": port})})
+        update = {"port": port, "ingress_replicas": ingresses(config, len(os.sched_getaffinity(0)))}
+        self.config = config.model_copy(update={"http": config.http.model_copy(update=update)})
         self._step = step
         self._clock = clock or MonotonicClock()
         self._stack = ExitStack()

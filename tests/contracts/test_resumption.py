@@ -1,6 +1,8 @@
 """Streams on the real CPU engine, broken off anywhere and gone on with: nothing is missing, nothing comes twice."""
 
+import asyncio
 import json
+import threading
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -28,7 +30,9 @@ from replicas.coalescing import Ticks
 from replicas.continuation import TOOLS
 from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
+from replicas.grammar_queue import COMPILED_S_KEY
 from replicas.program_turn import ProgramTurns
+from replicas.render_threads import reading
 from replicas.requests import attach_program, of_first_event, parse_request
 from replicas.resumption import Watch, events
 from replicas.settings import SchedulerSettings
@@ -267,8 +271,9 @@ async def test_another_prompt_is_refused(replica: Replica) -> None:
 async def test_tokens_that_do_not_fit_the_grammar_end_in_an_error(replica: Replica) -> None:
     method, body = CASES["split characters"]
     whole = await replica.stream(method, body)
-    known = joined(piece.progress for piece in whole[:4])
-    wrong = replace(known, token_ids=pack_ids([*unpack_ids(known.token_ids)[:-1], 7]))
+    known = joined(piece.progress for piece in whole)
+    ids = [*unpack_ids(known.token_ids)[:3], 7]
+    wrong = replace(known, events=4, token_ids=pack_ids(ids), sizes=pack_ids([1] * len(ids)), ending=None)
     with pytest.raises(HttpError, match="internal error"):
         await replica.stream(method, body, wrong)
     again = await replica.stream(method, body)
@@ -357,3 +362,88 @@ async def test_a_schema_that_cannot_be_enforced_is_refused_and_changes_nothing_f
     assert refusal is not None
     assert (refusal.status, "not supported" in refusal.message) == (400, True)
     assert folded(await replica.stream("chat", chat(**CALLS)))["ends"][0][0] == "tool_calls"
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+
+def of_pattern(pattern: str) -> dict[str, Any]:
+    schema = {"type": "string", "pattern": pattern}
+    return chat(
+        response_format={"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}, max_completion_tokens=8
+    )
+
+
+@pytest.mark.parametrize(
+    "pattern",
+    [
+        "^[^\\x00-\\x1f]{1,20}$",
+        "^[\\s\\S]*$",
+        "[\\u0000-\\U0010ffff]+",
+        "[^\U0010ffff]{1,9}",
+        "^[ -~\u00a0-\uffff]{0,20}$",
+        "[^\\s\\S]",
+        "[\\uD800-\\uDFFF]",
+        "\\p{L}+",
+        "[z-a]",
+        "[]",
+        "a{5,2}",
+        "[\\x00]",
+        "[^\x00]",
+    ],
+)
+async def test_any_pattern_is_answered_or_refused_by_name(replica: Replica, pattern: str) -> None:
+    """Never by a 500, and the next request is answered."""
+    try:
+        first, *_ = await replica.stream("chat", of_pattern(pattern))
+        refusal = of_first_event(first.data.encode())
+    except HttpError as error:
+        refusal = error
+    if refusal is not None:
+        assert (refusal.status, refusal.param) == (400, "response_format")
+    assert folded(await replica.stream("completions", completion(max_tokens=3)))["text"]
+
+
+async def test_a_grammar_above_a_limit_is_refused_by_name(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(replica.engine.streams._grammars, "_max_s", 0.0)
+    refusal = of_first_event((await replica.stream("chat", of_pattern("^a{1,90}$")))[0].data.encode())
+    assert refusal is not None
+    assert (refusal.status, refusal.param, refusal.code) == (400, "response_format", "structured_output_too_complex")
+    assert refusal.message.startswith("response_format: needs more than")
+
+
+async def test_the_engine_gets_the_time_of_the_trial(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+    generate = replica.client.generate
+
+    def noted(prompt: Any, params: Any, *others: Any, **options: Any) -> Any:
+        seen.append((params.extra_args or {}).get(COMPILED_S_KEY))
+        return generate(prompt, params, *others, **options)
+
+    monkeypatch.setattr(replica.client, "generate", noted)
+    await replica.stream("chat", of_pattern("^b+$"))
+    await replica.stream("chat", of_pattern("^b+$") | {"response_format": None, "vllm_xargs": {COMPILED_S_KEY: 9.0}})
+    assert seen[0] > 0
+    assert seen[1] is None
+
+
+async def test_a_small_prompt_does_not_wait_for_a_large_one(replica: Replica, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All prompts are rendered and tokenized in the threads of `RenderThreads`, by their size."""
+    begin, threads = threading.Event(), list[str]()
+    renderer = replica.client.renderer
+    tokenize = renderer.tokenizer.__class__.__call__
+
+    def noted(tokenizer: Any, *arguments: Any, **options: Any) -> Any:
+        threads.append(threading.current_thread().name)
+        return tokenize(tokenizer, *arguments, **options)
+
+    monkeypatch.setattr(renderer.tokenizer.__class__, "__call__", noted)
+    reading("flood", {"messages": [{}] * 9000})
+    large = asyncio.get_running_loop().run_in_executor(renderer._executor, begin.wait, 60)
+    reading("other", completion())
+    assert folded(await replica.stream("completions", completion(max_tokens=3)))["text"]
+    assert not large.done()
+    begin.set()
+    assert await large
+    assert set(threads) == {"small prompts"}
+    assert replica.engine.chat_renderer.renderer is renderer

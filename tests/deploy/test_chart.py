@@ -222,3 +222,24 @@ def test_a_redis_without_a_user_has_the_default_one() -> None:
     assert "redisUsername" not in cluster(documents)["gcsFaultToleranceOptions"]
     url = serve_config(documents)["applications"][0]["args"]["redis"]["url"]
     assert url == "rediss://redis.db:6379/0?password_file=/etc/caesura/redis/password"
+
+
+@pytest.mark.parametrize(
+    ("preset", "values", "number"),
+    [
+        ("gpu", {}, 2),
+        ("cpu", {}, 1),
+        (None, {}, None),
+        (None, {"workerGroups": {"workers": {"replicas": 4}}}, 2),
+        (None, {"workerGroups": {"workers": {"replicas": 3, "resources": {"requests": {"cpu": "2500m"}}}}}, None),
+        (None, {"workerGroups": {"workers": {"replicas": 4, "resources": {"requests": {"cpu": "2500m"}}}}}, 2),
+        ("gpu", {"config": {"http": {"ingress_replicas": 1}}}, 1),
+        ("gpu", {"config": {"http": {"max_concurrent_requests": 9}}}, 2),
+    ],
+)
+def test_two_ingresses_serve_where_the_workers_have_cpus(
+    preset: str | None, values: dict[str, Any], number: int | None
+) -> None:
+    service = of_kind(template(values, preset=preset), "RayService")
+    (application,) = yaml.safe_load(service["spec"]["serveConfigV2"])["applications"]
+    assert application["args"]["http"].get("ingress_replicas") == number

@@ -9,8 +9,8 @@ from typing import Any
 
 from vllm.v1.structured_output import StructuredOutputManager
 
-from cluster.api.structured_output_limits import estimated_s
-from replicas.grammar_queue import SMALL_S, GrammarQueue
+from cluster.api.structured_output_limits import SMALL_S, estimated_s
+from replicas.grammar_queue import COMPILED_S_KEY, GrammarQueue
 from replicas.vllm_patches import share_compilation
 
 LARGE = json.dumps({"type": "object", "properties": {f"p{number}": {"type": "string"} for number in range(3000)}})
@@ -25,6 +25,11 @@ class Asked:
     spec: str
     tenant: str = "t"
     finished: bool = False
+    measured_s: float | None = None
+
+    @property
+    def sampling_params(self) -> Any:
+        return SimpleNamespace(extra_args=self.measured_s and {COMPILED_S_KEY: self.measured_s})
 
     @property
     def session_id(self) -> str:
@@ -55,6 +60,8 @@ class Compiler:
 def test_a_schema_costs_by_its_parts_and_by_its_repetitions() -> None:
     assert estimated_s(SMALL) < SMALL_S < estimated_s(LARGE)
     assert estimated_s(json.dumps({"type": "string", "maxLength": 200})) > SMALL_S
+    optional = {"type": "object", "properties": {f"p{number}": {} for number in range(120)}}
+    assert estimated_s(json.dumps(optional)) > SMALL_S > estimated_s(json.dumps({**optional, "required": ["p"] * 120}))
     assert estimated_s("root ::= [a-z]{1,200}") > SMALL_S
     assert estimated_s("not JSON") < SMALL_S
 
@@ -66,6 +73,17 @@ def test_a_small_grammar_does_not_wait_for_large_ones() -> None:
     assert not any(future.done() for future in large)
     compiler.begin.set()
     assert {future.result(TIMEOUT_S) for future in large} == {"flood"}
+
+
+def test_what_was_measured_counts_and_not_what_was_estimated() -> None:
+    compiler, queue = Compiler(), GrammarQueue(1)
+    slow = queue.submit(compiler, Asked(LARGE, "slow", measured_s=2.0))
+    assert queue.submit(compiler, Asked(SMALL, "fast")).result(TIMEOUT_S) == "fast"
+    small = queue.submit(compiler, Asked(SMALL, "pattern", measured_s=2.0))
+    assert queue.submit(compiler, Asked(SMALL, "fast")).result(TIMEOUT_S) == "fast"
+    assert not slow.done() and not small.done()
+    compiler.begin.set()
+    assert {future.result(TIMEOUT_S) for future in (slow, small)} == {"slow", "pattern"}
 
 
 def test_tenants_take_turns() -> None:
@@ -105,7 +123,7 @@ def test_vllm_submits_its_compilations_to_the_managers_executor() -> None:
     assert isinstance(manager.executor, GrammarQueue)
     compiled = Asked(SMALL, "vllm's")
     asked = SimpleNamespace(structured_output_key=("json", SMALL), grammar=None)
-    params = SimpleNamespace(structured_outputs=object())
+    params = SimpleNamespace(structured_outputs=object(), extra_args=None)
     manager._create_grammar = lambda request: compiled
     request = SimpleNamespace(
         structured_output_request=asked, sampling_params=params, session_id=None, is_finished=lambda: False

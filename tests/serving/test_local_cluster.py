@@ -10,7 +10,7 @@ import ray
 
 from cluster.config.schema import CaesuraConfig
 from cluster.local import cluster as local_cluster
-from cluster.local.cluster import LocalCluster, StartFailed
+from cluster.local.cluster import LocalCluster, StartFailed, ingresses
 
 GAVE_UP = Exception("The current node timed out during startup. This could happen because ...")
 
@@ -76,3 +76,11 @@ def test_a_port_on_which_somebody_listens_is_not_shared() -> None:
         config = CaesuraConfig.model_validate({"http": {"port": listener.getsockname()[1]}})
         with pytest.raises(StartFailed, match=r"http\.port"):
             LocalCluster(config).start()
+
+
+@pytest.mark.parametrize(
+    ("http", "cores", "number"),
+    [({}, 2, 1), ({}, 8, 2), ({"ingress_replicas": 1}, 64, 1), ({"ingress_replicas": 3}, 2, 3)],
+)
+def test_two_ingresses_serve_where_there_are_cores(http: dict[str, int], cores: int, number: int) -> None:
+    assert ingresses(CaesuraConfig.model_validate({"http": http}), cores) == number

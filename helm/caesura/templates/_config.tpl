@@ -5,7 +5,23 @@
 {{- if .Values.keys.enabled -}}
 {{- $_ := set $known "auth" (dict "file" "/etc/caesura/keys/keys.yaml") -}}
 {{- end -}}
+{{- if and (not (hasKey (default dict .Values.config.http) "ingress_replicas")) (ge (include "caesura.workerCpus" . | float64) 8.0) -}}
+{{- $_ := set $known.http "ingress_replicas" 2 -}}
+{{- end -}}
 {{- mergeOverwrite $config $known | toYaml -}}
+{{- end -}}
+
+{{- /* CPUs that all workers request at the start. */ -}}
+{{- define "caesura.workerCpus" -}}
+{{- $cpus := 0.0 -}}
+{{- range $group := .Values.workerGroups -}}
+{{- if $group -}}
+{{- $cpu := dig "resources" "requests" "cpu" "0" $group | toString -}}
+{{- $each := ternary (divf (trimSuffix "m" $cpu | float64) 1000.0) ($cpu | float64) (hasSuffix "m" $cpu) -}}
+{{- $cpus = addf $cpus (mulf $each (float64 (default 1 $group.replicas))) -}}
+{{- end -}}
+{{- end -}}
+{{- $cpus -}}
 {{- end -}}
 
 {{- /* Seconds: the longest turn. */ -}}

@@ -1,0 +1,75 @@
+"""Threads that run jobs, with a fair share for each tenant."""
+
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    future: "Future[Any]"
+    work: Callable[[], Any]
+    is_unwanted: Callable[[], bool]
+
+
+class FairThreads:
+    """Runs jobs in threads, which start with the first job and end with the process. Tenants take turns.
+
+    Args:
+        threads: number of jobs that run at once.
+        name: name of the threads.
+    """
+
+    def __init__(self, threads: int, name: str = "grammars") -> None:
+        self._threads = threads
+        self._name = name
+        self._jobs: OrderedDict[str, deque[_Job]] = OrderedDict()
+        """The jobs of each tenant that has any. The first tenant is the next."""
+        self._news = threading.Condition()
+
+    def submit(
+        self, tenant: str, work: Callable[[], Any], is_unwanted: Callable[[], bool] = lambda: False
+    ) -> "Future[Any]":
+        """Call ``work`` in a thread, when it is the tenant's turn.
+
+        Args:
+            tenant: whose job it is.
+            work: its result or exception becomes that of the returned future.
+            is_unwanted: asked when the job's turn comes; True cancels it. The future can be cancelled until then, too.
+        """
+        job = _Job(Future(), work, is_unwanted)
+        with self._news:
+            while self._threads:
+                self._threads -= 1
+                threading.Thread(target=self._work, name=self._name, daemon=True).start()
+            self._jobs.setdefault(tenant, deque()).append(job)
+            self._news.notify()
+        return job.future
+
+    def _work(self) -> None:
+        while True:
+            _run(self._take())
+
+    def _take(self) -> _Job:
+        """Wait for a job of the tenant whose turn it is."""
+        with self._news:
+            self._news.wait_for(lambda: self._jobs)
+            tenant, jobs = self._jobs.popitem(last=False)
+            job = jobs.popleft()
+            if jobs:
+                self._jobs[tenant] = jobs
+            return job
+
+
+def _run(job: _Job) -> None:
+    if job.is_unwanted():
+        job.future.cancel()
+    if not job.future.set_running_or_notify_cancel():
+        return
+    try:
+        job.future.set_result(job.work())
+    except Exception as error:  # noqa: BLE001 - it is the job's
+        job.future.set_exception(error)

@@ -1,0 +1,47 @@
+"""Which prompts are large, and in which thread they are rendered."""
+
+import threading
+from contextvars import copy_context
+from typing import Any
+
+import pytest
+
+from replicas.render_threads import LARGE, RenderThreads, is_large, reading
+
+TIMEOUT_S = 20
+
+
+@pytest.mark.parametrize(
+    ("body", "large"),
+    [
+        ({"messages": [{"role": "user", "content": "hi"}]}, False),
+        ({"messages": [{"role": "user", "content": "x" * LARGE}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text", "text": "x" * LARGE}]}]}, True),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}] * 3000}]}, True),
+        ({"messages": [{"role": "user", "content": "x"}] * 3000}, True),
+        ({"messages": [], "tools": [{}] * 300}, True),
+        ({"messages": [{}] * 100, "tools": [{}] * 100}, False),
+        ({"prompt": "x" * LARGE}, True),
+        ({"prompt": list(range(3000))}, True),
+        ({"prompt": ["x" * LARGE]}, True),
+        ({"prompt": 5, "messages": "x", "tools": 7}, False),
+        ({"messages": [7, None, {"content": 8}, {"content": [9]}]}, False),
+    ],
+)
+def test_a_prompt_is_large_by_its_parts_and_its_text(body: dict[str, Any], large: bool) -> None:
+    assert is_large(body) is large
+
+
+def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
+    threads, begin = RenderThreads(), threading.Event()
+
+    def sent(body: dict[str, Any], *job: Any) -> Any:
+        reading("t", body)
+        return threads.submit(*job)
+
+    large = [copy_context().run(sent, {"prompt": "x" * LARGE}, begin.wait, TIMEOUT_S) for _ in range(3)]
+    assert copy_context().run(sent, {"prompt": "x"}, sum, (1, 2)).result(TIMEOUT_S) == 3
+    assert threads.submit(int, "7").result(TIMEOUT_S) == 7
+    assert not any(future.done() for future in large)
+    begin.set()
+    assert all(future.result(TIMEOUT_S) for future in large)
