@@ -116,6 +116,8 @@ SCORERS = Registry(
     },
 )
 
+AUTOSCALERS = Registry("autoscaling policy", {"caesura": "router.autoscaling.program_load:ProgramLoad"})
+
 ROUTER_PARAMETERS = Registry("router with parameters of its own", {OUR_ROUTER: "router.settings:RouterSettings"})
 """The classes of routers' parameters. Ray's routers are not here: they take keyword arguments, which are checked only
 when the routers start."""
