@@ -76,8 +76,8 @@ class ReplicaConfig(Section):
     count: int = Field(1, ge=1, le=1024)
     """Number of vLLM replicas. Leave it out if `max` is set."""
     min: int | None = Field(None, ge=0, le=1024)
-    """Smallest number of replicas if their number follows the load, which needs `max`. null: 1. With 0, the last replica
-    is removed when no program is expected back soon; the next turn waits until a replica has started."""
+    """Smallest number of replicas if their number follows the load, which needs `max`. null: 1. With 0, the last
+    replica is removed when no program is expected back soon, and the next turn waits until a replica has started."""
     max: int | None = Field(None, ge=1, le=1024)
     """Largest number of replicas. If it is set, the number of replicas follows the load, between `min` and `max`. null:
     the number is `count`."""

@@ -163,6 +163,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Seconds until the turns that wait now are served, if it refuses any."""
     guards_memory: bool = False
     """Whether the replica's policy protects the KV memory from thrashing, whatever the number of programs."""
+    start_s: Amount = 0.0
+    """Seconds from the start of the replica's process until it could serve; 0: unknown."""
     residents: bytes = b""
     """`pack_names` of the programs that are bound to this replica. If there are very many, these are the most recently
     active ones."""

@@ -18,8 +18,8 @@ FULL_BATCH = 256
 def turn_work_s(costs: StepCosts, kv_tokens: float, computed: float, outputs: float, context_tokens: float) -> float:
     """Return the seconds of a fully loaded replica that a turn takes.
 
-    A full batch has as many sequences of the turn's length as fit into the KV memory, at most `FULL_BATCH`. Each of them
-    has its share of the step's constant time and of reading the weights.
+    A full batch has as many sequences of the turn's length as fit into the KV memory, at most `FULL_BATCH`. Each of
+    them has its share of the step's constant time and of reading the weights.
 
     Args:
         costs: costs of the replica's steps.

@@ -96,6 +96,7 @@ class SloTracker:
         self._programs = ProgramTracker(config.limits.program_ttl_s, config.limits.max_programs)
         self._served = config.served
         self._slos: dict[Served, Slo] = {}
+        self._counts: dict[str, tuple[int, int]] = {}
         self._tasks = SupervisedTasks(COMPONENT, clock, sleep=sleep)
 
     @classmethod
@@ -139,6 +140,13 @@ class SloTracker:
         if not self._config.http.trust_request_start:
             return now_s
         return now_s - waited_s(headers, self._wall(), self._config.http.request_timeout_s)
+
+    def counts(self, model: str) -> tuple[int, int]:
+        """Return the number of the model's turns that have ended, and of those that missed their SLO.
+
+        A turn whose client disconnected does not count. Without metrics, none does.
+        """
+        return self._counts.get(model, (0, 0))
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
         """Record the arrival of a turn, and return the object that measures it."""
@@ -229,9 +237,12 @@ class SloTracker:
     def _record(self, served: Served, slo: Slo, turn: TurnRecord) -> None:
         meter, labels = self._meter, served._asdict()
         meter.add(metrics.REQUESTS, 1, **labels, outcome=turn.outcome.value)
+        missed = slo.missed(turn) if turn.outcome is Outcome.OK else ()
+        if turn.outcome is not Outcome.UNFINISHED:
+            turns, late = self._counts.get(served.model, (0, 0))
+            self._counts[served.model] = (turns + 1, late + (bool(missed) or turn.outcome is not Outcome.OK))
         if turn.outcome is not Outcome.OK:
             return
-        missed = slo.missed(turn)
         if not missed:
             meter.add(metrics.GOOD_REQUESTS, 1, **labels)
         for bound in missed:

@@ -60,7 +60,8 @@ class AutoscalingPolicy(Protocol[State]):
         ...
 
     def decide(self, view: ScalingView, state: State) -> ScalingDecision[State]:
-        """Return the number of replicas that is wanted, from ``view.least`` to ``view.most``. It is asked several times a
-        second, and never raises.
+        """Return the number of replicas that is wanted, from ``view.least`` to ``view.most``.
+
+        It is asked several times a second, and never raises.
         """
         ...

@@ -1,7 +1,7 @@
 """Caesura's autoscaling policy: as many replicas as the programs need for their KV and their work.
 
-It reckons with the time that a replica takes to start, which it measures. It adds replicas for the load that is expected
-when they have started, and removes one only after fewer have sufficed for twice that time.
+It measures the time that a replica takes to start. It adds replicas for the load that is expected when they have
+started, and removes one only after fewer have sufficed for twice that time.
 
 A replica's capacity for work is learnt. The cost model gives the work of a turn, but neither the overhead around the
 engine nor the batch that keeps the SLO. So where turns exceed their SLO at a load below the known capacity, this load
@@ -179,8 +179,8 @@ def _misses(view: ScalingView, state: LoadState, demand: Demand) -> bool:
 def _more(view: ScalingView, state: LoadState, need: Needs, demand: Demand) -> tuple[int, Reason]:
     wanted = ceil(need.most - 1e-9)
     reason = Reason.MEMORY if need.memory > need.work else Reason.WORK
-    if _misses(view, state, demand) and wanted <= view.target:
-        wanted, reason = view.target + 1, Reason.SLO
+    if _misses(view, state, demand):
+        wanted, reason = max(wanted, view.target + 1), Reason.SLO
     return _within(view, max(wanted, 0 if need.idle else 1)), reason
 
 

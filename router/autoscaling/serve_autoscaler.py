@@ -1,8 +1,8 @@
 """Runs an autoscaling policy in Ray Serve's controller, as `AutoscalingConfig.policy` (Ray 2.60.0).
 
 Ray calls it several times a second with an AutoscalingContext. It applies the bounds, starts the first replica as soon
-as a call waits for one, and removes the last replica only where one is left. Ray's own delays and factors are off, since
-the policy has its own. tests/contracts/test_ray_autoscaling.py holds what is used of Ray.
+as a call waits for one, and removes the last replica only where one is left. Ray's own delays and factors are off,
+since the policy has its own. tests/contracts/test_ray_autoscaling.py holds what is used of Ray.
 
 Ray sends this module to the controller by value, and imports the others there.
 """

@@ -78,6 +78,15 @@ def test_a_turn_is_counted_with_its_latencies(ingress: Ingress, recorded: Record
     assert recorded.of(metrics.PROGRAM_ENDS) == {("tiny", "default", "good"): 1}
 
 
+def test_turns_and_misses_are_counted_for_the_autoscaler(ingress: Ingress) -> None:
+    """Rejections and failures are misses. A client that leaves is not, and an invalid request is no turn."""
+    ingress.turn("a")
+    ingress.turn("a", ttft=2.0)
+    for outcome in (Outcome.REJECTED, Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNFINISHED, None):
+        ingress.turn("a", outcome)
+    assert (ingress.tracker.counts("tiny"), ingress.tracker.counts("other")) == ((5, 4), (0, 0))
+
+
 def test_a_tenant_has_its_own_bounds_and_one_without_a_name_no_label(ingress: Ingress, recorded: Recorded) -> None:
     ingress.turn(None, tenant="fast")
     ingress.turn(None, tenant="somebody")

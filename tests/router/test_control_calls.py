@@ -88,7 +88,9 @@ def handles() -> dict[str, Handle]:
 async def fleet(handles: dict[str, Handle], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReplicaClients]:
     monkeypatch.setattr("cluster.dispatch.replica_client.BROADCAST_SLACK_S", 0.0)
     made: Any = handles
-    fleet = ReplicaClients(made, CONFIG, ManualClock(), "ingress", NullPredictions(), NullTraces())
+    fleet = ReplicaClients(
+        made, CONFIG, ManualClock(), "ingress", NullPredictions(), NullTraces(), lambda model: (0, 0)
+    )
     yield fleet
     await fleet.aclose()
 
@@ -159,3 +161,25 @@ async def test_closing_goes_on_though_one_part_fails_to_close(
         with pytest.raises(ValueError, match="a bug"):
             await fleet.aclose()
     assert sorted(closed) == sorted(MODELS)
+
+
+async def test_neither_a_probe_nor_a_list_of_models_starts_a_replica_of_a_model_that_may_have_none(
+    handles: dict[str, Handle],
+) -> None:
+    """Otherwise a model would never be at zero for long."""
+    changed = {"models": {"second": {"replicas": {"min": 0, "max": 1}}, "third": {}}, "router": {"name": "caesura"}}
+    made: Any = handles
+    fleet = ReplicaClients(
+        made,
+        CaesuraConfig.model_validate({**CONFIG.model_dump(), **changed}),
+        ManualClock(),
+        "ingress",
+        NullPredictions(),
+        NullTraces(),
+        lambda model: (0, 0),
+    )
+    await fleet.ready()
+    assert [[call[0] for call in handle.calls] for handle in handles.values()] == [["ready"], [], ["ready"]]
+    assert await fleet.max_model_len("second") is None
+    assert handles["second"].calls == []
+    await fleet.aclose()

@@ -76,7 +76,9 @@ def test_each_model_sees_the_configuration_as_its_own(tmp_path: Path) -> None:
 
 def test_bounds_of_an_elastic_model() -> None:
     """Given as `{min, max}`; memory and CPUs are shared out for the largest number."""
-    config = CaesuraConfig.model_validate({"replicas": {"min": 0, "max": 3}, "models": {"big": {"replicas": {"max": 4}}}})
+    config = CaesuraConfig.model_validate(
+        {"replicas": {"min": 0, "max": 3}, "models": {"big": {"replicas": {"max": 4}}}}
+    )
     first, big = (own.replicas for own in config.served.values())
     assert (first.is_elastic, first.least, first.most) == (True, 0, 3)
     assert (big.is_elastic, big.least, big.most) == (True, 1, 4)
