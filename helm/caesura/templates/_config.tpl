@@ -5,6 +5,10 @@
 {{- if .Values.keys.enabled -}}
 {{- $_ := set $known "auth" (dict "file" "/etc/caesura/keys/keys.yaml") -}}
 {{- end -}}
+{{- /* A preset's number of replicas gives way to bounds. */ -}}
+{{- range $of := prepend (values (dig "models" dict $config)) $config -}}
+{{- if dig "replicas" "max" 0 $of }}{{ $_ := unset $of.replicas "count" }}{{ end -}}
+{{- end -}}
 {{- mergeOverwrite $config $known | toYaml -}}
 {{- end -}}
 
