@@ -41,7 +41,7 @@ POLL_S = 1.0
 CONFIG: dict[str, Any] = {
     "http": {"port": 0},
     "replicas": {"min": 1, "max": 3, "kv_cache_bytes": 32 << 20},
-    "engine": {"max_model_len": 4096, "max_num_seqs": 4},
+    "engine": {"max_model_len": 4096, "max_num_seqs": 2},
     "slo": {"ttft_s": TTFT_S},
 }
 

@@ -97,6 +97,7 @@ class SloTracker:
         self._served = config.served
         self._slos: dict[Served, Slo] = {}
         self._counts: dict[str, tuple[int, int]] = {}
+        self._open: set[MeasuredTurn] = set()
         self._tasks = SupervisedTasks(COMPONENT, clock, sleep=sleep)
 
     @classmethod
@@ -144,9 +145,13 @@ class SloTracker:
     def counts(self, model: str) -> tuple[int, int]:
         """Return the number of the model's turns that have ended, and of those that missed their SLO.
 
-        A turn whose client disconnected does not count. Without metrics, none does.
+        A turn in flight whose first token is late counts already, since under overload turns end long after. A turn
+        whose client disconnected does not count. Without metrics, none does.
         """
-        return self._counts.get(model, (0, 0))
+        turns, missed = self._counts.get(model, (0, 0))
+        now_s = self._clock.now_s()
+        late = sum(turn.is_late(model, now_s) for turn in self._open)
+        return turns + late, missed + late
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
         """Record the arrival of a turn, and return the object that measures it."""
@@ -154,7 +159,10 @@ class SloTracker:
         slo = self._slo_of(served)
         if identity.key is not None and self.enabled:
             self._programs.turn_began(served, slo, identity.key, arrived_s, self._clock.now_s())
-        return MeasuredTurn(self, served, slo, identity, arrived_s)
+        turn = MeasuredTurn(self, served, slo, identity, arrived_s)
+        if self.enabled:
+            self._open.add(turn)
+        return turn
 
     def record_rejection(self, headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
         """Record a turn that was rejected before its body was read. It counts for the first model, since its model is
@@ -203,6 +211,10 @@ class SloTracker:
     def timeout_s(self) -> float:
         """Timeout of a turn in seconds. A turn that ends without an answer after this time counts as timed out."""
         return self._config.http.request_timeout_s
+
+    def turn_closed(self, turn: "MeasuredTurn") -> None:
+        """Record that the turn is no longer in flight."""
+        self._open.discard(turn)
 
     def turn_withdrawn(self, identity: ProgramIdentity) -> None:
         """Record that the request does not count as a turn."""
@@ -310,6 +322,12 @@ class MeasuredTurn:
         self._tokens = 0
         self._over = not tracker.enabled
 
+    def is_late(self, model: str, now_s: float) -> bool:
+        """Whether it is a turn of this model whose first token is later than its SLO allows."""
+        bound_s = self._slo.ttft_s
+        waits = self._served.model == model and self._first_token_s is None
+        return waits and bound_s is not None and now_s - self._arrived_s > bound_s
+
     def received(self, tokens: int) -> None:
         """Record the number of tokens in the answer so far."""
         if tokens > self._tokens:
@@ -323,6 +341,7 @@ class MeasuredTurn:
         if self._over:
             return
         self._over = True
+        self._tracker.turn_closed(self)
         if outcome is None:
             self._tracker.turn_withdrawn(self._identity)
             return
