@@ -117,7 +117,7 @@ class PlacementEngine:
         for request in self._queue.requests():
             expected = self._expect(request)
             context = expected.prompt_tokens + expected.output_tokens / 2
-            work_s += turn_work_s(load.costs, load.kv_tokens, expected.prompt_tokens, expected.output_tokens, context)
+            work_s += turn_work_s(load, expected.prompt_tokens, expected.output_tokens, context)
             tokens += expected.context_tokens
         return meter.demand(now_s, work_s, tokens)
 

@@ -407,14 +407,13 @@ class RouterState:
     def _count(self, record: ProgramRecord, expected: ExpectedWork, gap: Gap, now_s: float) -> None:
         """Count the demand of a turn that is sent, and that of its program if it is new."""
         load = record.replica.load or UNKNOWN_LOAD
-        costs, output = load.costs, expected.output_tokens
-        context = expected.prompt_tokens + output / 2
-        work_s = turn_work_s(costs, load.kv_tokens, gap.compute_tokens, output, context)
+        output = expected.output_tokens
+        work_s = turn_work_s(load, gap.compute_tokens, output, expected.prompt_tokens + output / 2)
         self.demand.turn(now_s, work_s)
         if record.turns == 0 and not record.joined:
             computed = expected.later_turns * expected.new_tokens
-            later_s = turn_work_s(costs, load.kv_tokens, computed, expected.later_outputs, expected.context_tokens)
-            step_s = costs.decode_step_s(max(1.0, load.running), min(load.kv_tokens, load.running_tokens))
+            later_s = turn_work_s(load, computed, expected.later_outputs, expected.context_tokens)
+            step_s = load.costs.decode_step_s(max(1.0, load.running), min(load.kv_tokens, load.running_tokens))
             lasts_s = expected.later_turns * self.workload.pause_s + expected.outputs * step_s
             self.demand.program(now_s, work_s + later_s, lasts_s)
 

@@ -7,29 +7,51 @@ Ray Serve carries to its controller as a dictionary of numbers, where the autosc
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, fields
 from math import isfinite
-from typing import Self
+from typing import Protocol, Self
 
 from cluster.core.replica_snapshot import ReplicaSnapshot, StepCosts
 
-FULL_BATCH = 256
-"""Largest number of sequences that are assumed in one step when the work of a token is estimated."""
+
+class ReplicaSpeed(Protocol):
+    """What of a replica decides how long its turns take: a `ReplicaSnapshot`, or a `router.candidate.ReplicaLoad`."""
+
+    @property
+    def costs(self) -> StepCosts:
+        """Costs of its steps."""
+        ...
+
+    @property
+    def kv_tokens(self) -> float:
+        """Number of tokens whose KV fits its memory."""
+        ...
+
+    @property
+    def max_sequences(self) -> float:
+        """Largest number of turns in a batch."""
+        ...
+
+    @property
+    def step_time_ratio(self) -> float:
+        """Time of its steps, divided by that of ``costs``."""
+        ...
 
 
-def turn_work_s(costs: StepCosts, kv_tokens: float, computed: float, outputs: float, context_tokens: float) -> float:
+def turn_work_s(replica: ReplicaSpeed, computed: float, outputs: float, context_tokens: float) -> float:
     """Return the seconds of a fully loaded replica that a turn takes.
 
-    A full batch has as many sequences of the turn's length as fit into the KV memory, at most `FULL_BATCH`. Each of
-    them has its share of the step's constant time and of reading the weights.
+    A full batch has as many sequences of the turn's length as fit into the KV memory and into a batch. Each of them has
+    its share of the step's constant time and of reading the weights.
 
     Args:
-        costs: costs of the replica's steps.
-        kv_tokens: number of tokens whose KV fits the replica's memory.
+        replica: the replica.
         computed: prompt tokens that are computed.
         outputs: tokens that are generated.
         context_tokens: mean length of the turn's context meanwhile.
     """
-    batch = min(FULL_BATCH, max(1.0, kv_tokens / max(1.0, context_tokens)))
-    return computed * costs.token_s + outputs * costs.decode_step_s(batch, batch * context_tokens) / batch
+    costs = replica.costs
+    batch = max(1.0, min(replica.max_sequences, replica.kv_tokens / max(1.0, context_tokens)))
+    output_s = costs.decode_step_s(batch, batch * context_tokens) / batch
+    return (computed * costs.token_s + outputs * output_s) * replica.step_time_ratio
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +124,7 @@ class ReplicaLoadReport(_Numbers):
         turns = snapshot.running + snapshot.waiting + snapshot.put_off
         waiting_share = (snapshot.waiting + snapshot.put_off) / turns if turns else 0.0
         context = (snapshot.running_tokens + snapshot.waiting_tokens) / max(1, turns)
-        work_s = turn_work_s(
-            snapshot.costs,
-            snapshot.kv_tokens,
-            snapshot.waiting_tokens,
-            snapshot.output_tokens * waiting_share,
-            context,
-        )
+        work_s = turn_work_s(snapshot, snapshot.waiting_tokens, snapshot.output_tokens * waiting_share, context)
         kv_tokens = snapshot.kv_tokens + HOST_SHARE * snapshot.host_tokens
         return cls(kv_tokens, snapshot.working_set_tokens, work_s, float(turns), start_s)
 

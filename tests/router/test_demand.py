@@ -11,9 +11,12 @@ from tests.router.router_views import COSTS, request, snapshot
 
 def test_the_work_of_a_token_is_its_share_of_a_full_batch() -> None:
     """100,000 tokens hold 100 contexts of 1,000. A step of them takes 1.5 + 1 + 6 + 5 ms, so a token 0.135 ms."""
-    assert turn_work_s(COSTS, 100_000, 0, 1, 1000) == pytest.approx(0.135e-3)
-    assert turn_work_s(COSTS, 100_000, 1000, 0, 1000) == pytest.approx(0.030)
-    alone = turn_work_s(COSTS, 100_000, 0, 1, 200_000)
+    replica = snapshot("r")
+    assert turn_work_s(replica, 0, 1, 1000) == pytest.approx(0.135e-3)
+    assert turn_work_s(replica, 1000, 0, 1000) == pytest.approx(0.030)
+    slow = snapshot("r", step_time_ratio=2.0, max_sequences=2)
+    assert turn_work_s(slow, 0, 1, 1000) == pytest.approx(2 * (1.5e-3 + 2e-5 + 6e-3 + 2000 * 5e-8) / 2)
+    alone = turn_work_s(replica, 0, 1, 200_000)
     assert alone == pytest.approx(1.5e-3 + 1e-5 + 6e-3 + 200_000 * 5e-8), "a context beyond the memory runs alone"
 
 
@@ -51,7 +54,7 @@ def test_the_engine_counts_what_it_sends_and_what_waits() -> None:
     engine.observe({"r": snapshot("r", guards_memory=True)}, 0.0)
     engine.turn("1", request("a", 40_000, expected_output_tokens=100, expected_later_turns=3), 0.0)
     first = engine.demand(0.0, 0, 0)
-    outputs_s = turn_work_s(COSTS, 100_000, 0, 100, 40_050)
+    outputs_s = turn_work_s(snapshot("r"), 0, 100, 40_050)
     assert first.turn_work * TURNS_WITHIN_S == pytest.approx(40_000 * COSTS.token_s + outputs_s)
     assert first.program_work * PROGRAMS_WITHIN_S > first.turn_work * TURNS_WITHIN_S
     assert first.program_s > 3.0, "three pauses of a second"
@@ -87,4 +90,4 @@ def test_a_replicas_load_is_that_of_its_snapshot() -> None:
     seen = snapshot("r", running=1, waiting=1, waiting_tokens=1000, output_tokens=200.0, host_tokens=50_000)
     load = ReplicaLoadReport.of_snapshot(seen, 12.0)
     assert (load.kv_tokens, load.turns, load.start_s) == (125_000, 2.0, 12.0)
-    assert load.waiting_work_s == pytest.approx(turn_work_s(COSTS, 100_000, 1000, 100, 500))
+    assert load.waiting_work_s == pytest.approx(turn_work_s(seen, 1000, 100, 500))
