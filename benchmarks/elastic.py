@@ -1,6 +1,6 @@
 """A ten-fold load step and back on one to three CPU replicas, whose number follows the load.
 
-    python -m benchmarks.elastic [--rate 0.25] [--step 10] [--low 30] [--high 150] [--after 150]
+    python -m benchmarks.elastic [--rate 0.2] [--step 10] [--low 30] [--high 150] [--after 150]
 
 Programs arrive at a low rate, then at ``--step`` times that rate, then at the low rate again. Each has some turns with
 pauses between them, and every turn is a stream. Arrivals do not wait for answers. A turn that is rejected with 503 and
@@ -30,7 +30,7 @@ from benchmarks.results import save
 from cluster.config.schema import CaesuraConfig
 from cluster.local.cluster import LocalCluster
 
-TTFT_S = 2.0
+TTFT_S = 3.0
 GOOD_SHARE = 0.95
 SLACK_S = 10.0
 TURNS, TOKENS, PROMPT_WORDS = 4, 48, 120
@@ -205,7 +205,7 @@ def share(turns: Sequence[Turn], from_s: float, until_s: float) -> float | None:
 def main() -> int:
     """Run it; exit status 1 if it does not pass."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", type=float, default=0.25, help="programs a second of the low phases")
+    parser.add_argument("--rate", type=float, default=0.2, help="programs a second of the low phases")
     parser.add_argument("--step", type=float, default=10.0, help="factor of the high phase")
     parser.add_argument("--low", type=float, default=30.0, help="seconds of the first phase")
     parser.add_argument("--high", type=float, default=150.0, help="seconds of the high phase")
