@@ -139,6 +139,13 @@ def test_a_load_at_the_border_does_not_flap() -> None:
     assert timeline.sizes == [2]
 
 
+def test_a_replica_stays_if_the_others_would_be_nearly_full_without_it() -> None:
+    """0.75 fits one replica, but not with a fifth to spare: the next small rise would need the second one again."""
+    timeline = Timeline().run(60, busy(1.0)).run(3600, busy(0.75))
+    assert timeline.sizes == [2]
+    assert timeline.run(120, busy(0.6)).sizes == [2, 1]
+
+
 def test_the_start_is_measured() -> None:
     """The replicas report 20 s. They take 20 s here too, from the decision on; a slower cluster waits for longer."""
     timeline = Timeline().run(60, busy(2.0))
