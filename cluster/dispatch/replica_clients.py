@@ -75,6 +75,7 @@ class ReplicaClients:
                 config.limits.timeout_s,
                 predictions,
                 traces,
+                may_have_none=model in self._may_have_none,
             )
             for model, handle in replicas.items()
         }

@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
@@ -163,10 +165,10 @@ async def test_closing_goes_on_though_one_part_fails_to_close(
     assert sorted(closed) == sorted(MODELS)
 
 
-async def test_neither_a_probe_nor_a_list_of_models_starts_a_replica_of_a_model_that_may_have_none(
-    handles: dict[str, Handle],
-) -> None:
-    """Otherwise a model would never be at zero for long."""
+async def test_a_model_that_may_have_no_replica(handles: dict[str, Handle]) -> None:
+    """Neither a probe nor a list of models starts one, or the model would never be at zero for long. All replicas are
+    none.
+    """
     changed = {"models": {"second": {"replicas": {"min": 0, "max": 1}}, "third": {}}, "router": {"name": "caesura"}}
     made: Any = handles
     fleet = ReplicaClients(
@@ -182,4 +184,10 @@ async def test_neither_a_probe_nor_a_list_of_models_starts_a_replica_of_a_model_
     assert [[call[0] for call in handle.calls] for handle in handles.values()] == [["ready"], [], ["ready"]]
     assert await fleet.max_model_len("second") is None
     assert handles["second"].calls == []
+    none = DeploymentUnavailableError(DeploymentID("ProgramServer:second", "caesura"))
+    handles["second"].answer = lambda: none
+    assert await fleet.broadcast("snapshot") == [{}, {}]
+    handles["third"].answer = lambda: none
+    with pytest.raises(DeploymentUnavailableError):
+        await fleet.broadcast("snapshot")
     await fleet.aclose()
