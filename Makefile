@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test test-next clients aiperf faults soak fuzz audit check docs bench bench-router tables gpu helm format image-check clean
+.PHONY: help setup demo serve dashboards test test-next clients aiperf faults soak elastic fuzz audit check docs bench bench-router tables gpu helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -66,6 +66,9 @@ faults: $(STAMP) ## inject faults into a real cluster and print a table: expecte
 
 soak: $(STAMP) ## load a real cluster with bursts, slow clients, retry storms and noisy tenants, and print a table (an hour)
 	@$(BIN)/python -m pytest tests/faults -v -m soak --long --timeout 3600 --promises out/soak.md
+
+elastic: $(STAMP) ## step the load of 1 to 3 CPU replicas up ten-fold and back, and check what clients see (10 minutes; ELASTIC_ARGS=)
+	@$(BIN)/python -m benchmarks.elastic $(ELASTIC_ARGS)
 
 fuzz: $(STAMP) ## fuzz bodies of requests, tools and what MCP servers answer, for FUZZ_S seconds (default: ten minutes)
 	@until=$$((SECONDS + $(FUZZ_S))); while [ $$SECONDS -lt $$until ]; do seed=$$RANDOM; \

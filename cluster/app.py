@@ -1,20 +1,21 @@
 """The Ray Serve application: an HTTP ingress, and each model's replicas. `serve deploy` imports this module."""
 
+import warnings
 from math import ceil
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
-from ray.serve.config import RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_llm_deployment
 from ray.serve.schema import LoggingConfig
 
-from cluster.config.models import TINY
+from cluster.config.models import TINY, ReplicaConfig
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
-from cluster.core.registry import OUR_ROUTER, ROUTERS
+from cluster.core.registry import OUR_AUTOSCALER, OUR_ROUTER, ROUTERS
 from cluster.http.ingress import ingress_class
 from predictor_service.service import predictor_application
 from replicas.engine import LocalModel
@@ -50,6 +51,9 @@ this time (seconds). Ray's default of 20 s would cut them."""
 HEALTH_CHECK_PERIOD_S = 5.0
 ROUTING_STATS_PERIOD_S = 1.0
 ROUTING_STATS_TIMEOUT_S = 5.0
+AUTOSCALER = "router.autoscaling.serve_autoscaler:ServeAutoscaler"
+SCALING_PERIOD_S = 1.0
+"""Seconds between two reports of a replica to the autoscaler."""
 INGRESS_CPUS = 0.1
 INGRESS_ENVIRONMENT = {"RAY_SERVE_RUN_USER_CODE_IN_SEPARATE_THREAD": "0"}
 """With it, the HTTP server of an ingress runs in the event loop of its handlers. Otherwise each piece of an answer
@@ -99,7 +103,7 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
         accelerator_config={"kind": replicas.accelerator},
         engine_kwargs=engine_kwargs(config),
         deployment_config={
-            "num_replicas": replicas.count,
+            **number_of_replicas(replicas),
             "max_ongoing_requests": replicas.max_ongoing_requests,
             "max_queued_requests": replicas.max_queued_requests,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
@@ -117,6 +121,24 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
         log_engine_metrics=True,
         **({"callback_config": {"callback_class": LocalModel}} if Path(source).is_dir() else {}),
     )
+
+
+def number_of_replicas(replicas: ReplicaConfig) -> dict[str, Any]:
+    """Return Ray's deployment options for the number of a model's replicas."""
+    if not replicas.is_elastic:
+        return {"num_replicas": replicas.count}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, which no option replaces yet
+        scaling = AutoscalingConfig(
+            min_replicas=replicas.least,
+            max_replicas=replicas.most,
+            metrics_interval_s=SCALING_PERIOD_S,
+            look_back_period_s=5 * SCALING_PERIOD_S,
+            upscale_delay_s=0.0,
+            downscale_delay_s=0.0,
+            policy=AutoscalingPolicy(policy_function=AUTOSCALER, policy_kwargs={"policy": OUR_AUTOSCALER}),
+        )
+    return {"num_replicas": "auto", "autoscaling_config": scaling}
 
 
 def bundles(config: CaesuraConfig) -> list[dict[str, float]]:

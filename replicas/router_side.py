@@ -14,8 +14,10 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import ControlError, ControlTimeout, ProgramMoved
 from cluster.core.replica_snapshot import MAX_PREFIXES, ReplicaSnapshot, pack_blocks, prefix_blocks, prompt_of, salt_of
+from cluster.core.scaling_report import Demand, ReplicaLoadReport, ReplicaReport
 from cluster.observing.recorders import Fallback
 from replicas.control import ControlChannel
 
@@ -107,6 +109,9 @@ class PrefixMemory:
 
 logger = logging.getLogger("ray.serve")
 
+DEMAND_STALE_S = 5.0
+"""The demand that an ingress has sent is dropped after this long: the ingress sends it elsewhere, or has ended."""
+
 GENERATES = frozenset({"chat", "completions"})
 """Methods whose prompts the model computes."""
 
@@ -119,10 +124,16 @@ class RouterSide:
         replica: Ray Serve's unique id of the replica.
         model: the model's id, as clients use it.
         fell_back: counts the calls that the scheduler did not answer in time.
+        clock: measures the age of what ingresses have sent.
     """
 
     def __init__(
-        self, channel: ControlChannel, replica: str, model: str, fell_back: Callable[[Fallback], None]
+        self,
+        channel: ControlChannel,
+        replica: str,
+        model: str,
+        fell_back: Callable[[Fallback], None],
+        clock: Clock | None = None,
     ) -> None:
         self._channel = channel
         self._replica = replica
@@ -132,6 +143,11 @@ class RouterSide:
         self._prefixes = PrefixMemory()
         self._number = 0
         self._published: bytes | None = None
+        self._snapshot: ReplicaSnapshot | None = None
+        self.start_s = 0.0
+        """Seconds from the start of this process until it could serve; 0: it cannot yet."""
+        self._clock = clock or MonotonicClock()
+        self._demands: dict[str, tuple[float, Demand]] = {}
         self.draining = False
 
     def receive(self, method: str, body: Mapping[str, Any], key: str | None, epoch: int | None) -> None:
@@ -171,6 +187,27 @@ class RouterSide:
             logger.warning("no new snapshot for the router: %s", error)
             return self._published
         self._number += 1
-        snapshot = ReplicaSnapshot.decode(answer["snapshot"])
-        self._published = replace(snapshot, prefixes=self._prefixes.packed()).encode()
+        self._snapshot = replace(
+            ReplicaSnapshot.decode(answer["snapshot"]), prefixes=self._prefixes.packed(), start_s=self.start_s
+        )
+        self._published = self._snapshot.encode()
         return self._published
+
+    def receive_demand(self, ingress: str, demand: Mapping[str, float]) -> None:
+        """Take the demand that an ingress sees, which it sends about once a second to one replica.
+
+        Args:
+            ingress: the name of the ingress.
+            demand: `Demand.numbers`.
+        """
+        self._demands[ingress] = (self._clock.now_s(), Demand.of(demand))
+
+    def scaling_report(self) -> dict[str, float]:
+        """Return `ReplicaReport.numbers` for the autoscaler. It is empty until the first snapshot."""
+        if self._snapshot is None:
+            return {}
+        now_s = self._clock.now_s()
+        self._demands = {name: one for name, one in self._demands.items() if now_s - one[0] <= DEMAND_STALE_S}
+        demand = Demand.sum(demand for _, demand in self._demands.values())
+        load = ReplicaLoadReport.of_snapshot(self._snapshot, self.start_s)
+        return ReplicaReport(load, demand).numbers()

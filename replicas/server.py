@@ -3,6 +3,7 @@
 It overrides these methods of `ray.llm`'s LLMServer, Ray 2.60.0 (tests/contracts/test_ray_contracts.py checks the
 names):
     __init__, start, check_health, record_routing_stats   our loops and the server of turns beside the engine
+    record_autoscaling_stats                              what the autoscaler reads (Ray's hook, LLMServer has none)
     __del__                                               waits for the open turns, which Ray does not see
     _start_engine                                         no telemetry actor
 """
@@ -14,8 +15,10 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from contextlib import aclosing
 from functools import partial
 from http import HTTPStatus
+from time import time
 from typing import Any, NoReturn
 
+import psutil
 import ray
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionResponse, ErrorResponse
@@ -117,6 +120,7 @@ class ProgramServer(LLMServer):
         self._early_prompts = EarlyPrompts(self._text, self._turns.examined, partial(self._channel.call, "extend"))
         await self._warm_up()
         await self._turn_server.start(ray.util.get_node_ip_address())
+        self._of_router.start_s = time() - psutil.Process().create_time()
         self._metrics.started()
         keep_trimmed()
         freeze_heap()
@@ -309,6 +313,10 @@ class ProgramServer(LLMServer):
         """End a program here whose home is another replica; see `replicas.router_side.RouterSide.moved_away`."""
         return {"replica": self.replica_id, **await self._of_router.moved_away(key, epoch)}
 
+    async def demand(self, ingress: str, demand: dict[str, float]) -> None:
+        """Take the demand that an ingress sees; see `replicas.router_side.RouterSide.receive_demand`."""
+        self._of_router.receive_demand(ingress, demand)
+
     async def drain(self, on: bool) -> dict[str, Any]:
         """Set whether programs leave this replica at their pauses. The router sees it within about a second."""
         self._of_router.draining = on
@@ -325,7 +333,11 @@ class ProgramServer(LLMServer):
     async def snapshot(self) -> dict[str, Any]:
         """Return the scheduler's numbers now, and whether prompts of programs can be extended exactly."""
         answer = await self._channel.call("exchange")
-        own = {"template_prefix_stable": self._turns.template_prefix_stable, "draining": self._of_router.draining}
+        own = {
+            "template_prefix_stable": self._turns.template_prefix_stable,
+            "draining": self._of_router.draining,
+            "start_s": self._of_router.start_s,
+        }
         return {"replica": self.replica_id, "pid": os.getpid(), **own, **answer["snapshot"]}
 
     # --- Ray Serve's hooks --------------------------------------------------------------------------------------------
@@ -345,6 +357,12 @@ class ProgramServer(LLMServer):
         stats = await super().record_routing_stats()
         packed = await self._router_side.publish() if self._router_side is not None else None
         return stats if packed is None else {**stats, ROUTING_STATS_KEY: packed}
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """Return `cluster.core.scaling_report.ReplicaReport.numbers`. Ray calls it about once a second if the number of
+        replicas follows the load.
+        """
+        return {} if self._router_side is None else self._router_side.scaling_report()
 
     # --- the loop -----------------------------------------------------------------------------------------------------
 

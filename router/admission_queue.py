@@ -106,6 +106,10 @@ class AdmissionQueue:
         """Turns that wait."""
         return len(self._turns)
 
+    def requests(self) -> Iterator[TurnRequest]:
+        """The first turn of each program that waits."""
+        return (waiter.request for waiter in self._waiters.values())
+
     def waiter(self, key: str) -> Waiter | None:
         """The program, if it waits."""
         return self._waiters.get(key)

@@ -51,6 +51,8 @@ class ReplicaLoad:
     shed_from_s: float = TAKES_ALL_S
     shed_sheddable_from_s: float = TAKES_ALL_S
     shed_retry_after_s: float = 0.0
+    max_sequences: float = 256.0
+    step_time_ratio: float = 1.0
     resume_tokens: tuple[tuple[float, float], ...] = ()
 
     @property

@@ -10,6 +10,7 @@ from math import inf
 
 from cluster.config.schema import SloConfig
 from cluster.core.replica_snapshot import ReplicaSnapshot, program_name
+from cluster.core.scaling_report import Demand, turn_work_s
 from router.admission_queue import MIN_RETRY_S, AdmissionQueue, Waiter
 from router.candidate import NO_WORK, Arrival, Candidate, ExpectedWork, Gap, expected_work, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
@@ -105,6 +106,26 @@ class PlacementEngine:
             return None
         queue_s = self._queue.wait_s(self._expected_admissions_per_s(candidates), self._now_s)
         return queue_s + min(one.start_s for one in candidates)
+
+    def demand(self, now_s: float, turns: int, missed: int) -> Demand:
+        """The demand now, for the autoscaler.
+
+        Args:
+            now_s: the time.
+            turns: turns that have ended since the ingress started.
+            missed: those of them that missed their SLO.
+        """
+        now_s = self._time(now_s)
+        meter = self._state.demand
+        meter.ended(now_s, turns, missed)
+        load = self._state.typical_load(now_s)
+        work_s = tokens = 0.0
+        for request in self._queue.requests():
+            expected = self._expect(request)
+            context = expected.prompt_tokens + expected.output_tokens / 2
+            work_s += turn_work_s(load, expected.prompt_tokens, expected.output_tokens, context)
+            tokens += expected.context_tokens
+        return meter.demand(now_s, work_s, tokens)
 
     def home_of(self, key: str) -> Home | None:
         """The program's home, as far as this ingress knows."""

@@ -16,8 +16,10 @@ from typing import Any
 from cluster.core.clock import Clock
 from cluster.core.errors import Overloaded
 from cluster.core.replica_snapshot import Home, ReplicaSnapshot
+from cluster.core.scaling_report import Demand
 from cluster.core.supervision import SupervisedTasks
 from cluster.store.placements import PlacementStore
+from router.cold_start import ColdStart
 from router.decisions import Go, Placed, Refuse, Refused, TurnRequest, Wait
 from router.move_notifier import MovedAway, MoveNotifier
 from router.placement import Fallback, Placement, rejection, to_public_dict
@@ -86,6 +88,7 @@ class ProgramPlacer:
         moved_away: notifies a replica that a program has left it.
         idle_s: a program without a turn for this long is forgotten; also the expiry of homes in the store.
         max_programs: bound of the programs that are remembered.
+        cold_start: holds turns while there is no replica; None: they are rejected.
     """
 
     def __init__(
@@ -98,6 +101,7 @@ class ProgramPlacer:
         moved_away: MovedAway,
         idle_s: float,
         max_programs: int,
+        cold_start: ColdStart | None = None,
     ) -> None:
         self.placements: Counter[Placed] = Counter()
         self.refusals: Counter[Refused] = Counter()
@@ -109,6 +113,7 @@ class ProgramPlacer:
         self._notifier = MoveNotifier(moved_away, clock, tasks, self._count_unacknowledged)
         self._idle_s = idle_s
         self._max_programs = max_programs
+        self._cold_start = cold_start
         self._turn_ids = count()
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._waiting: dict[str, asyncio.Future[Go | Refuse]] = {}
@@ -126,6 +131,9 @@ class ProgramPlacer:
         self.replicas.observe(snapshots)
         if snapshots:
             self._started.set()
+        if self._cold_start is not None:
+            self._cold_start.observe(len(snapshots))
+            self._cold_start.start_s = max(self.replicas.starts_s(), default=self._cold_start.start_s)
         self._engine.observe(snapshots, self._clock.now_s())
         self._notifier.deliver(snapshots)
         self._pump()
@@ -182,7 +190,9 @@ class ProgramPlacer:
         Raises:
             Overloaded: it is rejected; TooManyRequests: its tenant exceeds its share.
         """
-        if not self._started.is_set():
+        if self._cold_start is not None:
+            await self._cold_start.replica()
+        elif not self._started.is_set():
             with suppress(TimeoutError):
                 async with asyncio.timeout(FIRST_SNAPSHOT_S):
                     await self._started.wait()
@@ -261,10 +271,14 @@ class ProgramPlacer:
         """Seconds within which a turn of a new program is expected to start; None: there is no replica."""
         return self._engine.start_s(self._clock.now_s())
 
+    def demand(self, turns: int, missed: int) -> Demand:
+        """The demand that this ingress sees; see `PlacementEngine.demand`."""
+        return self._engine.demand(self._clock.now_s(), turns, missed)
+
     @property
     def waiting(self) -> int:
-        """Turns that wait for admission."""
-        return len(self._waiting)
+        """Turns that wait for admission, or for the first replica."""
+        return len(self._waiting) + (0 if self._cold_start is None else self._cold_start.waiting)
 
     @property
     def moves(self) -> int:

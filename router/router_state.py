@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from cluster.core.errors import IntegrityError
 from cluster.core.replica_snapshot import ReplicaSnapshot, program_name, unpack_blocks, unpack_names
+from cluster.core.scaling_report import turn_work_s
 from router.candidate import (
     NO_NAMES,
     Candidate,
@@ -18,6 +19,7 @@ from router.candidate import (
     candidate_of,
 )
 from router.decisions import Home, TurnRequest
+from router.demand import DemandMeter
 from router.settings import EngineSettings
 
 UNKNOWN_LOAD = ReplicaLoad()
@@ -297,6 +299,7 @@ class RouterState:
 
     def __init__(self, settings: EngineSettings) -> None:
         self.workload = WorkloadEstimate()
+        self.demand = DemandMeter()
         self._settings = settings
         self._replicas: dict[str, ReplicaState] = {}
         self._programs: OrderedDict[str, ProgramRecord] = OrderedDict()
@@ -333,6 +336,10 @@ class RouterState:
     def any_fresh(self, now_s: float) -> bool:
         """Whether any replica has a recent snapshot."""
         return any(state.is_fresh(now_s) for state in self._replicas.values())
+
+    def typical_load(self, now_s: float) -> ReplicaLoad:
+        """The median of the replicas with recent snapshots."""
+        return self._median([load for _, load in self._fresh(now_s)])
 
     def suspect(self, replica: str, until_s: float) -> None:
         """The replica has failed a turn."""
@@ -387,6 +394,7 @@ class RouterState:
         )
         record.replica.begin(turn_id, turn.missing_tokens, turn.output_tokens, turn.prefix)
         record.replica.recount(record)
+        self._count(record, expected, gap, now_s)
         record.turns += 1
         record.in_flight[turn_id] = turn
         record.joined = False
@@ -395,6 +403,19 @@ class RouterState:
         self._turns[turn_id] = record
         self._programs.move_to_end(record.key)
         self._sweep(now_s)
+
+    def _count(self, record: ProgramRecord, expected: ExpectedWork, gap: Gap, now_s: float) -> None:
+        """Count the demand of a turn that is sent, and that of its program if it is new."""
+        load = record.replica.load or UNKNOWN_LOAD
+        output = expected.output_tokens
+        work_s = turn_work_s(load, gap.compute_tokens, output, expected.prompt_tokens + output / 2)
+        self.demand.turn(now_s, work_s)
+        if record.turns == 0 and not record.joined:
+            computed = expected.later_turns * expected.new_tokens
+            later_s = turn_work_s(load, computed, expected.later_outputs, expected.context_tokens)
+            step_s = load.costs.decode_step_s(max(1.0, load.running), min(load.kv_tokens, load.running_tokens))
+            lasts_s = expected.later_turns * self.workload.pause_s + expected.outputs * step_s
+            self.demand.program(now_s, work_s + later_s, lasts_s)
 
     def end(self, turn_id: str, context_tokens: int | None, now_s: float) -> None:
         """A turn that was sent is over; other ids are ignored."""

@@ -134,6 +134,14 @@ class ReplicaHealth:
         now_s = self._clock.now_s()
         return {replica: None if snapshot is None else now_s - at_s for replica, (snapshot, at_s) in self._seen.items()}
 
+    def starts_s(self) -> list[float]:
+        """How long the start of each replica took (seconds), as far as they have reported it."""
+        return [one.start_s for one, _ in self._seen.values() if one is not None and one.start_s > 0]
+
+    def first(self) -> str | None:
+        """The replica with the first id; None: there is none."""
+        return min(self._seen, default=None)
+
     def states(self) -> dict[ReplicaStatus, int]:
         """The number of replicas in each state, including states without replicas."""
         counts = dict.fromkeys(ReplicaStatus, 0)

@@ -1,8 +1,8 @@
 """Configuration of models: which are served, on which replicas, and which model a class of programs uses."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError
+from pydantic import AfterValidator, Field, ValidationError, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from cluster.config.engine_arguments import check_engine_argument
@@ -74,7 +74,13 @@ class ReplicaConfig(Section):
     """The replicas of a model: their number, their devices and their limits."""
 
     count: int = Field(1, ge=1, le=1024)
-    """Number of vLLM replicas."""
+    """Number of vLLM replicas. Leave it out if `max` is set."""
+    min: int | None = Field(None, ge=0, le=1024)
+    """Smallest number of replicas if their number follows the load, which needs `max`. null: 1. With 0, the last
+    replica is removed when no program is expected back soon, and the next turn waits until a replica has started."""
+    max: int | None = Field(None, ge=1, le=1024)
+    """Largest number of replicas. If it is set, the number of replicas follows the load, between `min` and `max`. null:
+    the number is `count`."""
     tensor_parallel_size: int = Field(1, ge=1, le=64)
     """Number of devices (or CPU processes) over which each layer of one replica is split. If a machine has fewer
     devices, a replica on GPUs spans several machines."""
@@ -104,6 +110,39 @@ class ReplicaConfig(Section):
     stream_interval_ms: int = Field(50, ge=0)
     """Milliseconds for which a replica collects the tokens of one stream before it sends them together. A higher value
     makes fewer messages and bursts of tokens; 0 sends each token when it is ready."""
+
+    @model_validator(mode="after")
+    def _count_or_bounds(self) -> Self:
+        wrong = None
+        if self.max is None and self.min is not None:
+            wrong = "min", self.min, "needs max, the largest number of replicas"
+        elif self.max is not None and self.least > self.max:
+            wrong = "min", self.least, f"exceeds max ({self.max})"
+        elif self.max is not None and self.count != 1:
+            wrong = "count", self.count, "is the number of replicas if it does not follow the load; remove it or max"
+        if wrong is not None:
+            field, given, message = wrong
+            kind = PydanticCustomError("replica_bounds", "{message}", {"message": message})
+            line: InitErrorDetails = {"type": kind, "loc": (field,), "input": given}
+            raise ValidationError.from_exception_data("replicas", [line])
+        return self
+
+    @property
+    def is_elastic(self) -> bool:
+        """Whether the number of replicas follows the load."""
+        return self.max is not None
+
+    @property
+    def least(self) -> int:
+        """Smallest number of replicas."""
+        if self.max is None:
+            return self.count
+        return 1 if self.min is None else self.min
+
+    @property
+    def most(self) -> int:
+        """Largest number of replicas."""
+        return self.count if self.max is None else self.max
 
     @property
     def devices(self) -> int:

@@ -334,5 +334,5 @@ class CaesuraConfig(Section):
 
     @property
     def num_replicas(self) -> int:
-        """Number of replicas of all models."""
-        return self.replicas.count + sum(model.replicas.count for model in self.models.values())
+        """Largest number of replicas of all models."""
+        return self.replicas.most + sum(model.replicas.most for model in self.models.values())

@@ -116,6 +116,11 @@ SCORERS = Registry(
     },
 )
 
+OUR_AUTOSCALER = "caesura"
+"""Name of the autoscaling policy that serves. The simulator has the others too."""
+
+AUTOSCALERS = Registry("autoscaling policy", {OUR_AUTOSCALER: "router.autoscaling.program_load:ProgramLoad"})
+
 ROUTER_PARAMETERS = Registry("router with parameters of its own", {OUR_ROUTER: "router.settings:RouterSettings"})
 """The classes of routers' parameters. Ray's routers are not here: they take keyword arguments, which are checked only
 when the routers start."""

@@ -165,6 +165,12 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     """Seconds until the turns that wait now are served, if it refuses any."""
     guards_memory: bool = False
     """Whether the replica's policy protects the KV memory from thrashing, whatever the number of programs."""
+    max_sequences: Count = 256
+    """Largest number of turns in a batch."""
+    step_time_ratio: Amount = 1.0
+    """Time of the replica's steps, divided by that of ``costs``."""
+    start_s: Amount = 0.0
+    """Seconds from the start of the replica's process until it could serve; 0: unknown."""
     residents: bytes = b""
     """`pack_names` of the programs that are bound to this replica. If there are very many, these are the most recently
     active ones."""

@@ -1,6 +1,7 @@
 """The placement of one model's programs in one ingress process: engine, store, snapshots, metrics."""
 
 import asyncio
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +14,7 @@ from cluster.dispatch.quarantine import Quarantine
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import RouterMetrics
 from cluster.store.placements import PlacementStore
+from router.cold_start import ColdStart
 from router.decisions import Placed, Refused
 from router.placement import Fallback, Placer, SessionPlacer
 from router.placement_engine import PlacementEngine
@@ -20,8 +22,16 @@ from router.program_placer import ProgramPlacer
 from router.settings import RouterSettings
 from router.snapshots import HUB
 
+logger = logging.getLogger("ray.serve")
+
 METRICS_PERIOD_S = 1.0
 """Seconds between two recordings. Ray drops gauges that are not set about this often."""
+DEMAND_PERIOD_S = 1.0
+"""Seconds between two reports of the demand to the autoscaler."""
+DEMAND_TIMEOUT_S = 5.0
+
+TurnCounts = Callable[[], tuple[int, int]]
+"""Returns the number of turns that have ended, and of those that missed their SLO."""
 
 
 class PlacementService:
@@ -31,9 +41,16 @@ class PlacementService:
         replicas: a handle to the `ProgramServer`s of a model.
         config: the whole configuration, for that model.
         clock: the clock of the router.
+        name: the name of this ingress process.
+        counts: counts the turns of this model, for the autoscaler.
     """
 
-    def __init__(self, replicas: DeploymentHandle, config: CaesuraConfig, clock: Clock) -> None:
+    def __init__(
+        self, replicas: DeploymentHandle, config: CaesuraConfig, clock: Clock, name: str, counts: TurnCounts
+    ) -> None:
+        self._name = name
+        self._counts = counts
+        self._is_elastic = config.replicas.is_elastic
         self._tasks = SupervisedTasks(f"the placement of {config.model.id}", clock)
         self._deployment = replicas.deployment_name
         self._calls = replicas.options(stream=False)
@@ -52,6 +69,14 @@ class PlacementService:
             config.redis.url, model=config.model.id, timeout_s=config.redis.timeout_s, expiry_s=idle_s, clock=clock
         )
         self.quarantine = Quarantine(clock, config.router.quarantine_s, store)
+        replicas = config.replicas
+        cold_start = ColdStart(
+            self._wake,
+            clock,
+            self._tasks,
+            limit_s=min(settings.max_wait_s, replicas.start_timeout_s),
+            max_waiting=settings.max_waiting,
+        )
         return ProgramPlacer(
             PlacementEngine(
                 settings,
@@ -65,6 +90,7 @@ class PlacementService:
             moved_away=self._moved_away,
             idle_s=idle_s,
             max_programs=settings.max_programs,
+            cold_start=cold_start if replicas.least == 0 else None,
         )
 
     @property
@@ -80,6 +106,21 @@ class PlacementService:
     async def _moved_away(self, replica: str, key: str, epoch: int) -> None:
         await self._calls.options(session_id=replica).moved_away.remote(key, epoch)
 
+    async def _wake(self) -> None:
+        # A call that names no replica waits in Ray Serve, whose controller then starts the first replica.
+        await self._calls.ready.remote()
+
+    async def _report_demand(self, placer: ProgramPlacer) -> None:
+        while True:
+            await asyncio.sleep(DEMAND_PERIOD_S)
+            if (replica := placer.replicas.first()) is not None:
+                demand = placer.demand(*self._counts()).numbers()
+                try:
+                    async with asyncio.timeout(DEMAND_TIMEOUT_S):
+                        await self._calls.options(session_id=replica).demand.remote(self._name, demand)
+                except Exception as error:  # noqa: BLE001 - the next report follows, to another replica if this one is gone
+                    logger.info("replica %s did not take the demand: %r", replica, error)
+
     def open(self) -> None:
         """Subscribe to the replicas' snapshots, and start the background loops."""
         if (placer := self._program_placer) is not None:
@@ -87,6 +128,8 @@ class PlacementService:
             self._tasks.start("attend", placer.attend)
             self._tasks.start("follow the quarantine", self.quarantine.follow)
             self._tasks.start("record metrics", lambda: self._record_metrics(placer))
+            if self._is_elastic:
+                self._tasks.start("report demand", lambda: self._report_demand(placer))
 
     def view(self) -> dict[str, Any]:
         """Return the placement by this ingress, for operators."""

@@ -8,6 +8,7 @@ from typing import Any
 from uuid import uuid4
 
 from msgspec.structs import replace
+from ray.serve.exceptions import DeploymentUnavailableError
 from ray.serve.handle import DeploymentHandle
 
 from cluster.api.openai import REQUEST_ID
@@ -52,6 +53,7 @@ class ReplicaClient:
         timeout_s: bounds each control call.
         predictions: predicts turns.
         traces: records turns.
+        may_have_none: whether the model may have no replica.
     """
 
     def __init__(
@@ -63,7 +65,10 @@ class ReplicaClient:
         timeout_s: float,
         predictions: Predictions | NullPredictions,
         traces: Traces | None = None,
+        *,
+        may_have_none: bool = False,
     ) -> None:
+        self._may_have_none = may_have_none
         self._streams = replicas.options(stream=True)
         self._calls = replicas.options(stream=False)
         self._turns = turns
@@ -303,6 +308,10 @@ class ReplicaClient:
             answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)
         except TimeoutError as error:
             raise ControlTimeout(f"{method}: not all replicas answered within {timeout_s} s") from error
+        except DeploymentUnavailableError:  # Ray raises it where there is no replica
+            if not self._may_have_none:
+                raise
+            return []
         return answers
 
 

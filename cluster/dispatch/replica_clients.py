@@ -4,6 +4,7 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, suppress
+from functools import partial
 from typing import Any, TypeVar
 
 from ray.serve.handle import DeploymentHandle
@@ -41,6 +42,7 @@ class ReplicaClients:
         name: the name of this ingress process.
         predictions: predicts turns.
         traces: records turns and ends of programs.
+        counts: returns the number of a model's turns that have ended, and of those that missed their SLO.
     """
 
     def __init__(
@@ -51,13 +53,18 @@ class ReplicaClients:
         name: str,
         predictions: Predictions | NullPredictions,
         traces: Traces,
+        counts: Callable[[str], tuple[int, int]],
     ) -> None:
         served = config.served
+        self._may_have_none = {model for model, own in served.items() if own.replicas.least == 0}
         self._name = name
         self._default = config.model.id
         self._predictions = predictions
         self._traces = traces
-        self._placements = {model: PlacementService(handle, served[model], clock) for model, handle in replicas.items()}
+        self._placements = {
+            model: PlacementService(handle, served[model], clock, name, partial(counts, model))
+            for model, handle in replicas.items()
+        }
         self._turns = TurnClient()
         self._clients = {
             model: ReplicaClient(
@@ -68,6 +75,7 @@ class ReplicaClients:
                 config.limits.timeout_s,
                 predictions,
                 traces,
+                may_have_none=model in self._may_have_none,
             )
             for model, handle in replicas.items()
         }
@@ -212,11 +220,17 @@ class ReplicaClients:
         return await last.to(replica, method, *arguments)
 
     async def ready(self) -> None:
-        """Return when a replica of each model has answered. Raise the error that prevents it."""
-        _raise_first(await self._of_each(ReplicaClient.ready))
+        """Return when a replica of each model has answered. Raise the error that prevents it.
+
+        A model that may have no replica is not asked, since that would start one.
+        """
+        asked = (client for model, client in self._clients.items() if model not in self._may_have_none)
+        _raise_first(await asyncio.gather(*(client.ready() for client in asked), return_exceptions=True))
 
     async def max_model_len(self, model: str) -> int | None:
         """Return the context window of a model in tokens, or None if no replica has reported it."""
+        if model in self._may_have_none and self._placements[model].placer.start_s() is None:
+            return None  # the question would start a replica
         return await self._clients[model].max_model_len()
 
     async def broadcast(self, method: str, *arguments: Any) -> list[Any]:

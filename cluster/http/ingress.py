@@ -125,8 +125,9 @@ class ProgramIngress:
         clock, name = MonotonicClock(), f"ingress-{uuid4().hex}"
         self._predictions = predictions(config, clock, name, predictor)
         self._traces = traces(config, "ingress")
-        self._fleet = ReplicaClients(replicas, config, clock, name, self._predictions, self._traces)
         self._turns = SloTracker.for_ingresses(config, clock, config.http.ingress_replicas)
+        parts_of_turns = (self._predictions, self._traces, self._turns.counts)
+        self._fleet = ReplicaClients(replicas, config, clock, name, *parts_of_turns)
         self._service = ProgramService(self._fleet, config, clock, name, self._turns, self._traces)
         parts = (self._service.runner, self._service.offers, config, as_http_error)
         conversations = Conversations(self._service.conversations, StoredResponses(self._service.runner))

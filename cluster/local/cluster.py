@@ -24,6 +24,7 @@ from typing import Any, Self
 import httpx
 import psutil
 
+from cluster.config.models import ReplicaConfig
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import CaesuraError
@@ -221,7 +222,7 @@ class LocalCluster:
         with self._step("application"):
             self._run_application()
         deadline_s = self._clock.now_s() + self.config.replicas.start_timeout_s + START_SLACK_S
-        models = (f"{own.replicas.count} x model {model}" for model, own in self.config.served.items())
+        models = (f"{_number(own.replicas)} x model {model}" for model, own in self.config.served.items())
         with self._step(", ".join(models)):
             self._await_running(deadline_s)
         self._serves = True
@@ -311,7 +312,7 @@ class LocalCluster:
         If the machine has fewer, the replicas share them.
         """
         every = [own.replicas for own in self.config.served.values()]
-        reserved = sum(replicas.count * replicas.cpus * (1 + replicas.devices) for replicas in every)
+        reserved = sum(replicas.most * replicas.cpus * (1 + replicas.devices) for replicas in every)
         return max(1, math.ceil(reserved + self.config.http.ingress_replicas))
 
     def _run_application(self) -> None:
@@ -411,6 +412,10 @@ def make_token_private(path: Path) -> None:
             path.hardlink_to(new)  # never a half-written file, and never instead of another one
     with suppress(PermissionError):  # another user's, which Ray reads or refuses itself
         path.chmod(0o600)
+
+
+def _number(replicas: ReplicaConfig) -> str:
+    return f"{replicas.least} to {replicas.most}" if replicas.is_elastic else str(replicas.count)
 
 
 def _kill(processes: list[psutil.Process]) -> None:

@@ -96,6 +96,8 @@ class SloTracker:
         self._programs = ProgramTracker(config.limits.program_ttl_s, config.limits.max_programs)
         self._served = config.served
         self._slos: dict[Served, Slo] = {}
+        self._counts: dict[str, tuple[int, int]] = {}
+        self._open: set[MeasuredTurn] = set()
         self._tasks = SupervisedTasks(COMPONENT, clock, sleep=sleep)
 
     @classmethod
@@ -140,13 +142,27 @@ class SloTracker:
             return now_s
         return now_s - waited_s(headers, self._wall(), self._config.http.request_timeout_s)
 
+    def counts(self, model: str) -> tuple[int, int]:
+        """Return the number of the model's turns that have ended, and of those that missed their SLO.
+
+        A turn in flight whose first token is late counts already, since under overload turns end long after. A turn
+        whose client disconnected does not count. Without metrics, none does.
+        """
+        turns, missed = self._counts.get(model, (0, 0))
+        now_s = self._clock.now_s()
+        late = sum(turn.is_late(model, now_s) for turn in self._open)
+        return turns + late, missed + late
+
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
         """Record the arrival of a turn, and return the object that measures it."""
         served = Served(model, identity.tenant if self._is_named(identity.tenant) else OTHER_TENANTS)
         slo = self._slo_of(served)
         if identity.key is not None and self.enabled:
             self._programs.turn_began(served, slo, identity.key, arrived_s, self._clock.now_s())
-        return MeasuredTurn(self, served, slo, identity, arrived_s)
+        turn = MeasuredTurn(self, served, slo, identity, arrived_s)
+        if self.enabled:
+            self._open.add(turn)
+        return turn
 
     def record_rejection(self, headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
         """Record a turn that was rejected before its body was read. It counts for the first model, since its model is
@@ -196,6 +212,10 @@ class SloTracker:
         """Timeout of a turn in seconds. A turn that ends without an answer after this time counts as timed out."""
         return self._config.http.request_timeout_s
 
+    def turn_closed(self, turn: "MeasuredTurn") -> None:
+        """Record that the turn is no longer in flight."""
+        self._open.discard(turn)
+
     def turn_withdrawn(self, identity: ProgramIdentity) -> None:
         """Record that the request does not count as a turn."""
         if identity.key is not None and (ended := self._programs.turn_withdrawn(identity.key, self._clock.now_s())):
@@ -229,9 +249,12 @@ class SloTracker:
     def _record(self, served: Served, slo: Slo, turn: TurnRecord) -> None:
         meter, labels = self._meter, served._asdict()
         meter.add(metrics.REQUESTS, 1, **labels, outcome=turn.outcome.value)
+        missed = slo.missed(turn) if turn.outcome is Outcome.OK else ()
+        if turn.outcome is not Outcome.UNFINISHED:
+            turns, late = self._counts.get(served.model, (0, 0))
+            self._counts[served.model] = (turns + 1, late + (bool(missed) or turn.outcome is not Outcome.OK))
         if turn.outcome is not Outcome.OK:
             return
-        missed = slo.missed(turn)
         if not missed:
             meter.add(metrics.GOOD_REQUESTS, 1, **labels)
         for bound in missed:
@@ -299,6 +322,12 @@ class MeasuredTurn:
         self._tokens = 0
         self._over = not tracker.enabled
 
+    def is_late(self, model: str, now_s: float) -> bool:
+        """Whether it is a turn of this model whose first token is later than its SLO allows."""
+        bound_s = self._slo.ttft_s
+        waits = self._served.model == model and self._first_token_s is None
+        return waits and bound_s is not None and now_s - self._arrived_s > bound_s
+
     def received(self, tokens: int) -> None:
         """Record the number of tokens in the answer so far."""
         if tokens > self._tokens:
@@ -312,6 +341,7 @@ class MeasuredTurn:
         if self._over:
             return
         self._over = True
+        self._tracker.turn_closed(self)
         if outcome is None:
             self._tracker.turn_withdrawn(self._identity)
             return

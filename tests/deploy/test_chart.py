@@ -130,6 +130,22 @@ def test_no_replicas_are_none_and_not_the_default() -> None:
     assert (group["minReplicas"], group["replicas"], group["maxReplicas"]) == (0, 0, 4)
 
 
+def test_elastic_replicas_are_scaled_by_ray_alone() -> None:
+    """Ray Serve decides the number, and Ray's autoscaler the workers: neither KEDA nor its placeholder pods."""
+    for case, least in (("elastic replicas", 0), ("elastic replicas of a further model", None)):
+        documents = rendered(ACCEPTED[case])
+        ray = cluster(documents)
+        assert ray["enableInTreeAutoscaling"] is True and ray["autoscalerOptions"]["version"] == "v2"
+        (group,) = ray["workerGroupSpecs"]
+        assert (group["minReplicas"], group["maxReplicas"]) == (1, 4)
+        assert ray["headGroupSpec"]["template"]["spec"]["automountServiceAccountToken"] is True
+        (application,) = serve_config(documents)["applications"]
+        assert "external_scaler_enabled" not in application
+        replicas = application["args"].get("replicas", {})
+        assert (replicas.get("min"), "count" in replicas) == (least, case != "elastic replicas")
+        assert not [one for one in documents if one["kind"] in ("ScaledObject", "Deployment")]
+
+
 def test_an_external_redis_with_a_user_and_an_authority() -> None:
     documents = rendered(ACCEPTED["external Redis, user and authority"])
     url = serve_config(documents)["applications"][0]["args"]["redis"]["url"]

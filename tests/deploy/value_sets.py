@@ -72,6 +72,14 @@ def scaled_group(**bounds: int) -> Values:
     return {**SCALED, "workerGroups": {"workers": bounds}}
 
 
+KUBERNETES_API: Values = {"networkPolicy": {"kubernetesApi": {"cidrs": ["10.96.0.1/32"]}}}
+
+
+def elastic(**bounds: int) -> Values:
+    """Replicas of the first model between these bounds, decided by Ray Serve."""
+    return {**KUBERNETES_API, "config": {"replicas": bounds}}
+
+
 LARGE = {"model": {"id": "l", "source": "meta-llama/Llama-3.1-405B-Instruct"}}
 TWO_MODELS = {
     "model": {"id": "a", "source": "/models/a"},
@@ -247,6 +255,10 @@ ACCEPTED: dict[str, Accepted] = {
     # load
     "autoscaling": Accepted(SCALED, "gpu"),
     "autoscaling from no worker on": Accepted(scaled_group(replicas=0, minReplicas=0)),
+    "elastic replicas": Accepted(elastic(min=0, max=4)),
+    "elastic replicas of a further model": Accepted(
+        {**KUBERNETES_API, "config": {"models": {"b": {"source": "/models/b", "replicas": {"max": 2}}}}}, "cpu"
+    ),
     "incremental": Accepted(
         {
             **SCALED,
@@ -369,7 +381,14 @@ REFUSED: dict[str, Refused] = {
     "autoscaling, too few GPUs": Refused(
         {**SCALED, "workerGroups": {"workers": {"maxReplicas": 2}}}, "want 4 GPUs at autoscaling.maxReplicas", "gpu"
     ),
+    "elastic replicas, too few GPUs": Refused(
+        {**elastic(max=8), "workerGroups": {"workers": {"maxReplicas": 2}}}, "want 8 GPUs", "gpu"
+    ),
     # load
+    "two that decide the number": Refused(
+        {**SCALED, "config": {"replicas": {"max": 4}}}, "KEDA and config.replicas.max would both decide"
+    ),
+    "elastic replicas need the Kubernetes API": Refused({"config": {"replicas": {"max": 4}}}, "kubernetesApi.cidrs"),
     "bounds of autoscaling": Refused(
         {**SCALED, "autoscaling": {"enabled": True, "minReplicas": 5}}, "autoscaling.minReplicas: 5 exceeds"
     ),

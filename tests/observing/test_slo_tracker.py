@@ -78,6 +78,26 @@ def test_a_turn_is_counted_with_its_latencies(ingress: Ingress, recorded: Record
     assert recorded.of(metrics.PROGRAM_ENDS) == {("tiny", "default", "good"): 1}
 
 
+def test_turns_and_misses_are_counted_for_the_autoscaler(ingress: Ingress) -> None:
+    """Rejections and failures are misses. A client that leaves is not, and an invalid request is no turn."""
+    ingress.turn("a")
+    ingress.turn("a", ttft=2.0)
+    for outcome in (Outcome.REJECTED, Outcome.FAILED, Outcome.TIMED_OUT, Outcome.UNFINISHED, None):
+        ingress.turn("a", outcome)
+    assert (ingress.tracker.counts("tiny"), ingress.tracker.counts("other")) == ((5, 4), (0, 0))
+
+
+def test_a_turn_whose_first_token_is_late_counts_before_it_ends(ingress: Ingress) -> None:
+    turn = ingress.tracker.begin("tiny", ProgramIdentity("a"), ingress.clock.now_s())
+    ingress.clock.advance(0.9)
+    assert ingress.tracker.counts("tiny") == (0, 0)
+    ingress.clock.advance(0.2)
+    assert ingress.tracker.counts("tiny") == (1, 1)
+    turn.received(1)
+    turn.over(Outcome.OK)
+    assert ingress.tracker.counts("tiny") == (1, 1), "it counts once"
+
+
 def test_a_tenant_has_its_own_bounds_and_one_without_a_name_no_label(ingress: Ingress, recorded: Recorded) -> None:
     ingress.turn(None, tenant="fast")
     ingress.turn(None, tenant="somebody")

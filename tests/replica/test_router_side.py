@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from cluster.core.clock import ManualClock
 from cluster.core.errors import ProgramMoved
 from cluster.core.program import ProgramIdentity
 from cluster.core.replica_snapshot import (
@@ -17,9 +18,10 @@ from cluster.core.replica_snapshot import (
     unpack_blocks,
     unpack_names,
 )
+from cluster.core.scaling_report import Demand, ReplicaReport
 from cluster.observing.recorders import Fallback
 from replicas.control import ControlChannel, dispatch
-from replicas.router_side import Fence, RouterSide
+from replicas.router_side import DEMAND_STALE_S, Fence, RouterSide
 from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import VirtualEngine
 
@@ -49,7 +51,9 @@ class Side:
         self.scheduler: AgentScheduler = engine.scheduler  # type: ignore[assignment]
         self.client = EngineClient(self.scheduler)
         self.fallbacks: list[Fallback] = []
-        self.side = RouterSide(ControlChannel(self.client, 0.01), "r1", "m", self.fallbacks.append)
+        self.clock = ManualClock()
+        channel = ControlChannel(self.client, 0.01)
+        self.side = RouterSide(channel, "r1", "m", self.fallbacks.append, self.clock)
 
     def turn(self, program: str, tokens: int) -> None:
         self.engine.submit(f"{program}-{tokens}", range(tokens), 1, ProgramIdentity(program_id=program))
@@ -119,6 +123,25 @@ def test_what_is_published_names_the_replica_its_prefixes_and_whether_it_drains(
     s.side.draining = True
     told = s.published()
     assert (told.number, told.draining) == (2, True)
+
+
+def test_the_autoscaler_gets_the_load_and_the_demand_of_the_ingresses(side: Callable[..., Side]) -> None:
+    """Of each ingress the newest demand counts, and none that is old: the ingress reports elsewhere, or is gone."""
+    s = side()
+    assert s.side.scaling_report() == {}, "nothing is known before the first snapshot"
+    s.side.start_s = 12.0
+    s.turn("a", 40)
+    assert s.published().start_s == 12.0
+    for demand in (Demand(turn_work=9.0), Demand(turn_work=1.0, turns=3.0)):
+        s.side.receive_demand("ingress-1", demand.numbers())
+    s.clock.advance(DEMAND_STALE_S - 1)
+    s.side.receive_demand("ingress-2", Demand(turn_work=0.5, missed=1.0).numbers())
+    report = ReplicaReport.of(s.side.scaling_report())
+    assert (report.load.start_s, report.load.turns) == (12.0, 0.0)
+    assert report.load.kv_tokens > 0 and report.load.working_set_tokens > 0
+    assert report.demand == Demand(turn_work=1.5, turns=3.0, missed=1.0)
+    s.clock.advance(2.0)
+    assert ReplicaReport.of(s.side.scaling_report()).demand == Demand(turn_work=0.5, missed=1.0)
 
 
 def test_a_scheduler_that_does_not_answer_leaves_the_last_snapshot(side: Callable[..., Side]) -> None:

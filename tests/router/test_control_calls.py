@@ -6,6 +6,8 @@ from functools import partial
 from typing import Any
 
 import pytest
+from ray.serve._private.common import DeploymentID
+from ray.serve.exceptions import DeploymentUnavailableError
 
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
@@ -88,7 +90,9 @@ def handles() -> dict[str, Handle]:
 async def fleet(handles: dict[str, Handle], monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ReplicaClients]:
     monkeypatch.setattr("cluster.dispatch.replica_client.BROADCAST_SLACK_S", 0.0)
     made: Any = handles
-    fleet = ReplicaClients(made, CONFIG, ManualClock(), "ingress", NullPredictions(), NullTraces())
+    fleet = ReplicaClients(
+        made, CONFIG, ManualClock(), "ingress", NullPredictions(), NullTraces(), lambda model: (0, 0)
+    )
     yield fleet
     await fleet.aclose()
 
@@ -159,3 +163,31 @@ async def test_closing_goes_on_though_one_part_fails_to_close(
         with pytest.raises(ValueError, match="a bug"):
             await fleet.aclose()
     assert sorted(closed) == sorted(MODELS)
+
+
+async def test_a_model_that_may_have_no_replica(handles: dict[str, Handle]) -> None:
+    """Neither a probe nor a list of models starts one, or the model would never be at zero for long. All replicas are
+    none.
+    """
+    changed = {"models": {"second": {"replicas": {"min": 0, "max": 1}}, "third": {}}, "router": {"name": "caesura"}}
+    made: Any = handles
+    fleet = ReplicaClients(
+        made,
+        CaesuraConfig.model_validate({**CONFIG.model_dump(), **changed}),
+        ManualClock(),
+        "ingress",
+        NullPredictions(),
+        NullTraces(),
+        lambda model: (0, 0),
+    )
+    await fleet.ready()
+    assert [[call[0] for call in handle.calls] for handle in handles.values()] == [["ready"], [], ["ready"]]
+    assert await fleet.max_model_len("second") is None
+    assert handles["second"].calls == []
+    none = DeploymentUnavailableError(DeploymentID("ProgramServer:second", "caesura"))
+    handles["second"].answer = lambda: none
+    assert await fleet.broadcast("snapshot") == [{}, {}]
+    handles["third"].answer = lambda: none
+    with pytest.raises(DeploymentUnavailableError):
+        await fleet.broadcast("snapshot")
+    await fleet.aclose()

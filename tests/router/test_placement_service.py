@@ -7,18 +7,71 @@ import pytest
 
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
+from cluster.core.errors import ReplicaGone
+from cluster.core.scaling_report import Demand
 from cluster.core.supervision import UNHEALTHY_AFTER
 from cluster.dispatch.placement_service import PlacementService
 from router.program_placer import ProgramPlacer
+from router.snapshots import HUB
 
 CONFIG = CaesuraConfig.model_validate({"redis": {"url": "redis://127.0.0.1:1"}, "metrics": {"enabled": False}})
 
 
 class Handle:
+    """Replicas that record what is asked of them; ``fails`` is raised."""
+
     deployment_name = "ProgramServer"
 
-    def options(self, **_: Any) -> "Handle":
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, Any]] = []
+        self.fails: Exception | None = None
+        self._to = ""
+
+    def options(self, **options: Any) -> "Handle":
+        self._to = options.get("session_id", "")
         return self
+
+    @property
+    def demand(self) -> "Handle":
+        return self
+
+    async def remote(self, *arguments: Any) -> None:
+        self.calls.append((self._to, arguments))
+        if self.fails is not None:
+            raise self.fails
+
+
+async def reported(replicas: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None) -> Handle:
+    """A model's handle after its ingress, which sees two replicas, has had time for some reports."""
+    monkeypatch.setattr("cluster.dispatch.placement_service.DEMAND_PERIOD_S", 0.001)
+    config = CaesuraConfig.model_validate({**CONFIG.model_dump(), "replicas": replicas})
+    handle = Handle()
+    handle.fails = fails
+    made: Any = handle
+    service = PlacementService(made, config, ManualClock(), "ingress", lambda: (7, 2))
+    service.open()
+    HUB.publish(Handle.deployment_name, [("r2", None), ("r1", None)])
+    await asyncio.sleep(0.05)
+    await service.aclose()
+    HUB.publish(Handle.deployment_name, [])
+    return handle
+
+
+async def test_the_demand_for_an_elastic_model_goes_to_one_replica(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = await reported({"max": 3}, monkeypatch)
+    assert len(handle.calls) > 1
+    assert {replica for replica, _ in handle.calls} == {"r1"}
+    name, demand = handle.calls[0][1]
+    assert name == "ingress" and Demand.of(demand) == Demand(turns=7, missed=2)
+
+
+async def test_a_report_that_fails_is_followed_by_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    handle = await reported({"max": 3}, monkeypatch, fails=ReplicaGone("gone"))
+    assert len(handle.calls) > 1
+
+
+async def test_a_fixed_number_of_replicas_needs_no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (await reported({"count": 2}, monkeypatch)).calls == []
 
 
 async def test_a_bug_in_a_background_loop_of_the_router_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -30,7 +83,7 @@ async def test_a_bug_in_a_background_loop_of_the_router_is_seen(monkeypatch: pyt
 
     monkeypatch.setattr(ProgramPlacer, "attend", broken)
     handle: Any = Handle()
-    service = PlacementService(handle, CONFIG, ManualClock())
+    service = PlacementService(handle, CONFIG, ManualClock(), "ingress", lambda: (0, 0))
     monkeypatch.setattr(service._tasks, "_sleep", at_once)
     service.open()
     async with asyncio.timeout(30):

@@ -11,9 +11,11 @@ from cluster.core.errors import ControlTimeout, Overloaded, ReplicaGone, TooMany
 from cluster.core.supervision import SupervisedTasks
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.store.placements import PlacementStore
+from router.cold_start import ColdStart
 from router.decisions import Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
 from router.placement import Fallback
 from router.program_placer import ProgramPlacer
+from tests.router.router_views import snapshot
 from tests.router.scripted_engine import ScriptedEngine, at
 
 KEY = "default/program"
@@ -28,13 +30,14 @@ class Ingress:
         self.clock = ManualClock()
         self.told: list[tuple[str, str, int]] = []
         self.failures: list[Exception] = []
+        self.cold_start: ColdStart | None = None
         self.store = PlacementStore(url, model="tiny", timeout_s=10.0, expiry_s=100.0, clock=self.clock)
         self.tasks = SupervisedTasks("ingress", self.clock)
         self.placer = self.make_placer()
         self.see(*REPLICAS)
 
     def make_placer(self) -> ProgramPlacer:
-        limits: dict[str, Any] = {"idle_s": 100.0, "max_programs": 1000}
+        limits: dict[str, Any] = {"idle_s": 100.0, "max_programs": 1000, "cold_start": self.cold_start}
         return ProgramPlacer(self.engine, self.store, self.clock, tasks=self.tasks, moved_away=self._tell, **limits)
 
     async def aclose(self) -> None:
@@ -466,3 +469,38 @@ async def test_those_who_wait_are_told_when_the_ingress_ends(ingress) -> None:
     await a.placer.aclose()
     with pytest.raises(Overloaded):
         await turn
+
+
+async def test_turns_of_a_model_without_replicas_wait_for_the_first_one(ingress: Callable[..., Ingress]) -> None:
+    """Scaled to zero: the program's home is gone too. Its turn goes on where the next replica starts."""
+    asked = asyncio.Event()
+
+    async def wake() -> None:
+        asked.set()
+
+    one = ingress(at("r0"))
+    one.cold_start = ColdStart(wake, one.clock, one.tasks, limit_s=60.0, max_waiting=10)
+    one.placer = one.make_placer()
+    one.see()
+    turn = asyncio.create_task(one.turn())
+    await asyncio.wait_for(asked.wait(), 10)
+    assert (turn.done(), one.placer.waiting) == (False, 1)
+    one.see("r0")
+    assert (await turn).replica == "r0"
+    assert (await one.turn()).replica == "r0"
+
+
+async def test_a_start_that_a_replica_reports_is_what_clients_are_asked_to_wait(
+    ingress: Callable[..., Ingress],
+) -> None:
+    async def wake() -> None:
+        await asyncio.Event().wait()
+
+    one = ingress(at("r0"))
+    one.cold_start = ColdStart(wake, one.clock, one.tasks, limit_s=0.01, max_waiting=10)
+    one.placer = one.make_placer()
+    one.placer.observe({"r0": snapshot("r0", start_s=33.0)})
+    one.see()
+    with pytest.raises(Overloaded) as refused:
+        await one.turn()
+    assert (refused.value.status, refused.value.code, refused.value.retry_after_s) == (503, "no_replica", 33)

@@ -104,6 +104,15 @@ FILES: dict[str, tuple[str, str]] = {
         "http.port: input should be less than or equal to 65535 (got 70000, line 1)",
     ),
     "wrong type": ("replicas: {count: many}\n", "replicas.count: input should be a valid integer"),
+    "a least number without a largest": (
+        "replicas:\n  min: 2\n",
+        "replicas.min: needs max, the largest number of replicas (got 2, line 2)",
+    ),
+    "bounds the wrong way round": ("replicas: {min: 3, max: 2}\n", "replicas.min: exceeds max (2) (got 3, line 1)"),
+    "a number and bounds": (
+        "replicas: {count: 2, max: 4}\n",
+        "replicas.count: is the number of replicas if it does not follow the load; remove it or max (got 2, line 1)",
+    ),
     "not a section": ("http: 5\n", "http: must be a section of keys and values (got 5, line 1)"),
     "unknown policy": (
         "policy: {name: best}\n",

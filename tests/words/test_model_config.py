@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config.loader import load_config
+from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
 
 WRONG: dict[str, tuple[str, str]] = {
@@ -71,3 +72,17 @@ def test_each_model_sees_the_configuration_as_its_own(tmp_path: Path) -> None:
     assert (big.engine, big.replicas.count, big.cost_model) == ({}, 3, "opt-13b/h800")
     assert big.served.keys() == config.served.keys()
     assert config.num_replicas == big.num_replicas == 4
+
+
+def test_bounds_of_an_elastic_model() -> None:
+    """Given as `{min, max}`; memory and CPUs are shared out for the largest number."""
+    config = CaesuraConfig.model_validate(
+        {"replicas": {"min": 0, "max": 3}, "models": {"big": {"replicas": {"max": 4}}}}
+    )
+    first, big = (own.replicas for own in config.served.values())
+    assert (first.is_elastic, first.least, first.most) == (True, 0, 3)
+    assert (big.is_elastic, big.least, big.most) == (True, 1, 4)
+    assert config.num_replicas == 7
+    assert CaesuraConfig.model_validate(config.model_dump()) == config, "what is written can be read"
+    fixed = CaesuraConfig.model_validate({"replicas": {"count": 2}}).replicas
+    assert (fixed.is_elastic, fixed.least, fixed.most) == (False, 2, 2)

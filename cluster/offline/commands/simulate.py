@@ -81,6 +81,12 @@ def simulate(
         int | None, typer.Option(help="Turns a replica takes at a time from others' routers.")
     ] = None,
     imbalanced: Annotated[float, typer.Option(help="Turns by which prefix_affinity lets replicas differ.")] = math.inf,
+    autoscaler: Annotated[
+        str, typer.Option(help="Decides how many of --replicas serve: static, caesura, queue_length (Ray's default).")
+    ] = "static",
+    min_replicas: Annotated[int, typer.Option(help="Replicas at least, with --autoscaler.")] = 1,
+    start_s: Annotated[float, typer.Option(help="Seconds that a replica takes to start, with --autoscaler.")] = 120.0,
+    target_ongoing: Annotated[float, typer.Option(help="Turns of a replica at which queue_length aims.")] = 2.0,
     under_way: Annotated[int | None, typer.Option(help="Closed loop of so many programs, whatever the rate.")] = None,
     missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
     only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
@@ -119,6 +125,7 @@ def simulate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with RunProgress(quiet=quiet) as progress:
         from cluster.config.loader import parse_assignment
+        from cluster.offline.simulator.elastic import Scaling
         from cluster.offline.simulator.routers import router_names
         from cluster.offline.simulator.run import rates_of
         from cluster.offline.simulator.settings import SimulationSettings, policy_names
@@ -164,6 +171,7 @@ def simulate(
             routers=router_names(router),
             max_ongoing=max_ongoing,
             imbalanced_threshold=imbalanced,
+            scaling=Scaling(autoscaler, min_replicas, start_s, target_ongoing),
             under_way=under_way,
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_seqs,

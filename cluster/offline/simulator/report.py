@@ -67,6 +67,9 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
             "forecasts": settings.forecasts,
             "arrivals": settings.arrivals,
             "replicas": result.replicas,
+            "autoscaler": asdict(settings.scaling),
+            "replica_hours": result.replica_hours,
+            "most_replicas": result.most_replicas,
             "parameters": dict(settings.parameters.get(run.policy, {})),
             "slo": asdict(settings.goodput_slo()),
             "jct_all_s": result.summary.distributions["completion_all_s"].mean,
@@ -237,6 +240,14 @@ def _footnotes(results: Sequence[RunResult], settings: SimulationSettings, *, ve
     if learn:
         by = f", and forecasts of {settings.forecasts}, fitted on other groups" if settings.forecasts else ""
         lines.append(f"Know the tool's name and what they have learnt in the run{by}: {', '.join(learn)}.")
+    if not settings.scaling.is_static:
+        hours = ", ".join(
+            f"{result.run.policy} {shown(result.replica_hours)} (at most {result.most_replicas})" for result in results
+        )
+        lines.append(
+            f"Replicas by load ({settings.scaling.policy}, {settings.scaling.start_s:g} s to start), replica-hours of "
+            f"the measured window: {hours}."
+        )
     capacity = mean([result.capacity_per_s for result in results])
     restore = "restored from the host for nothing" if settings.host_gib else "held in memory or computed again"
     lines.append(

@@ -4,7 +4,7 @@ Each replica publishes a snapshot once a second, which reaches the engine 0.5 s 
 single engine, and a store that answers at once.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from cluster.config.schema import SloConfig
 from cluster.core.errors import ConfigError
 from cluster.core.replica_snapshot import ReplicaSnapshot, prefix_blocks
+from cluster.offline.simulator.elastic import STATIC, ScaledRouter, Scaling
 from cluster.offline.simulator.peers import Everywhere, KvAware
 from cluster.offline.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, replica_name
 from cluster.offline.simulator.routing import (
@@ -51,14 +52,22 @@ class FrontRouter:
         names: unique ids of the replicas, by index.
         look: makes snapshots.
         released: called with the key of a program and the index of the replica that it has left.
+        present: indices of the replicas that serve, which may change; None: all do.
     """
 
     tick_s: float | None = TICK_S
 
     def __init__(
-        self, front: PlacementEngine, names: Sequence[str], look: Look, released: Callable[[str, int], None]
+        self,
+        front: PlacementEngine,
+        names: Sequence[str],
+        look: Look,
+        released: Callable[[str, int], None],
+        present: Set[int] | None = None,
     ) -> None:
         self.front = front
+        self.latest: Mapping[str, ReplicaSnapshot] = {}
+        self._present: Set[int] = frozenset(range(len(names))) if present is None else present
         self._names = names
         self._indices = {name: index for index, name in enumerate(names)}
         self._look = look
@@ -67,7 +76,7 @@ class FrontRouter:
         self._turns: dict[str, SimulatedTurn] = {}
         """Turns without a decision, by id."""
         self._number = 0
-        self._seen: dict[str, ReplicaSnapshot | None] | None = None
+        self._seen: Mapping[str, ReplicaSnapshot] | None = None
         front.observe(self._snapshots(), 0.0)
 
     def route(self, turn: SimulatedTurn, now_s: float) -> Answer:
@@ -102,12 +111,14 @@ class FrontRouter:
         if self._seen is None:
             self._seen = self._snapshots()
         else:
-            self.front.observe(self._seen, now_s)
+            there = {self._names[index] for index in self._present}
+            self.front.observe({name: seen for name, seen in self._seen.items() if name in there}, now_s)
             self._seen = None
 
-    def _snapshots(self) -> dict[str, ReplicaSnapshot | None]:
+    def _snapshots(self) -> Mapping[str, ReplicaSnapshot]:
         self._number += 1
-        return {name: self._snapshot(index) for index, name in enumerate(self._names)}
+        self.latest = {self._names[index]: self._snapshot(index) for index in sorted(self._present)}
+        return self.latest
 
     def _snapshot(self, index: int) -> ReplicaSnapshot:
         snapshot = self._look(index, self._names[index], self._number)
@@ -147,9 +158,17 @@ class Replicas:
     slo: SloConfig = field(default_factory=SloConfig)
     front: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of Caesura's router that differ from their defaults."""
+    scaling: Scaling = field(default_factory=lambda: Scaling(STATIC))
+    """How many of the replicas serve."""
 
 
 def _caesura(made: Replicas) -> TurnRouter:
+    if made.scaling.is_static:
+        return _front_of(made, None)
+    return ScaledRouter(lambda present: _front_of(made, present), made.replicas, made.scaling, made.slo.ttft_s)
+
+
+def _front_of(made: Replicas, present: Set[int] | None) -> FrontRouter:
     names = [replica_name(index) for index in range(len(made.replicas))]
 
     def look(index: int, name: str, number: int) -> ReplicaSnapshot:
@@ -164,7 +183,7 @@ def _caesura(made: Replicas) -> TurnRouter:
         if isinstance(scheduler, AgentScheduler):
             dispatch(scheduler, "release", {"key": program})
 
-    return FrontRouter(PlacementEngine(front_settings(made.front), made.slo), names, look, release)
+    return FrontRouter(PlacementEngine(front_settings(made.front), made.slo), names, look, release, present)
 
 
 def front_settings(parameters: Mapping[str, Any]) -> EngineSettings:

@@ -22,6 +22,7 @@ from cluster.offline.bench.results import Distribution, Summary, summarize, toke
 from cluster.offline.bench.settings import load_pool
 from cluster.offline.bench.workload import Workload
 from cluster.offline.simulator.bounds import FluidBound, HoldingBound
+from cluster.offline.simulator.elastic import ScaledRouter, replica_seconds
 from cluster.offline.simulator.fairness import jain, slowdown
 from cluster.offline.simulator.foresight import Foresight, forecasts_of
 from cluster.offline.simulator.load import Recovery, closed_loop, plan
@@ -93,6 +94,7 @@ def _history(replicas: Sequence[VirtualReplica], program: ProgramRecord) -> Prog
 
 
 MILLISECONDS = 1e3
+SECONDS_PER_HOUR = 3600.0
 SHARE = "x"
 """Suffix of a rate that is a multiple of the capacity."""
 
@@ -148,6 +150,10 @@ class RunResult:
     """Tokens whose KV was loaded from the host tier, over the whole run."""
     steps: int
     replicas: int
+    replica_hours: float
+    """Hours of all replicas together in the measured window, with their starts and the ends of their last turns."""
+    most_replicas: int
+    """Largest number of replicas at a time."""
     arrivals_s: float
     """Virtual seconds of arrivals."""
     simulated_s: float
@@ -255,7 +261,13 @@ def simulate(
     replicas = _replicas(settings, run, clock, peak_tokens)
     foresight = Foresight(settings.sees_the_future(run.policy), run.noise, _forecasts(settings))
     made_for = Replicas(
-        replicas, run.seed, settings.max_ongoing, settings.imbalanced_threshold, settings.slo(), settings.front
+        replicas,
+        run.seed,
+        settings.max_ongoing,
+        settings.imbalanced_threshold,
+        settings.slo(),
+        settings.front,
+        settings.scaling,
     )
     router = (make_router or ROUTERS[run.router])(made_for)
     if run.router != OURS:
@@ -271,7 +283,8 @@ def simulate(
         records = simulation.run(arrivals_s + settings.drain_s)
     finally:
         gc.unfreeze()
-    ended = Ended(records, simulation.routed, arrivals_s, clock.now_s(), time.perf_counter() - began)
+    sizes = router.sizes if isinstance(router, ScaledRouter) else [(0.0, settings.replicas)]
+    ended = Ended(records, simulation.routed, arrivals_s, clock.now_s(), time.perf_counter() - began, sizes)
     result = _result(settings, run, ended, replicas, marks)
     if not settings.record:
         return result
@@ -333,6 +346,8 @@ class Ended:
     arrivals_s: float
     simulated_s: float
     wall_s: float
+    sizes: Sequence[tuple[float, int]]
+    """Times, and the number of replicas from then on."""
 
 
 def _result(
@@ -360,6 +375,8 @@ def _result(
         loaded_tokens=sum(replica.link.loaded_tokens for replica in replicas if replica.link),
         steps=sum(len(replica.schedule_s) for replica in replicas),
         replicas=len(replicas),
+        replica_hours=replica_seconds(ended.sizes, settings.warmup_s, arrivals_s) / SECONDS_PER_HOUR,
+        most_replicas=max(number for _, number in ended.sizes),
         arrivals_s=arrivals_s,
         simulated_s=simulated_s,
         wall_s=ended.wall_s,

@@ -22,8 +22,9 @@ from cluster.offline.bench.settings import (
     require_zero_or_more,
 )
 from cluster.offline.bench.workload import Shaping
+from cluster.offline.simulator.elastic import STATIC, Scaling
 from cluster.offline.simulator.load import Burst
-from cluster.offline.simulator.routers import LEAST_PROGRAMS, check_router, front_settings
+from cluster.offline.simulator.routers import LEAST_PROGRAMS, OURS, check_router, front_settings
 from replicas.cost_model import CostModel
 from replicas.presets import cost_model
 
@@ -112,6 +113,8 @@ class SimulationSettings:
     """For prefix_affinity: difference in ongoing turns from which on it balances the replicas."""
     front: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of Caesura's router that differ from their defaults."""
+    scaling: Scaling = field(default_factory=lambda: Scaling(STATIC))
+    """How many of the replicas serve."""
     under_way: int | None = None
     """Number of concurrent programs in a closed loop, which ignores the rate; None: an open loop."""
     max_batched_tokens: int | None = None
@@ -187,8 +190,21 @@ class SimulationSettings:
         for name in self.routers:
             check_router(name)
         front_settings(self.front)
+        self._check_scaling()
         if self.under_way is not None and (self.burst is not None or len(self.rates_per_s) > 1):
             raise ConfigError("--under-way: programs come as others end; there are neither rates nor a burst")
+
+    def _check_scaling(self) -> None:
+        scaling = self.scaling
+        if scaling.is_static:
+            return
+        if self.routers != (OURS,):
+            raise ConfigError(
+                f"--autoscaler: needs --router {OURS}, whose engine moves programs from replicas that end"
+            )
+        if not 1 <= scaling.least <= self.replicas:
+            raise ConfigError(f"--min-replicas: {scaling.least} is not from 1 to --replicas ({self.replicas})")
+        require_positive({"--start-s": scaling.start_s, "--target-ongoing": scaling.target_ongoing})
 
     def _check_forecasts(self, name: str) -> None:
         if name in BASED_PREDICTORS:

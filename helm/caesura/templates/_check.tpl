@@ -7,9 +7,25 @@
 {{- include "caesura.checkStorage" . -}}
 {{- end -}}
 
+{{- /* Keys of the models whose number of replicas follows the load (config.replicas.max), one a line. */ -}}
+{{- define "caesura.elasticModels" -}}
+{{- if dig "replicas" "max" 0 .Values.config }}config.replicas{{ end }}
+{{- range $id, $model := dig "models" dict .Values.config }}{{ if dig "replicas" "max" 0 $model }}
+config.models.{{ $id }}.replicas{{ end }}{{ end }}
+{{- end -}}
+
+{{- /* "true" if Ray's autoscaler adds and removes workers, since the number of replicas changes; else empty. */ -}}
+{{- define "caesura.scalesWorkers" -}}
+{{- if or .Values.autoscaling.enabled (include "caesura.elasticModels" . | trim) }}true{{ end -}}
+{{- end -}}
+
 {{- define "caesura.checkScaling" -}}
 {{- $scaling := .Values.autoscaling -}}
-{{- if $scaling.enabled -}}
+{{- $elastic := include "caesura.elasticModels" . | trim | splitList "\n" | compact -}}
+{{- if and $scaling.enabled $elastic -}}
+{{- fail (printf "autoscaling.enabled: KEDA and %s.max would both decide the number of replicas; remove one of them" (first $elastic)) -}}
+{{- end -}}
+{{- if include "caesura.scalesWorkers" . -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}{{ fail (printf "autoscaling.minReplicas: %d exceeds autoscaling.maxReplicas (%d)" (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}{{ end -}}
 {{- range $name, $group := .Values.workerGroups -}}
 {{- $least := include "caesura.group.least" (dict "root" $ "group" $group) | int -}}
@@ -21,17 +37,17 @@
 {{- $incremental := eq .Values.upgrade.strategy "NewClusterWithIncrementalUpgrade" -}}
 {{- if $incremental -}}
 {{- $_ := required "upgrade.incremental.gatewayClassName: incremental upgrades shift traffic at a Gateway; name its class" .Values.upgrade.incremental.gatewayClassName -}}
-{{- if not $scaling.enabled }}{{ fail "upgrade.strategy: incremental upgrades need autoscaling.enabled" }}{{ end -}}
+{{- if not (include "caesura.scalesWorkers" .) }}{{ fail "upgrade.strategy: incremental upgrades need autoscaling.enabled or config.replicas.max" }}{{ end -}}
 {{- if or .Values.ingress.enabled .Values.httpRoute.enabled .Values.inferencePool.enabled }}{{ fail "upgrade.strategy: KubeRay makes the Gateway and the HTTPRoute of an incremental upgrade itself; set ingress.enabled, httpRoute.enabled and inferencePool.enabled to false" }}{{ end -}}
 {{- end -}}
 {{- end -}}
 
-{{- /* Bounds on the pods of a worker group. Without autoscaling both are its replicas. Of: root, group. */ -}}
+{{- /* Bounds on the pods of a worker group. If Ray does not scale them, both are its replicas. Of: root, group. */ -}}
 {{- define "caesura.group.least" -}}
-{{- ternary (get .group "minReplicas") .group.replicas (and .root.Values.autoscaling.enabled (hasKey .group "minReplicas")) | int -}}
+{{- ternary (get .group "minReplicas") .group.replicas (and (include "caesura.scalesWorkers" .root | eq "true") (hasKey .group "minReplicas")) | int -}}
 {{- end -}}
 {{- define "caesura.group.most" -}}
-{{- ternary (get .group "maxReplicas") .group.replicas (and .root.Values.autoscaling.enabled (hasKey .group "maxReplicas")) | int -}}
+{{- ternary (get .group "maxReplicas") .group.replicas (and (include "caesura.scalesWorkers" .root | eq "true") (hasKey .group "maxReplicas")) | int -}}
 {{- end -}}
 
 {{- /* Each model fits into the pods of a group, alone or as a part of several nodes, and all fit together. */ -}}
@@ -46,7 +62,7 @@
 {{- range $key, $of := $replicas -}}
 {{- if eq "gpu" (dig "accelerator" "cpu" $of) -}}
 {{- $size := dig "tensor_parallel_size" 1 $of | int -}}
-{{- $count := dig "count" 1 $of | int -}}
+{{- $count := default (dig "count" 1 $of) (dig "max" 0 $of) | int -}}
 {{- if and $.Values.autoscaling.enabled (eq $key "config.replicas") }}{{ $count = int $.Values.autoscaling.maxReplicas }}{{ end -}}
 {{- $wanted = add $wanted (mul $size (dig "pipeline_parallel_size" 1 $of | int) $count) -}}
 {{- $fits := list -}}
@@ -74,7 +90,7 @@
 {{- if not (.Capabilities.APIVersions.Has "inference.networking.k8s.io/v1/InferencePool") }}{{ fail "inferencePool.enabled: the cluster has no InferencePool (inference.networking.k8s.io/v1); install its CRD, or give --api-versions to `helm template`" }}{{ end -}}
 {{- end -}}
 {{- if and .Values.service.loadBalancerClass (ne .Values.service.type "LoadBalancer") }}{{ fail "service.loadBalancerClass: needs service.type: LoadBalancer" }}{{ end -}}
-{{- if and .Values.networkPolicy.enabled .Values.autoscaling.enabled (not .Values.networkPolicy.kubernetesApi.cidrs) }}{{ fail "networkPolicy.kubernetesApi.cidrs: Ray's autoscaler asks the Kubernetes API; say where it is" }}{{ end -}}
+{{- if and .Values.networkPolicy.enabled (include "caesura.scalesWorkers" .) (not .Values.networkPolicy.kubernetesApi.cidrs) }}{{ fail "networkPolicy.kubernetesApi.cidrs: Ray's autoscaler asks the Kubernetes API; say where it is" }}{{ end -}}
 {{- if and .Values.networkPolicy.enabled (not .Values.redis.bundled) (not .Values.redis.external.cidrs) }}{{ fail "redis.external.cidrs: say where the Redis is, so that the NetworkPolicy lets it be reached" }}{{ end -}}
 {{- end -}}
 

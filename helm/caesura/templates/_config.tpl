@@ -8,6 +8,10 @@
 {{- if and (not (hasKey (default dict .Values.config.http) "ingress_replicas")) (ge (include "caesura.workerCpus" . | float64) 8.0) -}}
 {{- $_ := set $known.http "ingress_replicas" 2 -}}
 {{- end -}}
+{{- /* A preset's number of replicas gives way to bounds. */ -}}
+{{- range $of := prepend (values (dig "models" dict $config)) $config -}}
+{{- if dig "replicas" "max" 0 $of }}{{ $_ := unset $of.replicas "count" }}{{ end -}}
+{{- end -}}
 {{- mergeOverwrite $config $known | toYaml -}}
 {{- end -}}
 

@@ -14,7 +14,7 @@ metadata:
 spec:
   serviceAccountName: {{ include "caesura.fullname" $root }}{{ if $isHead }}-head{{ end }}
   {{- /* Ray's autoscaler, beside the head, is the only one that talks to Kubernetes. */}}
-  automountServiceAccountToken: {{ and $isHead $values.autoscaling.enabled }}
+  automountServiceAccountToken: {{ and $isHead (include "caesura.scalesWorkers" $root | eq "true") }}
   enableServiceLinks: false
   terminationGracePeriodSeconds: {{ if $isHead }}60{{ else }}{{ add (include "caesura.leave" $root | int64) 30 }}{{ end }}
   securityContext: {{- include "caesura.podSecurity" $root | nindent 4 }}

@@ -1,0 +1,65 @@
+"""Runs an autoscaling policy in Ray Serve's controller, as `AutoscalingConfig.policy` (Ray 2.60.0).
+
+Ray calls it several times a second with an AutoscalingContext. It applies the bounds, starts the first replica as soon
+as a call waits for one, and removes the last replica only where one is left. Ray's own delays and factors are off,
+since the policy has its own. tests/contracts/test_ray_autoscaling.py holds what is used of Ray.
+
+Ray sends this module to the controller by value, and imports the others there.
+"""
+
+import logging
+from typing import Any
+
+from ray.serve.config import AutoscalingContext
+
+from cluster.core.registry import AUTOSCALERS
+from cluster.core.scaling_report import ReplicaReport
+from router.autoscaling.policy import AutoscalingPolicy, Reason, ScalingView
+
+STATE = "caesura"
+"""Key of the policy's state in Ray's ``policy_state``."""
+STALE_S = 15.0
+"""A report that is older than this is ignored: Ray keeps the last one of a replica that hangs."""
+
+
+class ServeAutoscaler:
+    """The policy of one deployment.
+
+    Args:
+        policy: the registered name of the policy.
+    """
+
+    def __init__(self, policy: str) -> None:
+        self._policy: AutoscalingPolicy[Any] = AUTOSCALERS.load(policy)()
+
+    def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
+        """Return the number of replicas that is wanted, and the state for the next call."""
+        view = view_of(context)
+        before = context.policy_state.get(STATE)
+        decision = self._policy.decide(view, self._policy.first() if before is None else before)
+        if decision.replicas != view.target and decision.reason is not Reason.KEEP:
+            logging.getLogger("ray.serve").warning(
+                "%s: %d replicas are wanted instead of %d (%s)",
+                context.deployment_name,
+                decision.replicas,
+                view.target,
+                decision.reason,
+            )
+        return decision.replicas, {STATE: decision.state}
+
+
+def view_of(context: AutoscalingContext) -> ScalingView:
+    """Return what the policy sees of Ray's context. Of each number, the newest value counts."""
+    numbers: dict[Any, dict[str, float]] = {}
+    for name, replicas in (context.raw_metrics or {}).items():
+        for replica, series in replicas.items():
+            if series and context.current_time - series[-1].timestamp <= STALE_S:
+                numbers.setdefault(replica, {})[name] = series[-1].value
+    return ScalingView(
+        now_s=context.current_time,
+        ready=context.current_num_replicas,
+        target=context.target_num_replicas,
+        least=context.capacity_adjusted_min_replicas,
+        most=context.capacity_adjusted_max_replicas,
+        reports=[ReplicaReport.of(one) for one in numbers.values() if "kv_tokens" in one],
+    )
