@@ -30,7 +30,7 @@ class Feature(StrEnum):
 EFFECTS = {
     Feature.KV_REUSE: "no KV is held or offloaded in a pause, and each turn computes its whole prompt",
     Feature.PARTIAL_CONTEXTS: (
-        "a hold is evicted as a whole, and tool outputs are not computed early; holds, the host tier and prefetching work"
+        "a hold is evicted as a whole, and tool outputs are not computed early; holds, offloading and prefetching work"
     ),
 }
 """What a user sees where a feature is off."""
@@ -84,25 +84,27 @@ def features_off(config: Mapping[str, Any], engine: Mapping[str, Any], accelerat
     fields = {**config, **text} if isinstance(text, dict) else config
     layers = set(_layers(fields))
     states = bool(layers & STATE_LAYERS) or any(fields.get(name) for name in STATE_FIELDS)
-    caching = engine.get("enable_prefix_caching")
-    if caching is False:
-        yield Off(Feature.KV_REUSE, "engine.enable_prefix_caching is false")
-    elif accelerator == "cpu" and fields.get("kv_lora_rank"):
-        yield Off(Feature.KV_REUSE, "vLLM has no prefix caching for MLA on CPUs without AMX")
-    elif states and not _attends(fields, layers) and not caching:
-        yield Off(Feature.KV_REUSE, "vLLM caches no states by default; engine.enable_prefix_caching: true turns it on")
+    nothing = _no_cache(
+        fields, engine.get("enable_prefix_caching"), accelerator, only_states=states and not _attends(fields, layers)
+    )
+    if nothing is not None:
+        yield Off(Feature.KV_REUSE, nothing)
+        yield Off(Feature.PARTIAL_CONTEXTS, "nothing is reused")
     elif states:
         yield Off(Feature.PARTIAL_CONTEXTS, "the model has state-space layers")
     elif layers & WINDOW_LAYERS or _slides(fields):
         yield Off(Feature.PARTIAL_CONTEXTS, "the model has layers with a window")
-    else:
-        return
-    if (
-        caching is False
-        or (accelerator == "cpu" and fields.get("kv_lora_rank"))
-        or (states and not _attends(fields, layers) and not caching)
-    ):
-        yield Off(Feature.PARTIAL_CONTEXTS, "nothing is reused")
+
+
+def _no_cache(fields: Mapping[str, Any], caching: Any, accelerator: str, *, only_states: bool) -> str | None:
+    """Return why vLLM has no prefix cache for the model, or None: it has one."""
+    if caching is False:
+        return "engine.enable_prefix_caching is false"
+    if accelerator == "cpu" and fields.get("kv_lora_rank"):
+        return "vLLM has no prefix caching for MLA on CPUs without AMX"
+    if only_states and not caching:
+        return "vLLM caches no states by default; engine.enable_prefix_caching: true turns it on"
+    return None
 
 
 def _layers(fields: Mapping[str, Any]) -> Iterator[str]:

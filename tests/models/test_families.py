@@ -24,7 +24,7 @@ from replicas.settings import SchedulerSettings
 from tests.contracts.test_host_tier import COST, cached, generate, numbers, until
 from tests.models.families import Family, write_checkpoint
 
-pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module"), pytest.mark.timeout(90)]
+pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
 TURNS = 3
 PROMPT = [7 + i % 900 for i in range(300)]
@@ -67,7 +67,7 @@ async def engine(family: Family, checkpoint: Path) -> AsyncIterator[AsyncLLM]:
     choose_size(config)
     engine = AsyncLLM.from_vllm_config(config)
     yield engine
-    engine.shutdown()
+    engine.shutdown(timeout=0)
 
 
 @pytest.fixture
