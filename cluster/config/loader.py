@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
+from cluster.config.models import AdapterConfig, ModelWeights
 from cluster.config.schema import CaesuraConfig, PolicyConfig, RouterConfig
 from cluster.config.tools import ToolModel
 from cluster.core.errors import ConfigError

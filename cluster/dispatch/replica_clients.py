@@ -55,6 +55,7 @@ class ReplicaClients:
         served = config.served
         self._name = name
         self._default = config.model.id
+        self._adapters = config.adapters
         self._predictions = predictions
         self._traces = traces
         self._placements = {model: PlacementService(handle, served[model], clock) for model, handle in replicas.items()}
@@ -142,7 +143,8 @@ class ReplicaClients:
         return self._of(body).turn(key, own, identity, continuation, headers, answers)
 
     def _of(self, body: Mapping[str, Any]) -> ReplicaClient:
-        return self._clients[body.get("model") or self._default]
+        named = body.get("model") or self._default
+        return self._clients[self._adapters.get(named, named)]
 
     # --- the side channel ---------------------------------------------------------------------------------------------
 
