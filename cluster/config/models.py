@@ -75,8 +75,8 @@ class AdapterConfig(Section):
     """A LoRA adapter of a model."""
 
     path: str = Field(min_length=1)
-    """A local directory with the adapter's `adapter_config.json` and weights, or a Hugging Face id. Every replica of the
-    model needs it."""
+    """A local directory with the adapter's `adapter_config.json` and weights, or a Hugging Face id. Every replica of
+    the model needs it."""
 
 
 class ModelWeights(Section):

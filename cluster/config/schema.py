@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, ValidationInfo, field_validator
 
 from cluster.config.models import (
-    adapter_model,
     CLASS_PREFIX,
     ClassRule,
     EngineArguments,
@@ -18,6 +17,7 @@ from cluster.config.models import (
     ModelConfig,
     ModelId,
     ReplicaConfig,
+    adapter_model,
 )
 from cluster.config.sections import (
     AuthConfig,

@@ -381,7 +381,7 @@ class ProgramIngress:
     async def models(self, request: Request) -> Response:
         """List the served models that the caller may use. With the header `anthropic-version`, in Anthropic's form."""
         tenant = caller_of(request).tenant
-        every = {model: None for model in self._config.served} | self._adapters
+        every: dict[str, str | None] = {**dict.fromkeys(self._config.served), **self._adapters}
         allowed = {model: parent for model, parent in every.items() if self._tenants.may_name(tenant, model)}
         if VERSION_HEADER in request.headers:
             return JSONResponse(model_list(list(allowed), self._started))
