@@ -78,7 +78,6 @@ FAMILIES = (
         "full attention, experts",
         "qwen3_moe",
         {**MOE, "num_experts": 4},
-        every_run=True,
         batches=True,
     ),
     Family("window", "Mistral 7B v0.1", "sliding window", "mistral", {"sliding_window": 64}),
@@ -184,7 +183,6 @@ FAMILIES = (
             "shared_expert_intermediate_size": 32,
         },
         BF16,
-        every_run=True,
     ),
     Family(
         "state-only",
@@ -217,7 +215,6 @@ FAMILIES = (
                 "prompt_lookup_min": 1,
             }
         },
-        every_run=True,
     ),
     Family(
         "mtp",
