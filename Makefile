@@ -17,7 +17,7 @@ export HF_HUB_OFFLINE := 1
 # Without bytecode files, every engine process compiles torch and vLLM again, which takes twenty seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup demo serve dashboards test test-next clients aiperf faults soak elastic fuzz audit check docs bench bench-router tables gpu helm format image-check clean
+.PHONY: help setup demo serve dashboards test test-next models clients aiperf faults soak elastic fuzz audit check docs bench bench-router tables gpu helm format image-check clean
 
 help: ## list the targets
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
@@ -46,6 +46,10 @@ test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a
 
 test-next: $(STAMP) ## test a replica on the pinned vLLM and on newer ones, each in its own environment (half an hour; VERSIONS=)
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash requirements/vllm/test.sh $(VERSIONS)
+
+models: $(STAMP) ## test hold, swap and resume on a tiny checkpoint of each family of models, and write docs/models.md (10 minutes)
+	@$(BIN)/python -m pytest tests/models -rs --long -o junit_family=xunit1 --junitxml=.cache/models.xml
+	@$(BIN)/python -m benchmarks.model_families .cache/models.xml
 
 clients: $(STAMP) ## install agents, client libraries, LiteLLM and MCP's conformance harness in .cache, and run each (10 minutes)
 	@PYTHON=$(PYTHON) bash tests/clients/install.sh
@@ -97,6 +101,7 @@ format: $(STAMP) ## format and fix what can be fixed
 docs: $(STAMP) ## write the generated references again and build the documentation in site/
 	@for page in configuration metrics cli presets; do $(BIN)/caesura reference $$page > docs/reference/$$page.md || exit; done
 	@$(BIN)/python -m benchmarks.vllm_versions
+	@$(BIN)/python -m benchmarks.model_families
 	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict && echo "site/index.html is ready"
 
 bench: $(STAMP) ## run the micro-benchmarks of benchmarks/README.md (half an hour)

@@ -9,10 +9,10 @@ import ray
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 from ray.serve.deployment import Application
-from ray.serve.llm import LLMConfig, build_llm_deployment
+from ray.serve.llm import LLMConfig, build_dp_deployment
 from ray.serve.schema import LoggingConfig
 
-from cluster.config.models import TINY, ReplicaConfig
+from cluster.config.models import TINY, ReplicaConfig, adapter_model
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
 from cluster.core.registry import OUR_AUTOSCALER, OUR_ROUTER, ROUTERS
@@ -20,6 +20,7 @@ from cluster.http.ingress import ingress_class
 from predictor_service.service import predictor_application
 from replicas.engine import LocalModel
 from replicas.host_tier import kv_transfer_config
+from replicas.parallel_server import ParallelServer
 from replicas.server import ProgramServer
 from replicas.settings import CPU_ENVIRONMENT, SchedulerSettings
 from replicas.tiny.model import tiny_model_directory
@@ -75,7 +76,7 @@ def build(config: CaesuraConfig) -> Application:
     if config.redis.url == EMBEDDED:
         raise ConfigError("redis.url: 'embedded' is made by `caesura serve`; give the URL of a Redis, redis://...")
     replicas = {
-        model: build_llm_deployment(llm_config_of(own), deployment_cls=ProgramServer, bind_kwargs={"config": own})
+        model: build_dp_deployment(llm_config_of(own), deployment_cls=server_class(own), bind_kwargs={"config": own})
         for model, own in config.served.items()
     }
     ingress = serve.deployment(
@@ -141,6 +142,11 @@ def number_of_replicas(replicas: ReplicaConfig) -> dict[str, Any]:
     return {"num_replicas": "auto", "autoscaling_config": scaling}
 
 
+def server_class(config: CaesuraConfig) -> type[ProgramServer]:
+    """Return the class of a model's replicas."""
+    return ParallelServer if config.replicas.data_parallel_size > 1 else ProgramServer
+
+
 def bundles(config: CaesuraConfig) -> list[dict[str, float]]:
     """Return one placement bundle for each device of a replica. The replica's own actor is in the first bundle."""
     replicas = config.replicas
@@ -170,9 +176,23 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     return arguments | {
         "tensor_parallel_size": config.replicas.tensor_parallel_size,
         "pipeline_parallel_size": config.replicas.pipeline_parallel_size,
+        **({"data_parallel_size": ranks} if (ranks := config.replicas.data_parallel_size) > 1 else {}),
+        **lora_arguments(config),
         "scheduler_cls": SCHEDULER,
         "additional_config": SchedulerSettings.for_replica(config).additional_config(),
     }
+
+
+def lora_arguments(config: CaesuraConfig) -> dict[str, Any]:
+    """Return vLLM's arguments for the adapters of a model. vLLM knows each by the name that clients send."""
+    adapters = config.model.adapters
+    if not adapters:
+        return {}
+    modules = [
+        {"name": adapter_model(config.model.id, name), "path": adapter.path, "base_model_name": config.model.id}
+        for name, adapter in adapters.items()
+    ]
+    return {"enable_lora": True, "lora_modules": modules}
 
 
 def num_machines() -> int:

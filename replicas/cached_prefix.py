@@ -73,10 +73,15 @@ class CachedPrefixes:
         return self._prefixes.get(key)
 
 
-def is_cached(pool: BlockPool) -> Callable[[BlockHash], bool]:
-    """Return a function that shows whether the device has the block with a hash, whoever owns it."""
-    find = pool.get_cached_block
-    return lambda block_hash: find(block_hash, [0]) is not None
+def is_cached(pool: BlockPool, group: int = 0) -> Callable[[BlockHash], bool]:
+    """Return a function that shows whether the device has the block with a hash, whoever owns it.
+
+    Args:
+        pool: the blocks.
+        group: number of the KV cache group that the hashes are of.
+    """
+    find, groups = pool.get_cached_block, [group]
+    return lambda block_hash: find(block_hash, groups) is not None
 
 
 def leading_blocks(hashes: Sequence[BlockHash], cached: Callable[[BlockHash], bool]) -> int:

@@ -140,6 +140,9 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
     return {
         "policy": scheduler.policy_config.name,
         "block_size": scheduler.block_size,
+        "kv_groups": len(scheduler.groups.groups),
+        "reuses_kv": scheduler.groups.caching,
+        "reuses_partial_contexts": scheduler.groups.prefixes_stay,
         "total_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
         "cached_blocks": cached_blocks(pool.blocks),
@@ -300,7 +303,7 @@ def _kv_token_bytes(scheduler: AgentScheduler) -> float:
     """Return the bytes of one token's KV, all ranks of the replica together."""
     layout, parallel = scheduler.kv_cache_config, scheduler.vllm_config.parallel_config
     rank_bytes = max((tensor.size for tensor in layout.kv_cache_tensors), default=0)  # all lie in one allocation
-    return float(rank_bytes * parallel.world_size / (layout.num_blocks * scheduler.block_size))
+    return float(rank_bytes * parallel.world_size / scheduler.groups.tokens_in(layout.num_blocks))
 
 
 install_utility(UTILITY, dispatch)

@@ -9,6 +9,7 @@ It overrides these private methods of `ray.llm`'s VLLMEngine (tests/contracts/te
 
 import asyncio
 import logging
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
@@ -16,6 +17,7 @@ import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm import envs
+from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 
 from replicas.crash_attribution import died_by_itself, shared_suspect
 from replicas.grammar_trials import trials_of
@@ -33,6 +35,11 @@ class LocalModel(CallbackBase):
     async def on_before_node_init(self) -> None:
         """Skip the download. The engine calls this when it starts."""
         self.ctx.run_init_node = False
+
+
+def lora_modules(modules: Sequence[Any]) -> list[LoRAModulePath]:
+    """Return vLLM's entries of adapters, which Ray passes as plain values."""
+    return [one if isinstance(one, LoRAModulePath) else LoRAModulePath(**one) for one in modules]
 
 
 class ReplicaEngine(VLLMEngine):
@@ -58,6 +65,8 @@ class ReplicaEngine(VLLMEngine):
 
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)
+        if modules := getattr(frontend_args, "lora_modules", None):  # Ray passes what the configuration has
+            frontend_args.lora_modules = lora_modules(modules)
         in_one_process(config, engine_args)
         choose_size(config)
         return engine_args, frontend_args, config

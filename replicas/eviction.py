@@ -35,7 +35,8 @@ class Eviction:
         program_of: returns the program of a turn, or None if it belongs to none.
         anything_runs: returns whether a turn runs.
         end: ends the hold of a program, for a reason.
-        trim: gives up all but a number of leading blocks of the hold of a program, for a reason.
+        trim: gives up all but a number of leading blocks of the hold of a program, for a reason. None: holds end as a
+            whole, because a beginning of a context is of no use (`replicas.kv_groups.KvGroups.prefixes_stay`).
         note: notes the program whose hold yields, and the one for whose turn.
     """
 
@@ -47,7 +48,7 @@ class Eviction:
         program_of: Callable[[Request], str | None],
         anything_runs: Callable[[], bool],
         end: Callable[[str, ReleaseReason], object],
-        trim: Callable[[str, int, ReleaseReason], None],
+        trim: Callable[[str, int, ReleaseReason], None] | None,
         note: Callable[[str, str | None], None],
     ) -> None:
         self._holds = holds
@@ -86,8 +87,9 @@ class Eviction:
         key = victim[2]
         self._note(key, own)
         held = self._holds.get(key)
-        kept = kept_blocks(held, lacking) if held is not None and policy.evicts_ends and key != own else 0
-        if kept:
+        ends = self._trim is not None and policy.evicts_ends and key != own
+        kept = kept_blocks(held, lacking) if held is not None and ends else 0
+        if kept and self._trim is not None:
             self._trim(key, kept, BROKEN[claimant])
         else:
             self._end(key, BROKEN[claimant])

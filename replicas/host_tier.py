@@ -24,39 +24,37 @@ extend. A chunk in the contexts of several programs is evicted with the last of 
 none. On CUDA vLLM's own worker copies: asynchronously, in its own streams, with pinned memory under /dev/shm.
 """
 
+import logging
 import shutil
 from collections import OrderedDict
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import psutil
-import torch
 from vllm.v1.kv_offload.base import (
     CanonicalKVCaches,
-    GPULoadStoreSpec,
     OffloadingManager,
     OffloadingWorker,
     OffloadKey,
     PrepareStoreOutput,
     ReqContext,
     RequestOffloadingContext,
-    TransferResult,
     get_offload_group_idx,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
-from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
-from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError, IntegrityError
+from replicas.copying_worker import CopyingWorker
 from replicas.vllm_versions import ChunkStatus, HostChunks, tier_chunks
 
+logger = logging.getLogger("ray.serve")
+
 SHORTEST_PAUSE_S = 0.01
-"""Shortest expected pause in seconds; shorter ones count as this. Otherwise the worth of a program could be infinite.
-"""
+"""Shortest expected pause in seconds. Shorter ones count as this, so that no worth is infinite."""
 
 Entry = tuple[OffloadKey, ChunkStatus]
 
@@ -103,12 +101,14 @@ class Account:
     contexts: dict[int, Context] = field(default_factory=dict)
     """The context of the newest turn, by KV cache group."""
     leading: int | None = None
-    """Number of leading chunks of the first group's context that are stored. None: it has to be counted again."""
+    """Number of leading chunks of the main group's context that are stored. None: it has to be counted again."""
+    main: int = 0
+    """Number of the KV cache group in which ``leading`` is counted, see `replicas.kv_groups.KvGroups.main`."""
 
     @property
     def keys(self) -> list[OffloadKey]:
-        """Chunks of the newest turn in the first KV cache group."""
-        context = self.contexts.get(0)
+        """Chunks of the newest turn in the main KV cache group."""
+        context = self.contexts.get(self.main)
         return context.keys if context else []
 
 
@@ -120,6 +120,7 @@ class ProgramChunks(CachePolicy):
         self.blocks: dict[OffloadKey, ChunkStatus] = {}
         self.accounts: dict[str, Account] = {}
         self.now_s = 0.0
+        self.main = 0
         self.storing: Account | None = None
         """The program whose chunks are being inserted, or None if they have no owner."""
         self._owners: dict[OffloadKey, set[Account]] = {}
@@ -211,7 +212,7 @@ class ProgramChunks(CachePolicy):
         """Set the standing of a program. Return its account, which is created if there is none."""
         account = self.accounts.get(key)
         if account is None:
-            account = self.accounts[key] = Account(key)
+            account = self.accounts[key] = Account(key, main=self.main)
         account.standing = standing
         self._order = None
         return account
@@ -282,7 +283,7 @@ class HostCache(HostChunks):
 
     Args:
         num_chunks: capacity of the tier, in chunks.
-        tokens_per_chunk: tokens of a chunk in the first KV cache group.
+        tokens_per_chunk: tokens of a chunk in the first KV cache group. `count_in` sets those of another one.
         program_share: largest share of the chunks for one program, in (0, 1]. A chunk that two programs own counts for
             both.
         enable_events: whether vLLM's KV events are on.
@@ -296,6 +297,7 @@ class HostCache(HostChunks):
             enable_events=enable_events,
         )
         self.tokens_per_chunk = tokens_per_chunk
+        self.num_groups = 1
         self.quota_chunks = max(1, int(num_chunks * program_share)) if num_chunks else 0
         self.refused_chunks = 0
         """Number of chunks that were not stored because the program's share or the tier was full."""
@@ -315,14 +317,25 @@ class HostCache(HostChunks):
     @property
     def capacity_tokens(self) -> int:
         """Capacity of the tier, in tokens."""
-        return self.num_chunks * self.tokens_per_chunk
+        return self.num_chunks // self.num_groups * self.tokens_per_chunk
 
     @property
     def used_tokens(self) -> int:
         """Tokens of which the tier has a copy. Tokens that are being copied are included."""
-        return len(self.chunks.blocks) * self.tokens_per_chunk
+        return len(self.chunks.blocks) // self.num_groups * self.tokens_per_chunk
 
     # --- for the scheduler -----------------------------------------------------------------------------
+
+    def count_in(self, group: int, tokens_per_chunk: int, num_groups: int) -> None:
+        """Choose the KV cache group in which the tokens of contexts are counted. Call it before the first turn.
+
+        Args:
+            group: number of the group.
+            tokens_per_chunk: tokens of a chunk of this group.
+            num_groups: number of groups. A chunk of a context is counted as stored in all of them, though those with a
+                window store fewer.
+        """
+        self.chunks.main, self.tokens_per_chunk, self.num_groups = group, tokens_per_chunk, num_groups
 
     def update(self, key: str, standing: Standing, now_s: float, request_id: str | None = None) -> None:
         """Set the standing of a program.
@@ -351,12 +364,12 @@ class HostCache(HostChunks):
         """Return whether the host has all full chunks of the program's context, or has room for the missing ones."""
         account = self.chunks.accounts.get(key)
         wanted = context_tokens // self.tokens_per_chunk
-        if account is None or not 0 < wanted <= self.quota_chunks:
+        if account is None or not 0 < wanted * self.num_groups <= self.quota_chunks:
             return False
         missing = wanted - self.chunks.leading(account)
         if missing <= 0:
             return True
-        short = missing - self.free_chunks
+        short = missing * self.num_groups - self.free_chunks
         return short <= 0 or len(self._victims(account, short, account.keys)) == short
 
     def reopen(self, request_id: str) -> None:
@@ -471,12 +484,20 @@ def kv_transfer_config(
 def choose_size(config: Any) -> None:
     """Choose a size that fits this machine, if the configured host tier has none. Call it before any process is forked.
 
+    Without prefix caching the tier is removed. vLLM may turn that off because the model's attention cannot continue
+    from KV that another turn computed; it would load such KV all the same, and generate wrong tokens.
+
     Args:
         config: vLLM's VllmConfig, which is changed in place.
     """
     transfers = config.kv_transfer_config
     extra = transfers.kv_connector_extra_config if transfers is not None else {}
-    if extra.get("spec_name") == HostTierSpec.__name__ and extra["cpu_bytes_to_use"] is None:
+    if extra.get("spec_name") != HostTierSpec.__name__:
+        return
+    if not config.cache_config.enable_prefix_caching:
+        logger.warning("there is no host tier: vLLM has turned prefix caching off for this model")
+        config.kv_transfer_config = None
+    elif extra["cpu_bytes_to_use"] is None:
         on_cpu = config.device_config.device_type == "cpu"
         cache_bytes = config.cache_config.kv_cache_memory_bytes if on_cpu else None
         extra["cpu_bytes_to_use"] = fitting_bytes(extra["replicas_here"], cache_bytes)
@@ -532,56 +553,3 @@ class HostTierSpec(CPUOffloadingSpec):
         if self._worker is None:
             self._worker = CopyingWorker(kv_caches, tier_chunks(self))
         return self._worker
-
-
-class CopyingWorker(OffloadingWorker):
-    """Copies blocks between two places in memory. A transfer is complete when its submission returns.
-
-    Args:
-        kv_caches: the engine's KV cache.
-        num_blocks: capacity of the host tier, in blocks. The operating system provides the memory of a block when the
-            first copy to it is made.
-    """
-
-    def __init__(self, kv_caches: CanonicalKVCaches, num_blocks: int) -> None:
-        self._device = [t.tensor.view(torch.int8).view(-1, t.page_size_bytes) for t in kv_caches.tensors]
-        self._host = [torch.empty((num_blocks, rows.shape[1]), dtype=torch.int8) for rows in self._device]
-        self._tensors = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
-        self._done: list[TransferResult] = []
-
-    def submit_store(self, job_id: int, src_spec: GPULoadStoreSpec, dst_spec: CPULoadStoreSpec) -> bool:
-        """Copy blocks from the engine to the host."""
-        return self._copy(job_id, src_spec.group_sizes, (self._device, src_spec), (self._host, dst_spec))
-
-    def submit_load(self, job_id: int, src_spec: CPULoadStoreSpec, dst_spec: GPULoadStoreSpec) -> bool:
-        """Copy blocks from the host to the engine."""
-        return self._copy(job_id, dst_spec.group_sizes, (self._host, src_spec), (self._device, dst_spec))
-
-    def get_finished(self) -> list[TransferResult]:
-        """Return the transfers that were completed since the last call."""
-        done, self._done = self._done, []
-        return done
-
-    def wait(self, job_ids: set[int]) -> None:
-        """Return at once: the transfers are already complete."""
-
-    def _copy(
-        self,
-        job_id: int,
-        group_sizes: Sequence[int],
-        source: tuple[list[torch.Tensor], Any],
-        target: tuple[list[torch.Tensor], Any],
-    ) -> bool:
-        started_s = MonotonicClock().now_s()
-        (sources, read), (targets, written) = source, target
-        # The type of block ids depends on vLLM's version.
-        read_ids, written_ids = (torch.from_numpy(spec.block_ids).long() for spec in (read, written))
-        begin, copied = 0, 0
-        for size, tensors in zip(group_sizes, self._tensors, strict=True):
-            rows, into = read_ids[begin : begin + size], written_ids[begin : begin + size]
-            begin += size
-            for i in tensors if size else ():
-                targets[i].index_copy_(0, into, sources[i].index_select(0, rows))
-                copied += size * targets[i].shape[1]
-        self._done.append(TransferResult(job_id, True, copied, MonotonicClock().now_s() - started_s))
-        return True

@@ -21,6 +21,7 @@ from cluster.durations.table import OVERALL, DurationTable
 from replicas.cached_prefix import cached_tokens, is_cached, leading_blocks
 from replicas.cost_model import CostModel
 from replicas.forecasts import NOTHING_KNOWN, Forecaster
+from replicas.kv_groups import KvGroups
 from replicas.load_shedding import shedding_of
 from replicas.policies.caesura import HINT_SLACK, Tool
 from replicas.policy import Forecast
@@ -203,8 +204,9 @@ def plain_snapshot(
     It knows no programs, so each turn counts as one, and nothing is learnt.
     """
     pool = scheduler.kv_cache_manager.block_pool
-    capacity_tokens = (pool.num_gpu_blocks - 1) * scheduler.block_size
-    free_tokens = int(pool.get_num_free_blocks()) * scheduler.block_size
+    groups = _groups_of(scheduler)
+    capacity_tokens = groups.tokens_in(pool.num_gpu_blocks - 1)
+    free_tokens = groups.tokens_in(int(pool.get_num_free_blocks()))
     in_flight = _InFlight(scheduler, lambda key: 0)
     expected = Forecaster().of(NOTHING_KNOWN, Hints(), DurationTable(), last=False)
     for request in _requests(scheduler):
@@ -252,6 +254,11 @@ def step_costs(cost: CostModel) -> StepCosts:
     )
 
 
+def _groups_of(scheduler: Scheduler) -> KvGroups:
+    caching = scheduler.kv_cache_manager.enable_caching
+    return KvGroups.of(scheduler.kv_cache_config, scheduler.hash_block_size, caching=caching)
+
+
 def _requests(scheduler: Scheduler) -> Iterable[Request]:
     return chain(scheduler.running, *waiting_queues(scheduler))
 
@@ -278,8 +285,8 @@ class _InFlight:
     """
 
     def __init__(self, scheduler: Scheduler, host_tokens: Callable[[str], int]) -> None:
-        self._cached = is_cached(scheduler.kv_cache_manager.block_pool)
-        self._block_tokens = scheduler.hash_block_size
+        self._groups = _groups_of(scheduler)
+        self._cached = is_cached(scheduler.kv_cache_manager.block_pool, self._groups.main)
         self._running = {request.request_id for request in scheduler.running}
         self._host_tokens = host_tokens
         self._looked_at = self._known_tokens = self._missing_tokens = self._unknown_tokens = 0
@@ -316,7 +323,8 @@ class _InFlight:
         elif self._looked_at < MAX_WAITING:
             self._looked_at += 1
             host = self._host_tokens(key) if key is not None else 0
-            there = max(there, leading_blocks(request.block_hashes, self._cached) * self._block_tokens)
+            hashes = self._groups.main_hashes(request.block_hashes)
+            there = max(there, leading_blocks(hashes, self._cached) * self._groups.block_tokens)
             self._known_tokens += tokens
             self._missing_tokens += max(1, tokens - max(there, host))
         else:
@@ -363,7 +371,7 @@ class _Paused:
     def __init__(self, scheduler: AgentScheduler, distinct: float) -> None:
         self._scheduler = scheduler
         self._distinct = distinct
-        self._cached = is_cached(scheduler.kv_cache_manager.block_pool)
+        self._cached = is_cached(scheduler.kv_cache_manager.block_pool, scheduler.groups.main)
         now_s, horizons_s = scheduler.clock.now_s(), (scheduler.facts.cost.refill_s, *HORIZONS_S)
         self._estimator = ResumeEstimator(scheduler.durations, scheduler.programs.abandoned, now_s, horizons_s)
         self._returned = scheduler.forecaster.of(

@@ -43,6 +43,7 @@ from cluster.core.lifecycle.events import (
     Event,
     Held,
     HoldEnded,
+    PauseReason,
     Released,
     ReleaseReason,
     Swapped,
@@ -61,8 +62,9 @@ from replicas.forecasts import Forecaster
 from replicas.gpu_time import GpuTimes
 from replicas.hold_reviews import HoldReviews
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
+from replicas.kv_groups import KvGroups
 from replicas.lifecycle_actions import LifecycleActions
-from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, ReplicaFacts, Swap
+from replicas.policy import Forecast, Hold, LoadView, PauseView, RankKey, Release, ReplicaFacts, Swap
 from replicas.preemption import Preemption
 from replicas.prefill_scheduling import Head, PrefillScheduling, head_of
 from replicas.program_table import KvDecision, ProgramTable, TurnRecord
@@ -96,6 +98,8 @@ class AgentScheduler(LoadingScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = SchedulerSettings.of(self.vllm_config.additional_config)
+        caching = self.kv_cache_manager.enable_caching
+        self.groups = KvGroups.of(self.kv_cache_config, self.hash_block_size, caching=caching)
         control = self.settings.limits
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs = ProgramTable(control.max_programs, control.program_ttl_s)
@@ -110,10 +114,8 @@ class AgentScheduler(LoadingScheduler):
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
         self.lost_queue = RecentMean()
         self.forecaster = Forecaster()
-        self.cached_prefixes = CachedPrefixes(self.hash_block_size)
+        self.cached_prefixes = CachedPrefixes(self.groups.block_tokens)
         self.returning_outputs = ReturningOutputs(self.hash_block_size)
-        one_group = len(self.kv_cache_config.kv_cache_groups) == 1 and self.hash_block_size == self.block_size
-        self._one_prefix_cache = self.kv_cache_manager.enable_caching and one_group
         self.prefill_scheduling = PrefillScheduling()
         self.single_flight = SingleFlight(
             self.kv_cache_manager.block_pool, self.prefill_scheduling.is_late, self.counters
@@ -122,6 +124,7 @@ class AgentScheduler(LoadingScheduler):
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self.swapping = Swapping(
             connector=self.connector,
+            groups=self.groups,
             now_s=self._now_s,
             cost=lambda: self.facts.cost,
             block_tokens=self.hash_block_size,
@@ -144,7 +147,7 @@ class AgentScheduler(LoadingScheduler):
         self.facts = ReplicaFacts(
             cost=self.settings.cost,
             slo=self.settings.slo,
-            capacity_tokens=(self.kv_cache_manager.block_pool.num_gpu_blocks - 1) * self.block_size,
+            capacity_tokens=self.groups.tokens_in(self.kv_cache_manager.block_pool.num_gpu_blocks - 1),
             max_tokens=int(self.max_num_scheduled_tokens),
             host_tokens=self.swapping.capacity_tokens,
         )
@@ -178,7 +181,7 @@ class AgentScheduler(LoadingScheduler):
             gpu_times=self.gpu_times,
         )
         self.early_prefill = EarlyPrefill(
-            enabled=self._one_prefix_cache and self.parallel_config.data_parallel_size == 1,
+            enabled=self.groups.prefixes_stay and self.parallel_config.data_parallel_size == 1,
             holds=self.holds,
             block_tokens=self.block_size,
             max_tokens=self.max_model_len,
@@ -208,11 +211,11 @@ class AgentScheduler(LoadingScheduler):
             program_of=lambda request: self.turns[request.request_id].key,
             anything_runs=lambda: bool(self.running),
             end=lambda key, reason: self.apply(key, HoldEnded(self._now_s(), reason)),
-            trim=self._trim,
+            trim=self._trim if self.groups.prefixes_stay else None,
             note=self.gpu_times.evicted,
         )
         self.reviews = HoldReviews(self.holds, self.views.hold, self.swapping.swaps_out, self.apply, control.max_pin_s)
-        wrap_allocate_slots(self.kv_cache_manager, self.block_size, evict=self._evict, on_admitted=self._admit)
+        wrap_allocate_slots(self.kv_cache_manager, self.groups, evict=self._evict, on_admitted=self._admit)
         advance_grammars(self.structured_output_manager)
         share_compilation(self.structured_output_manager)
         self.use_policy(self.settings.policy)
@@ -244,9 +247,11 @@ class AgentScheduler(LoadingScheduler):
         if (refresh_steps := self.policies.order.refresh_steps) is not None:  # ranks change with time
             for queue in self.waiting_queues:
                 queue.refresh(refresh_steps)
-        budget = min(max(1, self.policies.budget.tokens(self.views.load)), self.facts.max_tokens)
+        budget, room = self.facts.max_tokens, 0
+        if self.scheduler_config.enable_chunked_prefill:  # else vLLM never admits a prompt that is above the budget
+            budget = min(max(1, self.policies.budget.tokens(self.views.load)), budget)
+            room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.max_num_scheduled_tokens = budget
-        room = self.prefill_scheduling.make_room(self.running, self._head, budget=budget, step=self.current_step)
         self.scheduler_config.long_prefill_token_threshold = room or self._prompt_tokens
         early = self._pause_state is PauseState.UNPAUSED and self.early_prefill.begin(self.views.load, self.running)
         self.max_num_scheduled_tokens = min(self.facts.max_tokens, early or self.max_num_scheduled_tokens)
@@ -272,7 +277,7 @@ class AgentScheduler(LoadingScheduler):
 
     def load_now(self) -> LoadView:
         """Return the replica's load now."""
-        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
+        free = self.groups.tokens_in(int(self.kv_cache_manager.block_pool.get_num_free_blocks()))
         # Tokens that are being loaded will be held.
         held = self.holds.num_tokens + self.swapping.fetching_tokens
         return LoadView(
@@ -312,7 +317,7 @@ class AgentScheduler(LoadingScheduler):
         queue = self._select_waiting_queue_for_scheduling()
         if queue is None:
             return None
-        cached = is_cached(self.kv_cache_manager.block_pool) if self._one_prefix_cache else None
+        cached = is_cached(self.kv_cache_manager.block_pool) if self.groups.prefixes_stay else None
         head = head_of(queue, self._missing_tokens, cached, self.block_size)
         return head if head is not None and head.tokens <= self.views.load.free_tokens else None
 
@@ -338,7 +343,7 @@ class AgentScheduler(LoadingScheduler):
 
     def consider(self, request: Request) -> None:
         """Let vLLM skip the turn that it would admit next, if it should wait for another one's blocks."""
-        if self.policies.single_flight and self._one_prefix_cache:
+        if self.policies.single_flight and self.groups.prefixes_stay:
             is_late = any(queue.puts_off(request.request_id) for queue in self.waiting_queues)
             self.single_flight.consider(request, self.running, is_late=is_late)
 
@@ -380,7 +385,7 @@ class AgentScheduler(LoadingScheduler):
 
     def _keeps_prompt(self, request: Request, key: str) -> bool:
         """Release what the prompt has replaced of the hold. Return whether it contains the prompt before, if known."""
-        if not self._one_prefix_cache:
+        if not self.groups.prefixes_stay:
             return True
         keeps = self.returning_outputs.resumes(key, request.block_hashes)
         if (held := self.holds.get(key)) is not None:
@@ -469,7 +474,7 @@ class AgentScheduler(LoadingScheduler):
         """Ask the pause policy, and apply its decision. Return the record with the decision."""
         now_s = self._now_s()
         context_tokens = computed_tokens(request)
-        if self._one_prefix_cache:
+        if self.groups.prefixes_stay:
             known, by_user = (request.block_hashes, request.num_prompt_tokens), record.tools == (USER_REPLY,)
             context_tokens = self.returning_outputs.pauses(key, *known, context_tokens, user_answers=by_user)
         pause = self.views.pause(self.programs[key], turn, context_tokens, self.load_now())
@@ -477,8 +482,8 @@ class AgentScheduler(LoadingScheduler):
         if record.tools == (USER_REPLY,):
             self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
-        self.cached_prefixes.keep(key, request.block_hashes, context_tokens, pause.forecast)
-        decision = self.policies.pause.decide(pause)
+        self.cached_prefixes.keep(key, self.groups.main_hashes(request.block_hashes), context_tokens, pause.forecast)
+        decision = self.policies.pause.decide(pause) if self.groups.caching else Release(PauseReason.NO_PREFIX_CACHE)
         hold_s = None
         if isinstance(decision, Hold):
             kv = KvDecision.HOLD

@@ -19,11 +19,12 @@ from vllm.sampling_params import SamplingParams
 from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
-from cluster.core.errors import IntegrityError
+from cluster.core.errors import ConfigError, IntegrityError
 from cluster.core.lifecycle.events import CopyLost, Event, Fetched, FetchFailed, LoadFailure
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from replicas.cost_model import CostModel
 from replicas.host_tier import HostCache, Standing
+from replicas.kv_groups import KvGroups
 from replicas.policy import Forecast
 from replicas.program_table import ProgramTable
 from replicas.vllm_patches import FoundContext, stop_storing_after, store_again, transfers_under_way
@@ -83,6 +84,7 @@ class Swapping:
 
     Args:
         connector: vLLM's connector of the scheduler, or None if there is none.
+        groups: the scheduler's KV cache groups.
         now_s: returns the scheduler's time, in seconds.
         cost: returns the current cost model.
         block_tokens: tokens of a block hash.
@@ -96,6 +98,7 @@ class Swapping:
         self,
         *,
         connector: Any,
+        groups: KvGroups,
         now_s: Callable[[], float],
         cost: Callable[[], CostModel],
         block_tokens: int,
@@ -111,6 +114,9 @@ class Swapping:
         manager = getattr(self._offloading, "manager", None)
         self.cache: HostCache | None = manager if isinstance(manager, HostCache) else None
         if self.cache is not None:
+            if not groups.caching:
+                raise ConfigError("kv_transfer_config: the host tier needs prefix caching, which is off for this model")
+            self.cache.count_in(groups.main, groups.block_tokens, len(groups.groups))
             touch_contexts(self._offloading)
         self._now_s = now_s
         self._cost = cost

@@ -45,6 +45,7 @@ from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.malloc_trim import trim
 from replicas.grammar_queue import GrammarQueue
+from replicas.kv_groups import KvGroups
 from replicas.render_threads import RenderThreads
 from replicas.vllm_versions import Loads
 
@@ -65,7 +66,7 @@ def install_utility(name: str, run: Callable[[Any, str, Mapping[str, Any]], dict
 
 def wrap_allocate_slots(
     manager: KVCacheManager,
-    block_tokens: int,
+    groups: KvGroups,
     *,
     evict: Callable[[Request, int], bool],
     on_admitted: Callable[[Request, int, int], None],
@@ -76,7 +77,7 @@ def wrap_allocate_slots(
 
     Args:
         manager: the scheduler's KV cache manager.
-        block_tokens: tokens of a block.
+        groups: its groups.
         evict: evicts a hold, or its end, for this request and the number of blocks that it lacks. Returns False
             if none yields.
         on_admitted: called when a waiting turn has got its memory, with the number of tokens from the prefix cache and
@@ -90,7 +91,7 @@ def wrap_allocate_slots(
         if blocks is not None and request.status is running:
             return blocks
         while blocks is None:
-            if not evict(request, lacking_blocks(manager, block_tokens, request, num_new_tokens, **kwargs)):
+            if not evict(request, lacking_blocks(manager, groups, request, num_new_tokens, **kwargs)):
                 return None
             blocks = allocate_slots(request, num_new_tokens, **kwargs)
         if request.status is not running:
@@ -103,7 +104,7 @@ def wrap_allocate_slots(
 
 def lacking_blocks(
     manager: KVCacheManager,
-    block_tokens: int,
+    groups: KvGroups,
     request: Request,
     num_new_tokens: int,
     *,
@@ -115,7 +116,7 @@ def lacking_blocks(
 
     Args:
         manager: the scheduler's KV cache manager.
-        block_tokens: tokens of a block.
+        groups: its groups.
         request: the turn.
         num_new_tokens: tokens that the step computes of it.
         new_computed_blocks: cached blocks of a waiting turn.
@@ -123,11 +124,11 @@ def lacking_blocks(
         others: what else vLLM passes to ``allocate_slots``.
     """
     if request.status is RequestStatus.RUNNING:
-        wanted = -(-num_new_tokens // block_tokens)
+        wanted = sum(-(-num_new_tokens // group.block_tokens) for group in groups.groups)
     else:
-        groups = new_computed_blocks.blocks if new_computed_blocks is not None else ()
-        owned = sum(block.ref_cnt > 0 for group in groups for block in group)
-        wanted = -(-request.num_tokens // block_tokens) - owned + int(manager.watermark_blocks)
+        tables = new_computed_blocks.blocks if new_computed_blocks is not None else ()
+        owned = sum(block.ref_cnt > 0 and not block.is_null for table in tables for block in table)
+        wanted = groups.blocks_of(request.num_tokens) - owned + int(manager.watermark_blocks)
     return max(1, wanted + reserved_blocks - int(manager.block_pool.get_num_free_blocks()))
 
 
@@ -184,6 +185,8 @@ class LoadingScheduler(StagedScheduler):
     deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, _pause_state, _preempt_request.
     """
 
+    groups: KvGroups
+
     def register_load(self, request: Request) -> None:
         """Register the load with vLLM and its connector."""
         self.requests[request.request_id] = request
@@ -199,10 +202,10 @@ class LoadingScheduler(StagedScheduler):
 
     def fits_beside(self, found: FoundContext, others: Sequence[Request]) -> bool:
         """Return whether free memory suffices for a context and for all tokens of other requests, which have none."""
-        wanted = sum(request.num_tokens + self.block_size for request in others)
-        shared = sum(block.ref_cnt > 0 for group in found.blocks.blocks for block in group) * self.block_size
-        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks()) * self.block_size
-        return bool(found.local + found.remote - shared + wanted <= free)
+        wanted = sum(self.groups.blocks_of(request.num_tokens + self.block_size) for request in others)
+        shared = sum(block.ref_cnt > 0 for block in self.groups.in_order(found.blocks.blocks))
+        free = int(self.kv_cache_manager.block_pool.get_num_free_blocks())
+        return bool(self.groups.blocks_of(found.local + found.remote) - shared + wanted <= free)
 
     def begin_load(self, request: Request, found: FoundContext) -> bool:
         """Allocate the blocks of a load and let the connector begin it. Return False if there is not enough memory."""
@@ -247,7 +250,7 @@ class LoadingScheduler(StagedScheduler):
 
     def take_cached(self, found: FoundContext) -> list[KVCacheBlock]:
         """Take references to the blocks of a context that are in the prefix cache."""
-        blocks = [block for group in found.blocks.blocks for block in group]
+        blocks = self.groups.in_order(found.blocks.blocks)
         self.kv_cache_manager.block_pool.touch(blocks)
         return blocks
 
@@ -259,7 +262,8 @@ class LoadingScheduler(StagedScheduler):
 
     def take_blocks(self, request: Request) -> Sequence[KVCacheBlock]:
         """Take over a request's blocks. vLLM does not free them any more, and forgets the request."""
-        blocks: Sequence[KVCacheBlock] = self.kv_cache_manager.pop_blocks_for_free(request)
+        blocks = self.groups.in_order(self.kv_cache_manager.get_blocks(request.request_id).blocks)
+        self.kv_cache_manager.pop_blocks_for_free(request)
         del self.requests[request.request_id]
         return blocks
 

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.json_schema import models_json_schema
 from pydantic_core import ErrorDetails
 
+from cluster.config.models import AdapterConfig, ModelWeights
 from cluster.config.schema import CaesuraConfig, PolicyConfig, RouterConfig
 from cluster.config.tools import ToolModel
 from cluster.core.errors import ConfigError
@@ -374,16 +375,28 @@ def _with_paths(config: CaesuraConfig, layers: _Layers, path: Path | None) -> Ca
             raise ConfigError(layers.complaint(key, str(error), _shown(said))) from None
         return resolved
 
+    def adapters(key: KeyPath, model: ModelWeights) -> dict[str, AdapterConfig]:
+        return {
+            name: AdapterConfig(path=source((*key, "adapters", name, "path"), adapter.path))
+            for name, adapter in model.adapters.items()
+        }
+
     further = {
         name: model.model_copy(
             update={
                 "source": source(("models", name, "source"), model.source),
+                "adapters": adapters(("models", name), model),
                 "cost_model": costs(("models", name, "cost_model"), model.cost_model),
             }
         )
         for name, model in config.models.items()
     }
-    first = config.model.model_copy(update={"source": source(("model", "source"), config.model.source)})
+    first = config.model.model_copy(
+        update={
+            "source": source(("model", "source"), config.model.source),
+            "adapters": adapters(("model",), config.model),
+        }
+    )
     cost_model = costs(("cost_model",), config.cost_model)
     return config.model_copy(update={"model": first, "cost_model": cost_model, "models": further})
 

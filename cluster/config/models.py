@@ -16,11 +16,14 @@ RESERVED_ENGINE_KWARGS = {
     "served_model_name": "model.id",
     "tensor_parallel_size": "replicas.tensor_parallel_size",
     "pipeline_parallel_size": "replicas.pipeline_parallel_size",
+    "data_parallel_size": "replicas.data_parallel_size",
     "scheduler_cls": "policy.name",
     "scheduling_policy": "policy.name",
     "tool_call_parser": "model.tool_parser",
     "enable_auto_tool_choice": "model.tool_parser",
     "additional_config": "policy.parameters",
+    "enable_lora": "model.adapters",
+    "lora_modules": "model.adapters",
 }
 """Engine arguments that Caesura sets itself, each with the configuration key that determines it."""
 
@@ -57,7 +60,23 @@ def _not_a_class(model_id: str) -> str:
     return model_id
 
 
+def adapter_model(model_id: str, adapter: str) -> str:
+    """Return the name by which clients call an adapter of a model."""
+    return f"{model_id}:{adapter}"
+
+
 ModelId = Annotated[str, Field(min_length=1, max_length=256), AfterValidator(_not_a_class)]
+
+
+ADAPTER_NAME = r"^[A-Za-z0-9][A-Za-z0-9._-]{0,127}$"
+
+
+class AdapterConfig(Section):
+    """A LoRA adapter of a model."""
+
+    path: str = Field(min_length=1)
+    """A local directory with the adapter's `adapter_config.json` and weights, or a Hugging Face id. Every replica of
+    the model needs it."""
 
 
 class ModelWeights(Section):
@@ -68,6 +87,9 @@ class ModelWeights(Section):
     use."""
     tool_parser: str | None = "hermes"
     """vLLM's parser for tool calls in this model's output (`--tool-call-parser`). null: tool calls are not parsed."""
+    adapters: dict[Annotated[str, Field(pattern=ADAPTER_NAME)], AdapterConfig] = Field(default_factory=dict)
+    """LoRA adapters of this model, by name. Clients send `model: ID:NAME`. They are loaded when a replica starts.
+    `engine.max_loras` is the number that one step may use, and `engine.max_lora_rank` the largest rank."""
 
 
 class ReplicaConfig(Section):
@@ -88,6 +110,10 @@ class ReplicaConfig(Section):
     """Number of stages into which the layers of one replica are divided. A replica has this number times
     `tensor_parallel_size` devices, in one Ray placement group. Increase it if a model does not fit on one machine and
     the network between machines is slow, since stages exchange less than tensor parallel devices."""
+    data_parallel_size: int = Field(1, ge=1, le=1024)
+    """Number of data parallel ranks. Each of the `count` replicas becomes a group of so many Serve replicas, which
+    start and fail together and have devices and KV of their own. Set it for models with experts, together with
+    `engine.enable_expert_parallel: true`, which divides the experts over the ranks."""
     accelerator: Literal["cpu", "gpu"] = "cpu"
     """Type of device that a replica runs on."""
     accelerator_type: str | None = None
@@ -120,6 +146,12 @@ class ReplicaConfig(Section):
             wrong = "min", self.least, f"exceeds max ({self.max})"
         elif self.max is not None and self.count != 1:
             wrong = "count", self.count, "is the number of replicas if it does not follow the load; remove it or max"
+        elif self.max is not None and self.data_parallel_size > 1:
+            wrong = (
+                "data_parallel_size",
+                self.data_parallel_size,
+                "needs a fixed count: groups of ranks do not follow the load",
+            )
         if wrong is not None:
             field, given, message = wrong
             kind = PydanticCustomError("replica_bounds", "{message}", {"message": message})
@@ -148,6 +180,11 @@ class ReplicaConfig(Section):
     def devices(self) -> int:
         """Number of devices (or CPU processes) of one replica."""
         return self.tensor_parallel_size * self.pipeline_parallel_size
+
+    @property
+    def servers(self) -> int:
+        """Largest number of Serve replicas: all ranks of all replicas."""
+        return self.most * self.data_parallel_size
 
 
 class ModelConfig(ModelWeights):

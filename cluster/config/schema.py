@@ -17,6 +17,7 @@ from cluster.config.models import (
     ModelConfig,
     ModelId,
     ReplicaConfig,
+    adapter_model,
 )
 from cluster.config.sections import (
     AuthConfig,
@@ -242,8 +243,14 @@ class CaesuraConfig(Section):
     @classmethod
     def _other_names(cls, models: dict[str, FurtherModel], info: ValidationInfo) -> dict[str, FurtherModel]:
         first = info.data.get("model")
-        if first is not None and first.id in models:
+        if first is None:
+            return models
+        if first.id in models:
             raise ValueError(f"{first.id!r} is the name of the first model (model.id)")
+        every = {first.id: first, **models}
+        for name, model in every.items():
+            if taken := [one for one in model.adapters if adapter_model(name, one) in every]:
+                raise ValueError(f"{adapter_model(name, taken[0])!r} is the name of an adapter and of a model")
         return models
 
     @field_validator("model_routing")
@@ -267,9 +274,15 @@ class CaesuraConfig(Section):
     def _name_what_there_is(cls, tenants: dict[str, TenantConfig], info: ValidationInfo) -> dict[str, TenantConfig]:
         if {"model", "models", "model_routing", "tools"} - info.data.keys():  # these are what is wrong
             return tenants
+        first = info.data["model"]
         served = {
-            info.data["model"].id,
+            first.id,
             *info.data["models"],
+            *(
+                adapter_model(name, adapter)
+                for name, model in {first.id: first, **info.data["models"]}.items()
+                for adapter in model.adapters
+            ),
             *(CLASS_PREFIX + one for one in info.data["model_routing"]),
         }
         for name, tenant in tenants.items():
@@ -301,6 +314,7 @@ class CaesuraConfig(Section):
         first = FurtherModel(
             source=self.model.source,
             tool_parser=self.model.tool_parser,
+            adapters=self.model.adapters,
             engine=self.engine,
             replicas=self.replicas,
             cost_model=self.cost_model,
@@ -313,7 +327,9 @@ class CaesuraConfig(Section):
         own = every[model_id]
         return self.model_copy(
             update={
-                "model": ModelConfig(id=model_id, source=own.source, tool_parser=own.tool_parser),
+                "model": ModelConfig(
+                    id=model_id, source=own.source, tool_parser=own.tool_parser, adapters=own.adapters
+                ),
                 "engine": own.engine,
                 "replicas": own.replicas,
                 "cost_model": own.cost_model,
@@ -333,6 +349,11 @@ class CaesuraConfig(Section):
         return self.slo if tenant not in self.tenants else self.tenants[tenant].slo.over(self.slo)
 
     @property
+    def adapters(self) -> Mapping[str, str]:
+        """By the name that clients send as `model`: the model of each LoRA adapter."""
+        return {adapter_model(one, name): one for one, own in self.served.items() for name in own.model.adapters}
+
+    @property
     def num_replicas(self) -> int:
         """Largest number of replicas of all models."""
-        return self.replicas.most + sum(model.replicas.most for model in self.models.values())
+        return self.replicas.servers + sum(model.replicas.servers for model in self.models.values())

@@ -83,7 +83,7 @@ class TenantConfig(Section):
     """Maximum number of this tenant's programs whose loop runs in the cluster at the same time. Further ones get
     429."""
     models: tuple[str, ...] | None = None
-    """Models and classes (`auto:NAME`) that the tenant may use; null: all."""
+    """Models, adapters (`ID:NAME`) and classes (`auto:NAME`) that the tenant may use; null: all."""
     tools: tuple[str, ...] | None = None
     """Entries of `tools.defined` that the tenant's programs may call in the cluster; null: all."""
 

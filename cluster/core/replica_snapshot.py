@@ -267,9 +267,13 @@ def prefix_blocks(prompt: Sequence[int] | bytes, salt: str = "") -> tuple[int, .
 
 
 def salt_of(body: Mapping[str, Any]) -> str:
-    """Return the salt of a request's prefix blocks, which is vLLM's `cache_salt`; empty without one."""
-    salt = body.get("cache_salt")
-    return salt if isinstance(salt, str) else ""
+    """Return the salt of a request's prefix blocks: vLLM's `cache_salt`, and the `model` of a request for an adapter.
+
+    It is empty without either. vLLM's own block hashes have both, since an adapter changes the KV.
+    """
+    salt, model = body.get("cache_salt"), body.get("model")
+    own = salt if isinstance(salt, str) else ""
+    return f"{own}\0{model}" if isinstance(model, str) and ":" in model else own
 
 
 def prompt_of(body: Mapping[str, Any]) -> Sequence[int] | bytes:

@@ -45,6 +45,7 @@ class ModelSelection:
 
     def __init__(self, config: CaesuraConfig, loads: Loads, homes: Homes) -> None:
         self._served = config.served
+        self._adapters = config.adapters
         self._default = config.model.id
         self._classes = config.model_routing
         self._loads = loads
@@ -59,7 +60,7 @@ class ModelSelection:
         Raises:
             BadRequest: it does not exist (status 404).
         """
-        if model is None or model in self._served:
+        if model is None or model in self._served or model in self._adapters:
             return
         name = model.removeprefix(CLASS_PREFIX)
         if name == model or name not in self._classes:
@@ -77,6 +78,8 @@ class ModelSelection:
             return self._default
         if named in self._served:
             return str(named)
+        if named in self._adapters:
+            return self._adapters[named]
         name = str(named).removeprefix(CLASS_PREFIX)
         if identity is None or identity.key is None:
             return self._choose(self._classes[name], body, identity)

@@ -59,6 +59,7 @@ class ReplicaClients:
         self._may_have_none = {model for model, own in served.items() if own.replicas.least == 0}
         self._name = name
         self._default = config.model.id
+        self._adapters = config.adapters
         self._predictions = predictions
         self._traces = traces
         self._placements = {
@@ -150,7 +151,8 @@ class ReplicaClients:
         return self._of(body).turn(key, own, identity, continuation, headers, answers)
 
     def _of(self, body: Mapping[str, Any]) -> ReplicaClient:
-        return self._clients[body.get("model") or self._default]
+        named = body.get("model") or self._default
+        return self._clients[self._adapters.get(named, named)]
 
     # --- the side channel ---------------------------------------------------------------------------------------------
 

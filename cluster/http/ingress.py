@@ -138,6 +138,7 @@ class ProgramIngress:
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
+        self._adapters = config.adapters
         self._reader = TurnReader(config, self._fleet.classes)
         self._messages = MessageRoutes(
             self._fleet,
@@ -381,19 +382,27 @@ class ProgramIngress:
     async def models(self, request: Request) -> Response:
         """List the served models that the caller may use. With the header `anthropic-version`, in Anthropic's form."""
         tenant = caller_of(request).tenant
-        allowed = [model for model in self._config.served if self._tenants.may_name(tenant, model)]
+        every: dict[str, str | None] = {**dict.fromkeys(self._config.served), **self._adapters}
+        allowed = {model: parent for model, parent in every.items() if self._tenants.may_name(tenant, model)}
         if VERSION_HEADER in request.headers:
-            return JSONResponse(model_list(allowed, self._started))
-        cards = [model_card(model, self._started, await self._fleet.max_model_len(model)) for model in allowed]
+            return JSONResponse(model_list(list(allowed), self._started))
+        cards = [
+            model_card(model, self._started, await self._fleet.max_model_len(parent or model), parent)
+            for model, parent in allowed.items()
+        ]
         return JSONResponse({"object": "list", "data": cards})
 
     async def model(self, request: Request, model_id: str) -> Response:
         """Return a model's id and largest context. 404 if it is not served, or the tenant may not use it."""
-        if model_id not in self._config.served or not self._tenants.may_name(caller_of(request).tenant, model_id):
+        parent = self._adapters.get(model_id)
+        if (parent or model_id) not in self._config.served or not self._tenants.may_name(
+            caller_of(request).tenant, model_id
+        ):
             raise no_model(model_id)
         if VERSION_HEADER in request.headers:
             return JSONResponse(model_info(model_id, self._started))
-        return JSONResponse(model_card(model_id, self._started, await self._fleet.max_model_len(model_id)))
+        largest = await self._fleet.max_model_len(parent or model_id)
+        return JSONResponse(model_card(model_id, self._started, largest, parent))
 
     async def programs(self, request: Request, limit: int = 100, after: str | None = None) -> Response:
         """List the programs of clients and of the cluster, the one that was seen last first. `after` is the id of the

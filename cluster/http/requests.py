@@ -98,6 +98,7 @@ class TurnReader:
     def __init__(self, config: CaesuraConfig, models: Models | None = None) -> None:
         self._config = config
         self._served = config.served
+        self._adapters = config.adapters
         self._tenants = Tenants(config)
         self._bodies = FairThread()
         self._models = models or OneModel(config.model.id)
@@ -144,7 +145,8 @@ class TurnReader:
             request: the request.
             translate: makes the body of a chat completion from a body of another API. None: the body is returned.
 
-        The returned body has no fields that only identify the program. Its `model` is the id of the model that is used.
+        The returned body has no fields that only identify the program. Its `model` is the id of the model that is used,
+        or the name of its adapter.
 
         Raises:
             BadRequest: as for `body`; or an id, a hint or a field is invalid, or a schema is too complex.
@@ -168,7 +170,8 @@ class TurnReader:
         model = await self._models.model_of(turn, identity)
         if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        return turn | {"model": model}, identity
+        named = turn.get("model")
+        return turn | {"model": named if named in self._adapters else model}, identity
 
     def _check_model(self, named: str | None, tenant: str) -> None:
         self._models.check(named)
@@ -258,15 +261,18 @@ async def answered(answers: Answers, timeout_s: float, error_map: ErrorMap, *, i
     return RelayedStream(first, answers, deadline_s=deadline_s, error_map=error_map, on_break=_log_break)
 
 
-def model_card(model_id: str, created_s: int, max_model_len: int | None) -> dict[str, Any]:
+def model_card(model_id: str, created_s: int, max_model_len: int | None, parent: str | None = None) -> dict[str, Any]:
     """Return a model's entry in /v1/models.
 
     Args:
         model_id: the name by which clients call it.
         created_s: Unix time in seconds.
         max_model_len: its context window in tokens, as vLLM's own server reports it; None: it is not known now.
+        parent: the model that it is an adapter of; None: it is no adapter.
     """
     card = {"id": model_id, "object": "model", "created": created_s, "owned_by": "caesura"}
+    if parent is not None:
+        card["parent"] = parent
     return card if max_model_len is None else {**card, "max_model_len": max_model_len}
 
 

@@ -312,7 +312,7 @@ class LocalCluster:
         If the machine has fewer, the replicas share them.
         """
         every = [own.replicas for own in self.config.served.values()]
-        reserved = sum(replicas.most * replicas.cpus * (1 + replicas.devices) for replicas in every)
+        reserved = sum(replicas.servers * replicas.cpus * (1 + replicas.devices) for replicas in every)
         return max(1, math.ceil(reserved + self.config.http.ingress_replicas))
 
     def _run_application(self) -> None:

@@ -95,6 +95,7 @@ class SloTracker:
         self._meter = Meter(enabled=self.enabled)
         self._programs = ProgramTracker(config.limits.program_ttl_s, config.limits.max_programs)
         self._served = config.served
+        self._adapters = config.adapters
         self._slos: dict[Served, Slo] = {}
         self._counts: dict[str, tuple[int, int]] = {}
         self._open: set[MeasuredTurn] = set()
@@ -155,7 +156,9 @@ class SloTracker:
 
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
         """Record the arrival of a turn, and return the object that measures it."""
-        served = Served(model, identity.tenant if self._is_named(identity.tenant) else OTHER_TENANTS)
+        served = Served(
+            self._adapters.get(model, model), identity.tenant if self._is_named(identity.tenant) else OTHER_TENANTS
+        )
         slo = self._slo_of(served)
         if identity.key is not None and self.enabled:
             self._programs.turn_began(served, slo, identity.key, arrived_s, self._clock.now_s())

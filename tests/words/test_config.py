@@ -108,6 +108,10 @@ FILES: dict[str, tuple[str, str]] = {
         "replicas:\n  min: 2\n",
         "replicas.min: needs max, the largest number of replicas (got 2, line 2)",
     ),
+    "bounds of groups of ranks": (
+        "replicas: {max: 2, data_parallel_size: 2}\n",
+        "replicas.data_parallel_size: needs a fixed count: groups of ranks do not follow the load (got 2, line 1)",
+    ),
     "bounds the wrong way round": ("replicas: {min: 3, max: 2}\n", "replicas.min: exceeds max (2) (got 3, line 1)"),
     "a number and bounds": (
         "replicas: {count: 2, max: 4}\n",

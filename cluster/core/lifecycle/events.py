@@ -29,6 +29,8 @@ class PauseReason(StrEnum):
     PAYS = "pays"
     DOES_NOT_PAY = "does not pay"
     LEAST_WASTE = "least waste"
+    NO_PREFIX_CACHE = "no prefix cache"
+    """The model's engine cannot reuse KV, so that nothing is kept. No policy decides this."""
     OTHER = "other"
     """The policy is not part of Caesura and gave a reason of its own."""
 

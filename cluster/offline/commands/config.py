@@ -31,16 +31,23 @@ def show(config: ConfigFile = None, assignments: Assignments = None) -> None:
 
 @app.command()
 def check(config: ConfigFile = None, assignments: Assignments = None) -> None:
-    """Tell whether the configuration can be used; exit status 2 if not."""
+    """Tell whether the configuration can be used, and what is off for its models; exit status 2 if it cannot."""
     from cluster.config.loader import BUILT_IN, read_config
+    from cluster.config.model_features import config_of, features_off
+    from cluster.config.models import TINY
 
     name = BUILT_IN if config is None else str(config)
-    engine = read_config(config, assignments).engine
+    read = read_config(config, assignments)
+    engine = read.engine
     if engine:
         from replicas.settings import unknown_engine_arguments
 
         if unknown := unknown_engine_arguments(engine):
             raise ConfigError("\n".join(f"{name}: engine.{key}: vLLM has no such engine argument" for key in unknown))
+    for model, own in read.served.items():
+        known = None if own.model.source == TINY else config_of(own.model.source)
+        for off in features_off(known or {}, own.engine, own.replicas.accelerator):
+            typer.echo(f"{name}: model {model}: {off}")
     typer.echo(f"{name} is valid")
 
 
