@@ -163,7 +163,9 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
         arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
     if config.replicas.cpu_offload_bytes != 0:
         here = ceil(config.num_replicas / num_machines())
-        arguments["kv_transfer_config"] = kv_transfer_config(config.replicas.cpu_offload_bytes, replicas_here=here)
+        arguments["kv_transfer_config"] = kv_transfer_config(
+            config.replicas.cpu_offload_bytes, replicas_here=here, disk=config.replicas.disk_tier
+        )
     arguments |= config.engine
     if config.model.tool_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}

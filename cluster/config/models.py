@@ -70,6 +70,17 @@ class ModelWeights(Section):
     """vLLM's parser for tool calls in this model's output (`--tool-call-parser`). null: tool calls are not parsed."""
 
 
+class DiskTierConfig(Section):
+    """A tier on disk below the host tier, for the KV of paused programs. It survives the replica."""
+
+    path: str = Field(pattern=r"^/", max_length=1024)
+    """Folder for the KV, absolute. Replicas that see the same folder load what the others have written. In a container
+    it has to be a volume."""
+    bytes: int = Field(ge=1 << 20)
+    """Largest size of the folder, in bytes, for all replicas of this model on one machine together. Each replica may
+    fill an equal share. A higher value keeps the KV of more programs."""
+
+
 class ReplicaConfig(Section):
     """The replicas of a model: their number, their devices and their limits."""
 
@@ -101,6 +112,9 @@ class ReplicaConfig(Section):
     """Host memory of one replica for the KV of paused programs, in bytes, for all its devices together. null: the
     replicas of a machine share half of its available memory, and on CPU a replica gets at most twice its KV cache. 0:
     there is no host tier."""
+    disk_tier: DiskTierConfig | None = None
+    """Disk space for the KV of paused programs, below the host tier. A program whose replica has failed or restarted
+    then loads its context in place of computing it. null: there is none."""
     max_ongoing_requests: int = Field(256, ge=1)
     """Maximum number of turns in one replica. Further turns wait there in the order of their arrival."""
     max_queued_requests: int = Field(2048, ge=-1)
