@@ -37,7 +37,8 @@ from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import ConfigError
 from replicas.disk_tier.identity import folder_name
 from replicas.disk_tier.slots import Slots
-from replicas.disk_tier.tier import DiskTier, Trouble
+from replicas.disk_tier.tier import DiskTier
+from replicas.disk_tier.trouble import Trouble
 from replicas.disk_tier.value import WriteOutcome, disk_standing, refusal
 from replicas.host_tier import SHARED_MEMORY, Account, CopyingWorker, HostCache, HostTierSpec, Standing
 from replicas.vllm_versions import HostChunks, offload_region, tier_chunks

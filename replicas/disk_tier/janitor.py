@@ -99,19 +99,21 @@ class Janitor:
 
     def _open(self) -> None:
         """Take a slot, if there is none."""
-        if self._slots.own is None:
-            try:
-                taken = self._slots.take(create=not self._was_open)
-            except OSError:
-                if self._slots.folder.is_dir():  # a volume that cannot be written may be read
-                    self._opened(False, None)
-                raise
+        if self._slots.own is not None:
+            return
+        try:
+            taken = self._slots.take(create=not self._was_open)
             direct, self._was_open = probe_o_direct(str(self._slots.folder)), True
             self._opened(direct, None)
             if taken:
                 self._opened(direct, self._slots.scan(self._wanted_bytes))
             else:
                 self._failed(Direction.WRITE, None)
+        except OSError:
+            self._slots.release()
+            if self._slots.folder.is_dir():  # a volume that cannot be written may be read
+                self._opened(False, None)
+            raise
 
     def _clean(self) -> None:
         """Delete folders that nobody uses."""

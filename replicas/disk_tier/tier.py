@@ -432,7 +432,7 @@ class DiskTier(SecondaryTierManager):
         before = self._stopped.get(direction)
         self.troubles[trouble] += 1
         self._stopped[direction] = (trouble, self._clock.now_s() + RETRY_S)
-        if trouble is Trouble.GONE and direction is Direction.WRITE:
+        if trouble is Trouble.GONE and direction is Direction.WRITE and self._writes:
             self._writes = False
             self.chunks.clear()
             self._janitor.reopen()

@@ -18,13 +18,23 @@ from cluster.config.schema import PolicyConfig
 from cluster.core.program import WIRE_KEY, Hints, ProgramIdentity
 from replicas.control import snapshot
 from replicas.disk_tier.tier import DiskTier
+from replicas.disk_tier.value import Speed
 from replicas.host_tier import fit_tiers, kv_transfer_config
 from replicas.settings import SchedulerSettings
 
 TIER_BYTES = 8 << 20
 DISK_BYTES = 64 << 20
 WAIT_S = 20.0
+FAST_S = 1e-7
+"""Seconds of a chunk on a disk that is faster than any computation."""
 CONTEXT = [7 + i % 900 for i in range(300)]
+
+
+class FixedSpeed(Speed):
+    """A speed that is not measured. The built-in model computes faster than many disks read."""
+
+    def measure(self, chunks: int, seconds: float) -> None:
+        """Do nothing."""
 
 
 @dataclass
@@ -143,8 +153,10 @@ def engine_on(
     fit_tiers(config)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("OMP_NUM_THREADS", "1")
+        patch.setenv("VLLM_ENABLE_V1_MULTIPROCESSING", "0")
         engine = Engine(LLMEngine.from_vllm_config(config))
     try:
+        engine.disk.read_speed, engine.disk.write_speed = FixedSpeed(FAST_S), FixedSpeed(FAST_S)
         engine.until(lambda: engine.disk.writable or bool(engine.disk._stopped))
         yield engine
     finally:

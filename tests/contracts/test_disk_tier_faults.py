@@ -2,7 +2,6 @@
 
 import errno
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import pytest
 from replicas.disk_tier.chunk_file import ChunkFiles
 from replicas.disk_tier.tier import Direction
 from replicas.disk_tier.trouble import Trouble
-from tests.contracts.disk_engines import CONTEXT, Engine, engine_on
+from tests.contracts.disk_engines import CONTEXT, FAST_S, Engine, engine_on
 
 pytestmark = pytest.mark.engine
 
@@ -42,7 +41,7 @@ def engine(shared_engine: Engine, turns: tuple[list[int], list[int]]) -> Iterato
     disk = shared_engine.disk
     disk._files = ChunkFiles(disk._files.direct)
     disk._stopped.clear()
-    disk.read_speed.chunk_s = disk.write_speed.chunk_s = 1e-4
+    disk.read_speed.chunk_s = FAST_S
     shared_engine.settle()
     disk.chunks.check_integrity()
 
@@ -61,21 +60,15 @@ class Failing(ChunkFiles):
         raise OSError(self.number, "as the test wants")
 
 
-class Slow(ChunkFiles):
-    """Files of a slow volume. If ``opened`` is given, reads wait for it."""
+class Hanging(ChunkFiles):
+    """Files of a volume that hangs until ``opened`` is set."""
 
-    def __init__(self, chunk_s: float, opened: threading.Event | None = None) -> None:
+    def __init__(self, opened: threading.Event) -> None:
         super().__init__(direct=False)
-        self.chunk_s, self.opened = chunk_s, opened
-
-    def write(self, path: Path, key: bytes, chunk: memoryview) -> None:
-        time.sleep(self.chunk_s)
-        super().write(path, key, chunk)
+        self.opened = opened
 
     def read(self, path: Path, key: bytes, into: memoryview) -> None:
-        if self.opened is not None:
-            self.opened.wait(20.0)
-        time.sleep(self.chunk_s)
+        self.opened.wait(20.0)
         super().read(path, key, into)
 
 
@@ -166,8 +159,8 @@ def test_a_volume_that_hangs_delays_a_turn_by_half_a_second(engine: Engine, turn
     engine.turn("p", CONTEXT)
     engine.empty()
     opened = threading.Event()
-    engine.disk._files = Slow(0.0, opened)
-    threading.Timer(2.0, opened.set).start()
+    engine.disk._files = Hanging(opened)
+    threading.Timer(3.0, opened.set).start()
     before = engine.numbers()
     assert engine.second("p", turns[0]) == turns[1]
     after = engine.numbers()
@@ -179,10 +172,7 @@ def test_a_volume_that_hangs_delays_a_turn_by_half_a_second(engine: Engine, turn
 def test_a_volume_that_is_slower_than_computing_is_not_used(engine: Engine, turns: tuple[list[int], list[int]]) -> None:
     engine.turn("p", CONTEXT)
     engine.empty()
-    engine.disk._files = Slow(0.02)
-    for _ in range(8):
-        engine.second("p", turns[0])
-        engine.empty()
+    engine.disk.read_speed.chunk_s = 1.0
     before = engine.numbers()
     assert engine.second("p", turns[0]) == turns[1]
     after = engine.numbers()
