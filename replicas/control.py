@@ -150,7 +150,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "host_tokens": scheduler.swapping.capacity_tokens,
         "host_used_tokens": scheduler.swapping.used_tokens,
         "fetching_programs": len(scheduler.swapping),
-        **(scheduler.swapping.disk.numbers() if scheduler.swapping.disk else {}),
+        **scheduler.swapping.disk_numbers(),
         "running": len(scheduler.running),
         "waiting": sum(len(queue) for queue in scheduler.waiting_queues),
         "waiting_slo_missed": sum(queue.late for queue in scheduler.waiting_queues),

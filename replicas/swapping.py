@@ -24,6 +24,7 @@ from cluster.core.lifecycle.events import CopyLost, Event, Fetched, FetchFailed,
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from replicas.cost_model import CostModel
 from replicas.disk_tier.cache import TieredCache
+from replicas.disk_tier.numbers import DiskNumbers
 from replicas.host_tier import HostCache, Standing
 from replicas.policy import Forecast
 from replicas.program_table import ProgramTable
@@ -150,6 +151,10 @@ class Swapping:
     def request_ids(self) -> set[str]:
         """Ids of the requests that are fetches, cancelled ones included."""
         return self._fetches.keys() | self._cancelled
+
+    def disk_numbers(self) -> dict[str, Any]:
+        """Return the totals and the state of the disk tier as plain values. Without one they are 0."""
+        return DiskNumbers().as_dict() if self.disk is None else self.disk.numbers().as_dict()
 
     def __len__(self) -> int:
         """Return the number of fetches in progress."""

@@ -36,6 +36,7 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec
 from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import ConfigError
 from replicas.disk_tier.identity import folder_name
+from replicas.disk_tier.numbers import DiskNumbers
 from replicas.disk_tier.slots import Slots
 from replicas.disk_tier.tier import DiskTier
 from replicas.disk_tier.trouble import Trouble
@@ -188,12 +189,9 @@ class TieredCache(TieringOffloadingManager):
         """Return the tokens that were loaded from disk for the program since this was asked last."""
         return self._loaded.pop(program, 0) * self.host.tokens_per_chunk
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the totals and the state as plain values."""
-        return {
-            **self.disk.numbers(),
-            "disk_writes": {outcome.value: self.outcomes[outcome] for outcome in WriteOutcome},
-        }
+    def numbers(self) -> DiskNumbers:
+        """Return the totals and the state of the disk tier."""
+        return self.disk.numbers(self.outcomes)
 
     def _on_disk(self, standing: Standing) -> Standing:
         return disk_standing(standing, self.disk.chunk_tokens, self.disk.read_speed.chunk_s)

@@ -15,7 +15,7 @@ import logging
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -38,9 +38,10 @@ from vllm.v1.kv_offload.tiering.fs.thread_pool import DualQueueThreadPool
 from cluster.core.clock import Clock
 from replicas.disk_tier.chunk_file import ChunkFiles, DamagedChunkError, file_bytes
 from replicas.disk_tier.janitor import END_S, RETRY_S, Janitor
+from replicas.disk_tier.numbers import DiskNumbers
 from replicas.disk_tier.slots import Slots
 from replicas.disk_tier.trouble import TROUBLE_OF_ERRNO, Direction, Trouble
-from replicas.disk_tier.value import assumed_speed
+from replicas.disk_tier.value import WriteOutcome, assumed_speed
 from replicas.host_tier import ProgramChunks, Standing
 from replicas.vllm_versions import ChunkStatus, job_rows
 
@@ -188,20 +189,22 @@ class DiskTier(SecondaryTierManager):
             self._delete(key)
         self._slots.generation = f"-{os.getpid()}-{os.urandom(4).hex()}"
 
-    def numbers(self) -> dict[str, Any]:
-        """Return the totals and the state as plain values."""
-        self._take_reports()
-        degraded = dict.fromkeys((trouble.value for trouble in Trouble), 0)
-        for trouble, _ in self._stopped.values():
-            degraded[trouble] = 1
-        return {
-            "disk_tokens": self.chunks.cache_capacity * self.chunk_tokens if self._writes else 0,
-            "disk_used_tokens": len(self.chunks.blocks) * self.chunk_tokens,
-            "disk_bytes": {direction.value: self.bytes[direction] for direction in Direction},
-            "disk_seconds": {direction.value: self.seconds[direction] for direction in Direction},
-            "disk_troubles": {trouble.value: self.troubles[trouble] for trouble in Trouble},
-            "disk_degraded": degraded,
-        }
+    def numbers(self, writes: Mapping[WriteOutcome, int]) -> DiskNumbers:
+        """Return the totals and the state.
+
+        Args:
+            writes: number of pauses, by what became of the context.
+        """
+        self.take_reports()
+        return DiskNumbers(
+            tokens=self.chunks.cache_capacity * self.chunk_tokens if self._writes else 0,
+            used_tokens=len(self.chunks.blocks) * self.chunk_tokens,
+            bytes=self.bytes,
+            seconds=self.seconds,
+            troubles=self.troubles,
+            degraded=[trouble for trouble, _ in self._stopped.values()],
+            writes=writes,
+        )
 
     # --- vLLM's SecondaryTierManager ----------------------------------------------------------------------------------
 
@@ -235,7 +238,7 @@ class DiskTier(SecondaryTierManager):
 
     def get_finished_jobs(self) -> Iterable[JobResult]:
         """Return the jobs that have ended. A load keeps the chunks before the first bad one."""
-        self._take_reports()
+        self.take_reports()
         results = []
         for job_id, *_ in self._pool.get_finished():
             transfer = self._transfers.pop(job_id)
@@ -357,7 +360,8 @@ class DiskTier(SecondaryTierManager):
 
     # --- on the engine's thread ---------------------------------------------------------------------------------------
 
-    def _take_reports(self) -> None:
+    def take_reports(self) -> None:
+        """Process what the threads have reported."""
         while self._reports:
             self._reports.popleft()()
 

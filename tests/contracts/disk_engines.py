@@ -87,7 +87,7 @@ class Engine:
         while not holds():
             assert time.monotonic() < deadline_s, self.numbers()
             self.engine.engine_core.engine_core.step_fn()
-            self.disk.numbers()
+            self.disk.take_reports()
             time.sleep(0.002)
 
     def empty(self, *, disk: bool = False) -> None:
