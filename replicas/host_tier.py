@@ -55,6 +55,7 @@ from cluster.config.models import DiskTierConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError, IntegrityError
 from replicas.disk_tier.identity import model_identity
+from replicas.kv_store import check_installed
 from replicas.vllm_versions import ChunkStatus, HostChunks, tier_chunks
 
 SHORTEST_PAUSE_S = 0.01
@@ -499,10 +500,12 @@ def fit_tiers(config: Any) -> None:
         config: vLLM's VllmConfig, which is changed in place.
 
     Raises:
-        ConfigError: the KV of two models could not be told apart.
+        ConfigError: the KV of two models could not be told apart, or a package is not installed.
     """
     transfers = config.kv_transfer_config
     extra = transfers.kv_connector_extra_config if transfers is not None else {}
+    if transfers is not None:
+        check_installed(transfers.kv_connector)
     if "disk_path" in extra:
         extra["disk_identity"] = model_identity(config)
     if "replicas_here" in extra and extra["cpu_bytes_to_use"] is None:

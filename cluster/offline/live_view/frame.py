@@ -81,7 +81,19 @@ def _front(now: Now) -> Text:
 
 def _replicas(replicas: Sequence[ReplicaNow]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in ("replica", "memory", "run", "wait", "programs", "hold/s", "swap/s", "rel./s", "host", "disk", "pace"):
+    for column in (
+        "replica",
+        "memory",
+        "run",
+        "wait",
+        "programs",
+        "hold/s",
+        "swap/s",
+        "rel./s",
+        "host",
+        "disk",
+        "pace",
+    ):
         table.add_column(column, justify="left" if column in ("replica", "memory") else "right", no_wrap=True)
     for replica in replicas:
         name = Text(replica.name[-12:])
