@@ -4,8 +4,8 @@
 
 Programs of 3,500 tokens pause on a replica's engine, which writes their KV to disk. The engine's process is killed with
 SIGKILL. Another engine starts on the same folder, beside one without a disk tier. Each program's next turn runs on
-both, and must generate the same tokens. It is measured with the built-in model, and with a random model for which computing
-3,500 tokens takes about a second. The time from the start of the new engine's first turn until its first chunk was
+both, and must generate the same tokens. It is measured with the built-in model, and with a random model that computes
+3,500 tokens in about a second. The time from the start of the new engine's first turn until its first chunk was
 loaded is measured, too.
 """
 

@@ -13,12 +13,12 @@ metrics and the log have. The replica serves on as if there was no disk tier.
 import errno
 import logging
 import os
-import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -63,8 +63,6 @@ class Transfer:
     done: set[OffloadKey] = field(default_factory=set)
     elsewhere: set[OffloadKey] = field(default_factory=set)
     """Chunks that need no write, because another slot has them."""
-    first_bad: int | None = None
-    """Index of the first chunk that was not loaded."""
     seconds: float = 0.0
     """Time of the slowest of its parts."""
 
@@ -247,7 +245,7 @@ class DiskTier(SecondaryTierManager):
                 self._written(transfer)
                 results.append(JobResult(job_id, True, transfer_time=transfer.seconds))
                 continue
-            good = transfer.keys[: transfer.first_bad]
+            good = list(takewhile(transfer.done.__contains__, transfer.keys))
             bad = transfer.keys[len(good) :]
             self._lookups.mark_miss(bad)
             kept = None if not bad or not good else tuple(good)
@@ -311,38 +309,30 @@ class DiskTier(SecondaryTierManager):
             self.report_failure(Direction.WRITE, error)
 
     def _read(self, transfer: Transfer, part: Sequence[tuple[int, OffloadKey, int]]) -> None:
-        for index, key, row in part:
-            if transfer.first_bad is not None and transfer.first_bad < index:
+        for _, key, row in part:
+            path = None
+            try:
+                path = self._slots.find(key)
+                if path is None:
+                    raise FileNotFoundError(errno.ENOENT, "no slot has the chunk")
+                self._files.read(path, self._name_in_file(key), self._row(row))
+                with suppress(OSError):
+                    os.utime(path)
+            except DamagedChunkError as error:
+                # Others are read nevertheless. So all damaged chunks of the context are found at once.
+                if path is not None:
+                    with suppress(OSError):
+                        path.unlink()
+                self._reports.append(partial(self._lost, key, Trouble.DAMAGED, error))
+                continue
+            except FileNotFoundError as error:
+                self._reports.append(partial(self._lost, key, Trouble.MISSING, error))
                 return
-            if not self._read_one(key, row):
-                with _bad_lock:
-                    transfer.first_bad = min(
-                        index, len(transfer.keys) if transfer.first_bad is None else transfer.first_bad
-                    )
+            except OSError as error:
+                self.report_failure(Direction.READ, error)
                 return
             transfer.done.add(key)
             transfer.progress_s = self._clock.now_s()
-
-    def _read_one(self, key: OffloadKey, row: int) -> bool:
-        path = None
-        try:
-            path = self._slots.find(key)
-            if path is None:
-                raise FileNotFoundError(errno.ENOENT, "no slot has the chunk")
-            self._files.read(path, self._name_in_file(key), self._row(row))
-            with suppress(OSError):
-                os.utime(path)
-        except (DamagedChunkError, FileNotFoundError) as error:
-            if path is not None:
-                with suppress(OSError):
-                    path.unlink()
-            trouble = Trouble.DAMAGED if isinstance(error, DamagedChunkError) else Trouble.MISSING
-            self._reports.append(partial(self._lost, key, trouble, error))
-            return False
-        except OSError as error:
-            self.report_failure(Direction.READ, error)
-            return False
-        return True
 
     def report_failure(self, direction: Direction, error: OSError | None) -> None:
         """Report a failure of the volume. None: all slots are in use."""
@@ -458,9 +448,6 @@ class DiskTier(SecondaryTierManager):
 
     def _name_in_file(self, key: OffloadKey) -> bytes:
         return bytes(key) + self._slots.generation.encode()
-
-
-_bad_lock = threading.Lock()
 
 
 class SlotLookup(AsyncLookupManager):

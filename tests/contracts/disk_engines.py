@@ -1,5 +1,6 @@
 """Real CPU engines with a disk tier, in this process, as short programs use them."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +18,7 @@ from cluster.config.models import DiskTierConfig
 from cluster.config.schema import PolicyConfig
 from cluster.core.program import WIRE_KEY, Hints, ProgramIdentity
 from replicas.control import snapshot
+from replicas.disk_tier.chunk_file import ChunkFiles
 from replicas.disk_tier.tier import DiskTier
 from replicas.disk_tier.value import Speed
 from replicas.host_tier import fit_tiers, kv_transfer_config
@@ -28,6 +30,34 @@ WAIT_S = 20.0
 FAST_S = 1e-7
 """Seconds of a chunk on a disk that is faster than any computation."""
 CONTEXT = [7 + i % 900 for i in range(300)]
+
+
+class Failing(ChunkFiles):
+    """Files of a volume that fails with an error number. Reads work if ``reads``."""
+
+    def __init__(self, number: int, *, reads: bool = False) -> None:
+        super().__init__(direct=False)
+        self.number, self.reads = number, reads
+
+    def write(self, path: Path, key: bytes, chunk: memoryview) -> None:
+        raise OSError(self.number, "as the test wants")
+
+    def read(self, path: Path, key: bytes, into: memoryview) -> None:
+        if not self.reads:
+            raise OSError(self.number, "as the test wants")
+        super().read(path, key, into)
+
+
+class Hanging(ChunkFiles):
+    """Files of a volume that hangs until ``opened`` is set."""
+
+    def __init__(self, opened: threading.Event) -> None:
+        super().__init__(direct=False)
+        self.opened = opened
+
+    def read(self, path: Path, key: bytes, into: memoryview) -> None:
+        self.opened.wait(20.0)
+        super().read(path, key, into)
 
 
 class FixedSpeed(Speed):
@@ -104,9 +134,9 @@ class Engine:
             self.disk.chunks.clear()
 
     def files(self) -> list[Path]:
-        """Return the files of chunks, in the order in which they were written."""
-        files = list(self.disk._slots.folder.glob("slot-*/*/*.kv"))
-        return sorted(files, key=lambda file: file.stat().st_mtime_ns)
+        """Return the files of chunks, after all deletions."""
+        self.disk._janitor.wait()
+        return list(self.disk._slots.folder.glob("slot-*/*/*.kv"))
 
     def story(self, program: str) -> list[dict[str, Any]]:
         """Return the program's turns."""

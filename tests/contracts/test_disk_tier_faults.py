@@ -10,7 +10,7 @@ import pytest
 from replicas.disk_tier.chunk_file import ChunkFiles
 from replicas.disk_tier.tier import Direction
 from replicas.disk_tier.trouble import Trouble
-from tests.contracts.disk_engines import CONTEXT, FAST_S, Engine, engine_on
+from tests.contracts.disk_engines import CONTEXT, FAST_S, Engine, Failing, Hanging, engine_on
 
 pytestmark = pytest.mark.engine
 
@@ -44,32 +44,6 @@ def engine(shared_engine: Engine, turns: tuple[list[int], list[int]]) -> Iterato
     disk.read_speed.chunk_s = FAST_S
     shared_engine.settle()
     disk.chunks.check_integrity()
-
-
-class Failing(ChunkFiles):
-    """Files of a volume that fails with an error number."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(direct=False)
-        self.number = number
-
-    def write(self, path: Path, key: bytes, chunk: memoryview) -> None:
-        raise OSError(self.number, "as the test wants")
-
-    def read(self, path: Path, key: bytes, into: memoryview) -> None:
-        raise OSError(self.number, "as the test wants")
-
-
-class Hanging(ChunkFiles):
-    """Files of a volume that hangs until ``opened`` is set."""
-
-    def __init__(self, opened: threading.Event) -> None:
-        super().__init__(direct=False)
-        self.opened = opened
-
-    def read(self, path: Path, key: bytes, into: memoryview) -> None:
-        self.opened.wait(20.0)
-        super().read(path, key, into)
 
 
 def flip(files: list[Path]) -> None:
