@@ -500,7 +500,7 @@ def fit_tiers(config: Any) -> None:
         config: vLLM's VllmConfig, which is changed in place.
 
     Raises:
-        ConfigError: the KV of two models could not be told apart, or a package is not installed.
+        ConfigError: the KV of two models could not be distinguished, or a package is not installed.
     """
     transfers = config.kv_transfer_config
     extra = transfers.kv_connector_extra_config if transfers is not None else {}

@@ -34,7 +34,7 @@ def model_identity(config: Any) -> str:
         config: vLLM's VllmConfig.
 
     Raises:
-        ConfigError: two models could not be told apart.
+        ConfigError: two models could not be distinguished.
     """
     model, cache = config.model_config, config.cache_config
     if config.lora_config is not None:
