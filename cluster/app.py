@@ -20,6 +20,7 @@ from cluster.http.ingress import ingress_class
 from predictor_service.service import predictor_application
 from replicas.engine import LocalModel
 from replicas.host_tier import kv_transfer_config
+from replicas.kv_store import store_environment, store_transfer_config
 from replicas.parallel_server import ParallelServer
 from replicas.server import ProgramServer
 from replicas.settings import CPU_ENVIRONMENT, SchedulerSettings
@@ -118,7 +119,7 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
             ),
         },
         placement_group_config={"bundles": bundles(config)},
-        runtime_env={"env_vars": CPU_ENVIRONMENT if on_cpu else {}},
+        runtime_env={"env_vars": {**(CPU_ENVIRONMENT if on_cpu else {}), **store_environment(replicas.kv_store)}},
         log_engine_metrics=True,
         **({"callback_config": {"callback_class": LocalModel}} if Path(source).is_dir() else {}),
     )
@@ -167,9 +168,13 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     arguments: dict[str, Any] = {**ENGINE, **(CPU_ENGINE if on_cpu else {})}
     if on_cpu:
         arguments["kv_cache_memory_bytes"] = config.replicas.kv_cache_bytes or CPU_KV_CACHE_BYTES
-    if config.replicas.cpu_offload_bytes != 0:
+    if config.replicas.kv_store is not None:
+        arguments["kv_transfer_config"] = store_transfer_config(config.replicas.kv_store)
+    elif config.replicas.cpu_offload_bytes != 0:
         here = ceil(config.num_replicas / num_machines())
-        arguments["kv_transfer_config"] = kv_transfer_config(config.replicas.cpu_offload_bytes, replicas_here=here)
+        arguments["kv_transfer_config"] = kv_transfer_config(
+            config.replicas.cpu_offload_bytes, replicas_here=here, disk=config.replicas.disk_tier
+        )
     arguments |= config.engine
     if config.model.tool_parser is not None:
         arguments |= {"enable_auto_tool_choice": True, "tool_call_parser": config.model.tool_parser}

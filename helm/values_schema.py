@@ -233,6 +233,7 @@ def _storage() -> dict[str, Schema]:
                 "persistence": closed({"enabled": FLAG, "size": QUANTITY, "storageClassName": SUBDOMAIN}),
             }
         ),
+        "kvVolume": {"type": "object"},
         "modelCache": closed(
             {
                 "enabled": FLAG,

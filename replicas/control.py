@@ -127,6 +127,7 @@ def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     """End a program here that has moved to another replica. Its turns in flight end first."""
     if scheduler.programs.get(key) is None:
         return {"moved": False}
+    scheduler.swapping.moves(key)
     scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.MOVED))
     return {"moved": True}
 
@@ -152,6 +153,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "host_tokens": scheduler.swapping.capacity_tokens,
         "host_used_tokens": scheduler.swapping.used_tokens,
         "fetching_programs": len(scheduler.swapping),
+        **scheduler.swapping.disk_numbers(),
         "running": len(scheduler.running),
         "waiting": sum(len(queue) for queue in scheduler.waiting_queues),
         "waiting_slo_missed": sum(queue.late for queue in scheduler.waiting_queues),

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from vllm.v1.kv_offload.base import CanonicalKVCaches, GPULoadStoreSpec, OffloadingWorker, TransferResult
 from vllm.v1.kv_offload.cpu.common import CPULoadStoreSpec
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 
 from cluster.core.clock import MonotonicClock
 
@@ -17,11 +18,18 @@ class CopyingWorker(OffloadingWorker):  # type: ignore[misc]
         kv_caches: the engine's KV cache.
         num_blocks: capacity of the host tier, in blocks. The operating system provides the memory of a block when the
             first copy to it is made.
+        region: memory that the engine's process sees too. None: the worker has its own.
     """
 
-    def __init__(self, kv_caches: CanonicalKVCaches, num_blocks: int) -> None:
+    def __init__(
+        self, kv_caches: CanonicalKVCaches, num_blocks: int, region: SharedOffloadRegion | None = None
+    ) -> None:
         self._device = [t.tensor.view(torch.int8).view(-1, t.page_size_bytes) for t in kv_caches.tensors]
-        self._host = [torch.empty((num_blocks, rows.shape[1]), dtype=torch.int8) for rows in self._device]
+        sizes = [rows.shape[1] for rows in self._device]
+        if region is None:
+            self._host = [torch.empty((num_blocks, size), dtype=torch.int8) for size in sizes]
+        else:
+            self._host = [region.create_next_worker_view(size) for size in sizes]
         self._tensors = [sorted({ref.tensor_idx for ref in refs}) for refs in kv_caches.group_data_refs]
         self._done: list[TransferResult] = []
 

@@ -3,7 +3,8 @@
 It overrides these private methods of `ray.llm`'s VLLMEngine (tests/contracts/test_ray_contracts.py checks each name):
     start                    finds /tokenize, which vLLM 0.29 keeps under another name than Ray 2.60 looks for; gives
                              vLLM's serving layer the engine through a ContinuedClient
-    _prepare_engine_config   saves one process on CPU; uses the configured KV cache size; chooses the host tier's size
+    _prepare_engine_config   saves one process on CPU; uses the configured KV cache size; completes the settings of
+                             the KV tiers
     _start_async_llm_engine  forks EngineCore on CPU
 """
 
@@ -21,7 +22,7 @@ from vllm.entrypoints.openai.models.protocol import LoRAModulePath
 
 from replicas.crash_attribution import died_by_itself, shared_suspect
 from replicas.grammar_trials import trials_of
-from replicas.host_tier import choose_size
+from replicas.host_tier import fit_tiers
 from replicas.resumption import ContinuedClient
 from replicas.settings import in_one_process
 from replicas.vllm_patches import forked_engine_core, share_rendering
@@ -68,7 +69,7 @@ class ReplicaEngine(VLLMEngine):
         if modules := getattr(frontend_args, "lora_modules", None):  # Ray passes what the configuration has
             frontend_args.lora_modules = lora_modules(modules)
         in_one_process(config, engine_args)
-        choose_size(config)
+        fit_tiers(config)
         return engine_args, frontend_args, config
 
     def _start_async_llm_engine(self, engine_args: Any, config: Any, placement_group: Any) -> Any:

@@ -47,8 +47,11 @@ from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.policies.base import CachePolicy
 from vllm.v1.kv_offload.cpu.spec import CPUOffloadingSpec
 
+from cluster.config.models import DiskTierConfig
 from cluster.core.errors import ConfigError, IntegrityError
 from replicas.copying_worker import CopyingWorker
+from replicas.disk_tier.identity import model_identity
+from replicas.kv_store import check_installed
 from replicas.vllm_versions import ChunkStatus, HostChunks, tier_chunks
 
 logger = logging.getLogger("ray.serve")
@@ -71,6 +74,10 @@ class Standing:
     """Expected seconds until the copy is requested."""
     since_s: float
     """Time at which the pause began, in seconds. It has no meaning for a resident program."""
+    computed_s: float = 0.0
+    """Seconds that computing one token takes."""
+    returns: bool = True
+    """Whether a later turn of the program is expected."""
 
     def worth(self, now_s: float) -> float:
         """Return the seconds that are saved per token, per second of waiting."""
@@ -235,13 +242,14 @@ class ProgramChunks(CachePolicy):
         self._own(account, keys)
         self._disown(account, [key for key in before if key not in account.chunks])
 
-    def drop(self, key: str) -> None:
-        """Remove a program that has ended. Its chunks lose this owner."""
+    def drop(self, key: str) -> list[OffloadKey]:
+        """Remove a program that has ended. Its chunks lose this owner. Return those that have none any more."""
         account = self.accounts.pop(key, None)
-        if account is not None:
-            before, account.chunks = account.chunks, {}
-            self._disown(account, before)
-            self._order = None
+        if account is None:
+            return []
+        before, account.chunks = account.chunks, {}
+        self._order = None
+        return self._disown(account, before)
 
     def leading(self, account: Account) -> int:
         """Return how many chunks a turn with this context would find, counted from its first one."""
@@ -268,14 +276,20 @@ class ProgramChunks(CachePolicy):
                 account.chunks[key] = None
         account.leading = None
 
-    def _disown(self, account: Account, keys: Iterable[OffloadKey]) -> None:
-        """Remove an owner. The last chunks come first, so that they are evicted before those that they extend."""
+    def _disown(self, account: Account, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
+        """Remove an owner. Return the chunks that have none any more.
+
+        The last chunks come first, so that they are evicted before those that they extend.
+        """
+        ownerless = []
         for key in reversed(list(keys)):
             owners = self._owners[key]
             owners.discard(account)
             if not owners:
                 del self._owners[key]
                 self._nobodys[key] = None
+                ownerless.append(key)
+        return ownerless
 
 
 class HostCache(HostChunks):
@@ -441,6 +455,8 @@ class HostCache(HostChunks):
 
 
 CONNECTOR = "OffloadingConnector"
+TIERED_SPEC = "replicas.disk_tier.cache", "TieredSpec"
+"""Module and class of the spec with a disk tier."""
 PROGRAM_SHARE = 0.25
 """Default of the largest share of the tier for one program."""
 
@@ -456,22 +472,28 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def kv_transfer_config(
-    num_bytes: int | None, program_share: float = PROGRAM_SHARE, replicas_here: int = 1
+    num_bytes: int | None,
+    program_share: float = PROGRAM_SHARE,
+    replicas_here: int = 1,
+    disk: DiskTierConfig | None = None,
 ) -> dict[str, Any]:
     """Return the value of vLLM's engine argument ``kv_transfer_config``.
 
     Args:
-        num_bytes: size of the tier, all ranks of the replica together. None: :func:`choose_size` chooses it where the
+        num_bytes: size of the tier, all ranks of the replica together. None: :func:`fit_tiers` chooses it where the
             replica starts.
         program_share: largest share of the tier for one program.
         replicas_here: number of replicas that share the machine.
+        disk: the tier below. None: there is none.
     """
+    below = {"disk_path": disk.path, "disk_bytes": disk.bytes} if disk is not None else {}
     return {
         "kv_connector": CONNECTOR,
         "kv_role": "kv_both",
         "kv_connector_extra_config": {
-            "spec_name": HostTierSpec.__name__,
-            "spec_module_path": __name__,
+            "spec_name": HostTierSpec.__name__ if disk is None else TIERED_SPEC[1],
+            "spec_module_path": __name__ if disk is None else TIERED_SPEC[0],
+            **below,
             "cpu_bytes_to_use": num_bytes,
             # What a turn generated is in the next turn's prompt.
             "offload_prompt_only": False,
@@ -481,23 +503,33 @@ def kv_transfer_config(
     }
 
 
-def choose_size(config: Any) -> None:
-    """Choose a size that fits this machine, if the configured host tier has none. Call it before any process is forked.
+def fit_tiers(config: Any) -> None:
+    """Complete the configuration of the tiers with what only a replica knows. Call it before any process is forked.
+
+    A host tier without a size gets one that fits this machine. A disk tier gets the identity of its KV.
 
     Without prefix caching the tier is removed. vLLM may turn that off because the model's attention cannot continue
     from KV that another turn computed; it would load such KV all the same, and generate wrong tokens.
 
     Args:
         config: vLLM's VllmConfig, which is changed in place.
+
+    Raises:
+        ConfigError: the KV of two models could not be distinguished, or a package is not installed.
     """
     transfers = config.kv_transfer_config
     extra = transfers.kv_connector_extra_config if transfers is not None else {}
-    if extra.get("spec_name") != HostTierSpec.__name__:
+    if transfers is not None:
+        check_installed(transfers.kv_connector)
+    if "replicas_here" not in extra:
         return
     if not config.cache_config.enable_prefix_caching:
         logger.warning("there is no host tier: vLLM has turned prefix caching off for this model")
         config.kv_transfer_config = None
-    elif extra["cpu_bytes_to_use"] is None:
+        return
+    if "disk_path" in extra:
+        extra["disk_identity"] = model_identity(config)
+    if extra["cpu_bytes_to_use"] is None:
         on_cpu = config.device_config.device_type == "cpu"
         cache_bytes = config.cache_config.kv_cache_memory_bytes if on_cpu else None
         extra["cpu_bytes_to_use"] = fitting_bytes(extra["replicas_here"], cache_bytes)

@@ -58,6 +58,8 @@ class TurnRecord:
     hold_s: float | None = None
     """Planned seconds of the hold, or None if the KV was not held."""
     gpu: TurnTime = field(default_factory=TurnTime)
+    disk_tokens: int = 0
+    """Those of ``cached_tokens`` that were loaded from the disk tier."""
 
     @property
     def decision_text(self) -> str:

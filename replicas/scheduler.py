@@ -408,6 +408,8 @@ class AgentScheduler(LoadingScheduler):
         now_s = self._now_s()
         if turn is not None and turn.admitted(now_s):
             turn.cached_tokens = local_tokens + remote_tokens
+            if turn.key is not None:
+                turn.disk_tokens = min(turn.cached_tokens, self.swapping.loaded_tokens(turn.key))
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
                 program = self.programs[turn.key]

@@ -48,6 +48,8 @@ class Part(StrEnum):
     """Its KV was on the device."""
     FETCHED = "fetched"
     """Its KV came from the host tier, before the turn or with it."""
+    DISK = "disk"
+    """Its KV came from the disk tier, through the host tier."""
     RECOMPUTED = "recomputed"
     """Its KV was computed for the program before, and is computed again."""
 
@@ -310,7 +312,7 @@ class Stats:
             request: the turn's request.
             turn: what is noted of the turn.
             local: tokens whose KV was on the device.
-            remote: tokens whose KV comes from the host tier.
+            remote: tokens whose KV comes from the host tier, or from the disk tier through it.
         """
         assert turn.admitted_s is not None, "the scheduler sets it first"
         waited_s = turn.admitted_s - turn.arrived_s
@@ -324,10 +326,11 @@ class Stats:
             known = self._known_tokens(key, request) if resumed else 0
         self._observed.put((Seen.QUEUE_RESUMED if resumed else Seen.QUEUE_FIRST, waited_s))
         self._waited(waited_s)
-        there = local + remote
+        there, from_disk = local + remote, min(remote, turn.disk_tokens)
         again = max(0, known - there)
         self.context_tokens[Part.REUSED] += local
-        self.context_tokens[Part.FETCHED] += remote
+        self.context_tokens[Part.FETCHED] += remote - from_disk
+        self.context_tokens[Part.DISK] += from_disk
         self.context_tokens[Part.RECOMPUTED] += again
         self.context_tokens[Part.NEW] += max(0, int(request.num_tokens) - there - again)
         if again:

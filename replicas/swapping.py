@@ -11,7 +11,7 @@ own, which no queue, policy or client sees. It uses only free memory that no wai
 import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -23,6 +23,8 @@ from cluster.core.errors import ConfigError, IntegrityError
 from cluster.core.lifecycle.events import CopyLost, Event, Fetched, FetchFailed, LoadFailure
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from replicas.cost_model import CostModel
+from replicas.disk_tier.cache import TieredCache
+from replicas.disk_tier.numbers import DiskNumbers
 from replicas.host_tier import HostCache, Standing
 from replicas.kv_groups import KvGroups
 from replicas.policy import Forecast
@@ -112,7 +114,10 @@ class Swapping:
         if self._offloading is not None:
             cover_loads(self._offloading, connector._kv_cache_config)
         manager = getattr(self._offloading, "manager", None)
-        self.cache: HostCache | None = manager if isinstance(manager, HostCache) else None
+        self.disk: TieredCache | None = manager if isinstance(manager, TieredCache) else None
+        self.cache: HostCache | None = (
+            self.disk.host if self.disk else manager if isinstance(manager, HostCache) else None
+        )
         if self.cache is not None:
             if not groups.caching:
                 raise ConfigError("kv_transfer_config: the host tier needs prefix caching, which is off for this model")
@@ -126,7 +131,7 @@ class Swapping:
         self._counters = counters
         self._calls = calls
         self._contexts: dict[str, Context] = {}
-        self._forecasts: dict[str, tuple[float, float]] = {}
+        self._forecasts: dict[str, Standing] = {}
         self._fetches: dict[str, Fetch] = {}
         self._cancelled: set[str] = set()
         self._numbers = itertools.count()
@@ -152,6 +157,10 @@ class Swapping:
     def request_ids(self) -> set[str]:
         """Ids of the requests that are fetches, cancelled ones included."""
         return self._fetches.keys() | self._cancelled
+
+    def disk_numbers(self) -> dict[str, Any]:
+        """Return the totals and the state of the disk tier as plain values. Without one they are 0."""
+        return DiskNumbers().as_dict() if self.disk is None else self.disk.numbers().as_dict()
 
     def __len__(self) -> int:
         """Return the number of fetches in progress."""
@@ -188,6 +197,8 @@ class Swapping:
         whole = context_tokens // self.cache.tokens_per_chunk * self.cache.tokens_per_chunk
         hashes = request.block_hashes[: whole // self._block_tokens]
         self._contexts[key] = Context(request.all_token_ids[: whole + 1], hashes, whole, forecast)
+        if self.disk is not None:
+            self.disk.write_down(key, whole, self._standing(key, self._now_s()))
 
     def preempted(self, key: str | None, computed_tokens: int) -> None:
         """Keep the copy of a running turn that is preempted: until it is admitted again, the copy is the only one.
@@ -198,7 +209,9 @@ class Swapping:
         """
         if self.cache is not None and key is not None and key in self._forecasts:
             now_s = self._now_s()
-            self.cache.update(key, Standing(False, self._saved_s(computed_tokens), 0.0, now_s), now_s)
+            saved_s = self._saved_s(computed_tokens)
+            away = replace(self._standing(key, now_s), saved_s=saved_s, pause_s=0.0)
+            self.cache.update(key, away, now_s)
 
     def resumes(self, key: str | None) -> None:
         """Process the admission of a turn after a preemption."""
@@ -238,6 +251,8 @@ class Swapping:
         since_s = state.last_event_s if state.paused_s is None else state.paused_s
         standing = self._standing(key, None if state.phase in RESIDENT else since_s)
         self.cache.update(key, standing, self._now_s())
+        if self.disk is not None:
+            self.disk.follow(key, standing)
         if state.phase in (Phase.RUNNING, Phase.RELEASED):
             self._contexts.pop(key, None)
 
@@ -247,11 +262,24 @@ class Swapping:
         self._forecasts.pop(key, None)
         if self.cache is not None:
             self.cache.forget(key)
+        if self.disk is not None:
+            self.disk.forget(key)
+
+    def moves(self, key: str) -> None:
+        """Process that a program has moved to another replica, before it ends here. Its copy on disk stays."""
+        if self.disk is not None:
+            self.disk.disown(key)
+
+    def loaded_tokens(self, key: str) -> int:
+        """Return how many tokens were loaded from disk for the program's turn that is being admitted."""
+        return self.disk.take_loaded_tokens(key) if self.disk is not None else 0
 
     def _expect(self, key: str, context_tokens: int, forecast: Forecast) -> None:
         """Keep what the program's copy is worth. It is 0 where no later turn is expected."""
-        saved_s = self._saved_s(context_tokens) if forecast.later_turns > 0 else 0.0
-        self._forecasts[key] = (saved_s, max(0.0, forecast.pause_s))
+        returns = forecast.later_turns > 0
+        saved_s = self._saved_s(context_tokens) if returns else 0.0
+        computed_s = self._cost().prefill_s(max(1, context_tokens)) / max(1, context_tokens)
+        self._forecasts[key] = Standing(True, saved_s, max(0.0, forecast.pause_s), 0.0, computed_s, returns)
 
     def _saved_s(self, context_tokens: int) -> float:
         """Return the seconds that loading one token of a context saves compared with computing it."""
@@ -259,8 +287,7 @@ class Swapping:
         return max(0.0, cost.prefill_s(tokens) - cost.swap_s(tokens)) / tokens
 
     def _standing(self, key: str, away_since_s: float | None) -> Standing:
-        saved_s, pause_s = self._forecasts[key]
-        return Standing(away_since_s is None, saved_s, pause_s, away_since_s or 0.0)
+        return replace(self._forecasts[key], resident=away_since_s is None, since_s=away_since_s or 0.0)
 
     # --- fetches ------------------------------------------------------------------------------------------------------
 

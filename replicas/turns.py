@@ -72,6 +72,8 @@ class Turn:
     first_token_s: float | None = None
     cached_tokens: int = 0
     """Prompt tokens that needed no computation at the first admission."""
+    disk_tokens: int = 0
+    """Those of them that were loaded from the disk tier."""
     bounds: Slo = NO_BOUNDS
     """Its own bounds: those of its tenant, and its client's deadline."""
     waits_since_s: float | None = None
@@ -119,6 +121,7 @@ def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
         run_s=now_s - admitted_s,
         prompt_tokens=request.num_prompt_tokens,
         cached_tokens=turn.cached_tokens,
+        disk_tokens=turn.disk_tokens,
         output_tokens=request.num_output_tokens,
         preemptions=request.num_preemptions,
         priority=turn.identity.hints.priority,

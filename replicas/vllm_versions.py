@@ -8,7 +8,7 @@ because builds between two releases have numbers of their own.
 | here | 0.29 | 0.32 |
 | --- | --- | --- |
 | `ChunkStatus` | BlockStatus | ChunkStatus |
-| `HostChunks`, `tier_chunks` | the manager of the host tier counts blocks | it counts chunks |
+| `HostChunks`, `tier_chunks`, `job_rows`, `offload_region` | the host tier counts blocks | it counts chunks |
 | `touch_contexts` | the connector reports each context to the manager | it does not: this module reports it |
 | `TwoQueues` | skipped turns wait in a second queue, and a method chooses a queue | turns with KV memory wait in a \
 second queue, which always comes first |
@@ -30,6 +30,8 @@ from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 from vllm.v1.kv_cache_interface import KVCacheConfig, SlidingWindowSpec
 from vllm.v1.kv_offload.cpu import manager as cpu_manager
 from vllm.v1.kv_offload.cpu.policies import base as cpu_policies
+from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
+from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.request import Request
 
 # --- the host tier ----------------------------------------------------------------------------------------------------
@@ -77,6 +79,28 @@ class HostChunks(cpu_manager.CPUOffloadingManager):
 def tier_chunks(spec: Any) -> int:
     """Return the number of chunks that a CPUOffloadingSpec gives its tier."""
     return int(spec.num_chunks if COUNTS_CHUNKS else spec.num_blocks)
+
+
+def job_rows(job: TransferJob) -> Iterable[int]:
+    """Return the rows of the host tier's memory that a transfer to or from a tier below it reads or writes."""
+    rows: Iterable[int] = job.chunk_ids if COUNTS_CHUNKS else job.block_ids
+    return rows
+
+
+def offload_region(spec: Any, rank: int | None) -> SharedOffloadRegion:
+    """Open the host tier's memory, which the engine's process and its workers share.
+
+    Args:
+        spec: vLLM's CPUOffloadingSpec.
+        rank: rank of the worker. None: the engine's process.
+    """
+    unit = "chunk" if COUNTS_CHUNKS else "block"
+    return SharedOffloadRegion(
+        engine_id=spec.config.engine_id,
+        rank=rank,
+        cpu_page_size=spec.cpu_page_size_per_worker,
+        **{f"num_{unit}s": tier_chunks(spec), f"kv_bytes_per_{unit}": spec.kv_bytes_per_chunk},
+    )
 
 
 def touch_contexts(offloading: OffloadingConnectorScheduler) -> None:

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, Field, ValidationError, model_validator
+from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
 from cluster.config.engine_arguments import check_engine_argument
@@ -92,6 +92,38 @@ class ModelWeights(Section):
     `engine.max_loras` is the number that one step may use, and `engine.max_lora_rank` the largest rank."""
 
 
+class DiskTierConfig(Section):
+    """A tier on disk below the host tier, for the KV of paused programs. It survives the replica."""
+
+    path: str = Field(pattern=r"^/", max_length=1024)
+    """Folder for the KV, absolute. Replicas that see the same folder load what the others have written. In a container
+    it has to be a volume."""
+    bytes: int = Field(ge=1 << 20)
+    """Largest size of the folder, in bytes, for all replicas of this model on one machine together. Each replica may
+    fill an equal share. A higher value keeps the KV of more programs."""
+
+
+class KvStoreConfig(Section):
+    """A KV store of another project, in place of the host tier and the disk tier."""
+
+    name: Literal["lmcache", "mooncake"]
+    """The store: LMCache's server (0.5) or Mooncake's store."""
+    address: str | None = Field(None, pattern=r"^[A-Za-z0-9.-]+:[0-9]{1,5}$", validate_default=True)
+    """Host and port of LMCache's server, on the machine of the replica. Required by lmcache."""
+    config_file: str | None = Field(None, pattern=r"^/", max_length=1024, validate_default=True)
+    """Mooncake's configuration file on each replica, absolute. Required by mooncake."""
+
+    @field_validator("address", "config_file")
+    @classmethod
+    def _is_what_the_store_needs(cls, value: str | None, info: ValidationInfo) -> str | None:
+        needed = {"lmcache": "address", "mooncake": "config_file"}.get(info.data.get("name", ""))
+        if needed == info.field_name and value is None:
+            raise ValueError(f"is required by {info.data['name']}")
+        if needed is not None and needed != info.field_name and value is not None:
+            raise ValueError(f"has no effect with {info.data['name']}; remove it")
+        return value
+
+
 class ReplicaConfig(Section):
     """The replicas of a model: their number, their devices and their limits."""
 
@@ -127,6 +159,12 @@ class ReplicaConfig(Section):
     """Host memory of one replica for the KV of paused programs, in bytes, for all its devices together. null: the
     replicas of a machine share half of its available memory, and on CPU a replica gets at most twice its KV cache. 0:
     there is no host tier."""
+    disk_tier: DiskTierConfig | None = None
+    """Disk space for the KV of paused programs, below the host tier. A program whose replica has failed or restarted
+    then loads its context in place of computing it. null: there is none."""
+    kv_store: KvStoreConfig | None = None
+    """A KV store of another project, in place of the host tier and the disk tier. Programs are then neither swapped nor
+    fetched ahead. null: there is none."""
     max_ongoing_requests: int = Field(256, ge=1)
     """Maximum number of turns in one replica. Further turns wait there in the order of their arrival."""
     max_queued_requests: int = Field(2048, ge=-1)
@@ -136,6 +174,26 @@ class ReplicaConfig(Section):
     stream_interval_ms: int = Field(50, ge=0)
     """Milliseconds for which a replica collects the tokens of one stream before it sends them together. A higher value
     makes fewer messages and bursts of tokens; 0 sends each token when it is ready."""
+
+    @field_validator("disk_tier")
+    @classmethod
+    def _has_a_host_tier(cls, disk: DiskTierConfig | None, info: ValidationInfo) -> DiskTierConfig | None:
+        if disk is not None and info.data.get("cpu_offload_bytes") == 0:
+            raise ValueError("needs the host tier, through which KV is moved; remove `cpu_offload_bytes: 0`")
+        return disk
+
+    @field_validator("kv_store")
+    @classmethod
+    def _is_alone(cls, store: KvStoreConfig | None, info: ValidationInfo) -> KvStoreConfig | None:
+        if store is None:
+            return None
+        if info.data.get("disk_tier") is not None:
+            raise ValueError("takes the place of disk_tier; remove one of them")
+        if info.data.get("cpu_offload_bytes"):
+            raise ValueError("takes the place of the host tier; remove cpu_offload_bytes")
+        if info.data.get("accelerator") == "cpu":
+            raise ValueError(f"{store.name} needs GPUs; set `accelerator: gpu`")
+        return store
 
     @model_validator(mode="after")
     def _count_or_bounds(self) -> Self:

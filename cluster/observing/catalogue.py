@@ -259,6 +259,51 @@ KV_PIN_S = _histogram("kv_pin_seconds", MEMORY, "Time that a program's KV was he
 KV_OFFLOAD_BYTES = _counter(
     "kv_offload_bytes", MEMORY, "Bytes of KV copied to the host tier and back", "model", "direction"
 )
+DISK_TOKENS = _gauge(
+    "disk_tokens", MEMORY, "Capacity of the replica's part of the disk tier", "model", snapshot="disk_tokens"
+)
+DISK_USED_TOKENS = _gauge(
+    "disk_used_tokens",
+    MEMORY,
+    "Tokens whose KV the replica has written to the disk tier",
+    "model",
+    snapshot="disk_used_tokens",
+)
+KV_DISK_BYTES = _counter(
+    "kv_disk_bytes", MEMORY, "Bytes of KV written to disk and read", "model", "direction", snapshot="disk_bytes"
+)
+KV_DISK_S = _counter(
+    "kv_disk_seconds",
+    MEMORY,
+    "Time of the transfers of KV to disk and back",
+    "model",
+    "direction",
+    snapshot="disk_seconds",
+)
+KV_DISK_WRITES = _counter(
+    "kv_disk_writes",
+    MEMORY,
+    "Pauses of programs with a disk tier, by whether the context was written, or why not",
+    "model",
+    "outcome",
+    snapshot="disk_writes",
+)
+KV_DISK_TROUBLES = _counter(
+    "kv_disk_troubles",
+    MEMORY,
+    "Failures of the disk tier, by what was wrong. A context that cannot be loaded is computed",
+    "model",
+    "reason",
+    snapshot="disk_troubles",
+)
+KV_DISK_DEGRADED = _gauge(
+    "kv_disk_degraded",
+    MEMORY,
+    "Whether reads or writes of the disk tier are stopped, by what is wrong with the volume",
+    "model",
+    "reason",
+    snapshot="disk_degraded",
+)
 WASTED = _counter(
     "wasted_kv_byte_seconds",
     MEMORY,
@@ -278,7 +323,7 @@ GPU_S = _counter(
 CONTEXT_TOKENS = _counter(
     "context_tokens",
     MEMORY,
-    "Prompt tokens of admitted turns: new, reused, fetched from the host tier, recomputed",
+    "Prompt tokens of admitted turns: new, reused, fetched from the host tier, loaded from disk, recomputed",
     "model",
     "source",
     snapshot="context_tokens",

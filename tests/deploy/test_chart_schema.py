@@ -16,6 +16,7 @@ SCHEMA = json.loads((CHART / "values.schema.json").read_text())
 VALUES = yaml.safe_load((CHART / "values.yaml").read_text())
 
 OPEN = {
+    "kvVolume",
     *(f"{place}.{key}" for place in ("head", "workerGroups.workers", "redis") for key in ("nodeSelector", "affinity")),
     *(f"{place}.{key}" for place in ("head", "workerGroups.workers") for key in ("podAnnotations", "podLabels")),
     *(

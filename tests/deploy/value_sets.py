@@ -89,6 +89,13 @@ TWO_MODELS = {
 INFERENCE_POOL = ("inference.networking.k8s.io/v1/InferencePool",)
 
 ACCEPTED: dict[str, Accepted] = {
+    "KV on the node's disk": Accepted(
+        {
+            "kvVolume": {"hostPath": {"path": "/var/lib/caesura-kv", "type": "Directory"}},
+            "config": {"replicas": {"disk_tier": {"path": "/kv", "bytes": 1 << 30}}},
+        },
+        "gpu",
+    ),
     # keys and tokens
     "no keys": Accepted({"keys": {"enabled": False}}),
     "own keys": Accepted({"keys": {"existingSecret": "k"}, "tests": {"keySecret": {"name": "t", "key": "k"}}}, "gpu"),
@@ -363,6 +370,9 @@ REFUSED: dict[str, Refused] = {
         "gpu",
     ),
     # volumes
+    "KV on disk without a volume": Refused(
+        {"config": {"replicas": {"disk_tier": {"path": "/kv/a", "bytes": 1 << 30}}}}, "needs kvVolume"
+    ),
     "a volume of the chart": Refused({"extraVolumes": [{"name": "keys", "emptyDir": {}}]}, "extraVolumes: keys"),
     "a mount without a volume": Refused(
         {"extraVolumeMounts": [{"name": "x", "mountPath": "/x"}]}, "extraVolumes has no volume x"

@@ -35,8 +35,8 @@ def test_a_frame_shows_what_happened_between_two_looks() -> None:
     # 6 holds and a swap in 4 s; of the second replica there is no look before.
     assert "decisions  1.75/s at pauses, 4/s placements   waiting at the front 2, moves 1, refused 3" in text
     first, second = (line.split() for line in text.splitlines() if line.startswith("replica-"))
-    assert first[2:] == ["3", "1", "9", "1.5", "0.25", "0", "25%", "1.25"]
-    assert second[2:] == ["3", "1", "9", "-", "-", "-", "25%", "1.25"]
+    assert first[2:] == ["3", "1", "9", "1.5", "0.25", "0", "25%", "-", "1.25"]
+    assert second[2:] == ["3", "1", "9", "-", "-", "-", "25%", "-", "1.25"]
     assert first[1] == "█" * 14 + "▓" * 6 + "▒" * 9 + "░" * 3
     assert "prog-1" in text and "in_progress" in text
 
@@ -69,6 +69,14 @@ def test_without_refusals_there_is_no_table_of_them() -> None:
     assert "refused requests" not in shown(frame(URL, [look(0.0), look(1.0)]))
     none = refused(1.0, ("a", CHAT, "400", "x", 0.0))
     assert "refused requests" not in shown(frame(URL, [none]))
+
+
+def test_the_disk_tier_is_shown_by_its_used_share_or_by_what_is_wrong_with_it() -> None:
+    tier = {"disk_tokens": 400, "disk_used_tokens": 100}
+    degraded = {"full": 1, "gone": 0}
+    text = shown(frame(URL, [look(0.0, replica(**tier), replica("replica-b", **tier, disk_degraded=degraded))]))
+    first, second = (line.split() for line in text.splitlines() if line.startswith("replica-"))
+    assert (first[-2], second[-2]) == ("25%", "full")
 
 
 def test_a_frame_fits_a_narrow_terminal() -> None:

@@ -19,7 +19,7 @@ from cluster.config.model_features import Feature, features_off
 from cluster.config.schema import PolicyConfig
 from cluster.core.program import Hints, ProgramIdentity
 from replicas.control import ControlChannel
-from replicas.host_tier import choose_size, kv_transfer_config
+from replicas.host_tier import fit_tiers, kv_transfer_config
 from replicas.settings import SchedulerSettings
 from tests.contracts.test_host_tier import COST, cached, generate, numbers, until
 from tests.models.families import Family, write_checkpoint
@@ -64,7 +64,7 @@ async def engine(family: Family, checkpoint: Path) -> AsyncIterator[AsyncLLM]:
         }
     )
     config = arguments.create_engine_config()
-    choose_size(config)
+    fit_tiers(config)
     engine = AsyncLLM.from_vllm_config(config)
     yield engine
     engine.shutdown(timeout=0)

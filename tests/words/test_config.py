@@ -153,6 +153,36 @@ FILES: dict[str, tuple[str, str]] = {
 }
 
 
+TIERS: list[tuple[str, str]] = [
+    ("disk_tier: {path: kv, bytes: 1048576}", "replicas.disk_tier.path: "),
+    ("disk_tier: {path: /kv}", "replicas.disk_tier.bytes: "),
+    ("disk_tier: {path: /kv, bytes: 5}", "replicas.disk_tier.bytes: "),
+    ("cpu_offload_bytes: 0, disk_tier: {path: /kv, bytes: 1048576}", "replicas.disk_tier: needs the host tier"),
+    ("kv_store: {name: other}", "replicas.kv_store.name: "),
+    ("accelerator: gpu, kv_store: {name: lmcache}", "replicas.kv_store.address: is required by lmcache"),
+    ("accelerator: gpu, kv_store: {name: mooncake}", "replicas.kv_store.config_file: is required by mooncake"),
+    (
+        "accelerator: gpu, kv_store: {name: mooncake, config_file: /m.json, address: 'h:1'}",
+        "replicas.kv_store.address: has no effect with mooncake",
+    ),
+    ("kv_store: {name: lmcache, address: 'h:1'}", "replicas.kv_store: lmcache needs GPUs"),
+    (
+        "accelerator: gpu, cpu_offload_bytes: 5, kv_store: {name: lmcache, address: 'h:1'}",
+        "replicas.kv_store: takes the place of the host tier",
+    ),
+    (
+        "accelerator: gpu, disk_tier: {path: /kv, bytes: 1048576}, kv_store: {name: lmcache, address: 'h:1'}",
+        "replicas.kv_store: takes the place of disk_tier",
+    ),
+]
+
+
+@pytest.mark.parametrize(("text", "complaint"), TIERS, ids=[complaint for _, complaint in TIERS])
+def test_tiers_that_cannot_work_are_rejected_by_name(file: Path, text: str, complaint: str) -> None:
+    (line,) = complaints(file, f"replicas: {{{text}}}\n")
+    assert line.startswith(f"{file}: {complaint}")
+
+
 OLD_KEYS: list[tuple[str, str]] = [
     ("store: {url: 'redis://h:1'}\n", "store: is called redis now (got "),
     (

@@ -78,6 +78,8 @@ def history_lines(answer: dict[str, Any]) -> list[str]:
         lines.append("turns, as the replica saw them:")
     for number, turn in enumerate(answer.get("turns", []), 1):
         reused = f"{turn['cached_tokens']} of {turn['prompt_tokens']} prompt tokens reused"
+        if turn.get("disk_tokens"):
+            reused += f" ({turn['disk_tokens']} loaded from disk)"
         lines.append(
             f"  {turn['arrived_s'] - begun_s:9.3f} s  turn {number}: waited {turn['queue_s']:.3f} s, ran"
             f" {turn['run_s']:.3f} s, {reused}, {turn['output_tokens']} generated"

@@ -298,6 +298,8 @@ KV_MEMORY = Row(
             shape=Shape.STACKED,
             width=12,
         ),
+        replica_panel(m.KV_DISK_BYTES, "KV written to disk and read", width=12),
+        replica_panel(m.KV_DISK_TROUBLES, "Failures of the disk tier", width=12),
         replica_panel(m.KV_OFFLOAD_BYTES, "Swapped and fetched", width=6),
         lines(
             "Paused programs",

@@ -81,7 +81,19 @@ def _front(now: Now) -> Text:
 
 def _replicas(replicas: Sequence[ReplicaNow]) -> Table:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0), header_style="bright_black")
-    for column in ("replica", "memory", "run", "wait", "programs", "hold/s", "swap/s", "rel./s", "host", "pace"):
+    for column in (
+        "replica",
+        "memory",
+        "run",
+        "wait",
+        "programs",
+        "hold/s",
+        "swap/s",
+        "rel./s",
+        "host",
+        "disk",
+        "pace",
+    ):
         table.add_column(column, justify="left" if column in ("replica", "memory") else "right", no_wrap=True)
     for replica in replicas:
         name = Text(replica.name[-12:])
@@ -89,10 +101,13 @@ def _replicas(replicas: Sequence[ReplicaNow]) -> Table:
             name.append(" drains", style="yellow")
         use = replica.memory
         host = f"{use.host / use.host_capacity:.0%}" if use.host_capacity else UNKNOWN
+        disk = Text(UNKNOWN if replica.disk_share is None else f"{replica.disk_share:.0%}")
+        if replica.disk_troubles:
+            disk = Text(", ".join(replica.disk_troubles), style="yellow")
         rates = (_rate(replica.decisions_per_s.get(kind)) for kind in ("hold", "swap", "release"))
         counts = (str(count) for count in (replica.running, replica.waiting, replica.programs))
         pace = UNKNOWN if replica.pace is None else f"{replica.pace:.2f}"
-        table.add_row(name, memory_bar(use), *counts, *rates, host, pace)
+        table.add_row(name, memory_bar(use), *counts, *rates, host, disk, pace)
     return table
 
 

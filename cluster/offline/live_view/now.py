@@ -27,6 +27,10 @@ class ReplicaNow:
     """Rate of each of `DECISIONS`; empty if there is no earlier look."""
     pace: float | None
     """Measured step time divided by that of the cost model."""
+    disk_share: float | None = None
+    """Used share of its part of the disk tier; None if there is none."""
+    disk_troubles: tuple[str, ...] = ()
+    """What is wrong with the disk tier's volume, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +120,7 @@ def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, se
     if before is not None and seconds > 0:
         rates = {kind: max(0, _decided(statistics, kind) - _decided(before, kind)) / seconds for kind in DECISIONS}
     pace = statistics.get("step_time_ratio")
+    disk_tokens = integer(statistics.get("disk_tokens"))
     return ReplicaNow(
         name=str(statistics.get("replica", "?")),
         policy=str(statistics.get("policy", "?")),
@@ -126,6 +131,8 @@ def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, se
         memory=MemoryUse.of(statistics),
         decisions_per_s=rates,
         pace=float(pace) if isinstance(pace, int | float) else None,
+        disk_share=integer(statistics.get("disk_used_tokens")) / disk_tokens if disk_tokens else None,
+        disk_troubles=tuple(name for name, wrong in _mapping(statistics.get("disk_degraded")).items() if wrong),
     )
 
 

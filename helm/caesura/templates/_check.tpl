@@ -102,7 +102,13 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if and (not $redis.bundled) $redis.external.password (not $redis.existingSecret) }}{{ fail "redis.existingSecret: a Secret with the external Redis' password; or set redis.external.password: false" }}{{ end -}}
 {{- if and (not $redis.bundled) $redis.external.username (not $redis.external.password) }}{{ fail "redis.external.username: needs redis.external.password" }}{{ end -}}
 {{- if and (not $redis.bundled) $redis.external.caSecret.name (not $redis.external.tls) }}{{ fail "redis.external.caSecret: needs redis.external.tls" }}{{ end -}}
-{{- $own := list "tmp" "home" "shm" "scripts" "redis-password" "redis-ca" "keys" "models" -}}
+{{- $own := list "tmp" "home" "shm" "scripts" "redis-password" "redis-ca" "keys" "models" "kv" -}}
+{{- if not .Values.kvVolume -}}
+{{- range $replicas := prepend (values (default dict .Values.config.models)) .Values.config -}}
+{{- $disk := default dict (default dict $replicas.replicas).disk_tier -}}
+{{- if and $disk (regexMatch "^/kv(/|$)" (default "" $disk.path)) }}{{ fail "config.replicas.disk_tier.path: /kv needs kvVolume" }}{{ end -}}
+{{- end -}}
+{{- end -}}
 {{- range .Values.extraVolumes -}}
 {{- if has .name $own }}{{ fail (printf "extraVolumes: %s is a volume of the chart, or stands there twice" .name) }}{{ end -}}
 {{- $own = append $own .name -}}

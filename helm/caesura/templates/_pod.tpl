@@ -207,6 +207,9 @@ seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
   mountPath: /models
   readOnly: {{ or $values.modelCache.readOnly $values.modelCache.download.enabled }}
 {{- end }}
+{{- if and $values.kvVolume (not .isHead) }}
+- {name: kv, mountPath: /kv}
+{{- end }}
 {{- with $values.extraVolumeMounts }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}
 
@@ -239,6 +242,9 @@ seccompProfile: {{- toYaml .Values.podSecurity.seccompProfile | nindent 2 }}
 {{- if $values.modelCache.enabled }}
 - name: models
   persistentVolumeClaim: {claimName: {{ include "caesura.modelClaim" .root }}}
+{{- end }}
+{{- with $values.kvVolume }}
+- {{ merge (dict "name" "kv") . | toYaml | nindent 2 | trim }}
 {{- end }}
 {{- with $values.extraVolumes }}{{ toYaml . | nindent 0 }}{{ end }}
 {{- end -}}

@@ -1,0 +1,183 @@
+"""Folders of the disk tier: which files a replica may write, and which it may read.
+
+    <path>/<identity>/slot-<n>/<hh>/<key>.kv
+
+``identity`` stands for all that the bytes of a chunk depend on beside its key: the model's weights, the KV cache's type
+and layout, the versions. A replica writes into one slot, which it has locked, and reads from all slots of its identity.
+So a program whose replica was killed finds its KV from any other replica on the volume. The kernel releases the lock of
+a process that ends, however it ends, and the next replica that starts takes the slot with its files over. Since each
+slot is bounded, so is the whole folder.
+
+Locks are `flock`: they hold on one machine for all containers, and on NFS 4.
+"""
+
+import fcntl
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from replicas.disk_tier.chunk_file import TEMPORARY
+
+SUFFIX = ".kv"
+STALE_S = 24 * 3600.0
+"""Seconds after which files that nobody has used are deleted: those of another identity, and those that a replica finds
+in its slot when it starts."""
+
+_NAME = re.compile(r"[0-9a-f]{2,128}")
+
+
+class Slots:
+    """The slots of one identity. Methods raise OSError if the volume fails.
+
+    Args:
+        path: the configured folder.
+        identity: name of the identity's folder.
+        count: number of slots.
+    """
+
+    def __init__(self, path: Path, identity: str, count: int) -> None:
+        self.path = path
+        self.identity = identity
+        self.count = count
+        self.own: int | None = None
+        """The slot that this process has locked; None: it has none, and only reads."""
+        self.generation = ""
+        """What the names of files have beside the key since the weights were replaced. Such files are for this process
+        only, and are deleted by the next one."""
+        self._lock: int | None = None
+
+    @property
+    def folder(self) -> Path:
+        """The identity's folder."""
+        return self.path / self.identity
+
+    def take(self, create: bool) -> bool:
+        """Lock a slot that no living process has. Return False if there is none.
+
+        Args:
+            create: whether the configured folder is made if there is none. If a volume has gone, it must not be: what
+                is under its mount point is another file system.
+        """
+        if self.own is not None:
+            return True
+        if create:
+            self.path.mkdir(parents=True, exist_ok=True)
+        self.folder.mkdir(exist_ok=True, mode=0o700)
+        for number in range(self.count):
+            folder = self._slot(number)
+            folder.mkdir(exist_ok=True, mode=0o700)
+            descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                continue
+            except OSError:
+                os.close(descriptor)
+                raise
+            os.utime(folder / "lock")  # the slot is in use, whatever its files' ages
+            self.own, self._lock = number, descriptor
+            return True
+        return False
+
+    def release(self) -> None:
+        """Unlock the slot. Its files stay for the next replica."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self.own = self._lock = None
+
+    def own_file(self, key: bytes) -> Path:
+        """Return the file of a chunk in the own slot."""
+        assert self.own is not None, "this process has no slot"
+        return self._file(self.own, key)
+
+    def find(self, key: bytes) -> Path | None:
+        """Return a chunk's file, in whichever slot it is."""
+        own_first = sorted(range(self.count), key=lambda number: number != self.own)
+        return next((path for number in own_first if (path := self._file(number, key)).exists()), None)
+
+    def scan(self, wanted_bytes: int) -> list[bytes]:
+        """Return the keys of the own slot's chunks, the one used longest ago first. Delete all other files there.
+
+        Args:
+            wanted_bytes: size of a chunk's file. Files of other sizes are torn.
+        """
+        assert self.own is not None, "this process has no slot"
+        found, now_s = [], self._now_s()
+        for folder in self._slot(self.own).iterdir():
+            for file in folder.iterdir() if folder.is_dir() else ():
+                with suppress(FileNotFoundError):
+                    status, key = file.stat(), key_of(file)
+                    if key is None or status.st_size != wanted_bytes or now_s - status.st_mtime > STALE_S:
+                        file.unlink()
+                    else:
+                        found.append((status.st_mtime, key))
+        return [key for _, key in sorted(found)]
+
+    def remove_stale(self) -> list[str]:
+        """Delete the folders of identities, and slots, that no process uses any more. Return their names."""
+        removed, now_s = [], self._now_s()
+        for folder in [*self._others(), *self._surplus()]:
+            if now_s - _last_use_s(folder) > STALE_S and all(_unlocked(slot) for slot in _slots_in(folder)):
+                shutil.rmtree(folder, ignore_errors=True)
+                removed.append(folder.name)
+        return removed
+
+    def _others(self) -> Iterator[Path]:
+        for folder in self.path.iterdir():
+            if folder.name != self.identity and any(_slots_in(folder)):
+                yield folder
+
+    def _surplus(self) -> Iterator[Path]:
+        for slot in _slots_in(self.folder):
+            if int(slot.name.removeprefix("slot-")) >= self.count:
+                yield slot
+
+    def _now_s(self) -> float:
+        """Return the volume's time, with which the times of its files are compared."""
+        os.utime(self.folder)
+        return self.folder.stat().st_mtime
+
+    def _slot(self, number: int) -> Path:
+        return self.folder / f"slot-{number}"
+
+    def _file(self, number: int, key: bytes) -> Path:
+        name = key.hex()
+        return self._slot(number) / name[:2] / f"{name}{self.generation}{SUFFIX}"
+
+
+def key_of(file: Path) -> bytes | None:
+    """Return the key of a chunk's file; None: it is no such file, or one that was being written."""
+    name = file.name.removesuffix(SUFFIX)
+    is_chunk = file.suffix == SUFFIX and TEMPORARY not in file.name and _NAME.fullmatch(name)
+    return bytes.fromhex(name) if is_chunk and len(name) % 2 == 0 else None
+
+
+def _slots_in(folder: Path) -> Iterator[Path]:
+    """Yield the slots in a folder, or the folder itself if it is one. Other folders have none, and are left alone."""
+    if folder.is_dir():
+        candidates = [folder] if _is_slot(folder) else folder.iterdir()
+        yield from (slot for slot in candidates if _is_slot(slot))
+
+
+def _is_slot(folder: Path) -> bool:
+    return re.fullmatch(r"slot-\d+", folder.name) is not None and (folder / "lock").is_file()
+
+
+def _last_use_s(folder: Path) -> float:
+    """Return when a file below a folder was written or read last, to the precision of its folders."""
+    return max(path.stat().st_mtime for slot in _slots_in(folder) for path in (slot, *slot.iterdir()))
+
+
+def _unlocked(slot: Path) -> bool:
+    descriptor = os.open(slot / "lock", os.O_RDWR | os.O_CLOEXEC)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(descriptor)
+    return True

@@ -1,0 +1,222 @@
+"""The disk tier without an engine: files, slots, the bound, and what is worth being written."""
+
+import mmap
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
+from vllm.v1.kv_offload.tiering.base import TransferJob
+
+from cluster.core.clock import MonotonicClock
+from cluster.core.errors import ConfigError
+from replicas.disk_tier.chunk_file import PAGE, ChunkFiles, DamagedChunkError, file_bytes
+from replicas.disk_tier.identity import weights_identity
+from replicas.disk_tier.slots import STALE_S, Slots
+from replicas.disk_tier.tier import DiskTier
+from replicas.disk_tier.value import Speed, WriteOutcome, disk_standing, refusal
+from replicas.host_tier import Standing
+from replicas.vllm_versions import COUNTS_CHUNKS
+
+CHUNK_BYTES = PAGE
+KEY = b"k" * 36
+
+
+def standing(pause_s: float = 10.0, computed_s: float = 1e-3, *, returns: bool = True) -> Standing:
+    return Standing(False, 0.0, pause_s, 0.0, computed_s, returns)
+
+
+# --- files ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("place", [0, 500, CHUNK_BYTES - 1, CHUNK_BYTES, CHUNK_BYTES + 4, CHUNK_BYTES + 16])
+def test_each_flipped_bit_of_a_file_is_recognised(tmp_path: Path, place: int) -> None:
+    files, path = ChunkFiles(direct=False), tmp_path / "a" / "x.kv"
+    files.write(path, KEY, memoryview(bytes(range(256)) * (CHUNK_BYTES // 256)))
+    into = memoryview(bytearray(CHUNK_BYTES))
+    files.read(path, KEY, into)
+    assert into == bytes(range(256)) * (CHUNK_BYTES // 256)
+    content = bytearray(path.read_bytes())
+    content[place % len(content)] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(DamagedChunkError):
+        files.read(path, KEY, into)
+
+
+def test_a_file_of_another_chunk_or_size_is_recognised(tmp_path: Path) -> None:
+    files, path = ChunkFiles(direct=False), tmp_path / "a" / "x.kv"
+    files.write(path, KEY, memoryview(bytes(CHUNK_BYTES)))
+    with pytest.raises(DamagedChunkError, match="not the file"):
+        files.read(path, b"j" * 36, memoryview(bytearray(CHUNK_BYTES)))
+    with pytest.raises(DamagedChunkError):
+        files.read(path, KEY, memoryview(bytearray(2 * CHUNK_BYTES)))
+    with pytest.raises(DamagedChunkError):
+        files.read(path, KEY, memoryview(bytearray(CHUNK_BYTES // 2)))
+
+
+def test_a_write_that_fails_leaves_nothing_behind(tmp_path: Path) -> None:
+    files, path = ChunkFiles(direct=False), tmp_path / "a" / "x.kv"
+    path.mkdir(parents=True)
+    with pytest.raises(OSError, match=r"x\.kv"):
+        files.write(path, KEY, memoryview(bytes(CHUNK_BYTES)))
+    assert list((tmp_path / "a").iterdir()) == [path]
+
+
+# --- slots ------------------------------------------------------------------------------------------------------------
+
+
+def test_each_replica_has_a_slot_and_reads_all(tmp_path: Path) -> None:
+    one, two, three = (Slots(tmp_path / "kv", "model", 2) for _ in range(3))
+    assert one.take(create=True)
+    assert two.take(create=False)
+    assert not three.take(create=False), "one more than there are slots, as in a rolling update"
+    ChunkFiles(direct=False).write(one.own_file(KEY), KEY, memoryview(bytes(CHUNK_BYTES)))
+    assert two.find(KEY) == three.find(KEY) == one.own_file(KEY)
+    one.release()
+    assert three.take(create=False)
+    assert three.scan(file_bytes(CHUNK_BYTES)) == [KEY], "it takes over what the replica before has left"
+
+
+def test_what_is_torn_or_old_is_deleted_when_a_slot_is_taken_over(tmp_path: Path) -> None:
+    slots, files = Slots(tmp_path, "model", 1), ChunkFiles(direct=False)
+    assert slots.take(create=True)
+    keys = [bytes([number]) * 36 for number in range(4)]
+    for key in keys:
+        files.write(slots.own_file(key), key, memoryview(bytes(CHUNK_BYTES)))
+    slots.own_file(keys[0]).write_bytes(b"torn")
+    os.utime(slots.own_file(keys[1]), (1.0, 1.0))
+    slots.own_file(keys[2]).with_suffix(".kv.12-3.tmp").write_bytes(b"half")
+    os.utime(slots.own_file(keys[2]), (2e9, 2e9))
+    assert slots.scan(file_bytes(CHUNK_BYTES)) == [keys[3], keys[2]], "the one used longest ago first"
+    assert sorted(file for file in tmp_path.rglob("*") if file.is_file() and file.name != "lock") == sorted(
+        map(slots.own_file, keys[2:])
+    )
+
+
+def test_folders_that_nobody_uses_are_deleted_after_a_day_and_no_others(tmp_path: Path) -> None:
+    old, used, fresh, own = (Slots(tmp_path, name, 1) for name in ("old", "used", "fresh", "own"))
+    for slots in (old, used, fresh, own):
+        assert slots.take(create=True)
+    (tmp_path / "theirs").mkdir()
+    old.release()
+    fresh.release()
+    for slots in (old, used):
+        for path in (slots.folder / "slot-0", slots.folder / "slot-0" / "lock"):
+            os.utime(path, (path.stat().st_mtime - 2 * STALE_S,) * 2)
+    assert own.remove_stale() == ["old"]
+    assert sorted(folder.name for folder in tmp_path.iterdir()) == ["fresh", "own", "theirs", "used"]
+
+
+# --- the bound --------------------------------------------------------------------------------------------------------
+
+
+def job(number: int, keys: list[OffloadKey]) -> TransferJob:
+    rows = {"chunk_ids" if COUNTS_CHUNKS else "block_ids": np.arange(len(keys))}
+    values: dict[str, Any] = {"job_id": number, "keys": keys, "is_promotion": False, "req_context": ReqContext("r")}
+    return TransferJob(**values, **rows)
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    """A tier with room for ten chunks."""
+    rows = memoryview(np.frombuffer(mmap.mmap(-1, 16 * CHUNK_BYTES), dtype=np.int8).reshape(16, CHUNK_BYTES))
+    spec: Any = SimpleNamespace()
+    made = DiskTier(
+        spec,
+        rows,
+        chunk_tokens=16,
+        slots=Slots(tmp_path, "model", 2),
+        capacity_bytes=2 * 10 * file_bytes(CHUNK_BYTES),
+        clock=MonotonicClock(),
+    )
+    made._janitor.wait()
+    made.take_reports()
+    assert made.writable
+    yield made
+    made.chunks.check_integrity()
+    made.shutdown()
+
+
+def context(name: str, count: int) -> list[OffloadKey]:
+    return [make_offload_key(f"{name}{i}".encode().ljust(32), 0) for i in range(count)]
+
+
+def write(tier: DiskTier, number: int, program: str, count: int, saved_s: float, pause_s: float = 10.0) -> int:
+    keys = tier.reserve(program, Standing(False, saved_s, pause_s, 0.0), [context(program, count)])
+    if keys:
+        tier.submit_store(job(number, keys))
+        tier.drain_jobs()
+        assert [result.job_id for result in tier.get_finished_jobs()] == [number]
+    return len(keys)
+
+
+def stored(tmp_path: Path) -> int:
+    return len(list(tmp_path.rglob("*.kv")))
+
+
+def test_the_program_of_least_worth_is_evicted_and_the_bound_is_kept(tier: DiskTier, tmp_path: Path) -> None:
+    assert write(tier, 1, "cheap", 6, saved_s=1.0) == 6
+    assert write(tier, 2, "dear", 6, saved_s=2.0) == 6
+    assert stored(tmp_path) == 10
+    assert tier.chunks.leading(tier.chunks.accounts["cheap"]) == 4, "its last chunks were evicted"
+    assert write(tier, 3, "cheaper", 3, saved_s=0.5) == 0, "nothing of more worth is evicted for it"
+    assert stored(tmp_path) == 10
+
+
+def test_a_program_that_goes_on_writes_only_what_is_new(tier: DiskTier, tmp_path: Path) -> None:
+    assert write(tier, 1, "p", 3, saved_s=1.0) == 3
+    assert write(tier, 2, "p", 5, saved_s=1.0) == 2
+    tier.forget("p")
+    tier._janitor.wait()
+    assert stored(tmp_path) == 0
+
+
+def test_a_program_that_ends_while_it_is_written_is_deleted_afterwards(tier: DiskTier, tmp_path: Path) -> None:
+    keys = tier.reserve("p", Standing(False, 1.0, 10.0, 0.0), [context("p", 4)])
+    tier.submit_store(job(1, keys))
+    tier.forget("p")
+    tier.drain_jobs()
+    list(tier.get_finished_jobs())
+    tier._janitor.wait()
+    assert stored(tmp_path) == 0
+    assert not tier.chunks.blocks
+
+
+# --- the value --------------------------------------------------------------------------------------------------------
+
+
+def test_what_is_written() -> None:
+    at_1_ms = disk_standing(standing(), chunk_tokens=16, read_chunk_s=1e-3)
+    assert at_1_ms.saved_s == pytest.approx(1e-3 - 1e-3 / 16)
+    assert refusal(at_1_ms, write_s=9.0) is None
+    assert refusal(at_1_ms, write_s=11.0) is WriteOutcome.SHORT_PAUSE
+    slow = disk_standing(standing(), chunk_tokens=16, read_chunk_s=17e-3)
+    assert refusal(slow, write_s=1.0) is WriteOutcome.NO_GAIN
+    last = disk_standing(standing(returns=False), chunk_tokens=16, read_chunk_s=1e-3)
+    assert refusal(last, write_s=1.0) is WriteOutcome.LAST_TURN
+
+
+def test_a_speed_follows_what_is_measured() -> None:
+    speed = Speed(1.0)
+    speed.measure(64, 6.4)
+    assert speed.chunk_s == pytest.approx(0.55)
+    speed.measure(1, 0.55)
+    assert speed.chunk_s == pytest.approx(0.55)
+
+
+def test_weights_are_told_apart_by_samples(tmp_path: Path) -> None:
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(bytes(1 << 20))
+    before = weights_identity(tmp_path, None)
+    assert weights_identity(tmp_path, None) == before
+    with weights.open("r+b") as file:
+        file.seek((1 << 20) - 10)
+        file.write(b"trained")
+    assert weights_identity(tmp_path, None) != before
+    assert weights_identity(Path("org/model"), "abc") == "org/model@abc"
+    with pytest.raises(ConfigError, match=r"replicas\.disk_tier"):
+        weights_identity(Path("org/model"), None)
