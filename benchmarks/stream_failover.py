@@ -105,7 +105,8 @@ async def round_of(
     victim = max(replicas, key=lambda replica: int(replica["running"]))
     process = psutil.Process(victim["pid"])
     killed_s = monotonic()
-    (process.children()[0] if kill_engine else process).kill()
+    engines = [child for child in process.children() if child.name().startswith("VLLM")]
+    (engines[0] if kill_engine else process).kill()
     seen = await asyncio.gather(*reading)
     stalls = sorted((stream.stall_s(killed_s) for stream in seen), reverse=True)[: victim["running"]]
     exact = sum(after.text == before.text for after, before in zip(seen, whole, strict=True))

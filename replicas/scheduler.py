@@ -122,6 +122,7 @@ class AgentScheduler(LoadingScheduler):
         )
         self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
+        self._pace_scale = self.pace.scale
         self.swapping = Swapping(
             connector=self.connector,
             groups=self.groups,
@@ -324,7 +325,8 @@ class AgentScheduler(LoadingScheduler):
     def update_from_output(self, scheduler_output: SchedulerOutput, model_runner_output: Any) -> Any:
         """Process the end of a step. Policies use the replica's measured step times from now on."""
         self.stats.step_ended(scheduler_output, self.pace.ended(scheduler_output))
-        if self.facts.cost is not self.pace.cost:
+        if self.pace.scale != self._pace_scale:
+            self._pace_scale = self.pace.scale
             self.facts = replace(self.facts, cost=self.pace.cost)
         return super().update_from_output(scheduler_output, model_runner_output)
 

@@ -27,7 +27,7 @@ Kill = Callable[[psutil.Process], None]
 
 
 def kill_engine(replica: psutil.Process) -> None:
-    (engine,) = replica.children()
+    [engine] = [child for child in replica.children() if child.name().startswith("VLLM")]
     engine.kill()
 
 

@@ -103,7 +103,7 @@ def test_token_ids_in_and_out(client: httpx.Client) -> None:
 
 
 def test_a_named_tool_is_called(client: httpx.Client) -> None:
-    body = chat(tools=[TOOL], tool_choice=NAMED, max_tokens=200)
+    body = chat(tools=[TOOL], tool_choice=NAMED, max_tokens=200, temperature=0)
     (choice,) = client.post("/v1/chat/completions", json=body).json()["choices"]
     (call,) = choice["message"]["tool_calls"]
     assert call["function"]["name"] == "weather"

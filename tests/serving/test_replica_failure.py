@@ -174,7 +174,7 @@ def undisturbed(client: httpx.Client) -> list[dict[str, Any]]:
 
 
 def kill_engine(replica: psutil.Process) -> None:
-    (engine,) = replica.children()
+    [engine] = [child for child in replica.children() if child.name().startswith("VLLM")]
     engine.kill()
 
 
