@@ -36,6 +36,8 @@ PER_BYTE_S = 0.005 / 100_000
 """Longest CPU time of the loop for each byte of a body, of all its steps."""
 FIXED_S = 0.005
 """CPU time of a request that does not depend on its body."""
+SHARED = 2.0
+"""Factor of the bound for all steps. On a machine with other work, steps that allocate much are slower than a parse."""
 TRIES = 3
 PARSED = b'{"messages": [' + b'{"role": "user", "content": "x"}, ' * 19_999 + b'{"role": "user", "content": "x"}]}'
 PARSED_S = 0.0033
@@ -216,7 +218,7 @@ def check(monkeypatch: pytest.MonkeyPatch, body: bytes, path: str) -> None:
     longest_s, total_s = cost(monkeypatch, body, path)
     slowness = max(slowness, parse_s() / PARSED_S)
     assert longest_s <= slowness * STEP_S
-    assert total_s <= slowness * (FIXED_S + PER_BYTE_S * max(len(body), 100_000))
+    assert total_s <= SHARED * slowness * (FIXED_S + PER_BYTE_S * max(len(body), 100_000))
 
 
 def parse_s() -> float:
