@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 # The environment of engines is set by benchmarks.pause_work before vLLM is imported.
-from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.v1.engine.async_llm import AsyncLLM
 
-from benchmarks.pause_work import BLOCK, BLOCKS, LARGER, Served, measured_cost, numbers, turn
+from benchmarks.pause_work import BLOCK, LARGER, Served, measured_cost, numbers, start_engine, turn
 from benchmarks.results import save
 from cluster.config.models import DiskTierConfig
-from cluster.config.schema import PolicyConfig
 from replicas.cost_model import CostModel
-from replicas.host_tier import fit_tiers, kv_transfer_config
-from replicas.settings import SchedulerSettings
+from replicas.host_tier import kv_transfer_config
 from replicas.tiny.model import tiny_model_directory
 
 MOST_OF_TTFT, MOST_TO_FIRST_HIT_S = 0.3, 1.0
@@ -42,31 +39,13 @@ RETURNED = 32
 WRITTEN_WITHIN_S = 60.0
 
 
-def start_engine(model: Path, cost: CostModel, disk: Path | None) -> AsyncLLM:
+def start_tiers(model: Path, cost: CostModel, disk: Path | None) -> AsyncLLM:
     """Start a replica's engine. It has both tiers, or none."""
-    tiers = {}
+    tiers = None
     if disk is not None:
         below = DiskTierConfig(path=str(disk), bytes=DISK_BYTES)
-        tiers = {"kv_transfer_config": kv_transfer_config(HOST_BYTES, replicas_here=2, disk=below)}
-    settings = SchedulerSettings(policy=PolicyConfig(name="vllm"), cost=cost)
-    arguments = AsyncEngineArgs(
-        model=str(model),
-        load_format="dummy" if not any(model.glob("*.safetensors")) else "auto",
-        skip_tokenizer_init=True,
-        dtype="float32",
-        max_model_len=8192,
-        enforce_eager=True,
-        block_size=BLOCK,
-        num_gpu_blocks_override=BLOCKS + 1,
-        max_num_seqs=32,
-        distributed_executor_backend="uni",
-        scheduler_cls="replicas.control.AgentScheduler",
-        additional_config=settings.additional_config(),
-        **tiers,
-    )
-    config = arguments.create_engine_config()
-    fit_tiers(config)
-    return AsyncLLM.from_vllm_config(config)
+        tiers = kv_transfer_config(HOST_BYTES, replicas_here=2, disk=below)
+    return start_engine(model, cost, "vllm", tiers)
 
 
 def kill(engine: AsyncLLM) -> None:
@@ -116,11 +95,11 @@ async def part(name: str, model: Path, programs: int, tokens: int) -> dict[str, 
     row: dict[str, Any] = {"model": name, "tokens": tokens, "prompt_token_ms": cost.token_s * 1e3}
     found: dict[str, list[Served]] = {"loaded": [], "computed": []}
     with tempfile.TemporaryDirectory(dir=Path.cwd() / ".cache") as folder:
-        engine = start_engine(model, cost, Path(folder))
+        engine = start_tiers(model, cost, Path(folder))
         contexts = await write_programs(engine, programs + 1, tokens)
         row["written"] = {key: value for key, value in (await numbers(engine)).items() if key.startswith("disk_")}
         kill(engine)
-        engines = {"computed": start_engine(model, cost, None), "loaded": start_engine(model, cost, Path(folder))}
+        engines = {"computed": start_tiers(model, cost, None), "loaded": start_tiers(model, cost, Path(folder))}
         try:
             row["first_hit_s"] = await first_hit_s(engines["loaded"], contexts.pop(), time.perf_counter())
             await turn(engines["computed"], "warm", prompt_of(98, tokens), 4, last=True)

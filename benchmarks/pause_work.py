@@ -46,6 +46,7 @@ from cluster.runs.runner import ProgramRunner
 from cluster.store.runs.store import RunStore
 from replicas.control import ControlChannel
 from replicas.cost_model import CostModel
+from replicas.host_tier import fit_tiers
 from replicas.presets import DEFAULT, preset
 from replicas.settings import SchedulerSettings
 from replicas.tiny.model import tiny_model_directory
@@ -63,9 +64,11 @@ LARGER = {
 }  # fmt: skip
 
 
-def start_engine(model: Path, cost: CostModel) -> AsyncLLM:
-    """Start a replica's engine with a cost model."""
-    settings = SchedulerSettings(policy=PolicyConfig(name="caesura"), cost=cost)
+def start_engine(
+    model: Path, cost: CostModel, policy: str = "caesura", tiers: Mapping[str, Any] | None = None
+) -> AsyncLLM:
+    """Start a replica's engine with a cost model, a policy and a `kv_transfer_config`."""
+    settings = SchedulerSettings(policy=PolicyConfig(name=policy), cost=cost)
     arguments = AsyncEngineArgs(
         model=str(model),
         load_format="dummy" if not any(model.glob("*.safetensors")) else "auto",
@@ -79,8 +82,11 @@ def start_engine(model: Path, cost: CostModel) -> AsyncLLM:
         distributed_executor_backend="uni",
         scheduler_cls="replicas.control.AgentScheduler",
         additional_config=settings.additional_config(),
+        kv_transfer_config=tiers,
     )
-    return AsyncLLM.from_vllm_config(arguments.create_engine_config())
+    config = arguments.create_engine_config()
+    fit_tiers(config)
+    return AsyncLLM.from_vllm_config(config)
 
 
 @dataclass

@@ -149,7 +149,7 @@ class _Cost:
 
     @property
     def seconds(self) -> float:
-        """The estimated time."""
+        """Seconds that one core is expected to compile for, from the counts so far."""
         return self.parts * PART_S + self.pairs * PAIR_S + self.states * STATE_S
 
     @property

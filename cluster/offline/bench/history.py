@@ -105,7 +105,7 @@ class MemoryUse:
     """The use of the KV memory of one or several replicas, in tokens. Each block counts as full."""
 
     running: int
-    """Tokens of turns."""
+    """Tokens in blocks that are allocated to turns, whether they run or wait."""
     held: int
     """Tokens of paused programs."""
     cached: int

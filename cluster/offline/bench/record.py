@@ -48,7 +48,7 @@ class TurnPart(msgspec.Struct, frozen=True, omit_defaults=True):
     """A turn; see `cluster.core.slo.TurnRecord`."""
 
     start_s: float
-    """Intended start."""
+    """Time at which the turn should start, in seconds since the run began. A busy client starts it later."""
     outcome: str
     first_s: float | None = None
     last_s: float | None = None

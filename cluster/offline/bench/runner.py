@@ -165,7 +165,7 @@ class BenchProgress(Protocol):
 
 
 class Silent:
-    """Shows no progress."""
+    """The progress of a run whose output is read by a program: it prints nothing."""
 
     def block(self, policy: str, block: int, programs: int) -> None:
         """See BenchProgress."""
