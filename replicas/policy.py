@@ -5,7 +5,7 @@ result. Times are in seconds on the scheduler's clock, and lengths in tokens.
 """
 
 from collections.abc import Callable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from enum import Enum
 from functools import cached_property
 from math import isclose
@@ -38,16 +38,14 @@ class ReplicaFacts:
     host_tokens: int = 0
     """Capacity of the host tier, in tokens. 0 means that there is none."""
 
-    def turn_bounds(self, slo: Slo, tokens: int, context_tokens: int) -> Slo:
-        """Return the bounds of one turn. That on its first token follows from its prompt, see `Slo.slowdown`.
+    def alone_s(self, tokens: int, context_tokens: int) -> float:
+        """Return the seconds that the first token of a turn takes alone.
 
         Args:
-            slo: the bounds of such turns.
             tokens: tokens of the prompt that the program did not have before.
             context_tokens: the other tokens of the prompt.
         """
-        alone_s = self.cost.prefill_s(max(1, tokens), context_tokens, self.max_tokens)
-        return replace(slo, ttft_s=slo.ttft_bound_s(alone_s))
+        return self.cost.prefill_s(max(1, tokens), context_tokens, self.max_tokens)
 
 
 @dataclass(frozen=True)

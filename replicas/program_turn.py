@@ -363,7 +363,8 @@ class Reading:
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
         ending = self._watch.endings.get(0)
         stopped_by = None if ending is None or not isinstance(ending.stop_reason, str) else ending.stop_reason
-        return TurnDone(reason, usage["prompt_tokens"], cached, usage["completion_tokens"], stopped_by)
+        used = usage["prompt_tokens"], cached, usage["completion_tokens"]
+        return TurnDone(reason, *used, stopped_by, self._watch.alone_s)
 
     def _reason(self, of_vllm: str) -> str:
         """Return why the turn ended.

@@ -31,6 +31,7 @@ from replicas.finish_reasons import corrected_event
 from replicas.grammar_queue import COMPILED_S_KEY
 from replicas.grammar_trials import GrammarTrials
 from replicas.requests import of_first_event
+from replicas.turn_reports import take_alone_s
 from replicas.vllm_patches import RESUMED_KEY
 
 Other = TypeVar("Other")
@@ -87,6 +88,8 @@ class Watch:
         """The name of the request in the engine, or None if the engine has not got it."""
         self.endings: dict[int, Ending] = {}
         """Why the engine's outputs ended, by the index of the choice. Choices that have not ended are missing."""
+        self.alone_s: float | None = None if so_far is None or so_far.begun is None else so_far.begun.alone_s
+        """See `cluster.core.slo.TurnRecord.alone_s`."""
         self._obstacle: str | None = None
         self._begun: Begun | None = None
         self._ending: Ending | None = None
@@ -128,11 +131,13 @@ class Watch:
         first = True
         async with aclosing(self._failing(outputs)) as watched:
             async for output in watched:
+                self._take_report(output)
                 if first and self._obstacle is None:
                     digest = prompt_digest(pack_ids(prompt["prompt_token_ids"]))
-                    self._begun = Begun(digest, output.num_cached_tokens, output.num_cache_creation_tokens)
+                    cached = output.num_cached_tokens, output.num_cache_creation_tokens
+                    self._begun = Begun(digest, *cached, alone_s=self.alone_s)
                 elif first:
-                    self._begun = Begun(b"", None, obstacle=self._obstacle)
+                    self._begun = Begun(b"", None, obstacle=self._obstacle, alone_s=self.alone_s)
                 first = False
                 for one in output.outputs:
                     if (ending := _ending(one)) is not None:
@@ -185,6 +190,7 @@ class Watch:
         longer = {**prompt, "prompt_token_ids": ids + known}
         async with aclosing(self._failing(generate(longer, _rest_of(params, len(known)), name))) as outputs:
             async for output in outputs:
+                self._take_report(output)
                 whole = output_of(output.outputs[0].token_ids, _ending(output.outputs[0]))
                 if (ending := _ending(whole.outputs[0])) is not None:
                     self.endings[0] = ending
@@ -192,6 +198,11 @@ class Watch:
                 yield whole
                 if whole.finished:
                     return
+
+    def _take_report(self, output: RequestOutput) -> None:
+        alone_s = take_alone_s(output)
+        if self.alone_s is None:
+            self.alone_s = alone_s
 
     def _note(self, token_ids: Sequence[int], ending: Ending | None) -> None:
         self._ids.extend(token_ids)

@@ -75,6 +75,7 @@ from replicas.single_flight import SingleFlight
 from replicas.stats import Stats
 from replicas.step_pace import StepPace
 from replicas.swapping import LoadCalls, Swapping
+from replicas.turn_reports import TurnReports
 from replicas.turns import RecentMean, Turn, ended_event, read_identity, record_of, tool_name_reader, tools_of
 from replicas.views import Views, features_of
 from replicas.vllm_patches import (
@@ -164,6 +165,7 @@ class AgentScheduler(LoadingScheduler):
             block_tokens=self.block_size,
             bounds_of=lambda key: self.settings.bounds_of_program(key),
         )
+        self.reports = TurnReports()
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
         self.gpu_times = GpuTimes(
             facts=lambda: self.facts,
@@ -328,7 +330,7 @@ class AgentScheduler(LoadingScheduler):
         if self.pace.scale != self._pace_scale:
             self._pace_scale = self.pace.scale
             self.facts = replace(self.facts, cost=self.pace.cost)
-        return super().update_from_output(scheduler_output, model_runner_output)
+        return self.reports.attached(super().update_from_output(scheduler_output, model_runner_output))
 
     def _rank(self, request: Request) -> RankKey:
         if request.request_id not in self.turns:  # it is of early prefill
@@ -362,7 +364,7 @@ class AgentScheduler(LoadingScheduler):
             # Without Caesura's ingress in front (vLLM's own server, offline use) the session is the program.
             key = identity.key or request.session_id
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
-            turn.bounds = self.facts.turn_bounds(self.settings.bounds_of(identity), request.num_tokens, 0)
+            turn.bind(self.settings.bounds_of(identity), self.facts.alone_s(request.num_tokens, 0))
             self.preemption.arrives(request.request_id, turn)
             if key is not None:
                 self._arrive(request, turn, key)
@@ -375,8 +377,7 @@ class AgentScheduler(LoadingScheduler):
             compacted = not self._keeps_prompt(request, key) and request.num_tokens < before.context_tokens
             if not compacted:
                 new = max(0, request.num_tokens - before.context_tokens)
-                bounds = self.settings.bounds_of(turn.identity)
-                turn.bounds = self.facts.turn_bounds(bounds, new, before.context_tokens)
+                turn.bind(self.settings.bounds_of(turn.identity), self.facts.alone_s(new, before.context_tokens))
                 self.forecaster.tools_returned(key, new)
         self.holds.returned(key, turn.bounds)
         turn.features = features_of(turn, self.programs[key], request.num_tokens, compacted=compacted)
@@ -434,7 +435,9 @@ class AgentScheduler(LoadingScheduler):
     ) -> tuple[list[int], bool]:
         """Process the tokens of a step, and note the time of a turn's first token."""
         if new_token_ids and not request.num_output_tokens:
-            self.turns[request.request_id].first_token_s = self._now_s()
+            turn = self.turns[request.request_id]
+            turn.first_token_s = self._now_s()
+            self.reports.note(request.request_id, turn)
         updated: tuple[list[int], bool] = super()._update_request_with_output(request, new_token_ids, is_stale)
         return updated
 
@@ -447,6 +450,7 @@ class AgentScheduler(LoadingScheduler):
             self.early_prefill.freed(request)
         else:
             self.swapping.ends(request)
+            self.reports.note(request.request_id, turn)
             self.stats.ended(request, turn)
             if turn.key is not None:
                 self._end_turn(request, turn, turn.key)

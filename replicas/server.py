@@ -21,7 +21,11 @@ from typing import Any, NoReturn
 import psutil
 import ray
 from ray import serve
-from ray.llm._internal.serve.core.configs.openai_api_models import ChatCompletionResponse, ErrorResponse
+from ray.llm._internal.serve.core.configs.openai_api_models import (
+    ChatCompletionResponse,
+    CompletionResponse,
+    ErrorResponse,
+)
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
@@ -435,7 +439,9 @@ async def _as_sent(
                 yield of_response(piece)
             case ChatCompletionResponse():
                 correct_answer(piece, watch.endings)
-                yield piece.model_dump_json().encode()
+                yield StreamChunk(watch.take(), piece.model_dump_json().encode())
+            case CompletionResponse():
+                yield StreamChunk(watch.take(), piece.model_dump_json().encode())
             case _:
                 yield piece.model_dump_json().encode()
         first = False

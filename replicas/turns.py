@@ -5,7 +5,7 @@ The tool names are read in the engine's process at the end of a turn. The reader
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from vllm.tokenizers import cached_tokenizer_from_config
@@ -75,13 +75,20 @@ class Turn:
     disk_tokens: int = 0
     """Those of them that were loaded from the disk tier."""
     bounds: Slo = NO_BOUNDS
-    """Its own bounds: those of its tenant, and its client's deadline."""
+    """Its own bounds: those of its tenant, and its client's deadline. That on its first token follows from its prompt,
+    see `Slo.slowdown`."""
+    alone_s: float = 0.0
+    """Seconds that its first token would take alone, with the KV of its program's context."""
     waits_since_s: float | None = None
     """Time of its last preemption while it waits after one. None: it was never preempted, or it runs."""
     admitted_again_s: float | None = None
     """Time of its last admission after a preemption. None: there was none."""
     waited_s: float = 0.0
     """Seconds that it waited before the admissions so far."""
+
+    def bind(self, slo: Slo, alone_s: float) -> None:
+        """Set its bounds: those of such turns, and the seconds that its first token takes alone."""
+        self.alone_s, self.bounds = alone_s, replace(slo, ttft_s=slo.ttft_bound_s(alone_s))
 
     def preempted(self, now_s: float, step: int) -> None:
         """Begin to wait again, at this time and step."""

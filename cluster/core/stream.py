@@ -24,6 +24,8 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt that were written to a cache, for `usage`; None: they were not reported."""
     obstacle: str | None = None
     """The reason why no other replica can continue the stream exactly; None: another replica can."""
+    alone_s: float | None = None
+    """See `cluster.core.slo.TurnRecord.alone_s`."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):

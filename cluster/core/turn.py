@@ -101,6 +101,8 @@ class TurnDone(msgspec.Struct, frozen=True, tag=True):
     output_tokens: int
     stop_sequence: str | None = None
     """The stop string that ended the turn, if one did."""
+    alone_s: float | None = None
+    """See `cluster.core.slo.TurnRecord.alone_s`."""
 
 
 TurnPiece = TurnBegan | TurnDelta | TurnDone

@@ -39,9 +39,9 @@ _finishing: set[asyncio.Task[None]] = set()
 """Tasks that read calls to their end after the last piece."""
 
 
-def ends_stream(data: bytes) -> bool:
-    """Return whether these server-sent events are the last of a stream."""
-    return data.endswith(SSE_DONE)
+def ends_answer(data: bytes) -> bool:
+    """Return whether this piece is the last of an answer: the end of a stream, or an answer that is no stream."""
+    return data.endswith(SSE_DONE) or data.startswith(b"{")
 
 
 class Answers(Protocol):
@@ -139,6 +139,11 @@ class FailoverStream(Generic[Data]):
     def output_tokens(self) -> int:
         """Tokens of a stream that have been output."""
         return self._id_bytes // ID_BYTES
+
+    @property
+    def alone_s(self) -> float | None:
+        """See `cluster.core.slo.TurnRecord.alone_s`."""
+        return next((step.begun.alone_s for step in self._steps if step.begun is not None), None)
 
     def cancel(self) -> None:
         """Stop the replica's work on the answer. A call whose last piece has come is left to end by itself."""

@@ -18,7 +18,7 @@ from cluster.core.clock import Clock
 from cluster.core.errors import HttpError
 from cluster.core.program import Prediction, ProgramIdentity
 from cluster.core.supervision import SupervisedTasks
-from cluster.dispatch.failover import FailoverStream, ends_stream
+from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import PredictionMetrics
 from predictor_service.client import PredictionClient, prediction_client
@@ -311,7 +311,7 @@ class WatchedAnswers:
             if piece.startswith(b"{"):
                 used = usage_of(piece)
                 self._turn.over(output_tokens=used.completion, prompt_tokens=used.prompt)
-            elif ends_stream(piece):
+            elif ends_answer(piece):
                 self._turn.over(output_tokens=self._relay.output_tokens)
         return piece
 
@@ -319,6 +319,11 @@ class WatchedAnswers:
     def output_tokens(self) -> int:
         """Number of tokens of a stream that have come."""
         return self._relay.output_tokens
+
+    @property
+    def alone_s(self) -> float | None:
+        """See `cluster.core.slo.TurnRecord.alone_s`."""
+        return self._relay.alone_s
 
     def cancel(self) -> None:
         """Stop the answer. It is complete, or nobody wants it any more."""

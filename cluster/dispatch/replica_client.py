@@ -19,7 +19,7 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.stream import Progress
 from cluster.core.turn import Continuation, TurnDone, TurnPiece
 from cluster.core.turn_address import TurnAddress
-from cluster.dispatch.failover import FailoverStream, ends_stream
+from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import Calls, FailoverAttempts, prompt_tokens, turn_request
 from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers
 from cluster.dispatch.quarantine import Quarantine, digest_of
@@ -90,7 +90,7 @@ class ReplicaClient:
         tokens = prompt_tokens(body)
         turn = self._turn(method, identity, body, tokens)
         call = self._caller(TurnCall(method, body, headers), turn)
-        _, stream = self._failover_stream(method, body, identity, turn, tokens, call, ends_stream)
+        _, stream = self._failover_stream(method, body, identity, turn, tokens, call, ends_answer)
         return WatchedAnswers(stream, turn)
 
     def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any], tokens: int) -> TracedTurn:

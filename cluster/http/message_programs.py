@@ -39,6 +39,9 @@ class RunClient:
     def received(self, tokens: int) -> None:
         """Do nothing: the runner counts the tokens."""
 
+    def takes_alone(self, alone_s: float | None) -> None:
+        """Do nothing: the runner records it."""
+
     def over(self, outcome: Outcome | None) -> None:
         """Record that the run has ended, or cannot be followed."""
         if outcome is Outcome.OK:

@@ -37,7 +37,7 @@ from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
 from cluster.core.lineage import Attributed, LineageIndex
 from cluster.core.program import ProgramIdentity
 from cluster.core.slo import Outcome
-from cluster.core.turn import Continuation, TurnPiece
+from cluster.core.turn import Continuation, TurnDone, TurnPiece
 from cluster.http.attributed_answers import PROGRAM_HEADER, attributed_pieces, reported_program
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.message_programs import MessagePrograms
@@ -93,6 +93,10 @@ class Measured(Protocol):
 
     def received(self, tokens: int) -> None:
         """Record the number of tokens so far."""
+        ...
+
+    def takes_alone(self, alone_s: float | None) -> None:
+        """Record the seconds that a turn's first token would take alone; None: they are unknown."""
         ...
 
     def over(self, outcome: Outcome | None) -> None:
@@ -354,6 +358,8 @@ class _Answer:
             raise in_anthropics_words(piece)
         events = self._fold.take(piece)
         self._measured.received(self._fold.output_tokens)
+        if isinstance(piece, TurnDone):
+            self._measured.takes_alone(piece.alone_s)
         if self._fold.done:
             self._measured.over(Outcome.OK)
         return events

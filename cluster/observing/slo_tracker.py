@@ -323,6 +323,7 @@ class MeasuredTurn:
         self._first_token_s: float | None = None
         self._last_token_s: float | None = None
         self._tokens = 0
+        self._alone_s: float | None = None
         self._over = not tracker.enabled
 
     def is_late(self, model: str, now_s: float) -> bool:
@@ -338,6 +339,10 @@ class MeasuredTurn:
             self._last_token_s = self._tracker.now_s()
             if self._first_token_s is None:
                 self._first_token_s = self._last_token_s
+
+    def takes_alone(self, alone_s: float | None) -> None:
+        """Record the seconds that its first token would take alone; None: they are unknown."""
+        self._alone_s = alone_s
 
     def over(self, outcome: Outcome | None) -> None:
         """Record the end of the turn; None: the request does not count as a turn. Only the first call has an effect."""
@@ -358,6 +363,7 @@ class MeasuredTurn:
             first_token_s=last_token_s if self._first_token_s is None else self._first_token_s,
             last_token_s=last_token_s,
             output_tokens=self._tokens,
+            alone_s=self._alone_s,
         )
         self._tracker.turn_ended(self._served, self._slo, self._identity, record)
 
@@ -411,6 +417,11 @@ class CountedAnswers(Protocol):
         """Number of tokens of the stream so far."""
         ...
 
+    @property
+    def alone_s(self) -> float | None:
+        """Seconds that its first token would take alone; None: they are unknown."""
+        ...
+
     def __aiter__(self) -> Self: ...
 
     async def __anext__(self) -> bytes | HttpError: ...
@@ -448,7 +459,9 @@ class MeasuredAnswers:
             raise
         if isinstance(piece, HttpError):
             self._turn.over(outcome_of(piece))
-        elif piece.startswith(b"{"):
+            return piece
+        self._turn.takes_alone(self._answers.alone_s)
+        if piece.startswith(b"{"):
             self._turn.received(usage_of(piece).completion or 0)
             self._turn.over(Outcome.OK)
         else:

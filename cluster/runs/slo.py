@@ -15,6 +15,10 @@ class TurnWatch(Protocol):
         """Record the number of tokens received so far."""
         ...
 
+    def takes_alone(self, alone_s: float | None) -> None:
+        """Record the seconds that its first token would take alone. None: they are unknown."""
+        ...
+
     def over(self, outcome: Outcome | None) -> None:
         """Record the outcome of the turn. None: it was no turn. A second call does nothing."""
         ...
@@ -43,6 +47,9 @@ class NullTurns:
         """Record nothing."""
 
     def received(self, tokens: int) -> None:
+        """Record nothing."""
+
+    def takes_alone(self, alone_s: float | None) -> None:
         """Record nothing."""
 
     def over(self, outcome: Outcome | None) -> None:
@@ -79,8 +86,10 @@ class RunWatch:
         if self._turn is not None:
             self._turn.received(tokens)
 
-    def answered(self) -> None:
-        """Record that the turn has completed."""
+    def answered(self, alone_s: float | None) -> None:
+        """Record that the turn has completed, and the seconds that its first token would take alone. None: unknown."""
+        if self._turn is not None:
+            self._turn.takes_alone(alone_s)
         self._over(Outcome.OK)
 
     def refused(self) -> None:

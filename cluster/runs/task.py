@@ -314,7 +314,7 @@ class RunTask:
         self._count_cut(result)
         self._record(result)
         await self._explain_early(Outcome.CANCELLED)
-        self._watched.answered()
+        self._watched.answered(turn.alone_s)
 
     def _count_cut(self, result: TurnResult) -> None:
         if cut := len(cut_answers(self.state, result.answer_chars)):

@@ -55,6 +55,11 @@ class TurnText:
         """Number of tokens received so far."""
         return len(self._ids) // ID_BYTES
 
+    @property
+    def alone_s(self) -> float | None:
+        """See `cluster.core.slo.TurnRecord.alone_s`."""
+        return None if self._done is None else self._done.alone_s
+
     def new_calls(self) -> Iterator[Call]:
         """Yield the calls that are complete since the last time, while the turn goes on.
 

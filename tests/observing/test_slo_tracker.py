@@ -24,7 +24,7 @@ from tests.observing.recorded import Recorded
 CONFIG = CaesuraConfig.model_validate(
     {
         "slo": {"ttft_s": 1.0},
-        "tenants": {"fast": {"slo": {"ttft_s": 0.1}}},
+        "tenants": {"fast": {"slo": {"ttft_s": 0.1}}, "long": {"slo": {"ttft_s": 0.1, "slowdown": 4.0}}},
         "http": {"trust_request_start": True, "request_timeout_s": 60.0},
         "limits": {"program_ttl_s": 100.0},
     }
@@ -106,6 +106,19 @@ def test_a_tenant_has_its_own_bounds_and_one_without_a_name_no_label(ingress: In
     assert recorded.of(metrics.PROGRAM_ENDS) == {("tiny", "fast", "late"): 1, ("tiny", "other", "good"): 1}
 
 
+@pytest.mark.parametrize(("alone_s", "missed"), [(0.2, False), (0.1, True), (0.01, True), (None, True)])
+async def test_a_prompt_that_takes_long_alone_has_a_longer_bound(
+    ingress: Ingress, recorded: Recorded, alone_s: float | None, missed: bool
+) -> None:
+    """Its first token comes after 0.5 s. The bound is four times the seconds alone, and 0.1 s at least."""
+    turn = ingress.tracker.begin("tiny", ProgramIdentity(tenant="long"), ingress.clock.now_s())
+    answers = MeasuredAnswers(Answer(ingress.clock, EVENT, SSE_DONE, each_s=0.5, alone_s=alone_s), turn, as_http_error)
+    assert len([piece async for piece in answers]) == 2
+    assert recorded.of(metrics.SLO_MISSES) == ({("ttft", "tiny", "long"): 1} if missed else {})
+    verdict = "late" if missed else "good"
+    assert recorded.of(metrics.PROGRAM_ENDS) == {("tiny", "long", verdict): 1}
+
+
 def test_what_waited_in_front_of_us_counts(ingress: Ingress, recorded: Recorded) -> None:
     arrived_s = ingress.tracker.arrival_s({"x-request-start": "t=4997.0"})
     ingress.tracker.begin("tiny", ProgramIdentity(), arrived_s).over(Outcome.OK)
@@ -150,11 +163,18 @@ def test_what_a_refusal_makes_of_a_turn(error: HttpError, outcome: Outcome | Non
 
 
 class Answer:
-    """Pieces that come one second after the other, each with one token."""
+    """Pieces that come one after the other, each with one token."""
 
-    def __init__(self, clock: ManualClock, *pieces: bytes | HttpError | Exception) -> None:
-        self._clock, self._pieces = clock, list(pieces)
+    def __init__(
+        self,
+        clock: ManualClock,
+        *pieces: bytes | HttpError | Exception,
+        each_s: float = 1.0,
+        alone_s: float | None = None,
+    ) -> None:
+        self._clock, self._pieces, self._each_s = clock, list(pieces), each_s
         self.output_tokens = 0
+        self.alone_s = alone_s
 
     def __aiter__(self) -> "Answer":
         return self
@@ -162,7 +182,7 @@ class Answer:
     async def __anext__(self) -> bytes | HttpError:
         if not self._pieces:
             raise StopAsyncIteration
-        self._clock.advance(1.0)
+        self._clock.advance(self._each_s)
         self.output_tokens += 1
         piece = self._pieces.pop(0)
         if isinstance(piece, Exception) and not isinstance(piece, HttpError):

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
 from cluster.core.lifecycle.machine import begin
-from cluster.core.program import Hints
+from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.slo import Slo
 from cluster.durations.table import DurationTable
 from replicas.policies.caesura import (
@@ -24,6 +24,7 @@ from replicas.policies.caesura import (
 )
 from replicas.policy import Claimant, Forecast, Hold, HoldView, KvPlace, LoadView, PauseView, Release, Swap, TurnView
 from replicas.presets import preset
+from replicas.turns import Turn
 from replicas.waiting_queue import EQUAL, LOADED
 from tests.replica.policy_views import COST, hold, load, observed, pause, turn
 
@@ -86,14 +87,19 @@ def test_a_turn_is_late_once_its_prefill_no_longer_fits_the_bound() -> None:
 
 def test_the_bounds_are_the_turns_own() -> None:
     """A bound relative to the prompt is longer than the bound in seconds where the prompt takes long alone."""
-    facts = load().facts
-    assert facts.turn_bounds(Slo(1.0, e2e_s=5.0), 5000, 0) == Slo(1.0, e2e_s=5.0)
+
+    def bound(slo: Slo, tokens: int, context_tokens: int) -> Slo:
+        turn = Turn(ProgramIdentity(), None, arrived_s=0.0, queued_step=0)
+        turn.bind(slo, load().facts.alone_s(tokens, context_tokens))
+        return turn.bounds
+
+    assert bound(Slo(1.0, e2e_s=5.0), 5000, 0) == Slo(1.0, e2e_s=5.0)
     with_x = Slo(1.0, slowdown=3.0)
-    assert facts.turn_bounds(with_x, 5000, 0).ttft_s == pytest.approx(3 * 0.5)
-    assert facts.turn_bounds(with_x, 5000, 4000).ttft_s == pytest.approx(3 * 0.5), "attention costs nothing here"
-    assert facts.turn_bounds(with_x, 1000, 9000).ttft_s == 1.0
-    assert facts.turn_bounds(Slo(slowdown=3.0), 1000, 0).ttft_s == pytest.approx(0.3)
-    assert facts.turn_bounds(Slo(), 1000, 0).ttft_s is None
+    assert bound(with_x, 5000, 0).ttft_s == pytest.approx(3 * 0.5)
+    assert bound(with_x, 5000, 4000).ttft_s == pytest.approx(3 * 0.5), "attention costs nothing here"
+    assert bound(with_x, 1000, 9000).ttft_s == 1.0
+    assert bound(Slo(slowdown=3.0), 1000, 0).ttft_s == pytest.approx(0.3)
+    assert bound(Slo(), 1000, 0).ttft_s is None
 
 
 def test_a_lower_priority_value_comes_first_whatever_the_work() -> None:

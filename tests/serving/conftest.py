@@ -37,6 +37,7 @@ def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
         # In half the digits two tokens may be equally likely, and the batch decides: one prompt would have two answers.
         "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32, "dtype": "float32"},
         "policy": {"name": "continuum"},
+        "slo": {"slowdown": 20.0},
         "redis": {"refresh_s": 0.2},
     }
     return CaesuraConfig.model_validate({key: base.get(key, {}) | sections.get(key, {}) for key in base | sections})

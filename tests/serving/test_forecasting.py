@@ -13,7 +13,7 @@ from cluster.core.errors import HttpError
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import pack_ids
-from cluster.dispatch.failover import FailoverStream, ends_stream
+from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import prompt_tokens
 from cluster.dispatch.predictions import Predictions, WatchedAnswers
 from cluster.local.embedded_redis import EmbeddedRedis
@@ -84,7 +84,7 @@ class Door:
         async def blame() -> None:
             raise AssertionError("nobody is to blame")
 
-        relay: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_stream, error_map=_raise, blame=blame)
+        relay: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_answer, error_map=_raise, blame=blame)
         answers = WatchedAnswers(relay, turn)
         taken = 0
         async for _ in answers:

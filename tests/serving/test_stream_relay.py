@@ -8,7 +8,7 @@ from msgspec.structs import replace
 
 from cluster.core.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.core.stream import Begun, Progress, StreamChunk, joined
-from cluster.dispatch.failover import DEAD_ON_ARRIVAL_ATTEMPTS, ROOM_ATTEMPTS, FailoverStream, ends_stream
+from cluster.dispatch.failover import DEAD_ON_ARRIVAL_ATTEMPTS, ROOM_ATTEMPTS, FailoverStream, ends_answer
 
 EVENTS = [b"data: a\n\n", b"data: b\n\n", b"data: c\n\n", b"data: [DONE]\n\n"]
 BEGUN = Begun(b"prompt", 0)
@@ -74,7 +74,7 @@ class Blamed:
 
 
 def relay(replicas: Replicas, blamed: Blamed | None = None) -> FailoverStream[bytes]:
-    return FailoverStream(replicas, ends=ends_stream, error_map=as_error, blame=blamed or Blamed())
+    return FailoverStream(replicas, ends=ends_answer, error_map=as_error, blame=blamed or Blamed())
 
 
 async def told(relay: FailoverStream[bytes]) -> list[bytes | HttpError]:
@@ -107,7 +107,7 @@ async def test_an_answer_that_is_no_stream_is_asked_for_again_and_comes_once() -
         return calls.pop(0)
 
     calls = [Call([Death()]), Call([b"{}"])]
-    whole: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_stream, error_map=as_error, blame=Blamed())
+    whole: FailoverStream[bytes] = FailoverStream(attempt, ends=ends_answer, error_map=as_error, blame=Blamed())
     assert [piece async for piece in whole] == [b"{}"]
 
 

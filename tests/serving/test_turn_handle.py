@@ -9,6 +9,7 @@ from cluster.app import APPLICATION
 from cluster.core.errors import HttpError, ProgramMoved
 from cluster.core.program import ProgramIdentity
 from cluster.core.replica_snapshot import ROUTING_STATS_KEY, ReplicaSnapshot
+from cluster.core.stream import joined
 from cluster.core.turn import Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, pack_ids, unpack_ids
 
 pytestmark = [pytest.mark.cluster]
@@ -42,12 +43,33 @@ def test_two_turns_through_the_handle(home: Any) -> None:
     assert all(isinstance(delta, TurnDelta) for delta in deltas)
     context = unpack_ids(began.added_ids + b"".join(delta.token_ids for delta in deltas))
     assert len(context) == done.prompt_tokens + done.output_tokens
+    first_alone_s = done.alone_s
     answer = {"role": "assistant", "content": "".join(delta.content for delta in deltas)}
     body["messages"] = [*messages, answer, {"role": "user", "content": "More."}]
     began, *_, done = turn(home, body, Continuation(pack_ids(context), 2))
     assert began.rendering is PromptMode.CONTINUED
     assert done.prompt_tokens == len(context) + len(unpack_ids(began.added_ids))
     assert done.cached_tokens >= len(context) - 32
+    assert 0 < done.alone_s < first_alone_s, "its bound is that of the new tokens"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("method", ["chat", "completions"])
+def test_an_answer_says_how_long_its_first_token_takes_alone(home: Any, stream: bool, method: str) -> None:
+    text = f"{method} {stream}. " * 20
+    prompt = {"messages": [{"role": "user", "content": text}]} if method == "chat" else {"prompt": text}
+    body = {"model": "tiny", **prompt, "max_tokens": 4, "ignore_eos": True, "stream": stream}
+    identity = ProgramIdentity(program_id=f"alone-{method}-{stream}")
+    answers = home.options(stream=True).answer.remote(
+        method, body, {"x-request-id": text[:20]}, identity.key, identity.encode()
+    )
+    chunks = list(answers)
+    assert not [chunk.message for chunk in chunks if isinstance(chunk, HttpError)]
+    progress = joined([chunk.progress for chunk in chunks])
+    assert progress.begun is not None
+    assert progress.begun.alone_s is not None
+    assert progress.begun.alone_s > 0
+    assert b"alone" not in b"".join(chunk.data for chunk in chunks)
 
 
 def test_a_refusal_arrives(home: Any) -> None:
