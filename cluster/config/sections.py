@@ -40,7 +40,8 @@ class SloConfig(Section):
     generated. For a program it is the time without tools, divided by the tokens of all turns."""
     slowdown: float | None = Field(None, ge=1)
     """Bound on the first token of a turn whose prompt takes long: so many times the seconds that the prompt's new
-    tokens take alone on the replica, where this is more than `ttft_s`. Scheduling and the metrics of good turns use it."""
+    tokens take alone on the replica, where this is more than `ttft_s`. Scheduling and the metrics of good turns use
+    it."""
 
     @property
     def bounds(self) -> Slo:
