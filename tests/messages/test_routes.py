@@ -16,7 +16,7 @@ from cluster.http.messages import _Answer
 
 BEGAN = TurnBegan(PromptMode.FIRST, pack_ids(range(4)))
 HI = TurnDelta(pack_ids([1, 2]), content="Hi")
-DONE = TurnDone("stop", 4, 0, 2)
+DONE = TurnDone("stop", 4, 0, 2, alone_s=0.25)
 
 
 class Measured:
@@ -25,9 +25,13 @@ class Measured:
     def __init__(self) -> None:
         self.ends: list[Any] = []
         self.tokens = 0
+        self.alone_s: float | None = None
 
     def received(self, tokens: int) -> None:
         self.tokens = tokens
+
+    def takes_alone(self, alone_s: float | None) -> None:
+        self.alone_s = alone_s
 
     def over(self, outcome: Outcome | None) -> None:
         self.ends = self.ends or [outcome]
@@ -89,6 +93,7 @@ async def test_a_stream_ends_with_its_end_or_an_error(pieces: list[Any], last: s
     events = await events_of(answer)
     assert (events[0]["type"], events[-1]["type"]) == ("message_start", last)
     assert (measured.ends, measured.tokens, turn.closed) == ([outcome], 2, True)
+    assert measured.alone_s == (0.25 if outcome is Outcome.OK else None)
 
 
 @pytest.mark.parametrize(
