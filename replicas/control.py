@@ -10,6 +10,7 @@ import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import msgspec
 import pydantic
 from vllm.v1.engine.exceptions import EngineDeadError
 
@@ -90,6 +91,7 @@ def _exchange(
     revision: int | None = None,
     observed: int | None = None,
     noted: int | None = None,
+    billed: int | None = None,
 ) -> dict[str, Any]:
     """Exchange tool durations with the other replicas, and end expired holds, which matters while nothing runs.
 
@@ -101,12 +103,14 @@ def _exchange(
         observed: number of observations that the replica has, see `replicas.stats.Stats.observations`. None: it does
             not want any.
         noted: number of notes of traced turns that the replica has. None: it does not want any.
+        billed: revision up to which bills of programs are written, see `replicas.bills`. None: it does not want any.
     """
     if durations is not None:
         scheduler.durations.update_others(unpack_parts(durations), forgotten)
     scheduler.expire_holds(scheduler.clock.now_s())
     notes = scheduler.stats.traces.notes
     fresh = notes.since(notes.number if noted is None else noted)
+    billed, bills = scheduler.bills.since(billed)
     reached, own = (0, b"") if revision is None else scheduler.duration_changes.since(revision, scheduler.durations)
     return {
         "durations": own,
@@ -114,6 +118,7 @@ def _exchange(
         "snapshot": snapshot(scheduler),
         "observations": scheduler.stats.observations(observed),
         "traced": {"number": fresh.number, "notes": list(fresh.items)},
+        "bills": {"revision": billed, "packed": msgspec.msgpack.encode(bills)},
     }
 
 
@@ -167,7 +172,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "fetched_tokens": cache.fetched_chunks * cache.tokens_per_chunk if cache else 0,
         **scheduler.early_prefill.numbers(),
         **scheduler.stats.numbers(),
-        "counters": {**scheduler.counters, "tool_parser_failures": parser_failures},
+        "counters": {**scheduler.counters, "tool_parser_failures": parser_failures, "lost_bills": scheduler.bills.lost},
     }
 
 

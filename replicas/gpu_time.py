@@ -68,7 +68,7 @@ class TurnTime(GpuTime):
 
     caused_by: str | None = None
     """The program for which KV of this turn's program was evicted, if the turn computed it again."""
-    sums: Sequence[GpuTime] = field(default=(), repr=False, compare=False)
+    sums: "Sequence[Sum]" = field(default=(), repr=False, compare=False)
     """Once it has ended, the sums that it is a part of. A step that was in flight then is added there, too."""
 
     def shown_to(self, tenant: str) -> dict[str, Any]:
@@ -84,7 +84,28 @@ class Timed(Protocol):
 
     identity: ProgramIdentity
     key: str | None
+    cached_tokens: int
     gpu: TurnTime
+
+
+class BilledTime(Protocol):
+    """The times of a program in a day, and its turns: see `replicas.bills.Bill`."""
+
+    def add(self, other: GpuTime) -> None:
+        """Add other times to these."""
+        ...
+
+    def turn_ended(self, prompt_tokens: int, cached_tokens: int, output_tokens: int) -> None:
+        """Count a turn with its tokens."""
+        ...
+
+
+class Sum(Protocol):
+    """Times to which those of a turn are added."""
+
+    def add(self, other: GpuTime) -> None:
+        """Add other times to these."""
+        ...
 
 
 Part = tuple[TurnTime, float, bool]
@@ -108,6 +129,7 @@ class GpuTimes:
         requests: vLLM's requests by id.
         turns: the turns by request id.
         owner_of: returns the program for which a request that is no turn computes, or None.
+        bill_of: returns today's bill of a tenant's program. An empty program: of requests that belong to none.
     """
 
     def __init__(
@@ -117,11 +139,13 @@ class GpuTimes:
         requests: Mapping[str, Request],
         turns: Mapping[str, Timed],
         owner_of: Callable[[str], str | None],
+        bill_of: Callable[[str, str], BilledTime],
     ) -> None:
         self._facts = facts
         self._requests = requests
         self._turns = turns
         self._owner_of = owner_of
+        self._bill_of = bill_of
         self._programs: dict[str, GpuTime] = {}
         self._tenants: dict[str, GpuTime] = {}
         self._evicted_for: dict[str, str] = {}
@@ -139,11 +163,13 @@ class GpuTimes:
         if turn.key is not None:
             turn.gpu.caused_by = self._evicted_for.get(turn.key)
 
-    def turn_ended(self, turn: Timed) -> None:
-        """Add a turn that has ended to its program, if it has one, and to its tenant."""
+    def turn_ended(self, turn: Timed, request: Request) -> None:
+        """Add a turn that has ended to its program, if it has one, to its tenant, and to the day's bill."""
         turn.gpu.sums = self._sums(turn.key, turn.identity.tenant)
         for one in turn.gpu.sums:
             one.add(turn.gpu)
+        tokens = request.num_prompt_tokens, turn.cached_tokens, request.num_output_tokens
+        self._bill(turn.key, turn.identity.tenant).turn_ended(*tokens)
         if turn.key is not None:
             self._evicted_for.pop(turn.key, None)
 
@@ -166,7 +192,7 @@ class GpuTimes:
         """Add the time of a hold of ``tokens`` that began at ``since_s``. It ends now, or is about to be trimmed."""
         held_s = tokens / self._facts().capacity_tokens * (now_s - self._holds.pop(key, since_s))
         for one in self._sums(key, tenant_of(key)):
-            one.held_s += held_s
+            one.add(GpuTime(held_s=held_s))
         if not ends:
             self._holds[key] = now_s
 
@@ -219,27 +245,32 @@ class GpuTimes:
                 used.decode_s += seconds * scale
             else:
                 used.prefill_s += seconds * scale
-            for one in used.sums:  # it has ended since the step began
-                one.decode_s += seconds * scale * generates
-                one.prefill_s += seconds * scale * (not generates)
+            if used.sums:  # it has ended since the step began
+                took = GpuTime(**{"decode_s" if generates else "prefill_s": seconds * scale})
+                for one in used.sums:
+                    one.add(took)
         for used, seconds in step.again:
-            for one in (used, *used.sums):
-                one.recomputed_s += seconds * scale
+            used.recomputed_s += seconds * scale
+            for one in used.sums:
+                one.add(GpuTime(recomputed_s=seconds * scale))
             if used.caused_by is not None:
                 for one in self._sums(used.caused_by, tenant_of(used.caused_by)):
-                    one.caused_s += seconds * scale
+                    one.add(GpuTime(caused_s=seconds * scale))
 
     # --- sums ---------------------------------------------------------------------------------------------------------
 
-    def _sums(self, key: str | None, tenant: str) -> tuple[GpuTime, ...]:
-        own = self._tenants.setdefault(self._tenant_name(tenant), GpuTime())
+    def _bill(self, key: str | None, tenant: str) -> BilledTime:
+        return self._bill_of(self._tenant_name(tenant), "" if key is None else key.partition("/")[2])
+
+    def _sums(self, key: str | None, tenant: str) -> tuple[Sum, ...]:
+        own, bill = self._tenants.setdefault(self._tenant_name(tenant), GpuTime()), self._bill(key, tenant)
         if key is None:
-            return (own,)
+            return (own, bill)
         program = self._programs.pop(key, None) or GpuTime()
         self._programs[key] = program
         if len(self._programs) > MAX_PROGRAMS:
             del self._programs[next(iter(self._programs))]
-        return (own, program)
+        return (own, program, bill)
 
     def _tenant_name(self, tenant: str) -> str:
         return tenant if tenant in self._tenants or len(self._tenants) < MAX_TENANTS else OTHERS

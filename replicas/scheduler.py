@@ -53,6 +53,7 @@ from cluster.core.lifecycle.events import (
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
+from replicas.bills import Bills
 from replicas.cached_prefix import CachedPrefixes, is_cached
 from replicas.crash_attribution import CrashAttribution
 from replicas.duration_sync import DurationChanges
@@ -167,11 +168,13 @@ class AgentScheduler(LoadingScheduler):
         )
         self.reports = TurnReports()
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
+        self.bills = Bills()
         self.gpu_times = GpuTimes(
             facts=lambda: self.facts,
             requests=self.requests,
             turns=self.turns,
             owner_of=lambda request_id: self.early_prefill.owner_of(request_id),
+            bill_of=self.bills.of,
         )
         self.stats = Stats(
             now_s=self._now_s,

@@ -18,6 +18,7 @@ from http import HTTPStatus
 from time import time
 from typing import Any, NoReturn
 
+import msgspec
 import psutil
 import ray
 from ray import serve
@@ -41,12 +42,15 @@ from cluster.core.replica_snapshot import ROUTING_STATS_KEY
 from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import Continuation, TurnPiece
 from cluster.core.turn_address import TurnAddress
+from cluster.core.usage import DayUsage
 from cluster.observing.logs import bind
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import Fallback, ReplicaMetrics, ReplicaState
 from cluster.observing.tracing import traces
+from cluster.store.client import StoreUnavailable
 from cluster.store.durations import DurationStore
+from cluster.store.usage import UsageStore
 from replicas.chat_text import ChatText
 from replicas.coalescing import Ticks, coalesce
 from replicas.control import ControlChannel
@@ -88,7 +92,7 @@ class ProgramServer(LLMServer):
         configure_logs(config.logs, "replica")
         self._config = config
         self._durations = DurationSync()
-        self._observed = self._noted = 0
+        self._observed = self._noted = self._billed = 0
         self._store_due_s = 0.0
         self._router_side: RouterSide | None = None
         self._loops: list[asyncio.Task[NoReturn]] = []
@@ -118,6 +122,7 @@ class ProgramServer(LLMServer):
             expiry_s=store.expiry_s,
             clock=MonotonicClock(),
         )
+        self._usage = UsageStore(store.url, timeout_s=store.timeout_s, clock=MonotonicClock())
         self._text = ChatText(self.engine.chat_renderer)
         self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
@@ -378,7 +383,12 @@ class ProgramServer(LLMServer):
 
     async def _exchange(self) -> None:
         try:
-            taken = {"observed": self._observed, "noted": self._noted, **self._durations.payload()}
+            taken = {
+                "observed": self._observed,
+                "noted": self._noted,
+                "billed": self._billed,
+                **self._durations.payload(),
+            }
             answer = await self._channel.call("exchange", **taken)
         except EngineGone:
             self._end_soon()
@@ -395,7 +405,18 @@ class ProgramServer(LLMServer):
         self._metrics.record_state(ReplicaState.DRAINING if self._of_router.draining else ReplicaState.UP)
         self._durations.answered(answer["revision"], answer["durations"])
         await self._exchange_durations()
+        await self._write_usage(answer["bills"]["revision"], answer["bills"]["packed"])
         self._metrics.record_store(self._store.failures, up=self._store.healthy)
+
+    async def _write_usage(self, revision: int, packed: bytes) -> None:
+        """Write the usage of programs. What is not written is sent by the scheduler again."""
+        try:
+            rows = msgspec.msgpack.decode(packed, type=list[DayUsage])
+            await self._usage.write(self._config.model.id, self.replica_id, rows)
+        except StoreUnavailable:
+            self._metrics.fell_back(Fallback.STORE_UNREACHABLE)
+        else:
+            self._billed = revision
 
     async def _exchange_durations(self) -> None:
         """Exchange tool statistics with the store, unless there are so many replicas that it is not yet time."""

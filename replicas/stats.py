@@ -345,7 +345,7 @@ class Stats:
     def ended(self, request: Request, turn: Turn) -> None:
         """Record the end of a turn, whatever its outcome."""
         self._known.pop(request.request_id, None)
-        self._gpu_times.turn_ended(turn)
+        self._gpu_times.turn_ended(turn, request)
         if turn.admitted_s is None:
             self._waited(self._now_s() - turn.arrived_s)
 

@@ -115,6 +115,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
             "statistics": lambda app: app.get("/admin/statistics"),
             "drain": lambda app: app.post("/admin/drain"),
             "router": lambda app: app.get("/admin/router"),
+            "usage": lambda app: app.get("/admin/usage"),
             "predictor": lambda app: app.get("/admin/predictor"),
         }
     for name, route in endpoints.items():

@@ -59,6 +59,7 @@ from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
 from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
 from cluster.http.stored_responses import StoredResponses
+from cluster.http.usage import usage_of_day
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
@@ -490,6 +491,12 @@ class ProgramIngress:
         """Return the state of this ingress's router: programs, waiting turns, replicas and counters."""
         found = {how.value: n for how, n in self._lineage.counters.items()}
         return JSONResponse(self._fleet.view() | {"programs_found": found})
+
+    async def usage(self, day: str | None = None) -> Response:
+        """Return the turns, the tokens and the seconds of GPUs of each program in a day (UTC, `YYYY-MM-DD`; today if
+        it is missing), as CSV.
+        """
+        return await usage_of_day(self._service.usage, day, time)
 
     async def predictor(self) -> Response:
         """Return the state of this ingress's predictions: their sources, their errors, and the learnt statistics."""

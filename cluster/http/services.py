@@ -19,6 +19,7 @@ from cluster.runs.runner import ProgramRunner
 from cluster.store.conversations import ConversationStore
 from cluster.store.durations import SharedToolDurations
 from cluster.store.runs.store import RunStore
+from cluster.store.usage import UsageStore
 from tools_runtime.actor import ToolActors
 
 METRICS_PERIOD_S = 1.0
@@ -58,6 +59,7 @@ class ProgramService:
         self.conversations = ConversationStore(
             store.url, timeout_s=store.timeout_s, retention_s=programs.retention_s, clock=clock
         )
+        self.usage = UsageStore(store.url, timeout_s=store.timeout_s, clock=clock)
         self.durations = SharedToolDurations(store, model=config.model.id, writer=owner, clock=clock)
         self.tools = ToolActors(config.tools) if config.tools.defined or config.tools.request_kinds else None
         self.runner = ProgramRunner(
@@ -105,6 +107,7 @@ class ProgramService:
             if self.tools is not None:
                 stack.push_async_callback(self.tools.aclose)
             stack.push_async_callback(self.conversations.close)
+            stack.push_async_callback(self.usage.close)
             stack.push_async_callback(self.runner.aclose)
             stack.push_async_callback(self._loops.aclose)
 

@@ -26,11 +26,22 @@ UNKNOWN = 1
 
 
 def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Send a request to the server, and return its answer.
+    """Send a request to the server, and return its JSON answer.
 
     Raises:
         Exit: there is no answer, or it is an error; the reason is on stderr.
     """
+    body: dict[str, Any] = _of_json(_request(method, url, path, parameters), url)
+    return body
+
+
+def send_for_text(method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> str:
+    """Send a request to the server, and return the text of its answer. See `send`."""
+    return str(_request(method, url, path, parameters).text)
+
+
+def _request(method: str, url: str, path: str, parameters: Mapping[str, Any] | None) -> Any:
+    """Return the successful answer, an httpx.Response."""
     import httpx
 
     from cluster.auth.keys import client_headers
@@ -38,14 +49,22 @@ def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None 
     try:
         headers = client_headers()
         answer = httpx.request(method, url.rstrip("/") + path, params=parameters, headers=headers, timeout=TIMEOUT_S)
-        body: dict[str, Any] = answer.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         typer.echo(f"{url}: {error}", err=True)
         raise typer.Exit(UNKNOWN) from error
     if not answer.is_success:
+        body = _of_json(answer, url)
         typer.echo(f"{url}: {body.get('error', {}).get('message', answer.status_code)}", err=True)
         raise typer.Exit(UNKNOWN)
-    return body
+    return answer
+
+
+def _of_json(answer: Any, url: str) -> Any:
+    try:
+        return answer.json()
+    except ValueError as error:
+        typer.echo(f"{url}: {error}", err=True)
+        raise typer.Exit(UNKNOWN) from error
 
 
 @dataclass(frozen=True, slots=True)

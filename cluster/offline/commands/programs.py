@@ -7,7 +7,7 @@ from urllib.parse import quote
 
 import typer
 
-from cluster.offline.commands._common import DEFAULT_URL, Url, send
+from cluster.offline.commands._common import DEFAULT_URL, Url, send, send_for_text
 
 app = typer.Typer(no_args_is_help=True, help="Look at agent programs on a running server.")
 
@@ -61,6 +61,15 @@ def show(
         return
     for line in history_lines(answer):
         typer.echo(line)
+
+
+@app.command()
+def usage(
+    url: Url = DEFAULT_URL,
+    day: Annotated[str | None, typer.Option(help="The day in UTC, YYYY-MM-DD. Today if it is missing.")] = None,
+) -> None:
+    """What each program used in a day, as CSV: turns, tokens and seconds of GPUs. The server keeps a week."""
+    typer.echo(send_for_text("GET", url, "/admin/usage", {} if day is None else {"day": day}), nl=False)
 
 
 @app.command()
