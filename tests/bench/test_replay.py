@@ -22,6 +22,7 @@ from cluster.offline.bench.tables import print_report, write_json_lines
 from cluster.offline.bench.workload import PlannedProgram, PlannedTurn, Shaping
 from cluster.offline.report.plots import write_plots
 from cluster.offline.report.reading import Runs, runs_of
+from tests.waiting import until
 
 CLOCK = MonotonicClock()
 
@@ -54,6 +55,21 @@ async def run(double, planned, *, drain_s=20.0, turn_timeout_s=20.0, ended=lambd
     async with open_session() as session:
         client = TurnClient(session, double.url, "double", CLOCK, turn_timeout_s)
         return await replay(planned, client, CLOCK, drain_s, ended)
+
+
+class Drain:
+    """asyncio for the runner, but the time to drain is over when ``ends`` is true, however fast the machine is."""
+
+    def __init__(self, ends) -> None:
+        self.ends = ends
+
+    def __getattr__(self, name):
+        return getattr(asyncio, name)
+
+    async def wait(self, tasks, **limit) -> None:
+        assert 0 < limit["timeout"] <= 21.0
+        await until(self.ends)
+        assert not any(task.done() for task in tasks)
 
 
 async def test_a_program_is_replayed_token_by_token(cluster_double) -> None:
@@ -99,10 +115,11 @@ async def test_a_late_client_is_in_the_latency(cluster_double) -> None:
     assert record.ttft_s >= 3.0
 
 
-async def test_arrivals_do_not_wait_for_a_slow_server(cluster_double) -> None:
+async def test_arrivals_do_not_wait_for_a_slow_server(cluster_double, monkeypatch) -> None:
+    monkeypatch.setattr("cluster.offline.bench.runner.asyncio", Drain(lambda: len(cluster_double.bodies) == 20))
     cluster_double.misbehaviour.kind = "stall"
     planned = [replace(job, arrival_s=0.01 * i) for i, job in enumerate(jobs(20))]
-    records = await run(cluster_double, planned, drain_s=3.0)
+    records = await run(cluster_double, planned)
     assert [record.outcome for record in records] == [Outcome.UNFINISHED] * 20
     assert all(record.turns[0].sent_s is not None for record in records)
     assert len(cluster_double.bodies) == 20
@@ -145,10 +162,18 @@ async def test_a_server_that_is_not_there_fails_every_program(cluster_double) ->
     assert [record.outcome for record in records] == [Outcome.FAILED] * 3
 
 
-async def test_a_program_cut_off_in_a_pause_is_unfinished(cluster_double) -> None:
+async def test_a_program_cut_off_in_a_pause_is_unfinished(cluster_double, monkeypatch) -> None:
+    answered, client_run = [], TurnClient.run
+
+    async def noted(client, turn):
+        answered.append(await client_run(client, turn))
+        return answered[-1]
+
+    monkeypatch.setattr(TurnClient, "run", noted)
+    monkeypatch.setattr("cluster.offline.bench.runner.asyncio", Drain(lambda: answered))
     long_tool = replace(TALK, turns=(replace(TALK.turns[0], pause_s=60.0), *TALK.turns[1:]))
     told = []
-    (record,) = await run(cluster_double, jobs(program=long_tool), drain_s=0.5, ended=told.append)
+    (record,) = await run(cluster_double, jobs(program=long_tool), ended=told.append)
     assert record.outcome is Outcome.UNFINISHED
     assert [turn.outcome for turn in record.turns] == [Outcome.OK]
     assert [replace(each, until_s=record.until_s) for each in told] == [record]

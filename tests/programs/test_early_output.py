@@ -13,7 +13,8 @@ from cluster.runs.state import RunState, begin, step
 from cluster.runs.turn_request import known_body
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
-from tests.programs.test_runner import OFFERS, ended, outcome, spec, until
+from tests.programs.test_runner import OFFERS, ended, outcome, spec
+from tests.waiting import until
 
 TWO = (("wait", '{"n": 1}'), ("once", '{"n": 2}'))
 

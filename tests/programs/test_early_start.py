@@ -25,7 +25,8 @@ from cluster.runs.state import fold
 from cluster.runs.turn_text import TurnText
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
-from tests.programs.test_runner import OFFERS, ended, outcome, spec, until, words
+from tests.programs.test_runner import OFFERS, ended, outcome, spec, words
+from tests.waiting import until
 
 EARLY = tuple(replace(offer, starts_early=offer.name == "add") for offer in OFFERS)
 

@@ -10,6 +10,7 @@ from cluster.core.errors import BadRequest
 from tests.programs.response_site import known, openai, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
+from tests.waiting import until
 
 ADD: Any = {"type": "function", "name": "add", "server_side": True}
 LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
@@ -91,8 +92,7 @@ async def test_two_responses_at_once_are_one_too_many(runners: Runners) -> None:
     there = Site(runners, ([*says("slow")[:2], gate, *says("slow")[2:]], says("quick", first_id=200)))
     made = await there.client.conversations.create()
     first = asyncio.create_task(there.respond(conversation=made.id, input="one"))
-    while not there.replicas.asked:  # noqa: ASYNC110
-        await asyncio.sleep(0.01)
+    await until(lambda: there.replicas.asked)
     with pytest.raises(ConflictError) as caught:
         await there.respond(conversation=made.id, input="two")
     assert (caught.value.code, caught.value.param) == ("conversation_locked", "conversation")

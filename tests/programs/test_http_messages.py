@@ -15,6 +15,7 @@ from tests.programs.message_site import MODEL, claude, site
 from tests.programs.response_site import Visitor, known, registered, served_by
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
+from tests.waiting import WITHIN_S, until
 
 ADD: Any = {"name": "add", "server_side": True}
 LOOK: Any = {"name": "look", "input_schema": {"type": "object", "properties": {}}}
@@ -189,9 +190,7 @@ async def test_a_late_answer_is_a_second_result_and_the_same_message_again(serve
     tool = {"name": "slowly", "server_side": True}
 
     asking = asyncio.create_task(there.ask(tools=[tool]))
-    async with asyncio.timeout(10):
-        while len(there.replicas.asked) < 2 or not there.tools.late:  # noqa: ASYNC110 - has no event
-            await asyncio.sleep(0.01)
+    await until(lambda: len(there.replicas.asked) >= 2 and there.tools.late)
     [future] = there.tools.late.values()
     future.set_result(ToolResult(next(iter(there.tools.late)), "slowly", Outcome.OK, "done", statistics_name="slowly"))
     message = await asking
@@ -323,15 +322,14 @@ async def test_a_stream_gets_pings_while_tools_run(served: Any, monkeypatch: pyt
     monkeypatch.setattr(messages, "PING_S", 0.02)
 
     async def slow(call: ToolCall) -> str:
-        await asyncio.sleep(0.3)
+        await until(lambda: visitor.text.count("event: ping") >= 3)
         return "2"
 
     there = served(says("", ("add", "{}")), says("Done."), tools={"add": slow})
-    raw = await there.client.beta.messages.with_raw_response.create(
-        model=MODEL, max_tokens=9, messages=[GO], tools=[ADD], stream=True
-    )
-    told = (await raw.http_response.aread()).decode()
-    called, _, answered = told.partition("mcp_tool_result")
+    body = {"model": MODEL, "max_tokens": 9, "messages": [GO], "tools": [ADD], "stream": True}
+    visitor = Visitor(there.app, body, "/v1/messages")
+    await visitor.answered
+    called, _, answered = visitor.text.partition("mcp_tool_result")
     assert "mcp_tool_use" in called
     assert called.count("event: ping") >= 3
     assert answered.endswith('data: {"type":"message_stop"}\n\n')
@@ -353,11 +351,10 @@ async def test_a_client_that_goes_cancels_its_program_unless_it_may_ask_again(
     body = {"model": MODEL, "max_tokens": 9, "messages": [GO], "tools": [ADD], "stream": stream}
     headers = {"idempotency_key": "k"} if stays else {}
     visitor = Visitor(there.app, body, "/v1/messages", **headers)
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         await began.wait()
         visitor.go()
         await visitor.answered
-        ready.set()
-        while there.runner.open_runs:  # noqa: ASYNC110 - has no event
-            await asyncio.sleep(0.01)
+    ready.set()
+    await until(lambda: not there.runner.open_runs)
     assert there.runner.counters["completed" if stays else "cancelled"] == 1

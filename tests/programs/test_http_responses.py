@@ -17,6 +17,7 @@ from tests.observing.recorded import Recorded
 from tests.programs.response_site import Visitor, known, openai, registered, served_by, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
+from tests.waiting import until
 
 ADD: Any = {"type": "function", "name": "add", "server_side": True}
 LOOK: Any = {"type": "function", "name": "look", "parameters": {"type": "object", "properties": {}}}
@@ -33,12 +34,6 @@ def waits(*said: str) -> list[Any]:
     """A turn that says something and does not end, and the event that would end it."""
     deltas = [TurnDelta(pack_ids([1]), text) for text in said]
     return [TurnBegan(PromptMode.FIRST, pack_ids([1])), *deltas, asyncio.Event()]
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - of things that have no event
-            await asyncio.sleep(0.01)
 
 
 class Site:

@@ -17,9 +17,11 @@ from websockets.exceptions import InvalidStatus
 
 from cluster.http.response_sockets import MAX_WAITING, ResponseSockets
 from cluster.http.server import HttpServer
+from cluster.proxy.http_protocol import HardenedHttpProtocol
 from tests.programs.response_site import known, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
+from tests.waiting import WITHIN_S
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 1 << 16
@@ -212,7 +214,7 @@ async def test_a_client_that_leaves_cancels_its_response(sockets: Any) -> None:
         event = json.loads(await to.recv())
         while event["type"] != "response.output_text.delta":
             event = json.loads(await to.recv())
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         while (await there.runner.runs("default"))[0].status != "cancelled":  # noqa: ASYNC110
             await asyncio.sleep(0.02)
 
@@ -247,8 +249,15 @@ async def test_a_message_above_the_bound_ends_the_connection(sockets: Any) -> No
 
 
 async def test_an_idle_connection_stays(sockets: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.proxy.http_protocol.HEADERS_WITHIN_S", 0.05)
+    limits: list[Any] = []
+    expect_head = HardenedHttpProtocol._expect_head
+
+    def noted(protocol: HardenedHttpProtocol) -> None:
+        expect_head(protocol)
+        limits.append(protocol._late)
+
+    monkeypatch.setattr(HardenedHttpProtocol, "_expect_head", noted)
     async with sockets(says("hello")).connect() as to:
-        await asyncio.sleep(0.5)
+        assert limits and all(limit.cancelled() for limit in limits), "the time for headers goes on"
         await ask(to, input="hi")
         assert (await until_end(to))["type"] == "response.completed"

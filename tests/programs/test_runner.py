@@ -34,6 +34,7 @@ from cluster.store.client import StoreMemory
 from cluster.store.runs.records import Idempotency, NewRun
 from tests.programs.runners import LEASE_S, Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
+from tests.waiting import WITHIN_S, until
 
 NAMES = ("add", "once", "slowly", "wait")
 OFFERS = tuple(ToolOffer(name, {"name": name}, here=True, tool=ToolId.of_operator(name)) for name in NAMES)
@@ -49,7 +50,7 @@ def spec(run_id: str, **fields: Any) -> RunSpec:
 
 async def ended(runner: ProgramRunner, run_id: str) -> list[RunEvent]:
     """All events of a run, when it has ended."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         return [event async for batch in runner.follow(run_id) for event in batch]
 
 
@@ -61,12 +62,6 @@ def outcome(events: Sequence[RunEvent]) -> Ended:
     last = events[-1]
     assert isinstance(last, Ended)
     return last
-
-
-async def until(condition: Any) -> None:
-    async with asyncio.timeout(20):
-        while not condition():  # noqa: ASYNC110 - of things that have no event
-            await asyncio.sleep(0.01)
 
 
 async def test_a_program_with_a_tool_in_one_request(runners: Runners) -> None:
@@ -575,6 +570,6 @@ async def test_a_log_that_cannot_be_read_ends_its_run(runners: Runners) -> None:
         [found] = [run for run in await first.runs("t", program="p") if run.id == "r26"]
         return found.status, found.open
 
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(WITHIN_S):
         while await head() != ("failed", False):  # noqa: ASYNC110 - Redis has no event for it
             await asyncio.sleep(0.01)

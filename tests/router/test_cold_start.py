@@ -9,6 +9,7 @@ from cluster.core.clock import ManualClock
 from cluster.core.errors import Overloaded
 from cluster.core.supervision import SupervisedTasks
 from router.cold_start import ColdStart
+from tests.waiting import until
 
 
 class Site:
@@ -47,12 +48,6 @@ async def site() -> AsyncIterator[Callable[..., Site]]:
 async def passes(steps: int = 5) -> None:
     for _ in range(steps):
         await asyncio.sleep(0)
-
-
-async def until(met: Callable[[], bool]) -> None:
-    async with asyncio.timeout(10):
-        while not met():  # noqa: ASYNC110 - nothing to wait for
-            await asyncio.sleep(0.01)
 
 
 async def refused(turn: Awaitable[None]) -> Overloaded:

@@ -13,6 +13,7 @@ from cluster.core.supervision import UNHEALTHY_AFTER
 from cluster.dispatch.placement_service import PlacementService
 from router.program_placer import ProgramPlacer
 from router.snapshots import HUB
+from tests.waiting import until
 
 CONFIG = CaesuraConfig.model_validate({"redis": {"url": "redis://127.0.0.1:1"}, "metrics": {"enabled": False}})
 
@@ -41,8 +42,10 @@ class Handle:
             raise self.fails
 
 
-async def reported(replicas: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None) -> Handle:
-    """A model's handle after its ingress, which sees two replicas, has had time for some reports."""
+async def reported(
+    replicas: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fails: Exception | None = None, *, reports: int = 2
+) -> Handle:
+    """A model's handle after ``reports`` reports of its ingress, which sees two replicas, and time for more."""
     monkeypatch.setattr("cluster.dispatch.placement_service.DEMAND_PERIOD_S", 0.001)
     config = CaesuraConfig.model_validate({**CONFIG.model_dump(), "replicas": replicas})
     handle = Handle()
@@ -51,7 +54,8 @@ async def reported(replicas: dict[str, Any], monkeypatch: pytest.MonkeyPatch, fa
     service = PlacementService(made, config, ManualClock(), "ingress", lambda: (7, 2))
     service.open()
     HUB.publish(Handle.deployment_name, [("r2", None), ("r1", None)])
-    await asyncio.sleep(0.05)
+    await until(lambda: len(handle.calls) >= reports)
+    await asyncio.sleep(0.02)
     await service.aclose()
     HUB.publish(Handle.deployment_name, [])
     return handle
@@ -71,7 +75,7 @@ async def test_a_report_that_fails_is_followed_by_the_next(monkeypatch: pytest.M
 
 
 async def test_a_fixed_number_of_replicas_needs_no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert (await reported({"count": 2}, monkeypatch)).calls == []
+    assert (await reported({"count": 2}, monkeypatch, reports=0)).calls == []
 
 
 async def test_a_bug_in_a_background_loop_of_the_router_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from router.placement import Fallback
 from router.program_placer import ProgramPlacer
 from tests.router.router_views import snapshot
 from tests.router.scripted_engine import ScriptedEngine, at
+from tests.waiting import WITHIN_S, until
 
 KEY = "default/program"
 REPLICAS = ("r0", "r1", "r2")
@@ -81,12 +82,6 @@ async def ingress(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Ingress]
     for one in made:
         assert not one.engine.in_flight, "every turn is ended once"
         await one.aclose()
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(60):
-        while not condition():  # noqa: ASYNC110 - of many kinds; none tells
-            await asyncio.sleep(0.01)
 
 
 async def probed(one: Ingress) -> None:
@@ -483,7 +478,7 @@ async def test_turns_of_a_model_without_replicas_wait_for_the_first_one(ingress:
     one.placer = one.make_placer()
     one.see()
     turn = asyncio.create_task(one.turn())
-    await asyncio.wait_for(asked.wait(), 10)
+    await asyncio.wait_for(asked.wait(), WITHIN_S)
     assert (turn.done(), one.placer.waiting) == (False, 1)
     one.see("r0")
     assert (await turn).replica == "r0"

@@ -11,11 +11,11 @@ from starlette.types import Receive, Scope, Send
 from cluster.http.server import HttpServer
 from cluster.local.ports import free_ports
 from cluster.proxy.graceful_shutdown import GracefulShutdown
+from tests.waiting import WITHIN_S, until
 
 HOST = "127.0.0.1"
 SSE = [(b"content-type", b"text/event-stream")]
 EVENT = b'event: response.output_text.delta\ndata: {"sequence_number":7}\n\n'
-NEVER_S = 30.0
 
 
 class App:
@@ -23,10 +23,12 @@ class App:
 
     def __init__(self) -> None:
         self.go_on = asyncio.Event()
+        self.begun = 0
         self.cancelled = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         is_whole = scope["path"] == "/whole"
+        self.begun += 1
         if not is_whole:
             await send({"type": "http.response.start", "status": 200, "headers": SSE})
             await send({"type": "http.response.body", "body": EVENT, "more_body": True})
@@ -58,16 +60,16 @@ def requests(app: App) -> GracefulShutdown:
 @pytest.fixture
 async def client(app: App, requests: GracefulShutdown, free_port: int) -> AsyncIterator[httpx.AsyncClient]:
     server = HttpServer(requests, HOST, free_port, 1 << 16)
-    async with httpx.AsyncClient(base_url=f"http://{HOST}:{free_port}", timeout=NEVER_S) as client:
+    async with httpx.AsyncClient(base_url=f"http://{HOST}:{free_port}", timeout=WITHIN_S) as client:
         yield client
     app.go_on.set()
     await server.aclose()
 
 
-async def begin(client: httpx.AsyncClient, path: str) -> asyncio.Task[httpx.Response]:
+async def begin(app: App, client: httpx.AsyncClient, path: str) -> asyncio.Task[httpx.Response]:
     """Send a request that the application has begun to answer."""
-    asked = asyncio.create_task(client.get(path))
-    await asyncio.sleep(0.2)
+    before, asked = app.begun, asyncio.create_task(client.get(path))
+    await until(lambda: app.begun > before)
     assert not asked.done()
     return asked
 
@@ -75,8 +77,8 @@ async def begin(client: httpx.AsyncClient, path: str) -> asyncio.Task[httpx.Resp
 async def test_what_ends_in_time_ends_as_always(
     app: App, requests: GracefulShutdown, client: httpx.AsyncClient
 ) -> None:
-    begun = await begin(client, "/v1/chat/completions")
-    stopping = asyncio.create_task(requests.shut_down(NEVER_S))
+    begun = await begin(app, client, "/v1/chat/completions")
+    stopping = asyncio.create_task(requests.shut_down(WITHIN_S))
     await asyncio.sleep(0.1)
     assert not stopping.done()
     refused = await client.get("/v1/chat/completions")
@@ -91,7 +93,7 @@ async def test_what_ends_in_time_ends_as_always(
 async def test_a_stream_that_takes_longer_ends_with_an_error_event(
     app: App, requests: GracefulShutdown, client: httpx.AsyncClient, path: str
 ) -> None:
-    begun = await begin(client, path)
+    begun = await begin(app, client, path)
     assert await requests.shut_down(0.1) == 1
     events = (await begun).text.removesuffix("data: [DONE]\n\n").strip().split("\n\n")
     last = json.loads(events[-1].partition("data: ")[2])
@@ -103,8 +105,10 @@ async def test_a_stream_that_takes_longer_ends_with_an_error_event(
     assert not app.cancelled  # a program that the cluster runs would be cancelled with it
 
 
-async def test_a_request_without_an_answer_gets_503(requests: GracefulShutdown, client: httpx.AsyncClient) -> None:
-    begun = await begin(client, "/whole")
+async def test_a_request_without_an_answer_gets_503(
+    app: App, requests: GracefulShutdown, client: httpx.AsyncClient
+) -> None:
+    begun = await begin(app, client, "/whole")
     assert await requests.shut_down(0.1) == 1
     answer = await begun
     assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
@@ -115,7 +119,7 @@ async def test_the_port_is_closed_and_open_connections_stay(app: App, free_port:
     requests = GracefulShutdown(app)
     server = HttpServer(requests, HOST, free_port, 1 << 16)
     async with httpx.AsyncClient(base_url=f"http://{HOST}:{free_port}") as client:
-        begun = await begin(client, "/v1/chat/completions")
+        begun = await begin(app, client, "/v1/chat/completions")
         server.stop_accepting()
         async with httpx.AsyncClient() as other:
             with pytest.raises(httpx.ConnectError):

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import socket
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -78,14 +79,18 @@ async def test_headers_without_an_end_are_refused(port: int, monkeypatch: pytest
 
 
 async def test_headers_that_come_slowly_are_refused(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(proxy_http_protocol, "HEADERS_WITHIN_S", 0.05)
-    assert error_of(await answer_to(port, b"GET / HTTP/1.1\r\nx: "))[0] == 408
-    assert await answer_to(port) == b"", "a connection on which nothing comes"
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"GET / HTTP/1.1\r\nhost: a\r\n\r\n")
     await reader.readuntil(b"http\r\n0\r\n\r\n")
+    monkeypatch.setattr(proxy_http_protocol, "HEADERS_WITHIN_S", 0.05)
     writer.write(b"\r\n")
-    assert await asyncio.wait_for(reader.read(), 20) == b"", "nor is an empty line a request"
+    assert await asyncio.wait_for(reader.read(), 20) == b"", "an empty line is no request"
+    writer.close()
+    assert await answer_to(port) == b"", "a connection on which nothing comes"
+    late = socket.create_connection(("127.0.0.1", port))
+    late.sendall(b"GET / HTTP/1.1\r\nx: ")  # at once: these bytes are there before the server sees the connection
+    reader, writer = await asyncio.open_connection(sock=late)
+    assert error_of(await asyncio.wait_for(reader.read(), 20))[0] == 408
     writer.close()
 
 

@@ -11,6 +11,7 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.http.server import HttpServer
 from cluster.proxy.middleware import guarded
+from tests.waiting import WITHIN_S
 
 HOST = "127.0.0.1"
 MESSAGE_BYTES = 1 << 16
@@ -74,7 +75,7 @@ async def test_a_server_that_stops_ends_what_it_has_begun(port: int) -> None:
         assert not stopping.done()
         app.go_on.set()
         assert "".join([piece async for piece in pieces]) == "one"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         await stopping
 
 
@@ -106,7 +107,7 @@ async def test_a_client_that_leaves_ends_the_work(port: int) -> None:
     server = HttpServer(guarded(app, 8), HOST, port, MESSAGE_BYTES)
     async with httpx.AsyncClient() as client, client.stream("POST", f"http://{HOST}:{port}/", content=b"x") as answer:
         assert await anext(answer.aiter_text()) == "begun"
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         await ended.wait()
         await server.aclose()
 

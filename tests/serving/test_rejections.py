@@ -1,6 +1,5 @@
 """The proxy counts the requests that it rejects itself."""
 
-import asyncio
 from typing import Any
 
 import pytest
@@ -8,6 +7,7 @@ import pytest
 from cluster.observing.catalogue import HTTP_REFUSALS, REQUESTS, REQUESTS_REJECTED, Metric
 from cluster.proxy import middleware as proxy_middleware
 from cluster.proxy.middleware import Rejections
+from tests.waiting import until
 
 
 class RecordedMeter:
@@ -31,7 +31,7 @@ async def test_rejections_are_recorded_together_and_none_is_lost(monkeypatch: py
     for reason in ("overload", "overload", "tenant_rate"):
         rejections.count(reason)
     assert meter.counts == []
-    await asyncio.sleep(0.05)
+    await until(lambda: meter.counts)
     first = [
         (REQUESTS_REJECTED.name, 2, "overload"),
         (HTTP_REFUSALS.name, 2, "503 overload"),
@@ -41,7 +41,7 @@ async def test_rejections_are_recorded_together_and_none_is_lost(monkeypatch: py
     ]
     assert meter.counts == first
     rejections.count("overload")
-    await asyncio.sleep(0.05)
+    await until(lambda: len(meter.counts) > len(first))
     assert meter.counts == [
         *first,
         (REQUESTS_REJECTED.name, 1, "overload"),

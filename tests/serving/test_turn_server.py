@@ -13,6 +13,7 @@ from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn_address import TurnAddress
 from cluster.dispatch.turn_client import TurnAnswers, TurnClient
 from replicas.turn_server import TurnServer
+from tests.waiting import WITHIN_S, until
 
 CALL = TurnCall("chat", {"stream": True}, {"x-request-id": "r"}, "default/p", "identity", 3)
 HOST = "127.0.0.1"
@@ -69,7 +70,7 @@ async def server(replica: Replica) -> AsyncIterator[TurnServer]:
     await server.start(HOST)
     yield server
     replica.go_on.set()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         await server.aclose()
 
 
@@ -93,12 +94,6 @@ def to(client: TurnClient, address: TurnAddress, ended: list[str] | None = None)
         return address
 
     return client.call(CALL, find, lambda: None if ended is None else ended.append("ended"))
-
-
-async def until(condition: Callable[[], object]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():  # noqa: ASYNC110 - there is no event
-            await asyncio.sleep(0.005)
 
 
 async def test_a_call_and_its_answer(ask: Ask, replica: Replica) -> None:
@@ -152,37 +147,39 @@ async def test_a_slow_reader_stops_its_own_turn_only(ask: Ask, replica: Replica)
         await asyncio.sleep(0.2)
     assert replica.sent * 10_000 < 64 << 20
     replica.answer = replica.events
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         assert len([piece async for piece in ask()]) == 3
     slow.cancel()
     await until(lambda: replica.cancelled)
 
 
-async def test_turns_above_the_limit_wait_in_their_order_and_one_more_is_rejected(ask: Ask, replica: Replica) -> None:
+async def test_turns_above_the_limit_wait_in_their_order_and_one_more_is_rejected(
+    ask: Ask, replica: Replica, server: TurnServer
+) -> None:
     replica.answer = replica.slow
     running = [ask(), ask()]
     for answers in running:
         await anext(answers)
     waiting = asyncio.ensure_future(anext(ask()))
-    await asyncio.sleep(0.05)
+    await until(lambda: server._waiting)
     rejection = await anext(ask())
     assert isinstance(rejection, Overloaded) and rejection.retry_after_s
     assert not waiting.done()
     running[0].cancel()
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         assert await waiting == event(0)
     assert len(replica.calls) == 3
 
 
-async def test_a_turn_that_waits_and_gives_up_is_never_served(ask: Ask, replica: Replica) -> None:
+async def test_a_turn_that_waits_and_gives_up_is_never_served(ask: Ask, replica: Replica, server: TurnServer) -> None:
     replica.answer = replica.slow
     running = [ask(), ask()]
     for answers in running:
         await anext(answers)
     given_up = asyncio.ensure_future(anext(ask()))
-    await asyncio.sleep(0.05)
+    await until(lambda: server._waiting)
     given_up.cancel()
-    await asyncio.sleep(0.05)
+    await until(lambda: not server._waiting)
     replica.go_on.set()
     for answers in running:
         assert [piece async for piece in answers] == [event(1)]
@@ -273,7 +270,7 @@ async def test_a_replica_that_stops_waits_for_its_open_turns(client: TurnClient,
     assert not stopping.done()
     replica.go_on.set()
     assert [piece async for piece in answers] == [event(1)]
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(WITHIN_S):
         await stopping
     with pytest.raises(ReplicaGone):
         await anext(to(client, server.address))

@@ -13,6 +13,7 @@ from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.store.client import StoreFailure
 from cluster.store.placements import MAX_TOUCHED, QUARANTINED_KEPT, PlacementStore
 from tests.store.outages import FAR_MORE, SHORT_S, eventually, frozen, kill
+from tests.waiting import WITHIN_S
 
 KEY = "default/program"
 AT = "caesura:v1:{tiny}:home:default%2Fprogram"
@@ -148,7 +149,7 @@ async def test_who_follows_the_quarantine_learns_of_the_next_request_at_once(
     await asyncio.sleep(0.05)
     assert not waiting.done()
     await a.quarantine("first", 100.0)
-    async with asyncio.timeout(2):
+    async with asyncio.timeout(WITHIN_S):
         last, digests = await waiting or ("", [])
     assert digests == ["first"]
     for number in range(QUARANTINED_KEPT + 10):

@@ -2,8 +2,7 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -13,15 +12,7 @@ import redis
 from cluster.core.clock import ManualClock
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.local.redis_watch import MAX_RESTARTS, RESTARTS_WINDOW_S, RedisWatch
-
-WITHIN_S = 60.0
-
-
-def until(holds: Callable[[], object]) -> None:
-    deadline_s = time.monotonic() + WITHIN_S
-    while not holds():
-        assert time.monotonic() < deadline_s, "it did not happen in time"
-        time.sleep(0.02)
+from tests.waiting import wait_until
 
 
 def kill_again(server: EmbeddedRedis) -> None:
@@ -29,8 +20,8 @@ def kill_again(server: EmbeddedRedis) -> None:
     killed = server.pid
     assert killed is not None
     os.kill(killed, signal.SIGKILL)
-    until(lambda: server.pid not in (None, killed))
-    until(lambda: answers(server))
+    wait_until(lambda: server.pid not in (None, killed))
+    wait_until(lambda: answers(server))
 
 
 def answers(server: EmbeddedRedis) -> bool:
@@ -79,7 +70,7 @@ def test_a_redis_that_is_killed_again_and_again_is_given_up(
     for _ in range(MAX_RESTARTS - 1):
         kill_again(server)
     os.kill(server.pid or 0, signal.SIGKILL)
-    until(lambda: watch.failure is not None)
+    wait_until(lambda: watch.failure is not None)
     assert "more than 5 times" in str(watch.failure)
 
 
@@ -87,7 +78,7 @@ def test_data_that_cannot_be_read_are_told(server: EmbeddedRedis, watch: RedisWa
     directory = Path(psutil.Process(server.pid).cwd())
     (directory / "appendonly.aof").write_text("not what Redis writes\n" * 10)
     os.kill(server.pid or 0, signal.SIGKILL)
-    until(lambda: watch.failure is not None)
+    wait_until(lambda: watch.failure is not None)
     assert "Bad file format" in str(watch.failure)
 
 

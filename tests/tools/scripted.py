@@ -89,9 +89,3 @@ class ScriptedKind(SingleTool):
 def settings(**said: Any) -> ToolModel:
     """Settings that do not matter to a scripted kind, beside those that do."""
     return PythonTool.model_validate({"kind": "python", "entry": "tests:none", **said})
-
-
-async def until(true: Callable[[], object]) -> None:
-    """Wait for what another process does; the test's own timeout ends it."""
-    while not true():  # noqa: ASYNC110 - no event tells of another process
-        await asyncio.sleep(0.01)

@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
-from tests.tools.scripted import SERVERS, until
+from tests.tools.scripted import SERVERS
+from tests.waiting import until
 from tools_runtime.host import ToolHost
 from tools_runtime.kinds.mcp import McpKind
 

@@ -10,7 +10,7 @@ import psutil
 import pytest
 
 from cluster.core.tools import Outcome, ToolCall
-from tests.tools.scripted import until
+from tests.waiting import until
 from tools_runtime.host import ToolHost
 
 OpenTools = Callable[..., Awaitable[ToolHost]]

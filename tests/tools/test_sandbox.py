@@ -12,7 +12,7 @@ import pytest
 from cluster.config.tools import CommandTool
 from cluster.core.errors import ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolResult
-from tests.tools.scripted import until
+from tests.waiting import until
 from tools_runtime.host import ToolHost
 from tools_runtime.kinds.command import command_line
 

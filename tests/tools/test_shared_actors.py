@@ -16,7 +16,7 @@ import ray
 from cluster.config.tools import ToolsConfig
 from cluster.core.errors import ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolId
-from tests.tools.scripted import until
+from tests.waiting import until
 from tools_runtime.actor import ToolActors
 
 pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
