@@ -33,6 +33,7 @@ from replicas.requests import as_refusal, parse_request
 from replicas.resumption import Watch
 from replicas.settings import SchedulerSettings
 from replicas.tiny.model import END
+from tests.waiting import WITHIN_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -222,10 +223,9 @@ async def next_turn(
     reasons = []
     for output in early:
         reasons.append(await prompts.send(f"default/{name}", body_with(output), ids))
-        for _ in range(100):
-            if not (await snapshot(replica))["early_prefill_pending"]:
-                break
-            await asyncio.sleep(0.01)
+        async with asyncio.timeout(WITHIN_S):
+            while (await snapshot(replica))["early_prefill_pending"]:  # noqa: ASYNC110 - the engine has no event
+                await asyncio.sleep(0.01)
     _, generated, _, done = parsed(await replica.turn(body_with(final), ids, name))
     return replica.prompts[-1], generated, done, reasons
 
@@ -321,12 +321,10 @@ async def test_closing_a_turn_frees_the_engines_blocks(replica: Replica) -> None
     assert isinstance(first.data[0], TurnBegan)
     assert (await snapshot(replica))["running"] == 1
     await pieces.aclose()
-    for _ in range(200):
-        numbers = await snapshot(replica)
-        if numbers["running"] == 0:
-            break
-        await asyncio.sleep(0.05)
-    assert (numbers["running"], numbers["held_blocks"]) == (0, 0)
+    async with asyncio.timeout(WITHIN_S):
+        while (numbers := await snapshot(replica))["running"]:  # noqa: ASYNC110 - the engine has no event
+            await asyncio.sleep(0.05)
+    assert numbers["held_blocks"] == 0
     assert numbers["free_blocks"] == numbers["total_blocks"]
 
 

@@ -22,6 +22,7 @@ from replicas.control import ControlChannel
 from replicas.duration_sync import unpack_parts
 from replicas.router_side import RouterSide
 from replicas.settings import SchedulerSettings
+from tests.waiting import WITHIN_S
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
 
@@ -196,12 +197,10 @@ async def test_an_aborted_turn_frees_its_blocks(engine: AsyncLLM, channel: Contr
                 return
 
     await read_two()
-    for _ in range(200):
-        numbers = await snapshot(channel)
-        if numbers["running"] == 0:
-            break
-        await asyncio.sleep(0.05)
-    assert (numbers["running"], numbers["held_blocks"]) == (0, 0)
+    async with asyncio.timeout(WITHIN_S):
+        while (numbers := await snapshot(channel))["running"]:  # noqa: ASYNC110 - the engine has no event
+            await asyncio.sleep(0.05)
+    assert numbers["held_blocks"] == 0
     assert numbers["free_blocks"] == numbers["total_blocks"]
 
 
@@ -214,8 +213,9 @@ async def test_a_dead_engine_is_told_apart_from_a_slow_one(tiny_model: Path) -> 
         (core,) = engine.engine_core.resources.engine_manager.processes
         os.kill(core.pid, signal.SIGKILL)
         with pytest.raises(EngineGone):
-            for _ in range(4):
-                await channel.call("policy")
-                await asyncio.sleep(0.5)
+            async with asyncio.timeout(WITHIN_S):
+                while True:
+                    await channel.call("policy")
+                    await asyncio.sleep(0.1)
     finally:
         engine.shutdown()

@@ -67,13 +67,13 @@ def failing(error: Exception) -> Callable[[], object]:
 
 
 class Bench:
-    def __init__(self, server: EmbeddedRedis, service: Service | None) -> None:
+    def __init__(self, server: EmbeddedRedis, service: Service | None, deadline_s: float = 60.0) -> None:
         self.clock = ManualClock()
         self.service = service
         self.predictor = Predictor(StatisticsModel())
         store = PredictorStateStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
         self.shared = SharedPredictor(self.predictor, store, 1.0, self.clock)
-        self.client = PredictionClient(self.shared, service, deadline_s=0.005, clock=self.clock)
+        self.client = PredictionClient(self.shared, service, deadline_s=deadline_s, clock=self.clock)
 
     async def ask(self, times: int = 1) -> Prediction | None:
         for _ in range(times):
@@ -90,6 +90,15 @@ def server() -> Iterator[EmbeddedRedis]:
 @pytest.fixture
 async def bench(server: EmbeddedRedis) -> AsyncIterator[Bench]:
     made = Bench(server, Service())
+    yield made
+    await made.client.aclose()
+
+
+@pytest.fixture
+async def hanging(server: EmbeddedRedis) -> AsyncIterator[Bench]:
+    service = Service()
+    service.hangs = True
+    made = Bench(server, service, deadline_s=0.005)
     yield made
     await made.client.aclose()
 
@@ -129,12 +138,11 @@ async def test_whatever_goes_wrong_has_a_name_and_the_statistics_answer(
     assert bench.client.counters == {why: 1}
 
 
-async def test_nobody_waits_for_a_service_that_hangs_and_its_question_is_withdrawn(bench: Bench) -> None:
-    bench.service.hangs = True
-    assert await bench.ask() == bench.predictor.predict([TURN])[0]
-    assert bench.client.counters == {Answered.DEADLINE: 1}
+async def test_nobody_waits_for_a_service_that_hangs_and_its_question_is_withdrawn(hanging: Bench) -> None:
+    assert await hanging.ask() == hanging.predictor.predict([TURN])[0]
+    assert hanging.client.counters == {Answered.DEADLINE: 1}
     await asyncio.sleep(0.001)
-    assert (bench.service.cancelled, bench.client.in_flight) == (1, 0)
+    assert (hanging.service.cancelled, hanging.client.in_flight) == (1, 0)
 
 
 async def test_a_turn_whose_client_went_away_withdraws_its_question(bench: Bench) -> None:
@@ -148,13 +156,12 @@ async def test_a_turn_whose_client_went_away_withdraws_its_question(bench: Bench
     assert bench.client.in_flight == 0
 
 
-async def test_a_service_that_owes_too_many_answers_is_not_asked(bench: Bench) -> None:
-    bench.service.hangs = True
-    answers = [asyncio.create_task(bench.ask()) for _ in range(MAX_IN_FLIGHT + 5)]
+async def test_a_service_that_owes_too_many_answers_is_not_asked(hanging: Bench) -> None:
+    answers = [asyncio.create_task(hanging.ask()) for _ in range(MAX_IN_FLIGHT + 5)]
     await asyncio.wait(answers)
-    assert bench.service.asked <= MAX_IN_FLIGHT
-    assert bench.client.counters[Answered.OVERLOADED] + bench.client.counters[Answered.RESTING] >= 5
-    assert sum(bench.client.counters.values()) == MAX_IN_FLIGHT + 5
+    assert hanging.service.asked <= MAX_IN_FLIGHT
+    assert hanging.client.counters[Answered.OVERLOADED] + hanging.client.counters[Answered.RESTING] >= 5
+    assert sum(hanging.client.counters.values()) == MAX_IN_FLIGHT + 5
 
 
 async def test_a_service_that_fails_again_and_again_is_left_in_peace_and_tried_now_and_then(bench: Bench) -> None:

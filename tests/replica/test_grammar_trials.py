@@ -3,6 +3,7 @@
 import asyncio
 import json
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +31,7 @@ from replicas.grammar_trials import (
     grammar_of,
 )
 from replicas.requests import as_refusal
+from tests.waiting import until
 
 VOCABULARY = [bytes([number]) for number in range(256)] + [b"ab", b'":', b'", "', b"</s>"]
 ENDLESS = Grammar(
@@ -142,13 +144,13 @@ class Tried:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, verdict: Verdict = HALF) -> None:
         self.specs: list[str] = []
         self.verdict = verdict
-        self.large = asyncio.Event()
+        self.release = threading.Event()
 
         def run(trial: Trial, process: Any, max_s: float, max_bytes: int) -> Verdict:
             spec = trial._grammar.spec
             self.specs.append(spec)
             if "endless" in spec:
-                time.sleep(0.2)
+                self.release.wait(TIMEOUT_S)
                 return Exceeded.TIME
             return self.verdict
 
@@ -190,6 +192,7 @@ async def test_a_verdict_is_remembered_unless_a_limit_was_exceeded(monkeypatch: 
     for _ in range(3):
         assert await checked.check(params(**PATTERN), "t", "tools") == 0.5
     assert len(tried.specs) == 1
+    tried.release.set()
     for _ in range(2):
         with pytest.raises(GrammarRejected):
             await checked.check(params(regex="endless"), "t", "tools")
@@ -217,14 +220,14 @@ async def test_another_backend_judges_its_own_grammars(monkeypatch: pytest.Monke
 
 
 async def test_a_small_pattern_does_not_wait_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
-    Tried(monkeypatch)
-    checked = trials()
+    tried, checked = Tried(monkeypatch), trials()
     large = [
         asyncio.create_task(checked.check(params(regex="endless" + "(a|b)" * 400), "flood", "tools")) for _ in range(9)
     ]
     await asyncio.sleep(0)
     await checked.check(params(regex="a+"), "flood", "tools")
-    assert not all(task.done() for task in large)
+    assert not any(task.done() for task in large)
+    tried.release.set()
     await asyncio.gather(*large, return_exceptions=True)
 
 
@@ -233,12 +236,14 @@ async def test_who_waits_no_longer_is_not_tried(monkeypatch: pytest.MonkeyPatch)
     waiting = [
         asyncio.create_task(checked.check(params(regex=f"endless{n}" + "(a|b)" * 400), "t", "tools")) for n in range(4)
     ]
-    await asyncio.sleep(0.05)
+    await until(lambda: len(tried.specs) == LARGE_AT_ONCE)
     for task in waiting:
         task.cancel()
+    tried.release.set()
     await asyncio.gather(*waiting, return_exceptions=True)
-    await asyncio.sleep(0.4)
-    assert len(tried.specs) == LARGE_AT_ONCE
+    later = params(regex="later" + "(a|b)" * 400)
+    assert await checked.check(later, "t", "tools") == 0.5
+    assert len(tried.specs) == LARGE_AT_ONCE + 1, "and the one that is tried last"
 
 
 def test_what_vllm_rejects_itself_has_no_grammar() -> None:

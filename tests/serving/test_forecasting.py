@@ -67,7 +67,7 @@ class Door:
         self.predictor = Predictor(StatisticsModel())
         store = PredictorStateStore(server.url, space="s", writer="w", timeout_s=10.0, expiry_s=60.0, clock=self.clock)
         client = PredictionClient(
-            SharedPredictor(self.predictor, store, 1.0, self.clock), None, deadline_s=0.005, clock=self.clock
+            SharedPredictor(self.predictor, store, 1.0, self.clock), None, deadline_s=60.0, clock=self.clock
         )
         self.client = client
         self.predictions = Predictions(client, self.clock, 100.0, "tiny", PredictionMetrics(Meter(), "statistics"))

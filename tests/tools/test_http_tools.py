@@ -159,11 +159,13 @@ async def test_a_slow_server_delays_nobody_else(open_tools: OpenTools, base: str
         for name, path in (("slow", "/slow"), ("quick", "/"))
     }
     host = await open_tools(tools)
-    slow = [asyncio.create_task(host.run(ToolCall(f"s{i}", "slow", {"s": 30}, deadline_s=3))) for i in range(16)]
+    slow = [asyncio.create_task(host.run(ToolCall(f"s{i}", "slow", {"s": 30}, deadline_s=60))) for i in range(16)]
     await asyncio.sleep(0)
     assert (await host.run(ToolCall("q", "quick"))).outcome is Outcome.OK
     assert not any(task.done() for task in slow)
-    assert {(await task).outcome for task in slow} == {Outcome.TIMEOUT}
+    assert (await host.run(ToolCall("t", "slow", {"s": 30}, deadline_s=0.1))).outcome is Outcome.TIMEOUT
+    assert all(host.executor.cancel("", f"s{i}") for i in range(16))
+    assert {(await task).outcome for task in slow} == {Outcome.CANCELLED}
 
 
 async def test_the_idempotency_key_reaches_the_server(open_tools: OpenTools, base: str) -> None:
