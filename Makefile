@@ -37,12 +37,9 @@ serve: $(STAMP) ## serve in the foreground (CONFIG=file.yaml sets the configurat
 dashboards: $(STAMP) ## write deploy/grafana and deploy/prometheus again
 	@$(BIN)/caesura dashboards render
 
-test: $(STAMP) ## all tests, with the reason of each skip (three runs, because a process can start only one Ray)
+test: $(STAMP) ## all tests, with the reason of each skip
 	@command -v prometheus promtool > /dev/null || echo "make test: without prometheus and promtool the tests of rules and dashboards are skipped (Debian: apt-get install prometheus)"
-	@$(BIN)/python -m pytest -rs -m "not own_ray" --ignore tests/faults \
-		--numprocesses $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
-	@$(BIN)/python -m pytest -rs -m own_ray
-	@$(BIN)/python -m pytest -rs tests/faults
+	@$(BIN)/python -m pytest -rs --numprocesses $(TEST_WORKERS) --dist loadscope --no-loadscope-reorder
 
 test-next: $(STAMP) ## test a replica on the pinned vLLM and on newer ones, each in its own environment (half an hour; VERSIONS=)
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash requirements/vllm/test.sh $(VERSIONS)

@@ -2,7 +2,7 @@
 
 import os
 import re
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -27,10 +27,21 @@ import pytest
 from hypothesis import settings
 
 from replicas.tiny.model import write_tiny_model
+from tests.faults.promises import Row, rows_of, table
 
 # How long an example takes says nothing on a machine that does other things too.
 settings.register_profile("caesura", deadline=None)
 settings.load_profile("caesura")
+
+
+PROMISES: list[Row] = []
+"""What the tests of this run measured."""
+SHARED = ("serving", "outsiders", "faults")
+"""Rooms with a cluster that most of their tests share."""
+WOUNDS = "test_replica_failure.py"
+"""The last file on the cluster of its room, since it kills parts of it."""
+STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.served import|^START_WITHIN_S", re.MULTILINE)
+"""In a file of such a room that has nothing to do with the shared cluster."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -38,13 +49,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--promises", metavar="FILE", help="tests/faults: write the table of promises there, too")
 
 
-SHARED = ("serving", "faults", "outsiders")
-"""Rooms with a cluster that most of their tests share."""
-STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.served import|^START_WITHIN_S", re.MULTILINE)
-"""In a file of such a room that has nothing to do with the shared cluster."""
-
-
-@lru_cache
+@cache
 def scope_of(file: Path) -> str:
     """The room, for a test that takes the room's cluster; else its file."""
     if file.parent.name not in SHARED:
@@ -53,15 +58,36 @@ def scope_of(file: Path) -> str:
     return file.parent.name if "pytest.mark.cluster" in text and not STARTS_ITS_OWN.search(text) else str(file)
 
 
+def rank_of(item: pytest.Item) -> tuple[int, bool]:
+    """Where a test stands among all.
+
+    Several workers begin with what takes longest. The fixture of a room's cluster ends when a worker goes on to another
+    room: files of the room that start their own come before, and no worker has two clusters.
+    """
+    room = scope_of(item.path)
+    if room in SHARED:
+        return 2 * SHARED.index(room), item.path.name == WOUNDS
+    if item.get_closest_marker("cluster") is not None:
+        return 1, False
+    return 2 * len(SHARED) + (item.get_closest_marker("engine") is None), False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Several workers begin with what takes longest: a shared cluster, then files that start one each."""
+    items.sort(key=rank_of)
 
-    def rank(item: pytest.Item) -> int:
-        if scope_of(item.path) in SHARED:
-            return SHARED.index(item.path.parent.name)
-        return len(SHARED) + (item.get_closest_marker("cluster") is None)
 
-    items.sort(key=rank)
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call":
+        PROMISES.extend(rows_of(report.user_properties))
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if PROMISES:
+        terminalreporter.write_line("")
+        terminalreporter.write_line(table(PROMISES))
+    if (path := config.getoption("--promises")) is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        Path(path).write_text(table(PROMISES) + "\n")
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -32,7 +32,7 @@ from tests.clients.reuse import reused_shares
 from tests.docs.pages import DOCS
 from tests.serving.served import served
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
+pytestmark = pytest.mark.cluster
 
 LIBRARIES = {
     "LangChain": "langchain-1",

@@ -19,7 +19,7 @@ from tests.deploy.chart import CHART, needs_helm, of_kind, serve_config, templat
 from tests.deploy.ray_head import ray_head
 from tests.deploy.value_sets import SCALED
 
-pytestmark = [needs_helm, pytest.mark.own_ray, pytest.mark.timeout(900)]
+pytestmark = [needs_helm, pytest.mark.cluster, pytest.mark.timeout(900)]
 
 WITHIN_S = 400.0
 DEPLOYMENT = "ProgramServer:tiny"

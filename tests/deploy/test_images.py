@@ -194,7 +194,10 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_the_wheel_is_whole_and_imported_from_where_it_was_installed(installed: Path, tmp_path: Path) -> None:
     check = (DOCKER / "check_installed.py").read_text()
-    elsewhere = subprocess.run([installed, "-"], input=check, cwd=tmp_path, capture_output=True, text=True, check=False)
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    elsewhere = subprocess.run(
+        [installed, "-"], input=check, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False
+    )
     assert elsewhere.returncode == 0, elsewhere.stderr
     here = subprocess.run([installed, "-"], input=check, cwd=ROOT, capture_output=True, text=True, check=False)
     assert here.returncode == 1, "with a checkout as the working directory it must be refused"

@@ -11,7 +11,7 @@ import yaml
 from tests.docs.pages import DOCS, ROOT, blocks
 from tests.serving.served import served
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
+pytestmark = pytest.mark.cluster
 
 SHOWN = "http://127.0.0.1:8000"
 WITHIN_S = 120

@@ -8,8 +8,9 @@ from typing import Any
 
 import httpx
 
-from tests.faults.stand import EXACT, until
+from tests.faults.stand import until
 from tests.faults.under_load import Ended, Outcome, clients, completion, lost, stream
+from tests.serving.served import EXACT
 
 AGENTS = 6
 TURNS = 5

@@ -1,8 +1,9 @@
 """What was promised for a fault, and what was measured: the rows of the table that `make faults` prints."""
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass
 from enum import StrEnum
+from typing import Any
 
 Promised = Callable[..., None]
 """What the fixture `promised` gives."""
@@ -46,13 +47,18 @@ class Row:
                 return self.measured >= self.promised
 
 
+Properties = list[tuple[str, Any]]
+"""What pytest reports of a test beside its outcome, also where the test ran in another process."""
+PROPERTY = "promise"
+
+
 @dataclass(slots=True)
 class Promises:
-    """The rows of one run of the tests."""
+    """The rows of one test, which are among its properties."""
 
     is_long: bool
     """Times are promises, too. The short form leaves them out: on a busy machine it can judge none."""
-    rows: list[Row] = field(default_factory=list)
+    properties: Properties
 
     def measured(self, row: Row) -> None:
         """Note it, unless it is a time, or a ratio of times, in the short form.
@@ -62,8 +68,14 @@ class Promises:
         """
         if row.is_timed and not self.is_long:
             return
-        self.rows.append(row)
+        self.properties.append((PROPERTY, asdict(row)))
         assert row.kept, in_words(row)
+
+
+def rows_of(properties: Iterable[tuple[str, Any]]) -> list[Row]:
+    """The rows among the properties of a test."""
+    rows = [value for name, value in properties if name == PROPERTY]
+    return [Row(**{**row, "limit": Limit(row["limit"])}) for row in rows]
 
 
 def in_words(row: Row) -> str:

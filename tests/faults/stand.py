@@ -18,7 +18,7 @@ import yaml
 
 from cluster.local.embedded_redis import EmbeddedRedis
 from tests.faults.proxy import Wire
-from tests.serving.served import ROOT, serving
+from tests.serving.served import EXACT, ROOT, serving
 from tests.serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
 ENGINE_SIDE = Path(__file__).parent / "engine_side"
@@ -30,8 +30,6 @@ GONE_WITHIN_S = 20.0
 POLL_S = 0.05
 
 NOTHING: dict[str, Any] = {"type": "object", "properties": {}, "additionalProperties": False}
-EXACT: dict[str, Any] = {"max_model_len": 4096, "max_num_seqs": 32, "dtype": "float32"}
-"""In half the digits two tokens may be equally likely, and the batch decides: a stream would have two endings."""
 SMALL: dict[str, dict[str, Any]] = {
     "http": {"port": 0, "max_body_bytes": 1 << 20},
     "replicas": {"count": 2, "kv_cache_bytes": 32 << 20},

@@ -1,8 +1,10 @@
 """The table of promises itself."""
 
+import json
+
 import pytest
 
-from tests.faults.promises import Limit, Promises, Row, percentile, table
+from tests.faults.promises import Limit, Promises, Row, percentile, rows_of, table
 
 
 def row(measured: float, limit: Limit = Limit.AT_MOST, unit: str = "") -> Row:
@@ -17,21 +19,23 @@ def test_a_promise_is_kept_or_not(limit: Limit, kept: list[bool]) -> None:
 
 
 def test_a_broken_promise_fails_and_is_in_the_table() -> None:
-    promises = Promises(is_long=False)
+    promises = Promises(False, [])
     promises.measured(row(5))
     with pytest.raises(AssertionError, match="a fault: a thing <= 5 , measured 6"):
         promises.measured(row(6))
-    assert [line.split(" | ")[3] for line in table(promises.rows).splitlines()[2:]] == ["yes", "NO"]
+    reported = json.loads(json.dumps([("other", 1), *promises.properties]))
+    assert rows_of(reported) == [row(5), row(6)]
+    assert [line.split(" | ")[3] for line in table(rows_of(reported)).splitlines()[2:]] == ["yes", "NO"]
 
 
 @pytest.mark.parametrize("unit", ["s", "ms", "x"])
 def test_the_short_form_neither_judges_nor_lists_times(unit: str) -> None:
-    short, long = Promises(is_long=False), Promises(is_long=True)
+    short, long = Promises(False, []), Promises(True, [])
     short.measured(row(6, unit=unit))
-    assert short.rows == []
+    assert short.properties == []
     with pytest.raises(AssertionError):
         long.measured(row(6, unit=unit))
-    assert len(long.rows) == 1
+    assert rows_of(long.properties) == [row(6, unit=unit)]
 
 
 def test_the_percentile_of_few_is_the_largest() -> None:

@@ -19,9 +19,9 @@ import yaml
 
 from cluster.local.ports import free_ports
 from tests.faults.promises import Promised
-from tests.faults.stand import EXACT, INGRESS, MARK, marked, title_of, until
+from tests.faults.stand import INGRESS, MARK, marked, title_of, until
 from tests.faults.under_load import Outcome, background, clients, completion, run, stream
-from tests.serving.served import Served, serving
+from tests.serving.served import EXACT, Served, serving
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 

@@ -13,10 +13,11 @@ from cluster.local.cluster import LocalCluster
 from cluster.offline.demo.tools import notes_server
 from cluster.offline.demo.tools import tools as demo_tools
 from tests.serving.desk import Desk
+from tests.serving.served import EXACT
 from tests.serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
 KV_BYTES = 32 << 20
-CONTEXT_TOKENS = 4096
+CONTEXT_TOKENS: int = EXACT["max_model_len"]
 
 
 BOOKING = {
@@ -34,8 +35,7 @@ def cluster_config(**sections: dict[str, Any]) -> CaesuraConfig:
     base: dict[str, dict[str, Any]] = {
         "http": {"port": 0, "max_concurrent_requests": 48, "max_body_bytes": 1 << 20},
         "replicas": {"count": 2, "kv_cache_bytes": KV_BYTES},
-        # In half the digits two tokens may be equally likely, and the batch decides: one prompt would have two answers.
-        "engine": {"max_model_len": CONTEXT_TOKENS, "max_num_seqs": 32, "dtype": "float32"},
+        "engine": EXACT,
         "policy": {"name": "continuum"},
         "slo": {"slowdown": 20.0},
         "redis": {"refresh_s": 0.2},
@@ -55,7 +55,7 @@ def plain_tools(site: ToolSite) -> dict[str, Any]:
     }
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def site() -> Iterator[ToolSite]:
     """The server behind the tool `book`."""
     site = ToolSite()
@@ -63,14 +63,14 @@ def site() -> Iterator[ToolSite]:
     site.close()
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def notes_url() -> Iterator[str]:
     """A real MCP server."""
     with notes_server() as url:
         yield url
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def cluster(site: ToolSite, notes_url: str) -> Iterator[LocalCluster]:
     """The shared cluster; afterwards no process of it is left."""
     book = {
@@ -99,14 +99,14 @@ def cluster(site: ToolSite, notes_url: str) -> Iterator[LocalCluster]:
     assert local.processes == []
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def client(cluster: LocalCluster) -> Iterator[httpx.Client]:
     """A client of the shared cluster."""
     with httpx.Client(base_url=cluster.url, timeout=60, verify=False) as http:
         yield http
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="package")
 def openai(cluster: LocalCluster) -> Iterator[OpenAI]:
     """OpenAI's client of the shared cluster."""
     with OpenAI(base_url=f"{cluster.url}/v1", api_key="none", timeout=60, max_retries=0) as client:

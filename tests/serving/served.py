@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import psutil
 
@@ -19,6 +20,16 @@ START_WITHIN_S = 1200.0
 """Alone on two cores it takes one; among others, as long as they let it."""
 STOP_WITHIN_S = 60.0
 KILL_WITHIN_S = 30.0
+
+EXACT: dict[str, Any] = {
+    "max_model_len": 4096,
+    "max_num_seqs": 32,
+    # In half the digits two tokens may be equally likely, and the batch decides: one prompt would have two answers.
+    "dtype": "float32",
+    # For requests that name no temperature: no test depends on which token is drawn.
+    "override_generation_config": {"temperature": 0.0},
+}
+"""Engine arguments of clusters that answer the same prompt with the same text."""
 
 
 @dataclass(slots=True)

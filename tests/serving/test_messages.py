@@ -11,6 +11,8 @@ from anthropic import Anthropic
 
 from cluster.local.cluster import LocalCluster
 
+pytestmark = pytest.mark.cluster
+
 LS: dict[str, Any] = {
     "name": "ls",
     "description": "List a folder.",
