@@ -1,5 +1,6 @@
 """What all tests share: quiet, offline libraries, and the built-in model."""
 
+import gc
 import os
 import re
 from functools import cache
@@ -74,6 +75,12 @@ def rank_of(item: pytest.Item) -> tuple[int, bool]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank_of)
+
+
+def pytest_collection_finish() -> None:
+    """Full collections of garbage need not look at all that was imported."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -1,5 +1,6 @@
 """What was promised for a fault, and what was measured: the rows of the table that `make faults` prints."""
 
+import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -50,6 +51,7 @@ class Row:
 Properties = list[tuple[str, Any]]
 """What pytest reports of a test beside its outcome, also where the test ran in another process."""
 PROPERTY = "promise"
+"""Of rows in JSON: pytest's workers can send text, but no enum."""
 
 
 @dataclass(slots=True)
@@ -68,13 +70,13 @@ class Promises:
         """
         if row.is_timed and not self.is_long:
             return
-        self.properties.append((PROPERTY, asdict(row)))
+        self.properties.append((PROPERTY, json.dumps(asdict(row))))
         assert row.kept, in_words(row)
 
 
 def rows_of(properties: Iterable[tuple[str, Any]]) -> list[Row]:
     """The rows among the properties of a test."""
-    rows = [value for name, value in properties if name == PROPERTY]
+    rows = [json.loads(value) for name, value in properties if name == PROPERTY]
     return [Row(**{**row, "limit": Limit(row["limit"])}) for row in rows]
 
 

@@ -2,7 +2,10 @@
 
 import pytest
 
+from tests.fork_server import fork_server
 from tests.models.families import FAMILIES
+
+__all__ = ["fork_server"]
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
