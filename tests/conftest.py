@@ -25,14 +25,15 @@ os.environ |= {
 }
 
 import pytest
-from hypothesis import settings
+from hypothesis import HealthCheck, settings
 
 from replicas.tiny.model import write_tiny_model
 from tests.faults.promises import Row, rows_of, table
 
-# How long an example takes says nothing on a machine that does other things too.
-settings.register_profile("caesura", deadline=None)
-settings.load_profile("caesura")
+# How long examples take says nothing on a machine that does other things too. Each run has the same examples, except
+# with `--hypothesis-seed`, as in `make fuzz`.
+settings.register_profile("new examples", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile("same examples", settings.get_profile("new examples"), derandomize=True)
 
 
 PROMISES: list[Row] = []
@@ -75,6 +76,10 @@ def rank_of(item: pytest.Item) -> tuple[int, bool]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=rank_of)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("same examples" if config.getoption("--hypothesis-seed") is None else "new examples")
 
 
 def pytest_collection_finish() -> None:

@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.local.embedded_redis import EmbeddedRedis
 from router.placement_policy import ranked
 from router.settings import EngineSettings
-from tests.serving.served import served
+from tests.serving.served import REPORTED_OFTEN, served
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
@@ -31,7 +31,6 @@ router: {{parameters: {{max_moves: 0}}}}
 """
 SLO_S = 60.0
 WITHIN_S = 60.0
-"""Ray's processes report every ten seconds unless told otherwise."""
 BLOCK = 32
 """Tokens of a block of KV."""
 
@@ -121,7 +120,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Site]:
     file = tmp_path_factory.mktemp("router") / "caesura.yaml"
     with EmbeddedRedis() as redis:
         file.write_text(CONFIG.format(url=redis.url))
-        with served(file) as url:
+        with served(file, **REPORTED_OFTEN) as url:
             yield Site(url, redis)
 
 

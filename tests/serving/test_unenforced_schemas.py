@@ -133,9 +133,9 @@ def test_the_longest_chain_of_references_costs_little() -> None:
     for order in (dict(chain), dict(reversed(chain.items()))):
         properties = {f"p{number}": {"$ref": f"#/$defs/d{number}"} for number in range(0, size, 5)}
         whole = {"type": "object", "properties": properties, "required": list(properties)}
-        began_s = time.process_time()
+        began_s = time.thread_time()
         check_structured_output(of_chat({**whole, "$defs": {**order, f"d{size}": TEXT}}))
-        assert time.process_time() - began_s < 0.5
+        assert time.thread_time() - began_s < 0.5
 
 
 @pytest.mark.parametrize("choice", ["none", "auto"])

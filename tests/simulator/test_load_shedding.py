@@ -42,7 +42,9 @@ BURSTS = st.lists(st.tuples(st.floats(0.0, 3.0), st.lists(SIZES, min_size=1, max
 
 
 @given(bursts=BURSTS)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_no_admitted_program_waits_longer_than_the_bound(bench: Bench, bursts: list[Any]) -> None:
     at_s, programs = 0.0, []
     for gap_s, sizes in bursts:

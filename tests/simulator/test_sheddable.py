@@ -61,7 +61,9 @@ BURSTS = st.lists(st.tuples(st.floats(0.0, 3.0), st.lists(SIZES, min_size=1, max
 
 
 @given(bursts=BURSTS)
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
+)
 def test_no_admitted_program_starves_of_whatever_class(bench: Bench, bursts: list[Any]) -> None:
     """A batch turn may be preempted, so that its end is bound, too: it waits for `MAX_WAIT_S` at most, all its waits
     together, and half of the time between preemptions is progress.
