@@ -15,7 +15,7 @@ import httpx
 import psutil
 
 from cluster.config.schema import CaesuraConfig
-from cluster.local.cluster import BYTECODE, ENVIRONMENT
+from cluster.local.cluster import BYTECODE, ENVIRONMENT, RAY_GAVE_UP, RAY_STARTS
 from cluster.local.haproxy import haproxy_environment
 from cluster.local.ports import free_ports
 
@@ -58,11 +58,15 @@ def ray_head(token: str, num_cpus: int, log: Path) -> Iterator[tuple[str, dict[s
     command += [f"--port={port}", "--dashboard-host=127.0.0.1", f"--dashboard-port={dashboard}"]
     command += [f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"]
     command += [f"--metrics-export-port={metrics}", f"--object-store-memory={128 << 20}"]
-    with log.open("w") as told:
-        process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, process_group=0)
     url = f"http://127.0.0.1:{dashboard}"
     try:
-        _await(url, token, process, log)
+        for left in reversed(range(RAY_STARTS)):
+            with log.open("w") as told:
+                process = subprocess.Popen(command, env=environment, stdout=told, stderr=told, process_group=0)
+            if _has_started(url, token, process, log):
+                break
+            assert left and RAY_GAVE_UP in log.read_text(), log.read_text()
+            _end(_marked(mark))
         yield url, {**environment, "RAY_ADDRESS": f"127.0.0.1:{port}"}
     finally:
         process.send_signal(signal.SIGTERM)
@@ -70,22 +74,28 @@ def ray_head(token: str, num_cpus: int, log: Path) -> Iterator[tuple[str, dict[s
             process.wait(STOP_WITHIN_S)
         except subprocess.TimeoutExpired:
             process.kill()
-        _, alive = psutil.wait_procs(_marked(mark), timeout=STOP_WITHIN_S)
-        for one in alive:
-            one.kill()
+        _end(_marked(mark))
         places.cleanup()
 
 
-def _await(url: str, token: str, process: subprocess.Popen[bytes], log: Path) -> None:
+def _has_started(url: str, token: str, process: subprocess.Popen[bytes], log: Path) -> bool:
+    """Wait until it answers, or has ended. Ray gives its own processes 30 s, which a busy machine may exceed."""
     end_s = time.monotonic() + START_WITHIN_S
-    while True:
+    while process.poll() is None:
         try:
             if httpx.get(f"{url}/api/version", headers={"Authorization": f"Bearer {token}"}, timeout=5).is_success:
-                return
+                return True
         except httpx.TransportError:
             pass
-        assert process.poll() is None and time.monotonic() < end_s, log.read_text()
+        assert time.monotonic() < end_s, log.read_text()
         time.sleep(POLL_S)
+    return False
+
+
+def _end(processes: list[psutil.Process]) -> None:
+    _, alive = psutil.wait_procs(processes, timeout=STOP_WITHIN_S)
+    for one in alive:
+        one.kill()
 
 
 def _marked(mark: str) -> list[psutil.Process]:

@@ -10,6 +10,7 @@ import pytest
 import ray
 
 from cluster.config.tools import ToolModel, ToolsConfig
+from cluster.local.cluster import RAY_GAVE_UP, RAY_STARTS
 from tests.tools.scripted import SERVERS, ManualTimers, ScriptedKind
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.host import ToolHost
@@ -24,7 +25,13 @@ def cluster() -> Iterator[None]:
     assert not ray.is_initialized(), "the cluster of another room has not ended"
     environment = {"env_vars": {"PYTHONPATH": str(Path.cwd())}}
     quiet = {"include_dashboard": False, "log_to_driver": False, "logging_level": "ERROR"}
-    ray.init("local", num_cpus=2, namespace="tests", runtime_env=environment, **quiet)
+    for left in reversed(range(RAY_STARTS)):
+        try:
+            ray.init("local", num_cpus=2, namespace="tests", runtime_env=environment, **quiet)
+            break
+        except Exception as error:
+            if not left or RAY_GAVE_UP not in str(error):
+                raise
     yield
     ray.shutdown()
 
