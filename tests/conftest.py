@@ -40,9 +40,9 @@ PROMISES: list[Row] = []
 """What the tests of this run measured."""
 SHARED = ("serving", "outsiders", "faults")
 """Rooms with a cluster that most of their tests share."""
-WOUNDS = "test_replica_failure.py"
-"""The last file on the cluster of its room, since it kills parts of it."""
-STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.served import|^START_WITHIN_S", re.MULTILINE)
+LAST = ("test_replica_failure.py", "test_canaries.py")
+"""Files that come last on the cluster of their room: one kills parts of it, the other reads all that it has logged."""
+STARTS_ITS_OWN = re.compile(r"^from tests\.serving\.served import .*\bserv(ed|ing)\b|^START_WITHIN_S", re.MULTILINE)
 """In a file of such a room that has nothing to do with the shared cluster."""
 
 
@@ -68,7 +68,7 @@ def rank_of(item: pytest.Item) -> tuple[int, bool]:
     """
     room = scope_of(item.path)
     if room in SHARED:
-        return 2 * SHARED.index(room), item.path.name == WOUNDS
+        return 2 * SHARED.index(room), item.path.name in LAST
     if item.get_closest_marker("cluster") is not None:
         return 1, False
     return 2 * len(SHARED) + (item.get_closest_marker("engine") is None), False

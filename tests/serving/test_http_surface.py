@@ -2,8 +2,6 @@
 
 import asyncio
 import json
-import time
-from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -13,6 +11,7 @@ import pytest
 from cluster.core.registry import POLICIES
 from cluster.local.cluster import LocalCluster
 from tests.serving.conftest import CONTEXT_TOKENS
+from tests.waiting import wait_until
 
 MODEL = "tiny"
 
@@ -49,11 +48,14 @@ def events(text: str) -> list[dict[str, Any]]:
     return [json.loads(event.removeprefix("data: ")) for event in data]
 
 
-def eventually(condition: Callable[[], bool], within_s: float = 30.0) -> None:
-    deadline = time.monotonic() + within_s
-    while not condition():
-        assert time.monotonic() < deadline, "it did not come to be in time"
-        time.sleep(0.1)
+def await_idle(client: httpx.Client) -> None:
+    """No turn runs or waits, also none whose client has gone."""
+
+    def idle() -> bool:
+        replicas = client.get("/admin/statistics").json()["replicas"]
+        return all(replica["running"] + replica["waiting"] == 0 for replica in replicas)
+
+    wait_until(idle, "a replica still works", poll_s=0.1)
 
 
 def test_probes_and_version(client: httpx.Client) -> None:
@@ -230,6 +232,7 @@ def test_every_policy_can_be_switched_to_on_every_replica(client: httpx.Client) 
 
 
 def test_a_reset_frees_every_block(client: httpx.Client) -> None:
+    await_idle(client)
     for number in range(4):
         client.post("/v1/chat/completions", json=chat(), headers={"x-session-id": f"reset-{number}"})
     assert [replica["reset"] for replica in client.post("/admin/reset").json()["replicas"]] == [True, True]
@@ -238,6 +241,7 @@ def test_a_reset_frees_every_block(client: httpx.Client) -> None:
 
 
 def test_a_reset_beside_turns_says_which_replica_it_leaves_and_why(client: httpx.Client) -> None:
+    await_idle(client)
     body = completion(stream=True, max_tokens=4000, ignore_eos=True)
     with client.stream("POST", "/v1/completions", json=body, headers={"x-session-id": "unreset"}) as answer:
         pieces = answer.iter_bytes()
@@ -251,6 +255,7 @@ def test_a_reset_beside_turns_says_which_replica_it_leaves_and_why(client: httpx
 
 
 def test_a_client_that_goes_away_is_forgotten(client: httpx.Client) -> None:
+    await_idle(client)
     body = completion(stream=True, max_tokens=4000, ignore_eos=True)
     with client.stream("POST", "/v1/completions", json=body) as stream:
         pieces = stream.iter_bytes()
@@ -258,12 +263,7 @@ def test_a_client_that_goes_away_is_forgotten(client: httpx.Client) -> None:
         running = client.get("/admin/statistics").json()["replicas"]
         assert sum(replica["running"] for replica in running) == 1
         del pieces
-
-    def idle() -> bool:
-        replicas = client.get("/admin/statistics").json()["replicas"]
-        return all(replica["running"] + replica["waiting"] == 0 for replica in replicas)
-
-    eventually(idle)
+    await_idle(client)
 
 
 async def test_above_the_limit_503_with_retry_after(cluster: LocalCluster) -> None:

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Awaitable, Callable
@@ -181,11 +182,20 @@ async def test_what_is_no_server_is_told_and_hurts_nobody(open_tools: OpenTools,
 @pytest.mark.parametrize("protocol", ["auto", "handshake", "stateless"])
 @pytest.mark.parametrize("status", ["401 Unauthorized", "403 Forbidden", "404 Not Found", "502 Bad Gateway"])
 async def test_the_http_status_of_a_server_that_refuses_is_told(
-    open_tools: OpenTools, serve: Serve, protocol: str, status: str
+    open_tools: OpenTools, protocol: str, status: str
 ) -> None:
-    _, port = serve("mcp_server.py", "http", status.split()[0], "")  # whatever the method
-    host = await open_tools(server(url=f"http://127.0.0.1:{port}/mcp", protocol=protocol))
-    text = (await ask(host, "add", {"a": 1, "b": 1})).text
+    async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        head = await reader.readuntil(b"\r\n\r\n")
+        if (length := re.search(rb"content-length: (\d+)", head, re.IGNORECASE)) is not None:
+            await reader.readexactly(int(length[1]))
+        writer.write(b"HTTP/1.1 %s\r\nContent-Length: 7\r\nConnection: close\r\n\r\nnot you" % status.encode())
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(refuse, "127.0.0.1", 0) as refusing:
+        url = f"http://127.0.0.1:{refusing.sockets[0].getsockname()[1]}/mcp"
+        host = await open_tools(server(url=url, protocol=protocol))
+        text = (await ask(host, "add", {"a": 1, "b": 1})).text
     assert text.startswith(f"error: the MCP server s answers with HTTP {status}"), text
 
 
