@@ -219,13 +219,19 @@ def texts(response: dict[str, Any]) -> tuple[str, list[str]]:
     return response["status"], contents
 
 
-def test_a_request_under_which_two_replicas_die_is_refused_and_others_are_not(client: httpx.Client) -> None:
-    path, poison = completion("Poison")
+def test_a_request_under_which_two_replicas_die_is_refused_and_a_stream_that_cannot_go_on_says_why(
+    client: httpx.Client,
+) -> None:
+    """Both are turns of one program, so that they run on one replica. It dies first, while the other one lives."""
+    together = {"vllm_xargs": {"session_id": "together"}}
+    path, poison = completion("Poison", **together)
     killed: list[dict[str, Any]] = []
-    with streams(client, [(path, poison)]) as [stream]:
-        for _ in range(2):
+    with streams(client, [completion("Chances", logprobs=1, **together), (path, poison)]) as [ends, stream]:
+        for running in (2, 1):
             killed.append(at_work(client, *(one["pid"] for one in killed)))
+            assert killed[-1]["running"] == running
             kill_engine(psutil.Process(killed[-1]["pid"]))
+            assert "logprobs" in ends.events()[-1]["error"]["message"]
         error = stream.events()[-1]["error"]
     assert error["code"] == "quarantined"
     refused = client.post(path, json={**poison, "user": "somebody else", "stream": False})
@@ -233,12 +239,3 @@ def test_a_request_under_which_two_replicas_die_is_refused_and_others_are_not(cl
     await_two_other_than(client, *(one["replica"] for one in killed))
     assert client.post("/v1/completions", json=SHORT).status_code == 200
     assert client.post(path, json=poison).status_code == 422
-
-
-def test_a_stream_that_no_other_replica_can_go_on_with_says_so(client: httpx.Client) -> None:
-    with streams(client, [completion("Chances", logprobs=1)]) as [stream]:
-        victim = at_work(client)
-        psutil.Process(victim["pid"]).kill()
-        error = stream.events()[-1]["error"]
-    assert "logprobs" in error["message"]
-    await_two_other_than(client, victim["replica"])
