@@ -13,9 +13,12 @@ IMPORTED = ["vllm.v1.engine.core", "vllm.v1.worker.cpu_worker", "replicas.contro
 
 @pytest.fixture(scope="module", autouse=True)
 def fork_server() -> Iterator[None]:
-    """For all engines of a module whose conftest imports this."""
-    server = multiprocessing.get_context("forkserver")
-    server.set_forkserver_preload(IMPORTED)
+    """For all engines of a module whose conftest imports this, on a CPU."""
+    from vllm.platforms import current_platform
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: server)
+        if current_platform.is_cpu():
+            server = multiprocessing.get_context("forkserver")
+            server.set_forkserver_preload(IMPORTED)
+            patch.setattr("vllm.v1.engine.utils.get_mp_context", lambda: server)
         yield
