@@ -33,7 +33,7 @@ for version in "${versions[@]}"; do
   fi
   rm -f "$out.xml"
   # Ray pins vLLM. What starts a Ray cluster is tested with that version only, by `make test`.
-  "$environment/bin/python" -m pytest -rs -m "not cluster and not own_ray" tests/contracts tests/replica \
+  "$environment/bin/python" -m pytest -rs -m "not cluster" tests/contracts tests/replica \
     tests/simulator/test_virtual_host_tier.py tests/tiny/test_tiny_model.py --junit-xml "$out.xml" || failed=1
   "$environment/bin/python" -m benchmarks.vllm_versions "$out.xml"
 done
