@@ -16,7 +16,7 @@ from cluster.core.tools import Outcome, ToolCall
 from tests.waiting import until
 from tools_runtime.actor import ToolActors
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
+pytestmark = pytest.mark.cluster
 
 
 def python(entry: str, **said: Any) -> dict[str, Any]:

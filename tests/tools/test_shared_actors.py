@@ -19,7 +19,7 @@ from cluster.core.tools import Outcome, ToolCall, ToolId
 from tests.waiting import until
 from tools_runtime.actor import ToolActors
 
-pytestmark = [pytest.mark.cluster, pytest.mark.own_ray]
+pytestmark = pytest.mark.cluster
 
 Pools = Callable[..., Awaitable[ToolActors]]
 
