@@ -15,7 +15,7 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.chat_tools import with_checked_tools
-from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
+from cluster.api.openai import BATCH_LINE, REQUEST_ID, ErrorMap, clean_request_id, no_model
 from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
 from cluster.auth.middleware import caller_of, charge_answers
@@ -163,7 +163,7 @@ class TurnReader:
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
-        identity = identified.identity
+        identity = identified.identity.yielding() if BATCH_LINE in request.scope else identified.identity
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
         charge_answers(request, number_of_answers(turn))

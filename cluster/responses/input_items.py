@@ -349,7 +349,12 @@ def stored_input(spec: RunSpec) -> list[dict[str, Any]]:
 
 
 def page_of(
-    items: Sequence[Mapping[str, Any]], *, order: Literal["asc", "desc"], limit: int, after: str | None
+    items: Sequence[Mapping[str, Any]],
+    *,
+    order: Literal["asc", "desc"],
+    limit: int,
+    after: str | None,
+    most: int = MOST_LISTED,
 ) -> dict[str, Any]:
     """Return a page of a list of items, as OpenAI's lists are.
 
@@ -358,12 +363,13 @@ def page_of(
         order: `desc` has the newest item first.
         limit: largest number of items of the page.
         after: id of the item before the page. None: the page is the first.
+        most: largest value of ``limit``.
 
     Raises:
         BadRequest: ``limit`` or ``after`` is not valid.
     """
-    if not 1 <= limit <= MOST_LISTED:
-        raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
+    if not 1 <= limit <= most:
+        raise BadRequest(f"limit must be between 1 and {most}, not {limit}", param="limit")
     if order == "desc":
         items = items[::-1]
     if after is not None:

@@ -1,4 +1,4 @@
-"""The log of one run or batch, in the process that works on it. It is written in order, and followers read what is stored.
+"""The log of a run or a batch, in the process that works on it. It is written in order; followers read what is stored.
 
 The runner itself can read a recorded event at once; others only when the store has it. An event's number therefore
 never changes, whoever reads it. While the store is unavailable the journal tries again. It keeps the whole run in
