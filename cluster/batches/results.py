@@ -9,6 +9,7 @@ from cluster.batches.records import Batch, Status
 
 RETRIED = frozenset({HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE})
 """Statuses of a line that the cluster has no room for now. It waits for as long as its batch may take."""
+_PASSING = frozenset({HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.CONFLICT})
 ATTEMPTS = 3
 """How often a line is tried that fails for a reason in the cluster, such as the death of a replica."""
 
@@ -38,7 +39,7 @@ class LineAnswer:
         """Return whether the line is not tried again, after so many attempts."""
         if self.status in RETRIED:
             return False
-        failed = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or self.status == HTTPStatus.CONFLICT
+        failed = self.status >= HTTPStatus.INTERNAL_SERVER_ERROR or self.status in _PASSING
         return not failed or attempts >= ATTEMPTS
 
 
