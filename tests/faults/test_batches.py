@@ -15,7 +15,7 @@ from tests.faults.under_load import clients
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 
 URL = "/v1/completions"
-LINES, LONG_LINES = 300, 3000
+LINES, LONG_LINES = 200, 3000
 TOKENS = 24
 DONE_WITHIN_S = 600.0
 
