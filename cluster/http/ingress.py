@@ -211,6 +211,8 @@ class ProgramIngress:
             parts, self._parts = self._parts, ()
             if hasattr(self, "_traces"):
                 stack.push_async_callback(asyncio.to_thread, self._traces.close)
+            if hasattr(self, "_reader"):
+                stack.push_async_callback(self._reader.aclose)
             if hasattr(self, "_scrape"):
                 stack.push_async_callback(self._scrape.aclose)
             for part in parts:

@@ -64,6 +64,14 @@ class UnreadPart(_Part):
         """The text that the model reads."""
         return f"[{self.type.removeprefix('input_')} left out: this model reads text only]"
 
+    @property
+    def image(self) -> dict[str, Any] | None:
+        """The part of a chat message that has the image; None: it is no image with a URL."""
+        url = (self.model_extra or {}).get("image_url")
+        if self.type != "input_image" or not isinstance(url, str):
+            return None
+        return {"type": "image_url", "image_url": {"url": url}}
+
 
 def _part_kind(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
@@ -312,6 +320,13 @@ AnyItem = Annotated[
 def text_of(content: str | list[InputText | Refusal | UnreadPart]) -> str:
     """Return the text of all parts, each on lines of its own, as chat templates get it."""
     return content if isinstance(content, str) else "\n".join(part.shown for part in content)
+
+
+def images_in(content: str | list[InputText | Refusal | UnreadPart]) -> list[dict[str, Any]]:
+    """Return the images of a content, as parts of a chat message."""
+    if isinstance(content, str):
+        return []
+    return [image for part in content if isinstance(part, UnreadPart) and (image := part.image) is not None]
 
 
 def error_text(error: Any) -> str:
