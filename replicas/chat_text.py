@@ -19,6 +19,8 @@ from vllm.inputs import TextPrompt, tokens_input
 from vllm.renderers import merge_kwargs
 from vllm.utils.mistral import is_mistral_tokenizer
 
+from cluster.api.images import DATA, images_of
+from cluster.core.errors import BadRequest
 from replicas.continuation import Again, CannotRender, Examined, Message, Sample, Tokens, examine, rest_of_prompt
 from replicas.plain_text import PlainText
 from replicas.requests import parse_request
@@ -39,6 +41,7 @@ class ChatText:
     def __init__(self, online: Any) -> None:
         self._online = online
         self._renderer = online.renderer
+        self._sees = bool(online.model_config.is_multimodal_model)
         self._is_text = not (
             online.use_harmony
             or is_mistral_tokenizer(self._renderer.tokenizer)
@@ -50,7 +53,24 @@ class ChatText:
 
     def legible(self, body: dict[str, Any]) -> dict[str, Any]:
         """Return a chat body that this model can read: without images if it sees none."""
-        return body if self._online.model_config.is_multimodal_model else without_images(body)
+        return body if self._sees else without_images(body)
+
+    def check_images(self, body: dict[str, Any], *, required: bool = False) -> None:
+        """Check that this process fetches no image: the ingress has put the images of a request into its body.
+
+        Args:
+            body: the body of a chat completion.
+            required: whether a model that sees none cannot answer the request.
+
+        Raises:
+            BadRequest: an image has another URL, or is for a model that sees none.
+        """
+        for image in images_of(body) if self._sees or required else ():
+            if not self._sees:
+                raise BadRequest(f"{image.path}: this model reads no images", param=image.path, code="invalid_image")
+            if isinstance(image.url, str) and image.url[: len(DATA)].lower() != DATA:
+                message = f"{image.path}: a replica fetches no images; send `data:image/TYPE;base64,...`"
+                raise BadRequest(message, param=image.path, code="invalid_image")
 
     def make_plain(self, request: Any) -> None:
         """Escape the special tokens in the messages and the tools of a chat request of vLLM, if its prompt is text."""

@@ -12,6 +12,8 @@ import socket
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import httpx
+
 from cluster.core.errors import ToolFailed, ToolRefused
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
@@ -90,6 +92,24 @@ class Resolver:
         if not found:
             raise ToolFailed(f"{host[:100]!r} has no address", transient=True)
         return str(found[0])
+
+    async def pinned(self, request: httpx.Request) -> httpx.Request:
+        """Return the same request to the checked address. Host header and TLS keep the name.
+
+        Raises:
+            ToolRefused: an address is not allowed.
+            ToolFailed: there is no address.
+        """
+        host = request.url.host
+        port = request.url.port or (443 if request.url.scheme == "https" else 80)
+        address = await self.public_address(host, port)
+        return httpx.Request(
+            request.method,
+            request.url.copy_with(host=address),
+            headers=request.headers,
+            content=request.content,
+            extensions={"sni_hostname": request.url.raw_host.decode("ascii")},
+        )
 
     def close(self) -> None:
         """End the threads. No name can be looked up any more."""

@@ -24,7 +24,12 @@ TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
 CONNECTION = "caesura.connection"
 """Key of an ASGI scope: the ids of the responses that were made over the same WebSocket."""
+BATCH_LINE = "caesura.batch_line"
+"""Key of an ASGI scope: the request is a line of a batch. It yields to all other work, and is sent again if it is
+rejected."""
 CONVERSATIONS = "/v1/conversations"
+FILES = "/v1/files"
+BATCHES = "/v1/batches"
 RESPONSE_COMPACTION = RESPONSES + "/compact"
 RESPONSE_TOKENS = RESPONSES + "/input_tokens"
 MESSAGE_PATHS = {"create_message": "/v1/messages", "count_tokens": "/v1/messages/count_tokens"}

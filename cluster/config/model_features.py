@@ -10,6 +10,8 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from cluster.config.models import TINY
+
 CONFIG = "config.json"
 
 STATE_LAYERS = frozenset({"mamba", "mamba2", "linear_attention", "conv", "recurrent", "kda"})
@@ -18,6 +20,10 @@ WINDOW_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 """Types of layers that keep the KV of the last tokens only."""
 STATE_FIELDS = ("ssm_state_size", "state_size", "mamba_d_state", "mamba_d_ssm", "linear_num_key_heads")
 """Fields that only configurations with such a state have."""
+
+
+VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index", "img_processor")
+"""Fields that only configurations of models that see have."""
 
 
 class Feature(StrEnum):
@@ -70,6 +76,18 @@ def config_of(source: str) -> Mapping[str, Any] | None:
     except (OSError, ValueError):
         return None
     return config if isinstance(config, dict) else None
+
+
+def sees_images(source: str) -> bool:
+    """Return whether a model reads images, by its `config.json`. True: that is not on this machine.
+
+    Args:
+        source: a path or a Hugging Face id, as `model.source`.
+    """
+    if source == TINY:
+        return False
+    config = config_of(source)
+    return config is None or any(config.get(name) for name in VISION_FIELDS)
 
 
 def features_off(config: Mapping[str, Any], engine: Mapping[str, Any], accelerator: str) -> Iterator[Off]:

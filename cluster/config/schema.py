@@ -21,6 +21,7 @@ from cluster.config.models import (
 )
 from cluster.config.sections import (
     AuthConfig,
+    BatchesConfig,
     LogsConfig,
     PredictorConfig,
     Section,
@@ -228,6 +229,7 @@ class CaesuraConfig(Section):
     logs: LogsConfig = Field(default_factory=LogsConfig)
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     programs: ProgramsConfig = Field(default_factory=ProgramsConfig)
+    batches: BatchesConfig = Field(default_factory=BatchesConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     models: dict[ModelId, FurtherModel] = Field(default_factory=dict)
     """Further models, each on its own replicas, by the name that clients send as `model`."""

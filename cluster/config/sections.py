@@ -107,6 +107,21 @@ class LogsConfig(Section):
     the turn's request and the model where they are known."""
 
 
+class BatchesConfig(Section):
+    """Batches (`/v1/batches`) and the files that they read and write (`/v1/files`). Redis has the files, compressed."""
+
+    max_concurrent: int = Field(64, ge=1, le=4096)
+    """Maximum number of lines of batches in flight in one ingress. Fewer are in flight while replicas refuse batch
+    work. Increase it if the replicas are idle while a batch is in progress."""
+    max_file_bytes: int = Field(64 << 20, ge=1024)
+    """Maximum size of a file in bytes. Larger files get 413. JSON lines take about a fifth of their size in Redis."""
+    max_stored_bytes: int = Field(256 << 20, ge=1024)
+    """Maximum size in bytes of all files of a tenant and of the results of its batches in progress. At this size
+    uploads get 400, and the tenant's batches pause until files are deleted."""
+    retention_s: float = Field(7 * 24 * 3600.0, ge=3600, le=366 * 24 * 3600)
+    """Seconds for which a file is kept, unless its upload says another time, and for which an ended batch is listed."""
+
+
 class PredictorConfig(Section):
     """Predictions of turns and pauses. They are used where a client gives no hint."""
 

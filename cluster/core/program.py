@@ -1,7 +1,7 @@
 """The types that describe the program of a request: identity, the client's hints, and predictions."""
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 MAX_ID_LENGTH = 256
@@ -106,6 +106,10 @@ class ProgramIdentity:
     """Parent of the turn's spans, as a W3C `traceparent` header; None: the turn is not traced, or its spans belong to
     its
     program's trace."""
+
+    def yielding(self) -> "ProgramIdentity":
+        """Return the identity with a priority that yields to the turns of all others, see `Hints.sheddable`."""
+        return replace(self, hints=replace(self.hints, priority=max(1, self.hints.priority or 1)))
 
     @property
     def key(self) -> str | None:

@@ -11,7 +11,9 @@ from starlette.responses import Response
 
 from cluster.api.anthropic.errors import response_of
 from cluster.api.openai import (
+    BATCHES,
     CONVERSATIONS,
+    FILES,
     LIMITED_PATHS,
     MESSAGE_PATHS,
     PREFILL,
@@ -98,6 +100,15 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
         "conversation_items": lambda app: app.get(CONVERSATIONS + "/{conversation_id}/items"),
         "conversation_item": lambda app: app.get(CONVERSATIONS + "/{conversation_id}/items/{item_id}"),
         "delete_conversation_item": lambda app: app.delete(CONVERSATIONS + "/{conversation_id}/items/{item_id}"),
+        "create_file": lambda app: app.post(FILES),
+        "files": lambda app: app.get(FILES),
+        "file": lambda app: app.get(FILES + "/{file_id}"),
+        "delete_file": lambda app: app.delete(FILES + "/{file_id}"),
+        "file_content": lambda app: app.get(FILES + "/{file_id}/content"),
+        "create_batch": lambda app: app.post(BATCHES),
+        "batches": lambda app: app.get(BATCHES),
+        "batch": lambda app: app.get(BATCHES + "/{batch_id}"),
+        "cancel_batch": lambda app: app.post(BATCHES + "/{batch_id}/cancel"),
         "programs": lambda app: app.get("/v1/programs"),
         "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),

@@ -22,6 +22,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.errors import VERSION_HEADER
 from cluster.api.openai import (
+    BATCH_LINE,
     RETRY_AFTER_S,
     no_model,
 )
@@ -31,16 +32,19 @@ from cluster.api.validation import validated
 from cluster.auth.keys import key_file
 from cluster.auth.middleware import caller_of
 from cluster.auth.tenants import Tenants
+from cluster.batches.records import Endpoint
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import Overloaded, UpstreamFailed
-from cluster.core.lineage import LineageIndex
+from cluster.core.lineage import Attributed, Attribution, LineageIndex
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.http.application import application
 from cluster.http.attributed_answers import AttributedAnswers
+from cluster.http.batch_lines import Handler
+from cluster.http.batch_service import BatchService
 from cluster.http.chat import ChatPrograms
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.early_prefill import prefill
@@ -150,6 +154,12 @@ class ProgramIngress:
             config.http.request_timeout_s,
             as_http_error,
         )
+        handlers: dict[Endpoint, Handler] = {
+            "/v1/chat/completions": self.chat,
+            "/v1/completions": self.completions,
+            "/v1/responses": self.create_response,
+        }
+        self._batches = BatchService(config, clock, name, self._service.runner, handlers)
         self._scrape = ClusterScrape(clock, Meter(enabled=config.metrics.enabled))
         set_process_tracker(self._turns)
         self._turns.open()
@@ -163,6 +173,8 @@ class ProgramIngress:
         self._adopt(self._fleet)
         self._adopt(self._service)
         await self._service.open()
+        self._adopt(self._batches)
+        self._batches.open()
         keep_trimmed()
         freeze_heap()
         if await _proxies_are_disabled():
@@ -199,6 +211,8 @@ class ProgramIngress:
             parts, self._parts = self._parts, ()
             if hasattr(self, "_traces"):
                 stack.push_async_callback(asyncio.to_thread, self._traces.close)
+            if hasattr(self, "_reader"):
+                stack.push_async_callback(self._reader.aclose)
             if hasattr(self, "_scrape"):
                 stack.push_async_callback(self._scrape.aclose)
             for part in parts:
@@ -237,7 +251,8 @@ class ProgramIngress:
         body, identity = await self._reader.identified(request)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity, arrived_s)
-        answers = self._attributed(method, body, identity, passed_headers(request.headers), arrived_s)
+        of_batch = BATCH_LINE in request.scope
+        answers = self._attributed(method, body, identity, passed_headers(request.headers), arrived_s, of_batch)
         response = await self._answered(answers, is_stream=body.get("stream") is True)
         answers.name_program(response)
         if not isinstance(response, EventStream):
@@ -245,14 +260,25 @@ class ProgramIngress:
         return response
 
     def _attributed(
-        self, method: str, body: dict[str, Any], identity: ProgramIdentity, headers: dict[str, str], arrived_s: float
+        self,
+        method: str,
+        body: dict[str, Any],
+        identity: ProgramIdentity,
+        headers: dict[str, str],
+        arrived_s: float,
+        of_batch: bool,
     ) -> AttributedAnswers:
-        """Return the answer to a turn, as a turn of the program that it belongs to."""
-        turn = self._lineage.attribute(identity, body)
+        """Return the answer to a turn, as a turn of the program that it belongs to. A line of a batch that names none
+        belongs to none.
+        """
+        if of_batch and identity.program_id is None:
+            turn = Attributed(identity, Attribution.UNKNOWN)
+        else:
+            turn = self._lineage.attribute(identity, body)
         try:
             measured = MeasuredAnswers(
                 self._fleet.answers(method, body, headers, turn.identity),
-                self._turns.begin(body["model"], turn.identity, arrived_s),
+                self._turns.begin(body["model"], turn.identity, arrived_s, is_repeated=of_batch),
                 as_http_error,
             )
         except BaseException:
@@ -377,6 +403,52 @@ class ProgramIngress:
     async def delete_conversation_item(self, request: Request, conversation_id: str, item_id: str) -> Response:
         """Delete an item of a conversation. The next response does not read it."""
         return await self._conversations.delete_item(caller_of(request).tenant, conversation_id, item_id)
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    async def create_file(self, request: Request) -> Response:
+        """Store a file of JSON lines (OpenAI), whose requests a batch answers. The purpose is `batch`."""
+        return await self._batches.file_routes.create(request)
+
+    async def files(
+        self,
+        request: Request,
+        order: Literal["asc", "desc"] = "desc",
+        limit: int = 10_000,
+        after: str | None = None,
+        purpose: str | None = None,
+    ) -> Response:
+        """List the files of the caller's tenant."""
+        tenant = caller_of(request).tenant
+        return await self._batches.file_routes.list(tenant, order=order, limit=limit, after=after, purpose=purpose)
+
+    async def file(self, request: Request, file_id: str) -> Response:
+        """Return a file, without its content."""
+        return await self._batches.file_routes.show(caller_of(request).tenant, file_id)
+
+    async def delete_file(self, request: Request, file_id: str) -> Response:
+        """Delete a file. The input of a batch that has not ended cannot be deleted."""
+        return await self._batches.file_routes.delete(caller_of(request).tenant, file_id)
+
+    async def file_content(self, request: Request, file_id: str) -> Response:
+        """Return the content of a file."""
+        return await self._batches.file_routes.content(caller_of(request).tenant, file_id)
+
+    async def create_batch(self, request: Request) -> Response:
+        """Start a batch (OpenAI), which answers the requests in a file when the replicas have nothing else to do."""
+        return await self._batches.batch_routes.create(request, await self._reader.json(request))
+
+    async def batches(self, request: Request, limit: int = 20, after: str | None = None) -> Response:
+        """List the batches of the caller's tenant, the newest first."""
+        return await self._batches.batch_routes.list(caller_of(request).tenant, limit=limit, after=after)
+
+    async def batch(self, request: Request, batch_id: str) -> Response:
+        """Return a batch, with the numbers of its requests that have ended."""
+        return await self._batches.batch_routes.show(caller_of(request).tenant, batch_id)
+
+    async def cancel_batch(self, request: Request, batch_id: str) -> Response:
+        """Cancel a batch. What has been answered by then is in its output file."""
+        return await self._batches.batch_routes.cancel(caller_of(request).tenant, batch_id)
 
     # --- models and programs ------------------------------------------------------------------------------------------
 

@@ -15,17 +15,19 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.chat_tools import with_checked_tools
-from cluster.api.openai import REQUEST_ID, ErrorMap, clean_request_id, no_model
+from cluster.api.openai import BATCH_LINE, REQUEST_ID, ErrorMap, clean_request_id, no_model
 from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
 from cluster.auth.middleware import caller_of, charge_answers
 from cluster.auth.tenants import Tenants
+from cluster.config.model_features import sees_images
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError
 from cluster.core.identity import Identified, identify
 from cluster.core.program import ProgramIdentity
 from cluster.http.body import parse_object, read_body
 from cluster.http.fair_thread import FairThread
+from cluster.http.images import ImageReader
 from cluster.observing.logs import bind
 from cluster.observing.trace_context import TRACEPARENT
 
@@ -101,8 +103,15 @@ class TurnReader:
         self._adapters = config.adapters
         self._tenants = Tenants(config)
         self._bodies = FairThread()
+        self._images = ImageReader(config.http.max_body_bytes)
+        self._sees = {model: sees_images(own.model.source) for model, own in config.served.items()}
+        """Whether a model reads images, by its id. True if its configuration is not on this machine."""
         self._models = models or OneModel(config.model.id)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
+
+    async def aclose(self) -> None:
+        """Close the connections to servers of images."""
+        await self._images.aclose()
 
     async def json(self, request: Request) -> dict[str, Any]:
         """Read the JSON object in the request's body.
@@ -163,13 +172,15 @@ class TurnReader:
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
-        identity = identified.identity
+        identity = identified.identity.yielding() if BATCH_LINE in request.scope else identified.identity
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
         charge_answers(request, number_of_answers(turn))
         model = await self._models.model_of(turn, identity)
         if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
+        if self._sees[model]:
+            await self._images.read(turn)
         named = turn.get("model")
         return turn | {"model": named if named in self._adapters else model}, identity
 

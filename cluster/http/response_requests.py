@@ -6,6 +6,7 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
+from cluster.config.model_features import sees_images
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
@@ -41,6 +42,8 @@ class ResponseRequests:
         self._conversations = conversations
         self._offers = offers
         self._config = config
+        self._sees = {model: sees_images(own.model.source) for model, own in config.served.items()}
+        self._adapters = config.adapters
         self._meter = Meter(enabled=config.metrics.enabled)
 
     def read(self, body: Mapping[str, Any]) -> CreateResponse:
@@ -86,11 +89,13 @@ class ResponseRequests:
             except ToolRefused as error:
                 raise BadRequest(f"tools: {error}", param="tools") from error
         theirs = {label: [one for one in offered if _is_of(one.tool, label)] for label in servers.definitions}
+        model = request.model or self._config.model.id
         around = RequestContext(
             run_id=run_id or f"{RESPONSE_PREFIX}{uuid4().hex}",
             created_s=time(),
             identity=identity,
-            model=request.model or self._config.model.id,
+            model=model,
+            sees=self._sees.get(self._adapters.get(model, model), False),
             limits=limits(self._config),
             registered={one.name: one for one in offered if one.tool and one.tool.source is ToolSource.OPERATOR},
             listings=theirs,

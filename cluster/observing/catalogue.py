@@ -167,6 +167,15 @@ PROGRAM_EVENTS = _counter(
     "model",
     "event",
 )
+OPEN_BATCHES = _gauge("open_batches", AGENTS, "Batches that an ingress works on now", "tenant")
+LEFT_BATCH_LINES = _gauge("left_batch_lines", AGENTS, "Lines without a result of the batches in progress", "tenant")
+BATCH_LINES = _counter(
+    "batch_lines",
+    AGENTS,
+    "Lines of batches that completed or failed, or were put back because the replicas had other work or failed",
+    "tenant",
+    "outcome",
+)
 SCRAPE_FAILURES = _counter(
     "scrape_failures", OVERVIEW, "Nodes that a scrape through an ingress could not read", "reason"
 )

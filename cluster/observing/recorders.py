@@ -188,6 +188,45 @@ class ProgramMetrics:
         self._meter.record(metrics.TOOL_ANSWERS_CUT, answers_cut)
 
 
+class BatchMetrics:
+    """The metrics of the batches of one ingress.
+
+    Args:
+        meter: records.
+        tenants: names of the configured tenants. All others have one label together.
+    """
+
+    def __init__(self, meter: Meter, tenants: Iterable[str]) -> None:
+        self._meter = meter
+        self._tenants = {DEFAULT_TENANT, *tenants}
+        self._seen: set[str] = set()
+
+    def record(
+        self, open_batches: Mapping[str, int], left: Mapping[str, int], lines: Mapping[tuple[str, str], int]
+    ) -> None:
+        """Export the batches of each tenant.
+
+        Args:
+            open_batches: number of batches that this ingress works on.
+            left: number of their lines without a result.
+            lines: number of lines by tenant and what became of them, since the start.
+        """
+        self._seen |= {self._label(tenant) for tenant in open_batches}
+        for metric, numbers in ((metrics.OPEN_BATCHES, open_batches), (metrics.LEFT_BATCH_LINES, left)):
+            for label in self._seen:
+                self._meter.set(
+                    metric, sum(n for tenant, n in numbers.items() if self._label(tenant) == label), tenant=label
+                )
+        totals: dict[str, dict[str, int]] = {}
+        for (tenant, outcome), number in lines.items():
+            of = totals.setdefault(self._label(tenant), {})
+            of[outcome] = of.get(outcome, 0) + number
+        self._meter.record(metrics.BATCH_LINES, totals)
+
+    def _label(self, tenant: str) -> str:
+        return tenant if tenant in self._tenants else OTHER_TENANTS
+
+
 class ToolMetrics:
     """The metrics of one process that runs tools.
 

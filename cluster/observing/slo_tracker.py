@@ -36,6 +36,8 @@ from cluster.store.slo_sums import SloSumStore
 
 COMPONENT = "slo_tracker"
 EXCHANGE_PERIOD_S = 0.5
+NO_BOUNDS = Slo()
+"""Of sheddable turns, which may wait for all others."""
 
 REQUEST_START = "x-request-start"
 """The header in which proxies send the Unix time at which they received a request. The unit may be seconds, milli- or
@@ -154,15 +156,24 @@ class SloTracker:
         late = sum(turn.is_late(model, now_s) for turn in self._open)
         return turns + late, missed + late
 
-    def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "MeasuredTurn":
-        """Record the arrival of a turn, and return the object that measures it."""
+    def begin(
+        self, model: str, identity: ProgramIdentity, arrived_s: float, *, is_repeated: bool = False
+    ) -> "MeasuredTurn":
+        """Record the arrival of a turn, and return the object that measures it.
+
+        Args:
+            model: the model, or an adapter of it.
+            identity: the identity. Bounds do not apply to a sheddable turn, which may wait for all others.
+            arrived_s: time of the arrival in seconds.
+            is_repeated: whether the turn is sent again if it is rejected, so that a rejection is not its end.
+        """
         served = Served(
             self._adapters.get(model, model), identity.tenant if self._is_named(identity.tenant) else OTHER_TENANTS
         )
-        slo = self._slo_of(served)
+        slo = NO_BOUNDS if identity.hints.sheddable else self._slo_of(served)
         if identity.key is not None and self.enabled:
             self._programs.turn_began(served, slo, identity.key, arrived_s, self._clock.now_s())
-        turn = MeasuredTurn(self, served, slo, identity, arrived_s)
+        turn = MeasuredTurn(self, served, slo, identity, arrived_s, is_repeated=is_repeated)
         if self.enabled:
             self._open.add(turn)
         return turn
@@ -313,7 +324,14 @@ class MeasuredTurn:
     """A turn in flight."""
 
     def __init__(
-        self, tracker: SloTracker, served: Served, slo: Slo, identity: ProgramIdentity, arrived_s: float
+        self,
+        tracker: SloTracker,
+        served: Served,
+        slo: Slo,
+        identity: ProgramIdentity,
+        arrived_s: float,
+        *,
+        is_repeated: bool = False,
     ) -> None:
         self._tracker = tracker
         self._served = served
@@ -325,6 +343,7 @@ class MeasuredTurn:
         self._tokens = 0
         self._alone_s: float | None = None
         self._over = not tracker.enabled
+        self._is_repeated = is_repeated
 
     def is_late(self, model: str, now_s: float) -> bool:
         """Whether it is a turn of this model whose first token is later than its SLO allows."""
@@ -350,7 +369,7 @@ class MeasuredTurn:
             return
         self._over = True
         self._tracker.turn_closed(self)
-        if outcome is None:
+        if outcome is None or (outcome is Outcome.REJECTED and self._is_repeated):
             self._tracker.turn_withdrawn(self._identity)
             return
         now_s = self._tracker.now_s()

@@ -17,6 +17,7 @@ from cluster.responses.custom_tools import arguments_of
 from cluster.responses.input_items import (
     ENDED,
     CompactionItem,
+    Content,
     CustomToolCall,
     CustomToolCallOutput,
     FunctionCall,
@@ -28,6 +29,7 @@ from cluster.responses.input_items import (
     Message,
     Reasoning,
     error_text,
+    images_in,
     text_of,
 )
 from cluster.responses.output import CLUSTER_LABEL, approval_request_id, is_approval_request_id
@@ -38,6 +40,8 @@ from cluster.runs.state import RunState, conversation, runs_here
 DENIED = "The user did not allow this call."
 
 ChatMessage = dict[str, Any]
+ChatPart = dict[str, Any]
+IN_NEXT_MESSAGE = "[image: see the next message]"
 
 
 def tool_message(call_id: str, text: str) -> ChatMessage:
@@ -58,29 +62,36 @@ class InputCalls:
     """Answers by call id: the item's position in the input, and its text."""
     approvals: dict[str, tuple[int, McpApprovalResponse]]
     """Approval responses by the id of the approval request, with their position in the input."""
+    images: dict[str, list[ChatPart]] = field(default_factory=dict)
+    """The images of answers by call id, for a model that sees."""
+    _read: list[ChatPart] = field(default_factory=list)
+    """The images of the answers that were returned since `take_images`."""
 
     @classmethod
-    def of(cls, items: Sequence[InputItem], first: int = 0) -> "InputCalls":
+    def of(cls, items: Sequence[InputItem], first: int = 0, *, sees: bool = False) -> "InputCalls":
         """Collect them from all items.
 
         Args:
             items: the items.
             first: position of the first item in the request's input. It is negative for items of a conversation.
+            sees: whether the model reads images.
 
         Raises:
             BadRequest: an approval request is answered twice.
         """
         outputs: dict[str, deque[tuple[int, str]]] = defaultdict(deque)
         approvals: dict[str, tuple[int, McpApprovalResponse]] = {}
+        images: dict[str, list[ChatPart]] = defaultdict(list)
         settled = {item.approval_request_id for item in items if isinstance(item, McpCall)}
         for place, item in enumerate(items, first):
             if isinstance(item, FunctionCallOutput | CustomToolCallOutput):
-                outputs[item.call_id].append((place, text_of(item.output)))
+                outputs[item.call_id].append((place, _answer_text(item.output, sees=sees)))
+                images[item.call_id] += images_in(item.output) if sees else []
             if isinstance(item, McpApprovalResponse) and item.approval_request_id not in settled:
                 if item.approval_request_id in approvals:
                     raise _bad(place, "approval_request_id", f"{item.approval_request_id!r} is answered twice")
                 approvals[item.approval_request_id] = (place, item)
-        return cls(outputs, approvals)
+        return cls(outputs, approvals, images)
 
     def output(self, call_id: str) -> str:
         """Remove and return the answer to a call of one of the caller's functions.
@@ -91,7 +102,16 @@ class InputCalls:
         answers = self.outputs.get(call_id)
         if not answers:
             raise BadRequest(f"No tool output found for function call {call_id}.", param="input")
+        self._read += self.images.pop(call_id, [])
         return answers.popleft()[1]
+
+    def take_images(self) -> list[ChatMessage]:
+        """Return the message with the images of the answers since the last call, if there are any.
+
+        It follows the answers, because chat templates take no image in a tool's message.
+        """
+        read, self._read = self._read, []
+        return [{"role": "user", "content": read}] if read else []
 
     def approval(self, request_id: str) -> McpApprovalResponse:
         """Remove and return the answer to an approval request.
@@ -147,9 +167,13 @@ class Conversation:
         given: answers and approvals in the input, without those for calls of an earlier run.
         offers: the tools that exist now.
         approved: calls of the last message that are already approved.
+        sees: whether the model reads images.
     """
 
-    def __init__(self, given: InputCalls, offers: Sequence[ToolOffer], approved: Sequence[Call] = ()) -> None:
+    def __init__(
+        self, given: InputCalls, offers: Sequence[ToolOffer], approved: Sequence[Call] = (), *, sees: bool = False
+    ) -> None:
+        self._sees = sees
         self.messages: list[ChatMessage] = []
         self.summarised = False
         """Whether a summary stands in place of what was before it, the earlier messages included."""
@@ -185,7 +209,7 @@ class Conversation:
             case Message():
                 self._close()
                 self._require_free(place)
-                self.messages.append(_message(item))
+                self.messages.append(_message(item, sees=self._sees))
             case Reasoning():
                 turn = self._open(place, another=bool(self._turn and (self._turn.content or self._turn.calls)))
                 turn.reasoning += [part.text for part in item.content or ()]
@@ -273,6 +297,7 @@ class Conversation:
             # The tool was asynchronous: its final answer follows the answer that it was started.
             while self._given.outputs.get(call_id):
                 self.messages.append(late_message(name, self._given.output(call_id)))
+        self.messages += self._given.take_images()
 
     def _require_free(self, place: int) -> None:
         if self.approved:
@@ -285,8 +310,18 @@ def _append_call(turn: _Turn, call_id: str, name: str, arguments: str) -> None:
     turn.calls.append({"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}})
 
 
-def _message(item: Message) -> ChatMessage:
+def _answer_text(content: Content, *, sees: bool) -> str:
+    if not sees or not images_in(content):
+        return text_of(content)
+    parts = [] if isinstance(content, str) else content
+    return "\n".join(IN_NEXT_MESSAGE if images_in([part]) else part.shown for part in parts)
+
+
+def _message(item: Message, *, sees: bool) -> ChatMessage:
     role = "system" if item.role == "developer" else item.role
+    if sees and images_in(item.content) and not isinstance(item.content, str):
+        parts = [(images_in([part]) or [{"type": "text", "text": part.shown}])[0] for part in item.content]
+        return {"role": role, "content": parts}
     if isinstance(item.content, str) or len(item.content) == 1:
         return {"role": role, "content": text_of(item.content)}
     return {"role": role, "content": [{"type": "text", "text": part.shown} for part in item.content]}
@@ -351,6 +386,7 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
             approval_ids.append(request_id)
         else:
             answers.append(tool_message(call.id, denied(response)))
+    answers += given.take_images()
     late = conversation(previous)[len(previous.messages) :]
     messages = (*previous.messages, *answers, *late)
     unread += range(len(messages) - len(late), len(messages))

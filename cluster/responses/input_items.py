@@ -64,6 +64,14 @@ class UnreadPart(_Part):
         """The text that the model reads."""
         return f"[{self.type.removeprefix('input_')} left out: this model reads text only]"
 
+    @property
+    def image(self) -> dict[str, Any] | None:
+        """The part of a chat message that has the image; None: it is no image with a URL."""
+        url = (self.model_extra or {}).get("image_url")
+        if self.type != "input_image" or not isinstance(url, str):
+            return None
+        return {"type": "image_url", "image_url": {"url": url}}
+
 
 def _part_kind(part: Any) -> str | None:
     kind = part.get("type") if isinstance(part, dict) else None
@@ -314,6 +322,13 @@ def text_of(content: str | list[InputText | Refusal | UnreadPart]) -> str:
     return content if isinstance(content, str) else "\n".join(part.shown for part in content)
 
 
+def images_in(content: str | list[InputText | Refusal | UnreadPart]) -> list[dict[str, Any]]:
+    """Return the images of a content, as parts of a chat message."""
+    if isinstance(content, str):
+        return []
+    return [image for part in content if isinstance(part, UnreadPart) and (image := part.image) is not None]
+
+
 def error_text(error: Any) -> str:
     """Return the error text of a failed call, in any form that responses have used."""
     if isinstance(error, dict):
@@ -349,7 +364,12 @@ def stored_input(spec: RunSpec) -> list[dict[str, Any]]:
 
 
 def page_of(
-    items: Sequence[Mapping[str, Any]], *, order: Literal["asc", "desc"], limit: int, after: str | None
+    items: Sequence[Mapping[str, Any]],
+    *,
+    order: Literal["asc", "desc"],
+    limit: int,
+    after: str | None,
+    most: int = MOST_LISTED,
 ) -> dict[str, Any]:
     """Return a page of a list of items, as OpenAI's lists are.
 
@@ -358,12 +378,13 @@ def page_of(
         order: `desc` has the newest item first.
         limit: largest number of items of the page.
         after: id of the item before the page. None: the page is the first.
+        most: largest value of ``limit``.
 
     Raises:
         BadRequest: ``limit`` or ``after`` is not valid.
     """
-    if not 1 <= limit <= MOST_LISTED:
-        raise BadRequest(f"limit must be between 1 and {MOST_LISTED}, not {limit}", param="limit")
+    if not 1 <= limit <= most:
+        raise BadRequest(f"limit must be between 1 and {most}, not {limit}", param="limit")
     if order == "desc":
         items = items[::-1]
     if after is not None:

@@ -58,6 +58,8 @@ class RequestContext:
     """Items of the request's conversation after ``previous``."""
     known: int = 0
     """Number of entries of the request's conversation."""
+    sees: bool = False
+    """Whether the model reads images."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,9 +87,9 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
     offered = offers(request, around.registered, around.listings)
     items = request.input if not isinstance(request.input, str) else _as_items(request.input)
     read, first = (*around.earlier, *items), -len(around.earlier)
-    given = InputCalls.of(read, first)
+    given = InputCalls.of(read, first, sees=around.sees)
     before = _before(request, around.previous, given)
-    conversation = Conversation(given, offered, before.approved)
+    conversation = Conversation(given, offered, before.approved, sees=around.sees)
     conversation.add_all(read, first)
     _require_offered(conversation, offered)
     if request.generate is False and conversation.approved:

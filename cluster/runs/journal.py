@@ -1,4 +1,4 @@
-"""The log of one run, in the process that works on it. It is written in order, and followers read what is stored.
+"""The log of a run or a batch, in the process that works on it. It is written in order; followers read what is stored.
 
 The runner itself can read a recorded event at once; others only when the store has it. An event's number therefore
 never changes, whoever reads it. While the store is unavailable the journal tries again. It keeps the whole run in
@@ -7,8 +7,9 @@ memory, so that it can write it again to a store that has lost it.
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Generic, TypeVar
 
 from cluster.core.errors import RunLeaseLost, RunLogGap, RunStoreUnavailable, RunUnknown
 from cluster.runs.events import Ended, RunEvent, encode
@@ -22,20 +23,48 @@ LAST_RETRY_S = 1.0
 """Bounds in seconds of the waits between two attempts to reach the store."""
 
 
-class Journal:
+MAX_WRITE_BYTES = 1 << 20
+"""Maximum size of the items of one write, unless it is a single item. Redis does nothing else meanwhile."""
+
+Event = TypeVar("Event")
+
+
+@dataclass(frozen=True, slots=True)
+class LogForm(Generic[Event]):
+    """What a journal has to know of the events of a log."""
+
+    encode: Callable[[Event], bytes]
+    is_last: Callable[[Event], bool]
+    """Whether the event ends the log."""
+    status: Callable[[Event], str | None]
+    """Returns the status that the run has once this event is written; None: it does not change."""
+    compact: bool = False
+    """Whether only the first and the last event are kept of a log that has ended."""
+
+
+RUN_LOG: LogForm[RunEvent] = LogForm(
+    encode=encode,
+    is_last=lambda event: isinstance(event, Ended),
+    status=lambda event: event.status if isinstance(event, Ended) else None,
+)
+
+
+class Journal(Generic[Event]):
     """One run's events, and the task that writes them.
 
     Args:
         store: the store of the events.
         run: the run, for the store.
         events: events that the store already has.
+        form: of the events.
     """
 
-    def __init__(self, store: RunStore, run: NewRun, events: Sequence[RunEvent]) -> None:
+    def __init__(self, store: RunStore, run: NewRun, events: Sequence[Event], form: LogForm[Event]) -> None:
         self.run = run
+        self._form = form
         self._store = store
         self._events = list(events)
-        self._encoded = [encode(event) for event in events]
+        self._encoded = [form.encode(event) for event in events]
         self._durable = len(events)
         self._lost = False
         self._forgotten = False
@@ -47,7 +76,7 @@ class Journal:
         self._writer = asyncio.create_task(self._write_for_ever())
 
     @property
-    def safe(self) -> Sequence[RunEvent]:
+    def safe(self) -> Sequence[Event]:
         """The events that the store has."""
         return self._events[: self._durable]
 
@@ -61,10 +90,10 @@ class Journal:
         """Whether nothing more will be written: the run's end is stored, or another runner has the run."""
         return self._lost or (self._durable == len(self._events) and self._ended)
 
-    def record(self, *events: RunEvent) -> None:
+    def record(self, *events: Event) -> None:
         """Add events. They are written soon."""
         self._events += events
-        self._encoded += [encode(event) for event in events]
+        self._encoded += [self._form.encode(event) for event in events]
         self._news.set()
 
     async def flush(self) -> None:
@@ -79,7 +108,7 @@ class Journal:
         if self._lost:
             raise RunLeaseLost(f"run {self.run.id} is worked on by another runner")
 
-    async def follow(self, start: int = 0) -> AsyncIterator[Sequence[RunEvent]]:
+    async def follow(self, start: int = 0) -> AsyncIterator[Sequence[Event]]:
         """Yield events from number ``start`` on, as they are stored. It ends after the last event.
 
         Raises:
@@ -111,7 +140,7 @@ class Journal:
 
     @property
     def _ended(self) -> bool:
-        return bool(self._events) and isinstance(self._events[-1], Ended)
+        return bool(self._events) and self._form.is_last(self._events[-1])
 
     def _announce(self) -> None:
         before, self._progress = self._progress, asyncio.Event()
@@ -141,23 +170,42 @@ class Journal:
     async def _write(self) -> None:
         end = len(self._encoded)
         last = self._events[end - 1]
-        ended = last if isinstance(last, Ended) else None
+        status, is_last = self._form.status(last), self._form.is_last(last)
         try:
             if not self._forgotten and self._durable < end:
-                await self._append(self._durable, self._encoded[self._durable : end], ended)
+                await self._append(self._durable, self._encoded[self._durable : end], status, final=is_last)
         except (RunUnknown, RunLogGap):
             self._forgotten = True
         if self._forgotten:
             # The store has lost its data. The run is complete here; another run may have its idempotency key by now.
-            if isinstance(await self._store.create(self.run, self._encoded[:end]), AlreadyThere):
+            first = next(_pages(self._encoded[:end]))
+            if isinstance(await self._store.create(self.run, first), AlreadyThere):
                 self.run = replace(self.run, idempotency=None)
-                await self._store.create(self.run, self._encoded[:end])
-            if ended is not None:
-                await self._append(end, [], ended)
+                await self._store.create(self.run, first)
+            if len(first) < end or status is not None:
+                begin = min(len(first), end - 1)
+                await self._append(begin, self._encoded[begin:end], status, final=is_last)
             self._forgotten = False
         self._durable = end
         self._announce()
 
-    async def _append(self, start: int, items: Sequence[bytes], ended: Ended | None) -> None:
-        status = None if ended is None else ended.status
-        await self._store.append(self.run.id, start, items, status=status, final=ended is not None)
+    async def _append(self, start: int, items: Sequence[bytes], status: str | None, *, final: bool) -> None:
+        end, compact = start + len(items), self._form.compact
+        for page in _pages(items):
+            ends = start + len(page) == end
+            await self._store.append(
+                self.run.id, start, page, status=status if ends else None, final=final and ends, compact=compact
+            )
+            start += len(page)
+
+
+def _pages(items: Sequence[bytes]) -> Iterator[Sequence[bytes]]:
+    """Yield the items in parts of at most `MAX_WRITE_BYTES`. A single larger item is a part of its own."""
+    begin, size = 0, 0
+    for place, item in enumerate(items):
+        if place > begin and size + len(item) > MAX_WRITE_BYTES:
+            yield items[begin:place]
+            begin, size = place, 0
+        size += len(item)
+    if begin < len(items):
+        yield items[begin:]

@@ -33,7 +33,7 @@ from cluster.core.supervision import SupervisedTasks
 from cluster.core.tools import ToolResult
 from cluster.runs.call_names import naming
 from cluster.runs.events import Accepted, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
-from cluster.runs.journal import Journal
+from cluster.runs.journal import RUN_LOG, Journal
 from cluster.runs.slo import NullTurns, RunWatch, Turns
 from cluster.runs.state import RunState, begin, fold, worked_s
 from cluster.runs.store_memory import StoreMemoryWatch
@@ -296,7 +296,7 @@ class ProgramRunner:
         state = fold([*known, *news])
         assert state is not None
         definitions = {name: {**fields, **secret.get(name, {})} for name, fields in state.spec.definitions.items()}
-        journal = Journal(self._store, run, known)
+        journal = Journal(self._store, run, known, RUN_LOG)
         journal.record(*news)
         task = RunTask(
             state,

@@ -67,7 +67,8 @@ class RunWatch:
     """
 
     def __init__(self, turns: Turns, spec: RunSpec, arrived_s: float | None, clock: Clock) -> None:
-        identity = ProgramIdentity(spec.program, tenant=spec.tenant)
+        hints = ProgramIdentity.decode(spec.identity).hints
+        identity = ProgramIdentity(spec.program, tenant=spec.tenant, hints=hints)
         self._turns, self._identity, self._model = turns, identity, spec.model
         self._arrived_s = arrived_s
         self._clock = clock

@@ -148,7 +148,7 @@ class RunTask:
     def __init__(
         self,
         state: RunState,
-        journal: Journal,
+        journal: Journal[RunEvent],
         replicas: Replicas,
         tools: Tools,
         clock: Clock,

@@ -233,6 +233,23 @@ def test_a_route_uses_the_inference_pool() -> None:
     assert pool["spec"]["selector"]["matchLabels"].items() <= {**worker, "ray.io/serve": "true"}.items()
 
 
+@pytest.mark.parametrize(
+    ("config", "largest"),
+    [
+        ({}, (64 << 20) + 65536),
+        ({"batches": {"max_file_bytes": 1 << 30}}, (1 << 30) + 65536),
+        ({"http": {"max_body_bytes": 1 << 28}}, 1 << 28),
+    ],
+)
+def test_nginx_passes_the_largest_body(config: dict[str, Any], largest: int) -> None:
+    values = {
+        "ingress": {"enabled": True, "className": "nginx", "host": "a.example", "tlsSecret": "tls"},
+        "config": config,
+    }
+    annotations = of_kind(template(values, preset="cpu"), "Ingress")["metadata"]["annotations"]
+    assert annotations["nginx.ingress.kubernetes.io/proxy-body-size"] == str(largest)
+
+
 def test_a_redis_without_a_user_has_the_default_one() -> None:
     documents = template({"redis": EXTERNAL_REDIS}, preset="cpu")
     assert "redisUsername" not in cluster(documents)["gcsFaultToleranceOptions"]

@@ -63,7 +63,7 @@ def test_shell_examples(url: str, page: str, tmp_path: Path) -> None:
     run(["bash"], SHELL.format(url=url, python=sys.executable) + text.replace(SHOWN, url), tmp_path)
 
 
-@pytest.mark.parametrize("page", ["index.md", *RUN_AS_ONE])
+@pytest.mark.parametrize("page", ["index.md", "batches.md", *RUN_AS_ONE])
 def test_python_examples(url: str, page: str, tmp_path: Path) -> None:
     for text in asking(page, "python"):
         assert run([sys.executable, "-"], text.replace(SHOWN, url), tmp_path)

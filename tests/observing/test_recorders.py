@@ -13,6 +13,7 @@ from cluster.observing import catalogue as metrics
 from cluster.observing.catalogue import CATALOGUE, Kind, Metric
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import (
+    BatchMetrics,
     Fallback,
     PredictionMetrics,
     ProgramMetrics,
@@ -42,6 +43,16 @@ def test_a_total_that_others_keep_becomes_what_it_grew_by(recorded: Recorded) ->
     assert recorded.of(metrics.PROGRAM_EVENTS) == {("started", "m"): 5, ("ended", "m"): 1}
     assert recorded.of(metrics.OPEN_PROGRAMS) == {("m",): 1}
     assert recorded.of(metrics.TOOL_ANSWERS_CUT) == {("m",): 4}
+
+
+def test_batches_are_counted_by_tenants_that_the_configuration_names(recorded: Recorded) -> None:
+    batches = BatchMetrics(Meter(), ["acme"])
+    batches.record({"acme": 2, "x": 1, "y": 1}, {"acme": 9, "x": 3}, {("x", "failed"): 2, ("y", "failed"): 1})
+    assert recorded.of(metrics.OPEN_BATCHES) == {("acme",): 2, ("other",): 2}
+    assert recorded.of(metrics.LEFT_BATCH_LINES) == {("acme",): 9, ("other",): 3}
+    batches.record({}, {}, {("x", "failed"): 2, ("y", "failed"): 4, ("acme", "completed"): 1})
+    assert recorded.of(metrics.BATCH_LINES) == {("failed", "other"): 6, ("completed", "acme"): 1}
+    assert recorded.of(metrics.OPEN_BATCHES) == {}
 
 
 def test_a_total_that_shrinks_was_started_anew(recorded: Recorded) -> None:

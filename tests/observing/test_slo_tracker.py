@@ -119,6 +119,25 @@ async def test_a_prompt_that_takes_long_alone_has_a_longer_bound(
     assert recorded.of(metrics.PROGRAM_ENDS) == {("tiny", "long", verdict): 1}
 
 
+def test_a_turn_that_may_wait_for_all_others_has_no_bound(ingress: Ingress, recorded: Recorded) -> None:
+    sheddable = ProgramIdentity(tenant="fast").yielding()
+    turn = ingress.tracker.begin("tiny", sheddable, ingress.clock.now_s())
+    ingress.clock.advance(50.0)
+    assert ingress.tracker.counts("tiny") == (0, 0)
+    turn.received(1)
+    turn.over(Outcome.OK)
+    assert recorded.of(metrics.GOOD_REQUESTS) == {("tiny", "fast"): 1}
+    assert ingress.tracker.counts("tiny") == (1, 0)
+
+
+def test_a_rejection_of_a_turn_that_is_sent_again_is_not_its_end(ingress: Ingress, recorded: Recorded) -> None:
+    for outcome in (Outcome.REJECTED, Outcome.OK):
+        turn = ingress.tracker.begin("tiny", ProgramIdentity("p"), ingress.clock.now_s(), is_repeated=True)
+        turn.received(1)
+        turn.over(outcome)
+    assert ingress.tracker.counts("tiny") == (1, 0)
+
+
 def test_what_waited_in_front_of_us_counts(ingress: Ingress, recorded: Recorded) -> None:
     arrived_s = ingress.tracker.arrival_s({"x-request-start": "t=4997.0"})
     ingress.tracker.begin("tiny", ProgramIdentity(), arrived_s).over(Outcome.OK)

@@ -17,10 +17,12 @@ LISTINGS = {"docs": [listed("docs", "read", "docs__read!")]}
 LOOK = {"type": "function", "name": "look", "description": "look!", "parameters": {"type": "object"}}
 
 
-def run_of(*items, previous=None, **body):
+def run_of(*items, previous=None, sees=False, **body):
     if previous is not None:
         body["previous_response_id"] = previous.spec.id
-    known = RequestContext("resp_2", 1.0, ProgramIdentity(), "m", LIMITS, listings=LISTINGS, previous=previous)
+    known = RequestContext(
+        "resp_2", 1.0, ProgramIdentity(), "m", LIMITS, listings=LISTINGS, previous=previous, sees=sees
+    )
     return run_spec(read_request({"input": list(items), **body}), known).spec
 
 
@@ -321,3 +323,37 @@ def test_servers_whose_tools_were_told_are_not_told_again() -> None:
     assert run_of(known, user("x"), tools=[DOCS]).echo["told_servers"] == []
     previous = ran(*turn(1, "hello"), definitions={"docs": {}})
     assert run_of(user("x"), previous=previous, tools=[DOCS]).echo["told_servers"] == []
+
+
+SEEN = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
+IMAGE = {"type": "image_url", "image_url": {"url": SEEN["image_url"]}}
+
+
+def test_a_model_that_sees_gets_the_images_of_messages_and_of_answers() -> None:
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "What is it?"}, SEEN, {"type": "input_file"}]}
+    first = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+    shot = [{"type": "input_text", "text": "Here:"}, SEEN]
+    answers = [
+        {"type": "function_call_output", "call_id": "c1", "output": shot},
+        {"type": "function_call_output", "call_id": "c2", "output": "none"},
+    ]
+    made = messages(asked, first, first | {"call_id": "c2"}, *answers, user("so?"), tools=[LOOK], sees=True)
+    note = {"type": "text", "text": "[file left out: this model reads text only]"}
+    assert made[0]["content"] == [{"type": "text", "text": "What is it?"}, IMAGE, note]
+    assert [message["role"] for message in made] == ["user", "assistant", "tool", "tool", "user", "user"]
+    assert [message["content"] for message in made[2:]] == [
+        "Here:\n[image: see the next message]",
+        "none",
+        [IMAGE],
+        "so?",
+    ]
+
+
+def test_an_image_in_the_answer_to_an_earlier_response_follows_it() -> None:
+    [looked] = [call("look")]
+    previous = fold([accepted(offer()), *turn(1, "", looked), COMPLETED])
+    answer = {"type": "function_call_output", "call_id": looked.id, "output": [SEEN]}
+    made = messages(answer, user("so?"), previous=previous, tools=[LOOK], sees=True)
+    assert [message["content"] for message in made[-3:]] == ["[image: see the next message]", [IMAGE], "so?"]
+    blind = messages(answer, user("so?"), previous=previous, tools=[LOOK])
+    assert [message["content"] for message in blind[-2:]] == ["[image left out: this model reads text only]", "so?"]

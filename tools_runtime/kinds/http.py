@@ -320,7 +320,7 @@ class HttpKind:
         if request.url.scheme not in ("http", "https") or not request.url.host:
             raise ToolRefused(f"not a URL that tools may reach: {str(request.url)[:200]}")
         if not self._config.private_addresses:
-            request = await self._pinned(request)
+            request = await self._resolver.pinned(request)
         # A compressed answer could expand to any size at once.
         request.headers["Accept-Encoding"] = "identity"
         try:
@@ -331,19 +331,6 @@ class HttpKind:
             raise _lost(request.method, error) from error
         stack.push_async_callback(response.aclose)
         return response
-
-    async def _pinned(self, request: httpx.Request) -> httpx.Request:
-        """Return the same request to the checked address. Host header and TLS keep the name."""
-        host = request.url.host
-        port = request.url.port or (443 if request.url.scheme == "https" else 80)
-        address = await self._resolver.public_address(host, port)
-        return httpx.Request(
-            request.method,
-            request.url.copy_with(host=address),
-            headers=request.headers,
-            content=request.content,
-            extensions={"sni_hostname": request.url.raw_host.decode("ascii")},
-        )
 
     def _new_client(self) -> httpx.AsyncClient:
         # A connection to a checked address is not kept: another name at that address would be sent through it.

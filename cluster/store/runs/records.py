@@ -5,6 +5,23 @@ A run is one execution of a program's request in the cluster. It has a log.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class LogKind(StrEnum):
+    """What a store has the logs of. The value is a part of the names of the keys in Redis."""
+
+    RUNS = "runs"
+    """Runs of programs."""
+    BATCHES = "batches"
+    """Batches: a line of a batch is an item of its log."""
+    FILES = "files"
+    """Files: a piece of the content is an item."""
+
+    @property
+    def named(self) -> str:
+        """What messages call it."""
+        return "programs" if self is LogKind.RUNS else self.value
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 -- The Lua scripts of `cluster.store.runs.store`, each one step that nobody sees half done, and the names of the keys.
 --
 --     run:ID           hash: tenant, program, created_us, status, labels, owner, and while they apply closed, cancel,
---                      secret, idempotency (the name of its key)
+--                      secret, idempotency (the name of its key), compact (only the first and the last item are left)
 --     log:ID           stream: item n is the field `i` of the entry 0-(n+1); the entry 1-1 ends a closed log
 --     open             zset: open runs by the end of their lease
 --     ended            zset: TENANT/PROGRAM/ID of closed runs by the time when their keys expire
@@ -14,10 +14,11 @@
 -- Ids, tenants and the like are percent-encoded, so that a slash separates them. Times are microseconds of the Redis
 -- server's clock. A run of which something is lost, or of another kind, counts as unknown.
 --
--- KEYS[1] is one of the keys, for whoever has to find their node; the others' names follow from ids, some of which are
+-- KEYS[1] is one of the keys, for whoever has to find their node, and its beginning is that of all keys of logs of one kind; the
+-- others' names follow from ids, some of which are
 -- only read inside. Where memory is short, Redis refuses a script's first write if it takes some, and none after that: so
 -- leases and ends begin with a write that takes none.
-local space = 'caesura:v1:{runs}:'
+local space = string.match(KEYS[1], '^caesura:v1:{[^}]*}:')
 
 local function now_us()
   local time = redis.call('TIME')
@@ -135,15 +136,30 @@ function operations.create()
   return {'ok'}
 end
 
--- ARGV: id, owner, number of the first item, status or nothing, 1 to close, retention in ms, items.
--- Answers: how it went, and for `gap` the number that is expected.
+-- Leaves only the first and the last item of a log, before it is closed.
+local function compact(id)
+  local log = space .. 'log:' .. id
+  local first, last = redis.call('XRANGE', log, entry(0), entry(0))[1], redis.call('XREVRANGE', log, '+', '-', 'COUNT', 1)[1]
+  if not first or first[1] == last[1] then return end
+  redis.call('DEL', log)
+  redis.call('XADD', log, entry(0), 'i', first[2][2])
+  redis.call('XADD', log, entry(1), 'i', last[2][2])
+  redis.call('HSET', space .. 'run:' .. id, 'compact', '1')
+end
+
+-- ARGV: id, owner, number of the first item, status or nothing, 1 to close or `compact` to leave only the first and the last
+-- item, too, retention in ms, items. Answers: how it went, and for `gap` the number that is expected.
 function operations.append()
   local id, owner, start, status = ARGV[1], ARGV[2], tonumber(ARGV[3]), ARGV[4]
-  local final, retention_ms = ARGV[5] == '1', tonumber(ARGV[6])
+  local final, retention_ms = ARGV[5] ~= '0', tonumber(ARGV[6])
   if not is_run(id) then return {'unknown'} end
   local meta, log = space .. 'run:' .. id, space .. 'log:' .. id
-  local there = get(id, 'owner', 'closed', 'idempotency', 'tenant', 'program')
+  local there = get(id, 'owner', 'closed', 'idempotency', 'tenant', 'program', 'compact')
   if there[1] ~= owner then return {'lost'} end
+  if there[6] then
+    local last = redis.call('XRANGE', log, entry(1), entry(1))[1]
+    return {final and last and last[2][2] == ARGV[#ARGV] and 'ok' or 'lost'}
+  end
   if start > length(id) then return {'gap', length(id)} end
   if differs(id, start, 7) then return {'lost'} end
   if there[2] then
@@ -154,6 +170,7 @@ function operations.append()
   append(id, start, 7)
   if status ~= '' then redis.call('HSET', meta, 'status', status) end
   if not final then return {'ok'} end
+  if ARGV[5] == 'compact' then compact(id) end
   redis.call('HSET', meta, 'closed', '1')
   redis.call('XADD', log, '1-1', 'end', '1')
   redis.call('PEXPIRE', meta, retention_ms)

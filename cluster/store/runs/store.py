@@ -25,10 +25,8 @@ from cluster.store.client import (
     quoted,
 )
 from cluster.store.runs.followers import LogUpdate, RunFollowers
-from cluster.store.runs.records import AlreadyThere, Created, NewRun, Renewal, RunHead, RunLog
+from cluster.store.runs.records import AlreadyThere, Created, LogKind, NewRun, Renewal, RunHead, RunLog
 
-SPACE = "caesura:v1:{runs}:"
-"""Prefix of the keys of runs, as in runs.lua. Its braces put all of them on one node of a Redis cluster."""
 END = b"1-1"
 """Id of the stream entry that ends a closed log. It is greater than the id of any item."""
 MAX_LISTED = 1000
@@ -65,6 +63,7 @@ class RunStore(RedisStore):
         lease_s: seconds without a renewal after which a run can be claimed.
         retention_s: seconds after which the log of a closed run is deleted.
         clock: measures how long the store was unavailable.
+        kind: what is logged. A store reads and claims logs of its own kind only.
 
     Raises:
         ConfigError: the URL is invalid.
@@ -80,24 +79,28 @@ class RunStore(RedisStore):
         lease_s: float,
         retention_s: float,
         clock: Clock | None = None,
+        kind: LogKind = LogKind.RUNS,
     ) -> None:
         if not owner:
             raise ValueError("an owner needs a name")
         super().__init__(
             url,
-            name="the log of programs",
-            degraded="the log of programs is out of reach",
+            name=f"the log of {kind.named}",
+            degraded=f"the log of {kind.named} is out of reach",
             timeout_s=timeout_s,
             clock=clock or MonotonicClock(),
             connections=MAX_CONNECTIONS,
         )
+        self._kind = kind
+        # The braces put all logs of a kind on one node of a Redis cluster.
+        self._space = f"caesura:v1:{{{kind.value}}}:"
         self._owner = owner
         self._lease_s = lease_s
         self._lease_us = max(1, int(lease_s * 1e6))
         self._retention_ms = milliseconds(retention_s)
         self._following = connect(url, connections=1)
         self._followers = RunFollowers(self._news, self._interrupt_read)
-        self._wake_key, self._wake_seen = f"{SPACE}wake:{quoted(owner)}", b"0-0"
+        self._wake_key, self._wake_seen = f"{self._space}wake:{quoted(owner)}", b"0-0"
 
     # --- writes of an owner -------------------------------------------------------------------------------------------
 
@@ -130,7 +133,15 @@ class RunStore(RedisStore):
         raise self._strange(answer)
 
     async def append(
-        self, run_id: str, start: int, items: Sequence[bytes], *, status: str | None = None, final: bool = False
+        self,
+        run_id: str,
+        start: int,
+        items: Sequence[bytes],
+        *,
+        status: str | None = None,
+        final: bool = False,
+        compact: bool = False,
+        retention_s: float | None = None,
     ) -> None:
         """Append ``items``, numbered from ``start``. Items that the log already has are skipped.
 
@@ -140,6 +151,8 @@ class RunStore(RedisStore):
             items: any number of items.
             status: the run's new status; None: it does not change.
             final: whether to close the run. Its secret is then deleted at once, and its log after the retention time.
+            compact: whether only the first and the last item are left of a run that is closed.
+            retention_s: seconds for which a run that is closed is kept; None: those of the store.
 
         Raises:
             RunLeaseLost: the run has another owner, is closed, or has other items at these numbers.
@@ -150,7 +163,9 @@ class RunStore(RedisStore):
         """
         if start < 0:
             raise ValueError(f"items are numbered from 0, not {start}")
-        arguments: list[Any] = [quoted(run_id), self._owner, start, status or "", int(final), self._retention_ms]
+        retention_ms = self._retention_ms if retention_s is None else milliseconds(retention_s)
+        ending = ("compact" if compact else "1") if final else "0"
+        arguments: list[Any] = [quoted(run_id), self._owner, start, status or "", ending, retention_ms]
         answer = await self._call("append", [*arguments, *items], list[bytes | int])
         match answer:
             case [b"ok"]:
@@ -288,7 +303,7 @@ class RunStore(RedisStore):
         if most <= 0:
             return []
         arguments = [most, "+inf" if before is None else f"({round(before * 1e6)}"]
-        answer = await self._call("list", arguments, list[tuple[bytes, _Head]], key=SPACE + name)
+        answer = await self._call("list", arguments, list[tuple[bytes, _Head]], key=self._space + name)
         heads = []
         for run_id, fields in answer:
             try:
@@ -324,7 +339,7 @@ class RunStore(RedisStore):
         Raises:
             RunStoreUnavailable: Redis did not answer.
         """
-        with _unavailable():
+        with self._unavailable():
             return await super().memory()
 
     async def close(self) -> None:
@@ -336,15 +351,15 @@ class RunStore(RedisStore):
     # --- Redis --------------------------------------------------------------------------------------------------------
 
     async def _call(
-        self, operation: str, arguments: Sequence[Any], kind: type[_Answer], *, key: str = SPACE + "open"
+        self, operation: str, arguments: Sequence[Any], kind: type[_Answer], *, key: str | None = None
     ) -> _Answer:
-        with _unavailable():
-            return await self.run(_SCRIPT, [key], [operation, *arguments], kind)
+        with self._unavailable():
+            return await self.run(_SCRIPT, [key or self._space + "open"], [operation, *arguments], kind)
 
     async def _news(self, wanted: Mapping[str, int]) -> Mapping[str, LogUpdate]:
-        logs = {f"{SPACE}log:{quoted(run_id)}".encode(): run_id for run_id in wanted}
+        logs = {f"{self._space}log:{quoted(run_id)}".encode(): run_id for run_id in wanted}
         places: dict[Any, Any] = {key: f"0-{wanted[run_id]}" for key, run_id in logs.items()}
-        with _unavailable():
+        with self._unavailable():
             async with self.request(extra_s=FOLLOW_S):
                 answer = await self._following.xread(
                     places | {self._wake_key: self._wake_seen}, count=FOLLOW_ITEMS, block=int(FOLLOW_S * 1000)
@@ -361,7 +376,7 @@ class RunStore(RedisStore):
         return news
 
     async def _interrupt_read(self) -> None:
-        with _unavailable():
+        with self._unavailable():
             async with self.request(), self.redis.pipeline() as pipeline:
                 pipeline.xadd(self._wake_key, {"": ""}, maxlen=1, approximate=False)
                 pipeline.expire(self._wake_key, WAKE_KEY_S)
@@ -369,19 +384,17 @@ class RunStore(RedisStore):
 
     def _strange(self, problem: object) -> RunStoreUnavailable:
         reason = self.count(msgspec.ValidationError(f"no answer of ours: {problem!r:.100}"))
-        return _as_unavailable(reason)
+        return self._as_unavailable(reason)
 
+    def _as_unavailable(self, reason: StoreFailure) -> RunStoreUnavailable:
+        return RunStoreUnavailable(f"the log of {self._kind.named} cannot be used now ({reason})", reason)
 
-def _as_unavailable(reason: StoreFailure) -> RunStoreUnavailable:
-    return RunStoreUnavailable(f"the log of programs cannot be used now ({reason})", reason)
-
-
-@contextmanager
-def _unavailable() -> Iterator[None]:
-    try:
-        yield
-    except StoreUnavailable as error:
-        raise _as_unavailable(error.reason) from error
+    @contextmanager
+    def _unavailable(self) -> Iterator[None]:
+        try:
+            yield
+        except StoreUnavailable as error:
+            raise self._as_unavailable(error.reason) from error
 
 
 def _lost(run_id: str) -> RunLeaseLost:

@@ -1,0 +1,478 @@
+"""The batches of one ingress: it starts lines as the replicas have room, and takes over batches of dead ingresses.
+
+A batch belongs to one ingress at a time, by a lease in the store, as a run does (`cluster.runs.runner`). The lines of
+an ingress share one window (`cluster.batches.window`). Tenants take turns in it, and a tenant's batches come one after
+another.
+"""
+
+import asyncio
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from dataclasses import replace
+from time import time
+from typing import NoReturn, Protocol
+
+import msgspec
+
+from cluster.api.openai import RETRY_AFTER_S
+from cluster.batches.input_lines import InputLine, LineRequest
+from cluster.batches.records import (
+    BATCH_LABEL,
+    INPUT_LABEL,
+    Accepted,
+    Batch,
+    BatchEvent,
+    Ended,
+    LineError,
+    Pause,
+    Progress,
+    batch_of,
+    decode,
+    encode,
+    progress_of,
+    to_text,
+)
+from cluster.batches.results import RETRIED, LineAnswer
+from cluster.batches.task import BatchTask, new_run
+from cluster.batches.window import BatchWindow
+from cluster.config.sections import BatchesConfig
+from cluster.core.clock import Clock
+from cluster.core.errors import (
+    IdempotencyConflict,
+    Overloaded,
+    RunLeaseLost,
+    RunStoreUnavailable,
+    RunUnknown,
+    TooManyRequests,
+)
+from cluster.core.supervision import SupervisedTasks
+from cluster.store.files import FileStore
+from cluster.store.runs.records import AlreadyThere, Idempotency, RunHead
+from cluster.store.runs.store import MAX_LISTED, RunStore
+
+logger = logging.getLogger("ray.serve")
+
+LEASE_SHARE = 3
+"""Number of renewals within the time of a lease."""
+TAKEN_AT_ONCE = 8
+MAX_OPEN_OF_TENANT = 50
+"""Largest number of a tenant's batches that have not ended."""
+MAX_LOADED = 8
+"""Largest number of batches whose lines are in memory, for tenants to take turns."""
+IDLE_S = 1.0
+"""Seconds between two looks for lines to start, unless something happens before."""
+SWEEP_S = 30.0
+"""Seconds between two looks for files that nobody completes."""
+RENOUNCE_S = 0.2
+PAGE = 1024
+
+STORE_GONE = "batches cannot be reached now"
+STORE_FULL = "the store (redis) has no memory for another batch"
+
+
+class Requests(Protocol):
+    """Answers the requests of lines."""
+
+    async def answer(self, batch: Batch, number: int, request: LineRequest) -> LineAnswer:
+        """Return the answer to a line. It raises nothing but the cancellation of the calling task."""
+        ...
+
+    async def recorded(self, batch: Batch, request: LineRequest, answer: LineAnswer) -> None:
+        """Forget what is kept of a line, since its answer is in the log of the batch."""
+        ...
+
+    async def cancelled(self, batch: Batch, number: int) -> None:
+        """Stop what goes on for a line whose `answer` was cancelled, since its batch was."""
+        ...
+
+
+class BatchRunner:
+    """The batches of this process.
+
+    Args:
+        name: the unique name of this process.
+        store: the logs of all batches, opened under this name.
+        files: the files of all tenants.
+        requests: answers lines.
+        config: the limits.
+        lease_s: lease of a batch in seconds.
+        clock: the clock of durations.
+        is_full: returns whether the store has no memory for more.
+        wall: returns the Unix time in seconds.
+    """
+
+    def __init__(
+        self,
+        *,
+        name: str,
+        store: RunStore,
+        files: FileStore,
+        requests: Requests,
+        config: BatchesConfig,
+        lease_s: float,
+        clock: Clock,
+        is_full: Callable[[], bool] = lambda: False,
+        wall: Callable[[], float] = time,
+    ) -> None:
+        self.lines: Counter[tuple[str, str]] = Counter()
+        """Number of lines that ended or were put back since the start, by tenant and what became of them."""
+        self._store = store
+        self._files = files
+        self._requests = requests
+        self._config = config
+        self._lease_s = lease_s
+        self._clock = clock
+        self._is_full = is_full
+        self._wall = wall
+        self._window = BatchWindow(config.max_concurrent)
+        self._tasks: dict[str, BatchTask] = {}
+        self._working: dict[str, asyncio.Task[None]] = {}
+        self._lines: dict[asyncio.Task[None], tuple[BatchTask, int]] = {}
+        self._turns: list[str] = []
+        """Tenants with batches here. The first is the next to start a line."""
+        self._wake = asyncio.Event()
+        self._background = SupervisedTasks(name, clock)
+        self._swept_s = clock.now_s()
+
+    # --- state --------------------------------------------------------------------------------------------------------
+
+    @property
+    def failed(self) -> tuple[str, ...]:
+        """Names of the background loops that keep failing."""
+        return self._background.failed
+
+    @property
+    def in_flight(self) -> int:
+        """Number of lines in flight."""
+        return len(self._lines)
+
+    def open_by_tenant(self) -> Counter[str]:
+        """Return the number of batches that this process works on, by tenant."""
+        return Counter(self._tasks[name].batch.tenant for name in self._working)
+
+    def left_by_tenant(self) -> Counter[str]:
+        """Return the number of lines without a result of these batches, by tenant."""
+        left: Counter[str] = Counter()
+        for name in self._working:
+            left[self._tasks[name].batch.tenant] += self._tasks[name].left
+        return left
+
+    def attend(self) -> None:
+        """Begin to work on batches."""
+        self._background.start("leases of batches", self._attend_for_ever)
+        self._background.start("lines of batches", self._start_lines_for_ever)
+
+    async def aclose(self) -> None:
+        """Give up all batches, so that other ingresses can continue them at once."""
+        await self._background.aclose()
+        names = list(self._working)
+        lines = list(self._lines)
+        for name in names:
+            self._tasks[name].abandon()
+        for work in (*self._working.values(), *lines):
+            work.cancel()
+        await asyncio.gather(*self._working.values(), *lines, return_exceptions=True)
+        with contextlib.suppress(RunStoreUnavailable):
+            await self._store.release(names)
+
+    # --- called for clients -------------------------------------------------------------------------------------------
+
+    async def start(self, batch: Batch, idempotency: Idempotency | None = None) -> str:
+        """Accept a batch and begin to work on it. Return its id, or that of the batch with the same idempotency key.
+
+        Raises:
+            Overloaded: nothing was accepted: the store is full, or cannot be reached.
+            TooManyRequests: too many batches of the tenant are open, or are kept.
+            IdempotencyConflict: the key was used with another body.
+        """
+        if self._is_full():
+            raise Overloaded(f"{STORE_FULL}; retry later", retry_after_s=RETRY_AFTER_S, code="store_full")
+        progress = Progress()
+        run = new_run(batch, progress)
+        try:
+            await self._check_number(batch.tenant)
+            created = await self._store.create(replace(run, idempotency=idempotency), [encode(Accepted(batch))])
+        except RunStoreUnavailable as error:
+            self._background.run(f"renounce {batch.id}", self._until_renounced(batch.id))
+            raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
+        if isinstance(created, AlreadyThere):
+            if not created.same_body:
+                raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
+            return created.run_id
+        self._begin(batch, progress, [Accepted(batch)])
+        return batch.id
+
+    async def show(self, tenant: str, batch_id: str) -> tuple[Batch, Progress] | None:
+        """Return a batch and how far it is, or None if the tenant has none of this id.
+
+        Raises:
+            Overloaded: the store cannot be reached.
+        """
+        with _reachable():
+            page = await self._store.read(batch_id, 0, 0)
+        return None if page is None or page.head.tenant != tenant else _shown(page.head)
+
+    async def listed(self, tenant: str) -> list[tuple[Batch, Progress]]:
+        """Return a tenant's batches, the newest first, at most `MAX_LISTED`.
+
+        Raises:
+            Overloaded: the store cannot be reached.
+        """
+        with _reachable():
+            return [_shown(head) for head in await self._store.runs(tenant, limit=MAX_LISTED)]
+
+    async def cancel(self, batch_id: str) -> None:
+        """Cancel a batch, whichever ingress works on it. One that has ended does not change.
+
+        Raises:
+            Overloaded: the store cannot be reached.
+        """
+        with _reachable():
+            if batch_id in self._working:
+                task = self._tasks[batch_id]
+                await self._cancel(task)
+                with contextlib.suppress(RunLeaseLost):
+                    await task.journal.flush()
+            else:
+                await self._store.ask_cancel(batch_id)
+
+    async def uses(self, tenant: str, file_id: str) -> str | None:
+        """Return the id of a batch that has not ended and whose input is this file; None: there is none.
+
+        Raises:
+            Overloaded: the store cannot be reached.
+        """
+        with _reachable():
+            heads = await self._store.runs(tenant, limit=MAX_LISTED)
+        return next((head.id for head in heads if head.open and head.labels.get(INPUT_LABEL) == file_id), None)
+
+    async def _check_number(self, tenant: str) -> None:
+        heads = await self._store.runs(tenant, limit=MAX_LISTED)
+        if sum(head.open for head in heads) >= MAX_OPEN_OF_TENANT:
+            message = f"{MAX_OPEN_OF_TENANT} batches of this tenant are open; wait until one ends"
+            raise TooManyRequests(message, retry_after_s=RETRY_AFTER_S, code="too_many_batches")
+        if len(heads) >= MAX_LISTED:
+            message = f"{MAX_LISTED} batches of this tenant are kept; the oldest are deleted after batches.retention_s"
+            raise TooManyRequests(message, retry_after_s=RETRY_AFTER_S, code="too_many_batches")
+
+    async def _until_renounced(self, batch_id: str) -> None:
+        """Close a batch that was rejected to its caller, but that the store may have accepted."""
+        status = to_text(Progress(status="cancelled", ended_s=self._wall()))
+        while True:
+            await asyncio.sleep(RENOUNCE_S)
+            try:
+                await self._store.append(batch_id, 1, [encode(Ended("cancelled"))], status=status, final=True)
+                return
+            except (RunUnknown, RunLeaseLost):
+                return
+            except RunStoreUnavailable:
+                continue
+
+    # --- batches ------------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Batch, progress: Progress, events: list[BatchEvent]) -> None:
+        """Begin to work on a batch, in a context that belongs to no request (see `ProgramRunner`)."""
+        Context().run(self._work_on, batch, progress, events)
+
+    def _work_on(self, batch: Batch, progress: Progress, events: list[BatchEvent]) -> None:
+        kept_s, wake = self._config.retention_s, self._wake.set
+        task = BatchTask(batch, progress, events, self._store, self._files, kept_s, wake, self._wall)
+        self._tasks[batch.id] = task
+        self._working[batch.id] = asyncio.create_task(self._until_ended(task))
+        if batch.tenant not in self._turns:
+            self._turns.append(batch.tenant)
+        self._wake.set()
+
+    async def _until_ended(self, task: BatchTask) -> None:
+        name = task.batch.id
+        try:
+            await task.run()
+        except RunLeaseLost:
+            logger.warning("batch %s is worked on by another ingress", name)
+            task.abandon()
+        except Exception:  # a bug of ours: the batch stays open, and is taken over when its lease expires
+            logger.exception("batch %s stopped", name)
+            task.abandon()
+        finally:
+            del self._working[name], self._tasks[name]
+            self._wake.set()
+
+    async def _attend_for_ever(self) -> NoReturn:
+        while True:
+            try:
+                await self._renew()
+                await self._take_over()
+                await self._look()
+            except RunStoreUnavailable as error:
+                logger.warning("leases of batches were not renewed: %s", error)
+            await asyncio.sleep(self._lease_s / LEASE_SHARE)
+
+    async def _renew(self) -> None:
+        if not self._working:
+            return
+        renewal = await self._store.renew(list(self._working))
+        for name in renewal.lost & self._working.keys():
+            self._lose(self._tasks[name])
+        for name in renewal.unknown & self._working.keys():
+            await self._tasks[name].restore()
+        for name in renewal.cancelled & self._working.keys():
+            await self._cancel(self._tasks[name])
+
+    def _lose(self, task: BatchTask) -> None:
+        """Stop the work on a batch that another ingress has."""
+        task.abandon()
+        if (work := self._working.get(task.batch.id)) is not None:
+            work.cancel()
+
+    async def _take_over(self) -> None:
+        for name in await self._store.claim(TAKEN_AT_ONCE, self._working):
+            try:
+                found = await self._log(name)
+            except ValueError:
+                logger.exception("batch %s cannot be read, and fails", name)
+                await self._give_up(name)
+                continue
+            if found is not None and name not in self._working:
+                logger.warning("batch %s goes on here: its ingress is gone", name)
+                self._begin(*found)
+
+    async def _log(self, name: str) -> tuple[Batch, Progress, list[BatchEvent]] | None:
+        """Return a batch with its log; None: it is not in the store.
+
+        Raises:
+            ValueError: it is damaged.
+        """
+        events: list[BatchEvent] = []
+        head: RunHead | None = None
+        while (page := await self._store.read(name, len(events), PAGE)) is not None and page.items:
+            events += map(decode, page.items)
+            head = page.head
+        return None if head is None else (batch_of(head.labels[BATCH_LABEL]), progress_of(head.status), events)
+
+    async def _give_up(self, name: str) -> None:
+        page = await self._store.read(name, 0, 0)
+        if page is not None:
+            error = LineError("server_error", "the log of the batch is damaged")
+            status = to_text(Progress(status="failed", ended_s=self._wall(), errors=(error,)))
+            await self._store.append(name, page.length, [encode(Ended("failed"))], status=status, final=True)
+
+    async def _look(self) -> None:
+        """End batches whose time is over, pause those without memory for results, and delete unfinished files."""
+        full = self._is_full()
+        used = {tenant: (await self._files.reserved_bytes(tenant))[1] for tenant in self.open_by_tenant()}
+        for name in self._working:
+            task = self._tasks[name]
+            used[task.batch.tenant] = used.get(task.batch.tenant, 0) + task.result_bytes
+        for name in list(self._working):
+            task = self._tasks[name]
+            if self._wall() >= task.batch.expires_s:
+                task.close("expired")
+            reason: Pause | None = "store_full" if full else None
+            if reason is None and used[task.batch.tenant] > self._config.max_stored_bytes:
+                reason = "storage_quota"
+            task.pause(reason)
+        if self._clock.now_s() - self._swept_s >= SWEEP_S:
+            self._swept_s = self._clock.now_s()
+            await self._files.sweep()
+
+    async def _cancel(self, task: BatchTask) -> None:
+        numbers = list(task.in_flight)
+        task.close("cancelled")
+        for number in numbers:
+            self._background.run("stop a line", self._requests.cancelled(task.batch, number))
+
+    # --- lines --------------------------------------------------------------------------------------------------------
+
+    async def _start_lines_for_ever(self) -> NoReturn:
+        while True:
+            self._wake.clear()
+            now_s = self._clock.now_s()
+            while self._window.may_start(len(self._lines), now_s) and (found := self._next()) is not None:
+                self._start_line(*found)
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._window.opens_s(now_s) or IDLE_S):
+                    await self._wake.wait()
+
+    def _next(self) -> tuple[BatchTask, InputLine] | None:
+        """Return the next line of the tenant whose turn it is, or of the next tenant that has one."""
+        tasks = sorted((self._tasks[name] for name in self._working), key=lambda task: task.batch.created_s)
+        self._turns = [tenant for tenant in self._turns if any(task.batch.tenant == tenant for task in tasks)]
+        for place, tenant in enumerate(self._turns):
+            for task in tasks:
+                if task.batch.tenant != tenant or not task.may_start:
+                    continue
+                if not task.is_loaded:
+                    self._load(task)
+                elif (line := task.take()) is not None:
+                    self._turns = [*self._turns[:place], *self._turns[place + 1 :], tenant]
+                    return task, line
+                else:
+                    continue
+                break
+        return None
+
+    def _load(self, task: BatchTask) -> None:
+        if task.is_loading or sum(one.is_loaded or one.is_loading for one in self._tasks.values()) >= MAX_LOADED:
+            return
+        task.is_loading = True
+        self._background.run("load a batch", self._loaded(task))
+
+    async def _loaded(self, task: BatchTask) -> None:
+        try:
+            await task.load()
+        except RunLeaseLost:
+            pass
+        finally:
+            task.is_loading = False
+            self._wake.set()
+
+    def _start_line(self, task: BatchTask, line: InputLine) -> None:
+        work = asyncio.create_task(self._run_line(task, line))
+        self._lines[work] = task, line.number
+        task.in_flight[line.number] = work
+        work.add_done_callback(self._line_ended)
+
+    def _line_ended(self, work: asyncio.Task[None]) -> None:
+        task, number = self._lines.pop(work)
+        task.line_ended(number)
+        if not work.cancelled() and (error := work.exception()) is not None:
+            logger.error("line %d of batch %s stopped", number, task.batch.id, exc_info=error)
+        self._wake.set()
+
+    async def _run_line(self, task: BatchTask, line: InputLine) -> None:
+        request, started_s = line.request, self._clock.now_s()
+        tenant, attempt = task.batch.tenant, task.attempt(line)
+        answer = await self._requests.answer(task.batch, line.number, request)
+        if answer.is_final(attempt):
+            if answer.is_ok:
+                self._window.served()
+            task.answered(line, request.custom_id, answer)
+            try:
+                await task.journal.flush()
+            except RunLeaseLost:
+                self._lose(task)  # the ingress that has the batch starts the line again
+                return
+            self.lines[tenant, "completed" if answer.is_ok else "failed"] += 1
+            await self._requests.recorded(task.batch, request, answer)
+            return
+        self._window.refused(started_s, self._clock.now_s(), answer.retry_after_s)
+        task.put_back(line, counts=answer.status not in RETRIED)
+        self.lines[tenant, "put_back"] += 1
+
+
+@contextlib.contextmanager
+def _reachable() -> Iterator[None]:
+    try:
+        yield
+    except RunStoreUnavailable as error:
+        raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
+
+
+def _shown(head: RunHead) -> tuple[Batch, Progress]:
+    batch, progress = batch_of(head.labels[BATCH_LABEL]), progress_of(head.status)
+    if head.open and head.cancel_asked and progress.closing is None:
+        progress = msgspec.structs.replace(progress, status="cancelling")
+    return batch, progress

@@ -1,0 +1,158 @@
+"""Reads the images of requests: fetches those behind URLs, and bounds all of them, before a replica gets the request.
+
+A replica never fetches an image. Another replica that continues a turn would then read another one, and a replica could
+be made to call addresses of its own network. Here a name is resolved once and its address checked, as for tools.
+"""
+
+import asyncio
+import base64
+import binascii
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from io import BytesIO
+from typing import Any
+
+import httpx
+from PIL import Image, UnidentifiedImageError
+
+from cluster.api.images import DATA, ImagePart, images_of
+from cluster.core.errors import BadRequest, ToolError
+from tools_runtime.addresses import Resolver
+
+MAX_IMAGES = 32
+"""Largest number of images of a request."""
+MAX_IMAGE_BYTES = 8 << 20
+"""Largest size of an image in bytes, as it is sent or fetched."""
+MAX_PIXELS = 36_000_000
+"""Largest number of pixels of an image. A small file can have many, which take three bytes each."""
+FETCH_WITHIN_S = 15.0
+"""Seconds within which all images of a request are fetched."""
+MAX_REDIRECTS = 3
+_DATA_URL = re.compile(r"^data:image/[\w.+-]+;base64,", re.IGNORECASE)
+_REDIRECTS = frozenset({301, 302, 303, 307, 308})
+
+
+class ImageReader:
+    """Reads the images of the requests of one ingress.
+
+    Args:
+        max_bytes: largest size of all images of a request in bytes.
+        resolver: looks up names; None: one that allows public addresses only.
+    """
+
+    def __init__(self, max_bytes: int, resolver: Resolver | None = None) -> None:
+        self._max_bytes = max_bytes
+        self._resolver = resolver or Resolver()
+        self._client: httpx.AsyncClient | None = None
+
+    async def read(self, body: Mapping[str, Any]) -> None:
+        """Fetch the images of a body, and put them into it as `data:` URLs.
+
+        Raises:
+            BadRequest: an image cannot be fetched, is no image or too large, or there are too many. ``param`` is its
+                place in the body.
+        """
+        found = list(images_of(body))
+        if not found:
+            return
+        if len(found) > MAX_IMAGES:
+            raise _bad(found[MAX_IMAGES], f"the request has {len(found)} images, and at most {MAX_IMAGES} are read")
+        try:
+            async with asyncio.timeout(FETCH_WITHIN_S):
+                await asyncio.gather(*(self._fetch(one) for one in found if _is_http(one.url)))
+        except TimeoutError:
+            raise _bad(found[0], f"the images were not fetched within {FETCH_WITHIN_S:g} s") from None
+        await asyncio.to_thread(self._check, found)
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        self._resolver.close()
+        if self._client is not None:
+            await self._client.aclose()
+
+    async def _fetch(self, image: ImagePart) -> None:
+        if self._client is None:
+            # A connection to a checked address is not kept: another name at that address would be sent through it.
+            limits = httpx.Limits(max_connections=MAX_IMAGES, max_keepalive_connections=0)
+            self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
+        with _refused(image):
+            url = httpx.URL(image.url)
+            for _ in range(MAX_REDIRECTS + 1):
+                request = httpx.Request("GET", url, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
+                response = await self._client.send(await self._resolver.pinned(request), stream=True)
+                try:
+                    if response.status_code not in _REDIRECTS or "location" not in response.headers:
+                        image.set_url(await _data_url(image, response))
+                        return
+                    url = url.join(response.headers["location"])
+                finally:
+                    await response.aclose()
+                if url.scheme not in ("http", "https"):
+                    raise _bad(image, "a redirect leads to another scheme")
+        raise _bad(image, f"more than {MAX_REDIRECTS} redirects")
+
+    def _check(self, images: list[ImagePart]) -> None:
+        whole = 0
+        for image in images:
+            if not isinstance(image.url, str):
+                continue  # the replica names what the field must be
+            if not _DATA_URL.match(image.url):
+                raise _bad(image, "must be an http(s) URL or `data:image/TYPE;base64,...`")
+            content = _content(image)
+            whole += len(content)
+            if len(content) > MAX_IMAGE_BYTES or whole > self._max_bytes:
+                most = min(MAX_IMAGE_BYTES, self._max_bytes)
+                raise _bad(image, f"an image has at most {most} bytes, and all together {self._max_bytes}", 413)
+            _check_pixels(image, content)
+
+
+def _is_http(url: Any) -> bool:
+    return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
+
+
+async def _data_url(image: ImagePart, response: httpx.Response) -> str:
+    kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if response.status_code != 200 or not kind.startswith("image/"):
+        raise _bad(image, f"its server answers with status {response.status_code} and type {kind[:64]!r}, not an image")
+    if response.headers.get("content-encoding", "identity") != "identity":
+        raise _bad(image, "its server compresses it, although that was not asked for")
+    content = bytearray()
+    async for chunk in response.aiter_bytes():
+        content += chunk
+        if len(content) > MAX_IMAGE_BYTES:
+            raise _bad(image, f"the image has more than {MAX_IMAGE_BYTES} bytes", 413)
+    return f"{DATA}{kind};base64,{base64.b64encode(content).decode()}"
+
+
+def _content(image: ImagePart) -> bytes:
+    try:
+        return base64.b64decode(image.url.partition(",")[2], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise _bad(image, f"its data is not base64: {error}") from None
+
+
+def _check_pixels(image: ImagePart, content: bytes) -> None:
+    try:
+        with Image.open(BytesIO(content)) as opened:  # it reads the head only
+            width, height = opened.size
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
+        raise _bad(image, "it is no image of a known format") from error
+    except Image.DecompressionBombError as error:
+        raise _bad(image, f"the image has more than {MAX_PIXELS} pixels", 413) from error
+    if width * height > MAX_PIXELS:
+        raise _bad(image, f"the image has {width * height} pixels; at most {MAX_PIXELS} are read", 413)
+
+
+@contextmanager
+def _refused(image: ImagePart) -> Iterator[None]:
+    try:
+        yield
+    except ToolError as error:
+        raise _bad(image, str(error).replace("tools may not reach it", "it may not be reached")) from None
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
+        raise _bad(image, f"it cannot be fetched: {type(error).__name__}") from None
+
+
+def _bad(image: ImagePart, message: str, status: int = 400) -> BadRequest:
+    return BadRequest(f"{image.path}: {message}", status=status, param=image.path, code="invalid_image")
