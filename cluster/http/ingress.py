@@ -21,6 +21,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.errors import VERSION_HEADER
+from cluster.api.generate import completion_of, named_as_sent
 from cluster.api.openai import (
     RETRY_AFTER_S,
     no_model,
@@ -33,7 +34,7 @@ from cluster.auth.middleware import caller_of
 from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
-from cluster.core.errors import Overloaded, UpstreamFailed
+from cluster.core.errors import BadRequest, Overloaded, UpstreamFailed
 from cluster.core.lineage import LineageIndex
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.program import ProgramIdentity
@@ -47,6 +48,7 @@ from cluster.http.early_prefill import prefill
 from cluster.http.message_programs import MessagePrograms
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
+    Translation,
     TurnReader,
     answered,
     model_card,
@@ -59,7 +61,9 @@ from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
 from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
 from cluster.http.stored_responses import StoredResponses
+from cluster.http.token_records import TokenRecordRoutes
 from cluster.http.usage import usage_of_day
+from cluster.http.weights import WeightRoutes
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
@@ -137,6 +141,9 @@ class ProgramIngress:
         self._conversations = ConversationRoutes(conversations)
         self._chat_programs = ChatPrograms(*parts, self._lineage)
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
+        self._token_records = TokenRecordRoutes(self._fleet.recordings.store)
+        self._weights = WeightRoutes(self._fleet, config, clock)
+        self._adopt(self._weights)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
         self._adapters = config.adapters
@@ -232,9 +239,16 @@ class ProgramIngress:
         """
         return await self._turn(request, "completions")
 
-    async def _turn(self, request: Request, method: str) -> Response:
+    async def generate(self, request: Request) -> Response:
+        """Generate token ids from token ids, in the form of vLLM's own server, with or without streaming."""
+        try:
+            return await self._turn(request, "generate", completion_of)
+        except BadRequest as error:
+            raise named_as_sent(error) from error
+
+    async def _turn(self, request: Request, method: str, translate: Translation | None = None) -> Response:
         arrived_s = self._turns.arrival_s(request.headers)
-        body, identity = await self._reader.identified(request)
+        body, identity = await self._reader.identified(request, translate)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity, arrived_s)
         answers = self._attributed(method, body, identity, passed_headers(request.headers), arrived_s)
@@ -422,6 +436,22 @@ class ProgramIngress:
         """Cancel all runs of a program in the cluster."""
         return await self._programs.cancel(caller_of(request).tenant, program_id)
 
+    async def token_records(self, request: Request, limit: int = 100, after: str | None = None) -> Response:
+        """List the programs with recorded tokens (`x-record: tokens`), each with the bytes of its record. `after` is
+        the id of the last program of the page before.
+        """
+        return await self._token_records.list(caller_of(request).tenant, limit, after)
+
+    async def program_tokens(self, request: Request, program_id: str, limit: int = 20, after: int = 0) -> Response:
+        """Return the recorded turns of a program: the token ids of each prompt and answer, the log probabilities, and
+        the versions of the weights. `after` is the number of the last turn of the page before.
+        """
+        return await self._token_records.show(caller_of(request).tenant, program_id, limit, after)
+
+    async def delete_program_tokens(self, request: Request, program_id: str, last_turn: int = 0) -> Response:
+        """Delete the recorded turns of a program. With `last_turn`, only if the program has no later turn."""
+        return await self._token_records.delete(caller_of(request).tenant, program_id, last_turn)
+
     async def tools(self, request: Request) -> Response:
         """List the registered tools that the caller may use, with the run times and queue times of each."""
         return await self._tools.list(caller_of(request).tenant)
@@ -501,6 +531,24 @@ class ProgramIngress:
     async def predictor(self) -> Response:
         """Return the state of this ingress's predictions: their sources, their errors, and the learnt statistics."""
         return JSONResponse(self._predictions.view())
+
+    async def weights(self) -> Response:
+        """Return the version of the weights that the replicas of each model should have, and that each has."""
+        return await self._weights.show()
+
+    async def update_weights(self, request: Request) -> Response:
+        """Load the weights of a folder on all replicas of a model: `{"version": ..., "path": ..., "model": ...}`. Turns
+        under way wait, and go on with the new weights. A replica that cannot load them is named and replaced.
+        """
+        return await self._weights.update(await self._reader.json(request))
+
+    async def pause(self, request: Request) -> Response:
+        """Let all replicas of a model, or of all models (`{}`), stop between two steps. Turns wait until `resume`."""
+        return await self._weights.set_paused(await self._reader.json(request), paused=True)
+
+    async def resume(self, request: Request) -> Response:
+        """Let the replicas of a model, or of all models (`{}`), go on."""
+        return await self._weights.set_paused(await self._reader.json(request), paused=False)
 
 
 def _per_replica(answers: list[Any], status: int = HTTPStatus.OK) -> Response:
