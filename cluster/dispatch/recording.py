@@ -10,9 +10,11 @@ import asyncio
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from enum import StrEnum
 from time import time
 from typing import Any, Protocol, Self
+from uuid import uuid4
 
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S
 from cluster.core.clock import Clock
@@ -33,6 +35,9 @@ FULL: Mapping[FullMemory, str] = {
     FullMemory.TENANT: "the tenant's records are full (records.tenant_bytes); export and delete some",
     FullMemory.ALL: "the memory for records is full (records.total_bytes); export and delete some",
 }
+
+BEGIN_ATTEMPTS = 3
+"""Number of attempts to begin a record. Each ends after ``redis.timeout_s``."""
 
 MAX_LATE = 256
 """Maximum number of turns whose tokens wait for the store in one ingress."""
@@ -131,10 +136,12 @@ class Recordings:
         """
         check_recordable(body, identity)
         head = TurnHead(request, method, str(body.get("model")), identity.parent_id, time())
+        where, key = (identity.tenant, str(identity.program_id)), uuid4().bytes
         try:
-            begun = await self.store.begin(identity.tenant, str(identity.program_id), head)
+            begun = await self._begun(*where, head, key)
         except StoreUnavailable as error:
             self.counters[RecordOutcome.REJECTED] += 1
+            self._tasks.run("rejected record", self._undo(*where, head, key))
             message = "the turn cannot be recorded, since the store does not answer"
             raise Overloaded(message, code="store_unavailable", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(begun, FullMemory):
@@ -190,6 +197,22 @@ class Recordings:
             self._lost(program, number, "the store does not answer")
         finally:
             self._late -= 1
+
+    async def _begun(self, tenant: str, program: str, head: TurnHead, key: bytes) -> int | FullMemory:
+        for _ in range(BEGIN_ATTEMPTS - 1):
+            with suppress(StoreUnavailable):
+                return await self.store.begin(tenant, program, head, key)
+        return await self.store.begin(tenant, program, head, key)
+
+    async def _undo(self, tenant: str, program: str, head: TurnHead, key: bytes) -> None:
+        """Remove a turn that was rejected, since it may have begun in the store although no answer came."""
+        for _ in range(LATE_ATTEMPTS):
+            await asyncio.sleep(LATE_WAIT_S)
+            with suppress(StoreUnavailable):
+                if isinstance(begun := await self.store.begin(tenant, program, head, key), int):
+                    await self.store.drop(tenant, program, begun)
+                return
+        logger.warning("a turn of %r that was rejected may be in its record, without tokens", program)
 
     async def _remove(self, tenant: str, program: str, number: int) -> None:
         try:

@@ -2,7 +2,7 @@
 --
 --     program:NAME     hash: turns (the number of turns that began), bytes, base (the last turn that was completed), and of turn N
 --                      N:head, N:tail (opaque), N:base, N:shared, N:prompt (its prompt: the first bytes of turn N:base's context,
---                      and the bytes after them)
+--                      and the bytes after them); key:KEY (the number of the turn that began with this key)
 --     context:NAME     string: the token ids of the context after the turn `base`
 --     bytes            hash: bytes by tenant, and the sum of all at the field `/`
 --     written          zset: names by the time of their last write in ms
@@ -64,17 +64,19 @@ end
 
 local operations = {}
 
--- ARGV: name, head, largest bytes of a program, of a tenant, of all. Answers with `ok` and the turn's number, or with whose memory
--- is full.
+-- ARGV: name, head, largest bytes of a program, of a tenant, of all, key. Answers with `ok` and the turn's number, or with whose
+-- memory is full. A turn of the same key begins once.
 function operations.begin()
   sweep()
-  local name, head = ARGV[3], ARGV[4]
+  local name, head, key = ARGV[3], ARGV[4], 'key:' .. ARGV[8]
+  local known = redis.call('HGET', program(name), key)
+  if known then return {'ok', tonumber(known)} end
   if number(redis.call('HGET', program(name), 'bytes')) >= tonumber(ARGV[5]) then return {'program'} end
   if number(redis.call('HGET', space .. 'bytes', tenant_of(name))) >= tonumber(ARGV[6]) then return {'tenant'} end
   if number(redis.call('HGET', space .. 'bytes', '/')) >= tonumber(ARGV[7]) then return {'all'} end
   local turn = redis.call('HINCRBY', program(name), 'turns', 1)
-  redis.call('HSET', program(name), turn .. ':head', head)
-  count(name, #head)
+  redis.call('HSET', program(name), turn .. ':head', head, key, turn)
+  count(name, #head + #key)
   touch(name)
   return {'ok', turn}
 end

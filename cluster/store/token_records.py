@@ -111,11 +111,14 @@ class TokenRecordStore(RedisStore):
         self._retention_ms = milliseconds(retention_s)
         self._bounds = bounds
 
-    async def begin(self, tenant: str, program: str, head: TurnHead) -> int | FullMemory:
-        """Record that a turn begins. Return its number, or whose memory is full."""
+    async def begin(self, tenant: str, program: str, head: TurnHead, key: bytes) -> int | FullMemory:
+        """Record that a turn begins. Return its number, or whose memory is full.
+
+        ``key``: unique to the turn. A call that is repeated with it returns the same number.
+        """
         bounds = (self._bounds.program, self._bounds.tenant, self._bounds.all)
         answer: list[bytes | int] = await self._call(
-            "begin", [_name(tenant, program), msgspec.msgpack.encode(head), *bounds], list[bytes | int]
+            "begin", [_name(tenant, program), msgspec.msgpack.encode(head), *bounds, key], list[bytes | int]
         )
         match answer:
             case [b"ok", int() as number]:

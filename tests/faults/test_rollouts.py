@@ -89,7 +89,7 @@ class Rollout:
             for turn, tokens in enumerate(TOKENS):
                 sampling = {"temperature": 0.0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
                 body = {"token_ids": context, "sampling_params": sampling, "model": "tiny"}
-                ids, logprobs = await self._turn(body, headers, is_stream=(number + turn) % 2 == 0)
+                ids, logprobs = await self._asked(body, headers, is_stream=(number + turn) % 2 == 0)
                 trajectory.prompts.append(context)
                 trajectory.outputs.append(ids)
                 trajectory.logprobs.append(logprobs)
@@ -99,18 +99,30 @@ class Rollout:
                     await self.long_tools_end.wait()
                 context = context + ids + chance.choices(VOCABULARY, k=TOOL_TOKENS)
 
+    async def _asked(
+        self, body: dict[str, Any], headers: dict[str, str], *, is_stream: bool
+    ) -> tuple[list[int], list[float]]:
+        """Ask for a turn, again where it was rejected before it began."""
+        until_s = time.monotonic() + RETRIES_WITHIN_S
+        while True:
+            try:
+                return await self._turn(body, headers, is_stream=is_stream)
+            except Rejected:
+                assert time.monotonic() < until_s
+                await asyncio.sleep(1.0)
+
     async def _turn(
         self, body: dict[str, Any], headers: dict[str, str], *, is_stream: bool
     ) -> tuple[list[int], list[float]]:
         path = "/inference/v1/generate"
         if not is_stream:
             answer = await self._client.post(path, json=body, headers=headers)
-            assert answer.is_success, answer.text
+            await check(answer)
             choices = answer.json()["choices"]
         else:
             choices = []
             async with self._client.stream("POST", path, json={**body, "stream": True}, headers=headers) as answer:
-                assert answer.is_success, await answer.aread()
+                await check(answer)
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
@@ -119,6 +131,19 @@ class Rollout:
                 assert line == "" or line == "data: [DONE]", line
         ids = [one for choice in choices for one in choice["token_ids"]]
         return ids, [one["logprob"] for choice in choices for one in choice["logprobs"]["content"]]
+
+
+class Rejected(Exception):
+    """A turn was rejected before it began, and may be repeated."""
+
+
+async def check(answer: httpx.Response) -> None:
+    """Raise Rejected for a 503, and fail for any other error."""
+    if not answer.is_success:
+        text = (await answer.aread()).decode()
+        if answer.status_code == 503:
+            raise Rejected(text)
+        raise AssertionError(text)
 
 
 async def recorded(client: httpx.AsyncClient, name: str) -> list[dict[str, Any]]:

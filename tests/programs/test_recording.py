@@ -36,7 +36,7 @@ class Store:
             self.failures -= 1
             raise StoreUnavailable(StoreFailure.TIMEOUT)
 
-    async def begin(self, tenant: str, program: str, head: Any) -> int | FullMemory:
+    async def begin(self, tenant: str, program: str, head: Any, key: bytes) -> int | FullMemory:
         self._fail()
         self.did.append(("begin", tenant, program, head.method))
         return self.full or 7
@@ -117,13 +117,26 @@ async def test_a_full_record_rejects_the_turn_before_it_is_sent(full: FullMemory
     assert recordings.counters[RecordOutcome.REJECTED] == 1
 
 
-async def test_without_the_store_no_turn_begins() -> None:
+async def test_without_the_store_no_turn_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "LATE_WAIT_S", 0.0)
     store = Store()
-    store.failures = 1
+    store.failures = recording.BEGIN_ATTEMPTS + 1
+    answers, recordings = turn(store, DONE)
     with pytest.raises(Overloaded) as caught:
-        await taken(turn(store, DONE)[0])
+        await taken(answers)
     assert caught.value.code == "store_unavailable"
-    assert not store.did
+    assert recordings.counters[RecordOutcome.REJECTED] == 1
+    while len(store.did) < 2:  # noqa: ASYNC110
+        await asyncio.sleep(0)
+    # It may have begun in the store, so that it is removed once the store answers.
+    assert [done[0] for done in store.did] == ["begin", "drop"]
+
+
+async def test_a_record_that_begins_late_is_a_record() -> None:
+    store = Store()
+    store.failures = recording.BEGIN_ATTEMPTS - 1
+    await taken(turn(store, DONE)[0])
+    assert [done[0] for done in store.did] == ["begin", "piece", "finish"]
 
 
 async def test_a_store_that_fails_at_the_end_gets_the_tokens_later(monkeypatch: pytest.MonkeyPatch) -> None:

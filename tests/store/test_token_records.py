@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import AsyncIterator
+from uuid import uuid4
 
 import pytest
 
@@ -46,7 +47,7 @@ def tokens(prompt: list[int], *outputs: list[int]) -> TurnTokens:
 
 async def test_a_turn_is_known_from_its_begin_and_complete_at_its_end(store: TokenRecordStore) -> None:
     assert await store.load("t", "p") == []
-    assert await store.begin("t", "p", HEAD) == 1
+    assert await store.begin("t", "p", HEAD, uuid4().bytes) == 1
     assert await store.load("t", "p") == [RecordedTurn(1, HEAD)]
     made = tokens([1, 2, 3], [4, 5], [6])
     assert await store.finish("t", "p", 1, 20.0, made)
@@ -59,7 +60,7 @@ async def test_prompts_are_exact_though_only_their_ends_are_stored(store: TokenR
     made: dict[int, TurnTokens] = {}
     context: list[int] = []
     for _ in range(40):
-        numbers = [await store.begin("t", "p", HEAD) for _ in range(chance.choice([1, 1, 2]))]
+        numbers = [await store.begin("t", "p", HEAD, uuid4().bytes) for _ in range(chance.choice([1, 1, 2]))]
         chance.shuffle(numbers)
         for number in numbers:
             assert isinstance(number, int)
@@ -76,16 +77,21 @@ async def test_prompts_are_exact_though_only_their_ends_are_stored(store: TokenR
 async def test_a_long_program_takes_little_more_than_its_context(store: TokenRecordStore) -> None:
     context = list(range(1000))
     for _ in range(30):
-        number = await store.begin("t", "p", HEAD)
+        number = await store.begin("t", "p", HEAD, uuid4().bytes)
         assert isinstance(number, int)
         await store.finish("t", "p", number, 1.0, tokens(context, [7] * 10))
         context += [7] * 10 + [8] * 10
     assert await store.size() < 3 * 4 * len(context)
 
 
+async def test_a_turn_begins_once_though_the_call_is_repeated(store: TokenRecordStore) -> None:
+    assert [await store.begin("t", "p", HEAD, key) for key in (b"a", b"a", b"b", b"a")] == [1, 1, 2, 1]
+    assert len(await store.load("t", "p")) == 2
+
+
 async def test_a_failed_turn_is_left_out(store: TokenRecordStore) -> None:
     for _ in range(2):
-        await store.begin("t", "p", HEAD)
+        await store.begin("t", "p", HEAD, uuid4().bytes)
     await store.drop("t", "p", 1)
     await store.finish("t", "p", 2, 1.0, tokens([1], [2]))
     await store.drop("t", "p", 2)  # too late: it has ended
@@ -93,7 +99,7 @@ async def test_a_failed_turn_is_left_out(store: TokenRecordStore) -> None:
 
 
 async def test_a_turn_that_is_written_again_stays_as_it_is(store: TokenRecordStore) -> None:
-    await store.begin("t", "p", HEAD)
+    await store.begin("t", "p", HEAD, uuid4().bytes)
     for ids in ([2], [3]):
         assert await store.finish("t", "p", 1, 1.0, tokens([1], ids))
     [turn] = await store.load("t", "p")
@@ -113,21 +119,21 @@ async def test_a_bound_refuses_new_turns_and_completes_old_ones(
     server: EmbeddedRedis, bounds: RecordBounds, full: FullMemory
 ) -> None:
     store = store_of(server, bounds)
-    assert [await store.begin("t", "p", HEAD) for _ in range(2)] == [1, 2]
+    assert [await store.begin("t", "p", HEAD, uuid4().bytes) for _ in range(2)] == [1, 2]
     for number in (1, 2):
         assert await store.finish("t", "p", number, 1.0, tokens([1] * 50, [2] * 50))
-    assert await store.begin("t", "p", HEAD) is full
-    assert isinstance(await store.begin("t", "q", HEAD), int) is (full is FullMemory.PROGRAM)
-    assert isinstance(await store.begin("u", "p", HEAD), int) is (full is not FullMemory.ALL)
+    assert await store.begin("t", "p", HEAD, uuid4().bytes) is full
+    assert isinstance(await store.begin("t", "q", HEAD, uuid4().bytes), int) is (full is FullMemory.PROGRAM)
+    assert isinstance(await store.begin("u", "p", HEAD, uuid4().bytes), int) is (full is not FullMemory.ALL)
     assert await store.delete("t", "p", 1) is Deletion.NEWER
     assert await store.delete("t", "p", 2) is Deletion.OK
-    assert await store.begin("t", "p", HEAD) == 1
+    assert await store.begin("t", "p", HEAD, uuid4().bytes) == 1
     await store.close()
 
 
 async def test_records_expire_and_leave_no_bytes(server: EmbeddedRedis) -> None:
     store = store_of(server, retention_s=0.2)
-    await store.begin("t", "p", HEAD)
+    await store.begin("t", "p", HEAD, uuid4().bytes)
     await store.finish("t", "p", 1, 1.0, tokens([1], [2]))
     assert await store.size() > 0
     await asyncio.sleep(0.4)
@@ -139,8 +145,8 @@ async def test_records_expire_and_leave_no_bytes(server: EmbeddedRedis) -> None:
 
 async def test_programs_are_listed_and_tenants_do_not_meet(store: TokenRecordStore) -> None:
     for name in ("b", "a/ä", "c"):
-        await store.begin("t", name, HEAD)
-    await store.begin("t/a", "x", HEAD)
+        await store.begin("t", name, HEAD, uuid4().bytes)
+    await store.begin("t/a", "x", HEAD, uuid4().bytes)
     names = [name for name, _ in await store.list("t", 10)]
     assert sorted(names) == ["a/ä", "b", "c"]
     first = await store.list("t", 2)
@@ -152,4 +158,4 @@ async def test_programs_are_listed_and_tenants_do_not_meet(store: TokenRecordSto
 async def test_an_outage_is_an_error(server: EmbeddedRedis, store: TokenRecordStore) -> None:
     kill(server)
     with pytest.raises(StoreUnavailable):
-        await store.begin("t", "p", HEAD)
+        await store.begin("t", "p", HEAD, uuid4().bytes)
