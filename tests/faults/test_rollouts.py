@@ -126,6 +126,8 @@ class Rollout:
                 async for line in answer.aiter_lines():
                     if line.startswith("data: {"):
                         event = json.loads(line.removeprefix("data: "))
+                        if not choices and event.get("error", {}).get("type") == "overloaded_error":
+                            raise Rejected(line)  # it waited, so that its stream had begun
                         assert "error" not in event, event
                         choices += event["choices"]
                 assert line == "" or line == "data: [DONE]", line
