@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pydantic
 from vllm.v1.engine.exceptions import EngineDeadError
+from vllm.v1.request import RequestStatus
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.errors import ConfigError, ControlRefused, ControlTimeout, EngineGone
@@ -25,7 +26,7 @@ from replicas.hold_table import HoldOrigin
 from replicas.routing_view import routing_snapshot
 from replicas.scheduler import AgentScheduler
 from replicas.stats import cached_blocks
-from replicas.vllm_patches import install_utility
+from replicas.vllm_patches import install_utility, salt_block_hashes
 
 UTILITY = "caesura_control"
 """Name of the EngineCore method."""
@@ -287,6 +288,36 @@ def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
     return {"reset": False, "reason": reason}
 
 
+def _salt_kv(scheduler: AgentScheduler, salt: str) -> dict[str, Any]:
+    """Let the hashes of KV blocks depend on a text from now on. Requests that exist keep theirs until `renew_kv`."""
+    salt_block_hashes(salt)
+    return {}
+
+
+def _settle(scheduler: AgentScheduler) -> dict[str, Any]:
+    """End all holds and loads. Answer whether nothing is copied any more into memory that turns own."""
+    scheduler.reset_prefix_cache(reset_connector=False)
+    scheduler.swapping.reset()
+    loads = any(
+        turn.status is RequestStatus.WAITING_FOR_REMOTE_KVS for queue in scheduler.waiting_queues for turn in queue
+    )
+    return {"settled": not loads and not scheduler.swapping.request_ids}
+
+
+def _renew_kv(scheduler: AgentScheduler, version: str) -> dict[str, Any]:
+    """Drop all KV, and let the turns compute theirs again, since the weights have this version now.
+
+    Answer with the number of output tokens of each turn.
+    """
+    tokens = {request_id: scheduler.requests[request_id].num_output_tokens for request_id in scheduler.turns}
+    scheduler.weights_version = version
+    for request_id, turn in scheduler.turns.items():
+        turn.weights = (*turn.weights, version) if tokens[request_id] else (version,)
+    scheduler.renew_kv(turn for queue in scheduler.waiting_queues for turn in queue)
+    scheduler.returning_outputs.rehashed()
+    return {"tokens": tokens}
+
+
 OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "exchange": _exchange,
     "routing": _routing,
@@ -302,6 +333,9 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "set_policy": _set_policy,
     "policy": _policy,
     "reset": _reset,
+    "salt_kv": _salt_kv,
+    "settle": _settle,
+    "renew_kv": _renew_kv,
 }
 """Every operation of the side channel, by name."""
 

@@ -10,21 +10,25 @@ It overrides these private methods of `ray.llm`'s VLLMEngine (tests/contracts/te
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from contextlib import nullcontext
 from typing import Any, NoReturn
 
 import ray
 from ray.llm._internal.common.callbacks.base import CallbackBase
+from ray.llm._internal.serve.core.configs.openai_api_models import ErrorResponse
+from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.llm._internal.serve.engines.vllm.vllm_engine import VLLMEngine
 from vllm import envs
 from vllm.entrypoints.openai.models.protocol import LoRAModulePath
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse
 
 from replicas.crash_attribution import died_by_itself, shared_suspect
 from replicas.grammar_trials import trials_of
 from replicas.host_tier import fit_tiers
 from replicas.resumption import ContinuedClient
 from replicas.settings import in_one_process
+from replicas.token_requests import TokenRequest, generated
 from replicas.vllm_patches import forked_engine_core, share_rendering
 
 logger = logging.getLogger("ray.serve")
@@ -55,14 +59,21 @@ class ReplicaEngine(VLLMEngine):
         with shared_suspect() as self._suspect:
             await super().start()
         self._oai_serving_tokenization = self._app_state.serving_tokenization
+        self._serving_tokens = self._app_state.serving_tokens
         self.watch_streams()
 
     def watch_streams(self) -> None:
         """Put the ContinuedClient, which knows of streams, between vLLM's serving layer and the engine."""
         self.streams = ContinuedClient(self._engine_client, trials_of(self._engine_client))
-        for serving in (self._oai_serving_chat, self._oai_serving_completion):
+        for serving in (self._oai_serving_chat, self._oai_serving_completion, self._serving_tokens):
             serving.engine_client = self.streams
         share_rendering(self._engine_client.renderer)
+
+    def generate(
+        self, request: TokenRequest, raw_request_info: RawRequestInfo
+    ) -> AsyncGenerator[str | GenerateResponse | ErrorResponse]:
+        """Return the answer to a request of token ids, as the other methods do for theirs."""
+        return generated(self._serving_tokens, request, raw_request_info)
 
     def _prepare_engine_config(self, callback_ctx: Any) -> tuple[Any, Any, Any]:
         engine_args, frontend_args, config = super()._prepare_engine_config(callback_ctx)

@@ -60,6 +60,8 @@ class TurnRecord:
     gpu: TurnTime = field(default_factory=TurnTime)
     disk_tokens: int = 0
     """Those of ``cached_tokens`` that were loaded from the disk tier."""
+    weights: tuple[str, ...] = ()
+    """Versions of the model's weights that computed the output, in order."""
 
     @property
     def decision_text(self) -> str:
@@ -76,6 +78,7 @@ class TurnRecord:
         """
         values = {one.name: getattr(self, one.name) for one in fields(self)}
         values |= {"decision": self.decision_text, "kv": str(self.decision), "gpu": self.gpu.shown_to(tenant)}
+        values |= {"weights": list(self.weights)}
         return values | {"tools": list(self.tools), "reason": self.reason and str(self.reason)}
 
 

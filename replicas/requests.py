@@ -25,6 +25,7 @@ from cluster.api.structured_output_limits import CODE, TO_COMPILE
 from cluster.api.validation import validated
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, HttpError, Overloaded, ReplicaLost
 from cluster.core.program import WIRE_KEY
+from replicas.token_requests import token_request
 
 ERROR_EVENT = b'data: {"error"'
 RETRY_AFTER_S = 1
@@ -34,7 +35,9 @@ OVERLOAD_STATUSES = (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABL
 
 
 def parse_request(method: str, body: Mapping[str, Any]) -> Any:
-    """Parse the body of a call of ``method`` (``chat``, ``completions``, ``tokenize``, ``detokenize``) as vLLM's model.
+    """Parse the body of a call of ``method`` as vLLM's model.
+
+    ``method``: ``chat``, ``completions``, ``generate``, ``tokenize`` or ``detokenize``.
 
     Raises:
         BadRequest: vLLM's models reject it, or the method is unknown. ``param`` is the path of the wrong field.
@@ -47,6 +50,8 @@ def parse_request(method: str, body: Mapping[str, Any]) -> Any:
                 return _read_through(validated(ChatCompletionRequest, body))
             case "completions":
                 return validated(CompletionRequest, body)
+            case "generate":
+                return token_request(body)
             case "tokenize" if "messages" in body:
                 return validated(TokenizeChatRequest, body)
             case "tokenize":

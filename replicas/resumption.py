@@ -8,11 +8,12 @@ a stop string may begin in the known ids and end in the new ones.
 
 It uses these names of vLLM 0.29 (tests/contracts/test_resumption.py checks what they do):
     AsyncLLM.generate, RequestOutput, SamplingParams, IncrementalDetokenizer
+    AsyncLLM.output_processor.external_req_ids   the requests that the engine has got (tests/contracts/test_weights.py)
     GenerateBaseServing.engine_client   replaced by a ContinuedClient
 """
 
 import re
-from collections.abc import AsyncGenerator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -20,17 +21,21 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from vllm.outputs import CompletionOutput, RequestOutput
+from vllm.sampling_params import RequestOutputKind
 from vllm.v1.engine.detokenizer import IncrementalDetokenizer
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.core.errors import HttpError, UpstreamFailed
 from cluster.core.program import tenant_of
-from cluster.core.stream import Begun, Ending, Progress, StreamChunk, prompt_digest
-from cluster.core.turn import pack_ids, unpack_ids
+from cluster.core.stream import Begun, Ending, Progress, StreamChunk, TokenLogprobs, prompt_digest
+from cluster.core.turn import ID_BYTES, pack_ids, unpack_ids
+from cluster.core.turn_tokens import TurnTokens, WeightSpan
 from replicas.finish_reasons import corrected_event
 from replicas.grammar_queue import COMPILED_S_KEY
 from replicas.grammar_trials import GrammarTrials
 from replicas.requests import of_first_event
+from replicas.resumed_logprobs import Position, ResumedLogprobs, packed
+from replicas.turn_recorder import TurnRecorder, WeightSpans
 from replicas.turn_reports import take_alone_s
 from replicas.vllm_patches import RESUMED_KEY
 
@@ -57,7 +62,8 @@ def obstacle(prompt: Mapping[str, Any], params: Any) -> str | None:
     reasons = {
         "its prompt is not token ids": prompt.get("type") not in WITH_IDS,
         "n > 1": params.n > 1,
-        "logprobs": params.logprobs is not None or params.logprob_token_ids is not None,
+        "logprob_token_ids": params.logprob_token_ids is not None,
+        "flat_logprobs": params.logprobs is not None and params.flat_logprobs,
         "prompt_logprobs": params.prompt_logprobs is not None,
         "seed": params.seed is not None,
         "presence_penalty": params.presence_penalty != 0,
@@ -74,10 +80,20 @@ class Watch:
 
     Args:
         so_far: progress of the stream on another replica. None: it begins here.
+        record: whether to record the tokens of the whole turn.
+        version: the version of the model's weights now.
     """
 
-    def __init__(self, so_far: Progress | None = None) -> None:
+    def __init__(self, so_far: Progress | None = None, *, record: bool = False, version: str = "") -> None:
         self.so_far = so_far
+        self._record = record
+        self._version = version
+        self._recorder: TurnRecorder | None = None
+        self._weights: list[WeightSpans] = []
+        self._produced: set[int] = set()
+        """Indexes of the answers of which an output has come."""
+        self._sent_weights: tuple[WeightSpan, ...] = ()
+        self._logprobs: list[TokenLogprobs] = []
         self.failure: Exception | None = None
         """The exception that ended the engine's outputs. vLLM only makes an event of it."""
         self.tenant = ""
@@ -98,11 +114,55 @@ class Watch:
 
     def take(self, *, events: int = 0, created: str = "") -> Progress:
         """Return the progress since the last call."""
-        taken = Progress(events, pack_ids(self._ids), pack_ids(self._sizes), self._begun, self._ending, created)
+        weights = self._weights[0].spans if self._weights and self._obstacle is None else ()
+        taken = Progress(
+            events,
+            pack_ids(self._ids),
+            pack_ids(self._sizes),
+            self._begun,
+            self._ending,
+            created,
+            tuple(self._logprobs),
+            () if weights == self._sent_weights else weights,
+            self.take_record(),
+        )
         self._begun = self._ending = None
+        self._sent_weights = weights
         self._ids.clear()
         self._sizes.clear()
+        self._logprobs.clear()
         return taken
+
+    def take_record(self) -> TurnTokens | None:
+        """Return the recorded tokens of the turn, once, after all answers have ended."""
+        if self._recorder is None or (record := self._recorder.tokens(self._weights)) is None:
+            return None
+        self._recorder = None
+        return record
+
+    def weights_changed(self, version: str, tokens: Mapping[str, int], submitted: Collection[str]) -> None:
+        """Record that the model has other weights from now on.
+
+        Args:
+            version: their version.
+            tokens: the number of output tokens of each of the engine's requests, by its id.
+            submitted: names of the requests that the engine had got before. What is missing in ``tokens`` of these has
+                ended.
+        """
+        self._version = version
+        for index, spans in enumerate(self._weights):
+            count = next((n for name, n in tokens.items() if self._is_answer(name, index)), None)
+            if count is not None:
+                spans.changed(count, version)
+            elif index not in self._produced and self.name not in submitted:  # the engine has not got it yet
+                spans.changed(0, version)
+
+    def _is_answer(self, request_id: str, index: int) -> bool:
+        """Return whether a request of the engine makes this answer. The engine adds a random suffix to the name, and a
+        prefix to each of several answers.
+        """
+        name = self.name if len(self._weights) == 1 else f"{index}_{self.name}"
+        return request_id.rpartition("-")[0] == name
 
     def outputs(
         self,
@@ -123,6 +183,14 @@ class Watch:
         """
         self._obstacle = "several prompts" if self.name else obstacle(prompt, params)
         self.name = name
+        before = self.so_far.weights if self.so_far is not None else ()
+        known = len(self.so_far.token_ids) // ID_BYTES if self.so_far is not None else 0
+        self._weights = [WeightSpans(before, known, self._version) for _ in range(params.n)]
+        if self._record and self._obstacle != "several prompts" and prompt.get("type") in WITH_IDS:
+            if params.logprobs is None:
+                params.logprobs = 0  # only that of the token itself
+            is_delta = params.output_kind == RequestOutputKind.DELTA
+            self._recorder = TurnRecorder(prompt["prompt_token_ids"], params.n, is_delta=is_delta)
         if self.so_far is None:
             return self._watched(generate(prompt, params, name), prompt)
         return self._resumed(generate, tokenizer, prompt, params, name, self.so_far)
@@ -142,8 +210,10 @@ class Watch:
                 for one in output.outputs:
                     if (ending := _ending(one)) is not None:
                         self.endings[one.index] = ending
+                    self._produced.add(one.index)
+                    self._add_to_record(one)
                 if self._obstacle is None:
-                    self._note(output.outputs[0].token_ids, _ending(output.outputs[0]))
+                    self._note(output.outputs[0])
                 yield output
 
     async def _failing(self, outputs: AsyncGenerator[RequestOutput]) -> AsyncGenerator[RequestOutput]:
@@ -164,9 +234,16 @@ class Watch:
             self.failure = UpstreamFailed("the stream cannot go on: its prompt is another one on this replica")
             raise self.failure
         text = _Text(tokenizer, params, ids, name)
+        logprobs = None
+        if params.logprobs is not None:
+            logprobs = ResumedLogprobs(tokenizer if params.detokenize else None, so_far.logprobs)
 
-        def output_of(token_ids: Sequence[int], ending: Ending | None) -> RequestOutput:
+        def output_of(
+            token_ids: Sequence[int], ending: Ending | None, scores: Sequence[Position] | None
+        ) -> RequestOutput:
             made = text.output(token_ids, ending)
+            made.logprobs = None if scores is None else list(scores[: len(made.token_ids)])
+            self._add_to_record(made)
             return RequestOutput(
                 name,
                 prompt.get("prompt"),
@@ -181,20 +258,21 @@ class Watch:
         known = unpack_ids(so_far.token_ids)
         *spans, last = _spans(unpack_ids(so_far.sizes))
         for begin, end in spans:
-            yield output_of(known[begin:end], None)
+            yield output_of(known[begin:end], None, logprobs.known(begin, end) if logprobs else None)
         if so_far.ending is not None:
             self.endings[0] = so_far.ending
-        yield output_of(known[last[0] :], so_far.ending)
+        yield output_of(known[last[0] :], so_far.ending, logprobs.known(last[0], len(known)) if logprobs else None)
         if so_far.ending is not None:
             return
         longer = {**prompt, "prompt_token_ids": ids + known}
         async with aclosing(self._failing(generate(longer, _rest_of(params, len(known)), name))) as outputs:
             async for output in outputs:
                 self._take_report(output)
-                whole = output_of(output.outputs[0].token_ids, _ending(output.outputs[0]))
+                new = output.outputs[0]
+                whole = output_of(new.token_ids, _ending(new), logprobs.add(new.logprobs or ()) if logprobs else None)
                 if (ending := _ending(whole.outputs[0])) is not None:
                     self.endings[0] = ending
-                self._note(whole.outputs[0].token_ids, ending)
+                self._note(whole.outputs[0])
                 yield whole
                 if whole.finished:
                     return
@@ -204,10 +282,15 @@ class Watch:
         if self.alone_s is None:
             self.alone_s = alone_s
 
-    def _note(self, token_ids: Sequence[int], ending: Ending | None) -> None:
-        self._ids.extend(token_ids)
-        self._sizes.append(len(token_ids))
-        self._ending = ending
+    def _note(self, output: CompletionOutput) -> None:
+        self._ids.extend(output.token_ids)
+        self._sizes.append(len(output.token_ids))
+        self._logprobs.extend(packed(output.logprobs or ()))
+        self._ending = _ending(output)
+
+    def _add_to_record(self, output: CompletionOutput) -> None:
+        if self._recorder is not None:
+            self._recorder.add(output.index, output.token_ids, output.logprobs, _ending(output))
 
 
 class ContinuedClient:
@@ -241,6 +324,15 @@ class ContinuedClient:
             yield
         finally:
             del self._watches[ticket]
+
+    def submitted(self) -> frozenset[str]:
+        """Return the names of the requests that the engine has got and whose end has not come back yet."""
+        return frozenset(self._client.output_processor.external_req_ids)
+
+    def weights_changed(self, version: str, tokens: Mapping[str, int], submitted: Collection[str]) -> None:
+        """Report other weights to all requests; see `Watch.weights_changed`."""
+        for watch in self._watches.values():
+            watch.weights_changed(version, tokens, submitted)
 
     def generate(self, prompt: Any, sampling_params: Any, request_id: str, **options: Any) -> Any:
         """Generate as AsyncLLM does, through the request's Watch if it has one."""

@@ -114,6 +114,10 @@ class ReturningOutputs:
                 dropped.add(pause.answers)
         return True
 
+    def rehashed(self) -> None:
+        """Forget the hashes of all pauses, since the same tokens have other hashes from now on."""
+        self._pauses.clear()
+
     def forget(self, key: str) -> None:
         """Forget a program that has ended."""
         self._pauses.pop(key, None)

@@ -112,7 +112,7 @@ logger = logging.getLogger("ray.serve")
 DEMAND_STALE_S = 5.0
 """The demand that an ingress has sent is dropped after this long: the ingress sends it elsewhere, or has ended."""
 
-GENERATES = frozenset({"chat", "completions"})
+GENERATES = frozenset({"chat", "completions", "generate"})
 """Methods whose prompts the model computes."""
 
 

@@ -52,6 +52,7 @@ from cluster.core.lifecycle.events import (
 )
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import USER_REPLY, ProgramIdentity
+from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.durations.table import DurationTable
 from replicas.bills import Bills
 from replicas.cached_prefix import CachedPrefixes, is_cached
@@ -94,6 +95,7 @@ class AgentScheduler(LoadingScheduler):
 
     clock: Clock = MonotonicClock()
     facts: ReplicaFacts
+    weights_version = INITIAL_WEIGHTS
     max_num_scheduled_tokens: int
     """vLLM's attribute: the token budget of a step."""
 
@@ -368,6 +370,7 @@ class AgentScheduler(LoadingScheduler):
             key = identity.key or request.session_id
             turn = self.turns[request.request_id] = Turn(identity, key, self._now_s(), self.current_step)
             turn.bind(self.settings.bounds_of(identity), self.facts.alone_s(request.num_tokens, 0))
+            turn.weights = (self.weights_version,)
             self.preemption.arrives(request.request_id, turn)
             if key is not None:
                 self._arrive(request, turn, key)

@@ -21,6 +21,8 @@ from typing import Any, NoReturn
 import msgspec
 import psutil
 import ray
+from msgspec.structs import replace
+from pydantic import BaseModel
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import (
     ChatCompletionResponse,
@@ -30,7 +32,10 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse
+from vllm.v1.engine.exceptions import EngineDeadError
 
+from cluster.api.generate import named_as_sent
 from cluster.api.openai import REQUEST_ID
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
@@ -51,6 +56,7 @@ from cluster.observing.tracing import traces
 from cluster.store.client import StoreUnavailable
 from cluster.store.durations import DurationStore
 from cluster.store.usage import UsageStore
+from cluster.store.weights import WeightsStore, WeightsTarget
 from replicas.chat_text import ChatText
 from replicas.coalescing import Ticks, coalesce
 from replicas.control import ControlChannel
@@ -72,6 +78,7 @@ from replicas.resumption import Watch, events
 from replicas.router_side import RouterSide
 from replicas.streamed_logprobs import request_every_token, without_ids
 from replicas.turn_server import TurnServer
+from replicas.weights import ReplicaWeights
 
 logger = logging.getLogger("ray.serve")
 
@@ -95,6 +102,8 @@ class ProgramServer(LLMServer):
         self._observed = self._noted = self._billed = 0
         self._store_due_s = 0.0
         self._router_side: RouterSide | None = None
+        source, start_s = str(llm_config.model_loading_config.model_source), config.replicas.start_timeout_s
+        self._weights = ReplicaWeights(source, start_s, self._end_soon)
         self._loops: list[asyncio.Task[NoReturn]] = []
         replicas = config.replicas
         self._ticks = Ticks(replicas.stream_interval_ms / 1000)
@@ -123,18 +132,22 @@ class ProgramServer(LLMServer):
             clock=MonotonicClock(),
         )
         self._usage = UsageStore(store.url, timeout_s=store.timeout_s, clock=MonotonicClock())
+        self._weights_store = WeightsStore(store.url, model=model.id, timeout_s=store.timeout_s, clock=MonotonicClock())
         self._text = ChatText(self.engine.chat_renderer)
         self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
         self._early_prompts = EarlyPrompts(self._text, self._turns.examined, partial(self._channel.call, "extend"))
         await self._warm_up()
+        self._weights.open(self.engine, self._channel.call, self.engine.streams)
+        await self._weights.catch_up(self._weights_store)
         await self._turn_server.start(ray.util.get_node_ip_address())
         self._of_router.start_s = time() - psutil.Process().create_time()
         self._metrics.started()
         keep_trimmed()
         freeze_heap()
         self._traces = traces(self._config, "replica")
-        self._loops = [asyncio.create_task(loop) for loop in (self._exchange_for_ever(), self.engine.log_for_ever())]
+        loops = (self._exchange_for_ever(), self.engine.log_for_ever(), self._follow_weights_for_ever())
+        self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def __del__(self) -> None:
         """Wait until no turn is open. Ray Serve calls it before it ends this process, and ends its wait after
@@ -179,13 +192,15 @@ class ProgramServer(LLMServer):
         identity: str | None,
         epoch: int | None = None,
         so_far: Progress | None = None,
+        *,
+        record: bool = False,
     ) -> AsyncGenerator[bytes | StreamChunk[bytes] | HttpError]:
         """Serve one request of the ingress. Yield what the client gets, or as the last piece the error.
 
         A stream's pieces report the stream's progress.
 
         Args:
-            method: ``chat``, ``completions``, ``tokenize`` or ``detokenize``.
+            method: ``chat``, ``completions``, ``generate``, ``tokenize`` or ``detokenize``.
             body: the JSON body, without the fields of the program's identity.
             headers: headers that vLLM may see. ``x-request-id`` becomes part of the answer's id.
             key: the program's key. None: the request belongs to no program.
@@ -193,8 +208,9 @@ class ProgramServer(LLMServer):
             epoch: epoch of the program's placement. A turn of an earlier epoch is rejected as ProgramMoved. None: it is
                 never rejected.
             so_far: progress of this stream on another replica. None: it begins here.
+            record: whether the last piece's progress has the tokens of the whole turn.
         """
-        watch = Watch(so_far)
+        watch = Watch(so_far, record=record, version=self._weights.version)
         bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive(method, body, key, epoch)
@@ -212,7 +228,7 @@ class ProgramServer(LLMServer):
                     answers = coalesce(events(answers, watch), self._ticks)
                 async with aclosing(answers):
                     async for piece in _as_sent(answers, watch):
-                        yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
+                        yield _named(piece, method, body) if isinstance(piece, HttpError) else piece
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             yield self._refused(error, method, body, watch)
 
@@ -226,12 +242,14 @@ class ProgramServer(LLMServer):
         epoch: int | None = None,
         so_far: Progress | None = None,
         answers: Sequence[int] = (),
+        *,
+        record: bool = False,
     ) -> AsyncGenerator[StreamChunk[tuple[TurnPiece, ...]] | HttpError]:
         """Serve one turn of a program that the cluster runs; see `replicas.program_turn.ProgramTurns.run`.
 
-        ``epoch`` and ``so_far`` are as for :meth:`answer`.
+        ``epoch``, ``so_far`` and ``record`` are as for :meth:`answer`.
         """
-        watch = Watch(so_far)
+        watch = Watch(so_far, record=record, version=self._weights.version)
         bind(program=key, request=headers.get(REQUEST_ID))
         try:
             self._of_router.receive("chat", body, key, epoch)
@@ -247,8 +265,9 @@ class ProgramServer(LLMServer):
         """Serve one call of the turn server."""
         whose, resumed = (call.key, call.identity), (call.epoch, call.so_far)
         if call.method == TURN:
-            return self.turn(call.body, call.headers, *whose, call.continuation, *resumed, call.answers)
-        return self.answer(call.method, call.body, call.headers, *whose, *resumed)
+            arguments = (call.body, call.headers, *whose, call.continuation, *resumed, call.answers)
+            return self.turn(*arguments, record=call.record)
+        return self.answer(call.method, call.body, call.headers, *whose, *resumed, record=call.record)
 
     def _refused(self, error: Exception, method: str, body: Mapping[str, Any], watch: Watch) -> HttpError:
         """Return the error for the caller. If the engine is dead, this replica ends soon too."""
@@ -259,7 +278,7 @@ class ProgramServer(LLMServer):
             self._end_soon()
         elif refusal.status >= HTTPStatus.INTERNAL_SERVER_ERROR:
             logger.exception("%s failed", method)
-        return naming_field(refusal, body)
+        return _named(refusal, method, body)
 
     # --- called by the ingress, by name -------------------------------------------------------------------------------
 
@@ -340,6 +359,27 @@ class ProgramServer(LLMServer):
         """End all holds and empty the prefix cache. ``reset`` is False while turns run that use it."""
         return await self.control("reset", {})
 
+    async def weights(self) -> dict[str, Any]:
+        """Return the version of this replica's weights, their folder, and whether it is paused."""
+        return {"replica": self.replica_id, **self._weights.view()}
+
+    async def check_weights(self, path: str) -> HttpError | None:
+        """Return why a folder of weights cannot be loaded here, or None."""
+        try:
+            await asyncio.to_thread(self._weights.check, path)
+        except HttpError as error:
+            return error
+        return None
+
+    async def follow_weights(self, target: WeightsTarget) -> dict[str, Any] | HttpError:
+        """Load weights, pause or resume; see `replicas.weights.ReplicaWeights.follow`. Return the error if it fails."""
+        try:
+            await self._weights.follow(target)
+        except HttpError as error:
+            error.message = f"replica {self.replica_id}: {error.message}"
+            return error
+        return await self.weights()
+
     async def snapshot(self) -> dict[str, Any]:
         """Return the scheduler's numbers now, and whether prompts of programs can be extended exactly."""
         answer = await self._channel.call("exchange")
@@ -381,6 +421,16 @@ class ProgramServer(LLMServer):
             self._end_if_engine_gone()
             await self._exchange()
             await asyncio.sleep(self._config.redis.refresh_s)
+
+    async def _follow_weights_for_ever(self) -> NoReturn:
+        while True:
+            await asyncio.sleep(self._config.redis.refresh_s)
+            try:
+                await self._weights.follow_store(self._weights_store)
+            except HttpError as error:  # if the weights are not whole any more, this process ends
+                logger.error("the weights of the store are not loaded: %s", error.message)
+            except EngineDeadError:
+                self._end_soon()
 
     async def _exchange(self) -> None:
         try:
@@ -441,7 +491,7 @@ class ProgramServer(LLMServer):
         asyncio.get_running_loop().call_later(LAST_WORDS_S, self._end)
 
     def _end(self) -> NoReturn:
-        logger.critical("the engine is dead; this replica ends so that Ray replaces it")
+        logger.critical("this replica ends so that Ray replaces it, as its engine is dead or has not the right weights")
         logging.shutdown()
         os._exit(ENGINE_GONE_STATUS)
 
@@ -461,9 +511,20 @@ async def _as_sent(
                 yield of_response(piece)
             case ChatCompletionResponse():
                 correct_answer(piece, watch.endings)
-                yield StreamChunk(watch.take(), piece.model_dump_json().encode())
-            case CompletionResponse():
-                yield StreamChunk(watch.take(), piece.model_dump_json().encode())
+                yield _whole(piece, watch)
+            case CompletionResponse() | GenerateResponse():
+                yield _whole(piece, watch)
             case _:
                 yield piece.model_dump_json().encode()
         first = False
+
+
+def _whole(answer: BaseModel, watch: Watch) -> StreamChunk[bytes]:
+    """Return a whole answer. Nobody continues it, so that its log probabilities are not sent beside it."""
+    return StreamChunk(replace(watch.take(), logprobs=()), answer.model_dump_json().encode())
+
+
+def _named(refusal: HttpError, method: str, body: Mapping[str, Any]) -> HttpError:
+    """Set ``param`` of an error to the field of the client's body. Return the error."""
+    refusal = naming_field(refusal, body)
+    return named_as_sent(refusal) if method == "generate" else refusal

@@ -14,6 +14,7 @@ from vllm.v1.request import Request
 from cluster.core.lifecycle.events import TurnEnded
 from cluster.core.program import USER_REPLY, WIRE_KEY, ProgramIdentity
 from cluster.core.slo import NO_BOUNDS, Slo
+from cluster.core.turn_tokens import INITIAL_WEIGHTS
 from cluster.durations.tool_names import bounded, classed, tool_names
 from replicas.forecasts import NOTHING_KNOWN, Features
 from replicas.gpu_time import TurnTime
@@ -74,6 +75,8 @@ class Turn:
     """Prompt tokens that needed no computation at the first admission."""
     disk_tokens: int = 0
     """Those of them that were loaded from the disk tier."""
+    weights: tuple[str, ...] = (INITIAL_WEIGHTS,)
+    """Versions of the model's weights that computed its output, in order. The last is that of now."""
     bounds: Slo = NO_BOUNDS
     """Its own bounds: those of its tenant, and its client's deadline. That on its first token follows from its prompt,
     see `Slo.slowdown`."""
@@ -135,6 +138,7 @@ def record_of(request: Request, turn: Turn, now_s: float) -> TurnRecord:
         tools=(),
         outcome=str(request.status).removeprefix("FINISHED_").lower(),
         gpu=turn.gpu,
+        weights=turn.weights,
     )
 
 

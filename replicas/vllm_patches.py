@@ -11,6 +11,9 @@
     only. Delete `preempt` when it asks who is preempted for a waiting turn. Contract: tests/replica/test_preemption.py.
 `stop_storing_after`: vLLM stores a finished request's last block although its last token has no KV. Delete it when vLLM
     stores computed tokens only. Contract: tests/contracts/test_host_tier.py.
+`LoadingScheduler.renew_kv`, `salt_block_hashes`: vLLM's hashes of KV do not depend on the weights, so that copies on
+    the host and on disk would be found after an update. Delete them when they do.
+    Contract: tests/contracts/test_weights.py.
 `advance_grammars`: a resumed turn's tokens are a part of the prompt, at which grammars do not look. Delete it when vLLM
     resumes streams. Contract: tests/contracts/test_resumption.py.
 `share_compilation`: vLLM compiles grammars in the order of arrival, also for requests that have ended. Delete it when
@@ -26,15 +29,17 @@ names, and `replicas.scheduler` lists what it overrides.
 
 import ctypes
 import gc
+import hashlib
 import os
 import signal
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
 from vllm.utils import system_utils
+from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
@@ -248,6 +253,26 @@ class LoadingScheduler(StagedScheduler):
             # It may be admitted again in the next step, as after vLLM's reset of the prefix cache.
             self.prev_step_scheduled_req_ids.discard(request.request_id)
 
+    def renew_kv(self, waiting: Iterable[Request]) -> None:
+        """Drop all KV between two steps, that of turns under way too. Nothing may be copied into it meanwhile. What is
+        computed from now on has the hashes of `salt_block_hashes`.
+
+        ``waiting``: the turns that wait.
+        """
+        for request in waiting:
+            if request.num_computed_tokens:  # its context was loaded
+                self.kv_cache_manager.free(request)
+                request.num_computed_tokens = 0
+        self.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+        for request in self.requests.values():
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        offloading = getattr(self.connector, "connector_scheduler", None)
+        if isinstance(offloading, OffloadingConnectorScheduler):
+            for status in offloading._req_status.values():
+                for group in status.group_states:
+                    group.offload_keys.clear()
+
     def take_cached(self, found: FoundContext) -> list[KVCacheBlock]:
         """Take references to the blocks of a context that are in the prefix cache."""
         blocks = self.groups.in_order(found.blocks.blocks)
@@ -302,6 +327,24 @@ def store_again(offloading: OffloadingConnectorScheduler, request_id: str) -> bo
 def transfers_under_way(offloading: OffloadingConnectorScheduler) -> bool:
     """Return whether the connector has transfers because of which it must not be reset twice between two steps."""
     return bool(offloading._current_batch_jobs_to_flush)
+
+
+# --- hashes of KV blocks ----------------------------------------------------------------------------------------------
+
+
+def salt_block_hashes(salt: str) -> None:
+    """Let the hashes of all blocks depend on ``salt`` too, in this process. An empty one restores vLLM's own hashes.
+
+    vLLM's `NONE_HASH` comes before the first block of each prompt. It is read at each use.
+    """
+    global _own_none_hash
+    if _own_none_hash is None:
+        _own_none_hash = kv_cache_utils.NONE_HASH
+    salted = hashlib.sha256(bytes(_own_none_hash) + salt.encode()).digest() if salt else _own_none_hash
+    kv_cache_utils.NONE_HASH = kv_cache_utils.BlockHash(salted)
+
+
+_own_none_hash: Any = None
 
 
 # --- grammars of resumed turns ----------------------------------------------------------------------------------------

@@ -302,11 +302,13 @@ class PlacementEngine:
         return parent is not None and parent.children == 0
 
     def _is_child(self, request: TurnRequest) -> bool:
-        """Whether a living program started it. The programs that one starts are admitted as one working set.
+        """Whether a living program started it, or another one lives that names the same parent: a sample of the same
+        group. The programs of one parent are admitted as one working set.
 
         None is shed, since the work of the others would be lost, and those that wait come before all other programs.
         """
-        return request.parent_key is not None and self._state.program(request.parent_key) is not None
+        parent = request.parent_key
+        return parent is not None and (self._state.program(parent) is not None or self._state.has_children(parent))
 
     def _goes_at_once(self, request: TurnRequest, arrival: Arrival, eligible: list[Candidate]) -> bool:
         """Whether the program is admitted already, or needed by a program that is."""

@@ -1,6 +1,6 @@
 """The mutable state of one ingress's placement: replicas, programs and their homes, turns in flight. Pure."""
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -303,6 +303,8 @@ class RouterState:
         self._settings = settings
         self._replicas: dict[str, ReplicaState] = {}
         self._programs: OrderedDict[str, ProgramRecord] = OrderedDict()
+        self._siblings: Counter[str] = Counter()
+        """Number of living programs by the parent that they name, which may be no program here."""
         self._turns: dict[str, ProgramRecord] = {}
         self._neutral, self._neutral_of = ReplicaLoad(), list[ReplicaLoad]()
 
@@ -354,6 +356,10 @@ class RouterState:
         """The program, if it has a home."""
         return self._programs.get(key)
 
+    def has_children(self, parent_key: str) -> bool:
+        """Whether a living program names this parent, which may be only the name of a group."""
+        return parent_key in self._siblings
+
     def bind(self, key: str, home: Home, needed_tokens: int, parent_key: str | None = None) -> ProgramRecord:
         """A program is bound to its home."""
         record = self._programs.get(key)
@@ -361,8 +367,10 @@ class RouterState:
         if record is None:
             record = ProgramRecord(key, home, parent_key, state, needed_tokens)
             self._programs[key] = record
-            if parent_key is not None and (parent := self._programs.get(parent_key)) is not None:
-                parent.children += 1
+            if parent_key is not None:
+                self._siblings[parent_key] += 1
+                if (parent := self._programs.get(parent_key)) is not None:
+                    parent.children += 1
             state.arrive(record)
         elif record.home.replica != home.replica:
             record.replica.depart(record)
@@ -442,7 +450,12 @@ class RouterState:
             return
         del self._programs[key]
         record.replica.depart(record)
-        if record.parent_key is not None and (parent := self._programs.get(record.parent_key)) is not None:
+        if record.parent_key is None:
+            return
+        self._siblings[record.parent_key] -= 1
+        if not self._siblings[record.parent_key]:
+            del self._siblings[record.parent_key]
+        if (parent := self._programs.get(record.parent_key)) is not None:
             parent.children = max(0, parent.children - 1)
 
     def check_integrity(self) -> None:
@@ -452,6 +465,9 @@ class RouterState:
             IntegrityError: they do not.
         """
         in_flight = {turn_id: record for record in self._programs.values() for turn_id in record.in_flight}
+        siblings = Counter(one.parent_key for one in self._programs.values() if one.parent_key is not None)
+        if siblings != self._siblings:
+            raise IntegrityError(f"children by parent: {self._siblings}, of programs: {siblings}")
         if in_flight != self._turns:
             raise IntegrityError(f"turns in flight: {sorted(self._turns)}, of programs: {sorted(in_flight)}")
         for state in self._replicas.values():

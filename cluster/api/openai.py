@@ -19,7 +19,11 @@ from cluster.core.errors import BadRequest, HttpError, Overloaded
 
 logger = logging.getLogger("caesura.http")
 
-TURN_PATHS = {"chat": "/v1/chat/completions", "completions": "/v1/completions"}
+TURN_PATHS = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "generate": "/inference/v1/generate",
+}
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
 CONNECTION = "caesura.connection"

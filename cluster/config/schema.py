@@ -184,6 +184,23 @@ class MetricsConfig(Section):
     """Whether metrics are counted and exported."""
 
 
+class RecordsConfig(Section):
+    """Bounds of the recorded tokens of programs (`x-record: tokens`), which are stored in Redis. Where one is reached,
+    a turn that asks for it is rejected before it begins. A turn that has begun is stored whole.
+    """
+
+    retention_s: float = Field(24 * 3600.0, ge=1, le=366 * 24 * 3600)
+    """Seconds after its last recorded turn, after which the record of a program is deleted."""
+    program_bytes: int = Field(16 << 20, ge=1024)
+    """Size from which on a program can record no further turns, in bytes. A token of a program's last context takes 4
+    bytes, and a token of an output 12."""
+    tenant_bytes: int = Field(96 << 20, ge=1024)
+    """Size of all records of a tenant from which on it can record no further turns, in bytes."""
+    total_bytes: int = Field(96 << 20, ge=1024)
+    """Size of all records from which on no further turns can be recorded, in bytes. Redis needs this memory beside its
+    other data."""
+
+
 class ProgramsConfig(Section):
     """Limits of runs: programs whose loop of turns and tools runs in the cluster."""
 
@@ -230,6 +247,7 @@ class CaesuraConfig(Section):
     tools: ToolsConfig = Field(default_factory=ToolsConfig)
     programs: ProgramsConfig = Field(default_factory=ProgramsConfig)
     batches: BatchesConfig = Field(default_factory=BatchesConfig)
+    records: RecordsConfig = Field(default_factory=RecordsConfig)
     predictor: PredictorConfig = Field(default_factory=PredictorConfig)
     models: dict[ModelId, FurtherModel] = Field(default_factory=dict)
     """Further models, each on its own replicas, by the name that clients send as `model`."""

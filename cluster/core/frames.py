@@ -50,6 +50,8 @@ class TurnCall(msgspec.Struct, frozen=True):
     """The token ids from which a turn of a run continues. None: its prompt is rendered from the messages."""
     answers: tuple[int, ...] = ()
     """Places of the messages that may be shortened if the prompt does not fit: answers of the cluster's tools."""
+    record: bool = False
+    """Whether the last piece's progress has the tokens of the whole turn."""
 
 
 class _Head(msgspec.Struct, array_like=True):
@@ -64,6 +66,7 @@ class _Head(msgspec.Struct, array_like=True):
     so_far: Progress | None
     continuation: Continuation | None
     answers: tuple[int, ...] = ()
+    record: bool = False
 
 
 class _Events(msgspec.Struct, array_like=True, tag=0):
@@ -97,7 +100,18 @@ def encode_call(call: TurnCall) -> bytes:
     body = json.dumps(call.body, separators=(",", ":")).encode()
     so_far, continuation = call.so_far, call.continuation
     return _encoder.encode(
-        _Head(body, call.method, call.headers, call.key, call.identity, call.epoch, so_far, continuation, call.answers)
+        _Head(
+            body,
+            call.method,
+            call.headers,
+            call.key,
+            call.identity,
+            call.epoch,
+            so_far,
+            continuation,
+            call.answers,
+            call.record,
+        )
     )
 
 
@@ -118,6 +132,7 @@ def decode_call(data: bytes) -> TurnCall:
         head.so_far,
         head.continuation,
         head.answers,
+        head.record,
     )
 
 

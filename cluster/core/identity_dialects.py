@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from cluster.core.errors import BadRequest
-from cluster.core.program import MAX_ID_LENGTH
+from cluster.core.program import MAX_ID_LENGTH, RECORD_TOKENS
 
 MAX_NUMBER = 2**31 - 1
 """Largest absolute value of a hint (tokens, seconds or priority). It is the largest integer that every layer below can
@@ -199,6 +199,18 @@ def closes(source: str, value: Any) -> bool | None:
     return True if action == "close" else None
 
 
+def recording(source: str, value: Any) -> str | None:
+    """Read what is to be recorded of the turn, which can only be its tokens.
+
+    Raises:
+        BadRequest: it is something else.
+    """
+    what = identifier(source, value)
+    if what not in (None, RECORD_TOKENS):
+        raise BadRequest(f"{source} must be {RECORD_TOKENS!r}", param=source)
+    return what
+
+
 def _number(source: str, value: Any) -> int | float | None:
     number = value.strip() if isinstance(value, str) else value
     if number is None or number == "":
@@ -326,11 +338,12 @@ _AGENTIC_CONTEXT = (
     Rule("priority", "priority", higher_first),
     Rule("deadline_s", "deadline_seconds", seconds),
     Rule("expected_output_tokens", "expected_output_length", tokens),
-    # The next three are Caesura's extensions, for clients that know their program's later turns.
+    # The next three and `record` are Caesura's extensions. Clients may know their program's later turns.
     Rule("expected_returned_tokens", "expected_returned_length", tokens),
     Rule("expected_later_tokens", "expected_later_length", tokens),
     Rule("expected_later_turns", "expected_later_turns", tokens),
     Rule("retention_s", "kv_retention_ttl_seconds", seconds),
+    Rule("record", "record", recording),
 )
 
 _AGENT_HINT = (
@@ -372,6 +385,7 @@ DIALECTS: tuple[Dialect, ...] = (
         Rule("priority", "x-vllm-priority", integer),
     ),
     in_headers("program header", Rule("program_id", "x-program-id", identifier)),
+    in_headers("recording", Rule("record", "x-record", recording)),
     in_headers(
         "Dynamo headers",
         Rule("program_id", "x-dynamo-session-id", identifier),

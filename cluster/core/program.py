@@ -9,6 +9,9 @@ MAX_ID_LENGTH = 256
 
 DEFAULT_TENANT = "default"
 
+RECORD_TOKENS = "tokens"
+"""What a client can ask to be recorded of a turn: its token ids and the log probabilities of its output."""
+
 USER_REPLY = "user_reply"
 """The tool name for a turn that calls no tool and is not the last. The program then waits for its user."""
 
@@ -99,6 +102,8 @@ class ProgramIdentity:
     parent_id: str | None = None
     tenant: str = DEFAULT_TENANT
     last_turn: bool = False
+    record: str | None = None
+    """`RECORD_TOKENS`: the exact tokens of the turn are recorded. None: they are not."""
     hints: Hints = field(default_factory=Hints)
     forecast: Prediction | None = None
     """The cluster's own prediction, never a client's. Where the client gave a hint, the hint is used instead."""

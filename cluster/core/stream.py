@@ -10,6 +10,8 @@ from typing import Generic, TypeVar
 
 import msgspec
 
+from cluster.core.turn_tokens import TurnTokens, WeightSpan
+
 Data = TypeVar("Data")
 
 
@@ -35,6 +37,16 @@ class Ending(msgspec.Struct, frozen=True, array_like=True):
     stop_reason: int | str | None = None
 
 
+class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
+    """Log probabilities at one token of an output: the token's own, then those of the alternatives that were wanted."""
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...]
+    ranks: tuple[int | None, ...]
+    """The place of each in the vocabulary, from 1."""
+    texts: tuple[str | None, ...]
+
+
 class Progress(msgspec.Struct, frozen=True, array_like=True):
     """The progress of a stream. In a `StreamChunk` it is the progress that the chunk adds."""
 
@@ -48,6 +60,12 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     ending: Ending | None = None
     created: str = ""
     """The field `created` of the first event, as its digits; empty before the first event."""
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    """One for each token id, if the request wants them or its tokens are recorded."""
+    weights: tuple[WeightSpan, ...] = ()
+    """The versions of the weights that computed the output so far; empty: nothing new. A later value replaces it."""
+    record: TurnTokens | None = None
+    """The tokens of the whole turn, at its end, if they are recorded."""
 
 
 class StreamChunk(msgspec.Struct, Generic[Data], frozen=True):
@@ -67,6 +85,9 @@ def joined(steps: Iterable[Progress]) -> Progress:
         next((step.begun for step in steps if step.begun is not None), None),
         next((step.ending for step in steps if step.ending is not None), None),
         next((step.created for step in steps if step.created), ""),
+        tuple(one for step in steps for one in step.logprobs),
+        next((step.weights for step in reversed(steps) if step.weights), ()),
+        next((step.record for step in reversed(steps) if step.record is not None), None),
     )
 
 

@@ -14,6 +14,7 @@ from cluster.api.openai import SSE_DONE, ErrorMap
 from cluster.core.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.core.stream import Progress, StreamChunk, joined
 from cluster.core.turn import ID_BYTES
+from cluster.core.turn_tokens import TurnTokens
 
 logger = logging.getLogger("ray.serve")
 
@@ -96,6 +97,8 @@ class FailoverStream(Generic[Data]):
         self._id_bytes = 0
         """Bytes of the token ids in ``_steps``."""
         self._over = False
+        self.record: TurnTokens | None = None
+        """The tokens of the whole turn, at its end, if they are recorded."""
         self._deaths = 0
         self._dead_on_arrival = 0
         self._without_room = 0
@@ -125,6 +128,7 @@ class FailoverStream(Generic[Data]):
                 return answer
             if isinstance(answer, StreamChunk):
                 self._steps.append(answer.progress)
+                self.record = answer.progress.record or self.record
                 self._id_bytes += len(answer.progress.token_ids)
                 data: Data = answer.data
                 if not data:

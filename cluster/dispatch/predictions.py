@@ -18,6 +18,7 @@ from cluster.core.clock import Clock
 from cluster.core.errors import HttpError
 from cluster.core.program import Prediction, ProgramIdentity
 from cluster.core.supervision import SupervisedTasks
+from cluster.core.turn_tokens import TurnTokens
 from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import PredictionMetrics
@@ -324,6 +325,11 @@ class WatchedAnswers:
     def alone_s(self) -> float | None:
         """See `cluster.core.slo.TurnRecord.alone_s`."""
         return self._relay.alone_s
+
+    @property
+    def record(self) -> TurnTokens | None:
+        """The tokens of the whole turn, at its end, if they are recorded."""
+        return self._relay.record
 
     def cancel(self) -> None:
         """Stop the answer. It is complete, or nobody wants it any more."""

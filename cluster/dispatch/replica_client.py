@@ -23,6 +23,7 @@ from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import Calls, FailoverAttempts, prompt_tokens, turn_request
 from cluster.dispatch.predictions import NullPredictions, PredictedTurn, Predictions, WatchedAnswers
 from cluster.dispatch.quarantine import Quarantine, digest_of
+from cluster.dispatch.recording import RecordedAnswers, Recording, Recordings
 from cluster.dispatch.turn_client import TurnClient
 from cluster.observing.trace_context import NullTraces, TracedTurn, Traces, with_trace
 from router.decisions import TurnRequest
@@ -53,6 +54,7 @@ class ReplicaClient:
         timeout_s: bounds each control call.
         predictions: predicts turns.
         traces: records turns.
+        recordings: records the tokens of turns.
         may_have_none: whether the model may have no replica.
     """
 
@@ -65,6 +67,7 @@ class ReplicaClient:
         timeout_s: float,
         predictions: Predictions | NullPredictions,
         traces: Traces | None = None,
+        recordings: Recordings | None = None,
         *,
         may_have_none: bool = False,
     ) -> None:
@@ -79,19 +82,22 @@ class ReplicaClient:
         self._timeout_s = timeout_s
         self._predictions = predictions
         self._traces = traces or NullTraces()
+        self._recordings = recordings
         self._max_model_len: int | None = None
 
     # --- turns --------------------------------------------------------------------------------------------------------
 
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
-    ) -> WatchedAnswers:
+    ) -> WatchedAnswers | RecordedAnswers:
         """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
         tokens = prompt_tokens(body)
         turn = self._turn(method, identity, body, tokens)
-        call = self._caller(TurnCall(method, body, headers), turn)
+        recordings = self._recordings if identity.record is not None else None
+        call = self._caller(TurnCall(method, body, headers, record=recordings is not None), turn)
         _, stream = self._failover_stream(method, body, identity, turn, tokens, call, ends_answer)
-        return WatchedAnswers(stream, turn)
+        answers = WatchedAnswers(stream, turn)
+        return answers if recordings is None else RecordedAnswers(answers, recordings, method, body, headers, identity)
 
     def _turn(self, method: str, identity: ProgramIdentity, body: Mapping[str, Any], tokens: int) -> TracedTurn:
         expected = self._predictions.turn(identity, body, tokens)
@@ -196,15 +202,29 @@ class ReplicaClient:
         tokens = prompt_tokens(body)
         turn = self._turn(TURN, identity, body, tokens)
         sent = {REQUEST_ID: uuid4().hex} if headers is None else dict(headers)
-        made = TurnCall(TURN, dict(body), sent, key=key, continuation=continuation, answers=tuple(answers))
+        recordings = self._recordings if identity.record is not None else None
+        made = TurnCall(
+            TURN,
+            dict(body),
+            sent,
+            key=key,
+            continuation=continuation,
+            answers=tuple(answers),
+            record=recordings is not None,
+        )
         call = self._caller(made, turn)
         attempts, stream = self._failover_stream(TURN, body, identity, turn, tokens, call, _ends_turn)
+        recording: Recording | None = None
         try:
+            if recordings is not None:
+                recording = await recordings.begin(TURN, body, identity, sent[REQUEST_ID])
             async for batch in stream:
                 if isinstance(batch, HttpError):
                     yield batch
                     break
                 if isinstance(last := batch[-1], TurnDone):
+                    if recording is not None:
+                        await recording.finish(stream.record)
                     attempts.over(context_tokens=last.prompt_tokens + last.output_tokens)
                     turn.over(output_tokens=last.output_tokens, prompt_tokens=last.prompt_tokens)
                 for piece in batch:
@@ -214,6 +234,8 @@ class ReplicaClient:
         finally:
             stream.cancel()
             turn.over(output_tokens=None)
+            if recording is not None:
+                recording.drop()
 
     # --- control calls ------------------------------------------------------------------------------------------------
 
@@ -296,13 +318,15 @@ class ReplicaClient:
                 logger.info("no replica has reported its context window: %r", error)
         return self._max_model_len
 
-    async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
+    async def broadcast(self, method: str, *arguments: Any, within_s: float | None = None) -> list[Any]:
         """Call all replicas. Return each one's answer, or the exception that it raised.
+
+        ``within_s``: seconds in which they have to answer; None: those of a control call.
 
         Raises:
             ControlTimeout: not all answered in time.
         """
-        timeout_s = self._timeout_s + BROADCAST_SLACK_S
+        timeout_s = (self._timeout_s if within_s is None else within_s) + BROADCAST_SLACK_S
         call = self._calls.broadcast(method, *arguments)
         try:
             answers: list[Any] = await call.results_async(timeout_s=timeout_s, return_exceptions=True)

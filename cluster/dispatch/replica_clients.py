@@ -18,10 +18,12 @@ from cluster.core.turn import Continuation, TurnPiece
 from cluster.dispatch.model_selection import ModelSelection
 from cluster.dispatch.placement_service import PlacementService
 from cluster.dispatch.predictions import NullPredictions, Predictions, WatchedAnswers
+from cluster.dispatch.recording import RecordedAnswers, Recordings
 from cluster.dispatch.replica_client import ReplicaClient
 from cluster.dispatch.turn_client import TurnClient
 from cluster.observing.trace_context import Traces
 from cluster.store.placements import PlacementStore
+from cluster.store.token_records import RecordBounds, TokenRecordStore
 
 logger = logging.getLogger("ray.serve")
 
@@ -67,6 +69,7 @@ class ReplicaClients:
             for model, handle in replicas.items()
         }
         self._turns = TurnClient()
+        self.recordings = Recordings(record_store(config, clock), clock)
         self._clients = {
             model: ReplicaClient(
                 handle,
@@ -76,6 +79,7 @@ class ReplicaClients:
                 config.limits.timeout_s,
                 predictions,
                 traces,
+                self.recordings,
                 may_have_none=model in self._may_have_none,
             )
             for model, handle in replicas.items()
@@ -111,6 +115,7 @@ class ReplicaClients:
         async with AsyncExitStack() as stack:
             stack.push_async_callback(self._turns.aclose)
             stack.push_async_callback(self._homes.close)
+            stack.push_async_callback(self.recordings.aclose)
             for placement in self._placements.values():
                 stack.push_async_callback(placement.aclose)
             stack.push_async_callback(self._predictions.aclose)
@@ -129,7 +134,7 @@ class ReplicaClients:
 
     def answers(
         self, method: str, body: dict[str, Any], headers: dict[str, str], identity: ProgramIdentity
-    ) -> WatchedAnswers:
+    ) -> WatchedAnswers | RecordedAnswers:
         """Return the answer to a client's turn, as bytes. If a replica dies, another one continues the answer."""
         return self._of(body).answers(method, kept_apart(body, identity.tenant), headers, identity)
 
@@ -235,6 +240,10 @@ class ReplicaClients:
             return None  # the question would start a replica
         return await self._clients[model].max_model_len()
 
+    async def broadcast_to(self, model: str, method: str, *arguments: Any, within_s: float | None = None) -> list[Any]:
+        """Call all replicas of a model; see `ReplicaClient.broadcast`."""
+        return await self._clients[model].broadcast(method, *arguments, within_s=within_s)
+
     async def broadcast(self, method: str, *arguments: Any) -> list[Any]:
         """Call all replicas of all models. Return each one's answer, or the exception that it raised.
 
@@ -250,6 +259,18 @@ class ReplicaClients:
         Return the results and exceptions. A failure stops no other call.
         """
         return await asyncio.gather(*(call(client) for client in self._clients.values()), return_exceptions=True)
+
+
+def record_store(config: CaesuraConfig, clock: Clock) -> TokenRecordStore:
+    """Return the store of recorded tokens."""
+    records = config.records
+    return TokenRecordStore(
+        config.redis.url,
+        timeout_s=config.redis.timeout_s,
+        retention_s=records.retention_s,
+        bounds=RecordBounds(records.program_bytes, records.tenant_bytes, records.total_bytes),
+        clock=clock,
+    )
 
 
 def _raise_first(outcomes: Sequence[Result | BaseException]) -> list[Result]:

@@ -79,6 +79,7 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
         "chat": lambda app: app.post(TURN_PATHS["chat"]),
         "prefill": lambda app: app.post(PREFILL),
         "completions": lambda app: app.post(TURN_PATHS["completions"]),
+        "generate": lambda app: app.post(TURN_PATHS["generate"]),
         "tokenize": lambda app: app.post(TOKEN_PATHS["tokenize"]),
         "detokenize": lambda app: app.post(TOKEN_PATHS["detokenize"]),
         "models": lambda app: app.get("/v1/models"),
@@ -111,6 +112,9 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
         "cancel_batch": lambda app: app.post(BATCHES + "/{batch_id}/cancel"),
         "programs": lambda app: app.get("/v1/programs"),
         "cancel_program": lambda app: app.post("/v1/programs/{program_id:path}/cancel"),
+        "token_records": lambda app: app.get("/v1/records"),
+        "program_tokens": lambda app: app.get("/v1/programs/{program_id:path}/tokens"),
+        "delete_program_tokens": lambda app: app.delete("/v1/programs/{program_id:path}/tokens"),
         "program": lambda app: app.get("/v1/programs/{program_id:path}"),
         "tools": lambda app: app.get("/v1/tools"),
         "metrics": lambda app: app.get("/metrics"),
@@ -128,6 +132,10 @@ def application(config: CaesuraConfig, handler: Callable[[str], Any], host: str 
             "router": lambda app: app.get("/admin/router"),
             "usage": lambda app: app.get("/admin/usage"),
             "predictor": lambda app: app.get("/admin/predictor"),
+            "weights": lambda app: app.get("/admin/weights"),
+            "update_weights": lambda app: app.post("/admin/weights"),
+            "pause": lambda app: app.post("/admin/pause"),
+            "resume": lambda app: app.post("/admin/resume"),
         }
     for name, route in endpoints.items():
         route(app)(handler(name))

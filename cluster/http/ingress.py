@@ -7,7 +7,6 @@ models validate bodies in the replica. The ingress does not import vLLM, so that
 
 import asyncio
 from contextlib import AsyncExitStack
-from http import HTTPStatus
 from pathlib import Path
 from time import time
 from typing import Any, Literal, Protocol
@@ -21,6 +20,7 @@ from ray.serve.handle import DeploymentHandle
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.anthropic.errors import VERSION_HEADER
+from cluster.api.generate import completion_of, named_as_sent
 from cluster.api.openai import (
     BATCH_LINE,
     RETRY_AFTER_S,
@@ -28,19 +28,19 @@ from cluster.api.openai import (
 )
 from cluster.api.ray_errors import as_http_error
 from cluster.api.sse import Answers, EventStream
-from cluster.api.validation import validated
 from cluster.auth.keys import key_file
 from cluster.auth.middleware import caller_of
 from cluster.auth.tenants import Tenants
 from cluster.batches.records import Endpoint
-from cluster.config.schema import CaesuraConfig, PolicyConfig
+from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import MonotonicClock
-from cluster.core.errors import Overloaded, UpstreamFailed
+from cluster.core.errors import BadRequest, Overloaded
 from cluster.core.lineage import Attributed, Attribution, LineageIndex
 from cluster.core.malloc_trim import freeze_heap, keep_trimmed
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.predictions import predictions
 from cluster.dispatch.replica_clients import ReplicaClients
+from cluster.http.administration import Administration
 from cluster.http.application import application
 from cluster.http.attributed_answers import AttributedAnswers
 from cluster.http.batch_lines import Handler
@@ -51,6 +51,7 @@ from cluster.http.early_prefill import prefill
 from cluster.http.message_programs import MessagePrograms
 from cluster.http.messages import MessageRoutes, model_info, model_list
 from cluster.http.requests import (
+    Translation,
     TurnReader,
     answered,
     model_card,
@@ -59,11 +60,12 @@ from cluster.http.requests import (
 )
 from cluster.http.response_sockets import ResponseSockets
 from cluster.http.responses import ResponseRoutes
-from cluster.http.routes import ProgramRoutes, ToolRoutes, drain
+from cluster.http.routes import ProgramRoutes, ToolRoutes
 from cluster.http.server import HttpServer
 from cluster.http.services import ProgramService
 from cluster.http.stored_responses import StoredResponses
-from cluster.http.usage import usage_of_day
+from cluster.http.token_records import TokenRecordRoutes
+from cluster.http.weights import WeightRoutes
 from cluster.observing.logs import configure as configure_logs
 from cluster.observing.meter import Meter
 from cluster.observing.scrape import ClusterScrape
@@ -95,14 +97,19 @@ def ingress_class(config: CaesuraConfig) -> type[Any]:
     own = type(
         "Ingress",
         (ProgramIngress,),
-        {name: value for name, value in vars(ProgramIngress).items() if callable(value) and not name.startswith("_")},
+        {
+            name: value
+            for part in (Administration, ProgramIngress)
+            for name, value in vars(part).items()
+            if callable(value) and not name.startswith("_")
+        },
     )
     app = application(config, lambda name: getattr(own, name))
     made: type[Any] = serve.ingress(app)(own)
     return made
 
 
-class ProgramIngress:
+class ProgramIngress(Administration):
     """The handlers of the routes. The docstring of a handler appears in /docs."""
 
     _parts: tuple[Part, ...] = ()
@@ -141,6 +148,9 @@ class ProgramIngress:
         self._conversations = ConversationRoutes(conversations)
         self._chat_programs = ChatPrograms(*parts, self._lineage)
         self._programs = ProgramRoutes(self._service.runner, self._fleet)
+        self._token_records = TokenRecordRoutes(self._fleet.recordings.store)
+        self._weights = WeightRoutes(self._fleet, config, clock)
+        self._adopt(self._weights)
         self._tools = ToolRoutes(self._service.offers, self._service.durations.read)
         self._tenants = Tenants(config)
         self._adapters = config.adapters
@@ -246,9 +256,16 @@ class ProgramIngress:
         """
         return await self._turn(request, "completions")
 
-    async def _turn(self, request: Request, method: str) -> Response:
+    async def generate(self, request: Request) -> Response:
+        """Generate token ids from token ids, in the form of vLLM's own server, with or without streaming."""
+        try:
+            return await self._turn(request, "generate", completion_of)
+        except BadRequest as error:
+            raise named_as_sent(error) from error
+
+    async def _turn(self, request: Request, method: str, translate: Translation | None = None) -> Response:
         arrived_s = self._turns.arrival_s(request.headers)
-        body, identity = await self._reader.identified(request)
+        body, identity = await self._reader.identified(request, translate)
         if method == "chat" and asks_for_loop(body):
             return await self._chat_programs.create(request, body, identity, arrived_s)
         of_batch = BATCH_LINE in request.scope
@@ -494,6 +511,22 @@ class ProgramIngress:
         """Cancel all runs of a program in the cluster."""
         return await self._programs.cancel(caller_of(request).tenant, program_id)
 
+    async def token_records(self, request: Request, limit: int = 100, after: str | None = None) -> Response:
+        """List the programs with recorded tokens (`x-record: tokens`), each with the bytes of its record. `after` is
+        the id of the last program of the page before.
+        """
+        return await self._token_records.list(caller_of(request).tenant, limit, after)
+
+    async def program_tokens(self, request: Request, program_id: str, limit: int = 20, after: int = 0) -> Response:
+        """Return the recorded turns of a program: the token ids of each prompt and answer, the log probabilities, and
+        the versions of the weights. `after` is the number of the last turn of the page before.
+        """
+        return await self._token_records.show(caller_of(request).tenant, program_id, limit, after)
+
+    async def delete_program_tokens(self, request: Request, program_id: str, last_turn: int = 0) -> Response:
+        """Delete the recorded turns of a program. With `last_turn`, only if the program has no later turn."""
+        return await self._token_records.delete(caller_of(request).tenant, program_id, last_turn)
+
     async def tools(self, request: Request) -> Response:
         """List the registered tools that the caller may use, with the run times and queue times of each."""
         return await self._tools.list(caller_of(request).tenant)
@@ -522,70 +555,6 @@ class ProgramIngress:
     async def version(self) -> Response:
         """Return the versions of Caesura, vLLM and Ray."""
         return versions()
-
-    # --- administration -----------------------------------------------------------------------------------------------
-
-    async def policy(self) -> Response:
-        """Return the policy of each replica."""
-        return _per_replica(await self._fleet.broadcast("control", "policy", {}))
-
-    async def set_policy(self, request: Request) -> Response:
-        """Switch the policy of every replica, to `{"name": ..., "parameters": {...}}`. Without `parameters`, those of
-        the configuration are used if it has the same policy. A replica that starts later has the configuration's
-        policy.
-        """
-        body = await self._reader.json(request)
-        configured = self._config.policy
-        if "parameters" not in body and body.get("name") == configured.name:
-            body = {"name": configured.name, "parameters": configured.parameters}
-        policy = validated(PolicyConfig, body)
-        return _per_replica(await self._fleet.broadcast("set_policy", policy.model_dump(exclude_none=True)))
-
-    async def reset(self) -> Response:
-        """End all holds and empty the prefix caches of all replicas. The status is 409 if a replica could not, with its
-        reason.
-        """
-        answers = await self._fleet.broadcast("reset_caches")
-        refused = any(isinstance(answer, dict) and answer.get("reset") is False for answer in answers)
-        return _per_replica(answers, HTTPStatus.CONFLICT if refused else HTTPStatus.OK)
-
-    async def statistics(self) -> Response:
-        """Return the current numbers of each replica's scheduler."""
-        return _per_replica(await self._fleet.broadcast("snapshot"))
-
-    async def drain(self, request: Request) -> Response:
-        """Begin or end the draining of a replica: `{"replica": id, "drain": true}`. Programs migrate at their next
-        pause.
-        """
-        return await drain(self._fleet, await self._reader.json(request))
-
-    async def router(self) -> Response:
-        """Return the state of this ingress's router: programs, waiting turns, replicas and counters."""
-        found = {how.value: n for how, n in self._lineage.counters.items()}
-        return JSONResponse(self._fleet.view() | {"programs_found": found})
-
-    async def usage(self, day: str | None = None) -> Response:
-        """Return the turns, the tokens and the seconds of GPUs of each program in a day (UTC, `YYYY-MM-DD`; today if
-        it is missing), as CSV.
-        """
-        return await usage_of_day(self._service.usage, day, time)
-
-    async def predictor(self) -> Response:
-        """Return the state of this ingress's predictions: their sources, their errors, and the learnt statistics."""
-        return JSONResponse(self._predictions.view())
-
-
-def _per_replica(answers: list[Any], status: int = HTTPStatus.OK) -> Response:
-    """Return each replica's answer, with ``status`` if none failed.
-
-    Raises:
-        UpstreamFailed: a replica failed. The status is that of the first failure.
-    """
-    failures = [as_http_error(answer) for answer in answers if isinstance(answer, BaseException)]
-    results = [{"error": as_http_error(a).message} if isinstance(a, BaseException) else a for a in answers]
-    if failures:
-        raise UpstreamFailed(f"{len(failures)} of {len(answers)} replicas failed: {results}", status=failures[0].status)
-    return JSONResponse({"replicas": results}, status)
 
 
 async def _proxies_are_disabled() -> bool:

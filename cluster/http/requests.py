@@ -50,7 +50,8 @@ REMEMBERED_CONFLICTS = 4096
 Read = TypeVar("Read")
 
 Translation = Callable[[Mapping[str, Any]], dict[str, Any]]
-"""A function that makes the body of a chat completion from a body of another API. It raises BadRequest."""
+"""A function that makes the body of a chat completion or a completion from a body of another API. It raises
+BadRequest."""
 
 
 class Models(Protocol):
@@ -152,7 +153,7 @@ class TurnReader:
 
         Args:
             request: the request.
-            translate: makes the body of a chat completion from a body of another API. None: the body is returned.
+            translate: makes a body of OpenAI's API from a body of another API. None: the body is returned.
 
         The returned body has no fields that only identify the program. Its `model` is the id of the model that is used,
         or the name of its adapter.
@@ -166,7 +167,8 @@ class TurnReader:
         def understand(body: dict[str, Any]) -> tuple[Identified, dict[str, Any], bool]:
             self._check_model(_named(body), tenant)
             identified = identify(request.headers, body, tenant, self._config.http.session_headers)
-            return identified, _checked(identified.body, translate), body.get("seed") is not None
+            turn = _checked(identified.body, translate)
+            return identified, turn, turn.get("seed") is not None
 
         identified, turn, has_seed = await self._understood(request, understand)
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))

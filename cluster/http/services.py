@@ -49,6 +49,7 @@ class ProgramService:
     ) -> None:
         store, programs = config.redis, config.programs
         self._config = config
+        self._recordings = replicas.recordings
         self._store = RunStore(
             store.url,
             owner=owner,
@@ -115,6 +116,7 @@ class ProgramService:
         while True:
             memory = self.runner.memory
             self._metrics.record_memory(memory.memory.used_bytes, memory.memory.max_bytes, memory.evicted)
+            self._metrics.record_tokens(self._recordings.counters)
             self._metrics.record(self.runner.open_runs, self.runner.counters, self.runner.answers_cut)
             await asyncio.sleep(METRICS_PERIOD_S)
 

@@ -409,6 +409,14 @@ TURN_PROMPTS = _counter(
     "turn_prompts", AGENTS, "Turns of server-side programs, by how their prompt was rendered", "model", "mode"
 )
 
+RECORDED_TURNS = _counter(
+    "recorded_turns",
+    AGENTS,
+    "Turns whose tokens were to be recorded: stored, rejected, dropped (no whole answer) or lost (answered)",
+    "model",
+    "outcome",
+)
+
 # --- tools ----------------------------------------------------------------------------------------------------------
 
 TOOL_CALLS = _counter("tool_calls", AGENTS, "Tool calls, by outcome", "tool", "outcome")

@@ -181,6 +181,10 @@ class ProgramMetrics:
         self._meter.set(metrics.STORE_MAX_BYTES, max_bytes)
         self._meter.record(metrics.STORE_EVICTIONS, evicted)
 
+    def record_tokens(self, totals: Mapping[Any, int]) -> None:
+        """Export what became of the turns that were to be recorded, since the start."""
+        self._meter.record(metrics.RECORDED_TURNS, totals)
+
     def record(self, open_programs: int, totals: Mapping[str, int], answers_cut: int) -> None:
         """Export the number of programs that run, and the numbers of events and shortened answers since the start."""
         self._meter.set(metrics.OPEN_PROGRAMS, open_programs)

@@ -44,7 +44,7 @@ MAX_PROGRAMS = 20_000
 """Open root spans of a process. Beyond that, the span of the program that has been idle for longest is exported."""
 EXPORT_PERIOD_MS = 1000
 
-OPERATIONS = {"chat": "chat", "turn": "chat", "completions": "text_completion"}
+OPERATIONS = {"chat": "chat", "turn": "chat", "completions": "text_completion", "generate": "text_completion"}
 """GenAI operation names by the replica's method."""
 TOOL_SUCCESSES = frozenset({Outcome.OK, Outcome.STARTED})
 

@@ -112,6 +112,7 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
     engine = ReplicaEngine.__new__(ReplicaEngine)
     engine._engine_client, engine._oai_serving_chat = client, state.openai_serving_chat
     engine._oai_serving_completion = state.openai_serving_completion
+    engine._serving_tokens = state.serving_tokens
     engine.watch_streams()
     replica = Replica(client, engine)
     await replica.turns.examine()

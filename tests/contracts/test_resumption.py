@@ -19,6 +19,7 @@ from vllm.entrypoints.launchers.cli_args import FrontendArgs
 from vllm.entrypoints.openai.api_server import init_app_state
 from vllm.v1.engine.async_llm import AsyncLLM
 
+from cluster.api.generate import completion_of
 from cluster.app import ENGINE
 from cluster.config.schema import PolicyConfig
 from cluster.core.errors import HttpError, UpstreamFailed
@@ -57,6 +58,7 @@ class Replica:
         self.engine._engine_client = client
         self.engine._oai_serving_chat = state.openai_serving_chat
         self.engine._oai_serving_completion = state.openai_serving_completion
+        self.engine._serving_tokens = state.serving_tokens
         self.engine.watch_streams()
         self.turns = ProgramTurns(self.engine, ChatText(self.engine.chat_renderer), Ticks(0.0), lambda rendering: None)
 
@@ -115,19 +117,21 @@ async def replica(request: pytest.FixtureRequest, tiny_model: Path) -> AsyncIter
 def folded(pieces: list[StreamChunk[str]]) -> dict[str, Any]:
     """What a client makes of a stream, however its tokens came together."""
     told: dict[str, Any] = {"heads": set(), "text": "", "ids": [], "calls": {}, "ends": [], "usage": [], "roles": []}
+    told["logprobs"] = []
     for piece in pieces:
         data = piece.data.removeprefix("data: ").strip()
         if data == "[DONE]":
             told["ends"].append(data)
             continue
         event = json.loads(data)
-        told["heads"].add((event["id"], event["object"], event["created"], event["model"]))
+        told["heads"].add(tuple(event.get(name) for name in ("id", "request_id", "object", "created", "model")))
         if event.get("usage") and not event["choices"]:
             told["usage"].append(event["usage"])
         for choice in event["choices"]:
             delta = choice.get("delta") or {}
             told["text"] += choice.get("text") or delta.get("content") or ""
             told["ids"] += choice.get("token_ids") or []
+            told["logprobs"] += logprobs_of(choice.get("logprobs"))
             told["roles"] += [delta["role"]] if delta.get("role") else []
             if choice.get("finish_reason"):
                 told["ends"].append((choice["finish_reason"], choice.get("stop_reason")))
@@ -137,6 +141,15 @@ def folded(pieces: list[StreamChunk[str]]) -> dict[str, Any]:
                 known["name"] += call["function"].get("name") or ""
                 known["arguments"] += call["function"].get("arguments") or ""
     return told
+
+
+def logprobs_of(told: dict[str, Any] | None) -> list[Any]:
+    """The tokens, places and log probabilities of a choice."""
+    if told is None:
+        return []
+    if "content" in told:
+        return [(one["token"], len(one["top_logprobs"]), one["logprob"]) for one in told["content"] or ()]
+    return list(zip(told["tokens"], told["text_offset"], told["token_logprobs"], strict=True))
 
 
 def completion(**more: Any) -> dict[str, Any]:
@@ -163,6 +176,13 @@ def chat(**more: Any) -> dict[str, Any]:
     }
 
 
+def token_ids(**sampling: Any) -> dict[str, Any]:
+    """A request of token ids, as the ingress sends it to a replica."""
+    asked = {"temperature": 0.0, "max_tokens": 24, "logprobs": 1, "ignore_eos": True, **sampling}
+    stream = {"model": "tiny", "stream": True, "stream_options": {"include_usage": True}}
+    return completion_of({**stream, "token_ids": [5, 9, 17, 3], "sampling_params": asked})
+
+
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 8}}, "required": ["city"]}
 
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
@@ -171,8 +191,19 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "echo": ("completions", completion(ignore_eos=True, echo=True)),
     "repetition penalty": ("completions", completion(ignore_eos=True, repetition_penalty=1.3)),
     "split characters": ("completions", completion(structured_outputs={"choice": [SPLIT]}, max_tokens=100)),
+    "logprobs": ("completions", completion(ignore_eos=True, logprobs=2)),
+    "logprobs of split characters": (
+        "completions",
+        completion(structured_outputs={"choice": [SPLIT]}, max_tokens=100, logprobs=1),
+    ),
+    "token ids": ("generate", token_ids()),
+    "token ids of split characters": ("generate", token_ids(structured_outputs={"choice": [SPLIT]}, max_tokens=100)),
     "at least": ("completions", completion(min_tokens=20, logit_bias={"2": 5.0})),
     "chat": ("chat", chat(ignore_eos=True)),
+    "chat with logprobs": (
+        "chat",
+        chat(ignore_eos=True, logprobs=True, top_logprobs=2, return_token_ids=True),
+    ),
     "chat with its ids": ("chat", chat(ignore_eos=True, return_token_ids=True)),
     "named tool": ("chat", chat(tools=list(TOOLS), tool_choice=NAMED, max_completion_tokens=120)),
     "any tool": ("chat", chat(tools=list(TOOLS), tool_choice="auto")),
@@ -193,7 +224,12 @@ async def check_everywhere(replica: Replica, method: str, body: dict[str, Any]) 
         before = whole[:count]
         rest = await replica.stream(method, body, joined(piece.progress for piece in before))
         got = folded([*before, *rest])
-        assert got == expected, f"broken off after {count} of {len(whole)} events"
+        place = f"broken off after {count} of {len(whole)} events"
+        scores, others = got.pop("logprobs"), {name: value for name, value in expected.items() if name != "logprobs"}
+        assert got == others, place
+        for one, other in zip(scores, expected["logprobs"], strict=True):
+            # The other replica computes the known tokens as a prompt.
+            assert one == (*other[:2], pytest.approx(other[2], abs=1e-3)), place
         assert (
             joined(piece.progress for piece in (*before, *rest)).token_ids
             == joined(piece.progress for piece in whole).token_ids
@@ -247,7 +283,7 @@ async def test_a_resumed_stream_can_be_resumed(replica: Replica) -> None:
     ("more", "why"),
     [
         ({"n": 2, "temperature": 0.5}, "n > 1"),
-        ({"logprobs": 1}, "logprobs"),
+        ({"logprobs": 1}, None),
         ({"presence_penalty": 0.5}, "presence_penalty"),
         ({"frequency_penalty": 0.5}, "frequency_penalty"),
         ({"vllm_xargs": {"caesura_resumed": 3}}, None),

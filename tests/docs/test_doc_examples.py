@@ -28,7 +28,7 @@ caesura() {{
 }}
 """
 
-RUN_AS_ONE = ("api.md", "tools.md")
+RUN_AS_ONE = ("api.md", "tools.md", "rollouts.md")
 """Pages whose shell examples stand on those before them."""
 
 

@@ -64,7 +64,8 @@ def test_every_route_is_in_the_table_with_its_role_and_has_an_example() -> None:
     }
     known = {(method, path, "none" if path in OPEN_PATHS else role_of(path).value) for method, path in routes()}
     assert told == known
-    examples = "".join(block.text for block in blocks(DOCS / "api.md", "bash", "python"))
+    named = (DOCS / "api.md", DOCS / "rollouts.md")
+    examples = "".join(block.text for page in named for block in blocks(page, "bash", "python"))
     for _, path in routes():
         shape = re.sub(r"\\{\w+\\}", r"[\\w$-]+", re.escape(path))
         assert re.search(rf"127\.0\.0\.1:8000{shape}\b", examples), path

@@ -40,6 +40,8 @@ def test_a_total_that_others_keep_becomes_what_it_grew_by(recorded: Recorded) ->
     programs.record(3, {"started": 2}, 0)
     programs.record(1, {"started": 5, "ended": 1}, 4)
     programs.record(1, {"started": 5, "ended": 1}, 4)
+    programs.record_tokens({"stored": 3, "lost": 0})
+    assert recorded.of(metrics.RECORDED_TURNS) == {("m", "stored"): 3}
     assert recorded.of(metrics.PROGRAM_EVENTS) == {("started", "m"): 5, ("ended", "m"): 1}
     assert recorded.of(metrics.OPEN_PROGRAMS) == {("m",): 1}
     assert recorded.of(metrics.TOOL_ANSWERS_CUT) == {("m",): 4}

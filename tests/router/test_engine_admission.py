@@ -429,6 +429,29 @@ def test_a_fan_out_is_admitted_as_one_working_set() -> None:
     assert site.admit() == ["other"]
 
 
+def test_the_samples_of_a_group_are_admitted_as_one_without_a_parent() -> None:
+    """The first sample is admitted like any program. The others come before all programs that wait."""
+    site = Site(stale_s=1e6)
+    site.come("y", 60_000)
+    assert isinstance(site.come("group/1", 20_000, parent_key="group"), Go)
+    assert site.come("other", 25_000) == Wait()
+    assert [site.come(f"group/{n}", 30_000, parent_key="group") for n in (2, 3)] == [Wait()] * 2
+    site.end("y")
+    assert site.admit() == ["group/2", "group/3"]
+    site.end("group/2")
+    assert site.admit() == ["other"]
+
+
+def test_load_shedding_refuses_no_sample_of_an_admitted_group() -> None:
+    engine = PlacementEngine(EngineSettings(stale_s=1e6))
+    engine.observe({"r0": snapshot("r0", 1)}, 0.0)
+    assert isinstance(engine.turn("g/1", request("g/1", parent_key="g"), 0.1), Go)
+    engine.observe({"r0": snapshot("r0", 2, shed_from_s=0.0, shed_retry_after_s=7.0)}, 0.2)
+    assert isinstance(engine.turn("g/2", request("g/2", parent_key="g"), 0.3), Go)
+    assert isinstance(engine.turn("h/1", request("h/1", parent_key="h"), 0.3), Refuse)
+    engine.check_integrity()
+
+
 def test_a_child_that_fits_does_not_queue_behind_other_programs() -> None:
     site = Site(stale_s=1e6)
     site.come("x", 20_000)

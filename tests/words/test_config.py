@@ -97,7 +97,8 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown section": (
         "colours: {}\n",
         "colours: unknown key; there are: auth, cost_model, engine, http, limits, logs, metrics, model, model_routing, "
-        "models, policy, predictor, programs, redis, replicas, router, slo, tenants, tools, tracing (got {}, line 1)",
+        "models, policy, predictor, programs, records, redis, replicas, router, slo, tenants, tools, tracing (got {}, "
+        "line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",

@@ -43,6 +43,7 @@ ROWS: dict[str, tuple[dict[str, str], dict[str, Any], ProgramIdentity]] = {
         {},
         ProgramIdentity("p", "q"),
     ),
+    "x-record": ({"x-session-id": "p", "x-record": "tokens"}, {}, ProgramIdentity("p", record="tokens")),
     "x-program-id": ({"x-program-id": "p"}, {}, ProgramIdentity("p")),
     "x-dynamo-session-id": (
         {"x-dynamo-session-id": "p", "x-dynamo-parent-session-id": "q", "x-dynamo-session-final": "true"},

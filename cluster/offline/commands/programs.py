@@ -8,6 +8,7 @@ from urllib.parse import quote
 import typer
 
 from cluster.offline.commands._common import DEFAULT_URL, Url, send, send_for_text
+from cluster.offline.commands.records import export
 
 app = typer.Typer(no_args_is_help=True, help="Look at agent programs on a running server.")
 
@@ -61,6 +62,9 @@ def show(
         return
     for line in history_lines(answer):
         typer.echo(line)
+
+
+app.command()(export)
 
 
 @app.command()

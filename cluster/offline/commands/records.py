@@ -1,0 +1,156 @@
+"""`caesura programs export`: write the recorded tokens of programs to a file."""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Literal, Protocol
+from urllib.parse import quote
+
+import typer
+
+from cluster.offline.commands._common import DEFAULT_URL, UNKNOWN, Url, send
+
+PAGE = 100
+"""Number of programs, and of turns, of one request."""
+
+Format = Literal["jsonl", "parquet"]
+
+
+class Rows(Protocol):
+    """An open file of rows."""
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        """Write rows."""
+        ...
+
+
+def export(
+    program_ids: Annotated[list[str] | None, typer.Argument(help="The programs. Default: all recorded ones.")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="The file. Default: stdout.")] = None,
+    format: Annotated[Format, typer.Option(help="JSON lines, or Parquet.")] = "jsonl",
+    delete: Annotated[bool, typer.Option("--delete", help="Delete the record of each program after it.")] = False,
+    url: Url = DEFAULT_URL,
+) -> None:
+    """Write recorded tokens (`x-record: tokens`), a row for each answer of each turn."""
+    if format == "parquet" and output is None:
+        typer.echo("--format parquet needs a file: --output", err=True)
+        raise typer.Exit(UNKNOWN)
+    programs = answers = 0
+    incomplete = 0
+    done: list[tuple[str, int]] = []
+    try:
+        with _opened(output, format) as rows:
+            for name in program_ids or _recorded(url):
+                turns = list(_turns(url, name))
+                rows.write([row for turn in turns for row in rows_of(turn)])
+                programs += 1
+                answers += sum(len(turn["answers"]) for turn in turns)
+                open_turns = sum(turn["status"] != "completed" for turn in turns)
+                incomplete += open_turns
+                if not open_turns:
+                    done.append((name, turns[-1]["turn"]))
+    except OSError as error:
+        typer.echo(f"{output}: {error}", err=True)
+        raise typer.Exit(UNKNOWN) from error
+    for name, last in done if delete else ():  # after the file is complete
+        send("DELETE", url, f"/v1/programs/{quote(name)}/tokens", {"last_turn": last})
+    typer.echo(f"{answers} answers of {programs} programs", err=True)
+    if incomplete:
+        kept = "; their programs are kept" if delete else ""
+        typer.echo(f"{incomplete} turns have no tokens: they are under way, or were not completed{kept}", err=True)
+
+
+def rows_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return a row for each answer of a turn. A turn without tokens has one row."""
+    whole = {name: value for name, value in turn.items() if name not in ("object", "answers")}
+    none = dict.fromkeys(("index", "token_ids", "logprobs", "finish_reason", "stop_reason", "weights"))
+    answers = turn["answers"] or [none]
+    return [
+        {**whole, "answer": answer["index"], **{name: answer[name] for name in none if name != "index"}}
+        for answer in answers
+    ]
+
+
+def _recorded(url: str) -> Iterator[str]:
+    after: str | None = None
+    while True:
+        page = send("GET", url, "/v1/records", {"limit": PAGE} | ({} if after is None else {"after": after}))
+        yield from (one["id"] for one in page["data"])
+        if not page["has_more"]:
+            return
+        after = page["last_id"]
+
+
+def _turns(url: str, name: str) -> Iterator[dict[str, Any]]:
+    after = 0
+    while True:
+        page = send("GET", url, f"/v1/programs/{quote(name)}/tokens", {"limit": PAGE, "after": after})
+        yield from page["data"]
+        if not page["has_more"]:
+            return
+        after = page["last_turn"]
+
+
+def _opened(output: Path | None, format: Format) -> AbstractContextManager[Rows]:
+    return _json_lines(output) if format == "jsonl" else _parquet(output)
+
+
+class _JsonLines:
+    def __init__(self, file: Any) -> None:
+        self._file = file
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        for row in rows:
+            self._file.write(json.dumps(row, separators=(",", ":")) + "\n")
+
+
+@contextmanager
+def _json_lines(output: Path | None) -> Iterator[Rows]:
+    if output is None:
+        yield _JsonLines(sys.stdout)
+        return
+    with output.open("w", encoding="utf-8") as file:
+        yield _JsonLines(file)
+
+
+class _Parquet:
+    def __init__(self, writer: Any) -> None:
+        self._writer = writer
+
+    def write(self, rows: Sequence[dict[str, Any]]) -> None:
+        import pyarrow
+
+        texts = [{**row, "stop_reason": _text(row["stop_reason"])} for row in rows]
+        if texts:
+            self._writer.write_table(pyarrow.Table.from_pylist(texts, schema=self._writer.schema))
+
+
+def _text(reason: Any) -> str | None:
+    """Return a stop string, or the digits of a stop token: a column has one type."""
+    return None if reason is None else str(reason)
+
+
+@contextmanager
+def _parquet(output: Path | None) -> Iterator[Rows]:
+    import pyarrow
+    from pyarrow.parquet import ParquetWriter
+
+    ids, text = pyarrow.list_(pyarrow.int32()), pyarrow.string()
+    weights = pyarrow.list_(pyarrow.struct({"version": text, "from": pyarrow.int32()}))
+    columns = {
+        **dict.fromkeys(("program", "parent"), text),
+        "turn": pyarrow.int32(),
+        **dict.fromkeys(("request", "method", "model"), text),
+        **dict.fromkeys(("began_at", "ended_at"), pyarrow.float64()),
+        "status": text,
+        "prompt_token_ids": ids,
+        "answer": pyarrow.int32(),
+        "token_ids": ids,
+        "logprobs": pyarrow.list_(pyarrow.float32()),
+        **dict.fromkeys(("finish_reason", "stop_reason"), text),
+        "weights": weights,
+    }
+    with ParquetWriter(output, pyarrow.schema(columns)) as writer:
+        yield _Parquet(writer)
