@@ -124,8 +124,12 @@ def _exchange(
 
 
 def _routing(scheduler: AgentScheduler, replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
-    """Return the replica's snapshot for the router. Also end expired holds, which matters while nothing runs."""
+    """Return the replica's snapshot for the router. Also end expired holds, which matters while nothing runs.
+
+    From a replica that drains, contexts are written to disk (`Swapping.leave`).
+    """
     scheduler.expire_holds(scheduler.clock.now_s())
+    scheduler.swapping.leave(draining)
     return {"snapshot": routing_snapshot(scheduler, replica, model, number, draining).encode()}
 
 
@@ -136,6 +140,12 @@ def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     scheduler.swapping.moves(key)
     scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.MOVED))
     return {"moved": True}
+
+
+def _leave(scheduler: AgentScheduler) -> dict[str, Any]:
+    """Write the contexts of paused programs to disk, because this replica ends. Return whether any is still written."""
+    scheduler.swapping.leave(True)
+    return {"leaves": scheduler.swapping.leaves}
 
 
 def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
@@ -160,6 +170,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "host_used_tokens": scheduler.swapping.used_tokens,
         "fetching_programs": len(scheduler.swapping),
         **scheduler.swapping.disk_numbers(),
+        "arrived_with_kv": scheduler.counters["arrived_with_kv"],
         "running": len(scheduler.running),
         "waiting": sum(len(queue) for queue in scheduler.waiting_queues),
         "waiting_slo_missed": sum(queue.late for queue in scheduler.waiting_queues),
@@ -258,14 +269,15 @@ def _tool_finished(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     return {"held": key in scheduler.holds, "fetching": program is not None and program.phase is Phase.FETCHING}
 
 
-def _extend(scheduler: AgentScheduler, key: str, at: int, ids: bytes) -> dict[str, Any]:
+def _extend(scheduler: AgentScheduler, key: str, at: int, ids: bytes, rewrites: bool = False) -> dict[str, Any]:
     """Set a paused program's next prompt from token ``at`` on, as far as it is known, so that it is computed early.
 
-    ``ids`` are packed. The answer says why they are not computed, or None.
+    ``ids`` are packed, and ``rewrites`` is as for `EarlyPrefill.extend`. The answer says why they are not computed, or
+    None.
     """
     if not _paused(scheduler, key):
         return {"ended": str(EndReason.NOT_HELD)}
-    ended = scheduler.early_prefill.extend(key, at, unpack_ids(ids))
+    ended = scheduler.early_prefill.extend(key, at, unpack_ids(ids), rewrites=rewrites)
     return {"ended": None if ended is None else str(ended)}
 
 
@@ -322,6 +334,7 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "exchange": _exchange,
     "routing": _routing,
     "moved": _moved,
+    "leave": _leave,
     "program": _program,
     "sessions": _sessions,
     "hold": _hold,

@@ -22,7 +22,6 @@ exactly in the phases HELD and RESUMING, and a fetch exactly in FETCHING. Every 
 of early prefill.
 """
 
-import itertools
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -110,8 +109,7 @@ class AgentScheduler(LoadingScheduler):
         self.trees = ProgramTrees()
         self.durations = DurationTable()
         self.duration_changes = DurationChanges()
-        reranks = self.trees.take_changed_turns
-        queue = (self._rank, self._missing_tokens, lambda: self._rerank_later(reranks()))
+        queue = (self._rank, self._missing_tokens, lambda: self._rerank_later(self.trees.take_changed_turns()))
         self.waiting_queues = tuple(RankedQueue(*queue) for _ in range(2))
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
@@ -121,9 +119,8 @@ class AgentScheduler(LoadingScheduler):
         self.cached_prefixes = CachedPrefixes(self.groups.block_tokens)
         self.returning_outputs = ReturningOutputs(self.hash_block_size)
         self.prefill_scheduling = PrefillScheduling()
-        self.single_flight = SingleFlight(
-            self.kv_cache_manager.block_pool, self.prefill_scheduling.is_late, self.counters
-        )
+        pool = self.kv_cache_manager.block_pool
+        self.single_flight = SingleFlight(pool, self.prefill_scheduling.is_late, self.counters)
         self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
         self._pace_scale = self.pace.scale
@@ -152,7 +149,7 @@ class AgentScheduler(LoadingScheduler):
         self.facts = ReplicaFacts(
             cost=self.settings.cost,
             slo=self.settings.slo,
-            capacity_tokens=self.groups.tokens_in(self.kv_cache_manager.block_pool.num_gpu_blocks - 1),
+            capacity_tokens=self.groups.tokens_in(pool.num_gpu_blocks - 1),
             max_tokens=int(self.max_num_scheduled_tokens),
             host_tokens=self.swapping.capacity_tokens,
         )
@@ -168,9 +165,8 @@ class AgentScheduler(LoadingScheduler):
             block_tokens=self.block_size,
             bounds_of=lambda key: self.settings.bounds_of_program(key),
         )
-        self.reports = TurnReports()
         self.preemption = Preemption(self.views, self.kv_cache_manager.get_blocks, self.block_size)
-        self.bills = Bills()
+        self.reports, self.bills = TurnReports(), Bills()
         self.gpu_times = GpuTimes(
             facts=lambda: self.facts,
             requests=self.requests,
@@ -301,6 +297,7 @@ class AgentScheduler(LoadingScheduler):
             waiting_tokens=sum(queue.tokens_in_time for queue in self.waiting_queues),
             lost_queue_s=self.lost_queue.mean,
             prefill_tokens=self.prefill_scheduling.tokens(self.running),
+            disk_read_s=self.swapping.disk_read_s,
         )
 
     def _preempt_sheddable(self) -> None:
@@ -419,6 +416,8 @@ class AgentScheduler(LoadingScheduler):
             turn.cached_tokens = local_tokens + remote_tokens
             if turn.key is not None:
                 turn.disk_tokens = min(turn.cached_tokens, self.swapping.loaded_tokens(turn.key))
+                # The KV of a first turn was written by another replica.
+                self.counters["arrived_with_kv"] += bool(turn.disk_tokens) and self.programs[turn.key].turns == 1
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
                 program = self.programs[turn.key]
@@ -496,6 +495,7 @@ class AgentScheduler(LoadingScheduler):
         if record.tools == (USER_REPLY,):
             self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
+        pause = replace(pause, host_room=self.swapping.host_room(key), on_disk=self.swapping.will_be_on_disk(key))
         self.cached_prefixes.keep(key, self.groups.main_hashes(request.block_hashes), context_tokens, pause.forecast)
         decision = self.policies.pause.decide(pause) if self.groups.caching else Release(PauseReason.NO_PREFIX_CACHE)
         hold_s = None
@@ -503,7 +503,7 @@ class AgentScheduler(LoadingScheduler):
             kv = KvDecision.HOLD
             self.stats.traces.hold_began(key, turn)
             hold_s = self._hold(request, key, pause, decision)
-        elif isinstance(decision, Swap) and self.swapping.swaps_out(key, request):
+        elif isinstance(decision, Swap) and self.swapping.swaps_out(key, request, decision.place):
             kv = KvDecision.SWAP
             self.apply(key, Swapped(now_s, decision.reason))
         else:
@@ -564,8 +564,8 @@ class AgentScheduler(LoadingScheduler):
 
     def _leaves_waiting_room(self, key: str, found: FoundContext) -> bool:
         """Return whether free memory suffices for a context, after the other programs' waiting turns."""
-        waiting = itertools.chain(*self.waiting_queues)
-        return self.fits_beside(found, [one for one in waiting if self.turns[one.request_id].key != key])
+        queues, turns = self.waiting_queues, self.turns
+        return self.fits_beside(found, [one for queue in queues for one in queue if turns[one.request_id].key != key])
 
     def reset_prefix_cache(self, reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
         """End all holds, then reset as vLLM does. ``reset_connector`` empties the host tier too."""

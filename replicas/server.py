@@ -64,6 +64,7 @@ from replicas.duration_sync import DurationSync
 from replicas.early_prompt import EarlyPrompts
 from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
+from replicas.leaving import begin_leaving, written
 from replicas.program_turn import ProgramTurns
 from replicas.render_threads import reading
 from replicas.requests import (
@@ -75,6 +76,7 @@ from replicas.requests import (
     parse_request,
 )
 from replicas.resumption import Watch, events
+from replicas.rewritten_ahead import RewrittenAhead
 from replicas.router_side import RouterSide
 from replicas.streamed_logprobs import request_every_token, without_ids
 from replicas.turn_server import TurnServer
@@ -136,7 +138,10 @@ class ProgramServer(LLMServer):
         self._text = ChatText(self.engine.chat_renderer)
         self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
-        self._early_prompts = EarlyPrompts(self._text, self._turns.examined, partial(self._channel.call, "extend"))
+        extend = partial(self._channel.call, "extend")
+        self._early_prompts = EarlyPrompts(self._text, self._turns.examined, extend)
+        wanted = self._config.replicas.rewrite_ahead
+        self._ahead = RewrittenAhead(self._text, self._turns.examined, extend, enabled=wanted)
         await self._warm_up()
         self._weights.open(self.engine, self._channel.call, self.engine.streams)
         await self._weights.catch_up(self._weights_store)
@@ -150,11 +155,17 @@ class ProgramServer(LLMServer):
         self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def __del__(self) -> None:
-        """Wait until no turn is open. Ray Serve calls it before it ends this process, and ends its wait after
-        ``graceful_shutdown_timeout_s``.
+        """Wait until no turn is open, and until the programs' contexts are on disk if there is a disk tier.
+
+        Ray Serve calls it before it ends this process, and ends its wait after ``graceful_shutdown_timeout_s``.
         """
+        keeps = hasattr(self, "_channel") and self._config.replicas.disk_tier is not None
+        if keeps:
+            await begin_leaving(self._channel.call)
         if hasattr(self, "_turn_server"):
             await self._turn_server.aclose()
+        if keeps:
+            await written(self._channel.call)
         await super().__del__()
 
     async def _start_engine(self) -> None:
@@ -221,6 +232,7 @@ class ProgramServer(LLMServer):
                 self._text.make_plain(request)
             attach_program(request, headers, key, identity)
             has_ids = request_every_token(request)
+            seen = self._ahead.watch(method, key)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):
                 if getattr(request, "stream", False):
@@ -228,7 +240,11 @@ class ProgramServer(LLMServer):
                     answers = coalesce(events(answers, watch), self._ticks)
                 async with aclosing(answers):
                     async for piece in _as_sent(answers, watch):
+                        if seen is not None and not isinstance(piece, HttpError):
+                            seen.feed(piece.data if isinstance(piece, StreamChunk) else piece)
                         yield _named(piece, method, body) if isinstance(piece, HttpError) else piece
+            if seen is not None and key is not None:
+                self._ahead.turn_ended(key, body, seen)
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             yield self._refused(error, method, body, watch)
 

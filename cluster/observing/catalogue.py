@@ -297,6 +297,13 @@ KV_DISK_WRITES = _counter(
     "outcome",
     snapshot="disk_writes",
 )
+KV_CARRIED_PROGRAMS = _counter(
+    "kv_carried_programs",
+    MEMORY,
+    "Programs that came from another replica, or from one that is gone, and loaded their context from disk",
+    "model",
+    snapshot="arrived_with_kv",
+)
 KV_DISK_TROUBLES = _counter(
     "kv_disk_troubles",
     MEMORY,
@@ -344,6 +351,13 @@ EARLY_PREFILL_TOKENS = _counter(
     "model",
     "outcome",
     snapshot="early_prefill_tokens",
+)
+EARLY_PREFILL_REWRITTEN = _counter(
+    "early_prefill_rewritten",
+    MEMORY,
+    "Pauses in which the next prompt does not extend the context, and was computed in the pause",
+    "model",
+    snapshot="early_prefill_rewritten",
 )
 EARLY_PREFILL_ENDS = _counter(
     "early_prefill_ends",
