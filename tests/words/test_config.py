@@ -96,9 +96,9 @@ FILES: dict[str, tuple[str, str]] = {
     "unknown key": ("http:\n  prot: 5\n", "http.prot: unknown key; did you mean http.port? (got 5, line 2)"),
     "unknown section": (
         "colours: {}\n",
-        "colours: unknown key; there are: auth, cost_model, engine, http, limits, logs, metrics, model, model_routing, "
-        "models, policy, predictor, programs, records, redis, replicas, router, slo, tenants, tools, tracing (got {}, "
-        "line 1)",
+        "colours: unknown key; there are: auth, batches, cost_model, engine, http, limits, logs, metrics, model, "
+        "model_routing, models, policy, predictor, programs, records, redis, replicas, router, slo, tenants, tools, "
+        "tracing (got {}, line 1)",
     ),
     "out of range": (
         "http: {port: 70000}\n",
