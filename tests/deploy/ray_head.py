@@ -25,6 +25,8 @@ MARK = "CAESURA_TEST_RAY"
 START_WITHIN_S = 300.0
 STOP_WITHIN_S = 20.0
 POLL_S = 0.5
+STARTED = "Ray runtime started"
+"""What `ray start` prints."""
 
 
 @contextmanager
@@ -83,7 +85,8 @@ def _has_started(url: str, token: str, process: subprocess.Popen[bytes], log: Pa
     end_s = time.monotonic() + START_WITHIN_S
     while process.poll() is None:
         try:
-            if httpx.get(f"{url}/api/version", headers={"Authorization": f"Bearer {token}"}, timeout=5).is_success:
+            answer = httpx.get(f"{url}/api/version", headers={"Authorization": f"Bearer {token}"}, timeout=5)
+            if answer.is_success and STARTED in log.read_text():  # its dashboard answers before
                 return True
         except httpx.TransportError:
             pass

@@ -13,7 +13,7 @@ from cluster.local.cluster import LocalCluster
 from cluster.offline.demo.tools import notes_server
 from cluster.offline.demo.tools import tools as demo_tools
 from tests.serving.desk import Desk
-from tests.serving.served import EXACT, REPORTED_OFTEN
+from tests.serving.served import EXACT
 from tests.serving.tool_site import FLOOD_CAP_BYTES, ToolSite
 
 KV_BYTES = 32 << 20
@@ -94,11 +94,8 @@ def cluster(site: ToolSite, notes_url: str) -> Iterator[LocalCluster]:
     tools["defined"] |= {"book": book, "rest": rest, **plain_tools(site)}
     tools |= {"request_kinds": ["mcp"], "request_networks": ["127.0.0.0/8"]}
     local = LocalCluster(cluster_config(tools=tools, programs={"lease_s": 2.0}))
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in REPORTED_OFTEN.items():
-            patch.setenv(name, value)
-        with local:
-            yield local
+    with local:
+        yield local
     assert local.processes == []
 
 

@@ -22,7 +22,10 @@ STOP_WITHIN_S = 60.0
 KILL_WITHIN_S = 30.0
 
 REPORTED_OFTEN = {"RAY_metrics_report_interval_ms": "2000"}
-"""Environment of a cluster whose metrics are awaited. Ray's default is 10 s."""
+"""Environment of a cluster whose counters are awaited. Ray's default is 10 s.
+
+Gauges that Serve sets less often come and go.
+"""
 
 EXACT: dict[str, Any] = {
     "max_model_len": 4096,

@@ -25,8 +25,8 @@ INTERVAL = "3s"
 """Of scrapes and rules, since the run is short. A busy machine takes a second per page."""
 SCRAPED_WITHIN_S = 30.0
 GAPLESS_S, GAPLESS_WITHIN_S = 12.0, 120.0
-STILL_S, SETTLED_WITHIN_S = 9.0, 60.0
-"""Counters that have not changed for so long are final: they are reported every 2 s, and scraped every 3 s."""
+STILL_S, SETTLED_WITHIN_S = 18.0, 60.0
+"""Counters that have not changed for so long are final: Ray reports metrics every ten seconds."""
 RUNS = 2
 """Of the programs with tools. A counter that is reported once, with its final value, has no rate."""
 COUNTED = {

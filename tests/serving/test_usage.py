@@ -11,10 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from cluster.cli import app
+from tests.waiting import wait_until
 
 pytestmark = [pytest.mark.cluster]
 
-WITHIN_S = 60.0
+SETTLED_S = 1.0
+"""Five times the period in which the replicas of the shared cluster write it."""
 SHARE = 0.02
 """The sums of all programs differ by at most this share from the time in which the replicas computed."""
 
@@ -33,6 +35,20 @@ def seconds(client: httpx.Client) -> tuple[float, float]:
     return sum(one["busy_s"] for one in replicas), sum(float(row["prefill_s"]) + float(row["decode_s"]) for row in rows)
 
 
+def settled(client: httpx.Client) -> tuple[float, float]:
+    """The same when they no longer change: replicas write the usage of turns after these have ended."""
+    known = seconds(client)
+
+    def same() -> bool:
+        nonlocal known
+        time.sleep(SETTLED_S)
+        before, known = known, seconds(client)
+        return before == known
+
+    wait_until(same, "the usage still changes")
+    return known
+
+
 def program(client: httpx.Client, name: str, turns: int) -> None:
     messages: list[dict[str, Any]] = [{"role": "user", "content": f"{name} " * 200}]
     for _ in range(turns):
@@ -44,15 +60,16 @@ def program(client: httpx.Client, name: str, turns: int) -> None:
 def test_the_usage_of_programs_adds_up_to_the_busy_time(client: httpx.Client) -> None:
     if datetime.now(UTC).hour == 23 and datetime.now(UTC).minute >= 57:
         pytest.skip("the day ends during the test")
-    before = seconds(client)
+    before = settled(client)
     names = [f"usage-{i}" for i in range(6)]
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(lambda name: program(client, name, 3), names))
-    deadline = time.monotonic() + WITHIN_S
-    while sum(int(row["turns"]) for name, row in usage(client).items() if name in names) < 18:
-        assert time.monotonic() < deadline, usage(client)
-        time.sleep(0.2)
-    busy_s, billed_s = (after - start for start, after in zip(before, seconds(client), strict=True))
+    wait_until(
+        lambda: sum(int(row["turns"]) for name, row in usage(client).items() if name in names) == 18,
+        "not all turns have a price",
+        poll_s=0.2,
+    )
+    busy_s, billed_s = (after - start for start, after in zip(before, settled(client), strict=True))
     assert busy_s > 0
     assert billed_s == pytest.approx(busy_s, rel=SHARE)
     rows = usage(client)
