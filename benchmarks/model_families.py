@@ -30,6 +30,9 @@ If a model has layers with a window or a state, a program's KV is of use up to i
 lacks the window or the state. A hold is therefore evicted as a whole.
 The block size of such models can be several hundred tokens, and a context that is shorter than a block is not reused.
 
+A context with an image is tested with Idefics 3. Held, offloaded and prefetched, it gives the same tokens.
+A prompt with another image in the same place reuses nothing from there on.
+
 Not tested, because vLLM 0.29 cannot run them on CPU:
 
 - Mamba 1 and Jamba: the kernel of the Mamba 1 convolution does not work.

@@ -130,7 +130,7 @@ class BatchRunner:
         self._window = BatchWindow(config.max_concurrent)
         self._tasks: dict[str, BatchTask] = {}
         self._working: dict[str, asyncio.Task[None]] = {}
-        self._lines: dict[asyncio.Task[None], tuple[BatchTask, int]] = {}
+        self._lines: dict[asyncio.Task[None], tuple[BatchTask, InputLine]] = {}
         self._turns: list[str] = []
         """Tenants with batches here. The first is the next to start a line."""
         self._wake = asyncio.Event()
@@ -431,15 +431,18 @@ class BatchRunner:
 
     def _start_line(self, task: BatchTask, line: InputLine) -> None:
         work = asyncio.create_task(self._run_line(task, line))
-        self._lines[work] = task, line.number
+        self._lines[work] = task, line
         task.in_flight[line.number] = work
         work.add_done_callback(self._line_ended)
 
     def _line_ended(self, work: asyncio.Task[None]) -> None:
-        task, number = self._lines.pop(work)
-        task.line_ended(number)
+        task, line = self._lines.pop(work)
         if not work.cancelled() and (error := work.exception()) is not None:
-            logger.error("line %d of batch %s stopped", number, task.batch.id, exc_info=error)
+            logger.error("line %d of batch %s is started again", line.number, task.batch.id, exc_info=error)
+            now_s = self._clock.now_s()
+            self._window.refused(now_s, now_s, RETRY_AFTER_S)
+            task.put_back(line, counts=False)
+        task.line_ended(line.number)
         self._wake.set()
 
     async def _run_line(self, task: BatchTask, line: InputLine) -> None:

@@ -59,6 +59,24 @@ async def test_lines_that_fail_in_the_cluster_are_tried_three_times(ingress: Mak
     assert await ids(client, done.error_file_id) == ["always"]
 
 
+async def test_a_line_that_a_bug_stopped_is_started_again(
+    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = ingress()
+    client = site.client()
+    answer, failures = site.replicas.answer, ["line-1"]
+
+    async def fails_once(batch: Any, number: int, request: Any) -> Any:
+        if request.custom_id in failures:
+            failures.remove(request.custom_id)
+            raise RuntimeError("a bug")
+        return await answer(batch, number, request)
+
+    monkeypatch.setattr(site.replicas, "answer", fails_once)
+    done = await ended(client, (await begin(client, lines(*names(3)))).id)
+    assert done.request_counts.completed == 3
+
+
 async def test_the_window_bounds_the_lines_in_flight(ingress: MakeIngress) -> None:
     site = ingress(max_concurrent=3)
     client = site.client()

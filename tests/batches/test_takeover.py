@@ -8,6 +8,7 @@ from dataclasses import replace
 import pytest
 import redis.asyncio
 
+from cluster.core.errors import RunStoreUnavailable
 from cluster.local.embedded_redis import EmbeddedRedis
 from tests.batches.batch_site import CHAT, Ingress, begin, ended, ids, lines, names, results, until
 
@@ -52,6 +53,26 @@ async def test_an_ingress_that_lost_its_lease_writes_nothing(ingress: MakeIngres
     done = await ended(client, batch.id)
     assert Counter(await ids(client, done.output_file_id)) == Counter(names(12))
     assert not first.batches.open_by_tenant()
+
+
+async def test_an_ingress_whose_renewals_failed_stops_its_lines(
+    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = ingress(), ingress()
+    first.replicas.free = 0
+    batch = await begin(first.client(), lines(*names(3)))
+    client = second.client()
+    await until(client, batch.id, lambda _: first.batches.in_flight == 3)
+
+    async def unreachable(*_: object) -> None:
+        raise RunStoreUnavailable("a test", "timeout")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(first.store, "renew", unreachable)
+        await until(client, batch.id, lambda _: second.batches.open_by_tenant()["default"] > 0)
+    await until(client, batch.id, lambda _: not first.batches.open_by_tenant())
+    await until(client, batch.id, lambda _: not first.batches.in_flight)
+    assert (await ended(client, batch.id)).request_counts.completed == 3
 
 
 async def test_a_cancel_reaches_the_ingress_that_works_on_it(ingress: MakeIngress) -> None:

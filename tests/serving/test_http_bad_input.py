@@ -55,7 +55,7 @@ TABLE: list[tuple[str, str, dict[str, Any], int, str | None]] = [
         CHAT,
         {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
         400,
-        None,
+        "messages.0.content.0.image_url.url",
     ),
     ("n of zero", COMPLETIONS, {"n": 0}, 400, "n"),
     ("negative n", COMPLETIONS, {"n": -1}, 400, "n"),
