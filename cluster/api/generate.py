@@ -32,10 +32,11 @@ SAMPLING_FIELDS = frozenset(
         *("seed", "stop", "stop_token_ids", "ignore_eos", "max_tokens", "min_tokens", "logprobs", "prompt_logprobs"),
         *("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output"),
         *("structured_outputs", "logit_bias", "allowed_token_ids", "bad_words", "thinking_token_budget"),
-        *("repetition_detection",),
+        *("repetition_detection", "output_kind"),
     }
 )
-"""The sampling parameters that a client may set. The others of vLLM's are internal to the server."""
+"""The sampling parameters that a client may set. The others of vLLM's are internal to the server. vLLM sets
+`output_kind` itself, whatever a client sends."""
 
 
 def completion_of(body: Mapping[str, Any]) -> dict[str, Any]:

@@ -144,12 +144,15 @@ def folded(pieces: list[StreamChunk[str]]) -> dict[str, Any]:
 
 
 def logprobs_of(told: dict[str, Any] | None) -> list[Any]:
-    """The tokens, places and log probabilities of a choice."""
+    """The tokens, the numbers of alternatives and the log probabilities of a choice. `text_offset` is left out: in a
+    stream, it depends on how many tokens come together, also without a break.
+    """
     if told is None:
         return []
     if "content" in told:
         return [(one["token"], len(one["top_logprobs"]), one["logprob"]) for one in told["content"] or ()]
-    return list(zip(told["tokens"], told["text_offset"], told["token_logprobs"], strict=True))
+    alternatives = [len(one) for one in told["top_logprobs"]]
+    return list(zip(told["tokens"], alternatives, told["token_logprobs"], strict=True))
 
 
 def completion(**more: Any) -> dict[str, Any]:

@@ -22,7 +22,9 @@ def recorded(client: httpx.Client, program: str) -> list[dict[str, Any]]:
 
 def test_token_ids_in_and_out(client: httpx.Client) -> None:
     sampling = {"max_tokens": 6, "temperature": 0.0, "ignore_eos": True, "logprobs": 1}
-    body = {"model": "tiny", "token_ids": [330, 512, 77], "sampling_params": sampling}
+    # TRL's client sends the fields `output_kind` and `features`.
+    body = {"model": "tiny", "token_ids": [330, 512, 77], "sampling_params": {**sampling, "output_kind": 2}}
+    body["features"] = None
     headers = {"x-session-id": "ids-1", "x-record": "tokens"}
     whole = client.post("/inference/v1/generate", json=body, headers=headers).json()
     [choice] = whole["choices"]
