@@ -123,8 +123,12 @@ def _exchange(
 
 
 def _routing(scheduler: AgentScheduler, replica: str, model: str, number: int, draining: bool) -> dict[str, Any]:
-    """Return the replica's snapshot for the router. Also end expired holds, which matters while nothing runs."""
+    """Return the replica's snapshot for the router. Also end expired holds, which matters while nothing runs.
+
+    From a replica that drains, contexts are written to disk (`Swapping.leave`).
+    """
     scheduler.expire_holds(scheduler.clock.now_s())
+    scheduler.swapping.leave(draining)
     return {"snapshot": routing_snapshot(scheduler, replica, model, number, draining).encode()}
 
 
@@ -135,6 +139,12 @@ def _moved(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     scheduler.swapping.moves(key)
     scheduler.apply(key, Ended(scheduler.clock.now_s(), ReleaseReason.MOVED))
     return {"moved": True}
+
+
+def _leave(scheduler: AgentScheduler) -> dict[str, Any]:
+    """Write the contexts of paused programs to disk, because this replica ends. Return whether any is still written."""
+    scheduler.swapping.leave(True)
+    return {"leaves": scheduler.swapping.leaves}
 
 
 def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
@@ -159,6 +169,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "host_used_tokens": scheduler.swapping.used_tokens,
         "fetching_programs": len(scheduler.swapping),
         **scheduler.swapping.disk_numbers(),
+        "arrived_with_kv": scheduler.counters["arrived_with_kv"],
         "running": len(scheduler.running),
         "waiting": sum(len(queue) for queue in scheduler.waiting_queues),
         "waiting_slo_missed": sum(queue.late for queue in scheduler.waiting_queues),
@@ -291,6 +302,7 @@ OPERATIONS: Mapping[str, Callable[..., dict[str, Any]]] = {
     "exchange": _exchange,
     "routing": _routing,
     "moved": _moved,
+    "leave": _leave,
     "program": _program,
     "sessions": _sessions,
     "hold": _hold,

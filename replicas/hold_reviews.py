@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Generic, TypeVar
 
+from cluster.core.kv_price import Place
 from cluster.core.lifecycle.events import Event, HoldEnded, ReleaseReason, Swapped
 from replicas.hold_table import HeldBlocks, HoldOrigin, HoldTable
 from replicas.policy import Hold, HoldView, PausePolicy, Swap
@@ -16,7 +17,7 @@ class HoldReviews(Generic[Block]):
     Args:
         holds: the scheduler's holds.
         view: makes the view of a hold.
-        swaps_out: whether a program's blocks may be freed, because the host has a copy.
+        swaps_out: whether a program's blocks may be freed, because the tier has a copy.
         apply: applies an event to a program.
         max_pin_s: longest time of a hold in seconds.
     """
@@ -25,7 +26,7 @@ class HoldReviews(Generic[Block]):
         self,
         holds: HoldTable[Block],
         view: Callable[[HeldBlocks[Block]], HoldView],
-        swaps_out: Callable[[str], bool],
+        swaps_out: Callable[[str, None, Place], bool],
         apply: Callable[[str, Event], object],
         max_pin_s: float,
     ) -> None:
@@ -43,7 +44,7 @@ class HoldReviews(Generic[Block]):
             if held.origin is not HoldOrigin.POLICY:  # a requested hold lasts as long as was requested
                 continue
             decision = policy.review(self._view(held))
-            if isinstance(decision, Swap) and self._swaps_out(held.key):
+            if isinstance(decision, Swap) and self._swaps_out(held.key, None, decision.place):
                 self._apply(held.key, Swapped(now_s, decision.reason))
             elif not isinstance(decision, Hold):
                 self._apply(held.key, HoldEnded(now_s, ReleaseReason.REVIEWED, decision.reason))

@@ -76,6 +76,8 @@ class Standing:
     """Time at which the pause began, in seconds. It has no meaning for a resident program."""
     computed_s: float = 0.0
     """Seconds that computing one token takes."""
+    link_s: float = 0.0
+    """Seconds in which one token is loaded from the host."""
     returns: bool = True
     """Whether a later turn of the program is expected."""
 

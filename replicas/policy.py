@@ -8,10 +8,11 @@ from collections.abc import Callable
 from dataclasses import astuple, dataclass
 from enum import Enum
 from functools import cached_property
-from math import isclose
+from math import inf, isclose
 from typing import Protocol
 
 from cluster.config.schema import SloConfig
+from cluster.core.kv_price import KvRates, Place
 from cluster.core.lifecycle.events import PauseReason
 from cluster.core.lifecycle.machine import ProgramState
 from cluster.core.program import Hints
@@ -72,6 +73,13 @@ class LoadView:
     the first."""
     prefill_tokens: int = 0
     """Tokens that the running turns have to compute before they generate, without deferred turns."""
+    disk_read_s: float = inf
+    """Measured seconds to read one token's KV from the disk tier. Infinite: nothing can be read."""
+
+    def rates(self, context_tokens: int) -> KvRates:
+        """Return the seconds of one token of a context, by which the places of its KV are compared."""
+        cost, tokens = self.facts.cost, max(1, context_tokens)
+        return KvRates(cost.prefill_s(tokens) / tokens, cost.swap_s(tokens) / tokens, self.disk_read_s)
 
     @property
     def waiting_in_time(self) -> int:
@@ -252,6 +260,10 @@ class PauseView:
     turns_correlation: float | None = None
     """Correlation, over the pauses of the programs that have ended, of the turns before a pause with the turns after
     it. None where it is not defined, as before the first such pause."""
+    host_room: bool = True
+    """Whether the host tier, if there is one, has the context or has room for it."""
+    on_disk: bool = False
+    """Whether the disk tier has the context, or is about to write it."""
 
     @property
     def now_s(self) -> float:
@@ -278,6 +290,10 @@ class HoldView:
     """Seconds that the programs which the pause waits for are expected to take from now on. None: there are none."""
     bounds: Slo = NO_BOUNDS
     """The bounds of the turn that waits, or else those of its tenant."""
+    host_room: bool = True
+    """As in a `PauseView`."""
+    on_disk: bool = False
+    """As in a `PauseView`."""
 
 
 class Claimant(Enum):
@@ -301,9 +317,11 @@ class Hold:
 
 @dataclass(frozen=True, slots=True)
 class Swap:
-    """Free the blocks, of which the host tier has a copy. The copy is loaded when the tool has finished."""
+    """Free the blocks, of which a tier has a copy. The copy is loaded when the tool has finished."""
 
     reason: PauseReason = PauseReason.POLICY
+    place: Place = Place.HOST
+    """The tier: `Place.HOST` or `Place.DISK`."""
 
 
 @dataclass(frozen=True, slots=True)

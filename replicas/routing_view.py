@@ -8,7 +8,7 @@ program that ended without a report decreases to 0 with time.
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, islice
-from math import frexp
+from math import frexp, inf
 
 from vllm.v1.core.sched.scheduler import Scheduler
 from vllm.v1.request import Request
@@ -168,6 +168,8 @@ def routing_snapshot(
         held_tokens=load.held_tokens,
         host_tokens=load.facts.host_tokens,
         host_used_tokens=scheduler.swapping.used_tokens,
+        volume=scheduler.swapping.volume,
+        disk_token_s=0.0 if load.disk_read_s == inf else load.disk_read_s,
         running=load.running,
         waiting=load.waiting - load.waiting_late,
         put_off=load.waiting_late,
@@ -193,6 +195,11 @@ def routing_snapshot(
         residents=pack_names(chain(in_flight.programs, paused.keys)),
         on_device=pack_names(chain(in_flight.where(device=True), paused.on_device)),
         on_host=pack_names(chain(in_flight.where(device=False), paused.on_host)),
+        on_disk=pack_names(
+            key
+            for key in chain(in_flight.programs, paused.keys)
+            if scheduler.swapping.disk_tokens_of(key) >= MOSTLY * max(1, scheduler.programs[key].context_tokens)
+        ),
     )
 
 
@@ -396,7 +403,7 @@ class _Paused:
         held = scheduler.holds.get(key)
         forecast = prefix.forecast if prefix is not None else None
         device = held.tokens if held is not None else cached_tokens(prefix, self._cached)
-        host = scheduler.swapping.tokens_of(key)
+        host, disk = scheduler.swapping.tokens_of(key), scheduler.swapping.disk_tokens_of(key)
         back = self._estimator.of(program, forecast)
         self.keys.append(key)
         if device >= MOSTLY * context_tokens:
@@ -411,6 +418,6 @@ class _Paused:
         self.active += active
         self.active_tokens += taken_tokens * active
         returned = forecast.returned_tokens if forecast is not None else self._returned
-        missing = max(0, context_tokens - max(device, host)) + returned
+        missing = max(0, context_tokens - max(device, host, disk)) + returned
         for number, probability in enumerate(back.within[1:]):
             self.missing_tokens[number] += missing * probability

@@ -299,6 +299,7 @@ class AgentScheduler(LoadingScheduler):
             waiting_tokens=sum(queue.tokens_in_time for queue in self.waiting_queues),
             lost_queue_s=self.lost_queue.mean,
             prefill_tokens=self.prefill_scheduling.tokens(self.running),
+            disk_read_s=self.swapping.disk_read_s,
         )
 
     def _preempt_sheddable(self) -> None:
@@ -416,6 +417,8 @@ class AgentScheduler(LoadingScheduler):
             turn.cached_tokens = local_tokens + remote_tokens
             if turn.key is not None:
                 turn.disk_tokens = min(turn.cached_tokens, self.swapping.loaded_tokens(turn.key))
+                if turn.disk_tokens and self.programs[turn.key].turns == 1:  # another replica has written it
+                    self.counters["arrived_with_kv"] += 1
             self.stats.admitted(request, turn, local_tokens, remote_tokens)
             if turn.key is not None:
                 program = self.programs[turn.key]
@@ -493,6 +496,7 @@ class AgentScheduler(LoadingScheduler):
         if record.tools == (USER_REPLY,):
             self.lifecycle.child_ended(self.trees.answered(key, now_s))
         self.swapping.pauses(request, key, context_tokens, pause.forecast)
+        pause = replace(pause, host_room=self.swapping.host_room(key), on_disk=self.swapping.will_be_on_disk(key))
         self.cached_prefixes.keep(key, self.groups.main_hashes(request.block_hashes), context_tokens, pause.forecast)
         decision = self.policies.pause.decide(pause) if self.groups.caching else Release(PauseReason.NO_PREFIX_CACHE)
         hold_s = None
@@ -500,7 +504,7 @@ class AgentScheduler(LoadingScheduler):
             kv = KvDecision.HOLD
             self.stats.traces.hold_began(key, turn)
             hold_s = self._hold(request, key, pause, decision)
-        elif isinstance(decision, Swap) and self.swapping.swaps_out(key, request):
+        elif isinstance(decision, Swap) and self.swapping.swaps_out(key, request, decision.place):
             kv = KvDecision.SWAP
             self.apply(key, Swapped(now_s, decision.reason))
         else:

@@ -58,6 +58,7 @@ from replicas.duration_sync import DurationSync
 from replicas.early_prompt import EarlyPrompts
 from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
+from replicas.leaving import begin_leaving, written
 from replicas.program_turn import ProgramTurns
 from replicas.render_threads import reading
 from replicas.requests import (
@@ -137,11 +138,17 @@ class ProgramServer(LLMServer):
         self._loops = [asyncio.create_task(loop) for loop in (self._exchange_for_ever(), self.engine.log_for_ever())]
 
     async def __del__(self) -> None:
-        """Wait until no turn is open. Ray Serve calls it before it ends this process, and ends its wait after
-        ``graceful_shutdown_timeout_s``.
+        """Wait until no turn is open, and until the programs' contexts are on disk if there is a disk tier.
+
+        Ray Serve calls it before it ends this process, and ends its wait after ``graceful_shutdown_timeout_s``.
         """
+        keeps = hasattr(self, "_channel") and self._config.replicas.disk_tier is not None
+        if keeps:
+            await begin_leaving(self._channel.call)
         if hasattr(self, "_turn_server"):
             await self._turn_server.aclose()
+        if keeps:
+            await written(self._channel.call)
         await super().__del__()
 
     async def _start_engine(self) -> None:

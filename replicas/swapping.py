@@ -12,6 +12,7 @@ import itertools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import OffloadingConnectorScheduler
@@ -20,11 +21,13 @@ from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.errors import ConfigError, IntegrityError
+from cluster.core.kv_price import Place
 from cluster.core.lifecycle.events import CopyLost, Event, Fetched, FetchFailed, LoadFailure
 from cluster.core.lifecycle.machine import Phase, ProgramState
 from replicas.cost_model import CostModel
 from replicas.disk_tier.cache import TieredCache
 from replicas.disk_tier.numbers import DiskNumbers
+from replicas.disk_tier.value import host_standing
 from replicas.host_tier import HostCache, Standing
 from replicas.kv_groups import KvGroups
 from replicas.policy import Forecast
@@ -122,6 +125,8 @@ class Swapping:
             if not groups.caching:
                 raise ConfigError("kv_transfer_config: the host tier needs prefix caching, which is off for this model")
             self.cache.count_in(groups.main, groups.block_tokens, len(groups.groups))
+            if self.disk is not None:
+                self.disk.disk.chunks.main = groups.main
             touch_contexts(self._offloading)
         self._now_s = now_s
         self._cost = cost
@@ -170,6 +175,20 @@ class Swapping:
         """Return how many tokens of a program's context the host has, counted from the first one."""
         return self.cache.tokens_of(key) if self.cache else 0
 
+    def disk_tokens_of(self, key: str) -> int:
+        """Return how many tokens of a program's context this replica has on disk, counted from the first one."""
+        return self.disk.tokens_of(key) if self.disk else 0
+
+    @property
+    def disk_read_s(self) -> float:
+        """Measured seconds to read one token's KV from disk. Infinite: nothing can be read."""
+        return self.disk.disk.read_s if self.disk else inf
+
+    @property
+    def volume(self) -> str:
+        """The name of the disk tier's volume. It is empty if there is none that can be read."""
+        return self.disk.disk.volume if self.disk else ""
+
     # --- a turn's way -------------------------------------------------------------------------------------------------
 
     def arrives(self, request: Request, key: str, forecast: Forecast) -> None:
@@ -200,6 +219,29 @@ class Swapping:
         if self.disk is not None:
             self.disk.write_down(key, whole, self._standing(key, self._now_s()))
 
+    def leave(self, leaving: bool) -> None:
+        """Begin or end to write the context of each program that pauses, because it goes to another replica then.
+
+        When it begins, the contexts of the programs that have paused are written, too: those first whose copy saves the
+        most per second until the next turn.
+        """
+        if self.disk is None or self.disk.leaving == leaving:
+            return
+        self.disk.leaving = leaving
+        now_s = self._now_s()
+        programs = [self._programs.get(key) for key in self._forecasts] if leaving else []
+        paused = {
+            program.key: self._standing(program.key, now_s) for program in programs if program and not program.active
+        }
+        for key, standing in sorted(paused.items(), key=lambda one: -one[1].worth(now_s)):
+            if not self.is_on_disk(key):
+                self.disk.write_down(key, self._whole(key), standing)
+
+    @property
+    def leaves(self) -> bool:
+        """Whether contexts of programs that leave are still to be written."""
+        return self.disk is not None and self.disk.leaving and self.disk.busy
+
     def preempted(self, key: str | None, computed_tokens: int) -> None:
         """Keep the copy of a running turn that is preempted: until it is admitted again, the copy is the only one.
 
@@ -218,14 +260,48 @@ class Swapping:
         if self.cache is not None and key is not None and key in self._forecasts:
             self.cache.update(key, self._standing(key, None), self._now_s())
 
-    def swaps_out(self, key: str, request: Request | None = None) -> bool:
-        """Return whether the program's blocks may be freed, because the host has a copy or will have one.
+    def is_on_host(self, key: str) -> bool:
+        """Return whether the host has all of a paused program's context."""
+        return 0 < self._whole(key) <= self.tokens_of(key)
+
+    def is_on_disk(self, key: str) -> bool:
+        """Return whether all of a paused program's context is on disk."""
+        return self.disk is not None and 0 < self._whole(key) <= self.disk_tokens_of(key)
+
+    def _whole(self, key: str) -> int:
+        """Return the tokens of a paused program's context that tiers can have: those of its full chunks."""
+        if (context := self._contexts.get(key)) is not None:
+            return context.length
+        program = self._programs.get(key)
+        if self.cache is None or program is None:
+            return 0
+        computed = program.context_tokens - 1  # the last token has no KV
+        return max(0, computed // self.cache.tokens_per_chunk * self.cache.tokens_per_chunk)
+
+    def host_room(self, key: str) -> bool:
+        """Return whether the host has all of the context of a program that pauses now, or room for it."""
+        context, now_s = self._contexts.get(key), self._now_s()
+        if self.cache is None or context is None:
+            return False
+        self.cache.update(key, self._standing(key, now_s), now_s)
+        return self.cache.could_hold(key, context.length)
+
+    def will_be_on_disk(self, key: str) -> bool:
+        """Return whether the context of a program that pauses now is on disk, or is about to be written."""
+        return self.disk is not None and (self.disk.writes(key) or self.is_on_disk(key))
+
+    def swaps_out(self, key: str, request: Request | None = None, place: Place = Place.HOST) -> bool:
+        """Return whether the program's blocks may be freed, because a tier has a copy or will have one.
 
         Args:
             key: key of the program, which has paused.
             request: its turn, if that ends just now. Chunks of it that the host refused are offered again.
+            place: the tier.
         """
-        swaps = self._has_copy(key, request)
+        if place is Place.DISK:
+            swaps = self.is_on_disk(key) if request is None else self.will_be_on_disk(key)
+        else:
+            swaps = self._has_copy(key, request)
         self._counters["swapped" if swaps else "swap_refused"] += 1
         return swaps
 
@@ -234,10 +310,8 @@ class Swapping:
         if self.cache is None or context is None:
             return False
         if request is None:
-            return 0 < context.length <= self.cache.tokens_of(key)
-        now_s = self._now_s()
-        self.cache.update(key, self._standing(key, now_s), now_s)
-        if not self.cache.could_hold(key, context.length):
+            return self.is_on_host(key)
+        if not self.host_room(key):
             return False
         missing = self._offloading is not None and self.cache.tokens_of(key) < context.length
         if missing and store_again(self._offloading, request.request_id):
@@ -278,8 +352,9 @@ class Swapping:
         """Keep what the program's copy is worth. It is 0 where no later turn is expected."""
         returns = forecast.later_turns > 0
         saved_s = self._saved_s(context_tokens) if returns else 0.0
-        computed_s = self._cost().prefill_s(max(1, context_tokens)) / max(1, context_tokens)
-        self._forecasts[key] = Standing(True, saved_s, max(0.0, forecast.pause_s), 0.0, computed_s, returns)
+        cost, tokens = self._cost(), max(1, context_tokens)
+        computed_s, link_s = cost.prefill_s(tokens) / tokens, cost.swap_s(tokens) / tokens
+        self._forecasts[key] = Standing(True, saved_s, max(0.0, forecast.pause_s), 0.0, computed_s, link_s, returns)
 
     def _saved_s(self, context_tokens: int) -> float:
         """Return the seconds that loading one token of a context saves compared with computing it."""
@@ -287,7 +362,8 @@ class Swapping:
         return max(0.0, cost.prefill_s(tokens) - cost.swap_s(tokens)) / tokens
 
     def _standing(self, key: str, away_since_s: float | None) -> Standing:
-        return replace(self._forecasts[key], resident=away_since_s is None, since_s=away_since_s or 0.0)
+        standing = replace(self._forecasts[key], resident=away_since_s is None, since_s=away_since_s or 0.0)
+        return host_standing(standing, self.disk_read_s) if self.is_on_disk(key) else standing
 
     # --- fetches ------------------------------------------------------------------------------------------------------
 
@@ -317,6 +393,9 @@ class Swapping:
 
     def step(self) -> None:
         """Begin loads that can begin, and hold the loaded contexts. It is called before each step."""
+        if self.disk is not None:
+            for key in self.disk.disk.take_written():
+                self.follow(key, self._programs.get(key))
         for fetch in list(self._fetches.values()):
             if fetch.request.is_finished():  # all requests are being aborted; it is freed when its load has finished
                 continue

@@ -147,6 +147,8 @@ class Views:
             asked=held.origin is HoldOrigin.ASKED,
             children_s=self._trees.children_s(held.key, self.load),
             bounds=self._bounds_of(held.key) if held.bounds is None else held.bounds,
+            host_room=self._swapping.is_on_host(held.key),
+            on_disk=self._swapping.is_on_disk(held.key),
         )
 
     def forecast(self, turn: Turn) -> Forecast:

@@ -6,9 +6,11 @@ They are frozen; scorers and filters see nothing else. Lengths are in tokens, ti
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field, fields
+from math import inf
 from statistics import median
 from typing import NamedTuple
 
+from cluster.core.kv_price import KvRates, Place
 from cluster.core.program import Hints, Prediction
 from cluster.core.replica_snapshot import PREFIX_BLOCK_TOKENS, TAKES_ALL_S, ReplicaSnapshot, StepCosts, program_work_s
 
@@ -31,6 +33,7 @@ class ReplicaLoad:
     token_s: float = DEFAULT_COSTS.token_s
     context_s: float = DEFAULT_COSTS.context_s
     swap_token_s: float = DEFAULT_COSTS.swap_token_s
+    disk_token_s: float = 0.0
     kv_tokens: float = 100_000.0
     free_tokens: float = 100_000.0
     host_tokens: float = 0.0
@@ -61,6 +64,11 @@ class ReplicaLoad:
         return StepCosts(
             self.overhead_s, self.sequence_s, self.weights_s, self.token_s, self.context_s, self.swap_token_s
         )
+
+    @property
+    def rates(self) -> KvRates:
+        """Seconds of one token, by which the places of a context are compared."""
+        return KvRates(self.token_s, self.swap_token_s, self.disk_token_s or inf)
 
     @classmethod
     def of(cls, snapshot: ReplicaSnapshot) -> "ReplicaLoad":
@@ -274,6 +282,8 @@ class Candidate:
     residents: frozenset[int] = NO_NAMES
     on_device: frozenset[int] = NO_NAMES
     on_host: frozenset[int] = NO_NAMES
+    on_volume: Container[int] = NO_NAMES
+    """Programs whose KV is on the volume that the replica reads, whichever replica has written it."""
     prefixes: Container[int] = NO_NAMES
     """Prefix blocks that the replica has published as cached."""
     sent_prefixes: Container[int] = field(default=NO_NAMES)
@@ -335,14 +345,19 @@ class Gap(NamedTuple):
     """To be fetched from its host tier."""
     shared_blocks: int = 0
     """Leading blocks of the prompt that are cached there; 0 where the program's own KV counts."""
+    read_tokens: float = 0.0
+    """To be read from the volume of its disk tier."""
 
     def seconds(self, load: ReplicaLoad) -> float:
-        """Time to compute and fetch it."""
-        return self.compute_tokens * load.token_s + self.fetch_tokens * load.swap_token_s
+        """Time to compute, fetch and read it."""
+        rates = load.rates
+        parts = ((Place.COMPUTE, self.compute_tokens), (Place.HOST, self.fetch_tokens), (Place.DISK, self.read_tokens))
+        return sum(rates.price(place, tokens).seconds for place, tokens in parts)
 
 
 def gap(turn: Arrival, candidate: Candidate, guess: int = 0) -> Gap:
-    """The missing part. At home the program's own KV counts, elsewhere only the prefixes that prompts share.
+    """The missing part. At home the program's own KV counts. Elsewhere, the prefixes that prompts share count, or the
+    program's KV on a common volume, whichever takes less time.
 
     ``guess``: the shared blocks on another replica.
     """
@@ -360,7 +375,12 @@ def gap(turn: Arrival, candidate: Candidate, guess: int = 0) -> Gap:
         if turn.name in candidate.on_host:
             return Gap(prompt - known, known)
     shared = candidate.shared_blocks(turn.prefix, guess)
-    return Gap(max(0, prompt - shared * PREFIX_BLOCK_TOKENS), 0.0, shared)
+    computed = Gap(max(0, prompt - shared * PREFIX_BLOCK_TOKENS), 0.0, shared)
+    if turn.name not in candidate.on_volume:
+        return computed
+    known = min(turn.home_tokens, prompt) or round(max(0.0, prompt - turn.expected.new_tokens))
+    read = Gap(prompt - known, 0.0, read_tokens=known)
+    return min(computed, read, key=lambda one: one.seconds(candidate.load))
 
 
 @dataclass(frozen=True, slots=True)
@@ -392,6 +412,7 @@ def candidate_of(
     residents: frozenset[int] = NO_NAMES,
     on_device: frozenset[int] = NO_NAMES,
     on_host: frozenset[int] = NO_NAMES,
+    on_volume: Container[int] = NO_NAMES,
     prefixes: Container[int] = NO_NAMES,
     sent_prefixes: Container[int] = NO_NAMES,
 ) -> Candidate:
@@ -429,6 +450,7 @@ def candidate_of(
         residents=residents,
         on_device=on_device,
         on_host=on_host,
+        on_volume=on_volume,
         prefixes=prefixes,
         sent_prefixes=sent_prefixes,
     )

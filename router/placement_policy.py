@@ -13,6 +13,7 @@ from hashlib import blake2b
 from math import ceil, inf
 from typing import ClassVar, NamedTuple, Protocol
 
+from cluster.core.kv_price import Place
 from cluster.core.registry import FILTERS, SCORERS
 from router.candidate import Arrival, Candidate, Gap, gap
 from router.settings import EngineSettings
@@ -161,14 +162,14 @@ class Start:
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
         """The backlog's time; where memory is short, also the part of the running turns that has to end first."""
         load = candidate.load
-        short = gap.compute_tokens + gap.fetch_tokens + candidate.backlog_tokens - load.free_tokens
+        short = gap.compute_tokens + gap.fetch_tokens + gap.read_tokens + candidate.backlog_tokens - load.free_tokens
         if short <= 0 or load.running_tokens <= 0:
             return candidate.start_s
         return candidate.start_s + candidate.residual_s * min(1.0, short / load.running_tokens)
 
 
 class Missing:
-    """Time to compute the missing prompt, or to fetch it from the host tier."""
+    """Time to compute the missing prompt, or to load it from the host tier or from disk."""
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
         """See `Scorer`."""
@@ -198,7 +199,9 @@ class Memory:
     """Time to restore KV that will have been evicted at later turns, where the bound programs exceed the memory."""
 
     def seconds(self, turn: Arrival, candidate: Candidate, gap: Gap) -> float:
-        """The evicted part of the context, at each later turn; from the host tier as far as that reaches."""
+        """The evicted part of the context, at each later turn; from the host tier as far as that reaches, then from
+        disk, if there is one that is faster than computing.
+        """
         expected, load = turn.expected, candidate.load
         needed = 0.0 if turn.home == candidate.replica else candidate.needs(expected)
         wanted = candidate.occupied_tokens + needed
@@ -206,8 +209,9 @@ class Memory:
         if over <= 0:
             return 0.0
         fetched = min(over, load.host_tokens) / wanted
-        computed = max(0.0, over - load.host_tokens) / wanted
-        token_s = fetched * 2 * load.swap_token_s + computed * load.token_s
+        lost = max(0.0, over - load.host_tokens) / wanted
+        lost_s = load.rates.cheapest((Place.DISK,), 1.0)[1].seconds
+        token_s = fetched * 2 * load.swap_token_s + lost * lost_s
         return expected.later_turns * expected.context_tokens * token_s
 
 
@@ -325,9 +329,9 @@ class PlacementPolicy:
 def migration_margin_s(turn: Arrival, here: Choice, settings: EngineSettings) -> float:
     """Seconds by which a replica has to be better than the program's home, beside what the migration costs.
 
-    A program whose KV at home is gone is as free to move as a new program.
+    A program whose KV at home is gone, or only on disk, is as free to move as a new program.
     """
-    missing = here.gap.compute_tokens / max(1, turn.expected.prompt_tokens)
+    missing = (here.gap.compute_tokens + here.gap.read_tokens) / max(1, turn.expected.prompt_tokens)
     return settings.move_gain_s + settings.move_margin * (1 - min(1.0, missing)) * here.seconds
 
 
@@ -344,5 +348,5 @@ def migration_pays(turn: Arrival, here: Choice, there: Choice, settings: EngineS
     """
     if ttft_s is not None and here.first_token_s <= ttft_s < there.first_token_s:
         return False
-    cost_s = max(0.0, there.gap.compute_tokens - here.gap.compute_tokens) * there.candidate.load.token_s
+    cost_s = max(0.0, there.gap.seconds(there.candidate.load) - here.gap.seconds(here.candidate.load))
     return here.seconds - there.seconds > settings.hysteresis * cost_s + migration_margin_s(turn, here, settings)

@@ -1,7 +1,7 @@
 """The mutable state of one ingress's placement: replicas, programs and their homes, turns in flight. Pure."""
 
 from collections import OrderedDict
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,6 +21,7 @@ from router.candidate import (
 from router.decisions import Home, TurnRequest
 from router.demand import DemandMeter
 from router.settings import EngineSettings
+from router.volumes import Volumes
 
 UNKNOWN_LOAD = ReplicaLoad()
 SWEPT = 4
@@ -127,6 +128,12 @@ class ReplicaState:
         self._model: str | None = None
         self._guards_memory = False
         self._residents, self._on_device, self._on_host, self._prefixes = NO_NAMES, NO_NAMES, NO_NAMES, NO_NAMES
+        self.volume = ""
+        """Name of the volume of its disk tier; empty: it has none."""
+        self.on_disk = NO_NAMES
+        """The programs whose KV it has written there."""
+        self.on_volume: Container[int] = NO_NAMES
+        """The programs whose KV is on its volume, whichever replica has written it."""
         self._turns: dict[str, _Turn] = {}
         self._newcomers: dict[str, tuple[int, ProgramRecord]] = {}
         self._left: dict[str, _Left] = {}
@@ -140,11 +147,13 @@ class ReplicaState:
         if self.load is not None and snapshot.number <= self.number:
             return False
         try:
-            names = [unpack_names(one) for one in (snapshot.residents, snapshot.on_device, snapshot.on_host)]
+            packed = (snapshot.residents, snapshot.on_device, snapshot.on_host, snapshot.on_disk)
+            names = [unpack_names(one) for one in packed]
             prefixes = unpack_blocks(snapshot.prefixes)
         except ValueError:
             return False
-        self._residents, self._on_device, self._on_host = names
+        self._residents, self._on_device, self._on_host, self.on_disk = names
+        self.volume = snapshot.volume
         self._prefixes = prefixes
         self.load, self.number, self.seen_s = ReplicaLoad.of(snapshot), snapshot.number, now_s
         self.draining, self._model = snapshot.draining, snapshot.model or None
@@ -181,6 +190,7 @@ class ReplicaState:
             residents=self._residents,
             on_device=self._on_device,
             on_host=self._on_host,
+            on_volume=self.on_volume,
             prefixes=self._prefixes,
             sent_prefixes=self._blocks,
         )
@@ -305,6 +315,7 @@ class RouterState:
         self._programs: OrderedDict[str, ProgramRecord] = OrderedDict()
         self._turns: dict[str, ProgramRecord] = {}
         self._neutral, self._neutral_of = ReplicaLoad(), list[ReplicaLoad]()
+        self._volumes = Volumes(settings.program_ttl_s)
 
     def observe(self, snapshots: Mapping[str, ReplicaSnapshot | None], now_s: float) -> None:
         """The replicas that there are, with their newest snapshots."""
@@ -315,7 +326,8 @@ class RouterState:
                 for replica in sorted(snapshots)
             }
         for replica, snapshot in snapshots.items():
-            if snapshot is not None and self._replicas[replica].update(snapshot, now_s):
+            if snapshot is not None and (state := self._replicas[replica]).update(snapshot, now_s):
+                state.on_volume = self._volumes.wrote(replica, state.volume, state.on_disk, now_s)
                 changed = True
         if changed:
             self.workload = WorkloadEstimate.of([load for _, load in self._fresh(now_s)])

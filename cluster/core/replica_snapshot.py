@@ -179,6 +179,13 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     cached."""
     on_host: bytes = b""
     """`pack_names` of the residents whose KV is mostly in the host tier."""
+    on_disk: bytes = b""
+    """`pack_names` of the residents whose KV is mostly on the volume of the disk tier. Other replicas on this volume can
+    load it."""
+    volume: str = ""
+    """Name of the volume of the disk tier, the same for all replicas that see it; empty: there is none to read from."""
+    disk_token_s: Amount = 0.0
+    """Measured seconds to read one token's KV from the volume."""
     prefixes: bytes = b""
     """`pack_blocks` of the prefix blocks that are probably cached on this replica."""
 
@@ -198,7 +205,7 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
             snapshot = _DECODER.decode(packed)
         except (msgspec.MsgspecError, RecursionError) as error:
             raise ValueError(f"not a replica's snapshot: {error}") from error
-        names = len(snapshot.residents) | len(snapshot.on_device) | len(snapshot.on_host)
+        names = len(snapshot.residents) | len(snapshot.on_device) | len(snapshot.on_host) | len(snapshot.on_disk)
         if names % array(_NAME_WIDTH).itemsize or len(snapshot.prefixes) % array(_BLOCK_WIDTH).itemsize:
             raise ValueError("not a replica's snapshot: a name is cut short")
         return snapshot

@@ -288,6 +288,13 @@ KV_DISK_WRITES = _counter(
     "outcome",
     snapshot="disk_writes",
 )
+KV_CARRIED_PROGRAMS = _counter(
+    "kv_carried_programs",
+    MEMORY,
+    "Programs that came from another replica, or from one that is gone, and loaded their context from disk",
+    "model",
+    snapshot="arrived_with_kv",
+)
 KV_DISK_TROUBLES = _counter(
     "kv_disk_troubles",
     MEMORY,

@@ -12,7 +12,7 @@ files, and by the workers, which copy to and from the device.
 from collections import Counter
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from vllm.v1.kv_offload.base import (
     PrepareStoreOutput,
     ReqContext,
     ScheduleEndContext,
+    get_offload_group_idx,
 )
 from vllm.v1.kv_offload.config import OffloadingConfig
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
@@ -142,6 +143,8 @@ class TieredCache(TieringOffloadingManager):
         self.disk = disk
         self.outcomes: Counter[WriteOutcome] = Counter()
         """Number of pauses, by what became of the context."""
+        self.leaving = False
+        """Whether the programs leave this replica at their pauses, so that they need their contexts on disk."""
         self._clock = clock
         self._loading: dict[str, Loading] = {}
         self._pending: dict[str, Pending] = {}
@@ -162,9 +165,9 @@ class TieredCache(TieringOffloadingManager):
         if not self.disk.writable:
             self.outcomes[WriteOutcome.STOPPED] += 1
             return
-        on_disk = self._on_disk(standing)
+        on_disk = disk_standing(standing, self.disk.read_s)
         write_s = self.disk.backlog_s + chunks * self.disk.write_speed.chunk_s
-        refused = refusal(on_disk, write_s) if chunks else WriteOutcome.NO_GAIN
+        refused = refusal(on_disk, write_s, leaving=self.leaving) if chunks else WriteOutcome.NO_GAIN
         if refused is not None:
             self.outcomes[refused] += 1
             return
@@ -173,7 +176,20 @@ class TieredCache(TieringOffloadingManager):
     def follow(self, program: str, standing: Standing) -> None:
         """Update what the program's copy on disk is worth."""
         if program in self.disk.chunks.accounts:
-            self.disk.chunks.update(program, self._on_disk(standing))
+            self.disk.chunks.update(program, disk_standing(standing, self.disk.read_s))
+
+    def tokens_of(self, program: str) -> int:
+        """Return how many tokens of a program's context are on disk, counted from the first one."""
+        return self.disk.chunks_of(program) * self.host.tokens_per_chunk
+
+    def writes(self, program: str) -> bool:
+        """Return whether the program's context is about to be written."""
+        return program in self._pending
+
+    @property
+    def busy(self) -> bool:
+        """Whether contexts are still to be written."""
+        return bool(self._pending) or self.disk.writing
 
     def forget(self, program: str) -> None:
         """Delete the copy of a program that has ended."""
@@ -193,9 +209,6 @@ class TieredCache(TieringOffloadingManager):
     def numbers(self) -> DiskNumbers:
         """Return the totals and the state of the disk tier."""
         return self.disk.numbers(self.outcomes)
-
-    def _on_disk(self, standing: Standing) -> Standing:
-        return disk_standing(standing, self.disk.chunk_tokens, self.disk.read_speed.chunk_s)
 
     # --- loads --------------------------------------------------------------------------------------------------------
 
@@ -220,7 +233,9 @@ class TieredCache(TieringOffloadingManager):
         if loading is None:
             account = self.host.account(req_context)
             standing = account.standing if account else None
-            reads = standing is not None and standing.computed_s * self.disk.chunk_tokens > self.disk.read_speed.chunk_s
+            reads = (
+                standing is not None and disk_standing(replace(standing, returns=True), self.disk.read_s).saved_s > 0
+            )
             loading = self._loading[req_context.req_id] = Loading(reads, SHORTEST_WAIT_S)
         if loading.since_s is None and loading.reads and (account := self.host.account(req_context)):
             tokens = len(account.keys) * self.host.tokens_per_chunk
@@ -294,8 +309,19 @@ class TieredCache(TieringOffloadingManager):
         wanted = sum(key not in self.disk.chunks.blocks for keys in ready for key in keys)
         accepted = self.disk.reserve(program, pending.standing, ready)
         self.outcomes[WriteOutcome.WRITTEN if len(accepted) == wanted else WriteOutcome.NO_ROOM] += 1
+        chunks = self._leading(ready)
         if accepted:
-            self.disk.submit_store(self.create_store_job(accepted, ReqContext(f"caesura-write-{program}")))
+            job = self.create_store_job(accepted, ReqContext(f"caesura-write-{program}"))
+            self.disk.submit_store(job)
+            self.disk.writes_copy(job.job_id, program, chunks)
+        elif chunks:
+            self.disk.has_all(program, chunks)
+
+    def _leading(self, ready: list[list[OffloadKey]]) -> int:
+        """Return how many leading chunks of the main KV cache group are on disk when the accepted ones are written."""
+        main = self.host.chunks.main
+        keys = next((keys for keys in ready if get_offload_group_idx(keys[0]) == main), [])
+        return next((number for number, key in enumerate(keys) if key not in self.disk.chunks.blocks), len(keys))
 
 
 class TieredSpec(HostTierSpec, TieringOffloadingSpec):

@@ -75,6 +75,21 @@ class ChunkFiles:
                 temporary.unlink()
             raise
 
+    def link(self, found: Path, path: Path) -> bool:
+        """Give a file a second name, which needs no copy. Return False where the volume cannot.
+
+        Args:
+            found: the file.
+            path: the other name. Its folder is created, but no folder above.
+        """
+        path.parent.mkdir(exist_ok=True, mode=0o700)
+        try:
+            path.hardlink_to(found)
+        except OSError:
+            return False
+        os.utime(path)
+        return True
+
     def read(self, path: Path, key: bytes, into: memoryview) -> None:
         """Read a chunk into memory. If it is damaged, ``into`` has invalid bytes afterwards.
 

@@ -6,7 +6,8 @@
 and layout, the versions. A replica writes into one slot, which it has locked, and reads from all slots of its identity.
 So a program whose replica was killed finds its KV from any other replica on the volume. The kernel releases the lock of
 a process that ends, however it ends, and the next replica that starts takes the slot with its files over. Since each
-slot is bounded, so is the whole folder.
+slot is bounded, so is the whole folder. A slot has all chunks of its programs: a chunk that another slot has already
+gets a second name (a hard link), so that it stays when the other slot deletes its own.
 
 Locks are `flock`: they hold on one machine for all containers, and on NFS 4.
 """
@@ -26,6 +27,9 @@ STALE_S = 24 * 3600.0
 """Seconds after which files that nobody has used are deleted: those of another identity, and those that a replica finds
 in its slot when it starts."""
 
+VOLUME_FILE = "volume"
+"""File with the random name of the folder, by which replicas know that they see the same one."""
+
 _NAME = re.compile(r"[0-9a-f]{2,128}")
 
 
@@ -42,6 +46,8 @@ class Slots:
         self.path = path
         self.identity = identity
         self.count = count
+        self.volume = ""
+        """The name of the folder that all replicas have that see it. It is empty until a slot was taken."""
         self.own: int | None = None
         """The slot that this process has locked; None: it has none, and only reads."""
         self.generation = ""
@@ -66,6 +72,7 @@ class Slots:
         if create:
             self.path.mkdir(parents=True, exist_ok=True)
         self.folder.mkdir(exist_ok=True, mode=0o700)
+        self.volume = self._volume()
         for number in range(self.count):
             folder = self._slot(number)
             folder.mkdir(exist_ok=True, mode=0o700)
@@ -82,6 +89,21 @@ class Slots:
             self.own, self._lock = number, descriptor
             return True
         return False
+
+    def _volume(self) -> str:
+        """Return the name of the folder. The first replica chooses it."""
+        path = self.folder / VOLUME_FILE
+        if not path.exists():
+            own = path.with_name(f"{VOLUME_FILE}.{os.getpid()}-{os.urandom(4).hex()}{TEMPORARY}")
+            own.write_text(os.urandom(8).hex())
+            try:
+                path.hardlink_to(own)
+            except FileExistsError:
+                pass  # another replica was faster
+            except OSError:  # there are no hard links on this volume
+                own.replace(path)
+            own.unlink(missing_ok=True)
+        return path.read_text()
 
     def release(self) -> None:
         """Unlock the slot. Its files stay for the next replica."""

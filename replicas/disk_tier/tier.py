@@ -19,6 +19,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import takewhile
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,12 @@ class Transfer:
     keys: list[OffloadKey]
     progress_s: float
     done: set[OffloadKey] = field(default_factory=set)
-    elsewhere: set[OffloadKey] = field(default_factory=set)
-    """Chunks that need no write, because another slot has them."""
+    linked: set[OffloadKey] = field(default_factory=set)
+    """Chunks that needed no write, because another slot had them."""
     seconds: float = 0.0
     """Time of the slowest of its parts."""
+    copy: tuple[str, int] | None = None
+    """The program whose context is written, and the chunks that it has on disk when all are done."""
 
 
 class DiskTier(SecondaryTierManager):
@@ -111,6 +114,9 @@ class DiskTier(SecondaryTierManager):
         self._transfers: dict[int, Transfer] = {}
         self._stopped: dict[Direction, tuple[Trouble, float]] = {}
         """Directions that have failed, with the time at which they are tried again."""
+        self._copies: dict[str, int] = {}
+        """Leading chunks of the main KV cache group of each program's context that were written."""
+        self._fresh: list[str] = []
         self._forgotten: set[OffloadKey] = set()
         """Chunks that are deleted when their write has ended."""
         self._victims: list[Path] = []
@@ -133,6 +139,21 @@ class DiskTier(SecondaryTierManager):
     def writable(self) -> bool:
         """Whether chunks can be written now."""
         return self._writes and not self._is_stopped(Direction.WRITE)
+
+    @property
+    def volume(self) -> str:
+        """The name of the volume, which all replicas have that see it. It is empty while nothing can be read."""
+        return self._slots.volume if self.readable else ""
+
+    @property
+    def read_s(self) -> float:
+        """Measured seconds to read one token. Infinite: nothing can be read."""
+        return self.read_speed.chunk_s / self.chunk_tokens if self.readable else inf
+
+    @property
+    def writing(self) -> bool:
+        """Whether anything is being written."""
+        return any(transfer.direction is Direction.WRITE for transfer in self._transfers.values())
 
     @property
     def backlog_s(self) -> float:
@@ -166,8 +187,29 @@ class DiskTier(SecondaryTierManager):
             self._forgotten.discard(key)
         return accepted
 
+    def chunks_of(self, program: str) -> int:
+        """Return how many leading chunks of a program's context this replica has on disk, written completely."""
+        written = self._copies.get(program, 0)
+        account = self.chunks.accounts.get(program) if written else None
+        return min(written, self.chunks.leading(account)) if account is not None else 0
+
+    def take_written(self) -> list[str]:
+        """Return the programs whose contexts were written completely since the last call."""
+        written, self._fresh = self._fresh, []
+        return written
+
+    def has_all(self, program: str, chunks: int) -> None:
+        """Record that so many leading chunks of a program's context are on disk."""
+        self._copies[program] = chunks
+        self._fresh.append(program)
+
+    def writes_copy(self, job_id: int, program: str, chunks: int) -> None:
+        """Note whose context a write that has begun completes, and how many leading chunks are then on disk."""
+        self._transfers[job_id].copy = (program, chunks)
+
     def forget(self, program: str) -> None:
         """Delete the chunks of a program that has ended, except those of other programs too."""
+        self._copies.pop(program, None)
         for key in self.chunks.drop(program):
             if self.chunks.blocks[key].ref_cnt < 0:
                 self._forgotten.add(key)
@@ -176,6 +218,7 @@ class DiskTier(SecondaryTierManager):
 
     def disown(self, program: str) -> None:
         """Keep the chunks of a program that has moved to another replica, which may load them, until room is needed."""
+        self._copies.pop(program, None)
         self.chunks.drop(program)
 
     def reset(self) -> None:
@@ -185,6 +228,7 @@ class DiskTier(SecondaryTierManager):
         """
         for key in list(self.chunks.blocks):
             self._delete(key)
+        self._copies.clear()
         self._slots.generation = f"-{os.getpid()}-{os.urandom(4).hex()}"
 
     def numbers(self, writes: Mapping[WriteOutcome, int]) -> DiskNumbers:
@@ -295,14 +339,13 @@ class DiskTier(SecondaryTierManager):
             for path in victims:
                 path.unlink(missing_ok=True)
             for _, key, row in part:
-                found = self._slots.find(key)
-                if found is None:
-                    path = self._slots.own_file(key)
-                    self._files.write(path, self._name_in_file(key), self._row(row))
+                path, found = self._slots.own_file(key), self._slots.find(key)
+                if found == path:
+                    os.utime(path)
+                elif found is not None and self._files.link(found, path):
+                    transfer.linked.add(key)
                 else:
-                    os.utime(found)
-                    if found != self._slots.own_file(key):
-                        transfer.elsewhere.add(key)
+                    self._files.write(path, self._name_in_file(key), self._row(row))
                 transfer.done.add(key)
                 transfer.progress_s = self._clock.now_s()
         except OSError as error:
@@ -359,6 +402,7 @@ class DiskTier(SecondaryTierManager):
         self._files, self._open = self._make_files(direct), True
         if keys is not None:
             self.chunks.clear()
+            self._copies.clear()
             self.chunks.storing = None
             for key in keys:
                 status = ChunkStatus(0)
@@ -382,7 +426,7 @@ class DiskTier(SecondaryTierManager):
         return [chunks[begin : begin + size] for begin in range(0, len(chunks), size)]
 
     def _count(self, transfer: Transfer) -> None:
-        chunks = len(transfer.done) - len(transfer.elsewhere)
+        chunks = len(transfer.done) - len(transfer.linked)
         if not chunks:
             return
         self.bytes[transfer.direction] += chunks * self.chunk_bytes
@@ -397,7 +441,7 @@ class DiskTier(SecondaryTierManager):
             status = self.chunks.blocks.get(key)
             if status is None:
                 continue
-            if key not in transfer.done or key in transfer.elsewhere:
+            if key not in transfer.done:
                 self.chunks.remove(key)
                 self._forgotten.discard(key)
                 continue
@@ -405,6 +449,10 @@ class DiskTier(SecondaryTierManager):
             if key in self._forgotten:
                 self._forgotten.discard(key)
                 self._delete(key)
+        if transfer.copy is not None and len(transfer.done) == len(transfer.keys):
+            program, chunks = transfer.copy
+            if program in self.chunks.accounts:
+                self.has_all(program, chunks)
 
     def _delete(self, key: OffloadKey) -> None:
         self.chunks.remove(key)
@@ -429,6 +477,7 @@ class DiskTier(SecondaryTierManager):
         if trouble is Trouble.GONE and direction is Direction.WRITE and self._writes:
             self._writes = False
             self.chunks.clear()
+            self._copies.clear()
             self._janitor.reopen()
         if before is None or before[0] is not trouble:
             logger.warning("Disk tier degraded: %s (%s), %s; the replica serves without", trouble, direction, error)

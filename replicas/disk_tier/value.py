@@ -1,13 +1,15 @@
 """What is worth being written to disk. Pure: numbers in, decisions out.
 
-The copy of a program's context is worth the seconds that loading it saves compared with computing it, if the program
-comes back. It is written if it saves anything, and if it would be complete before the next turn is expected: a turn
-that comes earlier finds its KV on the device or on the host.
+The copy of a program's context is worth the seconds that loading it saves compared with computing it
+(`cluster.core.kv_price`), if the program comes back. It is written if it saves anything, and if it would be complete
+before the next turn is expected: a turn that comes earlier finds its KV on the device or on the host. On a replica that
+its programs leave, the next turn finds neither, so the context is written even if the pause is short.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
+from cluster.core.kv_price import KvRates, Place
 from replicas.host_tier import Standing
 
 
@@ -58,29 +60,39 @@ def assumed_speed(chunk_bytes: int) -> Speed:
     return Speed(ASSUMED_CHUNK_S + chunk_bytes / ASSUMED_BYTES_PER_S)
 
 
-def disk_standing(host: Standing, chunk_tokens: int, read_chunk_s: float) -> Standing:
+def disk_standing(host: Standing, read_s: float) -> Standing:
     """Return the standing of a program's copy on disk, given its standing on the host.
 
     Args:
         host: the standing on the host, where ``saved_s`` is 0 if no later turn is expected.
-        chunk_tokens: tokens of a chunk.
-        read_chunk_s: seconds in which a chunk is read.
+        read_s: seconds in which a token is read.
     """
-    saved_s = max(0.0, host.computed_s - read_chunk_s / chunk_tokens) if host.returns else 0.0
-    return Standing(host.resident, saved_s, host.pause_s, host.since_s, host.computed_s, host.returns)
+    rates = KvRates(host.computed_s, host.link_s, read_s)
+    return replace(host, saved_s=rates.saved_s(Place.DISK, Place.COMPUTE) if host.returns else 0.0)
 
 
-def refusal(standing: Standing, write_s: float) -> WriteOutcome | None:
+def host_standing(host: Standing, read_s: float) -> Standing:
+    """Return the standing on the host of a program whose context is on disk, too. The copy there saves only the read.
+
+    The arguments are those of `disk_standing`.
+    """
+    rates = KvRates(host.computed_s, host.link_s, read_s)
+    saved_s = min(rates.saved_s(Place.HOST, Place.DISK), rates.saved_s(Place.HOST, Place.COMPUTE))
+    return replace(host, saved_s=min(host.saved_s, saved_s))
+
+
+def refusal(standing: Standing, write_s: float, *, leaving: bool = False) -> WriteOutcome | None:
     """Return why a paused program's context is not written; None: it is.
 
     Args:
         standing: its standing on disk.
         write_s: seconds until it would be written, after what is being written already.
+        leaving: whether the next turn goes to another replica, which finds the context only on disk.
     """
     if not standing.returns:
         return WriteOutcome.LAST_TURN
     if standing.saved_s <= 0.0:
         return WriteOutcome.NO_GAIN
-    if write_s > standing.pause_s:
+    if write_s > standing.pause_s and not leaving:
         return WriteOutcome.SHORT_PAUSE
     return None

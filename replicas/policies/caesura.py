@@ -7,11 +7,12 @@ were in time. So a program that was late once keeps the value of its later turns
 met SLO comes last. There is no admission: a turn that fits into memory begins.
 
 Optimal stopping holds a paused program's KV while waiting for its tool is worth the memory. Both sides are GPU seconds.
-The value of a hold is the time to compute the context again, or to load it from the host tier. The price per second is
-the hold's share of the memory times how scarce memory is (`pressure`), because all memory together is worth all work of
-the replica. At full pressure and without a host tier, the break-even time is ``CostModel.refill_s``, the time to fill
-the memory again, whatever the context's length. How long the tool may still take follows from its observed durations,
-given that it has lasted so long.
+The value of a hold is the price of the cheapest other place (`cluster.core.kv_price`): to compute the context again,
+or to load it from the host tier or from disk. The price of a second of the hold is its share of the memory times how
+scarce memory is (`pressure`), because all memory together is worth all work of the replica. At full pressure and without
+a host tier, the break-even time is ``CostModel.refill_s``, the time to fill the memory again, whatever the context's
+length. How long the tool may still take follows from its observed durations, given that it has lasted so long. Where a
+hold does not pay, the decision is the cheapest other place.
 
 A step has as many tokens as cost nothing beside the weights that it reads anyway (InferCept, section 4.2: S). It has
 more where the prompts that run or could run would otherwise not have their first token in time.
@@ -24,6 +25,7 @@ from math import inf
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.core.kv_price import Place, Price, held_for_s
 from cluster.core.lifecycle.events import PauseReason
 from cluster.core.lifecycle.machine import ProgramState
 from cluster.core.program import tool_key
@@ -392,7 +394,10 @@ class Stopping:
         stop_s = best_stop_s(survival, self._break_even_s(view, scarce))
         if stop_s is not None:
             return Hold(view.load.now_s + min(stop_s, LONGEST_S), reason=PauseReason.PAYS)
-        return Swap(PauseReason.DOES_NOT_PAY) if _swaps(view) else Release(PauseReason.DOES_NOT_PAY)
+        place, _ = cheapest_below(view)
+        if place is Place.COMPUTE:
+            return Release(PauseReason.DOES_NOT_PAY)
+        return Swap(PauseReason.DOES_NOT_PAY, place)
 
     def _survival(self, view: PauseView | HoldView, elapsed: float) -> Callable[[float], float]:
         """Return P(the pause lasts t seconds longer) of t: by the children that it waits for, else by its tool."""
@@ -402,10 +407,9 @@ class Stopping:
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
         """Return the seconds after which a hold has cost as much as it can save."""
-        facts = view.load.facts
-        context = max(1, view.context_tokens)
-        lost_s = facts.cost.swap_s(context) if _swaps(view) else facts.cost.prefill_s(context)
-        return self.worth * lost_s * facts.capacity_tokens / (context * scarce)
+        _, lost = cheapest_below(view)
+        capacity_tokens = view.load.facts.capacity_tokens
+        return self.worth * held_for_s(lost, max(1, view.context_tokens), capacity_tokens, scarce)
 
     def _value_rate(self, hold: HoldView) -> float:
         window_s = self._break_even_s(hold, 1.0)
@@ -430,10 +434,13 @@ def has_missed_slo(hold: HoldView) -> bool:
     return not paces(slo.normalized_latency_s, hold.program, hold.forecast, hold.load, waited_s, 0.0)
 
 
-def _swaps(view: PauseView | HoldView) -> bool:
-    """Return whether the context fits the host tier and loads faster from there than it is computed."""
-    facts, context = view.load.facts, view.context_tokens
-    return 0 < context <= facts.host_tokens and facts.cost.swap_s(context) < facts.cost.prefill_s(context)
+def cheapest_below(view: PauseView | HoldView) -> tuple[Place, Price]:
+    """Return the cheapest place of a context that leaves the device, and its price."""
+    context, host_tokens = view.context_tokens, view.load.facts.host_tokens
+    places = []
+    if 0 < context <= host_tokens:  # what comes from disk passes through the host
+        places += [Place.HOST] * view.host_room + [Place.DISK] * view.on_disk
+    return view.load.rates(context).cheapest(places, max(1, context))
 
 
 def _statistics(durations: DurationTable, tool: str, min_observations: int) -> Durations | None:

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
+from cluster.core.kv_price import Place
 from cluster.core.lifecycle.machine import begin
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.slo import Slo
@@ -270,6 +271,34 @@ def test_with_a_host_tier_holds_are_as_much_shorter_as_fetching_is_cheaper_than_
     assert STOPPING.decide(pause(at, durations=durations)) == Swap("does not pay")
     assert isinstance(STOPPING.decide(pause(at, durations=table(*[0.02] * 9))), Hold)
     assert isinstance(STOPPING.decide(pause(at, context=1001, durations=durations)), Hold)
+
+
+def test_each_context_goes_to_the_cheapest_place_that_has_it() -> None:
+    """1,000 tokens, which are 10 ms away on the host, and 30 ms on disk, and take 100 ms to compute.
+
+    A hold that costs as much as the place below would save ends: after 0.1, 0.3 and 1 s of such a crowd.
+    """
+    tiers = replace(crowded(), facts=replace(crowded().facts, host_tokens=1000), disk_read_s=2e-5)
+    view = pause(tiers, durations=table(*[60.0] * 9))
+    on_host, on_disk, nowhere = (
+        replace(view, host_room=host, on_disk=disk) for host, disk in ((True, True), (False, True), (False, False))
+    )
+    assert STOPPING.decide(on_host) == Swap("does not pay", Place.HOST)
+    assert STOPPING.decide(on_disk) == Swap("does not pay", Place.DISK)
+    assert STOPPING.decide(nowhere) == Release("does not pay")
+    slow = replace(tiers, disk_read_s=1e-3)
+    assert STOPPING.decide(replace(on_disk, load=slow)) == Release("does not pay"), (
+        "reading takes longer than computing"
+    )
+
+    short = table(*[0.2] * 9)
+    decisions = [STOPPING.decide(replace(one, durations=short)) for one in (on_host, on_disk, nowhere)]
+    assert [isinstance(one, Hold) for one in decisions] == [False, True, True]
+
+    held = hold(
+        tiers, since_s=tiers.now_s, durations=table(*[60.0] * 9), program=replace(begin("p", 99.0), tools=("ls",))
+    )
+    assert STOPPING.review(replace(held, host_room=False, on_disk=True)) == Swap("does not pay", Place.DISK)
 
 
 def test_what_is_swapped_is_fetched_not_computed() -> None:

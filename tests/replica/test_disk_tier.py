@@ -3,6 +3,7 @@
 import mmap
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,16 +19,18 @@ from replicas.disk_tier.chunk_file import PAGE, ChunkFiles, DamagedChunkError, f
 from replicas.disk_tier.identity import weights_identity
 from replicas.disk_tier.slots import STALE_S, Slots
 from replicas.disk_tier.tier import DiskTier
-from replicas.disk_tier.value import Speed, WriteOutcome, disk_standing, refusal
+from replicas.disk_tier.trouble import Direction
+from replicas.disk_tier.value import Speed, WriteOutcome, disk_standing, host_standing, refusal
 from replicas.host_tier import Standing
 from replicas.vllm_versions import COUNTS_CHUNKS
 
 CHUNK_BYTES = PAGE
+LINK_S = 1e-5
 KEY = b"k" * 36
 
 
 def standing(pause_s: float = 10.0, computed_s: float = 1e-3, *, returns: bool = True) -> Standing:
-    return Standing(False, 0.0, pause_s, 0.0, computed_s, returns)
+    return Standing(False, 0.0, pause_s, 0.0, computed_s, LINK_S, returns)
 
 
 # --- files ------------------------------------------------------------------------------------------------------------
@@ -76,6 +79,10 @@ def test_each_replica_has_a_slot_and_reads_all(tmp_path: Path) -> None:
     assert not three.take(create=False), "one more than there are slots, as in a rolling update"
     ChunkFiles(direct=False).write(one.own_file(KEY), KEY, memoryview(bytes(CHUNK_BYTES)))
     assert two.find(KEY) == three.find(KEY) == one.own_file(KEY)
+    assert one.volume == two.volume == three.volume != ""
+    elsewhere = Slots(tmp_path / "another folder", "model", 2)
+    assert elsewhere.take(create=True)
+    assert elsewhere.volume != one.volume
     one.release()
     assert three.take(create=False)
     assert three.scan(file_bytes(CHUNK_BYTES)) == [KEY], "it takes over what the replica before has left"
@@ -92,7 +99,7 @@ def test_what_is_torn_or_old_is_deleted_when_a_slot_is_taken_over(tmp_path: Path
     slots.own_file(keys[2]).with_suffix(".kv.12-3.tmp").write_bytes(b"half")
     os.utime(slots.own_file(keys[2]), (2e9, 2e9))
     assert slots.scan(file_bytes(CHUNK_BYTES)) == [keys[3], keys[2]], "the one used longest ago first"
-    assert sorted(file for file in tmp_path.rglob("*") if file.is_file() and file.name != "lock") == sorted(
+    assert sorted(file for file in tmp_path.rglob("*") if file.is_file() and file.suffix) == sorted(
         map(slots.own_file, keys[2:])
     )
 
@@ -167,6 +174,33 @@ def test_the_program_of_least_worth_is_evicted_and_the_bound_is_kept(tier: DiskT
     assert stored(tmp_path) == 10
 
 
+def test_what_another_slot_has_gets_a_second_name_and_outlives_the_first(tier: DiskTier, tmp_path: Path) -> None:
+    """A program that has moved here has all of its context in this slot after its next pause, though 4 of 6 chunks were
+    written by the replica before, which deletes its own files then.
+    """
+    other, files = Slots(tmp_path, "model", 2), ChunkFiles(direct=False)
+    assert other.take(create=False)
+    for key in context("p", 4):
+        files.write(other.own_file(key), tier._name_in_file(key), memoryview(bytes(CHUNK_BYTES)))
+    keys = tier.reserve("p", Standing(False, 1.0, 10.0, 0.0), [context("p", 6)])
+    tier.submit_store(job(1, keys))
+    tier.writes_copy(1, "p", 6)
+    assert tier.chunks_of("p") == 0, "not before it is written"
+    tier.drain_jobs()
+    list(tier.get_finished_jobs())
+    assert tier.bytes == {Direction.WRITE: 2 * CHUNK_BYTES}, "4 chunks have only got a name"
+    for key in context("p", 4):
+        other.own_file(key).unlink()
+    assert all(tier.has(key) for key in context("p", 6))
+    assert tier.chunks_of("p") == 6
+    assert tier.take_written() == ["p"]
+    write(tier, 2, "dear", 6, saved_s=9.0)
+    assert tier.chunks_of("p") == 4, "its last chunks have made room"
+    tier.disown("p")
+    assert tier.chunks_of("p") == 0
+    other.release()
+
+
 def test_a_program_that_goes_on_writes_only_what_is_new(tier: DiskTier, tmp_path: Path) -> None:
     assert write(tier, 1, "p", 3, saved_s=1.0) == 3
     assert write(tier, 2, "p", 5, saved_s=1.0) == 2
@@ -190,14 +224,22 @@ def test_a_program_that_ends_while_it_is_written_is_deleted_afterwards(tier: Dis
 
 
 def test_what_is_written() -> None:
-    at_1_ms = disk_standing(standing(), chunk_tokens=16, read_chunk_s=1e-3)
-    assert at_1_ms.saved_s == pytest.approx(1e-3 - 1e-3 / 16)
+    at_1_ms = disk_standing(standing(), read_s=1e-3 / 16)
+    assert at_1_ms.saved_s == pytest.approx(1e-3 - 1e-3 / 16 - LINK_S)
     assert refusal(at_1_ms, write_s=9.0) is None
     assert refusal(at_1_ms, write_s=11.0) is WriteOutcome.SHORT_PAUSE
-    slow = disk_standing(standing(), chunk_tokens=16, read_chunk_s=17e-3)
+    assert refusal(at_1_ms, write_s=11.0, leaving=True) is None, "another replica will look for it"
+    slow = disk_standing(standing(), read_s=17e-3 / 16)
     assert refusal(slow, write_s=1.0) is WriteOutcome.NO_GAIN
-    last = disk_standing(standing(returns=False), chunk_tokens=16, read_chunk_s=1e-3)
-    assert refusal(last, write_s=1.0) is WriteOutcome.LAST_TURN
+    last = disk_standing(standing(returns=False), read_s=1e-3 / 16)
+    assert refusal(last, write_s=1.0, leaving=True) is WriteOutcome.LAST_TURN
+
+
+def test_on_the_host_a_copy_is_worth_less_if_it_is_on_disk_too() -> None:
+    alone = replace(standing(), saved_s=1e-3 - LINK_S)
+    assert host_standing(alone, read_s=2e-4).saved_s == pytest.approx(2e-4), "the read that it saves"
+    assert host_standing(alone, read_s=5e-3).saved_s == pytest.approx(1e-3 - LINK_S), "computing is faster than reading"
+    assert host_standing(replace(alone, saved_s=0.0), read_s=2e-4).saved_s == 0, "the program does not come back"
 
 
 def test_a_speed_follows_what_is_measured() -> None:

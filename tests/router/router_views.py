@@ -37,7 +37,7 @@ def snapshot(replica: str, number: int = 1, **fields: Any) -> ReplicaSnapshot:
         "pause_s": 1.0,
         **fields,
     }
-    for name in ("residents", "on_device", "on_host"):
+    for name in ("residents", "on_device", "on_host", "on_disk"):
         if isinstance(values.get(name), (list, tuple, set)):
             values[name] = pack_names(values[name])
     return ReplicaSnapshot(replica, number=number, **values)
