@@ -104,7 +104,7 @@ class Watch:
         """The name of the request in the engine, or None if the engine has not got it."""
         self.endings: dict[int, Ending] = {}
         """Why the engine's outputs ended, by the index of the choice. Choices that have not ended are missing."""
-        self.alone_s: float | None = None if so_far is None or so_far.begun is None else so_far.begun.alone_s
+        self.alone_s: float | None = None if so_far is None else so_far.alone_s
         """See `cluster.core.slo.TurnRecord.alone_s`."""
         self._obstacle: str | None = None
         self._begun: Begun | None = None
@@ -125,6 +125,7 @@ class Watch:
             tuple(self._logprobs),
             () if weights == self._sent_weights else weights,
             self.take_record(),
+            self.alone_s,
         )
         self._begun = self._ending = None
         self._sent_weights = weights
@@ -203,9 +204,9 @@ class Watch:
                 if first and self._obstacle is None:
                     digest = prompt_digest(pack_ids(prompt["prompt_token_ids"]))
                     cached = output.num_cached_tokens, output.num_cache_creation_tokens
-                    self._begun = Begun(digest, *cached, alone_s=self.alone_s)
+                    self._begun = Begun(digest, *cached)
                 elif first:
-                    self._begun = Begun(b"", None, obstacle=self._obstacle, alone_s=self.alone_s)
+                    self._begun = Begun(b"", None, obstacle=self._obstacle)
                 first = False
                 for one in output.outputs:
                     if (ending := _ending(one)) is not None:

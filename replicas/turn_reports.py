@@ -1,7 +1,8 @@
 """What the scheduler reports of a turn beside its tokens: the time that its first token would take alone.
 
 It goes from the engine to its client among the parameters of a KV transfer of the turn's first and last output, because
-vLLM carries these and reads no unknown one. The client removes it before an answer is made.
+vLLM carries these and reads no unknown one. The client removes it before an answer is made. If the client joins the
+first output with the next, vLLM keeps the parameters of the next only, and the report comes with the last output.
 """
 
 from typing import Any

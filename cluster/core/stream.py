@@ -26,8 +26,6 @@ class Begun(msgspec.Struct, frozen=True, array_like=True):
     """Tokens of the prompt that were written to a cache, for `usage`; None: they were not reported."""
     obstacle: str | None = None
     """The reason why no other replica can continue the stream exactly; None: another replica can."""
-    alone_s: float | None = None
-    """See `cluster.core.slo.TurnRecord.alone_s`."""
 
 
 class Ending(msgspec.Struct, frozen=True, array_like=True):
@@ -66,6 +64,8 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """The versions of the weights that computed the output so far; empty: nothing new. A later value replaces it."""
     record: TurnTokens | None = None
     """The tokens of the whole turn, at its end, if they are recorded."""
+    alone_s: float | None = None
+    """See `cluster.core.slo.TurnRecord.alone_s`. It is known at the end at the latest."""
 
 
 class StreamChunk(msgspec.Struct, Generic[Data], frozen=True):
@@ -88,6 +88,7 @@ def joined(steps: Iterable[Progress]) -> Progress:
         tuple(one for step in steps for one in step.logprobs),
         next((step.weights for step in reversed(steps) if step.weights), ()),
         next((step.record for step in reversed(steps) if step.record is not None), None),
+        next((step.alone_s for step in steps if step.alone_s is not None), None),
     )
 
 

@@ -147,7 +147,7 @@ class FailoverStream(Generic[Data]):
     @property
     def alone_s(self) -> float | None:
         """See `cluster.core.slo.TurnRecord.alone_s`."""
-        return next((step.begun.alone_s for step in self._steps if step.begun is not None), None)
+        return next((step.alone_s for step in reversed(self._steps) if step.alone_s is not None), None)
 
     def cancel(self) -> None:
         """Stop the replica's work on the answer. A call whose last piece has come is left to end by itself."""
