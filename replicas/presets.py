@@ -146,6 +146,11 @@ class Device:
     """Sequences of a step at most, likewise."""
 
     @property
+    def drive(self) -> tuple[float, float]:
+        """Bytes per second of the NVMe drive that each device has: reads and writes. It has the PCIe of the host."""
+        return NVME5 if self.host_link >= PCIE5 else NVME4
+
+    @property
     def memory_bytes(self) -> float:
         """Bytes of the device memory."""
         return self.memory_gib * (1 << 30)
@@ -153,6 +158,9 @@ class Device:
 
 PCIE4, PCIE5 = 32e9, 64e9
 """Bytes per second of sixteen PCIe lanes, in one direction."""
+
+NVME4, NVME5 = (6.5e9, 4e9), (12e9, 6e9)
+"""Bytes per second that a drive with four PCIe lanes reads and writes. They are typical of data sheets, and assumed."""
 
 MODELS = {
     # From each model's config.json; parameters as counted in its checkpoint.
@@ -258,6 +266,22 @@ def preset(name: str, reached: Efficiency | None = None) -> CostModel:
     if capacity < MIN_CAPACITY_TOKENS:
         raise ConfigError(_misfit(name, shape, device, capacity))
     return roofline(name, shape, device, reached or efficiency(fit))
+
+
+def drive_of(source: str) -> tuple[float, float]:
+    """Return the bytes per second that the NVMe drives of a replica read and write: one drive for each device.
+
+    Args:
+        source: a preset, or the ``.json`` file of a cost model, which stands for one drive of today.
+
+    Raises:
+        ConfigError: there is no such preset.
+    """
+    if source.endswith(".json") or source == TINY_CPU.name:
+        return NVME5
+    shape, device, _ = _parsed(source)
+    read, written = device.drive
+    return shape.tensor_parallel * read, shape.tensor_parallel * written
 
 
 def fit_of(name: str) -> str:

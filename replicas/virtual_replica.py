@@ -21,6 +21,7 @@ from cluster.config.schema import PolicyConfig, SloConfig
 from cluster.core.clock import ManualClock
 from cluster.core.errors import IntegrityError
 from cluster.core.program import ProgramIdentity
+from replicas.control import dispatch
 from replicas.cost_model import CostModel
 from replicas.host_tier import kv_transfer_config
 from replicas.peers.peer import NO_FIELDS, Peer
@@ -28,10 +29,13 @@ from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.stats import Waste, computed_again
 from replicas.step_pace import work_of
+from replicas.virtual_disk import VirtualDisk, VirtualDiskTier
 from replicas.virtual_engine import Shape, VirtualEngine, VirtualLink
 
 MIN_STEP_S = 1e-3
 """Least seconds of a step in which nothing could be scheduled. They stand for an engine that polls its queues."""
+DISK_POLL_S = 10e-3
+"""Longest step in which nothing could be scheduled while the disk reads or writes."""
 
 
 @dataclass(slots=True)
@@ -73,6 +77,8 @@ class VirtualReplica:
     clock: ManualClock
     link: VirtualLink | None = None
     """The link to the host tier, or None if there is none."""
+    disk: VirtualDisk | None = None
+    """The drive of its disk tier, or None if there is none."""
     peer: Peer | None = None
     """The peer whose scheduler this is, or None."""
     waste: Waste = field(default_factory=Waste)
@@ -97,6 +103,7 @@ class VirtualReplica:
         shape: Shape,
         model: Path,
         clock: ManualClock,
+        disk: VirtualDisk | None = None,
     ) -> "VirtualReplica":
         """Build a replica.
 
@@ -108,6 +115,7 @@ class VirtualReplica:
             shape: memory and limits.
             model: a directory with a model's config.json.
             clock: the virtual clock.
+            disk: the drive of a disk tier below the host tier of an AgentScheduler.
         """
         link = VirtualLink(clock, cost.swap_s, shape.block_size) if shape.host_blocks else None
         if policy is None:
@@ -123,11 +131,12 @@ class VirtualReplica:
                 scheduling_policy=policy.scheduling_policy,
             )
             policy.attach(engine.scheduler)
-            return cls(engine, cost, clock, link, policy)
+            return cls(engine, cost, clock, link, peer=policy)
         settings = SchedulerSettings(policy=policy, cost=cost, slo=slo)
-        engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link, transfer_config=kv_transfer_config)
+        tiers = kv_transfer_config if disk is None else disk.transfer_config
+        engine = VirtualEngine(AgentScheduler, model, shape, settings, link=link, transfer_config=tiers)
         engine.scheduler.clock = clock
-        return cls(engine, cost, clock, link)
+        return cls(engine, cost, clock, link, disk)
 
     @property
     def busy(self) -> bool:
@@ -183,6 +192,10 @@ class VirtualReplica:
         """
         polled_s = max(self.cost.overhead_s, MIN_STEP_S)
         next_end_s = self.link.next_end_s if self.link is not None else None
+        if (disk_end_s := self._disk_end_s()) is not None:
+            if next_end_s is None:  # a turn that waits for the disk is asked again, but not every millisecond
+                return min(max(disk_end_s - self.clock.now_s(), MIN_STEP_S), DISK_POLL_S)
+            next_end_s = min(next_end_s, disk_end_s)
         if next_end_s is None:
             return polled_s
         requests = self.engine.scheduler.requests.values()
@@ -190,6 +203,32 @@ class VirtualReplica:
             return polled_s
         self._waits_for_link = True
         return max(next_end_s - self.clock.now_s(), MIN_STEP_S)
+
+    def _disk_end_s(self) -> float | None:
+        """Return the time at which the next transfer from or to the disk ends; None: none is in progress."""
+        scheduler = self.engine.scheduler
+        if self.disk is None or not isinstance(scheduler, AgentScheduler) or scheduler.swapping.disk is None:
+            return None
+        tier = scheduler.swapping.disk.disk
+        return tier.next_end_s if isinstance(tier, VirtualDiskTier) else None
+
+    @property
+    def moves_kv(self) -> bool:
+        """Whether KV is being moved between the device, the host and the disk."""
+        return (self.link is not None and self.link.next_end_s is not None) or self._disk_end_s() is not None
+
+    def restart(self) -> None:
+        """Lose what a process loses that ends, while no turn is open and no KV is moved. The disk keeps its chunks."""
+        scheduler = self.engine.scheduler
+        if not isinstance(scheduler, AgentScheduler):
+            scheduler.reset_prefix_cache()
+            return
+        for program in list(scheduler.programs.recent()):
+            dispatch(scheduler, "moved", {"key": program.key})
+        scheduler.reset_prefix_cache()
+        if scheduler.swapping.cache is not None:
+            scheduler.swapping.cache.reset_cache()
+        scheduler.swapping.leave(False)
 
     def end_step(self) -> list[VirtualTurn]:
         """Process the tokens of the step. Return the turns that it ended."""

@@ -124,9 +124,17 @@ class DiskTier(SecondaryTierManager):
         """What threads report, for the engine's thread."""
         self._open = False
         self._writes = False
+        self._pool: Any = None
+        self._lookups: Any = None
+        self._janitor: Any = None
+        self._begin_workers()
+
+    def _begin_workers(self) -> None:
+        """Start what does I/O. A subclass may replace it."""
         self._pool = DualQueueThreadPool(READERS, WRITERS, thread_name_prefix="caesura_disk")
         self._lookups = SlotLookup(self)
-        self._janitor = Janitor(self._slots, clock, file_bytes(self.chunk_bytes), self._opened, self.report_failure)
+        wanted_bytes = file_bytes(self.chunk_bytes)
+        self._janitor = Janitor(self._slots, self._clock, wanted_bytes, self._opened, self.report_failure)
 
     # --- for the scheduler --------------------------------------------------------------------------------------------
 

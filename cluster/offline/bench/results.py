@@ -235,6 +235,8 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
         "rate": settings.rate_per_s,
         "seed": settings.seed,
         "host_gib": None,
+        "disk_gib": None,
+        "restart_every_s": None,
         **measures(summary),
         "jain": None,
         "wasted_gib_s": None,

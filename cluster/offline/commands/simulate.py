@@ -50,6 +50,9 @@ def simulate(
     drain_s: Annotated[float, typer.Option(help="Seconds after the last arrival to wait for the end.")] = 300.0,
     seed: Annotated[str, typer.Option(help="One, or several with commas: each is a run.")] = "0",
     host_gib: Annotated[float, typer.Option(help="Host memory for KV of each replica, GiB; 0: no host tier.")] = 0.0,
+    disk_gib: Annotated[
+        float, typer.Option(help="Disk for KV of each replica below the host tier, GiB; 8 replicas share a volume.")
+    ] = 0.0,
     prefix_cache: Annotated[
         bool, typer.Option(help="Off: released KV is forgotten, as by the papers' engines.")
     ] = True,
@@ -86,6 +89,9 @@ def simulate(
     ] = "static",
     min_replicas: Annotated[int, typer.Option(help="Replicas at least, with --autoscaler.")] = 1,
     start_s: Annotated[float, typer.Option(help="Seconds that a replica takes to start, with --autoscaler.")] = 120.0,
+    restart_every_s: Annotated[
+        float, typer.Option(help="Restart the replicas one after another, one in so many seconds; 0: none restarts.")
+    ] = 0.0,
     target_ongoing: Annotated[float, typer.Option(help="Turns of a replica at which queue_length aims.")] = 2.0,
     under_way: Annotated[int | None, typer.Option(help="Closed loop of so many programs, whatever the rate.")] = None,
     missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
@@ -157,6 +163,7 @@ def simulate(
             drain_s=drain_s,
             seeds=_list("--seed", seed, int),
             host_gib=host_gib,
+            disk_gib=disk_gib,
             prefix_cache=prefix_cache,
             slo_ttft=slo_ttft,
             policy_slo_ttft=policy_slo_ttft,
@@ -172,6 +179,7 @@ def simulate(
             max_ongoing=max_ongoing,
             imbalanced_threshold=imbalanced,
             scaling=Scaling(autoscaler, min_replicas, start_s, target_ongoing),
+            restart_every_s=restart_every_s,
             under_way=under_way,
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_seqs,

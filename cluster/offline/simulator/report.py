@@ -53,6 +53,8 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
         "rate": run.rate_per_s,
         "seed": run.seed,
         "host_gib": settings.host_gib,
+        "disk_gib": settings.disk_gib,
+        "restart_every_s": settings.restart_every_s,
         **measures(result.summary),
         "jain": result.jain,
         "wasted_gib_s": result.wasted_gib_s.total,

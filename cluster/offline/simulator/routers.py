@@ -17,6 +17,7 @@ from cluster.core.replica_snapshot import ReplicaSnapshot, prefix_blocks
 from cluster.offline.simulator.elastic import STATIC, ScaledRouter, Scaling
 from cluster.offline.simulator.peers import Everywhere, KvAware
 from cluster.offline.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, replica_name
+from cluster.offline.simulator.restarts import RestartingRouter
 from cluster.offline.simulator.routing import (
     Answer,
     LeastPrograms,
@@ -160,9 +161,14 @@ class Replicas:
     """Parameters of Caesura's router that differ from their defaults."""
     scaling: Scaling = field(default_factory=lambda: Scaling(STATIC))
     """How many of the replicas serve."""
+    restart_every_s: float = 0.0
+    """Seconds between the restarts of two replicas; 0: none restarts."""
 
 
 def _caesura(made: Replicas) -> TurnRouter:
+    if made.restart_every_s:
+        every_s, start_s = made.restart_every_s, made.scaling.start_s
+        return RestartingRouter(lambda present: _front_of(made, present), made.replicas, every_s, start_s)
     if made.scaling.is_static:
         return _front_of(made, None)
     return ScaledRouter(lambda present: _front_of(made, present), made.replicas, made.scaling, made.slo.ttft_s)

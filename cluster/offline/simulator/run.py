@@ -7,10 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from math import inf, nextafter
+from math import ceil, inf, nextafter
 from multiprocessing import get_context
 from pathlib import Path
 
+from cluster.config.schema import PolicyConfig
 from cluster.core.clock import ManualClock
 from cluster.core.errors import ConfigError
 from cluster.core.program import ProgramIdentity
@@ -33,11 +34,17 @@ from cluster.offline.simulator.settings import BLOCK_SIZE, GIB, STOCK_NO_CACHE, 
 from cluster.offline.simulator.shedding import SheddingRouter
 from cluster.offline.simulator.simulation import Simulation
 from predictor_service.forecast_files import Forecasts
+from replicas.presets import drive_of
 from replicas.scheduler import AgentScheduler
 from replicas.stats import KvUse
+from replicas.virtual_disk import VirtualDisk, VirtualVolume
 from replicas.virtual_engine import Shape, write_config_only_model
 from replicas.virtual_replica import VirtualReplica
 
+MACHINE_REPLICAS = 8
+"""Replicas of a machine, which see one volume."""
+FILE_S = 25e-6
+"""Seconds that each file takes beside its bytes: 100 us, while four threads read or write. It is assumed."""
 SAMPLES = 600
 """Memory samples of one run. A plot has fewer points."""
 
@@ -268,6 +275,7 @@ def simulate(
         settings.slo(),
         settings.front,
         settings.scaling,
+        settings.restart_every_s,
     )
     router = (make_router or ROUTERS[run.router])(made_for)
     if run.router != OURS:
@@ -315,11 +323,32 @@ def _replicas(settings: SimulationSettings, run: Run, clock: ManualClock, peak_t
         host_blocks=settings.host_blocks(run.policy),
     )
     policy = settings.scheduler(run.policy)
+    disks = _disks(settings, clock) if isinstance(policy, PolicyConfig) else [None] * settings.replicas
     with tempfile.TemporaryDirectory() as directory:
         model = write_config_only_model(Path(directory), shape.max_model_len)
-        return [
-            VirtualReplica.build(policy, cost, settings.slo(), shape, model, clock) for _ in range(settings.replicas)
-        ]
+        return [VirtualReplica.build(policy, cost, settings.slo(), shape, model, clock, disk) for disk in disks]
+
+
+def _disks(settings: SimulationSettings, clock: ManualClock) -> list[VirtualDisk | None]:
+    """Return the drive of each replica. The replicas of a machine see one volume."""
+    if not settings.disk_gib:
+        return [None] * settings.replicas
+    read, written = drive_of(settings.preset)
+    chunk_bytes = int(settings.cost_model().kv_bytes_per_token * BLOCK_SIZE)
+    machines = range(ceil(settings.replicas / MACHINE_REPLICAS))
+    volumes = [VirtualVolume(f"machine-{number}") for number in machines]
+    return [
+        VirtualDisk(
+            volume=volumes[index // MACHINE_REPLICAS],
+            slot=index,
+            clock=clock,
+            chunks=settings.disk_blocks,
+            chunk_bytes=chunk_bytes,
+            read_chunk_s=FILE_S + chunk_bytes / read,
+            write_chunk_s=FILE_S + chunk_bytes / written,
+        )
+        for index in range(settings.replicas)
+    ]
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,6 +83,9 @@ class SimulationSettings:
     host_gib: float = 0.0
     """Host memory for the KV of each replica in GiB; 0 disables the host tier. Those of `WITHOUT_HOST_TIER`
     never have one."""
+    disk_gib: float = 0.0
+    """Disk for the KV of each replica in GiB, below the host tier; 0 disables the disk tier. Only policies of Caesura
+    have one."""
     prefix_cache: bool = True
     """Whether the KV of a released context stays cached until its blocks are used again. False: only running and held
     contexts have KV, as in the engines of the papers."""
@@ -115,6 +118,9 @@ class SimulationSettings:
     """Parameters of Caesura's router that differ from their defaults."""
     scaling: Scaling = field(default_factory=lambda: Scaling(STATIC))
     """How many of the replicas serve."""
+    restart_every_s: float = 0.0
+    """Seconds between the restarts of two replicas, one after another; 0: none restarts. A start takes as long as one
+    of the autoscaler."""
     under_way: int | None = None
     """Number of concurrent programs in a closed loop, which ignores the rate; None: an open loop."""
     max_batched_tokens: int | None = None
@@ -154,6 +160,8 @@ class SimulationSettings:
                 "--drain-s": self.drain_s,
                 "--noise": min(self.noises, default=-1.0),
                 "--host-gib": self.host_gib,
+                "--disk-gib": self.disk_gib,
+                "--restart-every-s": self.restart_every_s,
                 "--seed": min(self.seeds, default=-1),
             }
         )
@@ -182,6 +190,10 @@ class SimulationSettings:
             raise ConfigError(f"--burst: it ends at {self.other_rate.end_s:g} s, after the last arrival")
         if self.host_gib and not self.host_blocks(STOCK):
             raise ConfigError(f"--host-gib: {self.host_gib} is less than the KV of one block")
+        if self.disk_gib and not self.host_gib:
+            raise ConfigError("--disk-gib: needs --host-gib, since KV passes through the host tier")
+        if self.disk_gib and not self.disk_blocks:
+            raise ConfigError(f"--disk-gib: {self.disk_gib} is less than the KV of one block")
         for name in self.parameters:
             if name not in self.policies or name in BASELINES:
                 raise ConfigError(f"--set {name}: no policy of that name is simulated with parameters")
@@ -196,6 +208,12 @@ class SimulationSettings:
 
     def _check_scaling(self) -> None:
         scaling = self.scaling
+        if self.restart_every_s:
+            if self.routers != (OURS,) or not scaling.is_static:
+                raise ConfigError(f"--restart-every-s: needs --router {OURS}, and no --autoscaler")
+            if self.replicas < 2:
+                raise ConfigError("--restart-every-s: needs at least two --replicas")
+            require_positive({"--start-s": scaling.start_s})
         if scaling.is_static:
             return
         if self.routers != (OURS,):
@@ -266,12 +284,18 @@ class SimulationSettings:
             return 0
         return int(self.host_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
 
+    @property
+    def disk_blocks(self) -> int:
+        """Number of blocks of one replica's disk tier."""
+        return int(self.disk_gib * GIB / (self.cost_model().kv_bytes_per_token * BLOCK_SIZE))
+
     def tier(self, policy: str) -> str:
         """Describe in words which KV remains after a turn under ``policy``."""
         if policy == STOCK_NO_CACHE:
             return "prefix cache off, no host tier"
         host = f"host tier {self.host_gib:g} GiB" if self.host_blocks(policy) else "no host tier"
-        return f"prefix cache {'on' if self.prefix_cache else 'off'}, {host}"
+        disk = f", disk tier {self.disk_gib:g} GiB" if self.disk_gib and policy not in (*BASELINES, *PEERS) else ""
+        return f"prefix cache {'on' if self.prefix_cache else 'off'}, {host}{disk}"
 
     def fitting(self) -> Shaping:
         """Return how programs are shaped, so that each fits into the memory of one replica."""

@@ -212,6 +212,7 @@ class Simulation:
 
     def _tick(self, every_s: float) -> None:
         self._router.tick(self._clock.now_s())
+        self._ready.update(range(len(self._replicas)))  # the router may have given them work
         self._waited()
         if self._left:
             self.timeline.at(self._clock.now_s() + every_s, partial(self._tick, every_s))
