@@ -15,6 +15,7 @@ from cluster.offline.simulator.settings import BASELINES, STOCK_NO_CACHE, WITHOU
 from cluster.offline.simulator.simulation import Simulation
 from replicas.cost_model import CostModel
 from replicas.peers.peer import Peer
+from replicas.virtual_disk import VirtualDisk
 from replicas.virtual_engine import Shape
 from replicas.virtual_replica import VirtualReplica
 
@@ -62,6 +63,7 @@ class Bench:
         foresight: Foresight = LIVE,
         cost: CostModel = COST,
         router: Callable[[Sequence[VirtualReplica]], TurnRouter] = lambda replicas: LeastPrograms(len(replicas)),
+        disk: Callable[[int, ManualClock], VirtualDisk] | None = None,
         **shape: int,
     ) -> Simulation:
         self.clock = ManualClock()
@@ -76,7 +78,10 @@ class Bench:
             shape["host_blocks"] = 0
         made = Shape(**{"num_blocks": 257, "max_num_seqs": 64, **shape}, prefix_caching=policy != STOCK_NO_CACHE)
         slo = SloConfig(ttft_s=1.0, normalized_latency_s=0.1)
-        self.replicas = [VirtualReplica.build(config, cost, slo, made, self.model, self.clock) for _ in range(replicas)]
+        disks = [disk(index, self.clock) if disk is not None else None for index in range(replicas)]
+        self.replicas = [
+            VirtualReplica.build(config, cost, slo, made, self.model, self.clock, drive) for drive in disks
+        ]
         jobs = [Job(f"p{n}", planned, at_s, (0, 0, n)) for n, (at_s, planned) in enumerate(programs)]
         return self.simulate(jobs, router, foresight=foresight)
 
