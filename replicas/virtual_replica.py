@@ -217,6 +217,18 @@ class VirtualReplica:
         """Whether KV is being moved between the device, the host and the disk."""
         return (self.link is not None and self.link.next_end_s is not None) or self._disk_end_s() is not None
 
+    def leave(self) -> None:
+        """Write the contexts of programs to disk, because this replica ends."""
+        if isinstance(scheduler := self.engine.scheduler, AgentScheduler):
+            dispatch(scheduler, "leave", {})
+
+    @property
+    def may_end(self) -> bool:
+        """Whether no step is in progress, no KV is moved, and no context is still to be written."""
+        scheduler = self.engine.scheduler
+        leaves = isinstance(scheduler, AgentScheduler) and scheduler.swapping.leaves
+        return not (self.busy or self.moves_kv or leaves)
+
     def restart(self) -> None:
         """Lose what a process loses that ends, while no turn is open and no KV is moved. The disk keeps its chunks."""
         scheduler = self.engine.scheduler

@@ -1,15 +1,14 @@
 """The price of each place where the KV of a paused program may be, until its next turn. Pure.
 
 A price is seconds: of the GPU, and of the turn that waits. A replica compares the places by it when a program pauses,
-and when it chooses what is written to disk and what the host tier evicts. The router compares replicas by it when a turn
-comes. The same context has the same price for both, since both get the same measured rates.
+and when it chooses what is written to disk and what the host tier evicts. The router compares replicas by it when a
+turn comes. The same context has the same price for both, since both get the same measured rates.
 
 | place | seconds of the GPU | seconds that the turn waits |
 | --- | --- | --- |
 | device | its share of the memory, for the pause, as far as others need the memory | 0 |
 | host | 0 | over the host link |
-| disk | 0 | from the volume to the host, then over the link |
-| peer | 0 | as from disk: another replica loads it from the volume that both read |
+| disk | 0 | from the volume to the host, then over the link; the same on each replica that sees the volume |
 | compute | to compute it | the same seconds |
 
 Transfers over the link and from the volume do not keep the GPU from computing.
@@ -27,7 +26,6 @@ class Place(StrEnum):
     DEVICE = "device"
     HOST = "host"
     DISK = "disk"
-    PEER = "peer"
     COMPUTE = "compute"
     """Nowhere: it is computed again."""
 
@@ -68,7 +66,7 @@ class KvRates:
         match place:
             case Place.HOST:
                 return Price(0.0, _times(tokens, self.link_s))
-            case Place.DISK | Place.PEER:
+            case Place.DISK:
                 return Price(0.0, _times(tokens, self.read_s + self.link_s))
             case Place.COMPUTE:
                 return Price(_times(tokens, self.compute_s), _times(tokens, self.compute_s))

@@ -180,8 +180,8 @@ class ReplicaSnapshot(msgspec.Struct, frozen=True):
     on_host: bytes = b""
     """`pack_names` of the residents whose KV is mostly in the host tier."""
     on_disk: bytes = b""
-    """`pack_names` of the residents whose KV is mostly on the volume of the disk tier. Other replicas on this volume can
-    load it."""
+    """`pack_names` of the residents whose KV is mostly on the volume of the disk tier. Other replicas on this volume
+    can load it."""
     volume: str = ""
     """Name of the volume of the disk tier, the same for all replicas that see it; empty: there is none to read from."""
     disk_token_s: Amount = 0.0

@@ -9,10 +9,10 @@ met SLO comes last. There is no admission: a turn that fits into memory begins.
 Optimal stopping holds a paused program's KV while waiting for its tool is worth the memory. Both sides are GPU seconds.
 The value of a hold is the price of the cheapest other place (`cluster.core.kv_price`): to compute the context again,
 or to load it from the host tier or from disk. The price of a second of the hold is its share of the memory times how
-scarce memory is (`pressure`), because all memory together is worth all work of the replica. At full pressure and without
-a host tier, the break-even time is ``CostModel.refill_s``, the time to fill the memory again, whatever the context's
-length. How long the tool may still take follows from its observed durations, given that it has lasted so long. Where a
-hold does not pay, the decision is the cheapest other place.
+scarce memory is (`pressure`), because all memory together is worth all work of the replica. At full pressure and
+without a host tier, the break-even time is ``CostModel.refill_s``, the time to fill the memory again, whatever the
+context's length. How long the tool may still take follows from its observed durations, given that it has lasted so
+long. Where a hold does not pay, the decision is the cheapest other place.
 
 A step has as many tokens as cost nothing beside the weights that it reads anyway (InferCept, section 4.2: S). It has
 more where the prompts that run or could run would otherwise not have their first token in time.

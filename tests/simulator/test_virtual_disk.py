@@ -61,7 +61,7 @@ def test_what_the_host_has_lost_is_loaded_from_disk(bench: Bench) -> None:
 def test_a_program_finds_its_context_after_its_replica_has_restarted(
     bench: Bench, disk: Callable[[int, ManualClock], VirtualDisk] | None, found: int
 ) -> None:
-    """p0 is placed on replica 1 at 0 s and pauses for 22 s. Replica 0 restarts at 10 s, and replica 1 at 20 s. So the next
+    """p0 is placed on replica 1 at 0 s and pauses for 22 s. Replica 0 restarts at 10 s, replica 1 at 20 s. So the next
     turn goes to replica 0, which loads the context if it sees the volume.
     """
     [record] = bench.run((0.0, RETURNS), policy="caesura", replicas=2, router=restarts, disk=disk, host_blocks=200)

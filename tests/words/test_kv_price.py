@@ -13,7 +13,7 @@ RATES = KvRates(compute_s=1e-4, link_s=1e-5, read_s=2e-5)
 def test_the_price_of_each_place() -> None:
     prices = {place: RATES.price(place, 1000) for place in Place if place is not Place.DEVICE}
     assert {place: price.seconds for place, price in prices.items()} == pytest.approx(
-        {Place.HOST: 0.01, Place.DISK: 0.03, Place.PEER: 0.03, Place.COMPUTE: 0.1}
+        {Place.HOST: 0.01, Place.DISK: 0.03, Place.COMPUTE: 0.1}
     )
     assert [place for place, price in prices.items() if price.gpu_s] == [Place.COMPUTE], "transfers let the GPU compute"
     with pytest.raises(ValueError, match="depends on its time"):

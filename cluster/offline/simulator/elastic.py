@@ -2,7 +2,8 @@
 
 All replicas that there may be exist from the beginning. The router sees those that serve. One that is added serves
 after the start-up time, and is paid for from the decision on. One that is removed gets no further turn, is paid for
-until its turns have ended, and loses its KV: as in a live cluster, its programs move at their next turn.
+until its turns have ended, and loses its KV, except what is on its disk: as in a live cluster, its programs move at
+their next turn.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -137,8 +138,14 @@ class ScaledRouter:
             self.present.add(index)
         busy = {turn.replica for turn in self._open.values()}
         for index in self._leaving - busy:
+            replica = self._replicas[index]
+            if replica.disk is None:
+                forget_all(replica, now_s)
+            elif replica.may_end:
+                replica.restart()
+            else:
+                continue
             self._leaving.discard(index)
-            forget_all(self._replicas[index], now_s)
         self._find_late(now_s)
         decision = self._policy.decide(self._view(now_s), self._state)
         self._state = decision.state
@@ -158,6 +165,7 @@ class ScaledRouter:
                 index = max(self.present)
                 self.present.discard(index)
                 self._leaving.add(index)
+                self._replicas[index].leave()
         for index in range(len(self._replicas)):
             if len(self.present) + len(self._starting) >= wanted:
                 return

@@ -1,8 +1,9 @@
 """Simulated replicas that restart one after another, as in a rolling change.
 
 A replica that restarts gets no further turn. It writes the contexts of its programs to disk, if it has a disk tier, and
-ends when its turns have ended. As in a live cluster, that takes `LEAVE_S` at most. Its device and its host tier are
-empty when it serves again; its disk is not. The next replica restarts after it.
+ends when its turns and its writes have ended. (A live replica waits for writes no longer than `replicas.leaving`
+allows.) Its device and its host tier are empty when it serves again; its disk is not. The next replica restarts after
+it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -10,9 +11,6 @@ from collections.abc import Callable, Mapping, Sequence
 from cluster.core.replica_snapshot import ReplicaSnapshot
 from cluster.offline.simulator.elastic import Front
 from cluster.offline.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway
-from replicas.control import dispatch
-from replicas.leaving import LEAVE_S
-from replicas.scheduler import AgentScheduler
 from replicas.virtual_replica import VirtualReplica
 from router.placement_engine import PlacementEngine
 
@@ -41,7 +39,6 @@ class RestartingRouter:
         self._due_s = every_s
         self._next = 0
         self._leaving: int | None = None
-        self._idle_since_s: float | None = None
         self._back_s: float | None = None
         self._open: dict[str, int] = {}
 
@@ -83,11 +80,9 @@ class RestartingRouter:
             self._leave(self._leaving, now_s)
         elif now_s >= self._due_s:
             self._leaving, self._next = self._next, (self._next + 1) % len(self._replicas)
-            self._due_s, self._idle_since_s, self._back_s = now_s + self._every_s, None, None
+            self._due_s, self._back_s = now_s + self._every_s, None
             self.present.discard(self._leaving)
-            scheduler = self._replicas[self._leaving].engine.scheduler
-            if isinstance(scheduler, AgentScheduler):
-                dispatch(scheduler, "leave", {})
+            self._replicas[self._leaving].leave()
         self._router.tick(now_s)
 
     def _leave(self, index: int, now_s: float) -> None:
@@ -97,12 +92,7 @@ class RestartingRouter:
                 self.present.add(index)
                 self._leaving = None
             return
-        if index in self._open.values():
-            return
-        self._idle_since_s = now_s if self._idle_since_s is None else self._idle_since_s
-        scheduler = replica.engine.scheduler
-        leaves = isinstance(scheduler, AgentScheduler) and scheduler.swapping.leaves
-        if replica.busy or replica.moves_kv or (leaves and now_s - self._idle_since_s < LEAVE_S):
+        if index in self._open.values() or not replica.may_end:
             return
         replica.restart()
         self.restarts += 1
