@@ -300,6 +300,8 @@ KV_MEMORY = Row(
         ),
         replica_panel(m.KV_DISK_BYTES, "KV written to disk and read", width=12),
         replica_panel(m.KV_DISK_TROUBLES, "Failures of the disk tier", width=12),
+        replica_panel(m.KV_DISK_S, "Time of transfers to disk and back", width=12),
+        replica_panel(m.KV_CARRIED_PROGRAMS, "Programs that arrived with their KV", width=12),
         replica_panel(m.KV_OFFLOAD_BYTES, "Swapped and fetched", width=6),
         lines(
             "Paused programs",
