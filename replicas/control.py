@@ -268,14 +268,15 @@ def _tool_finished(scheduler: AgentScheduler, key: str) -> dict[str, Any]:
     return {"held": key in scheduler.holds, "fetching": program is not None and program.phase is Phase.FETCHING}
 
 
-def _extend(scheduler: AgentScheduler, key: str, at: int, ids: bytes) -> dict[str, Any]:
+def _extend(scheduler: AgentScheduler, key: str, at: int, ids: bytes, rewrites: bool = False) -> dict[str, Any]:
     """Set a paused program's next prompt from token ``at`` on, as far as it is known, so that it is computed early.
 
-    ``ids`` are packed. The answer says why they are not computed, or None.
+    ``ids`` are packed, and ``rewrites`` is as for `EarlyPrefill.extend`. The answer says why they are not computed, or
+    None.
     """
     if not _paused(scheduler, key):
         return {"ended": str(EndReason.NOT_HELD)}
-    ended = scheduler.early_prefill.extend(key, at, unpack_ids(ids))
+    ended = scheduler.early_prefill.extend(key, at, unpack_ids(ids), rewrites=rewrites)
     return {"ended": None if ended is None else str(ended)}
 
 

@@ -1,4 +1,4 @@
-"""Computes a tool's output into a held context while the tool still runs.
+"""Computes a program's next prompt into its held context while its tools run, as far as it is known.
 
 The replica sends the prompt of the program's next turn as far as it is known (`EarlyPrefill.extend`). In steps with
 room, a part of it is computed as a request of the scheduler's own, which no policy or client sees. The request begins
@@ -170,6 +170,8 @@ class EarlyPrefill:
         """Ids of requests that vLLM has not freed yet."""
         self.used_tokens = self.wasted_tokens = 0
         """Tokens that were computed early and that a turn has used or not."""
+        self.rewritten = 0
+        """Number of pauses in which the next prompt does not extend the context and is computed all the same."""
         self.ends: Counter[EndReason] = Counter()
 
     # --- a pause ------------------------------------------------------------------------------------------------------
@@ -179,13 +181,15 @@ class EarlyPrefill:
         if self._enabled and not request.mm_features and request.prompt_embeds is None:
             self._paused[key] = request
 
-    def extend(self, key: str, at: int, ids: Sequence[int]) -> EndReason | None:
+    def extend(self, key: str, at: int, ids: Sequence[int], *, rewrites: bool = False) -> EndReason | None:
         """Set the tokens of the program's next prompt from position ``at`` on. The prompt is known up to their end.
 
         Args:
             key: the program's key.
             at: the number of tokens before them: of the context that was held, or of what was sent before.
             ids: the tokens.
+            rewrites: whether the prompt may differ from the context that was held. The hold then has the tokens before
+                the difference, and those that are computed after it.
 
         Returns:
             Why they will not be computed, or None.
@@ -211,7 +215,11 @@ class EarlyPrefill:
         if at + len(ids) >= self._max_tokens:
             return self._end(extension, EndReason.TOO_LONG)
         if same < extension.base_tokens:
-            return self._end(extension, EndReason.REWRITTEN)
+            if not rewrites:
+                return self._end(extension, EndReason.REWRITTEN)
+            extension.base_tokens = extension.computed_tokens = same // self._block_tokens * self._block_tokens
+            self.rewritten += 1
+            return None
         if same < extension.computed_tokens:
             extension.computed_tokens = same // self._block_tokens * self._block_tokens
             extension.rewrites += 1
@@ -270,6 +278,7 @@ class EarlyPrefill:
         return {
             "early_prefill_pending": sum(map(self._pending, self._extensions.values())),
             "early_prefill_tokens": {"used": self.used_tokens, "wasted": self.wasted_tokens},
+            "early_prefill_rewritten": self.rewritten,
             "early_prefill_ends": {str(reason): self.ends[reason] for reason in EndReason},
         }
 

@@ -236,7 +236,7 @@ class HoldTable(Generic[Block]):
         return len(dropped)
 
     def replace(self, key: str, blocks: Sequence[Block], tokens: int) -> None:
-        """Take over the references to ``blocks``, which have the same context and more, and give the old ones back.
+        """Take over the references to ``blocks``, which have more of the next prompt, and give the old ones back.
 
         Args:
             key: the program's key.

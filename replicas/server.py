@@ -70,6 +70,7 @@ from replicas.requests import (
     parse_request,
 )
 from replicas.resumption import Watch, events
+from replicas.rewritten_ahead import RewrittenAhead
 from replicas.router_side import RouterSide
 from replicas.streamed_logprobs import request_every_token, without_ids
 from replicas.turn_server import TurnServer
@@ -127,7 +128,10 @@ class ProgramServer(LLMServer):
         self._text = ChatText(self.engine.chat_renderer)
         self._turns = ProgramTurns(self.engine, self._text, self._ticks, self._metrics.rendered)
         await self._turns.examine()
-        self._early_prompts = EarlyPrompts(self._text, self._turns.examined, partial(self._channel.call, "extend"))
+        extend = partial(self._channel.call, "extend")
+        self._early_prompts = EarlyPrompts(self._text, self._turns.examined, extend)
+        wanted = self._config.replicas.rewrite_ahead
+        self._ahead = RewrittenAhead(self._text, self._turns.examined, extend, enabled=wanted)
         await self._warm_up()
         await self._turn_server.start(ray.util.get_node_ip_address())
         self._of_router.start_s = time() - psutil.Process().create_time()
@@ -211,6 +215,7 @@ class ProgramServer(LLMServer):
                 self._text.make_plain(request)
             attach_program(request, headers, key, identity)
             has_ids = request_every_token(request)
+            seen = self._ahead.watch(method, key)
             answers = getattr(self.engine, method)(request, RawRequestInfo(headers=headers))
             with self.engine.streams.watching(request, watch):
                 if getattr(request, "stream", False):
@@ -218,7 +223,11 @@ class ProgramServer(LLMServer):
                     answers = coalesce(events(answers, watch), self._ticks)
                 async with aclosing(answers):
                     async for piece in _as_sent(answers, watch):
+                        if seen is not None and not isinstance(piece, HttpError):
+                            seen.feed(piece.data if isinstance(piece, StreamChunk) else piece)
                         yield naming_field(piece, body) if isinstance(piece, HttpError) else piece
+            if seen is not None and key is not None:
+                self._ahead.turn_ended(key, body, seen)
         except Exception as error:  # noqa: BLE001 - the boundary: vLLM's exceptions do not leave the replica
             yield self._refused(error, method, body, watch)
 

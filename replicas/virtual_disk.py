@@ -67,7 +67,7 @@ class VirtualTieredSpec(HostTierSpec):
         if self._manager is None:
             disk: VirtualDisk = self.extra_config[DISK_KEY]
             host = HostOverDisk(
-                _NoMemory(disk.chunk_bytes),  # type: ignore[arg-type]
+                _NoMemory(disk.chunk_bytes),
                 num_chunks=tier_chunks(self),
                 tokens_per_chunk=self.tokens_per_block[0],
                 program_share=float(self.extra_config["program_share"]),
@@ -148,7 +148,7 @@ class VirtualDiskTier(DiskTier):
     def submit_store(self, job_metadata: TransferJob) -> None:
         """Begin to write chunks that were reserved."""
         transfer = self._begin(Direction.WRITE, job_metadata)
-        self._own.difference_update(self._victims)  # type: ignore[arg-type]
+        self._own.difference_update(self._victims)
         self._victims.clear()
         transfer.linked = {key for key in transfer.keys if self.has(key)}
         self._submit(

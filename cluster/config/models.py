@@ -171,6 +171,9 @@ class ReplicaConfig(Section):
     """Maximum number of turns that wait in one replica. Further turns get 503. -1: no limit."""
     start_timeout_s: float = Field(600.0, gt=0)
     """Seconds that a replica may take to start and load its model."""
+    rewrite_ahead: bool = True
+    """Whether a replica computes the next prompt in the pause if the client, or the chat template, will drop the
+    reasoning or render the history again. It takes free memory, and time that no turn needs."""
     stream_interval_ms: int = Field(50, ge=0)
     """Milliseconds for which a replica collects the tokens of one stream before it sends them together. A higher value
     makes fewer messages and bursts of tokens; 0 sends each token when it is ready."""

@@ -343,6 +343,13 @@ EARLY_PREFILL_TOKENS = _counter(
     "outcome",
     snapshot="early_prefill_tokens",
 )
+EARLY_PREFILL_REWRITTEN = _counter(
+    "early_prefill_rewritten",
+    MEMORY,
+    "Pauses in which the next prompt does not extend the context, and was computed in the pause",
+    "model",
+    snapshot="early_prefill_rewritten",
+)
 EARLY_PREFILL_ENDS = _counter(
     "early_prefill_ends",
     MEMORY,

@@ -1,6 +1,7 @@
 """A program's turns on the real CPU engine: each goes on from the exact ids of those before it, whose KV is there."""
 
 import asyncio
+import json
 from argparse import Namespace
 from collections.abc import AsyncIterator
 from functools import partial
@@ -31,6 +32,7 @@ from replicas.engine import ReplicaEngine
 from replicas.program_turn import ProgramTurns
 from replicas.requests import as_refusal, parse_request
 from replicas.resumption import Watch
+from replicas.rewritten_ahead import AnswerSoFar, RewrittenAhead
 from replicas.settings import SchedulerSettings
 from replicas.tiny.model import END
 
@@ -265,6 +267,40 @@ async def test_whatever_was_sent_early_the_final_text_wins(replica: Replica, fin
     )
     assert (replica.prompts[-1], parsed(fresh)[1]) == (prompt, generated)
     await replica.channel.call("end", key=f"default/{name}")
+
+
+async def test_a_history_that_is_rendered_again_is_computed_in_the_pause_and_the_tokens_are_the_same(
+    replica: Replica,
+) -> None:
+    """The next prompt has another text than the context in the first answer, as if its reasoning was dropped. What
+    follows it is long: without early prefill, all of it would be computed when the next turn comes.
+    """
+    first, question = {"role": "user", "content": "Hello"}, {"role": "user", "content": OUTPUT}
+    thought = {"role": "assistant", "content": "I think about it. " * 10 + "Hello."}
+    _, _, message, _ = parsed(
+        await replica.turn(body_of([first, thought, question], max_completion_tokens=8), None, "re")
+    )
+    await replica.channel.call("hold", key="default/re", seconds=60.0)
+    history = [first, {"role": "assistant", "content": "Hello."}, question]
+    extend = partial(replica.channel.call, "extend")
+    ahead, answer = RewrittenAhead(replica.text, replica.turns.examined, extend, enabled=True), AnswerSoFar()
+    whole = {**message, "reasoning": "I think about it."}
+    answer.feed(json.dumps({"choices": [{"index": 0, "message": whole}]}).encode())
+    ahead.turn_ended("default/re", body_of(history), answer)
+    await ahead.idle()
+    for _ in range(200):
+        if not (await snapshot(replica))["early_prefill_pending"]:
+            break
+        await asyncio.sleep(0.01)
+    assert (await snapshot(replica))["early_prefill_rewritten"] == 1
+    body = body_of([*history, message, {"role": "user", "content": "Go on."}], max_completion_tokens=16)
+    _, generated, _, done = parsed(await replica.turn(body, None, "re"))
+    assert done.cached_tokens > len(replica.prompts[-1]) - 3 * BLOCK > 1000
+    await replica.channel.call("end", key="default/re")
+    await replica.channel.call("reset")
+    _, again, _, computed = parsed(await replica.turn(body))
+    assert computed.cached_tokens == 0
+    assert again == generated
 
 
 async def test_what_cannot_be_sent_early_is_named(replica: Replica) -> None:

@@ -251,6 +251,40 @@ def test_a_prompt_that_does_not_begin_with_the_held_context_is_not_computed(paus
     assert p.tokens == (0, 0)
 
 
+@SYNC_AND_ASYNC
+def test_a_prompt_that_rewrites_the_context_is_computed_in_the_pause(paused: Make, asynchronous: bool) -> None:
+    """The next prompt has the first 70 tokens of the context, and 130 others. So 4 blocks of the hold stay, and 8 are
+    computed: when the next turn comes, 12 blocks of its prompt have KV, where it would have found 4.
+    """
+    p = paused(asynchronous=asynchronous)
+    rewritten = [*p.contexts["a"][:70], *OUTPUT[:130]]
+    payload = {"key": "default/a", "at": 0, "ids": pack_ids(rewritten), "rewrites": True}
+    assert dispatch(p.scheduler, "extend", payload) == {"ended": None}
+    assert p.held_tokens("a") == 104, "nothing is given up before it is replaced"
+    assert sum(step["early"] for step in p.steps()) == 8 * BLOCK
+    assert p.held_tokens("a") == 12 * BLOCK
+    assert snapshot(p.scheduler)["early_prefill_rewritten"] == 1
+    p.contexts["a"] = list(rewritten)
+    request = p.returns("a", 30, ids=OUTPUT[200:])
+    assert p.step() == {request.request_id: 230 - 12 * BLOCK}
+    p.engine.run()
+    assert p.tokens == (8 * BLOCK, 0)
+
+
+def test_a_client_that_sends_the_context_after_all_has_only_caused_waste(paused: Make) -> None:
+    """What was expected is freed. The context's own blocks were given back, but the prefix cache still has them."""
+    p = paused()
+    context = list(p.contexts["a"])
+    rewritten = [*context[:70], *OUTPUT[:130]]
+    dispatch(p.scheduler, "extend", {"key": "default/a", "at": 0, "ids": pack_ids(rewritten), "rewrites": True})
+    p.steps()
+    request = p.returns("a", 30)
+    assert request.num_tokens == 135
+    assert p.step() == {request.request_id: 135 - 6 * BLOCK}
+    p.engine.run()
+    assert p.tokens == (0, 8 * BLOCK)
+
+
 def test_a_prompt_without_room_for_an_answer_is_not_computed(paused: Make) -> None:
     p = paused()
     limit = p.scheduler.max_model_len

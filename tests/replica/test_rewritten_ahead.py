@@ -1,0 +1,122 @@
+"""The next prompt is rendered when a turn has ended, from what the client got."""
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from cluster.core.errors import ControlTimeout
+from cluster.core.turn import unpack_ids
+from replicas.continuation import Examined
+from replicas.rewritten_ahead import AnswerSoFar, RewrittenAhead
+
+STABLE, RENDERS_AGAIN = Examined(("<end>",), ()), Examined((), ("tools",))
+BODY = {"model": "m", "messages": [{"role": "user", "content": "List the files."}]}
+CALL = {"id": "c1", "type": "function", "function": {"name": "bash", "arguments": '{"command": "ls"}'}}
+
+
+def event(**delta: Any) -> bytes:
+    return f"data: {json.dumps({'choices': [{'index': 0, 'delta': delta}]})}\n\n".encode()
+
+
+def streamed() -> AnswerSoFar:
+    """A turn that reasons, writes a word and calls a tool. Its call comes in two parts, with another event between."""
+    answer = AnswerSoFar()
+    call = {"index": 0, "id": "c1", "function": {"name": "bash", "arguments": '{"command"'}}
+    answer.feed(event(role="assistant", content="") + event(reasoning="I should look."))
+    answer.feed(event(content="Look") + event(content="ing."))
+    answer.feed(event(tool_calls=[call]) + b": a comment\n\n")
+    answer.feed(event(tool_calls=[{"index": 0, "function": {"arguments": ': "ls"}'}}]) + b"data: [DONE]\n\n")
+    return answer
+
+
+def test_a_streamed_answer_becomes_the_message_that_its_client_sends_back() -> None:
+    answer = streamed()
+    assert answer.reasons
+    assert answer.messages("x") == [
+        {"role": "assistant", "content": "Looking.", "tool_calls": [CALL]},
+        {"role": "tool", "tool_call_id": "c1", "content": "x"},
+    ]
+
+
+def test_a_whole_answer_without_calls_is_answered_by_the_user() -> None:
+    answer = AnswerSoFar()
+    answer.feed(json.dumps({"choices": [{"index": 0, "message": {"content": "Done.", "tool_calls": []}}]}).encode())
+    assert not answer.reasons
+    assert answer.messages("x") == [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "x"}]
+
+
+class Text:
+    """Renders messages as the letters of their roles and contents."""
+
+    def legible(self, body: dict[str, Any]) -> dict[str, Any]:
+        return body
+
+    def make_plain(self, request: Any) -> None:
+        pass
+
+    async def prompt_ids(self, request: Any) -> list[int]:
+        return [ord(letter) for message in request.messages for letter in f"{message['role'][0]}{message['content']}"]
+
+
+class Scheduler:
+    """Keeps what it is sent."""
+
+    def __init__(self, error: Exception | None = None) -> None:
+        self.sent: list[dict[str, Any]] = []
+        self._error = error
+
+    async def extend(self, **payload: Any) -> dict[str, Any]:
+        self.sent.append(payload)
+        if self._error is not None:
+            raise self._error
+        return {"ended": None}
+
+
+def sent(answer: AnswerSoFar, examined: Examined, *, error: Exception | None = None) -> list[dict[str, Any]]:
+    """End a turn. Return what the scheduler gets."""
+
+    async def run() -> list[dict[str, Any]]:
+        scheduler, text = Scheduler(error), Text()
+        ahead = RewrittenAhead(text, examined, scheduler.extend, enabled=True)  # type: ignore[arg-type]
+        ahead.turn_ended("a/p", BODY, answer)
+        await ahead.idle()
+        return scheduler.sent
+
+    return asyncio.run(run())
+
+
+def test_the_prompt_is_sent_up_to_the_answer_of_the_tool() -> None:
+    [one] = sent(streamed(), STABLE)
+    assert (one["key"], one["at"], one["rewrites"]) == ("a/p", 0, True)
+    assert "".join(map(chr, unpack_ids(one["ids"]))) == "uList the files.aLooking.t"
+
+
+def test_it_is_not_rendered_where_it_extends_the_context() -> None:
+    plain = AnswerSoFar()
+    plain.feed(event(content="Done."))
+    assert sent(plain, STABLE) == []
+    assert len(sent(plain, RENDERS_AGAIN)) == 1
+    several = streamed()
+    several.feed(b'data: {"choices": [{"index": 1, "delta": {"content": "another"}}]}')
+    assert sent(several, STABLE) == []
+    assert sent(AnswerSoFar(), RENDERS_AGAIN) == [], "a turn without an answer"
+
+
+def test_a_scheduler_that_does_not_answer_does_no_harm() -> None:
+    assert len(sent(streamed(), STABLE, error=ControlTimeout("no answer"))) == 1
+
+
+@pytest.mark.parametrize(
+    ("enabled", "method", "key", "watched"),
+    [
+        (True, "chat", "a/p", True),
+        (False, "chat", "a/p", False),
+        (True, "completions", "a/p", False),
+        (True, "chat", None, False),
+    ],
+)
+def test_only_turns_of_programs_are_watched(enabled: bool, method: str, key: str | None, watched: bool) -> None:
+    ahead = RewrittenAhead(Text(), STABLE, Scheduler().extend, enabled=enabled)  # type: ignore[arg-type]
+    assert (ahead.watch(method, key) is not None) is watched
