@@ -169,6 +169,7 @@ def test_a_volume_that_is_gone_is_not_replaced_by_what_is_under_its_mount_point(
     engine.disk._janitor.wake()
     engine.until(lambda: engine.disk._writes)
     engine.empty()
+    engine.disk.read_speed.chunk_s = FAST_S
     before = engine.numbers()["context_tokens"]["disk"]
     assert engine.second("p", turns[0]) == turns[1]
     assert engine.numbers()["context_tokens"]["disk"] - before == CHUNKS * 32

@@ -54,9 +54,10 @@ async def test_predictions_that_fail_to_close_leave_no_router_open() -> None:
     fleet.__dict__["_placements"] = {"m": Part(closed, "router m", RuntimeError("gone")), "n": Part(closed, "router n")}
     fleet.__dict__["_homes"] = Part(closed, "homes")
     fleet.__dict__["_turns"] = Part(closed, "connections")
+    fleet.__dict__["recordings"] = Part(closed, "recordings")
     with pytest.raises(RuntimeError):
         await fleet.aclose()
-    assert sorted(closed) == ["connections", "homes", "predictions", "router m", "router n"]
+    assert sorted(closed) == ["connections", "homes", "predictions", "recordings", "router m", "router n"]
 
 
 async def test_a_runner_that_fails_to_close_leaves_no_tools_open() -> None:
@@ -66,6 +67,7 @@ async def test_a_runner_that_fails_to_close_leaves_no_tools_open() -> None:
     service.__dict__["runner"] = Part(closed, "runner", RuntimeError("store gone"))
     service.__dict__["tools"] = Part(closed, "tools")
     service.__dict__["conversations"] = Part(closed, "conversations")
+    service.__dict__["usage"] = Part(closed, "usage")
     with pytest.raises(RuntimeError, match="store gone"):
         await service.aclose()
-    assert sorted(closed) == ["conversations", "loops", "runner", "tools"]
+    assert sorted(closed) == ["conversations", "loops", "runner", "tools", "usage"]

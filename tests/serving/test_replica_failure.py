@@ -226,12 +226,12 @@ def test_a_request_under_which_two_replicas_die_is_refused_and_a_stream_that_can
     together = {"vllm_xargs": {"session_id": "together"}}
     path, poison = completion("Poison", **together)
     killed: list[dict[str, Any]] = []
-    with streams(client, [completion("Chances", logprobs=1, **together), (path, poison)]) as [ends, stream]:
+    with streams(client, [completion("Chances", presence_penalty=0.1, **together), (path, poison)]) as [ends, stream]:
         for running in (2, 1):
             killed.append(at_work(client, *(one["pid"] for one in killed)))
             assert killed[-1]["running"] == running
             kill_engine(psutil.Process(killed[-1]["pid"]))
-            assert "logprobs" in ends.events()[-1]["error"]["message"]
+            assert "presence_penalty" in ends.events()[-1]["error"]["message"]
         error = stream.events()[-1]["error"]
     assert error["code"] == "quarantined"
     refused = client.post(path, json={**poison, "user": "somebody else", "stream": False})

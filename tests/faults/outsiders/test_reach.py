@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 ENGINE_ROUTES = """sleep wake_up is_sleeping collective_rpc reset_prefix_cache reset_mm_cache
     reset_encoder_cache server_info load pause resume is_paused scale_elastic_ep
     is_scaling_elastic_ep start_profile stop_profile update_weights init_weight_transfer_engine
-    get_world_size abort_requests v1/load_lora_adapter v1/unload_lora_adapter inference/v1/generate
+    get_world_size abort_requests v1/load_lora_adapter v1/unload_lora_adapter
     invocations ping pooling classify score rerank v1/embeddings v1/audio/transcriptions
     render tokenizer_info internal/route internal/warmup llm_config debug api/jobs
     api/serve/applications""".split()  # noqa: SIM905
