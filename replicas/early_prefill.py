@@ -262,7 +262,6 @@ class EarlyPrefill:
     def trimmed(self, key: str, tokens: int) -> None:
         """End the early prefill of a program of whose hold only the first ``tokens`` stay: memory is short."""
         if (extension := self._extensions.get(key)) is not None:
-            extension.base_tokens = min(extension.base_tokens, tokens)
             extension.computed_tokens = min(extension.computed_tokens, tokens)
             if extension.ended is None:
                 self._end(extension, EndReason.NO_MEMORY)
