@@ -49,7 +49,7 @@ def joined(lines: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def packed(piece: bytes) -> bytes:
-    """Compress a piece."""
+    """Return a piece as the store has it, in zlib's format. `unpacked` reads it."""
     return zlib.compress(piece, LEVEL)
 
 

@@ -81,7 +81,7 @@ class TokenAnswers(Protocol):
         ...
 
     def cancel(self) -> None:
-        """Stop the answer."""
+        """Stop the work on the answer. After its end, it has no effect."""
         ...
 
 

@@ -66,7 +66,7 @@ class ImageReader:
         await asyncio.to_thread(self._check, found)
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the resolver and the connections to servers of images. No fetch may be in progress."""
         self._resolver.close()
         if self._client is not None:
             await self._client.aclose()

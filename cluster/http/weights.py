@@ -72,7 +72,7 @@ class WeightRoutes:
         return ()
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections to Redis of every model's store."""
         await asyncio.gather(*(store.close() for store in self._stores.values()))
 
     async def show(self) -> Response:

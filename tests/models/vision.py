@@ -9,6 +9,7 @@ from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3I
 from vllm.model_executor.models.registry import ModelRegistry, _RegisteredModel
 
 from replicas.tiny.model import VOCABULARY
+from tests.models.families import BASE
 
 IMAGE = "<image>"
 OTHERS = ("<fake_token_around_image>", "<global-img>", "<end_of_utterance>")
@@ -17,23 +18,7 @@ SIZE, PATCH, SCALE = 56, 14, 2
 PART_TOKENS = (SIZE // PATCH // SCALE) ** 2
 """Tokens of each part of an image in the prompt, without those around them."""
 
-TEXT = {
-    "model_type": "llama",
-    "vocab_size": VOCABULARY + 64,
-    "hidden_size": 64,
-    "intermediate_size": 128,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 32,
-    "max_position_embeddings": 4096,
-    "tie_word_embeddings": False,
-    "bos_token_id": None,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-    # With the usual 0.02, greedy decoding repeats one token whatever the prompt is.
-    "initializer_range": 0.3,
-}
+TEXT = {**BASE, "model_type": "llama", "vocab_size": VOCABULARY + 64}
 VISION = {
     "hidden_size": 64,
     "intermediate_size": 128,
