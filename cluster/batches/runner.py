@@ -29,6 +29,7 @@ from cluster.batches.records import (
     LineError,
     Pause,
     Progress,
+    Status,
     batch_of,
     decode,
     encode,
@@ -45,10 +46,10 @@ from cluster.core.errors import (
     Overloaded,
     RunLeaseLost,
     RunStoreUnavailable,
-    RunUnknown,
     TooManyRequests,
 )
 from cluster.core.supervision import SupervisedTasks
+from cluster.runs.renouncing import until_renounced
 from cluster.store.files import FileStore
 from cluster.store.runs.records import AlreadyThere, Idempotency, RunHead
 from cluster.store.runs.store import MAX_LISTED, RunStore
@@ -66,7 +67,6 @@ IDLE_S = 1.0
 """Seconds between two looks for lines to start, unless something happens before."""
 SWEEP_S = 30.0
 """Seconds between two looks for files that nobody completes."""
-RENOUNCE_S = 0.2
 PAGE = 1024
 
 STORE_GONE = "batches cannot be reached now"
@@ -196,7 +196,7 @@ class BatchRunner:
             await self._check_number(batch.tenant)
             created = await self._store.create(replace(run, idempotency=idempotency), [encode(Accepted(batch))])
         except RunStoreUnavailable as error:
-            self._background.run(f"renounce {batch.id}", self._until_renounced(batch.id))
+            self._background.run(f"renounce {batch.id}", until_renounced(self._store, batch.id))
             raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(created, AlreadyThere):
             if not created.same_body:
@@ -233,7 +233,7 @@ class BatchRunner:
         with _reachable():
             if batch_id in self._working:
                 task = self._tasks[batch_id]
-                await self._cancel(task)
+                self._close(task, "cancelled")
                 with contextlib.suppress(RunLeaseLost):
                     await task.journal.flush()
             else:
@@ -257,19 +257,6 @@ class BatchRunner:
         if len(heads) >= MAX_LISTED:
             message = f"{MAX_LISTED} batches of this tenant are kept; the oldest are deleted after batches.retention_s"
             raise TooManyRequests(message, retry_after_s=RETRY_AFTER_S, code="too_many_batches")
-
-    async def _until_renounced(self, batch_id: str) -> None:
-        """Close a batch that was rejected to its caller, but that the store may have accepted."""
-        status = to_text(Progress(status="cancelled", ended_s=self._wall()))
-        while True:
-            await asyncio.sleep(RENOUNCE_S)
-            try:
-                await self._store.append(batch_id, 1, [encode(Ended("cancelled"))], status=status, final=True)
-                return
-            except (RunUnknown, RunLeaseLost):
-                return
-            except RunStoreUnavailable:
-                continue
 
     # --- batches ------------------------------------------------------------------------------------------------------
 
@@ -305,6 +292,7 @@ class BatchRunner:
             try:
                 await self._renew()
                 await self._take_over()
+                await self._restore_inputs()
                 await self._look()
             except RunStoreUnavailable as error:
                 logger.warning("leases of batches were not renewed: %s", error)
@@ -317,9 +305,13 @@ class BatchRunner:
         for name in renewal.lost & self._working.keys():
             self._lose(self._tasks[name])
         for name in renewal.unknown & self._working.keys():
-            await self._tasks[name].restore()
+            self._tasks[name].restore()
         for name in renewal.cancelled & self._working.keys():
-            await self._cancel(self._tasks[name])
+            self._close(self._tasks[name], "cancelled")
+
+    async def _restore_inputs(self) -> None:
+        for task in [self._tasks[name] for name in self._working]:
+            await task.restore_input()
 
     def _lose(self, task: BatchTask) -> None:
         """Stop the work on a batch that another ingress has."""
@@ -369,7 +361,7 @@ class BatchRunner:
         for name in list(self._working):
             task = self._tasks[name]
             if self._wall() >= task.batch.expires_s:
-                task.close("expired")
+                self._close(task, "expired")
             reason: Pause | None = "store_full" if full else None
             if reason is None and used[task.batch.tenant] > self._config.max_stored_bytes:
                 reason = "storage_quota"
@@ -378,9 +370,10 @@ class BatchRunner:
             self._swept_s = self._clock.now_s()
             await self._files.sweep()
 
-    async def _cancel(self, task: BatchTask) -> None:
+    def _close(self, task: BatchTask, status: Status) -> None:
+        """End a batch before its last line, and stop what goes on for its lines."""
         numbers = list(task.in_flight)
-        task.close("cancelled")
+        task.close(status)
         for number in numbers:
             self._background.run("stop a line", self._requests.cancelled(task.batch, number))
 
@@ -415,8 +408,14 @@ class BatchRunner:
         return None
 
     def _load(self, task: BatchTask) -> None:
-        if task.is_loading or sum(one.is_loaded or one.is_loading for one in self._tasks.values()) >= MAX_LOADED:
+        if task.is_loading:
             return
+        loaded = [one for one in self._tasks.values() if one.is_loaded or one.is_loading]
+        if len(loaded) >= MAX_LOADED:
+            waiting = next((one for one in loaded if one.is_waiting), None)
+            if waiting is None:
+                return
+            waiting.unload()
         task.is_loading = True
         self._background.run("load a batch", self._loaded(task))
 
@@ -437,7 +436,9 @@ class BatchRunner:
 
     def _line_ended(self, work: asyncio.Task[None]) -> None:
         task, line = self._lines.pop(work)
-        if not work.cancelled() and (error := work.exception()) is not None:
+        # A line that is cancelled although its batch goes on has awaited something that was cancelled elsewhere.
+        error = asyncio.CancelledError() if work.cancelled() else work.exception()
+        if error is not None and task.goes_on:
             logger.error("line %d of batch %s is started again", line.number, task.batch.id, exc_info=error)
             now_s = self._clock.now_s()
             self._window.refused(now_s, now_s, RETRY_AFTER_S)

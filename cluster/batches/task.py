@@ -6,6 +6,7 @@ when no line is left, and only then is the batch closed.
 """
 
 import asyncio
+import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
@@ -100,8 +101,14 @@ class BatchTask:
         for event in events:
             if isinstance(event, Line):
                 self._add(event)
+        # A process that died between two writes has stored results, and not yet their numbers.
+        completed = sum(result.ok for result in self._results.values())
+        failed = len(self._results) - completed
+        self.progress = msgspec.structs.replace(progress, completed=completed, failed=failed)
         self._pieces: list[bytes] | None = None
         self._input: StoredFile | None = None
+        self._input_lost = False
+        """Whether the store may have lost the input."""
         self._lines: Iterator[InputLine] = iter(())
         self._again: deque[InputLine] = deque()
         self._attempts: Counter[int] = Counter()
@@ -119,12 +126,12 @@ class BatchTask:
         self._mark(attempts=self.progress.attempts + 1)
         if self.progress.status == "validating":
             errors = await self._validated()
-            if errors and self.progress.closing is None:
+            if errors and self.progress.status == "validating":
                 self._mark(status="failed", ended_s=self._wall(), errors=errors)
                 self.journal.record(Ended("failed"))
                 await self.journal.flush()
                 return
-            if self.progress.closing is None:
+            if self.progress.status == "validating":
                 self._mark(status="in_progress", began_s=self._wall())
         self._stop_if_done()
         await self._stopped.wait()
@@ -155,11 +162,24 @@ class BatchTask:
             if reason is not None:
                 logger.warning("batch %s is paused: %s", self.batch.id, reason)
 
-    async def restore(self) -> None:
-        """Write the log and the input again, because the store has lost them."""
+    def restore(self) -> None:
+        """Write the log again, because the store has lost it. `restore_input` does the same for the input."""
         self.journal.write_again()
-        if self._input is not None and self._pieces is not None:
-            await self._files.write(self._input, self._pieces)
+        self._input_lost = True
+
+    async def restore_input(self) -> None:
+        """Write the input again if the store has lost it and it is in memory. Called until it is there.
+
+        Raises:
+            RunStoreUnavailable: the store does not answer.
+        """
+        file, pieces = self._input, self._pieces
+        if self._input_lost and file is not None and pieces is not None:
+            if await self._files.find(file.tenant, file.id) is None:
+                with contextlib.suppress(RunLeaseLost):  # another batch with this input writes it
+                    await self._files.write(file, pieces)
+                return
+        self._input_lost = False
 
     # --- lines --------------------------------------------------------------------------------------------------------
 
@@ -175,9 +195,24 @@ class BatchTask:
         return ready and self.progress.paused is None and self.left > len(self.in_flight)
 
     @property
+    def goes_on(self) -> bool:
+        """Whether lines are started here until each has a result."""
+        return self.progress.closing is None and self.progress.ended_s is None and not self.journal.lost
+
+    @property
     def is_loaded(self) -> bool:
         """Whether the lines are in memory."""
         return self._pieces is not None
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the lines are in memory although none may be started."""
+        return self.is_loaded and self.goes_on and self.progress.paused is not None and not self.in_flight
+
+    def unload(self) -> None:
+        """Forget the lines until `load`. None may be in flight."""
+        self._pieces, self._lines = None, iter(())
+        self._again.clear()
 
     async def load(self) -> None:
         """Read the lines. They fail if the input is gone."""
@@ -283,9 +318,18 @@ class BatchTask:
         bad = [one.text for one in results if not one.ok]
         output = await asyncio.to_thread(_content, good)
         errors = await asyncio.to_thread(_content, [*bad, *undone_lines])
-        await self._forget_earlier_files()
-        output_id = await self._store_file("output", output)
-        error_id = await self._store_file("error", errors)
+        while True:
+            try:
+                await self._forget_earlier_files()
+                output_id = await self._store_file("output", output)
+                error_id = await self._store_file("error", errors)
+                break
+            except RunLeaseLost:
+                if self.journal.lost:
+                    raise
+                # The store has lost a part of a file, or has closed one without an answer: they are written again.
+                self._mark(attempts=self.progress.attempts + 1)
+                await self.journal.flush()
         self._mark(
             status=status,
             ended_s=self._wall(),

@@ -26,7 +26,6 @@ from cluster.core.errors import (
     Overloaded,
     RunLeaseLost,
     RunStoreUnavailable,
-    RunUnknown,
     TooManyRequests,
 )
 from cluster.core.supervision import SupervisedTasks
@@ -34,6 +33,7 @@ from cluster.core.tools import ToolResult
 from cluster.runs.call_names import naming
 from cluster.runs.events import Accepted, Ended, Fault, RunEvent, RunSpec, TakenOver, decode, encode
 from cluster.runs.journal import RUN_LOG, Journal
+from cluster.runs.renouncing import until_renounced
 from cluster.runs.slo import NullTurns, RunWatch, Turns
 from cluster.runs.state import RunState, begin, fold, worked_s
 from cluster.runs.store_memory import StoreMemoryWatch
@@ -51,9 +51,6 @@ KEPT_S = 30.0
 
 TAKEN_AT_ONCE = 8
 """Largest number of other runners' runs that are taken over between two renewals of the own leases."""
-
-RENOUNCE_S = 0.2
-"""Seconds between two attempts to undo a run that may have been accepted."""
 
 STORE_GONE = "programs cannot be accepted now"
 STORE_FULL = "the store of programs (redis) has no memory for a new one"
@@ -207,7 +204,7 @@ class ProgramRunner:
         try:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
-            self._renounce(spec.id)
+            self._background.run(f"renounce {spec.id}", until_renounced(self._store, spec.id))
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s) from error
         finally:
             self._asking -= 1
@@ -411,21 +408,6 @@ class ProgramRunner:
             last = encode(Ended("failed", fault=fault, at_s=time()))
             await self._store.append(run_id, page.length, [last], status="failed", final=True)
 
-    def _renounce(self, run_id: str) -> None:
-        """Cancel a run in the background that was rejected to its caller, but that the store may have accepted."""
-        self._background.run(f"renounce {run_id}", self._until_renounced(run_id))
-
-    async def _until_renounced(self, run_id: str) -> None:
-        last = encode(Ended("cancelled", at_s=time()))
-        while True:
-            await asyncio.sleep(RENOUNCE_S)
-            try:
-                await self._store.append(run_id, 1, [last], status="cancelled", final=True)
-                return
-            except (RunUnknown, RunLeaseLost):
-                return  # it was never accepted, or another runner already has it
-            except RunStoreUnavailable:
-                continue
 
     async def _read(self, run_id: str) -> list[RunEvent]:
         events: list[RunEvent] = []

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass
 
 from cluster.core.clock import Clock
-from cluster.core.errors import RunLeaseLost, RunOpen, RunStoreUnavailable, RunUnknown
+from cluster.core.errors import RunLeaseLost, RunLogGap, RunOpen, RunStoreUnavailable, RunUnknown
 from cluster.store.runs.records import LogKind, NewRun, RunHead
 from cluster.store.runs.store import MAX_LISTED, RunStore
 
@@ -147,7 +147,7 @@ class FileStore:
             except RunStoreUnavailable:
                 if attempt == ATTEMPTS:
                     raise
-            except RunUnknown as error:
+            except (RunUnknown, RunLogGap) as error:
                 raise RunLeaseLost(f"the store has lost the file: {error}") from error
 
 

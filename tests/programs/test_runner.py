@@ -28,7 +28,8 @@ from cluster.runs.events import (
     Truncated,
     TurnIntent,
 )
-from cluster.runs.runner import RENOUNCE_S, ProgramRunner
+from cluster.runs.renouncing import RENOUNCE_S
+from cluster.runs.runner import ProgramRunner
 from cluster.runs.state import fold
 from cluster.store.client import StoreMemory
 from cluster.store.runs.records import Idempotency, NewRun

@@ -1,7 +1,8 @@
 -- The Lua scripts of `cluster.store.runs.store`, each one step that nobody sees half done, and the names of the keys.
 --
 --     run:ID           hash: tenant, program, created_us, status, labels, owner, and while they apply closed, cancel,
---                      secret, idempotency (the name of its key), compact (only the first and the last item are left)
+--                      secret, idempotency (the name of its key), compact (only the first and the last item are left),
+--                      repeated (a request with its idempotency key came again)
 --     log:ID           stream: item n is the field `i` of the entry 0-(n+1); the entry 1-1 ends a closed log
 --     open             zset: open runs by the end of their lease
 --     ended            zset: TENANT/PROGRAM/ID of closed runs by the time when their keys expire
@@ -92,6 +93,20 @@ local function sweep(now)
   end
 end
 
+local function remove(id)
+  local there = get(id, 'idempotency', 'tenant', 'program')
+  redis.call('DEL', space .. 'run:' .. id, space .. 'log:' .. id)
+  if there[1] and is(there[1], 'hash') and redis.call('HGET', there[1], 'run') == id then
+    redis.call('DEL', there[1])
+  end
+  for _, index in ipairs({indexes(there[2], there[3])}) do
+    if is(index, 'zset') then redis.call('ZREM', index, id) end
+  end
+  if is(space .. 'ended', 'zset') then
+    redis.call('ZREM', space .. 'ended', there[2] .. '/' .. there[3] .. '/' .. id)
+  end
+end
+
 local operations = {}
 
 -- ARGV: id, owner, lease in us, status, tenant, program, labels, 1 if there is a secret, the secret, TENANT/KEY or
@@ -105,6 +120,10 @@ function operations.create()
   if key and is(key, 'hash') then
     local known = redis.call('HMGET', key, 'run', 'fingerprint')
     if known[1] and known[1] ~= id and is_run(known[1]) then
+      if not get(known[1], 'closed')[1] then
+        although_memory_is_short()
+        redis.call('HSET', space .. 'run:' .. known[1], 'repeated', '1')
+      end
       return {'known', known[1], known[2] == ARGV[11] and 1 or 0}
     end
   end
@@ -262,6 +281,25 @@ function operations.release()
   return released
 end
 
+-- ARGV: id, owner. Its creation was rejected to the caller, but it may exist: it is deleted, or anybody may claim it if its
+-- request came again, since the answer to that names it.
+function operations.renounce()
+  local id, open = ARGV[1], space .. 'open'
+  if not is_run(id) then return 0 end
+  local there = get(id, 'owner', 'closed', 'repeated')
+  if there[1] ~= ARGV[2] or there[2] then return 0 end
+  although_memory_is_short()
+  free_of_others(open, 'zset')
+  if there[3] then
+    redis.call('HSET', space .. 'run:' .. id, 'owner', '')
+    redis.call('ZADD', open, 0, id)
+    return 0
+  end
+  remove(id)
+  redis.call('ZREM', open, id)
+  return 1
+end
+
 -- ARGV: id. Answers: whether it is open.
 function operations.cancel()
   if not is_run(ARGV[1]) or get(ARGV[1], 'closed')[1] then return 0 end
@@ -295,18 +333,8 @@ end
 
 local function delete(id)
   if not is_run(id) then return 'unknown' end
-  local there = get(id, 'closed', 'idempotency', 'tenant', 'program')
-  if not there[1] then return 'open' end
-  redis.call('DEL', space .. 'run:' .. id, space .. 'log:' .. id)
-  if there[2] and is(there[2], 'hash') and redis.call('HGET', there[2], 'run') == id then
-    redis.call('DEL', there[2])
-  end
-  for _, index in ipairs({indexes(there[3], there[4])}) do
-    if is(index, 'zset') then redis.call('ZREM', index, id) end
-  end
-  if is(space .. 'ended', 'zset') then
-    redis.call('ZREM', space .. 'ended', there[3] .. '/' .. there[4] .. '/' .. id)
-  end
+  if not get(id, 'closed')[1] then return 'open' end
+  remove(id)
   return 'ok'
 end
 

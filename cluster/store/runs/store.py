@@ -218,6 +218,17 @@ class RunStore(RedisStore):
         if run_ids:
             await self._call("release", [self._owner, *map(quoted, run_ids)], int)
 
+    async def renounce(self, run_id: str) -> bool:
+        """Undo a `create` whose outcome is unknown and that was rejected to the caller. Return whether it had been done.
+
+        If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
+        and any owner may claim it at once.
+
+        Raises:
+            RunStoreUnavailable: the outcome is unknown.
+        """
+        return bool(await self._call("renounce", [quoted(run_id), self._owner], int))
+
     # --- calls that need no lease -------------------------------------------------------------------------------------
 
     async def read(self, run_id: str, start: int = 0, limit: int | None = None) -> RunLog | None:

@@ -1,0 +1,20 @@
+"""Undoes a run or a batch that was rejected to its caller because the store did not answer, but may have accepted it."""
+
+import asyncio
+
+from cluster.core.errors import RunStoreUnavailable
+from cluster.store.runs.store import RunStore
+
+RENOUNCE_S = 0.2
+"""Seconds between two attempts."""
+
+
+async def until_renounced(store: RunStore, run_id: str) -> None:
+    """Undo the creation of a run as soon as the store answers."""
+    while True:
+        await asyncio.sleep(RENOUNCE_S)
+        try:
+            await store.renounce(run_id)
+            return
+        except RunStoreUnavailable:
+            continue

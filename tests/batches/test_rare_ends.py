@@ -1,0 +1,212 @@
+"""Batches that expire before they begin, share an input, wait for a quota, or lose a line's task."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from openai import InternalServerError
+
+from cluster.batches.input_lines import LineRequest
+from cluster.batches.records import Batch, Line, decode
+from cluster.batches.results import LineAnswer
+from cluster.core.errors import RunStoreUnavailable
+from cluster.local.embedded_redis import EmbeddedRedis
+from tests.batches.batch_site import CHAT, Ingress, Replicas, begin, ended, ids, lines, names, until
+from tests.batches.test_takeover import redis_client
+
+MakeIngress = Callable[..., Ingress]
+
+
+async def test_a_batch_that_expires_before_it_was_checked_ends(ingress: MakeIngress) -> None:
+    first, second = ingress(), ingress()
+    checked = asyncio.Event()
+
+    async def never(*_: object) -> None:
+        checked.set()
+        await asyncio.Event().wait()
+
+    first.files.find = never  # type: ignore[method-assign,assignment]
+    client = second.client("early")
+    file = await client.files.create(file=lines("a", "b"), purpose="batch")
+    batch_id = await first.batches.start(Batch("batch_early", "early", CHAT, file.id, "1h", 0.0, 1.0))
+    await asyncio.wait_for(checked.wait(), 30)
+    await first.die()
+    done = await ended(client, batch_id)
+    assert (done.status, done.request_counts.to_dict()) == ("expired", {"total": 2, "completed": 0, "failed": 2})
+    assert await ids(client, done.error_file_id) == ["a", "b"]
+
+
+async def test_lines_of_a_batch_that_expires_are_stopped(ingress: MakeIngress) -> None:
+    site = ingress()
+    site.replicas.free = 0
+    client = site.client()
+    batch = await begin(client, lines("a", "b"), completion_window="1h")
+    await until(client, batch.id, lambda _: site.batches.in_flight == 2)
+    site.ahead_s = 3601.0
+    assert (await ended(client, batch.id)).status == "expired"
+    assert sorted(site.replicas.stopped) == [1, 2]
+
+
+async def test_batches_with_one_input_survive_a_store_that_lost_its_data(
+    ingress: MakeIngress, redis: EmbeddedRedis
+) -> None:
+    site = ingress()
+    site.replicas.free = 0
+    client = site.client()
+    first = await begin(client, lines("a", "b"))
+    second = await client.batches.create(input_file_id=first.input_file_id, endpoint=CHAT, completion_window="24h")
+    await until(client, second.id, lambda _: site.batches.in_flight == 4)
+    async with redis_client(redis.url) as direct:
+        await direct.flushall()
+    async with asyncio.timeout(30):
+        while len(await site.store.runs("default")) < 2:
+            await asyncio.sleep(0.02)
+        while not await site.files.listed("default"):
+            await asyncio.sleep(0.02)
+    await asyncio.sleep(0.5)
+    assert not site.batches._background.failures
+    site.replicas.gate.set()
+    for one in (first, second):
+        assert (await ended(client, one.id)).request_counts.completed == 2
+
+
+async def test_an_input_is_written_again_until_the_store_has_it(
+    ingress: MakeIngress, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site, other = ingress(), ingress()
+    site.replicas.free = 0
+    client = site.client()
+    batch = await begin(client, lines("a", "b"))
+    await until(client, batch.id, lambda _: site.batches.in_flight == 2)
+    write, fails = site.files.write, [True]
+
+    async def write_late(*arguments: Any) -> None:
+        if fails and fails.pop():
+            raise RunStoreUnavailable("a test", "timeout")
+        await write(*arguments)
+
+    monkeypatch.setattr(site.files, "write", write_late)
+    async with redis_client(redis.url) as direct:
+        await direct.flushall()
+    async with asyncio.timeout(30):
+        while not await site.files.listed("default"):
+            await asyncio.sleep(0.02)
+    await site.die()
+    assert (await ended(other.client(), batch.id)).request_counts.completed == 2
+
+
+async def test_batches_that_wait_for_a_quota_do_not_keep_others_out(
+    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.batches.runner.MAX_LOADED", 2)
+    content = lines(*names(30))
+    site = ingress(max_stored_bytes=len(content) + 500)
+    for tenant in ("one", "two"):
+        site.replicas.free = 5
+        client = site.client(tenant)
+        batch = await begin(client, content)
+        await until(client, batch.id, lambda one: one.caesura["paused"] == "storage_quota")
+        site.replicas.gate.set()
+        await until(client, batch.id, lambda _: not site.batches.in_flight)
+        site.replicas.gate.clear()
+    site.replicas.gate.set()
+    client = site.client("three")
+    assert (await ended(client, (await begin(client, lines("a"))).id)).request_counts.completed == 1
+
+
+class Cancelling(Replicas):
+    """The first answer is waited for in a task that something else cancels."""
+
+    async def answer(self, batch: Batch, number: int, request: LineRequest) -> LineAnswer:
+        self.calls[request.custom_id] += 1
+        if self.calls[request.custom_id] == 1:
+            raise asyncio.CancelledError
+        return LineAnswer(200, b"{}", "r")
+
+
+async def test_a_line_whose_work_was_cancelled_elsewhere_is_started_again(ingress: MakeIngress) -> None:
+    site = ingress(Cancelling())
+    client = site.client()
+    done = await ended(client, (await begin(client, lines("c1", "c2"))).id)
+    assert done.request_counts.completed == 2
+    assert (site.replicas.calls["c1"], site.replicas.calls["c2"]) == (2, 2)
+
+
+async def test_a_batch_that_was_rejected_is_started_when_it_is_sent_again(
+    ingress: MakeIngress, redis: EmbeddedRedis
+) -> None:
+    """Redis accepts it after the ingress has given up."""
+    site = ingress()
+    client = site.client("again")
+    file = await client.files.create(file=lines("a"), purpose="batch")
+    wanted: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    headers = {"Idempotency-Key": "again"}
+    create = site.store.create
+
+    async def late(*arguments: Any) -> Any:
+        await create(*arguments)
+        raise RunStoreUnavailable("a test", "timeout")
+
+    site.store.create = late  # type: ignore[method-assign]
+    with pytest.raises(InternalServerError):
+        await client.batches.create(**wanted, extra_headers=headers)
+    site.store.create = create  # type: ignore[method-assign]
+    async with asyncio.timeout(30):
+        while site.batches._background.pending_jobs:
+            await asyncio.sleep(0.02)
+    done = await ended(client, (await client.batches.create(**wanted, extra_headers=headers)).id)
+    assert done.status == "completed"
+    assert [one.id async for one in client.batches.list()] == [done.id]
+
+
+async def test_results_without_their_numbers_are_counted(
+    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ingress dies between two writes."""
+    monkeypatch.setattr("cluster.runs.journal.MAX_WRITE_BYTES", 1)
+    first, second = ingress(), ingress()
+    first.replicas.free = 0
+    batch = await begin(first.client(), lines(*names(4)))
+    await until(first.client(), batch.id, lambda _: first.batches.in_flight == 4)
+    append = first.store.append
+
+    async def without_numbers(*arguments: Any, status: str | None = None, **others: Any) -> None:
+        if status is not None:
+            raise RunStoreUnavailable("a test", "timeout")
+        await append(*arguments, status=None, **others)
+
+    monkeypatch.setattr(first.store, "append", without_numbers)
+    first.replicas.gate.set()
+    async with asyncio.timeout(30):
+        while not any([isinstance(decode(one), Line) for one in (await second.store.read(batch.id)).items]):  # type: ignore[union-attr]
+            await asyncio.sleep(0.02)
+    await first.die()
+    client = second.client()
+    done = await ended(client, batch.id)
+    assert done.request_counts.to_dict() == {"total": 4, "completed": 4, "failed": 0}
+    assert sum(second.replicas.calls.values()) < 4
+
+
+async def test_a_store_that_loses_its_data_while_the_output_is_written(
+    ingress: MakeIngress, redis: EmbeddedRedis, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = ingress()
+    client = site.client("output")
+    append, lost = site.files._append, []
+
+    async def lose_once(*arguments: Any) -> None:
+        if arguments[0].startswith("file-") and "-output-" in arguments[0] and not lost:
+            lost.append(arguments[0])
+            async with redis_client(redis.url) as direct:
+                await direct.flushall()
+        await append(*arguments)
+
+    monkeypatch.setattr(site.files, "_append", lose_once)
+    batch = await begin(client, lines("a", "b"))
+    async with asyncio.timeout(30):
+        while not lost or await site.batches.show("output", batch.id) is None:
+            await asyncio.sleep(0.02)
+    done = await ended(client, batch.id)
+    assert done.request_counts.completed == 2
+    assert await ids(client, done.output_file_id) == ["a", "b"]
