@@ -80,7 +80,7 @@ class Requests(Protocol):
         """Return the answer to a line. It raises nothing but the cancellation of the calling task."""
         ...
 
-    async def recorded(self, batch: Batch, request: LineRequest, answer: LineAnswer) -> None:
+    async def recorded(self, batch: Batch, number: int, request: LineRequest) -> None:
         """Forget what is kept of a line, since its answer is in the log of the batch."""
         ...
 
@@ -460,7 +460,7 @@ class BatchRunner:
                 self._lose(task)  # the ingress that has the batch starts the line again
                 return
             self.lines[tenant, "completed" if answer.is_ok else "failed"] += 1
-            await self._requests.recorded(task.batch, request, answer)
+            await self._requests.recorded(task.batch, line.number, request)
             return
         self._window.refused(started_s, self._clock.now_s(), answer.retry_after_s)
         task.put_back(line, counts=answer.status not in RETRIED)

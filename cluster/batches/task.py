@@ -174,12 +174,13 @@ class BatchTask:
             RunStoreUnavailable: the store does not answer.
         """
         file, pieces = self._input, self._pieces
-        if self._input_lost and file is not None and pieces is not None:
-            if await self._files.find(file.tenant, file.id) is None:
-                with contextlib.suppress(RunLeaseLost):  # another batch with this input writes it
-                    await self._files.write(file, pieces)
-                return
-        self._input_lost = False
+        if not self._input_lost:
+            return
+        if file is None or pieces is None or await self._files.find(file.tenant, file.id) is not None:
+            self._input_lost = False
+            return
+        with contextlib.suppress(RunLeaseLost):  # another batch with this input writes it
+            await self._files.write(file, pieces)
 
     # --- lines --------------------------------------------------------------------------------------------------------
 

@@ -37,13 +37,6 @@ class _Fields(msgspec.Struct):
 _fields: msgspec.json.Decoder[_Fields] = msgspec.json.Decoder(_Fields)
 
 
-class _Id(msgspec.Struct):
-    id: str = ""
-
-
-_id: msgspec.json.Decoder[_Id] = msgspec.json.Decoder(_Id)
-
-
 class LineRequests:
     """Answers the requests of lines.
 
@@ -53,15 +46,15 @@ class LineRequests:
     Args:
         handlers: the handler of each route.
         error_map: maps every exception to an HTTP error.
-        forget: deletes a run that has ended.
-        cancel: cancels the runs of a tenant's program.
+        forget: deletes the run of a tenant's idempotency key, if it has ended.
+        cancel: cancels the run of a tenant's idempotency key.
     """
 
     def __init__(
         self,
         handlers: Mapping[Endpoint, Handler],
         error_map: ErrorMap,
-        forget: Callable[[str], Awaitable[object]],
+        forget: Callable[[str, str], Awaitable[object]],
         cancel: Callable[[str, str], Awaitable[object]],
     ) -> None:
         self._handlers = handlers
@@ -72,7 +65,7 @@ class LineRequests:
     async def answer(self, batch: Batch, number: int, request: LineRequest) -> LineAnswer:
         """Return the answer to a line. It raises nothing but the cancellation of the calling task."""
         body = bytes(request.body)
-        name = _name(batch, number)
+        name, is_program = _name(batch, number), False
         try:
             is_program = _is_program(batch.endpoint, body)
             response = await self._handlers[batch.endpoint](_request(batch, name, body, is_program=is_program))
@@ -80,15 +73,21 @@ class LineRequests:
         except Exception as error:  # noqa: BLE001 - whatever it is becomes the answer
             mapped = self._error_map(error)
             text = json.dumps(error_body(mapped)).encode()
-            return LineAnswer(mapped.status, text, name, mapped.retry_after_s or RETRY_AFTER_S)
+            answer = LineAnswer(mapped.status, text, name, mapped.retry_after_s or RETRY_AFTER_S)
+            if is_program and not answer.is_final(1):
+                await self._forgotten(batch, number)  # otherwise the next attempt would get the same answer
+            return answer
 
-    async def recorded(self, batch: Batch, request: LineRequest, answer: LineAnswer) -> None:
+    async def recorded(self, batch: Batch, number: int, request: LineRequest) -> None:
         """Delete the run of a line, unless the request asks to store it."""
         body = bytes(request.body)
-        if not answer.is_ok or not _is_program(batch.endpoint, body) or _fields.decode(body).store is True:
-            return
+        with suppress(BadRequest):
+            if _is_program(batch.endpoint, body) and _fields.decode(body).store is not True:
+                await self._forgotten(batch, number)
+
+    async def _forgotten(self, batch: Batch, number: int) -> None:
         with suppress(RunError):
-            await self._forget(_id.decode(answer.body).id)
+            await self._forget(batch.tenant, _name(batch, number))
 
     async def cancelled(self, batch: Batch, number: int) -> None:
         """Cancel the run of a line, if it is one."""

@@ -57,7 +57,7 @@ class BatchService:
             name=owner,
             store=self._store,
             files=self._files,
-            requests=LineRequests(handlers, as_http_error, runner.delete, self._cancel_program),
+            requests=LineRequests(handlers, as_http_error, self._forget_line, self._cancel_line),
             config=config.batches,
             lease_s=lease_s,
             clock=clock,
@@ -89,10 +89,13 @@ class BatchService:
     def _is_full(self) -> bool:
         return self._runner.memory.memory.share >= FULL_SHARE
 
-    async def _cancel_program(self, tenant: str, program_id: str) -> None:
-        for head in await self._runner.runs(tenant, program=program_id):
-            if head.open:
-                await self._runner.cancel(head.id)
+    async def _forget_line(self, tenant: str, key: str) -> None:
+        if (run_id := await self._runner.keyed(tenant, key)) is not None:
+            await self._runner.delete(run_id)
+
+    async def _cancel_line(self, tenant: str, key: str) -> None:
+        if (run_id := await self._runner.keyed(tenant, key)) is not None:
+            await self._runner.cancel(run_id)
 
     async def _count_for_ever(self) -> None:
         while True:

@@ -1,4 +1,4 @@
-"""Undoes a run or a batch that was rejected to its caller because the store did not answer, but may have accepted it."""
+"""Undoes a run or a batch that was rejected because the store did not answer, and that it may have accepted."""
 
 import asyncio
 

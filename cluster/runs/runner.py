@@ -265,6 +265,10 @@ class ProgramRunner:
             self._tasks.pop(run_id, None)
         return await self._store.delete(run_id)
 
+    async def keyed(self, tenant: str, key: str) -> str | None:
+        """Return the id of the run with this idempotency key; None: there is none."""
+        return await self._store.keyed(tenant, key)
+
     async def runs(self, tenant: str, *, program: str | None = None, limit: int = 100) -> list[RunHead]:
         """Return a tenant's runs, the newest first."""
         return await self._store.runs(tenant, program=program, limit=limit)
@@ -346,7 +350,7 @@ class ProgramRunner:
 
     async def _forget_stored(self, run_id: str) -> None:
         with contextlib.suppress(RunStoreUnavailable):
-            await self._store.delete(run_id)
+            await self._store.delete(run_id, unless_keyed=True)
 
     # --- leases -------------------------------------------------------------------------------------------------------
 
@@ -407,7 +411,6 @@ class ProgramRunner:
             fault = Fault("server_error", "the program's log is damaged")
             last = encode(Ended("failed", fault=fault, at_s=time()))
             await self._store.append(run_id, page.length, [last], status="failed", final=True)
-
 
     async def _read(self, run_id: str) -> list[RunEvent]:
         events: list[RunEvent] = []

@@ -71,7 +71,7 @@ class Replicas:
         status = left.pop(0) if left else 200
         return LineAnswer(status, json.dumps({"said": request.custom_id}).encode(), f"r-{number}", 0.01)
 
-    async def recorded(self, batch: Batch, request: LineRequest, answer: LineAnswer) -> None:
+    async def recorded(self, batch: Batch, number: int, request: LineRequest) -> None:
         self.forgotten.append(request.custom_id)
 
     async def cancelled(self, batch: Batch, number: int) -> None:

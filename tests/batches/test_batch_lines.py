@@ -13,7 +13,6 @@ from cluster.api.ray_errors import as_http_error
 from cluster.auth.middleware import caller_of
 from cluster.batches.input_lines import LineRequest
 from cluster.batches.records import Batch, Endpoint
-from cluster.batches.results import LineAnswer
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, Overloaded, UpstreamFailed
 from cluster.core.program import ProgramIdentity
@@ -35,15 +34,15 @@ class Site:
     """The handlers of an ingress."""
 
     def __init__(self, answer: Callable[[Request], Awaitable[Response]]) -> None:
-        self.forgotten: list[str] = []
+        self.forgotten: list[tuple[str, str]] = []
         self.cancelled: list[tuple[str, str]] = []
         handlers: dict[Endpoint, Any] = dict.fromkeys(
             ("/v1/chat/completions", "/v1/completions", "/v1/responses"), answer
         )
         self.requests = LineRequests(handlers, as_http_error, self._forget, self._cancel)
 
-    async def _forget(self, run_id: str) -> None:
-        self.forgotten.append(run_id)
+    async def _forget(self, tenant: str, key: str) -> None:
+        self.forgotten.append((tenant, key))
 
     async def _cancel(self, tenant: str, program: str) -> None:
         self.cancelled.append((tenant, program))
@@ -94,15 +93,24 @@ async def test_a_line_that_is_a_program_is_run_once_and_forgotten(endpoint: Endp
     site = Site(answer)
     given = await site.requests.answer(batch(endpoint), 4, line(**body))
     assert given.is_ok, given.body
-    await site.requests.recorded(batch(endpoint), line(**body, store=True), given)
+    await site.requests.recorded(batch(endpoint), 4, line(**body, store=True))
+    await site.requests.recorded(batch("/v1/completions"), 4, line(prompt="Hi"))
+    await site.requests.recorded(batch(endpoint), 4, line(**body, stream=True))
     assert site.forgotten == []
-    await site.requests.recorded(batch(endpoint), line(**body), given)
-    assert site.forgotten == ["resp_1"]
-    await site.requests.recorded(batch(endpoint), line(**body), LineAnswer(400, b"{}", "r"))
-    await site.requests.recorded(batch("/v1/completions"), line(prompt="Hi"), given)
-    assert site.forgotten == ["resp_1"]
+    await site.requests.recorded(batch(endpoint), 4, line(**body))
+    assert site.forgotten == [("acme", "batch_1-4")]
     await site.requests.cancelled(batch(endpoint), 4)
     assert site.cancelled == [("acme", "batch_1-4")]
+
+
+@pytest.mark.parametrize(("error", "is_forgotten"), [(UpstreamFailed("died"), True), (BadRequest("wrong"), False)])
+async def test_a_program_that_failed_in_the_cluster_is_run_anew(error: Exception, is_forgotten: bool) -> None:
+    async def fails(request: Request) -> Response:
+        raise error
+
+    site = Site(fails)
+    await site.requests.answer(batch("/v1/responses"), 4, line(input="Hi"))
+    assert site.forgotten == [("acme", "batch_1-4")] * is_forgotten
 
 
 @pytest.mark.parametrize("field", ["stream", "background"])

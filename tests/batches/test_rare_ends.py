@@ -1,7 +1,7 @@
 """Batches that expire before they begin, share an input, wait for a quota, or lose a line's task."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -12,10 +12,18 @@ from cluster.batches.records import Batch, Line, decode
 from cluster.batches.results import LineAnswer
 from cluster.core.errors import RunStoreUnavailable
 from cluster.local.embedded_redis import EmbeddedRedis
-from tests.batches.batch_site import CHAT, Ingress, Replicas, begin, ended, ids, lines, names, until
+from tests.batches.batch_site import CHAT, LEASE_S, Ingress, Replicas, begin, ended, ids, lines, names, until
 from tests.batches.test_takeover import redis_client
+from tests.waiting import POLL_S, WITHIN_S
+from tests.waiting import until as sync_until
 
 MakeIngress = Callable[..., Ingress]
+
+
+async def wait_for(condition: Callable[[], Awaitable[object]]) -> None:
+    async with asyncio.timeout(WITHIN_S):
+        while not await condition():  # noqa: ASYNC110 - the store is asked
+            await asyncio.sleep(POLL_S)
 
 
 async def test_a_batch_that_expires_before_it_was_checked_ends(ingress: MakeIngress) -> None:
@@ -59,12 +67,10 @@ async def test_batches_with_one_input_survive_a_store_that_lost_its_data(
     await until(client, second.id, lambda _: site.batches.in_flight == 4)
     async with redis_client(redis.url) as direct:
         await direct.flushall()
-    async with asyncio.timeout(30):
-        while len(await site.store.runs("default")) < 2:
-            await asyncio.sleep(0.02)
-        while not await site.files.listed("default"):
-            await asyncio.sleep(0.02)
-    await asyncio.sleep(0.5)
+    for one in (first, second):
+        await wait_for(lambda one=one: site.store.read(one.id))
+    await wait_for(lambda: site.files.listed("default"))
+    await asyncio.sleep(LEASE_S)  # and it is not written once more
     assert not site.batches._background.failures
     site.replicas.gate.set()
     for one in (first, second):
@@ -89,9 +95,7 @@ async def test_an_input_is_written_again_until_the_store_has_it(
     monkeypatch.setattr(site.files, "write", write_late)
     async with redis_client(redis.url) as direct:
         await direct.flushall()
-    async with asyncio.timeout(30):
-        while not await site.files.listed("default"):
-            await asyncio.sleep(0.02)
+    await wait_for(lambda: site.files.listed("default"))
     await site.die()
     assert (await ended(other.client(), batch.id)).request_counts.completed == 2
 
@@ -152,17 +156,13 @@ async def test_a_batch_that_was_rejected_is_started_when_it_is_sent_again(
     with pytest.raises(InternalServerError):
         await client.batches.create(**wanted, extra_headers=headers)
     site.store.create = create  # type: ignore[method-assign]
-    async with asyncio.timeout(30):
-        while site.batches._background.pending_jobs:
-            await asyncio.sleep(0.02)
+    await sync_until(lambda: not site.batches._background.pending_jobs)
     done = await ended(client, (await client.batches.create(**wanted, extra_headers=headers)).id)
     assert done.status == "completed"
     assert [one.id async for one in client.batches.list()] == [done.id]
 
 
-async def test_results_without_their_numbers_are_counted(
-    ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_results_without_their_numbers_are_counted(ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ingress dies between two writes."""
     monkeypatch.setattr("cluster.runs.journal.MAX_WRITE_BYTES", 1)
     first, second = ingress(), ingress()
@@ -178,9 +178,12 @@ async def test_results_without_their_numbers_are_counted(
 
     monkeypatch.setattr(first.store, "append", without_numbers)
     first.replicas.gate.set()
-    async with asyncio.timeout(30):
-        while not any([isinstance(decode(one), Line) for one in (await second.store.read(batch.id)).items]):  # type: ignore[union-attr]
-            await asyncio.sleep(0.02)
+
+    async def has_a_result() -> bool:
+        page = await second.store.read(batch.id)
+        return page is not None and any(isinstance(decode(one), Line) for one in page.items)
+
+    await wait_for(has_a_result)
     await first.die()
     client = second.client()
     done = await ended(client, batch.id)
@@ -204,9 +207,8 @@ async def test_a_store_that_loses_its_data_while_the_output_is_written(
 
     monkeypatch.setattr(site.files, "_append", lose_once)
     batch = await begin(client, lines("a", "b"))
-    async with asyncio.timeout(30):
-        while not lost or await site.batches.show("output", batch.id) is None:
-            await asyncio.sleep(0.02)
+    await sync_until(lambda: lost)
+    await wait_for(lambda: site.batches.show("output", batch.id))
     done = await ended(client, batch.id)
     assert done.request_counts.completed == 2
     assert await ids(client, done.output_file_id) == ["a", "b"]

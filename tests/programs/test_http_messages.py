@@ -349,7 +349,7 @@ async def test_a_client_that_goes_cancels_its_program_unless_it_may_ask_again(
 
     there = served(says("Wait.", ("add", "{}")), says("Done."), tools={"add": slow})
     body = {"model": MODEL, "max_tokens": 9, "messages": [GO], "tools": [ADD], "stream": stream}
-    headers = {"idempotency_key": "k"} if stays else {}
+    headers = {"idempotency_key": f"k-{stream}"} if stays else {}
     visitor = Visitor(there.app, body, "/v1/messages", **headers)
     async with asyncio.timeout(WITHIN_S):
         await began.wait()

@@ -391,6 +391,17 @@ async def test_a_client_that_keeps_its_history_itself(served: Any) -> None:
         await there.client.responses.retrieve(first.id)
 
 
+async def test_a_response_that_is_not_stored_is_repeated_too(served: Any) -> None:
+    there = served(says("once"), says("twice"))
+    create, headers = there.client.responses.create, {"Idempotency-Key": "unstored"}
+    first = await create(model="m", input="hi", store=False, extra_headers=headers)
+    await until(lambda: not there.runner.open_runs)
+    again = await create(model="m", input="hi", store=False, extra_headers=headers)
+    assert (again.id, again.output_text) == (first.id, "once")
+    with pytest.raises(NotFoundError):
+        await there.client.responses.retrieve(first.id)
+
+
 async def test_consent_to_a_call_of_a_server(served: Any) -> None:
     definitions: list[Any] = []
     tools = known(served_by("docs", "read"), seen=definitions)

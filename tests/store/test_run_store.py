@@ -1,6 +1,7 @@
 """The log of a run while Redis is well: written once, read by anybody, owned by one ingress at a time."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 import redis.asyncio
@@ -310,6 +311,39 @@ async def test_an_open_run_cannot_be_deleted_and_a_closed_one_leaves_nothing(
     with pytest.raises(RunUnknown):
         await a.append("run", 1, items(1, 2))
     assert await a.read("run") is None and await a.runs("tenant") == []
+
+
+async def test_a_run_with_a_key_can_be_kept_and_is_found_by_the_key(ingress: MakeRunStore) -> None:
+    a, b = ingress("a"), ingress("b")
+    await a.create(replace(RUN, idempotency=Idempotency("key", b"body")), items(0, 1))
+    assert (await b.keyed("tenant", "key"), await b.keyed("another", "key")) == ("run", None)
+    await a.append("run", 1, items(1, 2), final=True)
+    assert not await b.delete("run", unless_keyed=True)
+    assert await b.keyed("tenant", "key") == "run"
+    assert await b.delete("run")
+    assert await b.keyed("tenant", "key") is None
+    await a.create(replace(RUN, id="other"), items(0, 1))
+    await a.append("other", 1, items(1, 2), final=True)
+    assert await b.delete("other", unless_keyed=True)
+
+
+async def test_a_rejected_creation_leaves_nothing(ingress: MakeRunStore, direct: redis.asyncio.Redis) -> None:
+    a, b = ingress("a"), ingress("b")
+    await a.create(replace(RUN, idempotency=Idempotency("key", b"body")), items(0, 1))
+    assert not await b.renounce("run")  # it is another's
+    assert await a.renounce("run")
+    assert not await a.renounce("run")
+    assert not await direct.keys("caesura:v1:{runs}:*")
+
+
+async def test_a_rejected_creation_stays_if_the_request_came_again(ingress: MakeRunStore) -> None:
+    a, b = ingress("a"), ingress("b")
+    keyed = replace(RUN, idempotency=Idempotency("key", b"body"))
+    await a.create(keyed, items(0, 1))
+    assert isinstance(await b.create(replace(keyed, id="again"), items(0, 1)), AlreadyThere)
+    assert not await a.renounce("run")
+    assert await b.claim(1) == ["run"]
+    assert await log_of(b) == items(0, 1)
 
 
 async def test_everything_of_a_closed_run_expires_and_nothing_of_an_open_one(

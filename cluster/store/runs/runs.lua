@@ -331,15 +331,24 @@ function operations.list()
   end
 end
 
-local function delete(id)
+local function delete(id, unless_keyed)
   if not is_run(id) then return 'unknown' end
-  if not get(id, 'closed')[1] then return 'open' end
+  local there = get(id, 'closed', 'idempotency')
+  if not there[1] then return 'open' end
+  if unless_keyed and there[2] then return 'kept' end
   remove(id)
   return 'ok'
 end
 
--- ARGV: id. Answers: how it went.
-function operations.delete() return delete(ARGV[1]) end
+-- ARGV: id, 1 to keep a run with an idempotency key. Answers: how it went.
+function operations.delete() return delete(ARGV[1], ARGV[2] == '1') end
+
+-- ARGV: TENANT/KEY. Answers: the run of this idempotency key, if there is one.
+function operations.keyed()
+  local key = space .. 'idempotency:' .. ARGV[1]
+  local id = is(key, 'hash') and redis.call('HGET', key, 'run')
+  return id and is_run(id) and {id} or {}
+end
 
 -- ARGV: how many. Answers: how many closed runs were deleted, those that ended first before others.
 function operations.evict()

@@ -219,7 +219,7 @@ class RunStore(RedisStore):
             await self._call("release", [self._owner, *map(quoted, run_ids)], int)
 
     async def renounce(self, run_id: str) -> bool:
-        """Undo a `create` whose outcome is unknown and that was rejected to the caller. Return whether it had been done.
+        """Undo a `create` whose outcome is unknown and that was rejected to the client. Return whether it was there.
 
         If the request came again meanwhile with the same idempotency key, its answer was this run. Then the run stays,
         and any owner may claim it at once.
@@ -323,15 +323,24 @@ class RunStore(RedisStore):
                 self.failures[StoreFailure.CORRUPT] += 1
         return heads
 
-    async def delete(self, run_id: str) -> bool:
+    async def keyed(self, tenant: str, key: str) -> str | None:
+        """Return the id of the run with this idempotency key; None: there is none."""
+        answer = await self._call("keyed", [f"{quoted(tenant)}/{quoted(key)}"], list[bytes])
+        return _plain(answer[0]) if answer else None
+
+    async def delete(self, run_id: str, *, unless_keyed: bool = False) -> bool:
         """Delete a closed run with its log, its entries in lists and its idempotency key.
 
-        Return False if the run is unknown.
+        Return False if the run is unknown, or is kept.
+
+        Args:
+            run_id: the run.
+            unless_keyed: whether a run with an idempotency key is kept, since its request may come again.
 
         Raises:
             RunOpen: the run is not closed.
         """
-        answer = await self._call("delete", [quoted(run_id)], bytes)
+        answer = await self._call("delete", [quoted(run_id), int(unless_keyed)], bytes)
         if answer == b"open":
             raise RunOpen(f"run {run_id} is open")
         return answer == b"ok"
