@@ -12,12 +12,14 @@ gets a second name (a hard link), so that it stays when the other slot deletes i
 Locks are `flock`: they hold on one machine for all containers, and on NFS 4.
 """
 
+import errno
 import fcntl
 import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
+from math import inf
 from pathlib import Path
 
 from replicas.disk_tier.chunk_file import TEMPORARY
@@ -78,14 +80,15 @@ class Slots:
             folder.mkdir(exist_ok=True, mode=0o700)
             descriptor = os.open(folder / "lock", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
             try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                continue
+                if not _locks(descriptor):
+                    os.close(descriptor)
+                    continue
+                if not os.path.samestat(os.fstat(descriptor), (folder / "lock").stat()):
+                    raise FileNotFoundError(errno.ENOENT, "it was deleted while it was locked", str(folder))
+                os.utime(folder / "lock")  # the slot is in use, whatever its files' ages
             except OSError:
                 os.close(descriptor)
                 raise
-            os.utime(folder / "lock")  # the slot is in use, whatever its files' ages
             self.own, self._lock = number, descriptor
             return True
         return False
@@ -142,16 +145,12 @@ class Slots:
     def remove_stale(self) -> list[str]:
         """Delete the folders of identities, and slots, that no process uses any more. Return their names."""
         removed, now_s = [], self._now_s()
-        for folder in [*self._others(), *self._surplus()]:
-            if now_s - _last_use_s(folder) > STALE_S and all(_unlocked(slot) for slot in _slots_in(folder)):
-                shutil.rmtree(folder, ignore_errors=True)
-                removed.append(folder.name)
+        others = [folder for folder in self.path.iterdir() if folder.name != self.identity]
+        for folder in [*others, *self._surplus()]:
+            with suppress(OSError):  # another replica deletes it just now, or it is not ours, as `lost+found`
+                if now_s - _last_use_s(folder) > STALE_S and _removed(folder):
+                    removed.append(folder.name)
         return removed
-
-    def _others(self) -> Iterator[Path]:
-        for folder in self.path.iterdir():
-            if folder.name != self.identity and any(_slots_in(folder)):
-                yield folder
 
     def _surplus(self) -> Iterator[Path]:
         for slot in _slots_in(self.folder):
@@ -190,16 +189,30 @@ def _is_slot(folder: Path) -> bool:
 
 
 def _last_use_s(folder: Path) -> float:
-    """Return when a file below a folder was written or read last, to the precision of its folders."""
-    return max(path.stat().st_mtime for slot in _slots_in(folder) for path in (slot, *slot.iterdir()))
+    """Return when a file below a folder was written or read last, to the precision of its folders.
+
+    A folder without slots counts as in use.
+    """
+    times = (path.stat().st_mtime for slot in _slots_in(folder) for path in (slot, *slot.iterdir()))
+    return max(times, default=inf)
 
 
-def _unlocked(slot: Path) -> bool:
-    descriptor = os.open(slot / "lock", os.O_RDWR | os.O_CLOEXEC)
+def _removed(folder: Path) -> bool:
+    """Delete a folder, unless a process has one of its slots. Nobody takes one meanwhile. Return if it is gone."""
+    with ExitStack() as locks:
+        for slot in _slots_in(folder):
+            descriptor = os.open(slot / "lock", os.O_RDWR | os.O_CLOEXEC)
+            locks.callback(os.close, descriptor)
+            if not _locks(descriptor):
+                return False
+        shutil.rmtree(folder, ignore_errors=True)
+    return True
+
+
+def _locks(descriptor: int) -> bool:
+    """Lock a file until its descriptor is closed. Return False if another process has it."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
-    finally:
-        os.close(descriptor)
     return True

@@ -1,7 +1,10 @@
 """The disk tier without an engine: files, slots, the bound, and what is worth being written."""
 
+import errno
+import fcntl
 import mmap
 import os
+import shutil
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +18,7 @@ from vllm.v1.kv_offload.tiering.base import TransferJob
 
 from cluster.core.clock import MonotonicClock
 from cluster.core.errors import ConfigError
+from replicas.disk_tier import slots as slots_module
 from replicas.disk_tier.chunk_file import PAGE, ChunkFiles, DamagedChunkError, file_bytes
 from replicas.disk_tier.identity import weights_identity
 from replicas.disk_tier.slots import STALE_S, Slots
@@ -116,6 +120,65 @@ def test_folders_that_nobody_uses_are_deleted_after_a_day_and_no_others(tmp_path
             os.utime(path, (path.stat().st_mtime - 2 * STALE_S,) * 2)
     assert own.remove_stale() == ["old"]
     assert sorted(folder.name for folder in tmp_path.iterdir()) == ["fresh", "own", "theirs", "used"]
+
+
+def test_a_folder_that_cannot_be_read_is_left_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As `lost+found` of a volume, which belongs to root."""
+    own, lost = Slots(tmp_path, "own", 1), tmp_path / "lost+found"
+    lost.mkdir()
+    assert own.take(create=True)
+    iterdir = Path.iterdir
+
+    def denied(path: Path) -> Iterator[Path]:
+        if path == lost:
+            raise PermissionError(errno.EACCES, "denied", str(path))
+        return iterdir(path)
+
+    monkeypatch.setattr(Path, "iterdir", denied)
+    assert own.remove_stale() == []
+
+
+def test_a_folder_that_two_replicas_delete_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, own = Slots(tmp_path, "old", 1), Slots(tmp_path, "own", 1)
+    assert old.take(create=True) and own.take(create=True)
+    old.release()
+    last_use_s = slots_module._last_use_s
+
+    def after_the_other(folder: Path) -> float:
+        shutil.rmtree(folder)
+        return last_use_s(folder)
+
+    monkeypatch.setattr(slots_module, "_last_use_s", after_the_other)
+    assert own.remove_stale() == []
+
+
+def test_a_slot_that_is_deleted_while_it_is_taken_is_not_taken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    slots, flock = Slots(tmp_path, "model", 1), fcntl.flock
+
+    def after_a_deletion(descriptor: int, operation: int) -> None:
+        lock = slots.folder / "slot-0" / "lock"
+        lock.unlink()
+        lock.touch()  # by the replica that takes it next
+        flock(descriptor, operation)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(fcntl, "flock", after_a_deletion)
+        with pytest.raises(FileNotFoundError):
+            slots.take(create=True)
+    assert slots.own is None
+    assert slots.take(create=False)
+
+
+def test_nobody_takes_a_slot_that_is_being_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    old, own = Slots(tmp_path, "old", 1), Slots(tmp_path, "own", 1)
+    assert old.take(create=True) and own.take(create=True)
+    old.release()
+    for path in (old.folder / "slot-0", old.folder / "slot-0" / "lock"):
+        os.utime(path, (path.stat().st_mtime - 2 * STALE_S,) * 2)
+    taken: list[bool] = []
+    monkeypatch.setattr(shutil, "rmtree", lambda *_, **__: taken.append(old.take(create=False)))
+    own.remove_stale()
+    assert taken == [False]
 
 
 # --- the bound --------------------------------------------------------------------------------------------------------
