@@ -74,7 +74,7 @@ class AnswerSoFar:
 
 
 def _answers(piece: str) -> Iterator[dict[str, Any]]:
-    events = [line.removeprefix(DATA) for line in piece.splitlines() if line.startswith(DATA)]
+    events = [line.removeprefix(DATA) for line in piece.split("\n") if line.startswith(DATA)]
     for text in events if events else [piece]:
         if text.startswith("{"):
             yield json.loads(text)

@@ -47,6 +47,17 @@ def test_a_whole_answer_without_calls_is_answered_by_the_user() -> None:
     assert answer.messages("x") == [{"role": "assistant", "content": "Done."}, {"role": "user", "content": "x"}]
 
 
+@pytest.mark.parametrize("separator", ["\u2028", "\u2029", "\x85", "\u2028data: {"])
+def test_separators_of_lines_in_a_text_do_not_end_an_event(separator: str) -> None:
+    """JSON has them as they are, and only a newline ends a line of an event."""
+    text = f"one{separator}two"
+    streamed, whole = AnswerSoFar(), AnswerSoFar()
+    streamed.feed(f"data: {json.dumps({'choices': [{'delta': {'content': text}}]}, ensure_ascii=False)}\n\n".encode())
+    whole.feed(json.dumps({"choices": [{"message": {"content": text}}]}, ensure_ascii=False).encode())
+    for answer in (streamed, whole):
+        assert answer.messages("x")[0] == {"role": "assistant", "content": text}
+
+
 class Text:
     """Renders messages as the letters of their roles and contents."""
 
