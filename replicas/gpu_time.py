@@ -199,7 +199,10 @@ class GpuTimes:
     def evicted(self, key: str, by: str | None) -> None:
         """Note that KV of program ``key`` is evicted for a turn of program ``by``. None: the turn has no program."""
         if by is not None and by != key:
+            self._evicted_for.pop(key, None)
             self._evicted_for[key] = by
+            if len(self._evicted_for) > MAX_PROGRAMS:
+                del self._evicted_for[next(iter(self._evicted_for))]
 
     # --- steps --------------------------------------------------------------------------------------------------------
 

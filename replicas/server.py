@@ -64,7 +64,7 @@ from replicas.duration_sync import DurationSync
 from replicas.early_prompt import EarlyPrompts
 from replicas.engine import ReplicaEngine
 from replicas.finish_reasons import correct_answer
-from replicas.leaving import begin_leaving, written
+from replicas.leaving import USAGE_S, begin_leaving, until_written, written
 from replicas.program_turn import ProgramTurns
 from replicas.render_threads import reading
 from replicas.requests import (
@@ -155,7 +155,7 @@ class ProgramServer(LLMServer):
         self._loops = [asyncio.create_task(loop) for loop in loops]
 
     async def __del__(self) -> None:
-        """Wait until no turn is open, and until the programs' contexts are on disk if there is a disk tier.
+        """Wait until no turn is open, and their usage and, if there is a disk tier, the programs' contexts are written.
 
         Ray Serve calls it before it ends this process, and ends its wait after ``graceful_shutdown_timeout_s``.
         """
@@ -164,6 +164,8 @@ class ProgramServer(LLMServer):
             await begin_leaving(self._channel.call)
         if hasattr(self, "_turn_server"):
             await self._turn_server.aclose()
+        if getattr(self, "_loops", None):
+            await until_written(self._usage_is_written, "the usage of its last turns is written", USAGE_S)
         if keeps:
             await written(self._channel.call)
         await super().__del__()
@@ -484,6 +486,13 @@ class ProgramServer(LLMServer):
             self._metrics.fell_back(Fallback.STORE_UNREACHABLE)
         else:
             self._billed = revision
+
+    async def _usage_is_written(self) -> bool:
+        """Write some of the usage that is not written yet. Return whether there was none."""
+        before = self._billed
+        bills = (await self._channel.call("exchange", billed=before))["bills"]
+        await self._write_usage(bills["revision"], bills["packed"])
+        return bool(bills["revision"] == before)
 
     async def _exchange_durations(self) -> None:
         """Exchange tool statistics with the store, unless there are so many replicas that it is not yet time."""

@@ -121,6 +121,14 @@ def evicted(p: Priced, owner: str, other: str) -> None:
     p.turn(owner, 20, last=True)
 
 
+def test_evictions_of_programs_that_never_return_are_forgotten(priced: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("replicas.gpu_time.MAX_PROGRAMS", 3)
+    times = priced().scheduler.gpu_times
+    for number in range(10):
+        times.evicted(f"default/{number}", "default/other")
+    assert list(times._evicted_for) == ["default/7", "default/8", "default/9"]
+
+
 def test_who_evicts_a_hold_has_caused_what_is_computed_again(priced: Make) -> None:
     p = priced("continuum", default_ttl_s=1000.0, max_ttl_s=1000.0)
     evicted(p, "b", "c")
