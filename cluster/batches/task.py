@@ -10,6 +10,7 @@ import contextlib
 import logging
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
 from time import time
 from typing import Any, TypeVar
 
@@ -223,7 +224,10 @@ class BatchTask:
                 self._mark(errors=(_INPUT_GONE,))
                 self.close("failed")
             return
-        self._lines = numbered(map(unpacked, pieces))
+        lines = numbered(map(unpacked, pieces))
+        # An ingress that takes a batch over skips many lines.
+        first = await asyncio.to_thread(lambda: [*islice((one for one in lines if one.number not in self._results), 1)])
+        self._lines = chain(first, lines)
 
     def take(self) -> InputLine | None:
         """Return a line to be started now; None: there is none."""

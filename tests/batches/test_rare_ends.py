@@ -1,15 +1,19 @@
 """Batches that expire before they begin, share an input, wait for a quota, or lose a line's task."""
 
 import asyncio
+import threading
 from collections.abc import Awaitable, Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai import InternalServerError
 
+from cluster.batches.content import packed, unpacked
 from cluster.batches.input_lines import LineRequest
-from cluster.batches.records import Batch, Line, decode
+from cluster.batches.records import Accepted, Batch, Line, Progress, decode
 from cluster.batches.results import LineAnswer
+from cluster.batches.task import BatchTask
 from cluster.core.errors import RunStoreUnavailable
 from cluster.local.embedded_redis import EmbeddedRedis
 from tests.batches.batch_site import CHAT, LEASE_S, Ingress, Replicas, begin, ended, ids, lines, names, until
@@ -117,6 +121,28 @@ async def test_batches_that_wait_for_a_quota_do_not_keep_others_out(
     site.replicas.gate.set()
     client = site.client("three")
     assert (await ended(client, (await begin(client, lines("a"))).id)).request_counts.completed == 1
+
+
+async def test_lines_with_results_are_skipped_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in the ingress that takes a large batch over shortly before its end."""
+    numbers, here = range(1, 40), threading.current_thread()
+    in_loop: list[bytes] = []
+
+    def unpacked_here(piece: bytes) -> bytes:
+        in_loop.extend([piece] * (threading.current_thread() is here))
+        return unpacked(piece)
+
+    monkeypatch.setattr("cluster.batches.task.unpacked", unpacked_here)
+    batch = Batch("batch_large", "t", CHAT, "file-1", "24h", 0.0, 1.0)
+    events = [Accepted(batch), *(Line(number, True, b"", 0) for number in numbers)]
+    unused: Any = SimpleNamespace()
+    task = BatchTask(batch, Progress("in_progress", 40), events, unused, unused, 1.0, lambda: None)
+    task._pieces = [packed(lines(f"l{number}")) for number in range(1, 41)]
+    await task.load()
+    line = task.take()
+    assert line is not None and line.number == 40
+    assert in_loop == []
+    task.abandon()
 
 
 class Cancelling(Replicas):
