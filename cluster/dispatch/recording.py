@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from enum import StrEnum
 from time import time
-from typing import Any, Protocol, Self
+from typing import Any, NoReturn, Protocol, Self
 from uuid import uuid4
 
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S
@@ -41,6 +41,10 @@ BEGIN_ATTEMPTS = 3
 
 MAX_LATE = 256
 """Maximum number of turns whose tokens wait for the store in one ingress."""
+SWEEP_S = 60.0
+"""Seconds between two deletions of records that have expired."""
+MAX_SWEEPS = 32
+"""Largest number of calls for such a deletion, each of which deletes some."""
 LATE_ATTEMPTS = 60
 LATE_WAIT_S = 1.0
 """Number of attempts to write such a turn, and the seconds between them."""
@@ -127,6 +131,10 @@ class Recordings:
         self._tasks = SupervisedTasks("recorded tokens", clock)
         self._late = 0
 
+    def open(self) -> None:
+        """Begin to delete records that have expired, also while no turn is recorded."""
+        self._tasks.start("expired records", self._sweep_for_ever)
+
     async def begin(self, method: str, body: Mapping[str, Any], identity: ProgramIdentity, request: str) -> Recording:
         """Begin the record of a turn.
 
@@ -176,7 +184,7 @@ class Recordings:
 
     @property
     def failed(self) -> tuple[str, ...]:
-        """Names of the background loops that keep failing. There are none."""
+        """Names of the background loops that keep failing."""
         return self._tasks.failed
 
     async def _write(self, tenant: str, program: str, number: int, ended_s: float, tokens: TurnTokens) -> None:
@@ -185,16 +193,33 @@ class Recordings:
         else:
             self._lost(program, number, "the record was deleted, or has expired")
 
+    async def _sweep_for_ever(self) -> NoReturn:
+        while True:
+            left = None
+            with suppress(StoreUnavailable):
+                for _ in range(MAX_SWEEPS):
+                    before, left = left, await self.store.sweep()
+                    if left == before:
+                        break
+            await asyncio.sleep(SWEEP_S)
+
     async def _write_late(self, tenant: str, program: str, number: int, ended_s: float, tokens: TurnTokens) -> None:
+        turn = (tenant, program, number, ended_s, tokens)
         try:
             for _ in range(LATE_ATTEMPTS):
                 await asyncio.sleep(LATE_WAIT_S)
                 try:
-                    await self._write(tenant, program, number, ended_s, tokens)
+                    await self._write(*turn)
                 except StoreUnavailable:
                     continue
                 return
             self._lost(program, number, "the store does not answer")
+        except asyncio.CancelledError:  # this process ends
+            try:
+                await self._write(*turn)
+            except StoreUnavailable:
+                self._lost(program, number, "the ingress ends, and the store does not answer")
+            raise
         finally:
             self._late -= 1
 

@@ -103,12 +103,13 @@ class ReplicaClients:
         for placement in self._placements.values():
             placement.open()
         self._predictions.open()
+        self.recordings.open()
 
     @property
     def failed(self) -> tuple[str, ...]:
         """Names of the background loops that keep failing."""
         routers = (f"{model}: {name}" for model, placing in self._placements.items() for name in placing.failed)
-        return (*self._predictions.failed, *routers)
+        return (*self._predictions.failed, *self.recordings.failed, *routers)
 
     async def aclose(self) -> None:
         """Stop. Programs keep their homes."""

@@ -147,8 +147,8 @@ function operations.delete()
   return 'ok'
 end
 
--- Answers with the bytes of all.
-function operations.size()
+-- Answers with the bytes of all that have not expired.
+function operations.sweep()
   sweep()
   return number(redis.call('HGET', space .. 'bytes', '/'))
 end

@@ -178,10 +178,10 @@ class TokenRecordStore(RedisStore):
         answer: bytes = await self._call("delete", [_name(tenant, program), last_turn], bytes)
         return Deletion(answer.decode())
 
-    async def size(self) -> int:
-        """Return the bytes of all records."""
-        size: int = await self._call("size", [], int)
-        return size
+    async def sweep(self) -> int:
+        """Delete records that have expired, some at a time. Return the bytes of those that are left."""
+        left: int = await self._call("sweep", [], int)
+        return left
 
     async def _call(self, operation: str, arguments: Sequence[Any], kind: Any) -> Any:
         return await self.run(_SCRIPT, [SPACE + "written"], [operation, self._retention_ms, *arguments], kind)

@@ -16,6 +16,7 @@ from cluster.dispatch import recording
 from cluster.dispatch.recording import RecordedAnswers, Recordings, RecordOutcome
 from cluster.store.client import StoreFailure, StoreUnavailable
 from cluster.store.token_records import FullMemory
+from tests.waiting import until
 
 PROGRAM = ProgramIdentity("p", record="tokens")
 TOKENS = TurnTokens(pack_ids([1]), (AnswerTokens(0, pack_ids([2]), pack_logprobs([-1.0]), "stop", None, ()),))
@@ -49,6 +50,11 @@ class Store:
     async def drop(self, tenant: str, program: str, number: int) -> None:
         self._fail()
         self.did.append(("drop", tenant, program, number))
+
+    async def sweep(self) -> int:
+        self._fail()
+        self.did.append(("sweep",))
+        return 0
 
     async def close(self) -> None:
         self.did.append(("close",))
@@ -216,3 +222,26 @@ def test_a_header_or_a_field_asks_for_a_record() -> None:
     with pytest.raises(BadRequest) as caught:
         identify({"x-record": "text"}, {}, "default")
     assert caught.value.param == "x-record"
+
+
+@pytest.mark.parametrize(("failures", "outcome"), [(1, RecordOutcome.STORED), (9, RecordOutcome.LOST)])
+async def test_tokens_that_wait_for_the_store_are_not_dropped_at_the_end(failures: int, outcome: RecordOutcome) -> None:
+    store = Store()
+    _, recordings = turn(store, DONE)
+    begun = await recordings.begin("chat", {}, PROGRAM, "r")
+    store.failures = failures
+    await begun.finish(TOKENS)
+    await asyncio.sleep(0)
+    await recordings.aclose()
+    assert recordings.counters[outcome] == 1
+
+
+async def test_expired_records_are_deleted_although_nobody_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "SWEEP_S", 0.01)
+    store = Store()
+    _, recordings = turn(store, DONE)
+    store.failures = 1
+    recordings.open()
+    await until(lambda: store.did.count(("sweep",)) > 3)
+    assert not recordings.failed
+    await recordings.aclose()

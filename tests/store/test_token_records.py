@@ -81,7 +81,7 @@ async def test_a_long_program_takes_little_more_than_its_context(store: TokenRec
         assert isinstance(number, int)
         await store.finish("t", "p", number, 1.0, tokens(context, [7] * 10))
         context += [7] * 10 + [8] * 10
-    assert await store.size() < 3 * 4 * len(context)
+    assert await store.sweep() < 3 * 4 * len(context)
 
 
 async def test_a_turn_begins_once_though_the_call_is_repeated(store: TokenRecordStore) -> None:
@@ -135,9 +135,9 @@ async def test_records_expire_and_leave_no_bytes(server: EmbeddedRedis) -> None:
     store = store_of(server, retention_s=0.2)
     await store.begin("t", "p", HEAD, uuid4().bytes)
     await store.finish("t", "p", 1, 1.0, tokens([1], [2]))
-    assert await store.size() > 0
+    assert await store.sweep() > 0
     await asyncio.sleep(0.4)
-    assert await store.size() == 0
+    assert await store.sweep() == 0
     assert await store.load("t", "p") == []
     assert not await store.finish("t", "p", 1, 1.0, tokens([1], [2]))
     await store.redis.aclose()
