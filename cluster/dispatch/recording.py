@@ -195,10 +195,11 @@ class Recordings:
 
     async def _sweep_for_ever(self) -> NoReturn:
         while True:
-            left = None
+            left: int | None = None
             with suppress(StoreUnavailable):
                 for _ in range(MAX_SWEEPS):
-                    before, left = left, await self.store.sweep()
+                    before = left
+                    left = await self.store.sweep()
                     if left == before:
                         break
             await asyncio.sleep(SWEEP_S)
