@@ -11,10 +11,13 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from cluster.config.schema import CaesuraConfig
+from cluster.core.clock import MonotonicClock
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, BadRequest, IdempotencyConflict, Overloaded
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
+from cluster.http.batch_service import BatchService
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.runs.events import (
     Ended,
@@ -574,3 +577,21 @@ async def test_a_log_that_cannot_be_read_ends_its_run(runners: Runners) -> None:
     async with asyncio.timeout(WITHIN_S):
         while await head() != ("failed", False):  # noqa: ASYNC110 - Redis has no event for it
             await asyncio.sleep(0.01)
+
+
+async def test_a_line_of_a_batch_finds_its_run_by_its_key(runners: Runners, redis: EmbeddedRedis) -> None:
+    gate = asyncio.Event()
+    runner = runners(ScriptedReplicas([says("done"), [gate, *says("late")]]))
+    config = CaesuraConfig.model_validate({"redis": {"url": redis.url}})
+    service = BatchService(config, MonotonicClock(), "batches", runner, {})
+    await runner.start(spec("r40", store=False), idempotency=Idempotency("batch_1-1", b"body"))
+    await ended(runner, "r40")
+    await until(lambda: not runner.open_runs)
+    await service._forget_line("another", "batch_1-1")
+    assert await runner.keyed("t", "batch_1-1") == "r40"
+    await service._forget_line("t", "batch_1-1")
+    assert await runner.keyed("t", "batch_1-1") is None
+    await runner.start(spec("r41"), idempotency=Idempotency("batch_1-2", b"body"))
+    await service._cancel_line("t", "batch_1-2")
+    assert outcome(await ended(runner, "r41")).status == "cancelled"
+    await service.aclose()
