@@ -6,7 +6,9 @@ Part 1 runs the real CPU engine, with the built-in model and with a random model
 about a second. A program pauses for a tool that writes 3,500 tokens over 5 s. Then its next turn comes, whose time to
 first token is measured. Each round runs with the output sent while the tool writes, and without, and the next turn must
 generate the same tokens. The same is done while other turns arrive, whose TTFT and TPOT are compared, and while the
-replica is fully loaded, where the tokens that were computed early are compared with all others.
+replica is fully loaded, where the tokens that were computed early are compared with all others. A prompt that does not
+extend the context (a client drops reasoning, or a template renders the history again) is computed in the pause, too:
+the next prompt of so many tokens has only the first fifth of the context, and is known when the pause begins.
 
 Part 2 runs a program of the cluster's own runner over a scripted stream of tokens. A turn of 1.5 s calls a read-only
 tool of 1 s in its first third. The program's time is compared with that of the same tool without an early start.
@@ -38,10 +40,10 @@ from benchmarks.results import save
 from cluster.config.schema import CaesuraConfig, PolicyConfig
 from cluster.core.clock import MonotonicClock
 from cluster.core.program import WIRE_KEY, Hints, ProgramIdentity
-from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
+from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult
 from cluster.core.turn import CallDelta, Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, TurnPiece, pack_ids
 from cluster.local.embedded_redis import EmbeddedRedis
-from cluster.runs.events import Limits, RunSpec
+from cluster.runs.events import Limits, RunSpec, ToolAnswer
 from cluster.runs.runner import ProgramRunner
 from cluster.store.runs.store import RunStore
 from replicas.control import ControlChannel
@@ -163,6 +165,46 @@ async def pause(engine: AsyncLLM, number: int, early: bool, setting: Setting) ->
     return served, await beside if beside is not None else []
 
 
+async def rewritten_pause(engine: AsyncLLM, number: int, ahead: bool, setting: Setting) -> Served:
+    """Run one program whose next prompt differs from its context. Return the next turn."""
+    channel = ControlChannel(engine, 60.0)
+    await channel.call("reset")
+    name = f"r{number}{ahead}"
+    prompt = [100 + (place * 7 + number) % 900 for place in range(CONTEXT)]
+    await turn(engine, name, prompt, 4)
+    same = CONTEXT // 5
+    rendered = prompt[:same] + [100 + (place * 11 + number) % 900 for place in range(setting.tokens - same)]
+    if ahead:
+        answer = await channel.call(
+            "extend", key=f"default/{name}", at=same, ids=pack_ids(rendered[same:]), rewrites=True
+        )
+        assert answer["ended"] is None, answer
+    await asyncio.sleep(setting.seconds)
+    return await turn(engine, name, [*rendered, *prompt_of_answer(number)], 4, last=True)
+
+
+def prompt_of_answer(number: int) -> list[int]:
+    """Return a tool's answer of 32 tokens."""
+    return [100 + (place * 13 + number) % 900 for place in range(32)]
+
+
+async def part_rewritten(engine: AsyncLLM, rounds: int, setting: Setting) -> dict[str, float]:
+    """Compare rounds in which the next prompt is computed in the pause and rounds in which it is not."""
+    found: dict[bool, list[Served]] = {True: [], False: []}
+    for number in range(-1, rounds):  # the first round warms up
+        both = {}
+        for ahead in (True, False) if number % 2 else (False, True):
+            both[ahead] = await rewritten_pause(engine, number + 1, ahead, setting)
+            if number >= 0:
+                found[ahead].append(both[ahead])
+        assert both[True].tokens == both[False].tokens, "the tokens differ"
+    times = {
+        state: statistics.median(one.ttft_s for one in found[ahead]) * 1e3
+        for state, ahead in (("ahead", True), ("today", False))
+    }
+    return {**times, "ratio": times["ahead"] / times["today"]}
+
+
 async def numbers(engine: AsyncLLM) -> dict[str, Any]:
     snapshot: dict[str, Any] = (await ControlChannel(engine, 60.0).call("exchange"))["snapshot"]
     return snapshot
@@ -224,6 +266,7 @@ async def part_1(name: str, model: Path, rounds: int, setting: Setting) -> dict[
                         "mean_ratio": mean(on) / mean(off),
                         "today_ms": mean(off) * 1e3,
                     }
+        row["rewritten_ttft_ms"] = await part_rewritten(engine, rounds, setting)
         before = await numbers(engine)
         await pause(engine, 99, True, replace(setting, gap_s=min(0.02, cost.token_s * 128 / 2)))
         after = await numbers(engine)
@@ -299,16 +342,18 @@ class OneTool:
 
 async def program_s(runner: ProgramRunner, run_id: str, starts_early: bool) -> float:
     """Return the seconds of one program."""
-    offer = ToolOffer("look", {"name": "look"}, here=True, read_only=True, starts_early=starts_early)
+    tool = ToolId.of_operator("look")
+    offer = ToolOffer("look", {"name": "look"}, here=True, read_only=True, starts_early=starts_early, tool=tool)
     limits = Limits(turns=4, tool_calls=4, output_tokens=1000, wall_s=30.0, turn_attempts=1)
     messages = ({"role": "user", "content": "go"},)
     identity = ProgramIdentity("p").encode()
     began_s = time.perf_counter()
     spec = RunSpec(run_id, "responses", "t", "p", identity, "tiny", time.time(), limits, messages, offers=(offer,))
     await runner.start(spec)
-    async for _ in runner.follow(run_id):
-        pass
-    return time.perf_counter() - began_s
+    events = [event async for one in runner.follow(run_id) for event in one]
+    took_s = time.perf_counter() - began_s
+    assert [event.text for event in events if isinstance(event, ToolAnswer)] == ["seen"], events[-3:]
+    return took_s
 
 
 async def part_2(rounds: int) -> dict[str, Any]:

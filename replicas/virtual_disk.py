@@ -165,12 +165,23 @@ class VirtualDiskTier(DiskTier):
         transfer.seconds = seconds
         transfer.progress_s = drive.submit(job_id, transfer.direction, self._clock.now_s(), seconds)
 
+    def abandon(self) -> None:
+        """End the writes now. Of each, the chunks that its drive has written so far stay."""
+        now_s, chunk_s, drive = self._clock.now_s(), self._disk.write_chunk_s, self._pool
+        writes, drive.under_way[Direction.WRITE] = drive.under_way[Direction.WRITE], deque()
+        for end_s, job_id in writes:
+            transfer = self._transfers[job_id]
+            written = max(0, int((now_s - (end_s - transfer.seconds)) / chunk_s))
+            transfer.done = {*transfer.keys[:written]}
+            drive.under_way[Direction.WRITE].append((min(now_s, end_s), job_id))
+
     def finish(self, job_id: int) -> None:
         """Do what a transfer does, whose time is over."""
         transfer = self._transfers[job_id]
         if transfer.direction is Direction.WRITE:
-            self._own.update(transfer.keys)
-            transfer.done = set(transfer.keys)
+            is_whole = self._clock.now_s() >= transfer.progress_s
+            transfer.done = {*transfer.keys} if is_whole else transfer.done
+            self._own.update(transfer.done)
         else:
             transfer.done = {key for key in transfer.keys if self.has(key)}
 

@@ -229,6 +229,14 @@ class VirtualReplica:
         leaves = isinstance(scheduler, AgentScheduler) and scheduler.swapping.leaves
         return not (self.busy or self.moves_kv or leaves)
 
+    def abandon_writes(self) -> None:
+        """Write nothing more to disk, because this replica has waited for as long as it may."""
+        scheduler = self.engine.scheduler
+        if isinstance(scheduler, AgentScheduler) and (cache := scheduler.swapping.disk) is not None:
+            cache.abandon_writes()
+            if isinstance(cache.disk, VirtualDiskTier):
+                cache.disk.abandon()
+
     def restart(self) -> None:
         """Lose what a process loses that ends, while no turn is open and no KV is moved. The disk keeps its chunks."""
         scheduler = self.engine.scheduler

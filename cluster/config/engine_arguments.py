@@ -44,6 +44,30 @@ def engine_types() -> Mapping[str, Mapping[str, list[Any]]]:
     return table
 
 
+SPLITTING_CONNECTORS = (
+    "NixlConnector", "NixlPullConnector", "NixlPushConnector", "MoRIIOConnector", "MooncakeConnector",
+)  # fmt: skip
+"""vLLM's connectors that move the KV of each prompt from an engine that computes prompts to one that generates."""
+SPLITTING_ROLES = ("kv_producer", "kv_consumer")
+
+
+def reject_transfers(value: Any) -> None:
+    """Reject a value of ``kv_transfer_config``, and name the keys that decide it.
+
+    Raises:
+        ValueError: always.
+    """
+    fields = value if isinstance(value, dict) else {}
+    connector, role = fields.get("kv_connector"), fields.get("kv_role")
+    if connector in SPLITTING_CONNECTORS or role in SPLITTING_ROLES:
+        what = connector if connector in SPLITTING_CONNECTORS else f"kv_role {role}"
+        raise ValueError(
+            f"separates prefill from decode ({what}), which does not work with holds (ADR 17); "
+            "use replicas.disk_tier to move KV between replicas"
+        )
+    raise ValueError("is decided by replicas.cpu_offload_bytes, replicas.disk_tier and replicas.kv_store; set these")
+
+
 def check_engine_argument(name: str, value: Any) -> None:
     """Check the type of an argument's value. Arguments that are not in the table are accepted.
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AfterValidator, Field, ValidationError, ValidationInfo, field_validator, model_validator
 from pydantic_core import InitErrorDetails, PydanticCustomError
 
-from cluster.config.engine_arguments import check_engine_argument
+from cluster.config.engine_arguments import check_engine_argument, reject_transfers
 from cluster.config.sections import Section, SloConfig
 
 TINY = "tiny"
@@ -38,6 +38,8 @@ def _typed(arguments: dict[str, Any]) -> dict[str, Any]:
     wrong: list[InitErrorDetails] = []
     for name, value in arguments.items():
         try:
+            if name == "kv_transfer_config":
+                reject_transfers(value)
             check_engine_argument(name, value)
         except ValueError as error:
             kind = PydanticCustomError("engine_argument", "{message}", {"message": str(error)})

@@ -191,6 +191,10 @@ class TieredCache(TieringOffloadingManager):
         """Whether contexts are still to be written."""
         return bool(self._pending) or self.disk.writing
 
+    def abandon_writes(self) -> None:
+        """Begin no write of the contexts that are still to be written."""
+        self._pending.clear()
+
     def forget(self, program: str) -> None:
         """Delete the copy of a program that has ended."""
         self._pending.pop(program, None)

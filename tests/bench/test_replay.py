@@ -34,7 +34,7 @@ KEYS = {
     *("policy", "preset", "rate", "seed", "host_gib", "offered", "completed", "goodput_programs", "attainment"),
     *("ttft_s", "jct_s", "jct_wall_s", "norm_latency_s", "bubble_s", "recomputed_tokens", "reused_tokens"),
     *("wasted_gib_s", "schedule_ms", "wall_s_per_minute", "goodput_requests", "tpot_s", "fetched_tokens"),
-    *("disk_gib", "restart_every_s"),
+    *("disk_gib", "restart_every_s", "disaggregation"),
     *("outcomes", "attainment_requests", "attainment_ttft", "tokens_per_s", "cached_share", "client_lag_s"),
     *(
         "goodput_programs_first",

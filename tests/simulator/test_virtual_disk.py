@@ -24,14 +24,14 @@ CONTEXT = 176
 RETURNS = program(turn(160, 17, "ls", 22.0), turn(16, 1))
 
 
-def drives(chunk_s: float = CHUNK_S, *, machines: bool = False) -> Callable[[int, ManualClock], VirtualDisk]:
-    """Drives of replicas that see one volume, or, as ``machines``, each its own."""
+def drives(write_s: float = CHUNK_S, *, machines: bool = False) -> Callable[[int, ManualClock], VirtualDisk]:
+    """Drives of replicas that see one volume, or, as ``machines``, each its own. A chunk is written in ``write_s``."""
     volumes: dict[str, VirtualVolume] = {}
 
     def drive(index: int, clock: ManualClock) -> VirtualDisk:
         name = f"v{index}" if machines else "v"
         volume = volumes.setdefault(name, VirtualVolume(name))
-        return VirtualDisk(volume, index, clock, 100, 1 << 20, chunk_s, chunk_s)
+        return VirtualDisk(volume, index, clock, 100, 1 << 20, CHUNK_S, write_s)
 
     return drive
 
@@ -84,3 +84,43 @@ def test_a_replica_that_restarts_serves_its_turns_first_and_has_lost_its_memory(
     scheduler = bench.replicas[1].engine.scheduler
     assert isinstance(scheduler, AgentScheduler)
     assert not scheduler.swapping.used_tokens
+
+
+QUICK = program(*(turn(16, 2, "ls", 0.002) for _ in range(10)), turn(16, 1))
+"""A program after which `ls` is expected to take 2 ms. To write a context takes longer."""
+
+
+def test_a_replica_that_restarts_first_writes_what_was_not_worth_a_write(bench: Bench) -> None:
+    """
+    0 s   The replicas learn that `ls` takes 2 ms.
+    1 s   p's turn ends on replica 1 and calls `ls`. Its context is not written: p is expected back before it would be.
+    10 s  Replica 0 restarts.
+    20 s  Replica 1 restarts. It writes p's context first.
+    23 s  `ls` has taken 22 s. p's next turn goes to replica 0, and finds its context there.
+    """
+    programs = [(0.0, QUICK), (0.1, QUICK), (0.2, QUICK), (1.0, RETURNS)]
+    simulation = bench.prepare(programs, policy="caesura", replicas=2, router=restarts, disk=drives(), host_blocks=200)
+    simulation.timeline.run(19.0)
+    scheduler = bench.replicas[1].engine.scheduler
+    assert isinstance(scheduler, AgentScheduler)
+    assert (scheduler.swapping.is_on_host("default/p3"), scheduler.swapping.is_on_disk("default/p3")) == (True, False)
+
+    p = simulation.run(100.0)[-1]
+    assert [simulation.routed["p3", index].replica for index in (0, 1)] == [1, 0]
+    assert p.turns[1].cached_tokens == CONTEXT
+
+
+def test_a_replica_that_restarts_waits_20_s_for_its_writes(bench: Bench) -> None:
+    """
+    0 s   p's turn ends on replica 1. A chunk takes 4 s to write: p's context takes 44 s.
+    10 s  Replica 0 restarts.
+    20 s  Replica 1 begins to restart, and to write.
+    40 s  It ends, with 5 of 11 chunks written.
+    60 s  p's next turn finds these 5 on replica 0, and computes the rest.
+    """
+    returns = program(turn(160, 17, "ls", 60.0), turn(16, 1))
+    [record] = bench.run(
+        (0.0, returns), policy="caesura", replicas=2, router=restarts, disk=drives(4.0), host_blocks=200
+    )
+    assert [bench.simulation.routed["p0", index].replica for index in (0, 1)] == [1, 0]
+    assert record.turns[1].cached_tokens == 5 * 16

@@ -149,6 +149,20 @@ FILES: dict[str, tuple[str, str]] = {
         "engine:\n  scheduler_cls: x\n",
         "engine.scheduler_cls: is decided by policy.name; set that instead (line 2)",
     ),
+    "disaggregated prefill by vLLM's connector": (
+        "engine:\n  kv_transfer_config: {kv_connector: NixlConnector, kv_role: kv_both}\n",
+        "engine.kv_transfer_config: separates prefill from decode (NixlConnector), which does not work with holds "
+        "(ADR 17); use replicas.disk_tier to move KV between replicas",
+    ),
+    "disaggregated prefill by roles": (
+        "engine:\n  kv_transfer_config: {kv_connector: MultiConnector, kv_role: kv_producer}\n",
+        "engine.kv_transfer_config: separates prefill from decode (kv_role kv_producer), which",
+    ),
+    "transfers that other keys decide": (
+        "models:\n  large:\n    engine:\n      kv_transfer_config: {kv_connector: OffloadingConnector}\n",
+        "models.large.engine.kv_transfer_config: is decided by replicas.cpu_offload_bytes, replicas.disk_tier and "
+        "replicas.kv_store; set these",
+    ),
     "key that is no text": ("5: x\n", "5: keys should be strings"),
     "long value": ("http: {port: " + "x" * 500 + "}\n", "http.port: input should be a valid integer"),
 }

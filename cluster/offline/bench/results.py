@@ -237,6 +237,7 @@ def as_json(summary: Summary, result: BenchResult) -> dict[str, Any]:
         "host_gib": None,
         "disk_gib": None,
         "restart_every_s": None,
+        "disaggregation": None,
         **measures(summary),
         "jain": None,
         "wasted_gib_s": None,

@@ -93,6 +93,13 @@ def simulate(
         float, typer.Option(help="Restart the replicas one after another, one in so many seconds; 0: none restarts.")
     ] = 0.0,
     target_ongoing: Annotated[float, typer.Option(help="Turns of a replica at which queue_length aims.")] = 2.0,
+    prefill_replicas: Annotated[
+        int, typer.Option(help="Number of the replicas that only compute prompts, whose KV then moves; 0: none.")
+    ] = 0,
+    prefill_above: Annotated[
+        int, typer.Option(help="A prompt goes to one of them if its own replica lacks more tokens of it.")
+    ] = 2048,
+    network_gbit_s: Annotated[float, typer.Option(help="Gbit/s at which each of them sends KV.")] = 200.0,
     under_way: Annotated[int | None, typer.Option(help="Closed loop of so many programs, whatever the rate.")] = None,
     missing_tool_s: Annotated[float | None, typer.Option(help="For tool durations that a trace lacks.")] = None,
     only_recorded: Annotated[bool, typer.Option(help="Leave out programs that lack a tool duration.")] = False,
@@ -131,6 +138,7 @@ def simulate(
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     with RunProgress(quiet=quiet) as progress:
         from cluster.config.loader import parse_assignment
+        from cluster.offline.simulator.disaggregated import Disaggregation
         from cluster.offline.simulator.elastic import Scaling
         from cluster.offline.simulator.routers import router_names
         from cluster.offline.simulator.run import rates_of
@@ -180,6 +188,7 @@ def simulate(
             imbalanced_threshold=imbalanced,
             scaling=Scaling(autoscaler, min_replicas, start_s, target_ongoing),
             restart_every_s=restart_every_s,
+            disaggregation=Disaggregation(prefill_replicas, prefill_above, network_gbit_s),
             under_way=under_way,
             max_batched_tokens=max_batched_tokens,
             max_num_seqs=max_seqs,

@@ -55,6 +55,7 @@ def as_json(result: RunResult, settings: SimulationSettings) -> dict[str, Any]:
         "host_gib": settings.host_gib,
         "disk_gib": settings.disk_gib,
         "restart_every_s": settings.restart_every_s,
+        "disaggregation": asdict(settings.disaggregation) if settings.disaggregation.replicas else None,
         **measures(result.summary),
         "jain": result.jain,
         "wasted_gib_s": result.wasted_gib_s.total,

@@ -1,16 +1,18 @@
 """Simulated replicas that restart one after another, as in a rolling change.
 
-A replica that restarts gets no further turn. It writes the contexts of its programs to disk, if it has a disk tier, and
-ends when its turns and its writes have ended. (A live replica waits for writes no longer than `replicas.leaving`
-allows.) Its device and its host tier are empty when it serves again; its disk is not. The next replica restarts after
-it.
+A replica that restarts gets no further turn. It does what a live one does (`replicas.leaving`): it begins to write the
+contexts of its programs to disk, if it has a disk tier. It ends when its turns have ended, and then its writes, for
+which it waits LEAVE_S at most. What is not written then is lost. Its device and its host tier are empty when it serves
+again; its disk is not. The next replica restarts after it.
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from math import inf
 
 from cluster.core.replica_snapshot import ReplicaSnapshot
 from cluster.offline.simulator.elastic import Front
 from cluster.offline.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway
+from replicas.leaving import LEAVE_S
 from replicas.virtual_replica import VirtualReplica
 from router.placement_engine import PlacementEngine
 
@@ -40,6 +42,8 @@ class RestartingRouter:
         self._next = 0
         self._leaving: int | None = None
         self._back_s: float | None = None
+        self._written_by_s: float | None = None
+        """Time at which the wait for writes ends. None: turns are still open."""
         self._open: dict[str, int] = {}
 
     @property
@@ -80,7 +84,7 @@ class RestartingRouter:
             self._leave(self._leaving, now_s)
         elif now_s >= self._due_s:
             self._leaving, self._next = self._next, (self._next + 1) % len(self._replicas)
-            self._due_s, self._back_s = now_s + self._every_s, None
+            self._due_s, self._back_s, self._written_by_s = now_s + self._every_s, None, None
             self.present.discard(self._leaving)
             self._replicas[self._leaving].leave()
         self._router.tick(now_s)
@@ -92,7 +96,14 @@ class RestartingRouter:
                 self.present.add(index)
                 self._leaving = None
             return
-        if index in self._open.values() or not replica.may_end:
+        if index in self._open.values():
+            return
+        if self._written_by_s is None:
+            self._written_by_s = now_s + LEAVE_S
+        if now_s >= self._written_by_s:
+            self._written_by_s = inf
+            replica.abandon_writes()
+        if not replica.may_end:
             return
         replica.restart()
         self.restarts += 1

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from cluster.config.schema import SloConfig
 from cluster.core.errors import ConfigError
 from cluster.core.replica_snapshot import ReplicaSnapshot, prefix_blocks
+from cluster.offline.simulator.disaggregated import Disaggregation
 from cluster.offline.simulator.elastic import STATIC, ScaledRouter, Scaling
 from cluster.offline.simulator.peers import Everywhere, KvAware
 from cluster.offline.simulator.ray_peers import ConsistentHash, PowerOfTwo, PrefixAffinity, replica_name
@@ -163,12 +164,16 @@ class Replicas:
     """How many of the replicas serve."""
     restart_every_s: float = 0.0
     """Seconds between the restarts of two replicas; 0: none restarts."""
+    disaggregation: Disaggregation = field(default_factory=Disaggregation)
+    """Which replicas only compute prompts. The router does not see them."""
 
 
 def _caesura(made: Replicas) -> TurnRouter:
     if made.restart_every_s:
         every_s, start_s = made.restart_every_s, made.scaling.start_s
         return RestartingRouter(lambda present: _front_of(made, present), made.replicas, every_s, start_s)
+    if first := made.disaggregation.replicas:
+        return _front_of(made, frozenset(range(first, len(made.replicas))))
     if made.scaling.is_static:
         return _front_of(made, None)
     return ScaledRouter(lambda present: _front_of(made, present), made.replicas, made.scaling, made.slo.ttft_s)

@@ -23,6 +23,7 @@ from cluster.offline.bench.results import Distribution, Summary, summarize, toke
 from cluster.offline.bench.settings import load_pool
 from cluster.offline.bench.workload import Workload
 from cluster.offline.simulator.bounds import FluidBound, HoldingBound
+from cluster.offline.simulator.disaggregated import PrefillPool
 from cluster.offline.simulator.elastic import ScaledRouter, replica_seconds
 from cluster.offline.simulator.fairness import jain, slowdown
 from cluster.offline.simulator.foresight import Foresight, forecasts_of
@@ -276,12 +277,15 @@ def simulate(
         settings.front,
         settings.scaling,
         settings.restart_every_s,
+        settings.disaggregation,
     )
     router = (make_router or ROUTERS[run.router])(made_for)
     if run.router != OURS:
         router = SheddingRouter(router, replicas)
     watch = MemoryWatch(replicas, clock, (arrivals_s + settings.drain_s) / SAMPLES)
-    simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watch if settings.record else None)
+    pool_of_prefill = PrefillPool(replicas, settings.disaggregation) if settings.disaggregation.replicas else None
+    watched = watch if settings.record else None
+    simulation = Simulation(jobs, replicas, clock, foresight, router, successors, watched, pool_of_prefill)
     marks: list[Mark] = []
     for mark_s in (settings.warmup_s, arrivals_s):
         simulation.timeline.at(mark_s, lambda: marks.append(_mark(replicas)))

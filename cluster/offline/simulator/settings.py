@@ -22,6 +22,7 @@ from cluster.offline.bench.settings import (
     require_zero_or_more,
 )
 from cluster.offline.bench.workload import Shaping
+from cluster.offline.simulator.disaggregated import Disaggregation
 from cluster.offline.simulator.elastic import STATIC, Scaling
 from cluster.offline.simulator.load import Burst
 from cluster.offline.simulator.routers import LEAST_PROGRAMS, OURS, check_router, front_settings
@@ -121,6 +122,8 @@ class SimulationSettings:
     restart_every_s: float = 0.0
     """Seconds between the restarts of two replicas, one after another; 0: none restarts. A start takes as long as one
     of the autoscaler."""
+    disaggregation: Disaggregation = field(default_factory=Disaggregation)
+    """Which of the replicas only compute prompts."""
     under_way: int | None = None
     """Number of concurrent programs in a closed loop, which ignores the rate; None: an open loop."""
     max_batched_tokens: int | None = None
@@ -152,6 +155,7 @@ class SimulationSettings:
                 "--count": self.count,
                 "--max-batched-tokens": self.max_batched_tokens,
                 "--max-seqs": self.max_num_seqs,
+                "--network-gbit-s": self.disaggregation.network_gbit_s,
             }
         )
         require_zero_or_more(
@@ -162,6 +166,8 @@ class SimulationSettings:
                 "--host-gib": self.host_gib,
                 "--disk-gib": self.disk_gib,
                 "--restart-every-s": self.restart_every_s,
+                "--prefill-replicas": self.disaggregation.replicas,
+                "--prefill-above": self.disaggregation.above_tokens,
                 "--seed": min(self.seeds, default=-1),
             }
         )
@@ -208,6 +214,13 @@ class SimulationSettings:
 
     def _check_scaling(self) -> None:
         scaling = self.scaling
+        if prefill := self.disaggregation.replicas:
+            if self.routers != (OURS,) or not scaling.is_static or self.restart_every_s:
+                raise ConfigError(
+                    f"--prefill-replicas: needs --router {OURS}, with neither --autoscaler nor --restart-every-s"
+                )
+            if prefill >= self.replicas:
+                raise ConfigError(f"--prefill-replicas: {prefill} is not less than --replicas ({self.replicas})")
         if self.restart_every_s:
             if self.routers != (OURS,) or not scaling.is_static:
                 raise ConfigError(f"--restart-every-s: needs --router {OURS}, and no --autoscaler")

@@ -11,6 +11,7 @@ from cluster.core.program import ProgramIdentity
 from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
 from cluster.offline.bench.runner import Job, children_of
 from cluster.offline.bench.workload import Conversation
+from cluster.offline.simulator.disaggregated import PREFIX, PrefillPool
 from cluster.offline.simulator.foresight import Foresight
 from cluster.offline.simulator.routed import InfiniteCache, RoutedTurn
 from cluster.offline.simulator.routing import Answer, Sent, SimulatedTurn, TurnedAway, TurnRouter
@@ -68,6 +69,8 @@ class _Program:
     """The turn that is due: it waits at the router, is being sent, or runs."""
     under_way: VirtualTurn | None = None
     """The same turn on its replica; None until it is there."""
+    prefill: VirtualTurn | None = None
+    """The turn's prompt on a prefill replica; None: its own replica computes it."""
     parent: "_Program | None" = None
     children: int = 0
     """Number of programs whose end the pause waits for."""
@@ -88,13 +91,14 @@ class _Program:
         turn = self.under_way
         if turn is None:
             return record
+        computed = turn if self.prefill is None else self.prefill
         return replace(
             record,
             first_token_s=turn.first_token_s,
             last_token_s=turn.last_token_s,
             output_tokens=turn.request.num_output_tokens,
-            cached_tokens=turn.cached_tokens,
-            fetched_tokens=turn.fetched_tokens,
+            cached_tokens=computed.cached_tokens,
+            fetched_tokens=computed.fetched_tokens,
             queue_s=None if turn.admitted_s is None else turn.admitted_s - turn.submitted_s,
         )
 
@@ -111,6 +115,7 @@ class Simulation:
         successors: further jobs, whose arrival times are ignored. One starts when a program ends, or when a rejected
             program may be retried. None: no job follows.
         watch: called after all events of one time; it must not change anything.
+        prefill: the replicas that only compute prompts; None: each replica computes its own.
     """
 
     def __init__(
@@ -122,6 +127,7 @@ class Simulation:
         router: TurnRouter,
         successors: Iterator[Job] | None = None,
         watch: Callable[[], None] | None = None,
+        prefill: PrefillPool | None = None,
     ) -> None:
         self.timeline = Timeline(clock, self._begin_steps)
         self.routed: dict[tuple[str, int], RoutedTurn] = {}
@@ -134,6 +140,7 @@ class Simulation:
         self._router = router
         self._successors = successors
         self._watch = watch
+        self._prefill = prefill
         self._infinite = InfiniteCache(replicas[0].engine.shape.block_size)
         self._steps = [0] * len(replicas)
         """Number of steps that began on each replica."""
@@ -218,7 +225,30 @@ class Simulation:
             self.timeline.at(self._clock.now_s() + every_s, partial(self._tick, every_s))
 
     def _submit(self, program: _Program, replica: int) -> None:
-        """Submit the turn, which has arrived at its replica."""
+        """Submit the turn, which has arrived at its replica, or first its prompt to a prefill replica."""
+        turn = program.turn
+        assert turn is not None
+        if self._prefill is not None and (index := self._prefill.takes(turn, replica)) is not None:
+            program.prefill = self._prefill.begin(turn, index, program.known_tokens)
+            self._ready.add(index)
+            return
+        self._run(program, replica)
+
+    def _prefilled(self, program: _Program, index: int) -> None:
+        """Send the KV of a prompt to the turn's replica. The turn begins there when it has arrived."""
+        turn = program.turn
+        assert turn is not None and self._prefill is not None
+        replica = self.routed[program.job.program_id, turn.index].replica
+        assert replica is not None
+
+        def arrived() -> None:
+            assert self._prefill is not None
+            self._prefill.arrived(turn, replica)
+            self._run(program, replica)
+
+        self.timeline.at(self._prefill.ended(turn, index, replica, self._clock.now_s()), arrived)
+
+    def _run(self, program: _Program, replica: int) -> None:
         turn = program.turn
         assert turn is not None
         planned = program.job.program.turns[turn.index]
@@ -253,12 +283,16 @@ class Simulation:
             return
         self._ready.add(index)
         for turn in self._replicas[index].end_step():
+            request_id = turn.request.request_id
+            if request_id.startswith(PREFIX):
+                self._prefilled(self._by_turn[request_id.removeprefix(PREFIX)], index)
+                continue
             self._turn_ended(self._by_turn.pop(turn.request.request_id), turn, index)
 
     def _turn_ended(self, program: _Program, turn: VirtualTurn, replica: int) -> None:
         planned = program.job.program.turns[len(program.done)]
         program.done.append(program.turn_record(Outcome.OK, self._cost))
-        due, program.turn, program.under_way = program.turn, None, None
+        due, program.turn, program.under_way, program.prefill = program.turn, None, None, None
         assert due is not None
         self._router.ended(due, replica, turn.request.num_tokens, self._clock.now_s())
         if len(program.done) == len(program.job.program.turns):
