@@ -219,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     peer_packages.add_option(parser)
     parser.add_argument("--trace", type=Path, default=TRACE, help="agent programs")
     parser.add_argument("--preset", default="llama-3.1-8b/h100", help="model/device, or a cost model's .json file")
-    parser.add_argument("--loads", type=loads_of, default="0.3,0.6,0.9,1.5", help="multiples of the capacity, with commas")
+    parser.add_argument(
+        "--loads", type=loads_of, default="0.3,0.6,0.9,1.5", help="multiples of the capacity, with commas"
+    )
     parser.add_argument("--programs", type=int, default=60, help="programs of each run")
     parser.add_argument("--max-context", type=int, default=65_536, help="drop programs that need more tokens")
     parser.add_argument("--seed", type=int, default=0)
