@@ -226,7 +226,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, save. Return 77 without AIPerf, and 1 if it fails or a session does not complete or is unknown."""
+    """Measure, print, save. Return 77 without AIPerf, and 1 if it fails or a session is not complete or not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=64, help="sessions of a round")
