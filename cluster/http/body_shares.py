@@ -8,6 +8,7 @@ each of its bodies, so that this mean is at most `ADDED_S`. It does not wait whi
 
 from collections import OrderedDict, deque
 from dataclasses import dataclass, field
+from math import inf
 from typing import Generic, TypeVar
 
 ADDED_S = 0.00025
@@ -51,7 +52,7 @@ class BodyShares(Generic[Job]):
     def wait_s(self, tenant: str, now_s: float) -> float:
         """Return how long another body of the tenant is expected to wait."""
         known = self._tenants.get(tenant)
-        if known is None or not self._others_than(tenant, now_s):
+        if known is None or self._others_until_s(tenant) <= now_s:
             return 0.0
         return max(0.0, known.ready_s - now_s) + len(known.waiting) * known.pause_s
 
@@ -62,8 +63,7 @@ class BodyShares(Generic[Job]):
     def take(self, now_s: float) -> tuple[str, Job] | None:
         """Return the body whose turn it is, which then no longer waits. None: none waits, or none may be read yet."""
         for name, tenant in list(self._tenants.items()):
-            may_go = tenant.ready_s <= now_s or not self._others_than(name, now_s)
-            if tenant.waiting and may_go:
+            if tenant.waiting and self._ready_s(name) <= now_s:
                 self._tenants.move_to_end(name)
                 return name, tenant.waiting.popleft()
             if not tenant.waiting and tenant.ready_s <= now_s:
@@ -72,7 +72,7 @@ class BodyShares(Generic[Job]):
 
     def next_s(self, now_s: float) -> float | None:
         """Return how long to wait before `take` may find a body that waits. None: no body waits."""
-        waits = [tenant.ready_s - now_s for tenant in self._tenants.values() if tenant.waiting]
+        waits = [self._ready_s(name) - now_s for name, tenant in self._tenants.items() if tenant.waiting]
         return max(0.0, min(waits)) if waits else None
 
     def charge(self, tenant: str, now_s: float, cpu_s: float, *, is_accepted: bool) -> None:
@@ -89,6 +89,11 @@ class BodyShares(Generic[Job]):
         charged.pause_s = work_s**2 / (2 * ADDED_S)
         charged.ready_s = now_s + charged.pause_s
 
-    def _others_than(self, tenant: str, now_s: float) -> bool:
+    def _ready_s(self, tenant: str) -> float:
+        """Return when the next body of a tenant may be read, if no other tenant sends anything until then."""
+        return min(self._tenants[tenant].ready_s, self._others_until_s(tenant))
+
+    def _others_until_s(self, tenant: str) -> float:
+        """Return until when another tenant counts as active."""
         last = self._last_other if self._last is not None and self._last[0] == tenant else self._last
-        return last is not None and now_s - last[1] <= ACTIVE_S
+        return -inf if last is None else last[1] + ACTIVE_S

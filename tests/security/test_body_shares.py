@@ -61,8 +61,9 @@ def test_a_tenant_waits_only_while_another_is_active() -> None:
     made = shares(("other", 0.0), ("flood", 1.0), ("flood", 2.0))
     made.charge("flood", 2.0, 1.0, is_accepted=True)
     made.add("flood", "next")
-    assert made.take(ACTIVE_S) is None
-    assert made.take(ACTIVE_S + 0.1) == ("flood", "next")
+    assert made.next_s(2.0) == ACTIVE_S - 2.0
+    assert made.take(ACTIVE_S - 0.1) is None
+    assert made.take(ACTIVE_S) == ("flood", "next")
     alone = shares(("flood", 0.0))
     alone.charge("flood", 0.0, 1.0, is_accepted=True)
     alone.add("flood", "next")
