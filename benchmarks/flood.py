@@ -156,15 +156,16 @@ class Phases:
 
     def __init__(self, url: str, server: int, turns: int, senders: int) -> None:
         self._url, self._server, self._turns, self._senders = url, server, turns, senders
-        self._shares = {QUIET: 0.0, FLOOD: 0.0}
-        """CPU seconds a second of the cluster in the last phase of each kind."""
+        self._used = {QUIET: (0.0, 1.0), FLOOD: (0.0, 1.0)}
+        """CPU seconds of the cluster in the last phase of each kind, and the seconds that the phase took."""
         self.found: dict[str, list[float]] = {name: [] for name in LABELS}
         """The seconds of each small turn."""
 
     @property
     def burnt(self) -> float:
-        """CPU seconds a second that the flood made the cluster use."""
-        return max(0.0, self._shares[FLOOD] - self._shares[QUIET])
+        """CPU seconds a second that the flood made the cluster use, beside those of as many small turns."""
+        (flooded_s, took_s), (quiet_s, _) = self._used[FLOOD], self._used[QUIET]
+        return max(0.0, flooded_s - quiet_s) / took_s
 
     def run(self, name: str) -> None:
         """Measure one phase."""
@@ -176,8 +177,8 @@ class Phases:
         with around:
             begun_s, used_s = time.perf_counter(), cpu_s(self._server)
             self.found[name] += asyncio.run(small_turns(self._url, self._turns))
-            if name in self._shares:
-                self._shares[name] = (cpu_s(self._server) - used_s) / (time.perf_counter() - begun_s)
+            if name in self._used:
+                self._used[name] = (cpu_s(self._server) - used_s, time.perf_counter() - begun_s)
 
 
 def p99(values: Sequence[float]) -> float:
