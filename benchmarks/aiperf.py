@@ -33,6 +33,7 @@ from rich.table import Table
 
 from benchmarks.aiperf_report import ReportError, read_report, session_ids
 from benchmarks.front_end import CONFIG, own_server
+from benchmarks.peer_packages import SKIPPED
 from benchmarks.results import save
 from benchmarks.served import serve, served
 from cluster.config.schema import CaesuraConfig
@@ -225,7 +226,7 @@ def show(rows: Sequence[Mapping[str, Any]]) -> None:
 
 
 def main() -> int:
-    """Measure, print, save. Return 0 without AIPerf, and 1 if it fails or a session does not complete or is unknown."""
+    """Measure, print, save. Return 77 without AIPerf, and 1 if it fails or a session is not complete or not known."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--sessions", type=int, default=64, help="sessions of a round")
@@ -247,7 +248,7 @@ def main() -> int:
         print(
             f"skipped: AIPerf is not installed in {INSTALLED.relative_to(ROOT).parents[1]}; install it with: {INSTALL}"
         )
-        return 0
+        return SKIPPED
     try:
         with ExitStack() as stack:
             urls = {VLLM: stack.enter_context(own_server(tiny_model_directory())).url}

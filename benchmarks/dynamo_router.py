@@ -1,6 +1,6 @@
 """Dynamo's own KV router before our simulated replicas, beside the routers of the simulator.
 
-    python -m benchmarks.dynamo_router [--peers FOLDER] [--replicas 4] [--rate 0.05] [--minutes 8] [--trace FILE]
+    python -m benchmarks.dynamo_router [--peers FOLDER] [--replicas 4] [--rate 0.05] [--minutes 8] [--seeds 0,1,2]
 
 The first run has Dynamo's selection service (`benchmarks.dynamo_service`) place all turns. Before each choice it is
 asked for the loads from which it computes its costs, and so is `kv_aware`, our reimplementation of its cost, which gets
@@ -139,6 +139,17 @@ def print_agreement(agreement: Agreement) -> None:
         print(f"  {example}")
 
 
+def seeds_of(text: str) -> tuple[int, ...]:
+    """Read seeds, with commas between them.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none, or one is no whole number from 0 on.
+    """
+    if not all(seed.isdecimal() for seed in text.split(",")):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be whole numbers from 0 on, with commas")
+    return tuple(dict.fromkeys(map(int, text.split(","))))
+
+
 def main(argv: list[str] | None = None) -> int:
     """Compare; return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -148,7 +159,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=RECORDED.rate, help="programs per second and replica")
     parser.add_argument("--minutes", type=float, default=8.0, help="measured, of each run")
     parser.add_argument("--warmup", type=float, default=4.0, help="minutes before them")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seeds", type=seeds_of, default="0", help="of arrivals and order, with commas")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(argv)
     peer_packages.use(arguments.peers)
@@ -165,18 +176,19 @@ def main(argv: list[str] | None = None) -> int:
         shaping=Shaping(max_context=RECORDED.max_context),
         minutes=arguments.minutes,
         warmup_minutes=arguments.warmup,
-        seeds=(arguments.seed,),
+        seeds=arguments.seeds,
         replicas=arguments.replicas,
         routers=tuple(dict.fromkeys(subject.router for subject in BESIDE)),
     )
-    agreement = Agreement()
-    run = Run(STOCK, rate_per_s, arguments.seed, DYNAMO)
-    rows: list[dict[str, Any]] = [row_of(Subject(DYNAMO, STOCK), with_dynamo(settings, run, agreement))]
-    for subject in BESIDE:
-        run = Run(subject.policy, rate_per_s, arguments.seed, subject.router)
-        rows.append(row_of(subject, simulate(settings, run)))
+    agreement, rows = Agreement(), list[dict[str, Any]]()
+    for seed in arguments.seeds:
+        dynamo = with_dynamo(settings, Run(STOCK, rate_per_s, seed, DYNAMO), agreement)
+        found = [(Subject(DYNAMO, STOCK), dynamo)]
+        found += [(one, simulate(settings, Run(one.policy, rate_per_s, seed, one.router))) for one in BESIDE]
+        rows += (of_seed := [row_of(subject, result) | {"seed": seed} for subject, result in found])
+        print(f"seed {seed}")
+        print_rows(of_seed)
     print_agreement(agreement)
-    print_rows(rows)
     counted = {name: getattr(agreement, name) for name in ("turns", "same_tokens", "same_blocks", "least_cost", "ties")}
     save("dynamo_router", [rows[0] | {"agreement": counted}, *rows[1:]], arguments.json)
     return 0 if agreement.holds else 1

@@ -17,6 +17,7 @@ mocker is absent.
 """
 
 import argparse
+import math
 import os
 import sys
 import tempfile
@@ -188,6 +189,21 @@ class Scene:
         return [row_of(name, load, rate_per_s, ours, theirs[other]) for name, ours, other in sides]
 
 
+def loads_of(text: str) -> list[float]:
+    """Read multiples of the capacity, with commas between them.
+
+    Raises:
+        argparse.ArgumentTypeError: there is none, or one is no number above 0.
+    """
+    try:
+        loads = [float(load) for load in text.split(",")]
+    except ValueError:
+        loads = []
+    if not loads or not all(0 < load < math.inf for load in loads):
+        raise argparse.ArgumentTypeError(f"{text!r}: must be numbers above 0, with commas")
+    return loads
+
+
 def print_row(row: Mapping[str, Any]) -> None:
     """Print a row: of each figure ours, the other's, and the ratio."""
     print(f"{row['comparison']}, load {row['load']:g} ({row['rate_per_s']:.4g} programs/s, {row['turns']} turns)")
@@ -203,7 +219,9 @@ def main(argv: list[str] | None = None) -> int:
     peer_packages.add_option(parser)
     parser.add_argument("--trace", type=Path, default=TRACE, help="agent programs")
     parser.add_argument("--preset", default="llama-3.1-8b/h100", help="model/device, or a cost model's .json file")
-    parser.add_argument("--loads", default="0.3,0.6,0.9,1.5", help="multiples of the capacity, with commas")
+    parser.add_argument(
+        "--loads", type=loads_of, default="0.3,0.6,0.9,1.5", help="multiples of the capacity, with commas"
+    )
     parser.add_argument("--programs", type=int, default=60, help="programs of each run")
     parser.add_argument("--max-context", type=int, default=65_536, help="drop programs that need more tokens")
     parser.add_argument("--seed", type=int, default=0)
@@ -223,7 +241,7 @@ def main(argv: list[str] | None = None) -> int:
     scene = Scene(programs, cost, mocker.Limits(blocks, cost.step_tokens, cost.step_sequences), arguments.seed)
     rows = []
     with tempfile.TemporaryDirectory() as directory:
-        for load in map(float, arguments.loads.split(",")):
+        for load in arguments.loads:
             began = time.perf_counter()
             found = scene.compare(load, arguments.programs, Path(directory), alone=arguments.alone)
             for row in found:

@@ -47,7 +47,7 @@ AFTERWARDS = (
     "benchmarks.sensitivity --trace {traces}/infercept_merge.jsonl.gz --seed {seeds}",
     "benchmarks.router",
     "benchmarks.other_simulator --trace {traces}/iso_bench_trae.jsonl.gz --alone",
-    "benchmarks.dynamo_router --trace {traces}/kvtester_cc.jsonl.gz",
+    "benchmarks.dynamo_router --trace {traces}/kvtester_cc.jsonl.gz --replicas 16 --seeds 0,1,2",
     "benchmarks.peer_routers",
     "benchmarks",
 )

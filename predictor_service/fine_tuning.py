@@ -215,6 +215,9 @@ def train_passes(
         losses: the mean loss of some rows to train on, and of some held-out rows.
         counts: the numbers of these rows.
         generator: draws the order of the rows.
+
+    Raises:
+        ConfigError: the loss on the held-out rows is not a finite number after any pass.
     """
     optimiser = torch.optim.AdamW(groups, weight_decay=1e-2)
     weights = [weight for group in groups for weight in group["params"]]
@@ -222,7 +225,7 @@ def train_passes(
     schedule = torch.optim.lr_scheduler.OneCycleLR(
         optimiser, [group["lr"] for group in groups], total_steps=passes * -(-counts[0] // BATCH), pct_start=0.15
     )
-    best_loss, best = np.inf, module.state_dict()
+    best_loss, best = np.inf, None
     for _ in range(passes):
         module.train()
         for rows in batches(generator.permutation(counts[0])):
@@ -236,5 +239,7 @@ def train_passes(
             loss = sum(len(rows) * float(losses[1](rows)) for rows in batches(np.arange(counts[1])))
         if loss < best_loss:
             best_loss, best = loss, {name: one.clone() for name, one in module.state_dict().items()}
+    if best is None:
+        raise ConfigError("training failed: no pass has a finite loss on the held-out turns")
     module.load_state_dict(best)
     module.requires_grad_(False)

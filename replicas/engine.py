@@ -64,7 +64,10 @@ class ReplicaEngine(VLLMEngine):
 
     def watch_streams(self) -> None:
         """Put the ContinuedClient, which knows of streams, between vLLM's serving layer and the engine."""
-        self.streams = ContinuedClient(self._engine_client, trials_of(self._engine_client))
+        trials = trials_of(self._engine_client)
+        if not self._engine_client.vllm_config.model_config.skip_tokenizer_init:  # otherwise nothing is compiled
+            trials.start()
+        self.streams = ContinuedClient(self._engine_client, trials)
         for serving in (self._oai_serving_chat, self._oai_serving_completion, self._serving_tokens):
             serving.engine_client = self.streams
         share_rendering(self._engine_client.renderer)

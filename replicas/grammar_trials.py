@@ -53,7 +53,7 @@ MAX_BYTES = 1 << 30
 """Maximum bytes of address space of a compilation."""
 
 START_S = 60.0
-"""Maximum seconds until the process is ready. It imports xgrammar, which takes some seconds."""
+"""Maximum seconds until the process is ready."""
 
 LARGE_AT_ONCE = max(1, min(2, (os.cpu_count() or 1) // 4))
 """Number of large grammars that are tried at once."""
@@ -188,7 +188,8 @@ class Trial:
 
 
 class GrammarProcess:
-    """The process of `replicas.grammar_process`. It starts with the first trial, and ends with this process.
+    """The process of `replicas.grammar_process`. It starts with `start_ahead` or the first trial, and ends with this
+    process.
 
     Args:
         tokenizer: returns xgrammar's tokenizer information as JSON.
@@ -204,6 +205,10 @@ class GrammarProcess:
     def pid(self) -> int | None:
         """Its process id. None: it has not started."""
         return None if self._process is None else self._process.pid
+
+    def start_ahead(self) -> None:
+        """Begin to start the process in a thread, so that no trial waits for it."""
+        threading.Thread(target=self._start_first, name="grammars", daemon=True).start()
 
     def connect(self) -> socket.socket:
         """Return a connection to a new child process. Start the process if it does not run.
@@ -227,6 +232,16 @@ class GrammarProcess:
         """End the process and its children."""
         with self._lock:
             self._stop()
+
+    def _start_first(self) -> None:
+        with self._lock:
+            if self._channel is not None:
+                return
+            try:
+                self._start()
+            except OSError:
+                logger.exception("the process that tries grammars did not start; the next trial starts it again")
+                self._stop()
 
     def _start(self) -> socket.socket:
         ours, theirs = socket.socketpair()
@@ -286,6 +301,15 @@ class GrammarTrials:
         self._small, self._large = FairThreads(1), FairThreads(LARGE_AT_ONCE)
         self._verdicts: OrderedDict[bytes, Verdict] = OrderedDict()
 
+    def start(self) -> None:
+        """Start the process ahead of the first trial, if there can be one."""
+        if self._tries:
+            self.process.start_ahead()
+
+    @property
+    def _tries(self) -> bool:
+        return self._backend in ("xgrammar", "auto")
+
     async def check(self, outputs: Any, tenant: str, field: str) -> float | None:
         """Check that the engine may compile a request's grammar. If the caller is cancelled, the trial ends.
 
@@ -301,7 +325,7 @@ class GrammarTrials:
             GrammarRejected: it cannot be compiled, or not within the limits.
             OSError: trials are not possible.
         """
-        grammar = None if self._backend not in ("xgrammar", "auto") else grammar_of(outputs, self._any_whitespace)
+        grammar = grammar_of(outputs, self._any_whitespace) if self._tries else None
         if grammar is None or grammar.needs_no_trial:
             return None
         match await self._verdict(grammar, tenant):

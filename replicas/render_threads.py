@@ -4,11 +4,13 @@ vLLM has one thread for all, in the order of arrival. A request with very many m
 second, and the small requests of all other tenants wait.
 """
 
+import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
+from cluster.core.interpreter import SWITCH_S
 from replicas.fair_threads import FairThreads
 
 LARGE = 64 << 10
@@ -21,9 +23,10 @@ _whose: ContextVar[tuple[str, bool]] = ContextVar("whose_prompt", default=("", F
 
 
 class RenderThreads:
-    """In place of the executor of a renderer. The threads end with the process."""
+    """In place of the executor of a renderer. The threads end with the process, whose switch interval this sets."""
 
     def __init__(self) -> None:
+        sys.setswitchinterval(SWITCH_S)
         self._small, self._large = FairThreads(1, "small prompts"), FairThreads(1, "large prompts")
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":

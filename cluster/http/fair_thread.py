@@ -1,26 +1,41 @@
-"""Work that is too long for the event loop, in one thread, with a fair share for each tenant.
+"""Reads bodies that take long, in one thread beside the event loop, with a fair share for each tenant.
 
 The thread and the event loop share Python's interpreter lock. There is one thread, since each further thread would
 take another share of the time from the event loop.
 """
 
 import asyncio
-from collections import OrderedDict, deque
+import sys
 from collections.abc import Callable
+from math import ceil
+from time import thread_time
 from typing import Any, TypeVar
 
-SHORT_BYTES = 64 << 10
-"""Size of a body whose work is done at once, in the event loop. It takes a few milliseconds."""
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import TooManyRequests
+from cluster.core.interpreter import SWITCH_S
+from cluster.http.body_shares import MAX_WAIT_S, BodyShares
+
+SHORT_BYTES = 16 << 10
+"""Size of a body that is read at once, in the event loop. It takes at most about 2 ms."""
 
 Done = TypeVar("Done")
 
 
 class FairThread:
-    """Runs functions one after another in a thread. Tenants take turns, whatever the number of their functions is."""
+    """Runs functions one after another in a thread. Tenants take turns, as `BodyShares` decides.
 
-    def __init__(self) -> None:
-        self._waiting: OrderedDict[str, deque[_Job]] = OrderedDict()
-        """The jobs of each tenant that has any. The first tenant is the next."""
+    It sets the switch interval of this process.
+
+    Args:
+        clock: measures how long a tenant waits.
+    """
+
+    def __init__(self, clock: Clock | None = None) -> None:
+        sys.setswitchinterval(SWITCH_S)
+        self._clock = clock or MonotonicClock()
+        self._shares: BodyShares[_Job] = BodyShares()
+        self._news = asyncio.Event()
         self._worker: asyncio.Task[None] | None = None
 
     async def run(self, tenant: str, size: int, work: Callable[[], Done]) -> Done:
@@ -30,40 +45,79 @@ class FairThread:
             tenant: whose work it is.
             size: the size of the body in bytes.
             work: a function without effects. It is not called if the caller is cancelled before its turn.
+
+        Raises:
+            TooManyRequests: the work would have to wait for more than MAX_WAIT_S, because of other large bodies of the
+                tenant.
         """
+        now_s = self._clock.now_s()
+        self._shares.seen(tenant, now_s)
         if size <= SHORT_BYTES:
             return work()
+        if (wait_s := self._shares.wait_s(tenant, now_s)) > MAX_WAIT_S:
+            raise TooManyRequests(
+                f"large bodies of this tenant wait for about {wait_s:.0f} s already",
+                code="too_many_large_bodies",
+                retry_after_s=ceil(wait_s - MAX_WAIT_S),
+            )
         job = _Job(work)
-        self._waiting.setdefault(tenant, deque()).append(job)
+        self._shares.add(tenant, job)
+        self._news.set()
         if self._worker is None or self._worker.done():
             self._worker = asyncio.create_task(self._work())
         result: Done = await job.result
         return result
 
     async def _work(self) -> None:
-        while self._waiting:
-            tenant, jobs = self._waiting.popitem(last=False)
-            job = jobs.popleft()
-            if jobs:
-                self._waiting[tenant] = jobs
-            if not job.result.done():  # its caller has not left
-                await asyncio.to_thread(job.work)
-                job.settle()
+        while True:
+            taken = self._shares.take(self._clock.now_s())
+            if taken is None:
+                self._news.clear()
+                wait_s = self._shares.next_s(self._clock.now_s())
+                if wait_s is None:
+                    return
+                await _within(self._news, wait_s)
+                continue
+            tenant, job = taken
+            if job.result.done():  # its caller has left
+                continue
+            await asyncio.to_thread(job.work)
+            self._shares.charge(tenant, self._clock.now_s(), job.cpu_s, is_accepted=job.is_accepted)
+            job.settle()
+
+
+async def _within(event: asyncio.Event, seconds: float) -> None:
+    """Wait until ``event`` is set, for ``seconds`` at most."""
+    try:
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    except TimeoutError:
+        pass
 
 
 class _Job:
+    cpu_s = 0.0
+    """CPU time of the work."""
+
     def __init__(self, work: Callable[[], Any]) -> None:
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._work = work
         self._returned: Any = None
         self._raised: BaseException | None = None
 
+    @property
+    def is_accepted(self) -> bool:
+        """Whether the work has returned, and not raised."""
+        return self._raised is None
+
     def work(self) -> None:
         """Call the function, and keep what it returns or raises."""
+        begun_s = thread_time()
         try:
             self._returned = self._work()
         except Exception as error:  # noqa: BLE001 - it is the caller's
             self._raised = error
+        self.cpu_s = thread_time() - begun_s
 
     def settle(self) -> None:
         """Give the result to the caller, unless it has left."""

@@ -8,7 +8,19 @@ import pytest
 from benchmarks import peer_packages
 from benchmarks.mocker import Limits, is_expressible, records_of, trace_lines
 from benchmarks.mocker_timing import Polynomial, Tables
-from benchmarks.other_simulator import COMPARED, JUDGED, OURS, OWN, SAME, Measured, main, misses, row_of, simulate
+from benchmarks.other_simulator import (
+    COMPARED,
+    JUDGED,
+    OURS,
+    OWN,
+    SAME,
+    Measured,
+    loads_of,
+    main,
+    misses,
+    row_of,
+    simulate,
+)
 from cluster.core.slo import Outcome, TurnRecord
 from cluster.offline.bench.runner import Job
 from cluster.offline.bench.workload import PlannedProgram, PlannedTurn
@@ -163,3 +175,12 @@ def test_without_the_mocker_it_is_skipped_with_a_reason(
     monkeypatch.setattr(peer_packages, "why_absent", lambda module: f"skipped: {module}")
     assert main([]) == peer_packages.SKIPPED
     assert capsys.readouterr().out == "skipped: dynamo.replay.api\n"
+
+
+@pytest.mark.parametrize("loads", ["", ",", "0.3,", "0", "-1", "nan", "inf", "much"])
+def test_loads_that_are_no_numbers_above_zero_are_refused(loads: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        main([f"--loads={loads}"])
+    assert stopped.value.code == 2
+    assert "argument --loads" in capsys.readouterr().err
+    assert loads_of("0.3,4") == [0.3, 4.0]

@@ -4,6 +4,7 @@ import json
 from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from vllm.distributed.kv_events import BlockStored
@@ -166,3 +167,32 @@ def test_without_the_package_it_is_skipped_with_a_reason(
     monkeypatch.setattr(peer_packages, "why_absent", lambda name: f"skipped: {name}")
     assert module.main([]) == peer_packages.SKIPPED  # type: ignore[attr-defined]
     assert capsys.readouterr().out == f"skipped: {needs}\n"
+
+
+@pytest.mark.parametrize("seeds", ["", ",", "1,", "-1", "1.5", "x"])
+def test_seeds_that_are_no_numbers_are_refused(seeds: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stopped:
+        dynamo_router.main([f"--seeds={seeds}"])
+    assert stopped.value.code == 2
+    assert "argument --seeds" in capsys.readouterr().err
+
+
+def test_each_seed_has_its_rows(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    ran: list[tuple[str, int]] = []
+
+    def simulated(settings: Any, run: Any, agreement: Any = None) -> Any:
+        ran.append((run.router, run.seed))
+        if agreement is not None:
+            agreement.count("t", 16, [(1, 1)], [(1, 1)], 0)
+        return run
+
+    monkeypatch.setattr(peer_packages, "why_absent", lambda module: None)
+    monkeypatch.setattr(dynamo_router, "with_dynamo", simulated)
+    monkeypatch.setattr(dynamo_router, "simulate", simulated)
+    monkeypatch.setattr(dynamo_router, "row_of", lambda subject, run: {"router": subject.router})
+    monkeypatch.setattr(dynamo_router, "print_rows", lambda rows: None)
+    assert dynamo_router.main(["--seeds=2,0", f"--json={tmp_path / 'rows.json'}"]) == 0
+    rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
+    assert [(row["router"], row["seed"]) for row in rows] == ran
+    assert [seed for _, seed in ran] == [2] * 5 + [0] * 5
+    assert rows[0]["agreement"]["turns"] == 2

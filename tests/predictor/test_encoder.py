@@ -1,14 +1,19 @@
-from collections.abc import Iterator
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from cluster.core.errors import ConfigError
-from predictor_service import encoder
+from predictor_service import encoder, fine_tuning
 from predictor_service.bundle import Origin, StoredModel, load_model, read_bundle, write_bundle
 from predictor_service.encoder import EncoderModel
+from predictor_service.fine_tuning import train_passes
 from predictor_service.model import TurnContext
 from predictor_service.statistics_model import StatisticsModel
 from tests.predictor import learnable
@@ -89,3 +94,19 @@ def test_weights_that_are_not_numbers_or_missing_are_rejected(model: EncoderMode
 def test_too_little_to_learn_from_is_an_error(base: Path) -> None:
     with pytest.raises(ConfigError, match="too little to learn from"):
         EncoderModel.fit(learnable.programs(2), base)
+
+
+@pytest.mark.parametrize("losses", [(math.nan,), (math.inf,), (math.nan, 1.0, 2.0)])
+def test_the_best_pass_is_one_with_a_finite_loss(losses: tuple[float, ...]) -> None:
+    network, number = torch.nn.Linear(1, 1), itertools.count()
+
+    def held_out(rows: Sequence[int]) -> float:
+        return losses[min(next(number), len(losses) - 1)]
+
+    def train(rows: Sequence[int]) -> torch.Tensor:
+        return network(torch.ones(1)).sum()  # type: ignore[no-any-return]
+
+    groups = [{"params": list(network.parameters()), "lr": 0.1}]
+    with pytest.raises(ConfigError, match="no pass has a finite loss") if len(losses) == 1 else nullcontext():
+        train_passes(network, groups, (train, held_out), (fine_tuning.BATCH, 1), np.random.default_rng(0))
+        assert all(not weight.requires_grad for weight in network.parameters())

@@ -118,6 +118,46 @@ def test_the_process_ends_with_the_one_that_started_it_and_starts_with_the_next_
     assert isinstance(run(Grammar("regex", "a"), process), Compiled)
 
 
+async def test_it_starts_before_the_first_trial_and_only_where_grammars_are_tried() -> None:
+    info = xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[len(VOCABULARY) - 1])
+    ahead, never = (GrammarProcess(info.serialize_json) for _ in range(2))
+    GrammarTrials("guidance", never).start()
+    GrammarTrials("xgrammar", ahead).start()
+    await until(lambda: ahead._channel is not None)
+    started = ahead.pid
+    try:
+        assert isinstance(run(Grammar("regex", "a"), ahead), Compiled)
+        assert ahead.pid == started
+        assert never.pid is None
+    finally:
+        ahead.close()
+
+
+async def test_a_start_that_fails_is_logged_and_tried_again(caplog: pytest.LogCaptureFixture) -> None:
+    info = xgrammar.TokenizerInfo(VOCABULARY, stop_token_ids=[len(VOCABULARY) - 1])
+    answers = iter((None, info.serialize_json()))
+
+    def tokenizer() -> str:
+        if (answer := next(answers)) is None:
+            raise OSError("no file")
+        return answer
+
+    process = GrammarProcess(tokenizer)
+    process.start_ahead()
+    await until(lambda: "starts it again" in caplog.text)
+    try:
+        assert isinstance(run(Grammar("regex", "a"), process), Compiled)
+    finally:
+        process.close()
+
+
+def test_the_process_imports_neither_torch_nor_transformers(process: GrammarProcess) -> None:
+    run(Grammar("regex", "a"), process)
+    mapped = Path(f"/proc/{process.pid}/maps").read_text()
+    assert "xgrammar" in mapped
+    assert "libtorch" not in mapped
+
+
 def test_a_process_that_is_killed_before_each_trial_is_no_verdict() -> None:
     def connect() -> socket.socket:
         ours, theirs = socket.socketpair()

@@ -1,11 +1,15 @@
 """Which prompts are large, and in which thread they are rendered."""
 
+import sys
 import threading
+from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
 import pytest
 
+from cluster.core.interpreter import SWITCH_S
+from cluster.http.fair_thread import FairThread
 from replicas.render_threads import LARGE, RenderThreads, is_large, reading
 
 TIMEOUT_S = 20
@@ -45,3 +49,14 @@ def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
     assert not any(future.done() for future in large)
     begin.set()
     assert all(future.result(TIMEOUT_S) for future in large)
+
+
+@pytest.mark.parametrize("made", [RenderThreads, FairThread])
+def test_threads_that_compute_give_way_to_the_event_loop(made: Callable[[], Any]) -> None:
+    before_s = sys.getswitchinterval()
+    sys.setswitchinterval(2 * SWITCH_S)
+    try:
+        made()
+        assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
+    finally:
+        sys.setswitchinterval(before_s)

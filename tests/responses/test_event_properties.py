@@ -22,6 +22,7 @@ from cluster.runs.events import (
 )
 from cluster.runs.state import AskTurn, AwaitLate, CallTools, Finish, Refuse, begin, is_ours, next_step, step
 from tests.responses.run_logs import LIMITS, call, offer, piece, result, spec
+from tests.responses.test_input_items import DOCS, run_of
 
 EVENTS = TypeAdapter(ResponseStreamEvent)
 OFFERS = (
@@ -194,3 +195,26 @@ def test_the_callers_calls_of_the_last_turn_are_complete_in_the_output(log) -> N
 
 def _complete(item):
     return item.status == "completed"
+
+
+@given(logs())
+@settings(max_examples=150, deadline=None)
+def test_the_output_of_a_completed_response_is_accepted_as_input(log) -> None:
+    """Also after attempts that were lost. Each call that is the client's gets an output, as the client would send it.
+
+    The input has each turn's text once, and each call once.
+    """
+    _, reader = read(log)
+    state = reader.state
+    if state.ended.status != "completed":
+        return
+    sent = [item.model_dump(mode="json", exclude_none=True) for item in reader.response.output]
+    waiting = [item["call_id"] for item in sent if item["type"] == "function_call"]
+    sent += [{"type": "function_call_output", "call_id": one, "output": "found"} for one in waiting]
+    approvals = [item["id"] for item in sent if item["type"] == "mcp_approval_request"]
+    sent += [{"type": "mcp_approval_response", "approval_request_id": one, "approve": False} for one in approvals]
+    messages = run_of({"role": "user", "content": "go"}, *sent, tools=[DOCS]).messages
+    texts = [one.get("content") or "" for one in messages if one["role"] == "assistant"]
+    assert "".join(texts) == "".join(turn.content for turn in state.turns)
+    calls = [one["id"] for message in messages for one in message.get("tool_calls", ())]
+    assert len(calls) == len(set(calls))

@@ -89,7 +89,7 @@ async def test_tenants_take_turns_and_who_left_costs_nothing() -> None:
     flood[2].cancel()
     begin.set()
     await asyncio.gather(first, other, *flood, return_exceptions=True)
-    assert order == ["flood 0", "other", "flood 1", "flood 3", "flood 4"]
+    assert order == ["other", "flood 0", "flood 1", "flood 3", "flood 4"]
 
 
 async def test_the_reader_uses_the_thread(monkeypatch: pytest.MonkeyPatch) -> None:
