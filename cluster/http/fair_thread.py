@@ -47,7 +47,7 @@ class FairThread:
             work: a function without effects. It is not called if the caller is cancelled before its turn.
 
         Raises:
-            TooManyRequests: the work would have to wait for more than MAX_WAIT_S, because of other large bodies of the
+            TooManyRequests: the work would have to wait for more than MAX_WAIT_S, because of other costly bodies of the
                 tenant.
         """
         now_s = self._clock.now_s()
@@ -56,11 +56,11 @@ class FairThread:
             return work()
         if (wait_s := self._shares.wait_s(tenant, now_s)) > MAX_WAIT_S:
             raise TooManyRequests(
-                f"large bodies of this tenant wait for about {wait_s:.0f} s already",
-                code="too_many_large_bodies",
+                f"bodies of this tenant wait for about {wait_s:.0f} s, because they are costly to read",
+                code="too_many_costly_bodies",
                 retry_after_s=ceil(wait_s - MAX_WAIT_S),
             )
-        job = _Job(work)
+        job = _Job(work, size)
         self._shares.add(tenant, job)
         self._news.set()
         if self._worker is None or self._worker.done():
@@ -82,7 +82,7 @@ class FairThread:
             if job.result.done():  # its caller has left
                 continue
             await asyncio.to_thread(job.work)
-            self._shares.charge(tenant, self._clock.now_s(), job.cpu_s, is_accepted=job.is_accepted)
+            self._shares.charge(tenant, self._clock.now_s(), job.cpu_s, job.size, is_accepted=job.is_accepted)
             job.settle()
 
 
@@ -99,7 +99,8 @@ class _Job:
     cpu_s = 0.0
     """CPU time of the work."""
 
-    def __init__(self, work: Callable[[], Any]) -> None:
+    def __init__(self, work: Callable[[], Any], size: int) -> None:
+        self.size = size
         self.result: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         self._work = work
         self._returned: Any = None
