@@ -18,8 +18,8 @@ AFTERWARDS = 3.0
 """Work in the event loops after a body was accepted, as a multiple of the CPU time of its reading. Measured with
 wide bodies (`benchmarks.flood`): 1.4 to 3.7."""
 USUAL_S = 12e-9
-"""CPU seconds of reading a byte for which no tenant waits. Requests of agents with 30 to 1,500 messages and 20 tools took
-3.6 to 5.7e-9, and the costly bodies of `benchmarks.flood` 20 to 32e-9."""
+"""CPU seconds of reading a byte for which no tenant waits. Requests of agents with 30 to 1,500 messages and 20 tools
+took 3.6 to 5.7e-9, and the costly bodies of `benchmarks.flood` 20 to 32e-9."""
 ACTIVE_S = 10.0
 """Seconds after its last request for which a tenant counts as active."""
 MAX_WAIT_S = 30.0
