@@ -226,7 +226,7 @@ class ProgramServer(LLMServer):
         try:
             self._of_router.receive(method, body, key, epoch)
             reading(tenant_of(key or ""), body)
-            self._text.check_images(body, required=method == "chat")
+            self._text.check_parts(body, required=method == "chat")
             request = parse_request(method, self._text.legible(body) if method == "tokenize" else body)
             if "messages" in body and method in ("chat", "tokenize"):
                 self._text.make_plain(request)

@@ -20,7 +20,16 @@ import msgspec
 
 from cluster.config.tools import ToolModel
 from cluster.core.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
-from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult, ToolSource, statistics_name
+from cluster.core.tools import (
+    IN_NEXT_MESSAGE,
+    Outcome,
+    ToolCall,
+    ToolId,
+    ToolOffer,
+    ToolResult,
+    ToolSource,
+    statistics_name,
+)
 from tools_runtime.kept_results import KeptResults, Key, key_of, require_same
 from tools_runtime.kind import Invocation, Timer, TimerClock, ToolKind, ToolOutput, sleep_until
 from tools_runtime.partial_output import PartialOutput
@@ -499,6 +508,7 @@ class ToolExecutor:
     def _result(self, run: _Run, outcome: Outcome, said: ToolOutput | ToolError) -> ToolResult:
         now_s = self._clock.now_s()
         started_s = run.started_s if run.attempts and run.started_s is not None else now_s
+        images: tuple[str, ...] = ()
         if isinstance(said, ToolError):
             text, truncated = self._told(outcome, said, run.entry.config.output_cap_bytes), False
         else:
@@ -506,6 +516,7 @@ class ToolExecutor:
             text, cut = bounded(said.text, cap_bytes, self._special_tokens)
             truncated = cut or said.truncated
             text += cut_marker(cap_bytes) if truncated else ""
+            images = said.images[: text.count(IN_NEXT_MESSAGE)]
         return ToolResult(
             call_id=run.call.id,
             name=run.call.name,
@@ -516,6 +527,7 @@ class ToolExecutor:
             run_s=now_s - started_s,
             attempts=run.attempts,
             statistics_name=run.statistics_name,
+            images=images,
         )
 
     def _unanswered(self, run: _Run, key: CallKey, outcome: Outcome) -> ToolResult:
