@@ -15,6 +15,7 @@ second queue, which always comes first |
 | `Loads` | blocks of a load are excluded from zeroing after their allocation | at their allocation |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |
+| `lark_grammar` | vLLM converts a Lark grammar to EBNF | xgrammar compiles it |
 """
 
 from collections.abc import Iterable
@@ -33,6 +34,7 @@ from vllm.v1.kv_offload.cpu.policies import base as cpu_policies
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.request import Request
+from vllm.v1.structured_output import utils as structured_output
 
 # --- the host tier ----------------------------------------------------------------------------------------------------
 
@@ -259,3 +261,18 @@ class Loads(TwoQueues):
             written = manager.get_zeroing_block_ids_in_range(request.request_id, local, local + remote)
             self._skip_zero_block_ids.update(written)
         return allocated is not None
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+CONVERTS_LARK = hasattr(structured_output, "convert_lark_to_ebnf")
+"""Whether vLLM itself converts Lark grammars."""
+
+
+def lark_grammar(spec: str) -> tuple[str, str]:
+    """Return the kind of grammar that vLLM's backend compiles for a Lark grammar, and its text.
+
+    Raises:
+        ValueError: vLLM rejects the grammar.
+    """
+    return ("grammar", structured_output.convert_lark_to_ebnf(spec)) if CONVERTS_LARK else ("lark", spec)

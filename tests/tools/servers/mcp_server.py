@@ -53,6 +53,15 @@ def pictures(*, sizes: list[int], words: int = 0, broken: bool = False) -> list[
     return made
 
 
+@server.tool(structured_output=False)
+def shot() -> list[Any]:
+    """A picture that is always the same."""
+    file = BytesIO()
+    Image.new("RGB", (80, 60), (200, 30, 30)).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    return [TextContent(type="text", text="Here:"), ImageContent(type="image", data=data, mime_type="image/png")]
+
+
 @server.tool()
 async def slow(seconds: float, mark: str = "") -> str:
     """Sleep; write `mark` when cancelled."""
