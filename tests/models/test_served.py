@@ -263,7 +263,9 @@ def test_an_image_of_a_tool_of_the_cluster_reaches_the_model_and_stays(client: h
         "max_output_tokens": 200,
         "max_turns": 2,
     }
-    response = client.post("/v1/responses", json=body).raise_for_status().json()
+    answer = client.post("/v1/responses", json=body)
+    assert answer.is_success, answer.text
+    response = answer.json()
     [call] = [item for item in response["output"] if item["type"] == "mcp_call"]
     assert (call["status"], call["output"]) == ("completed", "Here:\n[image: see the next message]")
     [run] = program(client)["runs"]
