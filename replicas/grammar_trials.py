@@ -31,15 +31,11 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
-from vllm.v1.structured_output.utils import (
-    choice_as_grammar,
-    grammar_is_likely_lark,
-    maybe_wrap_mistral_common_tokenizer,
-)
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from cluster.api.structured_output_limits import SMALL_S, TO_COMPILE, estimated_s, is_surely_small
 from replicas.fair_threads import FairThreads
-from replicas.vllm_versions import lark_grammar
+from replicas.vllm_versions import grammar_tokenizer, lark_grammar
 
 logger = logging.getLogger("ray.serve")
 
@@ -371,7 +367,7 @@ def trials_of(client: Any) -> GrammarTrials:
         """What vLLM's backend makes of the tokenizer."""
         backend = XgrammarBackend(
             config,
-            tokenizer=maybe_wrap_mistral_common_tokenizer(cached_tokenizer_from_config(config.model_config)),
+            tokenizer=grammar_tokenizer(cached_tokenizer_from_config(config.model_config)),
             vocab_size=config.model_config.get_vocab_size(),
         )
         info: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()

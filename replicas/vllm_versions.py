@@ -16,6 +16,7 @@ second queue, which always comes first |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |
 | `lark_grammar` | vLLM converts a Lark grammar to EBNF | xgrammar compiles it |
+| `grammar_tokenizer` | the backend gets a wrapped tokenizer of Mistral's | it gets the tokenizer |
 """
 
 from collections.abc import Iterable
@@ -276,3 +277,9 @@ def lark_grammar(spec: str) -> tuple[str, str]:
         ValueError: vLLM rejects the grammar.
     """
     return ("grammar", structured_output.convert_lark_to_ebnf(spec)) if CONVERTS_LARK else ("lark", spec)
+
+
+def grammar_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer that vLLM gives its grammar backend."""
+    wrap = getattr(structured_output, "maybe_wrap_mistral_common_tokenizer", None)
+    return tokenizer if wrap is None else wrap(tokenizer)
