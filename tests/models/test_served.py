@@ -19,6 +19,7 @@ from vllm.lora.request import LoRARequest
 
 from cluster.auth.keys import digest_of
 from replicas.tiny.model import tiny_model_directory
+from tests.faults.stand import until
 from tests.models.test_adapters import RANK, write_adapter
 from tests.models.vision import PART_TOKENS, write_vision_checkpoint
 from tests.serving.served import EXACT, served
@@ -103,7 +104,11 @@ def url(
         "tenants": {"limited": {"models": ["tiny", "tiny:sql"]}},
         "tools": {
             "defined": {
-                "camera": {"kind": "mcp", "command": [sys.executable, str(SERVERS / "mcp_server.py"), "stdio"]},
+                "camera": {
+                    "kind": "mcp",
+                    "command": [sys.executable, str(SERVERS / "mcp_server.py"), "stdio"],
+                    "connect_timeout_s": 60,
+                }
             }
         },
     }
@@ -253,6 +258,7 @@ def ids_of(run: dict[str, Any], turn: int) -> list[int]:
 
 
 def test_an_image_of_a_tool_of_the_cluster_reaches_the_model_and_stays(client: httpx.Client, image_id: int) -> None:
+    until(lambda: "camera__shot" in client.get("/v1/tools").text or None, "the MCP server lists no tools", 90.0)
     tool = {"type": "function", "name": "camera__shot", "server_side": True}
     body = {
         "model": "seeing",
