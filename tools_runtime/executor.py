@@ -183,6 +183,8 @@ def unknown(name: str, entry: Entry) -> ToolRefused:
 
 MAX_FINISHED = 4096
 """Largest number of results of asynchronous calls that are kept until they are requested."""
+MAX_FINISHED_CHARS = 64 << 20
+"""Largest number of characters of these results, with their images."""
 
 LARGE_ARGUMENTS = 16 << 10
 """Characters of arguments above which they are checked in a thread instead of the event loop."""
@@ -256,6 +258,7 @@ class ToolExecutor:
         self._shared: dict[Key, _Run] = {}
         self._kept = KeptResults()
         self._finished: OrderedDict[CallKey, ToolResult] = OrderedDict()
+        self._finished_chars = 0
         self._tasks: set[asyncio.Task[ToolResult]] = set()
 
     @property
@@ -416,10 +419,17 @@ class ToolExecutor:
             waiter.answer.set_result(result)
         if not waiter.handed_over:
             return
+        self._forget(waiter.call.key)
         self._finished[waiter.call.key] = result
-        self._finished.move_to_end(waiter.call.key)
-        if len(self._finished) > MAX_FINISHED:
-            self._finished.popitem(last=False)
+        self._finished_chars += result.chars
+        while len(self._finished) > MAX_FINISHED or (
+            len(self._finished) > 1 and self._finished_chars > MAX_FINISHED_CHARS
+        ):
+            self._forget(next(iter(self._finished)))
+
+    def _forget(self, key: CallKey) -> None:
+        forgotten = self._finished.pop(key, None)
+        self._finished_chars -= 0 if forgotten is None else forgotten.chars
 
     def _expire(self, key: CallKey) -> None:
         run = self._runs.get(key)

@@ -174,6 +174,11 @@ class ToolResult:
     images: tuple[str, ...] = ()
     """Images of the answer as `data:` URLs. Each has its place in the text, see `IN_NEXT_MESSAGE`."""
 
+    @property
+    def chars(self) -> int:
+        """Number of characters of the answer."""
+        return len(self.text) + sum(map(len, self.images))
+
 
 class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
     """A tool that a model may call. The tool runtime, requests and the logs of runs all use this type."""
