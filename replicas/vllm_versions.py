@@ -16,6 +16,7 @@ second queue, which always comes first |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |
 | `lark_grammar` | vLLM converts a Lark grammar to EBNF | xgrammar compiles it |
+| `GeneratedTokens` | GenerateResponse | GenerateResponseBase: the other is a union |
 | `grammar_tokenizer` | the backend gets a wrapped tokenizer of Mistral's | it gets the tokenizer |
 """
 
@@ -26,6 +27,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     OffloadingConnectorScheduler,
 )
+from vllm.entrypoints.scale_out.token_in_token_out import protocol as token_protocol
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -283,3 +285,9 @@ def grammar_tokenizer(tokenizer: Any) -> Any:
     """Return the tokenizer that vLLM gives its grammar backend."""
     wrap = getattr(structured_output, "maybe_wrap_mistral_common_tokenizer", None)
     return tokenizer if wrap is None else wrap(tokenizer)
+
+
+# --- requests of token ids --------------------------------------------------------------------------------------------
+
+GeneratedTokens: Any = getattr(token_protocol, "GenerateResponseBase", token_protocol.GenerateResponse)
+"""vLLM's class of the whole answer to a request of token ids."""
