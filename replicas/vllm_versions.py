@@ -16,7 +16,8 @@ second queue, which always comes first |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |
 | `lark_grammar` | vLLM converts a Lark grammar to EBNF | xgrammar compiles it |
-| `GeneratedTokens` | GenerateResponse | GenerateResponseBase: the other is a union |
+| `GeneratedTokens` | GenerateResponse, whose log probabilities name a token as `token_id:ID` | GenerateResponseBase; \
+they have `token_id` |
 | `grammar_tokenizer` | the backend gets a wrapped tokenizer of Mistral's | it gets the tokenizer |
 """
 
