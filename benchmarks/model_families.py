@@ -32,6 +32,8 @@ The block size of such models can be several hundred tokens, and a context that 
 
 A context with an image is tested with Idefics 3. Held, offloaded and prefetched, it gives the same tokens.
 A prompt with another image in the same place reuses nothing from there on.
+A cluster serves it, too: all routes show the model the same image, and it reads the images of tools' answers.
+The same cluster serves two LoRA adapters, whose tokens are those of vLLM's own engine.
 
 Not tested, because vLLM 0.29 cannot run them on CPU:
 

@@ -19,6 +19,7 @@ from vllm.inputs import TextPrompt, tokens_input
 from vllm.renderers import merge_kwargs
 from vllm.utils.mistral import is_mistral_tokenizer
 
+from cluster.api.content_parts import check_parts
 from cluster.api.images import DATA, images_of
 from cluster.core.errors import BadRequest
 from replicas.continuation import Again, CannotRender, Examined, Message, Sample, Tokens, examine, rest_of_prompt
@@ -55,16 +56,17 @@ class ChatText:
         """Return a chat body that this model can read: without images if it sees none."""
         return body if self._sees else without_images(body)
 
-    def check_images(self, body: dict[str, Any], *, required: bool = False) -> None:
-        """Check that this process fetches no image: the ingress has put the images of a request into its body.
+    def check_parts(self, body: dict[str, Any], *, required: bool = False) -> None:
+        """Check that vLLM fetches nothing for a body: the ingress has put the images of a request into it.
 
         Args:
             body: the body of a chat completion.
             required: whether a model that sees none cannot answer the request.
 
         Raises:
-            BadRequest: an image has another URL, or is for a model that sees none.
+            BadRequest: an image has another URL, or is for a model that sees none; or a part is of another kind.
         """
+        check_parts(body)
         for image in images_of(body) if self._sees or required else ():
             if not self._sees:
                 raise BadRequest(f"{image.path}: this model reads no images", param=image.path, code="invalid_image")

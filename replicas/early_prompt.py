@@ -102,7 +102,7 @@ class EarlyPrompts:
         """Return the number of tokens that are known, and the tokens after them; None: they are rendered again."""
         *before, last = body["messages"]
         given = {**body, "messages": [*before, {**last, "content": answer}]}
-        self._text.check_images(given)
+        self._text.check_parts(given)
         request = parse_request("chat", self._text.legible(given))
         self._text.make_plain(request)
         if continuation is None:

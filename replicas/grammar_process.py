@@ -118,6 +118,8 @@ def _compile(job: dict[str, Any], tokenizer: Any) -> None:
                 compiler.compile_structural_tag(items, tag["triggers"])
             else:
                 compiler.compile_structural_tag(spec)
+        case "lark":
+            compiler.compile_lark(spec)
         case kind:
             raise ValueError(f"unknown kind {kind!r}")
 

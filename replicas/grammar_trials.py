@@ -6,7 +6,7 @@ The compiled grammar itself is not sent to the engine: xgrammar 0.2.8 can serial
 in the number of rules (1,000 optional properties: compiled in 7 s, 635 MB of JSON after 145 s).
 
 It uses these names of vLLM 0.29 (tests/contracts/test_grammar_trials.py checks what they do): XgrammarBackend,
-get_structured_output_key, choice_as_grammar, convert_lark_to_ebnf, grammar_is_likely_lark, VLLMValidationError.
+get_structured_output_key, choice_as_grammar, grammar_is_likely_lark, VLLMValidationError.
 """
 
 import asyncio
@@ -31,15 +31,11 @@ from vllm.tokenizers import cached_tokenizer_from_config
 from vllm.v1.structured_output.backend_types import StructuredOutputOptions as Kind
 from vllm.v1.structured_output.backend_xgrammar import XgrammarBackend
 from vllm.v1.structured_output.request import get_structured_output_key
-from vllm.v1.structured_output.utils import (
-    choice_as_grammar,
-    convert_lark_to_ebnf,
-    grammar_is_likely_lark,
-    maybe_wrap_mistral_common_tokenizer,
-)
+from vllm.v1.structured_output.utils import choice_as_grammar, grammar_is_likely_lark
 
 from cluster.api.structured_output_limits import SMALL_S, TO_COMPILE, estimated_s, is_surely_small
 from replicas.fair_threads import FairThreads
+from replicas.vllm_versions import grammar_tokenizer, lark_grammar
 
 logger = logging.getLogger("ray.serve")
 
@@ -376,7 +372,7 @@ def grammar_of(outputs: Any, any_whitespace: bool) -> Grammar | None:
         if kind is Kind.CHOICE:
             return Grammar("grammar", choice_as_grammar(json.loads(spec)), any_whitespace)
         if kind is Kind.GRAMMAR and grammar_is_likely_lark(spec):
-            spec = convert_lark_to_ebnf(spec)
+            return Grammar(*lark_grammar(spec), any_whitespace)
     except (ValueError, TypeError, AttributeError):
         return None
     return None if kind is Kind.JSON_OBJECT else Grammar(kind.name.lower(), spec, any_whitespace)
@@ -395,7 +391,7 @@ def trials_of(client: Any) -> GrammarTrials:
         """What vLLM's backend makes of the tokenizer."""
         backend = XgrammarBackend(
             config,
-            tokenizer=maybe_wrap_mistral_common_tokenizer(cached_tokenizer_from_config(config.model_config)),
+            tokenizer=grammar_tokenizer(cached_tokenizer_from_config(config.model_config)),
             vocab_size=config.model_config.get_vocab_size(),
         )
         info: str = backend.compiler.compile_regex("a").tokenizer_info.serialize_json()

@@ -6,7 +6,8 @@ program while the turns that wait have more work than that. And while a turn has
 refuses the programs that have as much work as such a turn: they would wait as long, and what has less work is served
 before. A refused client is answered at once.
 
-The bound holds for sheddable turns (`Hints.sheddable`), too, but they wait for the turns of all others. So a replica
+Sheddable turns (`Hints.sheddable`) wait for the turns of all others, until they have waited for twice the bound. Their
+own bound is therefore two and a half times as long. So that they are few then, a replica
 refuses sheddable programs at half of that work, and all of them while a turn of another program starves. A sheddable
 turn that starves stops sheddable programs only.
 

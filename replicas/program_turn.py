@@ -149,7 +149,7 @@ class ProgramTurns:
             HttpError, Exception: ours and vLLM's, for a request that cannot be served.
         """
         _check_fixed(body)
-        self._text.check_images(dict(body))
+        self._text.check_parts(dict(body))
         request = parse_request("chat", {**self._text.legible(dict(body)), **OURS})
         self._text.make_plain(request)
         attach_program(request, headers, key, identity)

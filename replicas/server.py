@@ -32,7 +32,6 @@ from ray.llm._internal.serve.core.configs.openai_api_models import (
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
 from ray.serve.llm import LLMConfig
 from ray.serve.llm.deployment import LLMServer
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateResponse
 from vllm.v1.engine.exceptions import EngineDeadError
 
 from cluster.api.generate import named_as_sent
@@ -80,6 +79,7 @@ from replicas.rewritten_ahead import RewrittenAhead
 from replicas.router_side import RouterSide
 from replicas.streamed_logprobs import request_every_token, without_ids
 from replicas.turn_server import TurnServer
+from replicas.vllm_versions import GeneratedTokens
 from replicas.weights import ReplicaWeights
 
 logger = logging.getLogger("ray.serve")
@@ -228,7 +228,7 @@ class ProgramServer(LLMServer):
         try:
             self._of_router.receive(method, body, key, epoch)
             reading(tenant_of(key or ""), body)
-            self._text.check_images(body, required=method == "chat")
+            self._text.check_parts(body, required=method == "chat")
             request = parse_request(method, self._text.legible(body) if method == "tokenize" else body)
             if "messages" in body and method in ("chat", "tokenize"):
                 self._text.make_plain(request)
@@ -537,7 +537,7 @@ async def _as_sent(
             case ChatCompletionResponse():
                 correct_answer(piece, watch.endings)
                 yield _whole(piece, watch)
-            case CompletionResponse() | GenerateResponse():
+            case CompletionResponse() | GeneratedTokens():
                 yield _whole(piece, watch)
             case _:
                 yield piece.model_dump_json().encode()

@@ -9,11 +9,12 @@ from typing import Any
 
 from ray.llm._internal.serve.core.configs.openai_api_models import ErrorInfo, ErrorResponse
 from ray.llm._internal.serve.core.protocol import RawRequestInfo
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateResponse
+from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest
 from vllm.entrypoints.serve.engine.protocol import ErrorResponse as VLLMErrorResponse
 
 from cluster.api.generate import generate_of
 from cluster.api.validation import validated
+from replicas.vllm_versions import GeneratedTokens
 
 SESSION_HEADER = "x-session-id"
 
@@ -34,9 +35,7 @@ def token_request(completion: Mapping[str, Any]) -> TokenRequest:
     return validated(TokenRequest, generate_of(completion))
 
 
-async def generated(
-    serving: Any, request: TokenRequest, info: RawRequestInfo
-) -> AsyncGenerator[str | GenerateResponse | ErrorResponse]:
+async def generated(serving: Any, request: TokenRequest, info: RawRequestInfo) -> AsyncGenerator[Any]:
     """Yield vLLM's answer: its events, or the one whole answer, or its error.
 
     Args:
@@ -54,7 +53,7 @@ async def generated(
     answer = await serving.serve_tokens(request, raw)
     if isinstance(answer, VLLMErrorResponse):
         yield ErrorResponse(error=ErrorInfo(**answer.error.model_dump()))
-    elif isinstance(answer, GenerateResponse):
+    elif isinstance(answer, GeneratedTokens):
         yield answer
     else:
         async for event in answer:

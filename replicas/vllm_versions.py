@@ -15,6 +15,10 @@ second queue, which always comes first |
 | `Loads` | blocks of a load are excluded from zeroing after their allocation | at their allocation |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |
+| `lark_grammar` | vLLM converts a Lark grammar to EBNF | xgrammar compiles it |
+| `GeneratedTokens` | GenerateResponse, whose log probabilities name a token as `token_id:ID` | GenerateResponseBase; \
+they have `token_id` |
+| `grammar_tokenizer` | the backend gets a wrapped tokenizer of Mistral's | it gets the tokenizer |
 """
 
 from collections.abc import Iterable
@@ -24,6 +28,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.offloading.scheduler import (
     GroupOffloadConfig,
     OffloadingConnectorScheduler,
 )
+from vllm.entrypoints.scale_out.token_in_token_out import protocol as token_protocol
 from vllm.utils.math_utils import cdiv
 from vllm.v1.core.kv_cache_manager import KVCacheBlocks, KVCacheManager
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
@@ -33,6 +38,7 @@ from vllm.v1.kv_offload.cpu.policies import base as cpu_policies
 from vllm.v1.kv_offload.cpu.shared_offload_region import SharedOffloadRegion
 from vllm.v1.kv_offload.tiering.base import TransferJob
 from vllm.v1.request import Request
+from vllm.v1.structured_output import utils as structured_output
 
 # --- the host tier ----------------------------------------------------------------------------------------------------
 
@@ -259,3 +265,30 @@ class Loads(TwoQueues):
             written = manager.get_zeroing_block_ids_in_range(request.request_id, local, local + remote)
             self._skip_zero_block_ids.update(written)
         return allocated is not None
+
+
+# --- grammars ---------------------------------------------------------------------------------------------------------
+
+CONVERTS_LARK = hasattr(structured_output, "convert_lark_to_ebnf")
+"""Whether vLLM itself converts Lark grammars."""
+
+
+def lark_grammar(spec: str) -> tuple[str, str]:
+    """Return the kind of grammar that vLLM's backend compiles for a Lark grammar, and its text.
+
+    Raises:
+        ValueError: vLLM rejects the grammar.
+    """
+    return ("grammar", structured_output.convert_lark_to_ebnf(spec)) if CONVERTS_LARK else ("lark", spec)
+
+
+def grammar_tokenizer(tokenizer: Any) -> Any:
+    """Return the tokenizer that vLLM gives its grammar backend."""
+    wrap = getattr(structured_output, "maybe_wrap_mistral_common_tokenizer", None)
+    return tokenizer if wrap is None else wrap(tokenizer)
+
+
+# --- requests of token ids --------------------------------------------------------------------------------------------
+
+GeneratedTokens: Any = getattr(token_protocol, "GenerateResponseBase", token_protocol.GenerateResponse)
+"""vLLM's class of the whole answer to a request of token ids."""

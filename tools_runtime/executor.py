@@ -20,7 +20,16 @@ import msgspec
 
 from cluster.config.tools import ToolModel
 from cluster.core.errors import IntegrityError, ToolError, ToolFailed, ToolRefused, ToolUnknown
-from cluster.core.tools import Outcome, ToolCall, ToolId, ToolOffer, ToolResult, ToolSource, statistics_name
+from cluster.core.tools import (
+    IN_NEXT_MESSAGE,
+    Outcome,
+    ToolCall,
+    ToolId,
+    ToolOffer,
+    ToolResult,
+    ToolSource,
+    statistics_name,
+)
 from tools_runtime.kept_results import KeptResults, Key, key_of, require_same
 from tools_runtime.kind import Invocation, Timer, TimerClock, ToolKind, ToolOutput, sleep_until
 from tools_runtime.partial_output import PartialOutput
@@ -174,6 +183,8 @@ def unknown(name: str, entry: Entry) -> ToolRefused:
 
 MAX_FINISHED = 4096
 """Largest number of results of asynchronous calls that are kept until they are requested."""
+MAX_FINISHED_CHARS = 64 << 20
+"""Largest number of characters of these results, with their images."""
 
 LARGE_ARGUMENTS = 16 << 10
 """Characters of arguments above which they are checked in a thread instead of the event loop."""
@@ -247,6 +258,7 @@ class ToolExecutor:
         self._shared: dict[Key, _Run] = {}
         self._kept = KeptResults()
         self._finished: OrderedDict[CallKey, ToolResult] = OrderedDict()
+        self._finished_chars = 0
         self._tasks: set[asyncio.Task[ToolResult]] = set()
 
     @property
@@ -407,10 +419,17 @@ class ToolExecutor:
             waiter.answer.set_result(result)
         if not waiter.handed_over:
             return
+        self._forget(waiter.call.key)
         self._finished[waiter.call.key] = result
-        self._finished.move_to_end(waiter.call.key)
-        if len(self._finished) > MAX_FINISHED:
-            self._finished.popitem(last=False)
+        self._finished_chars += result.chars
+        while len(self._finished) > MAX_FINISHED or (
+            len(self._finished) > 1 and self._finished_chars > MAX_FINISHED_CHARS
+        ):
+            self._forget(next(iter(self._finished)))
+
+    def _forget(self, key: CallKey) -> None:
+        forgotten = self._finished.pop(key, None)
+        self._finished_chars -= 0 if forgotten is None else forgotten.chars
 
     def _expire(self, key: CallKey) -> None:
         run = self._runs.get(key)
@@ -499,6 +518,7 @@ class ToolExecutor:
     def _result(self, run: _Run, outcome: Outcome, said: ToolOutput | ToolError) -> ToolResult:
         now_s = self._clock.now_s()
         started_s = run.started_s if run.attempts and run.started_s is not None else now_s
+        images: tuple[str, ...] = ()
         if isinstance(said, ToolError):
             text, truncated = self._told(outcome, said, run.entry.config.output_cap_bytes), False
         else:
@@ -506,6 +526,7 @@ class ToolExecutor:
             text, cut = bounded(said.text, cap_bytes, self._special_tokens)
             truncated = cut or said.truncated
             text += cut_marker(cap_bytes) if truncated else ""
+            images = said.images[: text.count(IN_NEXT_MESSAGE)]
         return ToolResult(
             call_id=run.call.id,
             name=run.call.name,
@@ -516,6 +537,7 @@ class ToolExecutor:
             run_s=now_s - started_s,
             attempts=run.attempts,
             statistics_name=run.statistics_name,
+            images=images,
         )
 
     def _unanswered(self, run: _Run, key: CallKey, outcome: Outcome) -> ToolResult:

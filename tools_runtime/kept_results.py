@@ -67,7 +67,7 @@ class KeptResults:
 
     def settle(self, key: Key, call: ToolCall, result: ToolResult) -> None:
         """Keep ``result`` whatever it is. No call with this key runs the tool any more."""
-        kept = _Kept(call, result, len(result.text))
+        kept = _Kept(call, result, result.chars)
         if kept.size > MAX_BYTES:
             return
         self._forget(key)

@@ -82,13 +82,16 @@ class Invocation:
     report: Callable[[str], object] = unreported
     """Receives the answer's text piece by piece while the tool runs, on the event loop. The answer that `ToolKind.run`
     returns replaces it. A kind whose tools answer at once need not call it."""
+    images: bool = False
+    """Whether the caller can use images of the answer."""
 
     @classmethod
     def of(
         cls, call: ToolCall, arguments: Mapping[str, Any], output_cap_bytes: int, report: Callable[[str], object]
     ) -> "Invocation":
         """Make the invocation of a call whose arguments were validated."""
-        return cls(call.target.tool, arguments, output_cap_bytes, call.idempotency_key, call.traceparent, report)
+        tool, key = call.target.tool, call.idempotency_key
+        return cls(tool, arguments, output_cap_bytes, key, call.traceparent, report, call.images)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +101,8 @@ class ToolOutput:
     text: str
     truncated: bool = False
     """Whether the answer was longer."""
+    images: tuple[str, ...] = ()
+    """Its images as `data:` URLs. Each has its place in the text, see `cluster.core.tools.IN_NEXT_MESSAGE`."""
 
 
 class ToolKind(Protocol):

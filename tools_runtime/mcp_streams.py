@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
 from http import HTTPStatus
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 import httpx2
@@ -45,14 +45,36 @@ _ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+|"(?:[^"\\]|\\.){0,200}")\s*[,}][^{}]*
 Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
 
 
-@dataclass(frozen=True, slots=True)
-class Limits:
+_IMAGE = re.compile(
+    rb'"type"\s*:\s*"image"|"mimeType"\s*:\s*"image/|"(?:data|blob)"\s*:\s*"(?:iVBORw0KGgo|\\?/9j\\?/|R0lGOD|UklGR)'
+)
+"""The beginning of an image, whose type may stand behind its data: PNG, JPEG, GIF and WebP in base64.
+
+In a JSON text, this is no part of a string: its quotation marks would be escaped.
+"""
+
+
+class Room(NamedTuple):
     """Largest length of one message, in bytes."""
 
-    answer: int
-    """Bytes of an answer to `tools/call`."""
-    other: int
-    """Bytes of any other message, such as a listing of tools."""
+    text: int
+    images: int = 0
+    """Bytes beyond those, if an image begins within them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Largest lengths of messages."""
+
+    answer: Room
+    """Of an answer to `tools/call`."""
+    other: Room
+    """Of any other message, such as a listing of tools."""
+
+    @property
+    def longest(self) -> int:
+        """Bytes of the longest message."""
+        return max(sum(self.answer), sum(self.other))
 
 
 @dataclass(slots=True)
@@ -68,13 +90,13 @@ class Messages:
     """Splits the input into lines, or treats it as one message, and keeps a bounded beginning of each message.
 
     Args:
-        limit_bytes: returns the largest length of a message, given its first bytes.
+        room_of: returns the largest length of a message, given its first bytes.
         lines: whether each line is a message. Otherwise the whole input is one.
     """
 
-    def __init__(self, limit_bytes: Callable[[bytes], int], *, lines: bool = True) -> None:
-        self._limit_of = limit_bytes
-        self._limit: int | None = None
+    def __init__(self, room_of: Callable[[bytes], Room], *, lines: bool = True) -> None:
+        self._room_of = room_of
+        self._room: Room | None = None
         self._lines = lines
         self._text = bytearray()
         self._tail: bytes | None = None
@@ -99,16 +121,21 @@ class Messages:
             yield self._taken()
 
     def _add(self, part: bytes) -> None:
-        if self._limit is None and len(self._text) + len(part) > HEAD_BYTES:
-            self._limit = self._limit_of(bytes(self._text[:HEAD_BYTES]) + part[:HEAD_BYTES])
-        room = len(part) if self._limit is None else self._limit - len(self._text)
+        if self._room is None and len(self._text) + len(part) > HEAD_BYTES:
+            self._room = self._room_of(bytes(self._text[:HEAD_BYTES]) + part[:HEAD_BYTES])
+        room = len(part) if self._room is None else self._room.text - len(self._text)
         self._text += part[:room]
+        if len(part) > room and self._room is not None and self._room.images and _IMAGE.search(self._text):
+            self._room = Room(sum(self._room))
+            more = self._room.text - len(self._text)
+            self._text += part[room : room + more]
+            room += more
         if len(part) > room or self._tail is not None:
             self._tail = ((self._tail or b"") + part[room:][-TAIL_BYTES:])[-TAIL_BYTES:]
 
     def _taken(self) -> Message:
         message = Message(self._text, self._tail)
-        self._text, self._tail, self._limit = bytearray(), None, None
+        self._text, self._tail, self._room = bytearray(), None, None
         return message
 
 
@@ -129,18 +156,24 @@ def shortened(message: Message) -> dict[str, Any] | None:
         return None
     result = value.get("result")
     content = result.get("content") if isinstance(result, dict) else None
-    texts = [part for part in content or () if isinstance(part, dict) and isinstance(part.get("text"), str)]
-    if not isinstance(result, dict) or not texts:
+    parts = [part for part in content or () if isinstance(part, dict)]
+    texts = [part["text"] if isinstance(part.get("text"), str) else _left_out(part, size) for part in parts]
+    if not isinstance(result, dict) or not any(texts):
         return _error(id_, f"the answer is longer than {size} bytes")
     # With the structured form begun, the text before it was complete.
     cut = {CUT: "structuredContent" not in result}
-    kept = [{"type": "text", "text": part["text"]} for part in texts]
+    kept = [{"type": "text", "text": text} for text in texts if text is not None]
     is_error = result.get("isError") is True
     return {
         "jsonrpc": "2.0",
         "id": id_,
         "result": {"resultType": "complete", "content": kept, "isError": is_error, "_meta": cut},
     }
+
+
+def _left_out(part: Mapping[str, Any], size: int) -> str | None:
+    is_image = part.get("type") == "image" or isinstance(part.get("data"), str)  # its type may stand behind its data
+    return f"[image left out: the answer is longer than {size} bytes]" if is_image else None
 
 
 def _unreadable(message: Message, error: ValueError) -> dict[str, Any] | None:
@@ -209,7 +242,7 @@ class PipeStreams:
         await self._stack.aclose()
 
     async def _read(self, child: Child, incoming: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
-        messages = Messages(self._limit_of)
+        messages = Messages(self._room_of)
         with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             while chunk := await child.output.read(READ_BYTES):
                 for message in messages.feed(chunk):
@@ -232,7 +265,7 @@ class PipeStreams:
                 child.process.stdin.write(text.encode() + b"\n")
                 await child.process.stdin.drain()
 
-    def _limit_of(self, head: bytes) -> int:
+    def _room_of(self, head: bytes) -> Room:
         found = _ID_AT_START.search(head)
         return self._limits.answer if found and found[1].decode() in self._calls else self._limits.other
 
@@ -271,9 +304,7 @@ async def http_streams(
     async with (
         httpx2.AsyncClient(transport=transport, headers=dict(headers), timeout=timeout, trust_env=False) as client,
         # An event of many short lines is bounded by the library.
-        streamable_http_client(
-            url, http_client=client, max_sse_event_size=2 * max(limits.answer, limits.other)
-        ) as streams,
+        streamable_http_client(url, http_client=client, max_sse_event_size=2 * limits.longest) as streams,
     ):
         yield streams
 
@@ -294,8 +325,8 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         assert isinstance(response.stream, httpx2.AsyncByteStream)
         media_type = response.headers.get("content-type", "").lower()
         is_call = CALL_METHOD.encode() in (await request.aread())[:HEAD_BYTES]
-        limit = self._limits.answer if is_call else self._limits.other
-        stream = _BoundedStream(response.stream, limit, events=media_type.startswith("text/event-stream"))
+        room = self._limits.answer if is_call else self._limits.other
+        stream = _BoundedStream(response.stream, room, events=media_type.startswith("text/event-stream"))
         headers = [(name, value) for name, value in response.headers.raw if name.lower() != b"content-length"]
         status = response.status_code
         answer = httpx2.Response(status, headers=headers, stream=stream, extensions=response.extensions)
@@ -344,14 +375,14 @@ def _is_error(body: bytes) -> bool:
 class _BoundedStream(httpx2.AsyncByteStream):
     """A body whose messages have bounded length: one message, or the events of a stream with one line each."""
 
-    def __init__(self, inner: httpx2.AsyncByteStream, limit_bytes: int, *, events: bool) -> None:
+    def __init__(self, inner: httpx2.AsyncByteStream, room: Room, *, events: bool) -> None:
         self._inner = inner
-        self._limit = limit_bytes
+        self._room = room
         self._prefix = b"data:" if events else b""
         self._suffix = b"\n" if events else b""
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        messages = Messages(lambda _: self._limit, lines=bool(self._prefix))
+        messages = Messages(lambda _: self._room, lines=bool(self._prefix))
         async for chunk in self._inner:
             for message in messages.feed(chunk):
                 yield self._line(message)

@@ -1,11 +1,11 @@
-"""Images in the bodies of chat completions and responses: where they are, and their URLs. Pure functions."""
+"""Images in the bodies of chat completions, responses and conversations: where they are, and their URLs."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 DATA = "data:"
-_LISTS = {"messages": ("content",), "input": ("content", "output")}
+_LISTS = {"messages": ("content",), "input": ("content", "output"), "items": ("content", "output")}
 """The fields of a body that have content, and the fields of their items in which the parts are."""
 
 

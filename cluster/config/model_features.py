@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cluster.config.models import TINY
+from cluster.config.schema import CaesuraConfig
 
 CONFIG = "config.json"
 
@@ -88,6 +89,12 @@ def sees_images(source: str) -> bool:
         return False
     config = config_of(source)
     return config is None or any(config.get(name) for name in VISION_FIELDS)
+
+
+def seeing_models(config: CaesuraConfig) -> frozenset[str]:
+    """Return the names of the models that read images, with those of their adapters."""
+    seeing = {model for model, own in config.served.items() if sees_images(own.model.source)}
+    return frozenset(seeing | {name for name, model in config.adapters.items() if model in seeing})
 
 
 def features_off(config: Mapping[str, Any], engine: Mapping[str, Any], accelerator: str) -> Iterator[Off]:

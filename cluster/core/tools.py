@@ -20,6 +20,13 @@ ENDED_WITH_CALLS = "tool_calls"
 SEPARATOR = "__"
 """The separator between the names of an MCP server and of its tool, as in `files__read`."""
 
+IN_NEXT_MESSAGE = "[image: see the next message]"
+"""The place of an image in a tool's answer. Chat templates take no image there, so that it is in the next message."""
+
+NOT_SENT_BACK = "[image: it was not sent back]"
+"""The same place in an answer that a client has sent back, since the forms of the cluster's own calls have texts only.
+"""
+
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that are not allowed in the name of a tool for a model, although an MCP server may use them."""
 
@@ -130,6 +137,8 @@ class ToolCall:
     consent: str | None = None
     """The unique id of the caller's consent to this call. A consent runs its tool once, however often the call is
     repeated. None: the call runs without a consent."""
+    images: bool = False
+    """Whether the caller can use images of the answer."""
 
     @property
     def key(self) -> tuple[str, str]:
@@ -162,6 +171,13 @@ class ToolResult:
     """Number of times that the tool was started."""
     statistics_name: str = ""
     """The name under which the duration is learnt: the tool's name, with the class of its arguments if it has one."""
+    images: tuple[str, ...] = ()
+    """Images of the answer as `data:` URLs. Each has its place in the text, see `IN_NEXT_MESSAGE`."""
+
+    @property
+    def chars(self) -> int:
+        """Number of characters of the answer."""
+        return len(self.text) + sum(map(len, self.images))
 
 
 class ToolOffer(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -242,6 +258,17 @@ def function_object(
     if strict:
         function["strict"] = True
     return function
+
+
+def images_message(images: Sequence[str]) -> list[dict[str, Any]]:
+    """Return the message with the images of tools' answers before it, as a list. It is empty without images."""
+    parts = [{"type": "image_url", "image_url": {"url": image}} for image in images]
+    return [{"role": "user", "content": parts}] if parts else []
+
+
+def sent_back(text: str) -> str:
+    """Return a tool's answer that a client has sent back, without its images."""
+    return text.replace(IN_NEXT_MESSAGE, NOT_SENT_BACK)
 
 
 def late_message(name: str, text: str) -> dict[str, Any]:

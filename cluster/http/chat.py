@@ -12,6 +12,7 @@ from starlette.responses import JSONResponse, Response
 
 from cluster.api.openai import SSE_DONE, ErrorMap, error_event
 from cluster.api.sse import ClientGone, unless_gone
+from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
 from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
@@ -48,6 +49,7 @@ class ChatPrograms:
         self._runner = runner
         self._offers = offers
         self._config = config
+        self._seeing = seeing_models(config)
         self._error_map = error_map
         self._abandon = Abandon(runner)
         self._lineage = lineage
@@ -77,6 +79,7 @@ class ChatPrograms:
                 model=body["model"],
                 limits=limits(self._config),
                 registered=registered,
+                sees=body["model"] in self._seeing,
             )
             started = await self._runner.start(
                 spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended

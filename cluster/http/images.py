@@ -6,30 +6,20 @@ be made to call addresses of its own network. Here a name is resolved once and i
 
 import asyncio
 import base64
-import binascii
-import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BytesIO
 from typing import Any
 
 import httpx
-from PIL import Image, UnidentifiedImageError
 
+from cluster.api.image_bounds import MAX_IMAGE_BYTES, MAX_IMAGES, ImageRefused, check_pixels, content_of
 from cluster.api.images import DATA, ImagePart, images_of
 from cluster.core.errors import BadRequest, ToolError
 from tools_runtime.addresses import Resolver
 
-MAX_IMAGES = 32
-"""Largest number of images of a request."""
-MAX_IMAGE_BYTES = 8 << 20
-"""Largest size of an image in bytes, as it is sent or fetched."""
-MAX_PIXELS = 36_000_000
-"""Largest number of pixels of an image. A small file can have many, which take three bytes each."""
 FETCH_WITHIN_S = 15.0
 """Seconds within which all images of a request are fetched."""
 MAX_REDIRECTS = 3
-_DATA_URL = re.compile(r"^data:image/[\w.+-]+;base64,", re.IGNORECASE)
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
 
@@ -97,8 +87,6 @@ class ImageReader:
         for image in images:
             if not isinstance(image.url, str):
                 continue  # the replica names what the field must be
-            if not _DATA_URL.match(image.url):
-                raise _bad(image, "must be an http(s) URL or `data:image/TYPE;base64,...`")
             content = _content(image)
             whole += len(content)
             if len(content) > MAX_IMAGE_BYTES or whole > self._max_bytes:
@@ -127,21 +115,16 @@ async def _data_url(image: ImagePart, response: httpx.Response) -> str:
 
 def _content(image: ImagePart) -> bytes:
     try:
-        return base64.b64decode(image.url.partition(",")[2], validate=True)
-    except (binascii.Error, ValueError) as error:
-        raise _bad(image, f"its data is not base64: {error}") from None
+        return content_of(image.url)
+    except ImageRefused as error:
+        raise _bad(image, str(error)) from None
 
 
 def _check_pixels(image: ImagePart, content: bytes) -> None:
     try:
-        with Image.open(BytesIO(content)) as opened:  # it reads the head only
-            width, height = opened.size
-    except (UnidentifiedImageError, OSError, ValueError, SyntaxError) as error:
-        raise _bad(image, "it is no image of a known format") from error
-    except Image.DecompressionBombError as error:
-        raise _bad(image, f"the image has more than {MAX_PIXELS} pixels", 413) from error
-    if width * height > MAX_PIXELS:
-        raise _bad(image, f"the image has {width * height} pixels; at most {MAX_PIXELS} are read", 413)
+        check_pixels(content)
+    except ImageRefused as error:
+        raise _bad(image, str(error), 413 if error.too_large else 400) from error
 
 
 @contextmanager

@@ -380,7 +380,7 @@ class ProgramIngress(Administration):
 
     async def create_conversation(self, request: Request) -> Response:
         """Make a conversation (OpenAI), to which responses are added that name it as their `conversation`."""
-        body = await self._reader.json(request)
+        body = await self._reader.items(request)
         return await self._conversations.create(caller_of(request).tenant, body)
 
     async def conversation(self, request: Request, conversation_id: str) -> Response:
@@ -398,7 +398,7 @@ class ProgramIngress(Administration):
 
     async def add_conversation_items(self, request: Request, conversation_id: str) -> Response:
         """Add items at the end of a conversation."""
-        body = await self._reader.json(request)
+        body = await self._reader.items(request)
         return await self._conversations.add_items(caller_of(request).tenant, conversation_id, body)
 
     async def conversation_items(

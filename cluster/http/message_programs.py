@@ -11,6 +11,7 @@ from starlette.requests import Request
 
 from cluster.api.anthropic.request import MessagesRequest, Prompt
 from cluster.api.anthropic.servers import check_untaken
+from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
@@ -77,6 +78,7 @@ class MessagePrograms:
         self._runner = runner
         self._offers = offers
         self._config = config
+        self._seeing = seeing_models(config)
         self._abandon = Abandon(runner)
 
     async def offered(self, prompt: Prompt, body: Mapping[str, Any], tenant: str) -> tuple[ToolOffer, ...]:
@@ -128,6 +130,7 @@ class MessagePrograms:
             limits=limits(self._config),
             prompt=prompt,
             offers=await self.offered(prompt, body, identity.tenant),
+            sees=body["model"] in self._seeing,
         )
         secrets = {one.name: one.secret for one in prompt.servers if one.secret}
         idempotency = read_idempotency(http, "messages", request.model_dump(mode="json"))

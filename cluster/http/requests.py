@@ -15,12 +15,13 @@ from fastapi import Request
 from starlette.responses import JSONResponse, Response
 
 from cluster.api.chat_tools import with_checked_tools
+from cluster.api.content_parts import with_file_texts
 from cluster.api.openai import BATCH_LINE, REQUEST_ID, ErrorMap, clean_request_id, no_model
 from cluster.api.sse import COMMENT_S, Answers, RelayedStream, first_answer
 from cluster.api.structured_output_limits import check_structured_output
 from cluster.auth.middleware import caller_of, charge_answers
 from cluster.auth.tenants import Tenants
-from cluster.config.model_features import sees_images
+from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, HttpError
 from cluster.core.identity import Identified, identify
@@ -105,8 +106,7 @@ class TurnReader:
         self._tenants = Tenants(config)
         self._bodies = FairThread()
         self._images = ImageReader(config.http.max_body_bytes)
-        self._sees = {model: sees_images(own.model.source) for model, own in config.served.items()}
-        """Whether a model reads images, by its id. True if its configuration is not on this machine."""
+        self._seeing = seeing_models(config)
         self._models = models or OneModel(config.model.id)
         self._conflicts_logged: OrderedDict[str, None] = OrderedDict()
 
@@ -121,6 +121,17 @@ class TurnReader:
             BadRequest: the body is invalid or exceeds a limit.
         """
         return await self._understood(request, lambda body: body)
+
+    async def items(self, request: Request) -> dict[str, Any]:
+        """Read the body with the items of a conversation, and fetch their images if a model reads any.
+
+        Raises:
+            BadRequest: the body is invalid or exceeds a limit, or an image cannot be used.
+        """
+        body = await self.json(request)
+        if self._seeing:
+            await self._images.read(body)
+        return body
 
     async def _understood(self, request: Request, understand: Callable[[dict[str, Any]], Read]) -> Read:
         """Read the body and call ``understand`` with it, in a thread if it is large."""
@@ -144,7 +155,10 @@ class TurnReader:
             return body if translate is None else translate(body)
 
         body = await self._understood(request, understand)
-        return body | {"model": await self._models.model_of(body, None)}
+        model = await self._models.model_of(body, None)
+        if model in self._seeing:
+            await self._images.read(body)
+        return body | {"model": model}
 
     async def identified(
         self, request: Request, translate: Translation | None = None
@@ -181,7 +195,7 @@ class TurnReader:
         model = await self._models.model_of(turn, identity)
         if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
-        if self._sees[model]:
+        if model in self._seeing:
             await self._images.read(turn)
         named = turn.get("model")
         return turn | {"model": named if named in self._adapters else model}, identity
@@ -209,7 +223,7 @@ def _checked(body: dict[str, Any], translate: Translation | None) -> dict[str, A
     """
     turn = body if translate is None else translate(body)
     if isinstance(turn.get("messages"), list):
-        turn = with_checked_tools(turn)
+        turn = with_checked_tools(with_file_texts(turn))
         if turn.get("logprobs") is True and turn.get("top_logprobs") is None:
             turn["top_logprobs"] = 0  # vLLM returns no logprobs at all for null
     check_structured_output(turn)

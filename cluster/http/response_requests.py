@@ -6,7 +6,7 @@ from time import time
 from typing import Any
 from uuid import uuid4
 
-from cluster.config.model_features import sees_images
+from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
@@ -42,8 +42,7 @@ class ResponseRequests:
         self._conversations = conversations
         self._offers = offers
         self._config = config
-        self._sees = {model: sees_images(own.model.source) for model, own in config.served.items()}
-        self._adapters = config.adapters
+        self._seeing = seeing_models(config)
         self._meter = Meter(enabled=config.metrics.enabled)
 
     def read(self, body: Mapping[str, Any]) -> CreateResponse:
@@ -95,7 +94,7 @@ class ResponseRequests:
             created_s=time(),
             identity=identity,
             model=model,
-            sees=self._sees.get(self._adapters.get(model, model), False),
+            sees=model in self._seeing,
             limits=limits(self._config),
             registered={one.name: one for one in offered if one.tool and one.tool.source is ToolSource.OPERATOR},
             listings=theirs,

@@ -11,7 +11,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.core.errors import BadRequest
-from cluster.core.tools import ToolId, ToolOffer, late_message, server_tool_name
+from cluster.core.tools import (
+    IN_NEXT_MESSAGE,
+    ToolId,
+    ToolOffer,
+    images_message,
+    late_message,
+    sent_back,
+    server_tool_name,
+)
 from cluster.responses.compaction import UNREADABLE, unpacked
 from cluster.responses.custom_tools import arguments_of
 from cluster.responses.input_items import (
@@ -41,7 +49,6 @@ DENIED = "The user did not allow this call."
 
 ChatMessage = dict[str, Any]
 ChatPart = dict[str, Any]
-IN_NEXT_MESSAGE = "[image: see the next message]"
 
 
 def tool_message(call_id: str, text: str) -> ChatMessage:
@@ -255,7 +262,7 @@ class Conversation:
     def _add_mcp_call(self, place: int, item: McpCall) -> None:
         turn = self._open(place)
         call_id = item.id or f"mcp_call_{place}"
-        text = item.output if item.output is not None else error_text(item.error)
+        text = sent_back(item.output if item.output is not None else error_text(item.error))
         _append_call(turn, call_id, self._name(item), item.arguments)
         turn.answers.append(lambda: tool_message(call_id, text))
 
@@ -363,6 +370,7 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
         message = f"the response {previous.spec.id!r} is not done; a response can only follow one that is"
         raise BadRequest(message, param="previous_response_id", code="previous_response_not_done")
     answers: list[ChatMessage] = []
+    images: list[str] = []
     unread = list(previous.unread)
     approved: list[Call] = []
     approval_ids: list[str] = []
@@ -374,6 +382,7 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
             if cut:
                 unread.append(len(previous.messages) + len(answers))
                 answers.append(tool_message(call.id, ENDED if answer is None else answer.text))
+                images += () if answer is None else answer.images
             continue
         offer = previous.offer(call.name)
         if offer is None or not offer.approval:
@@ -386,10 +395,11 @@ def history(previous: RunState, instructions: str | None, given: InputCalls) -> 
             approval_ids.append(request_id)
         else:
             answers.append(tool_message(call.id, denied(response)))
-    answers += given.take_images()
+    answers += (*images_message(images), *given.take_images())
     late = conversation(previous)[len(previous.messages) :]
     messages = (*previous.messages, *answers, *late)
-    unread += range(len(messages) - len(late), len(messages))
+    texts = (place for place, message in enumerate(messages) if isinstance(message["content"], str))
+    unread += (place for place in texts if place >= len(messages) - len(late))
     before = previous.spec.echo.get("instructions")
     prior = Prior(previous.token_ids, previous.covered) if previous.covered else None
     if before != instructions:

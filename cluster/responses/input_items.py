@@ -7,8 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
 from openai.types.responses import ResponseItemList
-from pydantic import BaseModel, ConfigDict, Discriminator, Field, StringConstraints, Tag
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    StringConstraints,
+    Tag,
+)
 
+from cluster.api.content_parts import file_text
 from cluster.core.errors import BadRequest
 from cluster.core.tools import is_object
 from cluster.runs.events import RunSpec
@@ -52,25 +62,61 @@ class Refusal(_Part):
         return self.refusal
 
 
-class UnreadPart(_Part):
-    """An image or a file. The model reads a note in its place, so that a history with one can be continued."""
+def _not_stored(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("uploaded files are not read in messages; send the content itself")
+    return value
+
+
+FileId = Annotated[None, BeforeValidator(_not_stored)]
+
+
+class InputImage(_Part):
+    """An image. A model that sees none reads a note in its place, so that a history with one can be continued."""
 
     model_config = ConfigDict(frozen=True, strict=True, extra="allow")
 
-    type: Literal["input_image", "input_file"]
+    type: Literal["input_image"]
+    image_url: str
+    file_id: FileId = None
 
     @property
     def shown(self) -> str:
         """The text that the model reads."""
-        return f"[{self.type.removeprefix('input_')} left out: this model reads text only]"
+        return "[image left out: this model reads text only]"
 
     @property
-    def image(self) -> dict[str, Any] | None:
-        """The part of a chat message that has the image; None: it is no image with a URL."""
-        url = (self.model_extra or {}).get("image_url")
-        if self.type != "input_image" or not isinstance(url, str):
-            return None
-        return {"type": "image_url", "image_url": {"url": url}}
+    def image(self) -> dict[str, Any]:
+        """The part of a chat message that has the image."""
+        return {"type": "image_url", "image_url": {"url": self.image_url}}
+
+
+def _not_fetched(value: Any) -> Any:
+    if value is not None:
+        raise ValueError("files are not fetched; send the content as `file_data`")
+    return value
+
+
+def _readable(data: str) -> str:
+    file_text(data, None)
+    return data
+
+
+class InputFile(_Part):
+    """A file with text, which the model reads."""
+
+    model_config = ConfigDict(frozen=True, strict=True, extra="allow")
+
+    type: Literal["input_file"]
+    file_id: FileId = None
+    file_url: Annotated[None, BeforeValidator(_not_fetched)] = None
+    file_data: Annotated[str, AfterValidator(_readable)]
+    filename: str | None = None
+
+    @property
+    def shown(self) -> str:
+        """The text that the model reads."""
+        return file_text(self.file_data, self.filename)
 
 
 def _part_kind(part: Any) -> str | None:
@@ -78,12 +124,15 @@ def _part_kind(part: Any) -> str | None:
     if kind in ("input_text", "output_text", "text"):
         return "text"
     if kind in ("input_image", "input_file"):
-        return "unread"
+        return str(kind)
     return "refusal" if kind == "refusal" else None
 
 
 ContentPart = Annotated[
-    Annotated[InputText, Tag("text")] | Annotated[Refusal, Tag("refusal")] | Annotated[UnreadPart, Tag("unread")],
+    Annotated[InputText, Tag("text")]
+    | Annotated[Refusal, Tag("refusal")]
+    | Annotated[InputImage, Tag("input_image")]
+    | Annotated[InputFile, Tag("input_file")],
     Discriminator(
         _part_kind,
         custom_error_type="content_part",
@@ -317,16 +366,16 @@ AnyItem = Annotated[
 ]
 
 
-def text_of(content: str | list[InputText | Refusal | UnreadPart]) -> str:
+def text_of(content: str | list[InputText | Refusal | InputImage | InputFile]) -> str:
     """Return the text of all parts, each on lines of its own, as chat templates get it."""
     return content if isinstance(content, str) else "\n".join(part.shown for part in content)
 
 
-def images_in(content: str | list[InputText | Refusal | UnreadPart]) -> list[dict[str, Any]]:
+def images_in(content: str | list[InputText | Refusal | InputImage | InputFile]) -> list[dict[str, Any]]:
     """Return the images of a content, as parts of a chat message."""
     if isinstance(content, str):
         return []
-    return [image for part in content if isinstance(part, UnreadPart) and (image := part.image) is not None]
+    return [part.image for part in content if isinstance(part, InputImage)]
 
 
 def error_text(error: Any) -> str:

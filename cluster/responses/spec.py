@@ -124,6 +124,7 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         truncate=request.truncation == "auto",
         last=request.store is False and around.identity.program_id is None and not around.continuable,
         generate=request.generate is not False,
+        sees=around.sees,
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )

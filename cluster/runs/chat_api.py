@@ -42,6 +42,7 @@ def chat_spec(
     model: str,
     limits: Limits,
     registered: Mapping[str, ToolOffer],
+    sees: bool = False,
 ) -> RunSpec:
     """Return the run that a chat completions body requests. The first turn's replica checks vLLM's own fields.
 
@@ -53,6 +54,7 @@ def chat_spec(
         model: the model's name, as clients use it.
         limits: the operator's limits. The request may set lower ones.
         registered: the operator's tools by name.
+        sees: whether the model reads images.
 
     Raises:
         BadRequest: a field is not valid. ``param`` names it.
@@ -85,6 +87,7 @@ def chat_spec(
         parallel=body.get("parallel_tool_calls") is not False,
         sampling=sampling,
         store=body.get("store") is True,
+        sees=sees,
         last=identity.program_id is None,
     )
 

@@ -6,6 +6,8 @@ The messages of the system and of the user stay as they are. What the model and 
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.runs.tool_images import of_tools
+
 MAX_SUMMARY_TOKENS = 2048
 """Largest number of tokens of a summary."""
 
@@ -36,7 +38,12 @@ def is_summary(message: ChatMessage) -> bool:
 
 def kept(messages: Sequence[ChatMessage]) -> tuple[ChatMessage, ...]:
     """Return the messages that a summary does not replace. An earlier summary is replaced."""
-    return tuple(message for message in messages if message["role"] in ("system", "user") and not is_summary(message))
+    images = of_tools(messages)
+    return tuple(
+        message
+        for place, message in enumerate(messages)
+        if message["role"] in ("system", "user") and place not in images and not is_summary(message)
+    )
 
 
 def compacted(messages: Sequence[ChatMessage], summary: str) -> tuple[ChatMessage, ...]:

@@ -124,6 +124,8 @@ class RunSpec(_Word, frozen=True):
     """Whether the oldest messages are dropped if the conversation does not fit in the context window."""
     generate: bool = True
     """Whether the model is asked. False: the run ends at once, so that a later run continues its messages."""
+    sees: bool = False
+    """Whether the model reads images. Those of tools' answers are kept then."""
     previous: str | None = None
     """Id of the run whose conversation this one continues, or None."""
     echo: dict[str, Any] = {}
@@ -242,6 +244,8 @@ class ToolAnswer(_Event, frozen=True):
     queue_s: float = 0.0
     run_s: float = 0.0
     attempts: int = 0
+    images: tuple[str, ...] = ()
+    """Its images as `data:` URLs. Each has its place in the text, see `cluster.core.tools.IN_NEXT_MESSAGE`."""
 
     @property
     def place(self) -> tuple[int, int]:

@@ -86,6 +86,7 @@ def messages_spec(
     limits: Limits,
     prompt: Prompt,
     offers: tuple[ToolOffer, ...],
+    sees: bool = False,
 ) -> RunSpec:
     """Return the run that a Messages request asks for. The first turn's replica checks vLLM's own fields.
 
@@ -98,6 +99,7 @@ def messages_spec(
         limits: the operator's limits. The request may set lower ones.
         prompt: the request's prompt.
         offers: the tools that the model may call.
+        sees: whether the model reads images.
 
     Raises:
         BadRequest: a tool choice names no tool, or a number is too large for the log.
@@ -119,7 +121,7 @@ def messages_spec(
             turns=min(request.max_turns or limits.turns, limits.turns),
             output_tokens=min(request.max_tokens, limits.output_tokens),
         ),
-        messages=tuple(prompt.messages),
+        messages=tuple(body["messages"]),
         offers=offers,
         tool_choice=others,
         tool_choices=first,
@@ -127,6 +129,7 @@ def messages_spec(
         sampling=sampling,
         definitions={server.name: server.definition for server in prompt.servers},
         store=False,
+        sees=sees,
         last=identity.program_id is None,
     )
     try:

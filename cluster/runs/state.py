@@ -6,13 +6,13 @@ A turn may be tried again, because its text is its only effect. A tool call may 
 runner that takes a run over marks calls that may have been sent before (`CallTools.resumed`).
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.core.answer_cut import shortened
 from cluster.core.errors import IllegalTransition
-from cluster.core.tools import Outcome, ToolOffer, late_message
+from cluster.core.tools import Outcome, ToolOffer, images_message, late_message
 from cluster.runs.call_names import CallNaming
 from cluster.runs.compaction import compacted
 from cluster.runs.events import (
@@ -92,6 +92,11 @@ class RunState:
         return len(self.sent | self.early.keys()) + self.unused
 
     @property
+    def images(self) -> Iterator[str]:
+        """The images of tools' answers so far."""
+        return (image for answer in self.answers.values() for image in answer.images)
+
+    @property
     def waiting(self) -> tuple[Call, ...]:
         """Calls of the last turn without an answer."""
         return tuple(call for call in self.calls if call.place not in self.answers)
@@ -160,7 +165,7 @@ def step(state: RunState, event: RunEvent) -> RunState:
         case Generated():
             return state
         case TurnIntent():
-            delivered = tuple(_late_message(state, answer) for answer in state.undelivered)
+            delivered = _late_messages(state)
             after = _with_answers(state, delivered)
             return replace(after, attempt=event.attempt, undelivered=(), summarising=event.summary)
         case TurnResult():
@@ -211,7 +216,8 @@ def worked_s(events: Iterable[RunEvent]) -> float:
 
 
 def _with_answers(state: RunState, messages: tuple[dict[str, Any], ...]) -> RunState:
-    places = range(len(state.messages), len(state.messages) + len(messages))
+    first = len(state.messages)
+    places = (first + place for place, message in enumerate(messages) if isinstance(message["content"], str))
     return replace(state, messages=state.messages + messages, unread=(*state.unread, *places))
 
 
@@ -281,21 +287,23 @@ def _answered(state: RunState, event: ToolAnswer) -> RunState:
     if any(runs_here(state, call) for call in after.waiting):
         return after
     # The round is complete as far as it is ours: its answers enter the conversation in the order of the calls.
-    new = tuple(
-        {"role": "tool", "tool_call_id": call.id, "content": answers[call.place].text}
-        for call in state.calls
-        if call.place in answers
-    )
-    return _with_answers(after, new)
+    answered = [(call, answers[call.place]) for call in state.calls if call.place in answers]
+    new = [{"role": "tool", "tool_call_id": call.id, "content": answer.text} for call, answer in answered]
+    images = images_message([image for _, answer in answered for image in answer.images])
+    return _with_answers(after, (*new, *images))
 
 
-def _late_message(state: RunState, answer: ToolAnswer) -> dict[str, Any]:
-    return late_message(state.names.get(answer.place, "a tool"), answer.text)
+def _late_messages(state: RunState) -> tuple[dict[str, Any], ...]:
+    messages: list[dict[str, Any]] = []
+    for answer in state.undelivered:
+        messages.append(late_message(state.names.get(answer.place, "a tool"), answer.text))
+        messages += images_message(answer.images)
+    return tuple(messages)
 
 
 def conversation(state: RunState) -> tuple[dict[str, Any], ...]:
     """Return all messages, for a run that continues from here."""
-    return state.messages + tuple(_late_message(state, answer) for answer in state.undelivered)
+    return state.messages + _late_messages(state)
 
 
 # --- what comes next --------------------------------------------------------------------------------------------------

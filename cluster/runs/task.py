@@ -50,6 +50,7 @@ from cluster.runs.state import (
     starts_early,
     step,
 )
+from cluster.runs.tool_images import kept_images
 from cluster.runs.truncation import droppable
 from cluster.runs.turn_request import continuation_of, turn_body, turn_identity
 from cluster.runs.turn_text import TurnText
@@ -378,7 +379,7 @@ class RunTask:
             result = await early
         else:
             result = await self._result(self._tool_call(call), resumed=resumed)
-        self._record(_answer(call, result))
+        self._record(self._answer(call, result))
         if result.outcome is Outcome.STARTED:
             self._watch(call, resumed=False)
         else:
@@ -405,7 +406,7 @@ class RunTask:
             logger.exception("the asynchronous call %s has no known outcome", tool_call.id)
             text = f"{Outcome.UNKNOWN}: what became of {call.name} is not known; it may have taken effect"
             result = ToolResult(tool_call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
-        self._record(LateAnswer(_answer(call, result)))
+        self._record(LateAnswer(self._answer(call, result)))
         self._observe(result)
 
     async def _late_result(self, call: ToolCall, resumed: bool) -> ToolResult:
@@ -435,6 +436,21 @@ class RunTask:
             traceparent=self._traceparent,
             tool=call.tool if offer is None or call.tool is not None else offer.tool,
             consent=call.consent and f"{self.state.spec.tenant}/{call.consent}",
+            images=self.state.spec.sees,
+        )
+
+    def _answer(self, call: Call, result: ToolResult) -> ToolAnswer:
+        text, images = kept_images(self.state.images, result)
+        return ToolAnswer(
+            call.turn,
+            call.index,
+            result.outcome,
+            text,
+            truncated=result.truncated,
+            queue_s=result.queue_s,
+            run_s=result.run_s,
+            attempts=result.attempts,
+            images=images,
         )
 
     async def _stop_work(self) -> None:
@@ -500,19 +516,6 @@ class RunTask:
         self._notifications.add(task)
         task.add_done_callback(self._notifications.discard)
         return task
-
-
-def _answer(call: Call, result: ToolResult) -> ToolAnswer:
-    return ToolAnswer(
-        call.turn,
-        call.index,
-        result.outcome,
-        result.text,
-        truncated=result.truncated,
-        queue_s=result.queue_s,
-        run_s=result.run_s,
-        attempts=result.attempts,
-    )
 
 
 def _fault(error: BaseException) -> Fault:

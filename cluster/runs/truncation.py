@@ -3,21 +3,26 @@
 from collections.abc import Sequence
 from typing import Any
 
+from cluster.runs.tool_images import of_tools
+
 ChatMessage = dict[str, Any]
 
 
 def droppable(messages: Sequence[ChatMessage]) -> list[tuple[int, ...]]:
     """Return the places of the messages that may be dropped, the oldest first, in groups that belong together.
 
-    A call and its answers are one group. The messages of the system, the last one of the user and the last group stay.
+    A call and its answers, with their images, are one group. The messages of the system, the last one of the user and
+    the last group stay.
     """
     groups: list[list[int]] = []
+    images = of_tools(messages)
     for place, message in enumerate(messages):
-        if message["role"] == "tool" and groups:
+        if (message["role"] == "tool" or place in images) and groups:
             groups[-1].append(place)
         else:
             groups.append([place])
-    last_user = max((place for place, message in enumerate(messages) if message["role"] == "user"), default=-1)
+    users = (place for place, message in enumerate(messages) if message["role"] == "user" and place not in images)
+    last_user = max(users, default=-1)
     return [
         tuple(group)
         for group in groups[:-1]

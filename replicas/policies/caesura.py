@@ -83,7 +83,7 @@ class CaesuraParameters(BaseModel):
     meet the SLO, less the completion times of the others."""
     max_wait_s: float = Field(120.0, gt=0)
     """Bound on the seconds that a turn waits: for its first token, and after preemptions. New programs that would break
-    it are refused with 503 at once."""
+    it are refused with 503 at once. For batch work (a priority above 0) it is 2.5 times as long."""
     refresh_steps: int = Field(8, ge=1)
     """Number of steps between two rankings of all waiting turns. A turn's rank changes while it waits, because its
     SLO comes nearer."""
@@ -233,7 +233,8 @@ class ValuePerWork:
         In a tree of programs the work is that of the whole tree. Before the last number the rank has the seconds of the
         way through the program, with a minus.
 
-        A turn that has waited for a half of the longest wait (`is_due`) comes before all others, by arrival.
+        A turn that has waited for a half of the longest wait, or a sheddable one for twice of it (`is_due`), comes
+        before all others, by arrival.
         """
         priority = float(turn.hints.priority or 0)
         if is_due(turn, self.max_wait_s):

@@ -6,8 +6,8 @@ loads it from the host tier. That takes GPU seconds, so it has to be less than t
 wait for memory.
 
 Two rules keep preempted turns from starving. A turn that was preempted before is not preempted again until it has run
-for as long as another preemption costs, so that at least half of its time is progress. A turn that has waited for a
-half of the longest wait, all its waits together, comes before all others (`is_due`), and is never preempted again.
+for as long as another preemption costs, so that at least half of its time is progress. A sheddable turn that has waited
+for twice the longest wait, all its waits together, comes before all others (`is_due`), and is never preempted again.
 """
 
 from collections.abc import Callable
@@ -18,6 +18,11 @@ from replicas.policy import LoadView, RunningView, ShortageView, TurnView
 
 DUE = 1 / 2
 """Share of the longest wait after which a turn comes before all others."""
+SHEDDABLE_DUE = 2.0
+"""The same for sheddable turns. Nobody waits for them, and what delays them may last: they wait four times as long.
+
+It is not endless, since a cluster that is full for days would give up their requests instead.
+"""
 
 
 def is_due(turn: TurnView, max_wait_s: float) -> bool:
@@ -25,7 +30,7 @@ def is_due(turn: TurnView, max_wait_s: float) -> bool:
     waited_s = turn.waited_s
     if turn.first_token_s is None:
         waited_s = max(waited_s, turn.load.now_s - turn.arrived_s)
-    return waited_s > DUE * max_wait_s
+    return waited_s > (SHEDDABLE_DUE if turn.hints.sheddable else DUE) * max_wait_s
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +63,7 @@ class Yielding:
 
     def is_protected(self, running: RunningView, load: LoadView) -> bool:
         """Return whether the turn has waited for long, or has not yet run for as long as its preemption would cost."""
-        if running.waited_s > DUE * self.max_wait_s:
+        if running.waited_s > SHEDDABLE_DUE * self.max_wait_s:
             return True
         return running.again_s is not None and running.again_s < loss_s(running, load)
 

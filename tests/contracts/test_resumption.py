@@ -150,7 +150,10 @@ def logprobs_of(told: dict[str, Any] | None) -> list[Any]:
     if told is None:
         return []
     if "content" in told:
-        return [(one["token"], len(one["top_logprobs"]), one["logprob"]) for one in told["content"] or ()]
+        entries = told["content"] or ()
+        # In answers of token ids, vLLM 0.32 has the id, and 0.29 has it within a text.
+        named = [one["token_id"] if "token_id" in one else one["token"] for one in entries]
+        return [(name, len(one["top_logprobs"]), one["logprob"]) for name, one in zip(named, entries, strict=True)]
     alternatives = [len(one) for one in told["top_logprobs"]]
     return list(zip(told["tokens"], alternatives, told["token_logprobs"], strict=True))
 

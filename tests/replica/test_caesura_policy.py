@@ -182,7 +182,10 @@ def test_a_turn_that_has_waited_for_a_half_of_the_longest_wait_comes_before_all_
     assert key(replace(due, arrived_s=at.now_s - 62.0)) < key(due) < key(turn(at, tokens=1, forecast=LAST))
     assert is_late(key(replace(due, arrived_s=at.now_s - 59.0)))
     assert key(due, max_wait_s=200.0) > key(turn(at, tokens=1, forecast=LAST))
-    assert key(replace(due, hints=Hints(priority=1))) == key(due), "work that can wait does not wait for ever"
+    batch = replace(due, hints=Hints(priority=1))
+    assert key(batch) > key(turn(at, tokens=1, forecast=LAST)), "work that can wait waits for all others"
+    assert key(replace(batch, arrived_s=at.now_s - 239.0)) > key(turn(at, tokens=1, forecast=LAST))
+    assert key(replace(batch, arrived_s=at.now_s - 241.0)) < key(turn(at, tokens=1, forecast=LAST)), "but not for ever"
     # After the first token, only the waits count.
     after = replace(due, first_token_s=at.now_s - 1.0, waited_s=59.0)
     assert key(after) > key(turn(at, tokens=1, forecast=LAST)) > key(replace(after, waited_s=61.0))

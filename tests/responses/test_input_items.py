@@ -327,10 +327,11 @@ def test_servers_whose_tools_were_told_are_not_told_again() -> None:
 
 SEEN = {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"}
 IMAGE = {"type": "image_url", "image_url": {"url": SEEN["image_url"]}}
+FILE = {"type": "input_file", "filename": "notes.md", "file_data": "data:text/markdown;base64,IyBIZWxsbw=="}
 
 
 def test_a_model_that_sees_gets_the_images_of_messages_and_of_answers() -> None:
-    asked = {"role": "user", "content": [{"type": "input_text", "text": "What is it?"}, SEEN, {"type": "input_file"}]}
+    asked = {"role": "user", "content": [{"type": "input_text", "text": "What is it?"}, SEEN, FILE]}
     first = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
     shot = [{"type": "input_text", "text": "Here:"}, SEEN]
     answers = [
@@ -338,7 +339,7 @@ def test_a_model_that_sees_gets_the_images_of_messages_and_of_answers() -> None:
         {"type": "function_call_output", "call_id": "c2", "output": "none"},
     ]
     made = messages(asked, first, first | {"call_id": "c2"}, *answers, user("so?"), tools=[LOOK], sees=True)
-    note = {"type": "text", "text": "[file left out: this model reads text only]"}
+    note = {"type": "text", "text": "[file notes.md]\n# Hello"}
     assert made[0]["content"] == [{"type": "text", "text": "What is it?"}, IMAGE, note]
     assert [message["role"] for message in made] == ["user", "assistant", "tool", "tool", "user", "user"]
     assert [message["content"] for message in made[2:]] == [
@@ -357,3 +358,39 @@ def test_an_image_in_the_answer_to_an_earlier_response_follows_it() -> None:
     assert [message["content"] for message in made[-3:]] == ["[image: see the next message]", [IMAGE], "so?"]
     blind = messages(answer, user("so?"), previous=previous, tools=[LOOK])
     assert [message["content"] for message in blind[-2:]] == ["[image left out: this model reads text only]", "so?"]
+
+
+PDF = "data:application/pdf;base64,JVBERi0xLjcK"
+
+
+@pytest.mark.parametrize(
+    ("part", "field", "why"),
+    [
+        ({"type": "input_file", "file_data": PDF}, "file_data", "a PDF is not read here"),
+        ({"type": "input_file", "file_url": "https://a.example/x.md"}, "file_url", "files are not fetched"),
+        ({"type": "input_file", "file_id": "file-1"}, "file_id", "uploaded files are not read"),
+        ({"type": "input_image", "file_id": "file-1"}, "file_id", "uploaded files are not read"),
+        ({"type": "input_image"}, "image_url", "Field required"),
+    ],
+)
+def test_files_that_cannot_be_read_are_refused_by_their_field(part: dict[str, str], field: str, why: str) -> None:
+    for item in (
+        {"role": "user", "content": [part]},
+        {"type": "function_call_output", "call_id": "c1", "output": [part]},
+    ):
+        caught = refused(item, tools=[LOOK])
+        place = "content" if "content" in item else "output"
+        assert (caught.status, caught.param) == (400, f"input.0.{place}.0.{field}"), caught.message
+        assert why in caught.message
+
+
+def test_an_answer_with_images_that_was_sent_back_says_that_they_are_missing() -> None:
+    ran_here = {"type": "mcp_call", "id": "m1", "server_label": "docs", "name": "shot", "arguments": "{}"}
+    made = messages(user("look"), ran_here | {"output": "Here:\n[image: see the next message]"}, user("so?"))
+    assert made[2]["content"] == "Here:\n[image: it was not sent back]"
+    cut = call("shot")
+    offered = [offer("shot", here=True)]
+    started = (accepted(*offered), *turn(1, "", cut, call("shot", index=1)), ToolIntent(((1, 0), (1, 1))))
+    previous = fold([*started, ToolAnswer(1, 0, "ok", "x", images=(SEEN["image_url"],)), Ended("cancelled")])
+    contents = [message["content"] for message in messages(user("so?"), previous=previous)]
+    assert contents[-2:] == [[IMAGE], "so?"]

@@ -1,5 +1,6 @@
 """Fuzzes what others write: bodies, listings and results of MCP servers. `make fuzz` does it for ten minutes."""
 
+import asyncio
 import os
 from typing import Any
 
@@ -17,6 +18,7 @@ from cluster.http.body import parse_object
 from cluster.http.requests import _checked, number_of_answers
 from cluster.responses.request import read_request
 from tests.security.corpus import GROWING
+from tools_runtime.answer_images import AnswerImages
 from tools_runtime.kinds.mcp import MAX_NAME_LENGTH, McpKind, _shown
 from tools_runtime.text import bounded
 
@@ -115,6 +117,14 @@ FIELDS = (
 # --- what holds for all of them ---------------------------------------------------------------------------------------
 
 
+async def shown(content: list[Any]) -> list[str]:
+    """What an answer becomes for a model that sees. No image of these is one."""
+    images = AnswerImages(kept=True)
+    texts = [await _shown(part, images) for part in content]
+    assert images.urls == []
+    return texts
+
+
 @MUCH
 @given(st.lists(TOOLS, max_size=6))
 @example([{"name": "a.b", "inputSchema": {"type": "object"}}, {"name": "a_b", "inputSchema": {"type": "object"}}])
@@ -145,7 +155,7 @@ def test_a_result_of_a_server_is_bounded_text_without_special_tokens(parts: list
         result = types.CallToolResult.model_validate({"content": parts, "resultType": "complete"}, by_name=False)
     except pydantic.ValidationError:
         return
-    text, _ = bounded("\n".join(_shown(part) for part in result.content), cap, ("<|im_start|>",))
+    text, _ = bounded("\n".join(asyncio.run(shown(result.content))), cap, ("<|im_start|>",))
     assert len(text.encode()) <= cap
     assert "<|im_start|>" not in text
     assert not {"\0", "\x1b"} & set(text)

@@ -14,6 +14,8 @@ import pytest_asyncio
 from PIL import Image
 from starlette.requests import Request
 
+from cluster.api import image_bounds
+from cluster.api.images import images_of
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest
 from cluster.http import images
@@ -143,7 +145,7 @@ async def test_what_is_wrong_is_named(
 async def test_a_small_file_of_many_pixels(
     reader: Callable[[Handler], ImageReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(images, "MAX_PIXELS", 99)
+    monkeypatch.setattr(image_bounds, "MAX_PIXELS", 99)
     await reader(answer(b"")).read(chat(data(png(9, 11))))
     with pytest.raises(BadRequest, match="100 pixels"):
         await reader(answer(b"")).read(chat(data(png(10, 10))))
@@ -188,16 +190,42 @@ async def test_only_models_that_see_are_given_images(
     await turns.aclose()
 
 
+async def test_images_of_conversations_and_of_token_counts_are_fetched_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A replica would refuse their URLs, for ever in a conversation."""
+    (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"layers": 2}}))
+    turns, seen = TurnReader(CaesuraConfig.model_validate({"model": {"id": "m", "source": str(tmp_path)}})), []
+
+    async def read(body: Any) -> None:
+        seen.append([image.path for image in images_of(body)])
+
+    monkeypatch.setattr(turns._images, "read", read)
+    item = {"role": "user", "content": [{"type": "input_image", "image_url": "https://a.example/x"}]}
+    for body in ({"items": [item]}, {"model": "m", **chat("https://a.example/x")}):
+
+        async def receive(body: Any = body) -> Any:
+            return {"type": "http.request", "body": json.dumps(body).encode()}
+
+        scope = {"type": "http", "headers": [(b"content-type", b"application/json")]}
+        await (turns.items if "items" in body else turns.body)(Request(scope, receive))
+    assert seen == [["items.0.content.0.image_url"], ["messages.0.content.1.image_url.url"]]
+    await turns.aclose()
+
+
 def test_a_replica_fetches_nothing() -> None:
     text = ChatText.__new__(ChatText)
     text._sees = True
-    text.check_images(chat(data(png())))
+    text.check_parts(chat(data(png())))
     for url in ("https://a.example/x", "file:///etc/passwd"):
         with pytest.raises(BadRequest) as refused:
-            text.check_images(chat(url))
+            text.check_parts(chat(url))
         assert refused.value.param == "messages.0.content.1.image_url.url"
+    video = {"type": "video_url", "video_url": {"url": "http://169.254.169.254/"}}
+    with pytest.raises(BadRequest, match="'video_url' are not read here"):
+        text.check_parts({"messages": [{"role": "user", "content": [video]}]})
     text._sees = False
-    text.check_images(chat("https://a.example/x"))  # it becomes a note
+    text.check_parts(chat("https://a.example/x"))  # it becomes a note
     with pytest.raises(BadRequest, match="this model reads no images") as refused:
-        text.check_images(chat(data(png())), required=True)
+        text.check_parts(chat(data(png())), required=True)
     assert refused.value.param == "messages.0.content.1.image_url.url"

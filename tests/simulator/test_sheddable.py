@@ -19,6 +19,8 @@ from replicas.virtual_replica import VirtualReplica
 from tests.simulator.simulated import Bench, program, turn
 
 MAX_WAIT_S = 4.0
+BATCH_DUE_S, BATCH_WAIT_S = 2 * MAX_WAIT_S, 2.5 * MAX_WAIT_S
+"""When a batch turn comes before all others, and its longest wait."""
 POLICY = PolicyConfig(name="caesura", parameters={"max_wait_s": MAX_WAIT_S})
 BATCH = "batch"
 
@@ -65,7 +67,7 @@ BURSTS = st.lists(st.tuples(st.floats(0.0, 3.0), st.lists(SIZES, min_size=1, max
     max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture]
 )
 def test_no_admitted_program_starves_of_whatever_class(bench: Bench, bursts: list[Any]) -> None:
-    """A batch turn may be preempted, so that its end is bound, too: it waits for `MAX_WAIT_S` at most, all its waits
+    """A batch turn may be preempted, so that its end is bound, too: it waits for `BATCH_WAIT_S` at most, all its waits
     together, and half of the time between preemptions is progress.
     """
     at_s, programs = 0.0, []
@@ -73,20 +75,22 @@ def test_no_admitted_program_starves_of_whatever_class(bench: Bench, bursts: lis
         at_s += gap_s
         programs += [(at_s, (batch if low else lambda *size: program(turn(*size)))(*size)) for *size, low in sizes]
     records = bench.run(*programs, policy=POLICY, foresight=Classes(), router=shed)
-    assert max(waits_s(records), default=0.0) <= MAX_WAIT_S
+    agents = [record for record, (_, one) in zip(records, programs, strict=True) if one.program_id != BATCH]
+    assert max(waits_s(agents), default=0.0) <= MAX_WAIT_S
+    assert max(waits_s(records), default=0.0) <= BATCH_WAIT_S
     for record in records:
         assert record.outcome is Outcome.OK or record.is_refused, "nothing admitted is lost"
         if record.outcome is Outcome.OK:
             spent_s = record.jct_s
             assert spent_s is not None
-            assert spent_s <= 3 * MAX_WAIT_S
+            assert spent_s <= 2 * BATCH_WAIT_S
 
 
 def test_batch_work_among_more_agents_than_can_be_served_waits_no_longer_than_the_bound(bench: Bench) -> None:
     flood = [(0.1 * number, program(turn(200, 100))) for number in range(120)]
     records = bench.run((5.0, batch(300, 20)), *flood, policy=POLICY, foresight=Classes())
     (waited_s,) = waits_s(records[:1])
-    assert MAX_WAIT_S / 2 < waited_s <= MAX_WAIT_S
+    assert BATCH_DUE_S < waited_s <= BATCH_WAIT_S
 
 
 STREAM = [(0.25 * number, program(turn(900, 30))) for number in range(80)]

@@ -7,10 +7,11 @@ from collections.abc import Callable
 import pytest
 
 from cluster.core.errors import ToolFailed, ToolRefused, ToolUnknown
-from cluster.core.tools import Outcome, ToolCall, ToolResult
+from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolCall, ToolResult
 from tests.tools.scripted import ManualTimers, ScriptedKind, settings, settle
+from tools_runtime import executor as executor_module
 from tools_runtime.executor import ToolExecutor
-from tools_runtime.kind import Invocation, sleep_until
+from tools_runtime.kind import Invocation, ToolOutput, sleep_until
 from tools_runtime.partial_output import MAX_CHARS
 
 Make = Callable[..., ToolExecutor]
@@ -267,6 +268,33 @@ async def test_an_asynchronous_tool_answers_with_a_handle_and_tells_later(execut
     answer = await ex.completion("p", "a")
     assert (answer.outcome, answer.text, answer.run_s) == (Outcome.OK, "built", 60.0)
     assert await ex.completion("p", "a") == answer
+
+
+async def test_images_are_given_to_the_caller_with_their_places(executor: Make, clock: ManualTimers) -> None:
+    """One whose place was cut off goes with it."""
+    text = f"{IN_NEXT_MESSAGE}\n{'x' * 300}\n{IN_NEXT_MESSAGE}"
+    kind = ScriptedKind("t", lambda _: ToolOutput(text, images=("data:a", "data:b")))
+    whole, cut = executor((kind, settings())), executor((kind, settings(output_cap_bytes=256)))
+    assert (await ask(whole, "t", images=True)).images == ("data:a", "data:b")
+    assert (await ask(cut, "t", images=True)).images == ("data:a",)
+    assert [invocation.images for invocation in kind.started] == [True, True]
+
+
+async def test_results_of_asynchronous_tools_are_bounded_in_size(
+    executor: Make, clock: ManualTimers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(executor_module, "MAX_FINISHED_CHARS", 250)
+
+    async def large(_: Invocation) -> ToolOutput:
+        await sleep_until(clock, clock.now_s() + 0.5)
+        return ToolOutput(IN_NEXT_MESSAGE, images=("x" * 100,))
+
+    ex = executor((ScriptedKind("t", large), settings(asynchronous=True)))
+    for number in range(3):
+        ask(ex, "t", f"c{number}")
+        await clock.pass_s(1.0)
+    outcomes = [(await ex.completion("", f"c{number}")).outcome for number in range(3)]
+    assert outcomes == [Outcome.UNKNOWN, Outcome.UNKNOWN, Outcome.OK], "the newest is kept"
 
 
 async def test_an_asynchronous_tool_is_refused_at_once_and_cancelled_later(executor: Make, clock: ManualTimers) -> None:

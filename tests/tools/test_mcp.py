@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
+from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolCall, ToolId, ToolResult
 from tests.tools.scripted import SERVERS
 from tests.waiting import until
 from tools_runtime.host import ToolHost
@@ -87,6 +87,30 @@ async def test_calls_in_every_era_and_over_every_transport(host: ToolHost, tmp_p
     assert (await ask(host, "large", {"size": 40_000})).text == "x" * 40_000, "both its forms are below the cap"
     unknown = await ask(host, "ad")
     assert unknown.text.startswith("refused: there is no tool 's__ad'; there are: s__add")
+
+
+async def test_images_are_kept_for_a_caller_that_can_use_them(host: ToolHost) -> None:
+    """Each of these is far larger than the cap of the text."""
+    shown = await ask(host, "pictures", {"sizes": [300, 4]}, images=True)
+    assert (shown.outcome, shown.truncated) == (Outcome.OK, False), shown.text[:300]
+    assert shown.text == f"\n{IN_NEXT_MESSAGE}\n{IN_NEXT_MESSAGE}"
+    assert [image[:22] for image in shown.images] == ["data:image/png;base64,"] * 2
+    assert len(shown.images[0]) > 300 * 300 * 3
+    blind = await ask(host, "pictures", {"sizes": [300]})
+    assert (blind.text, blind.images) == ("\n[image, not shown]", ())
+
+
+async def test_images_that_cannot_be_used_are_named(open_tools: OpenTools) -> None:
+    host = await open_tools(server(command=STDIO, output_cap_bytes=4096))
+    broken = await ask(host, "pictures", {"sizes": [4], "broken": True}, images=True)
+    assert (broken.text, broken.images) == ("\n[image left out: it is no image of a known format]", ())
+    many = await ask(host, "pictures", {"sizes": [2] * 9}, images=True)
+    assert len(many.images) == 8
+    assert many.text.endswith(f"{IN_NEXT_MESSAGE}\n[image left out: an answer has at most 8 images]")
+    huge = await ask(host, "pictures", {"sizes": [1200], "words": 9}, images=True)
+    assert huge.text.startswith("xxxxxxxxx\n[image left out: the answer is longer than "), huge.text[:200]
+    cut = await ask(host, "pictures", {"sizes": [2], "words": 9000}, images=True)
+    assert (cut.truncated, cut.images) == (True, ())
 
 
 async def test_a_server_that_wants_its_state_back_gets_it(open_tools: OpenTools) -> None:

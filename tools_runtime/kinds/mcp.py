@@ -23,9 +23,10 @@ from cluster.config.tools import McpTool
 from cluster.core.errors import ToolError, ToolFailed, ToolUnknown
 from cluster.core.tools import ToolOffer, function_object, server_tool_name
 from tools_runtime.addresses import Resolver
+from tools_runtime.answer_images import IMAGE_CHARS, AnswerImages
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers
-from tools_runtime.mcp_streams import CUT, STATUS, Limits, PipeStreams, http_streams
+from tools_runtime.mcp_streams import CUT, STATUS, Limits, PipeStreams, Room, http_streams
 from tools_runtime.recursive_schemas import without_recursion
 from tools_runtime.schemas import ArgumentCheck, RecursiveSchema
 
@@ -54,6 +55,7 @@ INHERITED = ("HOME", "LANG", "PATH", "TERM", "TZ", "USER")
 """Environment variables that a server process always gets."""
 
 _ANSWER = pydantic.TypeAdapter(types.CallToolResult | types.InputRequiredResult)
+NOT_SHOWN = "[resource, not shown]"
 _MODES = {"auto": "auto", "handshake": "legacy", "stateless": LATEST_MODERN_VERSION}
 
 
@@ -154,12 +156,13 @@ class McpKind:
                 raise self._mapped(connection, error) from error
         except pydantic.ValidationError as error:
             raise ToolFailed(f"the MCP server's answer is not one: {error.error_count()} faults") from error
-        text = "\n".join(_shown(part) for part in result.content)
+        images = AnswerImages(kept=invocation.images and not result.is_error)
+        text = "\n".join([await _shown(part, images) for part in result.content])
         if not text and result.structured_content is not None:
             text = pydantic.TypeAdapter(Any).dump_json(result.structured_content).decode()
         if result.is_error:
             raise ToolFailed(text or "the tool failed, and did not say why")
-        return ToolOutput(text, truncated=bool((result.meta or {}).get(CUT)))
+        return ToolOutput(text, truncated=bool((result.meta or {}).get(CUT)), images=tuple(images.urls))
 
     async def aclose(self) -> None:
         """End the connection, and the server if it is a child process."""
@@ -216,7 +219,7 @@ class McpKind:
 
     def _client(self, ended: asyncio.Event) -> Client:
         config = self._config
-        limits = Limits(max(config.output_cap_bytes, ENVELOPE_BYTES), LISTING_BYTES)
+        limits = Limits(Room(max(config.output_cap_bytes, ENVELOPE_BYTES), IMAGE_CHARS), Room(LISTING_BYTES))
         if config.url is None:
             pipes = PipeStreams(config.command, self._environment, limits)
             pipes.ended = ended
@@ -374,9 +377,14 @@ def _untyped(error: pydantic.ValidationError) -> types.CallToolResult:
     return types.CallToolResult.model_validate({**faults[0]["input"], "resultType": "complete"}, by_name=False)
 
 
-def _shown(part: Any) -> str:
+async def _shown(part: Any, images: AnswerImages) -> str:
     if isinstance(part, types.TextContent):
         return part.text
+    if isinstance(part, types.ImageContent):
+        return await images.place(part.mime_type, part.data)
+    if isinstance(part, types.EmbeddedResource) and isinstance(part.resource, types.BlobResourceContents):
+        media_type = part.resource.mime_type or ""
+        return await images.place(media_type, part.resource.blob) if media_type.startswith("image/") else NOT_SHOWN
     if isinstance(part, types.EmbeddedResource) and isinstance(part.resource, types.TextResourceContents):
         return part.resource.text
     if isinstance(part, types.ResourceLink):

@@ -27,13 +27,12 @@ from cluster.api.anthropic.blocks import (
 )
 from cluster.api.anthropic.tools import CLUSTER_SERVER
 from cluster.core.errors import BadRequest
-from cluster.core.tools import late_message, server_tool_name
+from cluster.core.tools import IN_NEXT_MESSAGE, late_message, sent_back, server_tool_name
 
 BILLING = "x-anthropic-billing-header:"
 """The beginning of a system block that Claude Code changes with each request. It stands before the whole prompt, so
 that no prefix would ever be found again."""
 
-IN_NEXT_MESSAGE = "[image: see the next message]"
 MCP_RESULT = "mcp_tool_result"
 ERROR = "Error: "
 """The beginning of a tool's answer that is an error."""
@@ -151,7 +150,7 @@ class _Conversation:
 
     def _served(self, block: ServerToolResultBlock, answer: _Answer, path: str) -> None:
         """Add the answer of a tool that a server ran. The second answer of a call is that of an asynchronous tool."""
-        call_id, text = block.tool_use_id, _result_text(block.content)
+        call_id, text = block.tool_use_id, sent_back(_result_text(block.content))
         if block.type == MCP_RESULT and call_id in self._names and call_id not in self._open:
             answer.late.append(late_message(self._names[call_id], text))
             return

@@ -4,9 +4,11 @@ With a status, it answers each request of that method with this HTTP status alon
 """
 
 import asyncio
+import base64
 import os
 import socket
 import sys
+from io import BytesIO
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +18,13 @@ from mcp_types import (
     ElicitRequest,
     ElicitRequestFormParams,
     ElicitResult,
+    ImageContent,
     InputRequests,
     InputRequiredResult,
     ListRootsRequest,
+    TextContent,
 )
+from PIL import Image
 
 server = MCPServer("test")
 
@@ -34,6 +39,27 @@ def add(a: int, b: int) -> int:
 def large(size: int) -> str:
     """So many characters."""
     return "x" * size
+
+
+@server.tool(structured_output=False)
+def pictures(*, sizes: list[int], words: int = 0, broken: bool = False) -> list[Any]:
+    """Squares of so many random pixels, behind a text."""
+    made: list[Any] = [TextContent(type="text", text="x" * words)]
+    for size in sizes:
+        file = BytesIO()
+        Image.frombytes("RGB", (size, size), os.urandom(3 * size * size)).save(file, "PNG")
+        data = base64.b64encode(b"no image" if broken else file.getvalue()).decode()
+        made.append(ImageContent(type="image", data=data, mime_type="image/png"))
+    return made
+
+
+@server.tool(structured_output=False)
+def shot() -> list[Any]:
+    """A picture that is always the same."""
+    file = BytesIO()
+    Image.new("RGB", (80, 60), (200, 30, 30)).save(file, "PNG")
+    data = base64.b64encode(file.getvalue()).decode()
+    return [TextContent(type="text", text="Here:"), ImageContent(type="image", data=data, mime_type="image/png")]
 
 
 @server.tool()
