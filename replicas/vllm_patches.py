@@ -52,7 +52,7 @@ from cluster.core.malloc_trim import trim
 from replicas.grammar_queue import GrammarQueue
 from replicas.kv_groups import KvGroups
 from replicas.render_threads import RenderThreads
-from replicas.vllm_versions import Loads
+from replicas.vllm_versions import Loads, batch_places
 
 # --- the engine -------------------------------------------------------------------------------------------------------
 
@@ -186,7 +186,7 @@ class LoadingScheduler(StagedScheduler):
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.
 
     It uses these names of vLLM: requests, connector, finished_recving_kv_req_ids, _get_local_prefix_cache_hit,
-    _update_waiting_for_remote_kv; and for preemptions running, max_num_running_reqs, num_waiting_for_streaming_input,
+    _update_waiting_for_remote_kv; and for preemptions running, num_waiting_for_streaming_input,
     deferred_frees, requires_kv_delivery, prev_step_scheduled_req_ids, _pause_state, _preempt_request.
     """
 
@@ -238,7 +238,7 @@ class LoadingScheduler(StagedScheduler):
     @property
     def is_full(self) -> bool:
         """Whether the batch has as many turns as it may have."""
-        return bool(len(self.running) + self.num_waiting_for_streaming_input >= self.max_num_running_reqs)
+        return len(self.running) + int(self.num_waiting_for_streaming_input) >= batch_places(self)
 
     @property
     def may_preempt(self) -> bool:

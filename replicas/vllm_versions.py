@@ -12,6 +12,7 @@ because builds between two releases have numbers of their own.
 | `touch_contexts` | the connector reports each context to the manager | it does not: this module reports it |
 | `TwoQueues` | skipped turns wait in a second queue, and a method chooses a queue | turns with KV memory wait in a \
 second queue, which always comes first |
+| `batch_places` | max_num_running_reqs bounds the running turns | max_num_active_reqs does |
 | `Loads` | blocks of a load are excluded from zeroing after their allocation | at their allocation |
 | `cover_loads` | a lookup may promise fewer chunks of a sliding window than the load needs (vllm#54914): more are \
 looked up | the lookup covers the load |
@@ -209,6 +210,11 @@ class TwoQueues(AsyncScheduler):
 
     def consider(self, request: Request) -> None:
         """Process that vLLM looks at this turn next. It may be marked so that vLLM skips it in this step."""
+
+
+def batch_places(scheduler: Any) -> int:
+    """Return how many turns may run at a time."""
+    return int(getattr(scheduler, "max_num_active_reqs", scheduler.max_num_running_reqs))
 
 
 def waiting_queues(scheduler: Any) -> tuple[Any, Any]:

@@ -118,7 +118,9 @@ def test_a_late_turn_waits_for_the_batch_turn(yielding: Make) -> None:
 
 def test_a_batch_turn_yields_its_place_in_a_full_batch(yielding: Make) -> None:
     p = yielding()
-    p.scheduler.max_num_running_reqs = 1
+    for name in ("max_num_running_reqs", "max_num_active_reqs"):  # the latter in newer versions of vLLM
+        if hasattr(p.scheduler, name):
+            setattr(p.scheduler, name, 1)
     p.batch(prompt=100)
     p.pass_s(0.2)
     assert "chat" in {p.submit("chat", 100, 20)} & p.pass_s(0.03)
