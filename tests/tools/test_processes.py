@@ -1,5 +1,6 @@
 """Processes of tools end with whoever started them, however that ends."""
 
+import asyncio
 import signal
 import subprocess
 import sys
@@ -53,3 +54,22 @@ async def test_output_is_read_up_to_its_bound() -> None:
     child.end()
     await child.reaped()
     assert not child.alive
+
+
+RAW = "é€😀".encode() + b"\xff\xc3z" + "ü".encode() + b"\xe2\x82"
+
+
+@pytest.mark.parametrize("split", range(1, len(RAW)))
+async def test_text_that_is_reported_in_pieces_begins_the_text_of_the_whole(split: int) -> None:
+    """A piece may end within a character, and bytes may be invalid."""
+    reader, pieces = asyncio.StreamReader(), list[str]()
+    reading = asyncio.create_task(read_bounded(reader, 100, pieces.append))
+    for chunk in (RAW[:split], RAW[split:]):
+        reader.feed_data(chunk)
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+    reader.feed_eof()
+    answer, more = await reading
+    assert (bytes(answer), more) == (RAW, False)
+    assert len(pieces) == 2
+    assert answer.decode(errors="replace") == "".join(pieces) + "\ufffd"  # the last character is not whole
