@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from time import time
@@ -19,7 +20,14 @@ from cluster.api.openai import RETRY_AFTER_S
 from cluster.auth.middleware import caller_of
 from cluster.batches.content import packed, pieces_of, unpacked
 from cluster.config.schema import CaesuraConfig
-from cluster.core.errors import BadRequest, Overloaded, RunLeaseLost, RunStoreUnavailable, RunUnknown
+from cluster.core.errors import (
+    BadRequest,
+    Overloaded,
+    RunLeaseLost,
+    RunStoreUnavailable,
+    RunUnknown,
+    TooManyRequests,
+)
 from cluster.responses.input_items import page_of
 from cluster.responses.wire import to_json
 from cluster.store.files import FileStore, StoredFile
@@ -28,8 +36,8 @@ MAX_FILES = 500
 """Largest number of files of a tenant."""
 MOST_LISTED = 10_000
 """Largest number of files that a client may ask for in a page, which is OpenAI's."""
-MAX_UPLOADS = 4
-"""Largest number of uploads in progress in one ingress. Further ones get 503."""
+MAX_UPLOADS, MAX_TENANT_UPLOADS = 8, 2
+"""Largest number of uploads in progress in one ingress, of all tenants and of one. Further ones get 503 and 429."""
 UPLOAD_WITHIN_S = 600.0
 """Seconds within which the body of an upload must arrive."""
 FORM_SLACK_BYTES = 64 << 10
@@ -68,27 +76,34 @@ class FileRoutes:
         self._max_line_bytes = config.http.max_body_bytes
         self._is_full = is_full
         self._used_by = used_by
-        self._uploads = 0
+        self._uploads: Counter[str] = Counter()
+        """Uploads in progress, by tenant."""
 
     async def create(self, request: Request) -> Response:
         """Store an uploaded file.
 
         Raises:
             BadRequest: the form is invalid, or the file is too large.
-            Overloaded: the store has no memory for it, or cannot be reached.
+            Overloaded: the store has no memory for it, or cannot be reached, or too many are in progress.
+            TooManyRequests: the tenant has too many in progress.
         """
+        tenant = caller_of(request).tenant
         if self._is_full():
             message = "the store (redis) has no memory for another file; retry later"
             raise Overloaded(message, retry_after_s=RETRY_AFTER_S, code="store_full")
-        if self._uploads >= MAX_UPLOADS:
+        if self._uploads[tenant] >= MAX_TENANT_UPLOADS:
+            message = f"{MAX_TENANT_UPLOADS} files of this tenant are being uploaded; retry later"
+            raise TooManyRequests(message, retry_after_s=RETRY_AFTER_S, code="tenant_concurrency")
+        if self._uploads.total() >= MAX_UPLOADS:
             raise Overloaded(f"{MAX_UPLOADS} files are being uploaded; retry later", retry_after_s=RETRY_AFTER_S)
-        self._uploads += 1
+        self._uploads[tenant] += 1
         try:
-            return await self._upload(request)
+            return await self._upload(request, tenant)
         finally:
-            self._uploads -= 1
+            self._uploads[tenant] -= 1
+            self._uploads += Counter()  # forgets tenants without uploads
 
-    async def _upload(self, request: Request) -> Response:
+    async def _upload(self, request: Request, tenant: str) -> Response:
         form = Request(request.scope, self._bounded(request))
         try:
             async with asyncio.timeout(UPLOAD_WITHIN_S), form.form(max_files=1, max_fields=8) as fields:
@@ -109,7 +124,7 @@ class FileRoutes:
             raise self._too_large()
         if not size:
             raise BadRequest("file: it is empty", param="file", code="empty_file")
-        now_s, tenant = time(), caller_of(request).tenant
+        now_s = time()
         expires_s = now_s + (kept_s or self._limits.retention_s)
         file = StoredFile(f"{FILE_PREFIX}{uuid4().hex}", tenant, name, BATCH, size, now_s, expires_s)
         with _reachable():

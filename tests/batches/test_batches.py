@@ -1,8 +1,9 @@
 """Batches through OpenAI's client: every line is in the output or in the error file, once."""
 
+import asyncio
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
 import httpx
@@ -10,6 +11,7 @@ import pytest
 from openai import BadRequestError, ConflictError, InternalServerError, NotFoundError, RateLimitError
 
 from cluster.batches.runner import MAX_OPEN_OF_TENANT
+from cluster.http.files import MAX_TENANT_UPLOADS
 from tests.batches.batch_site import CHAT, Ingress, begin, ended, ids, lines, names, results, until
 
 MakeIngress = Callable[..., Ingress]
@@ -313,3 +315,35 @@ async def test_a_wrong_upload_is_refused(ingress: MakeIngress, form: Any, status
     async with httpx.AsyncClient(transport=httpx.ASGITransport(site.app), base_url="http://site") as client:
         answer = await client.post("/v1/files", **form)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+async def test_a_tenant_with_slow_uploads_keeps_no_other_out(ingress: MakeIngress) -> None:
+    """Two slow uploads of one tenant; its third is refused, and another tenant's is stored."""
+    site, begun, goes_on = ingress(), asyncio.Semaphore(0), asyncio.Event()
+
+    async def slow() -> AsyncIterator[bytes]:
+        yield b"--x\r\n"
+        begun.release()
+        await goes_on.wait()
+
+    form = {"content-type": "multipart/form-data; boundary=x"}
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(site.app), base_url="http://site") as client:
+
+        async def upload(tenant: str) -> httpx.Response:
+            sent = {"data": {"purpose": "batch"}, "files": {"file": b"{}\n"}}
+            return await client.post("/v1/files", headers={"tenant": tenant}, **sent)
+
+        slow_ones = [
+            asyncio.create_task(client.post("/v1/files", content=slow(), headers={**form, "tenant": "slow"}))
+            for _ in range(MAX_TENANT_UPLOADS)
+        ]
+        for _ in slow_ones:
+            await begun.acquire()
+        refused, stored = await upload("slow"), await upload("other")
+        goes_on.set()
+        ended = await asyncio.gather(*slow_ones)
+        again = await upload("slow")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "tenant_concurrency")
+    assert refused.headers["retry-after"]
+    assert (stored.status_code, again.status_code) == (200, 200), (stored.text, again.text)
+    assert {one.status_code for one in ended} == {400}
