@@ -59,7 +59,7 @@ async def test_an_ingress_whose_renewals_failed_stops_its_lines(
     ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = ingress(), ingress()
-    first.replicas.free = 0
+    first.replicas.free = second.replicas.free = 0
     batch = await begin(first.client(), lines(*names(3)))
     client = second.client()
     await until(client, batch.id, lambda _: first.batches.in_flight == 3)
@@ -70,6 +70,7 @@ async def test_an_ingress_whose_renewals_failed_stops_its_lines(
     with monkeypatch.context() as patch:
         patch.setattr(first.store, "renew", unreachable)
         await until(client, batch.id, lambda _: second.batches.open_by_tenant()["default"] > 0)
+    second.replicas.gate.set()
     await until(client, batch.id, lambda _: not first.batches.open_by_tenant())
     await until(client, batch.id, lambda _: not first.batches.in_flight)
     assert (await ended(client, batch.id)).request_counts.completed == 3
