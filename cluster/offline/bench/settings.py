@@ -39,7 +39,7 @@ class BenchSettings:
     policies: tuple[str, ...] = ()
     """Names of the policies; empty to keep the server's policy."""
     rate_per_s: float = 1.0
-    """Programs per second."""
+    """Mean number of programs that arrive in a second."""
     arrivals: str = "poisson"
     duration_s: float | None = 60.0
     """Seconds of arrivals in one block; None if ``count`` is set."""
@@ -93,7 +93,7 @@ class BenchSettings:
 
     @property
     def process(self) -> Arrivals:
-        """The arrival process."""
+        """Return the process that ``arrivals`` names, at the mean rate ``rate_per_s``."""
         return Arrivals.parse(self.arrivals, self.rate_per_s)
 
     @property

@@ -22,7 +22,7 @@ class Rows(Protocol):
     """An open file of rows."""
 
     def write(self, rows: Sequence[dict[str, Any]]) -> None:
-        """Write rows."""
+        """Append rows to the file. Their keys are its columns."""
         ...
 
 

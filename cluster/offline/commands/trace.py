@@ -31,7 +31,7 @@ Tokenizer = Annotated[
 
 @app.callback()
 def trace() -> None:
-    """Traces of agents."""
+    """Convert traces of agents between formats, and check them."""
 
 
 @app.command()
