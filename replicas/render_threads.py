@@ -4,13 +4,12 @@ vLLM has one thread for all, in the order of arrival. A request with very many m
 second, and the small requests of all other tenants wait.
 """
 
-import sys
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from contextvars import ContextVar
 from typing import Any
 
-from cluster.core.interpreter import SWITCH_S
+from cluster.core.interpreter import computing
 from replicas.fair_threads import FairThreads
 
 LARGE = 64 << 10
@@ -23,17 +22,22 @@ _whose: ContextVar[tuple[str, bool]] = ContextVar("whose_prompt", default=("", F
 
 
 class RenderThreads:
-    """In place of the executor of a renderer. The threads end with the process, whose switch interval this sets."""
+    """In place of the executor of a renderer. The threads end with the process."""
 
     def __init__(self) -> None:
-        sys.setswitchinterval(SWITCH_S)
         self._small, self._large = FairThreads(1, "small prompts"), FairThreads(1, "large prompts")
 
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **options: Any) -> "Future[Any]":
         """Call ``function`` in a thread, for the request of `reading` in this context."""
         tenant, is_large = _whose.get()
-        threads = self._large if is_large else self._small
-        return threads.submit(tenant, lambda: function(*arguments, **options))
+        if not is_large:
+            return self._small.submit(tenant, lambda: function(*arguments, **options))
+
+        def compute() -> Any:
+            with computing():
+                return function(*arguments, **options)
+
+        return self._large.submit(tenant, compute)
 
 
 def reading(tenant: str, body: Mapping[str, Any]) -> None:

@@ -5,7 +5,6 @@ take another share of the time from the event loop.
 """
 
 import asyncio
-import sys
 from collections.abc import Callable
 from math import ceil
 from time import thread_time
@@ -13,7 +12,7 @@ from typing import Any, TypeVar
 
 from cluster.core.clock import Clock, MonotonicClock
 from cluster.core.errors import TooManyRequests
-from cluster.core.interpreter import SWITCH_S
+from cluster.core.interpreter import computing
 from cluster.http.body_shares import MAX_WAIT_S, BodyShares
 
 SHORT_BYTES = 16 << 10
@@ -25,14 +24,11 @@ Done = TypeVar("Done")
 class FairThread:
     """Runs functions one after another in a thread. Tenants take turns, as `BodyShares` decides.
 
-    It sets the switch interval of this process.
-
     Args:
         clock: measures how long a tenant waits.
     """
 
     def __init__(self, clock: Clock | None = None) -> None:
-        sys.setswitchinterval(SWITCH_S)
         self._clock = clock or MonotonicClock()
         self._shares: BodyShares[_Job] = BodyShares()
         self._news = asyncio.Event()
@@ -115,7 +111,8 @@ class _Job:
         """Call the function, and keep what it returns or raises."""
         begun_s = thread_time()
         try:
-            self._returned = self._work()
+            with computing():
+                self._returned = self._work()
         except Exception as error:  # noqa: BLE001 - it is the caller's
             self._raised = error
         self.cpu_s = thread_time() - begun_s

@@ -2,14 +2,13 @@
 
 import sys
 import threading
-from collections.abc import Callable
 from contextvars import copy_context
 from typing import Any
 
 import pytest
 
-from cluster.core.interpreter import SWITCH_S
-from cluster.http.fair_thread import FairThread
+from cluster.core.interpreter import SWITCH_S, computing
+from cluster.http.fair_thread import SHORT_BYTES, FairThread
 from replicas.render_threads import LARGE, RenderThreads, is_large, reading
 
 TIMEOUT_S = 20
@@ -51,12 +50,30 @@ def test_a_small_prompt_does_not_wait_for_large_ones() -> None:
     assert all(future.result(TIMEOUT_S) for future in large)
 
 
-@pytest.mark.parametrize("made", [RenderThreads, FairThread])
-def test_threads_that_compute_give_way_to_the_event_loop(made: Callable[[], Any]) -> None:
-    before_s = sys.getswitchinterval()
-    sys.setswitchinterval(2 * SWITCH_S)
-    try:
-        made()
+def test_a_large_prompt_gives_way_to_the_event_loop_and_a_small_one_need_not() -> None:
+    usual_s, threads = sys.getswitchinterval(), RenderThreads()
+
+    def rendered(body: dict[str, Any]) -> float:
+        reading("t", body)
+        return threads.submit(sys.getswitchinterval).result(TIMEOUT_S)
+
+    assert copy_context().run(rendered, {"prompt": "x" * LARGE}) == pytest.approx(SWITCH_S)
+    assert copy_context().run(rendered, {"prompt": "x"}) == usual_s
+    assert sys.getswitchinterval() == usual_s
+
+
+async def test_a_large_body_gives_way_to_the_event_loop() -> None:
+    usual_s = sys.getswitchinterval()
+    assert await FairThread().run("t", 2 * SHORT_BYTES, sys.getswitchinterval) == pytest.approx(SWITCH_S)
+    assert sys.getswitchinterval() == usual_s
+
+
+def test_the_interval_is_short_until_the_last_of_several_threads_ends() -> None:
+    usual_s = sys.getswitchinterval()
+    with computing():
+        with computing():
+            assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
         assert sys.getswitchinterval() == pytest.approx(SWITCH_S)
-    finally:
-        sys.setswitchinterval(before_s)
+    with pytest.raises(ValueError, match="no"), computing():
+        raise ValueError("no")
+    assert sys.getswitchinterval() == usual_s
