@@ -6,6 +6,7 @@ import sys
 BENCHMARKS = (
     "silicon",
     "schedule_overhead",
+    "schedule_overhead --evictions",
     "resume_latency",
     "pause_work",
     "front_end",
@@ -29,7 +30,7 @@ def main() -> int:
     missed = []
     for name in BENCHMARKS:
         print(f"\n== python -m benchmarks.{name}", flush=True)
-        if subprocess.run([sys.executable, "-m", f"benchmarks.{name}"], check=False).returncode:
+        if subprocess.run([sys.executable, "-m", *f"benchmarks.{name}".split()], check=False).returncode:
             missed.append(name)
     if missed:
         print(f"\nTargets missed or not run: {', '.join(missed)}")

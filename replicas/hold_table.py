@@ -112,6 +112,7 @@ class HoldTable(Generic[Block]):
         self._holders: Counter[int] = Counter()
         """Number of holds of each held block, by its identity."""
         self._num_tokens = 0
+        self._changed: dict[str, None] = {}
 
     def __contains__(self, key: object) -> bool:
         return key in self._holds
@@ -125,6 +126,12 @@ class HoldTable(Generic[Block]):
     def get(self, key: str) -> HeldBlocks[Block] | None:
         """Return the program's hold, or None if it has none."""
         return self._holds.get(key)
+
+    def take_changed(self) -> list[str]:
+        """Return the programs whose hold has begun or changed since the last call, the first change first."""
+        keys = list(self._changed)
+        self._changed.clear()
+        return keys
 
     @property
     def num_blocks(self) -> int:
@@ -164,6 +171,7 @@ class HoldTable(Generic[Block]):
             raise IntegrityError(f"{key} is held already")
         if not since_s <= until_s < float("inf"):
             raise IntegrityError(f"{key}: a hold from {since_s} until {until_s} would never end")
+        self._changed[key] = None
         self._holds[key] = HeldBlocks(key, tuple(blocks), tokens, since_s, until_s, origin, forecast)
         self._set_end(key, until_s)
         self._reviews.add(key)
@@ -184,6 +192,7 @@ class HoldTable(Generic[Block]):
         held = self._holds.get(key)
         if held is None or not until_s < float("inf"):
             raise IntegrityError(f"{key}: no hold to move to {until_s}")
+        self._changed[key] = None
         self._holds[key] = replace(held, until_s=until_s, origin=origin or held.origin)
         self._set_end(key, until_s)
 
@@ -196,6 +205,7 @@ class HoldTable(Generic[Block]):
         """
         self._reviews.remove(key)
         if (held := self._holds.get(key)) is not None:
+            self._changed[key] = None
             self._holds[key] = replace(held, bounds=bounds)
 
     def release(self, key: str) -> int:
@@ -203,6 +213,7 @@ class HoldTable(Generic[Block]):
         held = self._holds.pop(key, None)
         if held is None:
             return 0
+        self._changed.pop(key, None)
         self._ends.pop(key, None)
         self._drop_stale_ends()
         self._reviews.remove(key)
@@ -229,6 +240,7 @@ class HoldTable(Generic[Block]):
         if held is None or not 0 <= blocks <= len(held.blocks) or not 0 <= tokens <= held.tokens:
             raise IntegrityError(f"{key}: no hold to trim to {blocks} blocks with {tokens} tokens")
         dropped = held.blocks[blocks:]
+        self._changed[key] = None
         self._holds[key] = replace(held, blocks=held.blocks[:blocks], tokens=tokens)
         self._drop(dropped)
         self._num_tokens -= held.tokens - tokens
@@ -249,6 +261,7 @@ class HoldTable(Generic[Block]):
         held = self._holds.get(key)
         if held is None:
             raise IntegrityError(f"{key}: no hold to replace")
+        self._changed[key] = None
         self._holds[key] = replace(held, blocks=tuple(blocks), tokens=tokens)
         self._holders.update(map(id, blocks))
         self._drop(held.blocks)

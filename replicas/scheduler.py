@@ -552,7 +552,7 @@ class AgentScheduler(LoadingScheduler):
     def _evict(self, request: Request, lacking: int) -> bool:
         if request.request_id not in self.turns:
             return False
-        evicted = self.eviction.evict(request, lacking, self.policies)
+        evicted = self.eviction.evict(request, lacking, self.policies, self.current_step)
         if not evicted and self.policies.preemption is not None:
             self.preemption.lacks(request, lacking, self.running, self.policies.preemption)
         return evicted
