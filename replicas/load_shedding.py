@@ -90,8 +90,10 @@ def shedding_of(scheduler: AgentScheduler) -> Shedding:
     max_wait_s = scheduler.policies.max_wait_s
     if max_wait_s is None or not any(scheduler.waiting_queues):
         return TAKES_ALL
-    load, views, given = scheduler.load_now(), scheduler.views, scheduler.settings.cost
-    return shedding([_waiting(views.waiting(one), load, given) for one in _without_a_token(scheduler)], max_wait_s)
+    load, given = scheduler.load_now(), scheduler.settings.cost
+    turns = [scheduler.views.waiting(one) for one in _without_a_token(scheduler)]
+    token_s = _token_s(load, turns, scheduler.scheduler_config.max_num_seqs)
+    return shedding([_waiting(turn, load, given, token_s) for turn in turns], max_wait_s)
 
 
 def new_work_s(scheduler: AgentScheduler, identity: ProgramIdentity, prompt_tokens: int) -> float:
@@ -117,13 +119,20 @@ def _without_a_token(scheduler: AgentScheduler) -> list[Request]:
     ]
 
 
-def _waiting(turn: TurnView, load: LoadView, given: CostModel) -> WaitingTurn:
-    cost, turns = load.facts.cost, load.running + 1
+def _token_s(load: LoadView, waiting: Sequence[TurnView], max_sequences: int) -> float:
+    """Return a token's share of a step, once as many of the waiting turns run as fit, in seconds."""
+    turns = load.running + len(waiting)
+    tokens = load.running_tokens + sum(turn.tokens for turn in waiting)
+    fits = min(1.0, load.facts.capacity_tokens / max(1, tokens), max_sequences / max(1, turns))
+    together = max(1, round(fits * turns))
+    return load.facts.cost.decode_step_s(together, round(fits * tokens)) / together
+
+
+def _waiting(turn: TurnView, load: LoadView, given: CostModel, token_s: float) -> WaitingTurn:
     missing = turn.tokens - turn.cached_tokens
-    share_s = cost.decode_step_s(turns, load.running_tokens) / turns
     return WaitingTurn(
         waited_s=load.now_s - turn.arrived_s,
-        turn_s=missing * cost.token_s + max(0.0, turn.forecast.output_tokens) * share_s,
+        turn_s=missing * load.facts.cost.token_s + max(0.0, turn.forecast.output_tokens) * token_s,
         program_s=_work_s(given, turn.forecast, missing, turn.tokens, turn.generated_tokens),
         sheddable=turn.hints.sheddable,
     )

@@ -264,6 +264,8 @@ class PauseView:
     """Whether the host tier, if there is one, has the context or has room for it."""
     on_disk: bool = False
     """Whether the disk tier has the context, or is about to write it."""
+    returns: float = 1.0
+    """Probability that the program comes back at all."""
 
     @property
     def now_s(self) -> float:
@@ -294,6 +296,8 @@ class HoldView:
     """As in a `PauseView`."""
     on_disk: bool = False
     """As in a `PauseView`."""
+    returns: float = 1.0
+    """As in a `PauseView`, as of the beginning of the pause."""
 
 
 class Claimant(Enum):

@@ -8,11 +8,21 @@ from heapq import nsmallest
 from typing import Any
 
 from cluster.core.errors import IntegrityError
-from cluster.core.lifecycle.events import Action, Conclude, Ended, Event, PauseReason, ReleaseReason
+from cluster.core.lifecycle.events import (
+    Action,
+    Conclude,
+    Ended,
+    Event,
+    PauseReason,
+    ReleaseReason,
+    TurnArrived,
+    TurnEnded,
+)
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
-from cluster.core.program import tenant_of
+from cluster.core.program import USER_REPLY, tenant_of
 from cluster.durations.statistics import DurationStatistics
 from replicas.gpu_time import TurnTime
+from replicas.user_returns import UserReturns
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
@@ -148,6 +158,7 @@ class ProgramTable:
         self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
         self._pauses = TurnsBeforeAndAfter()
+        self.user_returns = UserReturns()
         self.abandoned = 0
         """Number of programs that were ended because they were idle for too long."""
 
@@ -203,6 +214,7 @@ class ProgramTable:
         if entry is None:
             entry = _Entry(begin(key, event.at_s))
         entry.state, actions = step(entry.state, event)
+        self._learn_returns(key, entry.state, event)
         if entry.state.phase is Phase.ENDED:
             self._live.pop(key, None)
         else:
@@ -214,6 +226,15 @@ class ProgramTable:
                 self._turns.observe(action.turns)
                 self._pauses.observe(action.turns)
         return actions
+
+    def _learn_returns(self, key: str, state: ProgramState, event: Event) -> None:
+        match event:
+            case TurnArrived():
+                self.user_returns.returned(key)
+            case TurnEnded(tools=tools) if tools == (USER_REPLY,) and not state.active:
+                self.user_returns.answered(key, event.at_s)
+            case Ended(reason=reason):
+                self.user_returns.ended(key, reported=reason not in (ReleaseReason.IDLE, ReleaseReason.TABLE_FULL))
 
     def record(self, key: str, turn: TurnRecord) -> None:
         """Add a turn that has ended, if the program is known."""

@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin
-from cluster.core.program import tool_key
+from cluster.core.program import USER_REPLY, tool_key
 from cluster.core.slo import Slo
 from cluster.durations.table import DurationTable
 from replicas.forecasts import Features, Forecaster
@@ -130,6 +130,7 @@ class Views:
             durations=self._durations,
             average_turns=self._programs.average_turns,
             turns_correlation=self._programs.turns_correlation,
+            returns=self._returns(program.tools, load.now_s),
         )
 
     def hold(self, held: HeldBlocks[KVCacheBlock]) -> HoldView:
@@ -149,7 +150,11 @@ class Views:
             bounds=self._bounds_of(held.key) if held.bounds is None else held.bounds,
             host_room=self._swapping.is_on_host(held.key),
             on_disk=self._swapping.is_on_disk(held.key),
+            returns=self._returns(program.tools, self.load.now_s),
         )
+
+    def _returns(self, tools: tuple[str, ...], now_s: float) -> float:
+        return self._programs.user_returns.share(self._durations, now_s) if tools == (USER_REPLY,) else 1.0
 
     def forecast(self, turn: Turn) -> Forecast:
         """Return the forecast of a turn: by hints, else by the predictor, else by what was learnt here."""

@@ -401,10 +401,20 @@ class Stopping:
         return Swap(PauseReason.DOES_NOT_PAY, place)
 
     def _survival(self, view: PauseView | HoldView, elapsed: float) -> Callable[[float], float]:
-        """Return P(the pause lasts t seconds longer) of t: by the children that it waits for, else by its tool."""
+        """Return P(the pause lasts t seconds longer) of t: by the children that it waits for, else by its tool.
+
+        A program that may not come back at all has been silent for ``elapsed`` seconds, by Bayes' rule, with more
+        probability because it does not.
+        """
         if isinstance(view, HoldView) and view.children_s is not None:
             return trees.survival(view.children_s)
-        return Tool.of(view, self.min_observations).survival(elapsed)
+        tool = Tool.of(view, self.min_observations)
+        lasts = tool.survival(elapsed)
+        if view.returns >= 1 or tool.hinted_s is not None:
+            return lasts
+        silent = view.returns * tool.survival(0.0)(elapsed)
+        returns = silent / (silent + 1.0 - view.returns)
+        return lambda more_s: 1.0 - returns * (1.0 - lasts(more_s))
 
     def _break_even_s(self, view: PauseView | HoldView, scarce: float) -> float:
         """Return the seconds after which a hold has cost as much as it can save."""

@@ -5,6 +5,7 @@ from dataclasses import replace
 from math import inf
 
 import pytest
+from vllm.v1.request import RequestStatus
 
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.replica_snapshot import TAKES_ALL_S, StepCosts, program_work_s
@@ -93,6 +94,24 @@ def test_a_replica_refuses_by_the_turns_that_starve_there(
     p.engine.run()
     assert shedding_of(p.scheduler) == TAKES_ALL
     assert routing_snapshot(p.scheduler, "r", "m", 2, draining=False).shed_from_s == TAKES_ALL_S
+
+
+def test_turns_that_will_run_together_are_not_counted_one_after_another(replica: Callable[..., VirtualEngine]) -> None:
+    """400 turns of 128 tokens come at once. One after another they would take 330 s, together about 1 s."""
+    p = Programs(replica("caesura", num_blocks=40_000))
+    for number in range(400):
+        p.engine.submit(f"b{number}", range(100 * number, 100 * number + 100), 128, ProgramIdentity(f"b{number}"))
+    assert shedding_of(p.scheduler) == TAKES_ALL
+
+
+def test_turns_that_do_not_fit_together_take_several_rounds(replica: Callable[..., VirtualEngine]) -> None:
+    """The same turns in a memory that holds one of a hundred of them."""
+    p = Programs(replica("caesura", num_blocks=30))
+    for number in range(400):
+        p.engine.submit(f"b{number}", range(100 * number, 100 * number + 100), 128, ProgramIdentity(f"b{number}"))
+    assert shedding_of(p.scheduler).refuses(0.0)
+    for number in range(400):
+        p.engine.scheduler.finish_requests(f"b{number}", RequestStatus.FINISHED_ABORTED)
 
 
 def test_vllms_own_policy_refuses_nothing(replica: Callable[..., VirtualEngine]) -> None:
