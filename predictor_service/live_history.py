@@ -4,7 +4,7 @@ The outcome of a turn is complete when the program's next turn arrives or the pr
 tool, its duration and its result known. The module is pure: every method is given the time, in seconds.
 """
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from dataclasses import dataclass, field, replace
 
 from cluster.core.program import KEY_MARK, USER_REPLY, without_class
@@ -66,11 +66,13 @@ class _Program:
     turns: int = 0
     """Number of turns that have arrived."""
     open: int = 0
-    outputs: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    """Output tokens of each turn. Here and in the next three fields, the most recent turn comes first."""
-    tools: deque[str] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    durations_s: deque[float | None] = field(default_factory=lambda: deque(maxlen=HISTORY))
-    returned: deque[int] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    # Tuples: a deque takes 600 bytes, and each of them would be one more object that garbage collections traverse.
+    outputs: tuple[int, ...] = ()
+    """Output tokens of each turn. Here and in the next three fields, the most recent turn comes first, and at most
+    HISTORY turns are kept."""
+    tools: tuple[str, ...] = ()
+    durations_s: tuple[float | None, ...] = ()
+    returned: tuple[int, ...] = ()
     work: list[tuple[TurnContext, int]] = field(default_factory=list)
     """For each turn, its context without the text, and the number of tokens that were computed for it."""
     pending: _Ended | None = None
@@ -140,10 +142,10 @@ class LiveHistory:
         if output_tokens is not None:
             if len(program.work) < MAX_TURNS:
                 program.work.append((replace(context, text=""), context.new_tokens + output_tokens))
-            program.outputs.appendleft(output_tokens)
-            program.tools.appendleft(NO_TOOL)
-            program.durations_s.appendleft(None)
-            program.returned.appendleft(0)
+            program.outputs = (output_tokens, *program.outputs)[:HISTORY]
+            program.tools = (NO_TOOL, *program.tools)[:HISTORY]
+            program.durations_s = (None, *program.durations_s)[:HISTORY]
+            program.returned = (0, *program.returned)[:HISTORY]
             program.pending = _Ended(context, turn, output_tokens, now_s)
         return self._over(turn.key) if turn.last and not program.open else []
 
@@ -199,7 +201,9 @@ class LiveHistory:
             returned = self._tokens(turn.shown.new_chars)
         else:
             returned = max(0, turn.prompt_tokens - before.context.prompt_tokens - before.output_tokens)
-        program.tools[0], program.durations_s[0], program.returned[0] = tool, duration_s, returned
+        program.tools = (tool, *program.tools[1:])
+        program.durations_s = (duration_s, *program.durations_s[1:])
+        program.returned = (returned, *program.returned[1:])
         pause = PauseContext(before.context, tool, before.output_tokens, arguments)
         news.append(PauseSeen(pause, PauseOutcome(duration_s, returned)))
         return news
