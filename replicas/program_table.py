@@ -19,10 +19,10 @@ from cluster.core.lifecycle.events import (
     TurnEnded,
 )
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin, step
-from cluster.core.program import USER_REPLY, tenant_of
+from cluster.core.program import tenant_of, tool_key
 from cluster.durations.statistics import DurationStatistics
 from replicas.gpu_time import TurnTime
-from replicas.user_returns import UserReturns
+from replicas.returns import Returns
 
 SWEEP_PERIOD_S = 10.0
 """Seconds between two searches for programs that will not come back."""
@@ -158,7 +158,7 @@ class ProgramTable:
         self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
         self._pauses = TurnsBeforeAndAfter()
-        self.user_returns = UserReturns()
+        self.returns = Returns()
         self.abandoned = 0
         """Number of programs that were ended because they were idle for too long."""
 
@@ -230,11 +230,11 @@ class ProgramTable:
     def _learn_returns(self, key: str, state: ProgramState, event: Event) -> None:
         match event:
             case TurnArrived():
-                self.user_returns.returned(key)
-            case TurnEnded(tools=tools) if tools == (USER_REPLY,) and not state.active:
-                self.user_returns.answered(key, event.at_s)
+                self.returns.returned(key)
+            case TurnEnded(tools=tools) if not state.active:
+                self.returns.paused(key, tool_key(tools), event.at_s)
             case Ended(reason=reason):
-                self.user_returns.ended(key, reported=reason not in (ReleaseReason.IDLE, ReleaseReason.TABLE_FULL))
+                self.returns.ended(key, reported=reason not in (ReleaseReason.IDLE, ReleaseReason.TABLE_FULL))
 
     def record(self, key: str, turn: TurnRecord) -> None:
         """Add a turn that has ended, if the program is known."""

@@ -7,7 +7,7 @@ from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.request import Request, RequestStatus
 
 from cluster.core.lifecycle.machine import Phase, ProgramState, begin
-from cluster.core.program import USER_REPLY, tool_key
+from cluster.core.program import tool_key
 from cluster.core.slo import Slo
 from cluster.durations.table import DurationTable
 from replicas.forecasts import Features, Forecaster
@@ -154,7 +154,7 @@ class Views:
         )
 
     def _returns(self, tools: tuple[str, ...], now_s: float) -> float:
-        return self._programs.user_returns.share(self._durations, now_s) if tools == (USER_REPLY,) else 1.0
+        return self._programs.returns.share(tool_key(tools), self._durations, now_s)
 
     def forecast(self, turn: Turn) -> Forecast:
         """Return the forecast of a turn: by hints, else by the predictor, else by what was learnt here."""
