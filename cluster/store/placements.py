@@ -21,6 +21,7 @@ from cluster.store.client import (
     milliseconds,
     quoted,
 )
+from cluster.store.script_batches import ScriptBatches
 
 MAX_CONNECTIONS = 16
 """Maximum number of connections. Further calls wait for one."""
@@ -66,6 +67,7 @@ class PlacementStore(RedisStore):
         )
         self._expiry_ms = milliseconds(expiry_s)
         self._space = key_space(model)
+        self._scripts = ScriptBatches(self.redis, _SCRIPT, timeout_s)
 
     # --- homes --------------------------------------------------------------------------------------------------------
 
@@ -165,7 +167,8 @@ class PlacementStore(RedisStore):
         self, operation: str, keys: Sequence[str], arguments: Sequence[Any], kind: type[_Answer]
     ) -> _Answer | None:
         try:
-            return await self.run(_SCRIPT, keys, [operation, *arguments], kind)
+            async with self.request():
+                return msgspec.convert(await self._scripts.run(keys, [operation, *arguments]), kind)
         except StoreUnavailable:
             return None
 
