@@ -159,6 +159,8 @@ class _Ranking:
     def changed(self, keys: Iterable[str]) -> None:
         """Note holds that are new or have changed."""
         self._unranked.update(dict.fromkeys(keys))
+        if len(self._unranked) > 2 * len(self._holds) + SPARE_RANKS:
+            self._unranked = {key: None for key in self._unranked if key in self._holds}
 
     def refresh(self, step: int) -> None:
         """Rank the holds that are due in this step, and those that have changed. Both numbers are bounded."""

@@ -192,13 +192,16 @@ def test_many_holds_are_not_ranked_again_for_each_eviction() -> None:
 def test_ended_holds_and_old_ranks_are_dropped() -> None:
     ranks = Ranks({f"p{number}": number for number in range(500)})
     one = Evictor(ranks)
+    assert one.evict(0, Claimant.WAITING) == "p0"
+    one.hold("p0")
     for step in range(2000):
         ranks.numbers = {key: number + 1 for key, number in ranks.numbers.items()}
         ranks.numbers[f"new{step}"] = step
         one.hold(f"new{step}")
         assert one.evict(step) is not None
-    [ranking] = one.eviction._rankings.values()
+    rarely, ranking = one.eviction._rankings.values()
     assert len(one.holds) == 500
+    assert len(rarely._unranked) <= 2 * 500 + SPARE_RANKS
     assert len(ranking._ranks) <= 2 * 500 + SPARE_RANKS
     assert len(ranking._heap) <= 2 * len(ranking._ranks) + SPARE_RANKS + MOST_RANKED
 
