@@ -231,7 +231,7 @@ class ProgramTable:
         match event:
             case TurnArrived():
                 self.returns.returned(key)
-            case TurnEnded(tools=tools) if not state.active:
+            case TurnEnded(tools=tools) if not state.active and state.phase is not Phase.ENDED:
                 self.returns.paused(key, tool_key(tools), event.at_s)
             case Ended(reason=reason):
                 self.returns.ended(key, reported=reason not in (ReleaseReason.IDLE, ReleaseReason.TABLE_FULL))

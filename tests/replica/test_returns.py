@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from cluster.core.lifecycle.events import Ended, ReleaseReason
 from cluster.core.program import USER_REPLY, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.policy import Claimant, Hold, Release
@@ -224,6 +225,19 @@ def test_chats_that_never_come_back_leave_the_memory_to_those_that_wait(programs
         p.clock.advance(0.004)
         p.step()
     assert begun - before > 0.9 * 64 * 50, "all of them run together in each step"
+
+
+def test_programs_that_end_as_announced_are_not_silent(programs: Callable[..., Programs]) -> None:
+    p = programs("caesura")
+    p.turn("a", new_tokens=20)
+    p.turn("a", new_tokens=20, last=True)
+    p.turn("b", new_tokens=20)
+    returns = p.scheduler.programs.returns
+    assert list(returns._waits_for) == ["default/b"]
+    assert list(returns._tools["ls"].silent) == ["default/b"]
+    p.scheduler.apply("default/b", Ended(p.clock.now_s(), ReleaseReason.ASKED))
+    assert not returns._waits_for
+    assert not returns._tools["ls"].silent
 
 
 def test_chats_that_come_back_keep_their_holds(programs: Callable[..., Programs]) -> None:
