@@ -24,6 +24,7 @@ BLOCKS = 102
 CRAMPED: dict[str, Any] = {"num_gpu_blocks_override": BLOCKS, "max_model_len": 3072}
 HOST_BYTES = 64 << 20
 OUTPUT = 16
+RESUME_S = 0.1
 
 
 class Program:
@@ -39,8 +40,11 @@ class Program:
         return [self._random.randrange(300, 2000) for _ in range(count)]
 
     async def turn(self, client: httpx.AsyncClient, fresh: int = 0, **more: Any) -> None:
-        """Ask for the next turn, ``fresh`` tokens later."""
+        """Ask for the next turn, ``fresh`` tokens later. It says that it comes back: other tests left programs that did
+        not.
+        """
         self._context += self._fresh(fresh)
+        more = {"agentic_context": {"expected_resume": RESUME_S}, **more}
         body = {"model": MODEL, "prompt": self._context, "max_tokens": OUTPUT, "ignore_eos": True, "temperature": 0.0}
         headers = {"x-session-id": self.name}
         ended = await ask(client, "/v1/completions", {**body, "return_token_ids": True, **more}, **headers)
