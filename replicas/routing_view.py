@@ -25,6 +25,7 @@ from replicas.kv_groups import KvGroups
 from replicas.load_shedding import shedding_of
 from replicas.policies.caesura import HINT_SLACK, Tool
 from replicas.policy import Forecast
+from replicas.returns import Returns
 from replicas.scheduler import AgentScheduler
 from replicas.vllm_versions import waiting_queues
 
@@ -56,17 +57,22 @@ class ResumeEstimator:
 
     A silent program may be waiting for a slow tool, or it may have ended. Let e be the share of pauses that were an
     end, and S(t) the share of pauses longer than t. By Bayes:
-    P(comes back | silent for t) = (1 - e) S(t) / ((1 - e) S(t) + e).
+    P(comes back | silent for t) = (1 - e) S(t) / ((1 - e) S(t) + e). The share e is that of all pauses here, or that of
+    the pause's tool (`Returns`) if this is larger.
 
     Args:
         durations: known durations of pauses.
         ends: number of programs seen here that ended without a report.
+        returns: the share of programs that come back, by tool.
         now_s: the moment, in seconds on the scheduler's clock.
         horizons_s: seconds from that moment for which probabilities are wanted.
     """
 
-    def __init__(self, durations: DurationTable, ends: int, now_s: float, horizons_s: Sequence[float]) -> None:
+    def __init__(
+        self, durations: DurationTable, ends: int, returns: Returns, now_s: float, horizons_s: Sequence[float]
+    ) -> None:
         self._durations = durations
+        self._returns = returns
         self._end_share = (ends + 1) / (ends + durations.own()[OVERALL].count + PRIOR_PAUSES)
         self._now_s = now_s
         self._horizons_s = horizons_s
@@ -81,20 +87,22 @@ class ResumeEstimator:
             forecast: the forecast of the turn that its pause followed, or None if it is not known.
         """
         if program.paused_s is not None and program.observed:
-            return self._answer(Tool(None, None, DONE_S), max(0.0, self._now_s - program.last_event_s))
+            away_s = max(0.0, self._now_s - program.last_event_s)
+            return self._answer(Tool(None, None, DONE_S), away_s, self._end_share)
         began_s = program.last_event_s if program.paused_s is None else program.paused_s
         away_s = max(0.0, self._now_s - (began_s if program.tool_started_s is None else program.tool_started_s))
         name = program.tools[0] if len(program.tools) == 1 else tool_key(program.tools)
         if forecast is not None and forecast.pause_hinted:
             hinted_s = max(0.0, forecast.pause_s)
-            return self._answer(Tool(self._statistics(name), hinted_s, max(1e-3, hinted_s)), away_s)
+            return self._answer(Tool(self._statistics(name), hinted_s, max(1e-3, hinted_s)), away_s, self._end_share)
         mantissa, octave = frexp(away_s)
         age = int(((octave + 2 * mantissa) if away_s else -64) * AGES_PER_OCTAVE)
         answer = self._answers.get((name, age))
         if answer is None:
             statistics = self._statistics(name)
             tool = Tool(statistics, None, statistics.mean_s if statistics else 1.0)
-            answer = self._answers[name, age] = self._answer(tool, away_s)
+            ends = 1.0 - self._returns.share(name, self._durations, self._now_s)
+            answer = self._answers[name, age] = self._answer(tool, away_s, max(self._end_share, ends))
         return answer
 
     def _statistics(self, name: str) -> Durations | None:
@@ -104,9 +112,9 @@ class ResumeEstimator:
             self._known[name] = next(enough, levels[-1] if levels else None)
         return self._known[name]
 
-    def _answer(self, tool: Tool, away_s: float) -> Resume:
-        lasts = (1 - self._end_share) * _share_longer(tool, away_s)
-        returns = lasts / (lasts + self._end_share)
+    def _answer(self, tool: Tool, away_s: float, end_share: float) -> Resume:
+        lasts = (1 - end_share) * _share_longer(tool, away_s)
+        returns = lasts / (lasts + end_share)
         survival = tool.survival(away_s)
         return Resume(returns, tuple(returns * (1.0 - survival(more_s)) for more_s in self._horizons_s))
 
@@ -380,7 +388,8 @@ class _Paused:
         self._distinct = distinct
         self._cached = is_cached(scheduler.kv_cache_manager.block_pool, scheduler.groups.main)
         now_s, horizons_s = scheduler.clock.now_s(), (scheduler.facts.cost.refill_s, *HORIZONS_S)
-        self._estimator = ResumeEstimator(scheduler.durations, scheduler.programs.abandoned, now_s, horizons_s)
+        programs = scheduler.programs
+        self._estimator = ResumeEstimator(scheduler.durations, programs.abandoned, programs.returns, now_s, horizons_s)
         self._returned = scheduler.forecaster.of(
             NOTHING_KNOWN, Hints(), scheduler.durations, last=False
         ).returned_tokens

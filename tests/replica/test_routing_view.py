@@ -216,6 +216,25 @@ def test_programs_that_were_abandoned_teach_that_silence_is_an_end(site: Make) -
     assert s.snapshot().resume_tokens[-1][1] < before
 
 
+def test_new_chats_are_no_working_set_where_the_chats_before_never_came_back(site: Make) -> None:
+    """60 chats have been silent for ten times as long as a reply takes. 10 others have just been answered."""
+    s = site("vllm", num_blocks=300)
+    s.scheduler.facts = replace(s.scheduler.facts, cost=replace(s.scheduler.facts.cost, kv_capacity_tokens=10**9))
+    for _ in range(10):
+        s.scheduler.durations.observe("chat", 30.0)
+    for number in range(60):
+        s.turn(f"old{number}", 20, tool="chat")
+    assert s.snapshot().working_set_programs > 55
+    s.clock.advance(300.0)
+    for number in range(10):
+        s.turn(f"new{number}", 20, tool="chat")
+    assert s.snapshot().working_set_programs < 4
+    for number in range(60):  # and if they do come back, they count again
+        s.turn(f"old{number}", 20, tool="chat")
+    s.clock.advance(1.0)
+    assert s.snapshot().working_set_programs > 40
+
+
 def test_paused_programs_beyond_the_bound_are_left_out(site: Make) -> None:
     s = site("vllm")
     for number in range(MAX_PAUSED + 50):
