@@ -207,24 +207,23 @@ def chat(p: Programs, number: int) -> None:
     p.engine.submit(f"c{number}", [number % 1000, number // 1000, *range(3)], 1, ProgramIdentity(f"c{number}"))
 
 
+def chats_served(p: Programs, begun: int, steps: int) -> int:
+    """64 clients send one chat after another for so many steps. Returns how many chats have begun, ``begun`` before."""
+    for _ in range(steps):
+        while p.scheduler.get_num_unfinished_requests() < 64:
+            chat(p, begun)
+            begun += 1
+        p.clock.advance(0.004)
+        p.step()
+    return begun
+
+
 def test_chats_that_never_come_back_leave_the_memory_to_those_that_wait(programs: Callable[..., Programs]) -> None:
-    """64 clients send one chat after another. The memory holds 4,095 of them."""
-    p, begun = programs("caesura", num_blocks=4096), 0
-    for _ in range(150):
-        while p.scheduler.get_num_unfinished_requests() < 64:
-            chat(p, begun)
-            begun += 1
-        p.clock.advance(0.004)
-        p.step()
+    """The memory holds 4,095 of them."""
+    p = programs("caesura", num_blocks=4096)
+    before = chats_served(p, 0, 150)
     assert len(p.scheduler.holds) > 3900, "memory that nobody needs stays held"
-    before = begun
-    for _ in range(50):
-        while p.scheduler.get_num_unfinished_requests() < 64:
-            chat(p, begun)
-            begun += 1
-        p.clock.advance(0.004)
-        p.step()
-    assert begun - before > 0.9 * 64 * 50, "all of them run together in each step"
+    assert chats_served(p, before, 50) - before > 0.9 * 64 * 50, "all of them run together in each step"
 
 
 def test_programs_that_end_as_announced_are_not_silent(programs: Callable[..., Programs]) -> None:

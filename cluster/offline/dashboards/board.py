@@ -60,7 +60,7 @@ class Query:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One panel."""
+    """A panel of a dashboard: its queries, how Grafana draws them, and the values that it colours."""
 
     title: str
     text: str
@@ -94,7 +94,7 @@ class Variable(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Board:
-    """One dashboard."""
+    """A dashboard of Grafana: rows of panels, and the variables that its reader chooses."""
 
     uid: str
     """Id in Grafana, and name of the dashboard's file."""

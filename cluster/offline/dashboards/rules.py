@@ -33,7 +33,7 @@ class Recording:
 
 @dataclass(frozen=True, slots=True)
 class Alert:
-    """An alerting rule."""
+    """An alerting rule: Prometheus fires it while its expression has a value for long enough. It has a runbook."""
 
     name: str
     expression: str

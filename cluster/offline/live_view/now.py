@@ -43,7 +43,7 @@ class GoodputNow:
     ended: float | None
     offered: float | None
     requests: float | None
-    """Good requests."""
+    """Requests that met the bounds of a turn."""
     all_requests: float | None
 
     @property
