@@ -121,14 +121,17 @@ async def turn(engine: AsyncLLM, program: str, prompt: list[int], output: int, *
 
 
 async def others(engine: AsyncLLM, name: str, seconds: float, gap_s: float, seed: int) -> list[Served]:
-    """Run turns of other programs, one every ``gap_s`` seconds."""
+    """Run turns of other programs, which arrive as a Poisson process, one in ``gap_s`` seconds.
+
+    Regular arrivals would always, or never, meet a piece of the tool's output.
+    """
     draws = random.Random(seed)
     tasks: list[asyncio.Task[Served]] = []
     end_s = time.perf_counter() + seconds
     while time.perf_counter() < end_s:
         prompt = [draws.randrange(100, 900) for _ in range(128)]
         tasks.append(asyncio.create_task(turn(engine, f"{name}-{len(tasks)}", prompt, 24, last=True)))
-        await asyncio.sleep(gap_s)
+        await asyncio.sleep(draws.expovariate(1 / gap_s))
     return list(await asyncio.gather(*tasks))
 
 
@@ -139,7 +142,7 @@ class Setting:
     tokens: int
     seconds: float
     gap_s: float | None = None
-    """Seconds between turns of other programs. None: there are none."""
+    """Mean seconds between turns of other programs. None: there are none."""
 
 
 async def pause(engine: AsyncLLM, number: int, early: bool, setting: Setting) -> tuple[Served, list[Served]]:

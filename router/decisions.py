@@ -20,6 +20,8 @@ class TurnRequest:
     """`cluster.core.replica_snapshot.prefix_blocks` of its prompt."""
     single_turn: bool = False
     """It belongs to no program."""
+    first: bool = False
+    """Its program probably begins with it, so that its home is not looked up before the turn is placed."""
     last: bool = False
     """Its program ends with it."""
     parent_key: str | None = None

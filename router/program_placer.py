@@ -314,9 +314,14 @@ class ProgramPlacer:
     # --- deciding -----------------------------------------------------------------------------------------------------
 
     async def _read_home(self, request: TurnRequest) -> bool:
-        """Read the home of a program that is unknown here, since its turns must not wait. Whether the store answers."""
+        """Read the home of a program that is unknown here, since its turns must not wait. Whether the store answers.
+
+        A program that begins has none. If another ingress has placed it all the same, its claim returns that home, or
+        it is found while the turn waits for admission.
+        """
         store_available = request.single_turn or self._store.healthy
-        if not request.single_turn and store_available and self._engine.home_of(request.key) is None:
+        is_known = request.single_turn or request.first or self._engine.home_of(request.key) is not None
+        if store_available and not is_known:
             store_available = await self._look_up(request.key)
         if not store_available:
             self.fallbacks[Fallback.STORE_GONE] += 1
@@ -326,6 +331,8 @@ class ProgramPlacer:
         arrived_s = self._clock.now_s()
         decision = self._engine.turn(turn_id, request, arrived_s, store_available=store_available)
         if isinstance(decision, Wait):
+            if request.first and store_available and not request.single_turn:
+                self._tasks.run("look up", self._look_up(request.key))
             decision = await self._admitted(turn_id)
         match decision:
             case Refuse(reason, retry_after_s):

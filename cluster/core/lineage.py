@@ -110,7 +110,7 @@ class LineageIndex:
         elif (prompt := prompt_of(identity.tenant, body)) is not None:
             program, known = self._prompts.turn(prompt)
             how = Attribution.CONTINUED if known else Attribution.BEGUN
-            found = Attributed(replace(identity, program_id=program.id), how, program)
+            found = Attributed(replace(identity, program_id=program.id, first_turn=not known), how, program)
         else:
             found = Attributed(identity, Attribution.UNKNOWN)
         self.counters[found.how] += 1
@@ -152,10 +152,13 @@ class LineageIndex:
         key, opening = str(identity.key), opening_of(body)
         if opening is None:
             return Attributed(identity, Attribution.NAMED)
+        identity = replace(identity, first_turn=not opening.is_answered)
         main = self._main_lines.get(key)
         if main is not None and _is_side_call(opening, main):
             self._main_lines.move_to_end(key)
-            side = replace(identity, program_id=_new_id(), parent_id=identity.program_id, last_turn=True)
+            side = replace(
+                identity, program_id=_new_id(), parent_id=identity.program_id, first_turn=True, last_turn=True
+            )
             return Attributed(side, Attribution.SIDE_CALL)
         self._main_lines[key] = opening
         self._main_lines.move_to_end(key)
@@ -168,12 +171,13 @@ class LineageIndex:
     def _by_messages(self, identity: ProgramIdentity, chain: MessageChain, new_id: str | None) -> Attributed:
         if (program := self._continued(chain)) is not None:
             return self._turn(identity, program, chain, Attribution.CONTINUED)
+        identity = replace(identity, first_turn=not any(chain.is_answer))
         if (program := self._passed(chain)) is None:
             begun = self._begin(new_id or _root_id(chain))
             return self._turn(identity, begun, chain, Attribution.BEGUN)
         if program.active == 0:
             return self._turn(identity, program, chain, Attribution.REWRITTEN)
-        forked = replace(identity, parent_id=program.id)
+        forked = replace(identity, parent_id=program.id, first_turn=True)
         return self._turn(forked, self._begin(new_id or _new_id()), chain, Attribution.FORKED)
 
     def _continued(self, chain: MessageChain) -> _Program | None:

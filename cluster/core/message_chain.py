@@ -50,6 +50,8 @@ class Opening:
     first: bytes
     """Digest of the first message that is no system prompt."""
     has_tools: bool
+    is_answered: bool
+    """Whether the model has answered before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +143,7 @@ def opening_of(body: Mapping[str, Any]) -> Opening | None:
         begin = b"".join(_encode(_stable(message)) for message in messages[first : first + 1])
     except _NOT_ENCODED:
         return None
-    return Opening(_digest(system), _digest(begin), bool(body.get("tools")))
+    return Opening(_digest(system), _digest(begin), bool(body.get("tools")), "assistant" in roles)
 
 
 def _digest(data: bytes) -> bytes:

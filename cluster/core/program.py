@@ -101,6 +101,9 @@ class ProgramIdentity:
     program_id: str | None = None
     parent_id: str | None = None
     tenant: str = DEFAULT_TENANT
+    first_turn: bool = field(default=False, compare=False)
+    """The program probably begins with the turn: no answer precedes it, or its program's id was made for it. It is not
+    encoded, since only the router reads it."""
     last_turn: bool = False
     record: str | None = None
     """`RECORD_TOKENS`: the exact tokens of the turn are recorded. None: they are not."""
@@ -128,7 +131,9 @@ class ProgramIdentity:
 
     def encode(self) -> str:
         """Encode the identity as JSON, without the fields that are None."""
-        return json.dumps(_without_none(asdict(self)), separators=(",", ":"))
+        fields = asdict(self)
+        del fields["first_turn"]
+        return json.dumps(_without_none(fields), separators=(",", ":"))
 
     @classmethod
     def decode(cls, text: str) -> "ProgramIdentity":

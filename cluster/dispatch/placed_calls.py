@@ -47,6 +47,7 @@ def turn_request(identity: ProgramIdentity, body: Mapping[str, Any], tokens: int
         prompt_tokens=prompt_tokens(body) if tokens is None else tokens,
         prefix=prefix_blocks(prompt_of(body), salt_of(body)),
         single_turn=key is None,
+        first=identity.first_turn,
         last=identity.last_turn,
         parent_key=identity.parent_key,
         hints=identity.hints,

@@ -3,6 +3,10 @@
 It measures the time that a replica takes to start. It adds replicas for the load that is expected when they have
 started, and removes one only after fewer have sufficed for twice that time.
 
+Loads that come in bursts are over when the replicas for them have started. So the policy learns from removals that were
+too early: where turns miss their SLO while replicas start again, replicas are kept from then on for as long as these
+would have had to be.
+
 A replica's capacity for work is learnt. The cost model gives the work of a turn, but neither the overhead around the
 engine nor the batch that keeps the SLO. So where turns exceed their SLO at a load below the known capacity, this load
 becomes the capacity.
@@ -27,6 +31,12 @@ UNUSED_STARTS, MIN_UNUSED_S = 2.0, 30.0
 IDLE_STARTS, MIN_IDLE_S = 10.0, 120.0
 """The last replica is removed after it was idle for so many start-up times, and for so long: the next turn has to wait
 for a start."""
+MAX_KEPT_S = 1800.0
+"""Without need a replica is kept for at most so long, however often it was removed too early."""
+KEPT_MARGIN = 1.5
+"""A replica is kept for this multiple of the time that would have sufficed, since the next burst may come later."""
+KEPT_FORGOTTEN_S = 4 * 3600.0
+"""Time constant with which the time is forgotten for which replicas are kept."""
 MISSED_SHARE, MIN_TURNS = 0.05, 10.0
 """Turns exceed their SLO if this part of at least so many turns does."""
 SETTLED_S = 20.0
@@ -57,6 +67,14 @@ class LoadState:
     """Smoothed `Demand.turn_work`."""
     capacity: float = 1.0
     """Work of one replica in each second at which it keeps its SLO."""
+    kept_s: float = 0.0
+    """How long replicas are kept without need, learnt from removals that were too early."""
+    given_up: tuple[tuple[float, int], ...] = ()
+    """Numbers of replicas that were given up, with the time until which so many were needed, as far as none later is
+    larger."""
+    missing_s: float = 0.0
+    """How long the replicas that start, or have just started, would have had to be kept without need; 0: so many were
+    not needed in the last `MAX_KEPT_S`."""
     needs: tuple[tuple[float, int], ...] = ()
     """Times and numbers of replicas that would have sufficed, as far as none later is larger: the first is the largest
     of all that are remembered."""
@@ -92,15 +110,19 @@ class ProgramLoad:
             return ScalingDecision(_within(view, view.target), Reason.KEEP, state)
         start_s = start_up_s(view, state)
         demand = Demand.sum(report.demand for report in view.reports)
-        state = _learnt(view, state, demand, start_s)
+        state = _kept(view, _learnt(view, state, demand, start_s), demand)
         need = needs_of(view, state, demand, start_s)
-        state = replace(state, needs=_remembered(view.now_s, state.needs, _sufficing(need), _idle_s(start_s)))
+        for_s = max(MAX_KEPT_S, _idle_s(start_s))
+        state = replace(state, needs=_remembered(view.now_s, state.needs, _sufficing(need), for_s))
         up, reason = _more(view, state, need, demand)
         if up > view.target:
-            return ScalingDecision(up, reason, replace(state, raised_s=view.now_s))
+            missing_s = max(state.missing_s, _unneeded_s(view, state))
+            return ScalingDecision(up, reason, replace(state, raised_s=view.now_s, missing_s=missing_s))
         down, reason = _fewer(view, state, start_s)
         if down < view.target and up <= down:
-            return ScalingDecision(down, reason, state)
+            needed_s = max((at_s for at_s, number in state.needs if number > down), default=view.now_s - MAX_KEPT_S)
+            given_up = _remembered(needed_s, state.given_up, view.target, MAX_KEPT_S)
+            return ScalingDecision(down, reason, replace(state, given_up=given_up))
         return ScalingDecision(_within(view, view.target), Reason.KEEP, state)
 
 
@@ -165,15 +187,38 @@ def _learnt(view: ScalingView, state: LoadState, demand: Demand, start_s: float)
     return replace(state, decided_s=view.now_s, work=work, capacity=capacity)
 
 
+def _kept(view: ScalingView, state: LoadState, demand: Demand) -> LoadState:
+    """Learn how long replicas are kept without need: turns miss their SLO while those start that were given up."""
+    kept_s = state.kept_s * (1.0 - min(1.0, PERIOD_S / KEPT_FORGOTTEN_S))
+    if not _starting(view, state):
+        return replace(state, kept_s=kept_s, missing_s=0.0)
+    if _exceeds_slo(demand):
+        kept_s = max(kept_s, min(MAX_KEPT_S, KEPT_MARGIN * state.missing_s))
+    return replace(state, kept_s=kept_s)
+
+
+def _unneeded_s(view: ScalingView, state: LoadState) -> float:
+    """Return the time since more replicas were needed than are wanted now. 0: they were not, for `MAX_KEPT_S`."""
+    needed_s = max((at_s for at_s, number in state.given_up if number > view.target), default=view.now_s)
+    return view.now_s - needed_s if view.now_s - needed_s <= MAX_KEPT_S else 0.0
+
+
 def _misses(view: ScalingView, state: LoadState, demand: Demand) -> bool:
     """Whether turns exceed their SLO because there are too few replicas.
 
     It does not count while replicas start, or where the turns of a replica do not compete.
     """
-    starting = view.ready < view.target or view.now_s - state.settled_s < SETTLED_S
     competing = sum(report.load.turns for report in view.reports) > view.ready
-    missed = demand.turns >= MIN_TURNS and demand.missed > MISSED_SHARE * demand.turns
-    return missed and competing and not starting
+    return _exceeds_slo(demand) and competing and not _starting(view, state)
+
+
+def _starting(view: ScalingView, state: LoadState) -> bool:
+    """Whether replicas start, or have just started, so that turns that waited for them still count."""
+    return view.ready < view.target or view.now_s - state.settled_s < SETTLED_S
+
+
+def _exceeds_slo(demand: Demand) -> bool:
+    return demand.turns >= MIN_TURNS and demand.missed > MISSED_SHARE * demand.turns
 
 
 def _more(view: ScalingView, state: LoadState, need: Needs, demand: Demand) -> tuple[int, Reason]:
@@ -188,8 +233,9 @@ def _fewer(view: ScalingView, state: LoadState, start_s: float) -> tuple[int, Re
     """The number that has sufficed for long enough, and only once all replicas have started."""
     if view.ready < view.target:
         return view.target, Reason.KEEP
-    idle_s, unused_s = _idle_s(start_s), max(MIN_UNUSED_S, UNUSED_STARTS * start_s)
-    if _covers(view, state, idle_s) and all(number == 0 for _, number in state.needs):
+    idle_s, unused_s = _idle_s(start_s), max(MIN_UNUSED_S, UNUSED_STARTS * start_s, state.kept_s)
+    idle = [number for at_s, number in state.needs if view.now_s - at_s <= max(idle_s, state.kept_s)]
+    if _covers(view, state, max(idle_s, state.kept_s)) and not any(idle):
         return _within(view, 0), Reason.IDLE
     if not _covers(view, state, unused_s):
         return view.target, Reason.KEEP

@@ -29,6 +29,8 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1800)]
 
 FAULT = "wall clock jumps ± 1 h"
 SOURCE = Path(__file__).parent / "wall_clock.c"
+RESUME_S = 60.0
+"""When the paused programs say that they go on. Programs of earlier tests never did."""
 NOTICED_S = 3.0
 """For expiries that would come at once; replicas and runners look several times a second."""
 
@@ -111,11 +113,12 @@ async def test_nothing_ends_early(
         while (reset := await client.post("/admin/reset")).status_code == 409:  # noqa: ASYNC110
             await asyncio.sleep(0.2)
         assert reset.status_code == 200, reset.text
+        comes_back = {"stream": False, "agentic_context": {"expected_resume": RESUME_S}}
         held = [
             await ask(
                 client,
                 "/v1/completions",
-                {**completion(f"Held {n}:", 20), "stream": False},
+                completion(f"Held {n}:", 20, **comes_back),
                 **{"x-session-id": f"h{seconds}-{n}"},
             )
             for n in range(4)
@@ -124,7 +127,8 @@ async def test_nothing_ends_early(
         await asyncio.to_thread(until, lambda: len(site.bookings) == before + 3, "the tools are not called")
         holding = len(held) + len(runs)
         await asyncio.to_thread(until, lambda: held_programs(jumpy) == holding, "not every paused program is held")
-        going = asyncio.create_task(stream(client, completion("Over the jump:", 1500)))
+        ends = {"agentic_context": {"expected_resume": False}}  # or it could be held as well, before they are counted
+        going = asyncio.create_task(stream(client, completion("Over the jump:", 1500, **ends)))
         wall_clock.jump(seconds)
         await asyncio.sleep(NOTICED_S)
         still = held_programs(jumpy)

@@ -71,6 +71,16 @@ def test_without_refusals_there_is_no_table_of_them() -> None:
     assert "refused requests" not in shown(frame(URL, [none]))
 
 
+def test_early_prefill_is_shown_by_what_became_of_it() -> None:
+    earlier = replica(early_prefill_tokens={"used": 100, "wasted": 10}, early_prefill_pending=0)
+    later = replica(early_prefill_tokens={"used": 900, "wasted": 30}, early_prefill_pending=70)
+    restarted = replica("replica-b", early_prefill_tokens={"used": 5, "wasted": 0}, early_prefill_pending=1)
+    before = replica("replica-b", early_prefill_tokens={"used": 50, "wasted": 9})
+    text = shown(frame(URL, [look(0.0, earlier, before), look(4.0, later, restarted)]))
+    assert "prefill    in pauses: 200 tokens/s used, 5 wasted, 71 tokens pending" in text
+    assert "prefill    in pauses: - tokens/s used, - wasted, 70 tokens pending" in shown(frame(URL, [look(4.0, later)]))
+
+
 def test_the_disk_tier_is_shown_by_its_used_share_or_by_what_is_wrong_with_it() -> None:
     tier = {"disk_tokens": 400, "disk_used_tokens": 100}
     degraded = {"full": 1, "gone": 0}

@@ -196,7 +196,7 @@ def test_the_least_recently_used_program_is_forgotten() -> None:
     kept = served(index, user("b"))
     served(index, user("c"))
     assert len(index) == 2
-    assert served(index, user("b"), answer("x"), user("y")).identity == kept.identity
+    assert id_of(served(index, user("b"), answer("x"), user("y"))) == id_of(kept)
 
 
 def test_a_long_program_is_known_by_its_first_and_its_latest_requests() -> None:
@@ -278,6 +278,32 @@ def test_a_session_that_never_offers_tools_has_no_side_calls() -> None:
     index, session = LineageIndex(), ProgramIdentity("session")
     served(index, SYSTEM, user("a"), identity=session)
     assert served(index, *TITLE, identity=session).how is Attribution.NAMED
+
+
+def test_a_turn_without_an_answer_before_it_is_the_first_of_its_program() -> None:
+    index, named = LineageIndex(), ProgramIdentity("p")
+    opening, later = (SYSTEM, user("a")), (SYSTEM, user("a"), answer("b"), user("c"))
+    firsts = [
+        served(index, *opening),
+        served(index, *opening, identity=named, tools=TOOLS),
+        served(index, user("Title?"), identity=named),
+        index.attribute(NOBODY, {"prompt": "x" * 400}),
+    ]
+    assert [turn.how for turn in firsts] == [
+        Attribution.BEGUN,
+        Attribution.NAMED,
+        Attribution.SIDE_CALL,
+        Attribution.BEGUN,
+    ]
+    assert all(turn.identity.first_turn for turn in firsts)
+    continued = [
+        served(index, *later),
+        served(index, *later, identity=named, tools=TOOLS),
+        served(LineageIndex(), *later),
+        LineageIndex().attribute(named, {"prompt": "x" * 400}),
+        LineageIndex().attribute(named, {"input": "c", "previous_response_id": "resp_1"}),
+    ]
+    assert not any(turn.identity.first_turn for turn in continued)
 
 
 @given(st.lists(st.tuples(st.integers(0, 3), st.integers(0, 5), st.booleans()), max_size=60))

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping, Sequence
 
 from cluster.core.replica_snapshot import ReplicaSnapshot
-from router.decisions import Decision, Go, Home, Placed, Refuse, TurnRequest
+from router.decisions import Decision, Go, Home, Placed, Refuse, TurnRequest, Wait
 
 Choose = Callable[[TurnRequest], Decision]
 
@@ -18,6 +18,7 @@ class ScriptedEngine:
         self.replicas: Mapping[str, ReplicaSnapshot | None] = {}
         self.in_flight: dict[str, TurnRequest] = {}
         self.over: list[str] = []
+        self.waiting: dict[str, str] = {}
         self.asked: list[tuple[str, bool]] = []
         self.outcomes: list[tuple[str, Go | Refuse]] = []
         self.forgotten: list[str] = []
@@ -39,6 +40,8 @@ class ScriptedEngine:
             decision = Go(Home(other, home.epoch + 1), Placed.MOVED_FROM_LOST, home.replica)
         if isinstance(decision, Go) and not request.single_turn:
             self.homes[request.key] = decision.home
+        if isinstance(decision, Wait):
+            self.waiting[turn_id] = request.key
         return decision
 
     def admitted(self, now_s: float) -> Sequence[tuple[str, Go | Refuse]]:
@@ -47,6 +50,9 @@ class ScriptedEngine:
 
     def settle(self, key: str, home: Home, now_s: float) -> None:
         self.homes[key] = home
+        for turn_id in [one for one, waits in self.waiting.items() if waits == key]:
+            del self.waiting[turn_id]
+            self.outcomes.append((turn_id, Go(home, Placed.JOINED)))
 
     def start_s(self, now_s: float) -> float | None:
         return 0.0 if self.replicas else None
@@ -56,6 +62,7 @@ class ScriptedEngine:
 
     def ended(self, turn_id: str, now_s: float, *, context_tokens: int | None = None) -> None:
         del self.in_flight[turn_id]
+        self.waiting.pop(turn_id, None)
         self.over.append(turn_id)
 
     def forget(self, key: str, now_s: float) -> None:

@@ -146,6 +146,40 @@ def test_a_replica_stays_if_the_others_would_be_nearly_full_without_it() -> None
     assert timeline.run(120, busy(0.6)).sizes == [2, 1]
 
 
+def bursts(every_s: float) -> Callable[[float, int], Load]:
+    """For a minute there is work for four replicas, then for one; turns miss their SLO while there are fewer."""
+
+    def load(at_s: float, ready: int) -> Load:
+        return busy(2.8, missed=25.0 if ready < 4 else 0.0) if at_s % every_s < 60 else busy(0.4)
+
+    return load
+
+
+def test_bursts_that_come_again_are_awaited() -> None:
+    """A start takes 20 s, so that replicas are given up after 40 s, and the second burst misses its SLO. From then on
+    they are kept between bursts.
+    """
+    timeline = Timeline().run(600, bursts(300)).run(1, busy(0.4))
+    learnt = len(timeline.changes)
+    assert timeline.sizes.count(1) == 1 and timeline.changes[-1][0] < 360, "given up once, and wanted again"
+    timeline.run(3000, bursts(300))
+    assert len(timeline.changes) == learnt and timeline.target == 4
+    timeline.run(600, busy(0.4))
+    assert (timeline.target, timeline.changes[-1][2]) == (1, Reason.UNUSED), "not for ever"
+
+
+def test_bursts_that_are_far_apart_are_not_awaited() -> None:
+    """Half an hour and more without need is too long to keep replicas."""
+    timeline = Timeline().run(4 * 2400, bursts(2400))
+    assert timeline.sizes.count(1) == 4
+
+
+def test_replicas_that_start_in_time_are_given_up_as_before() -> None:
+    """The load comes again after five minutes, but no turn misses its SLO meanwhile."""
+    timeline = Timeline().run(1500, lambda at_s, ready: busy(2.8 if at_s % 300 < 60 else 0.4))
+    assert timeline.sizes.count(1) == 5
+
+
 def test_the_start_is_measured() -> None:
     """The replicas report 20 s. They take 20 s here too, from the decision on; a slower cluster waits for longer."""
     timeline = Timeline().run(60, busy(2.0))

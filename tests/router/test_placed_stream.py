@@ -208,16 +208,11 @@ async def test_what_breaks_later_is_the_clients_to_see() -> None:
 
 
 def test_the_request_says_who_and_how_much() -> None:
-    identity = ProgramIdentity("p", "mother", tenant="t", last_turn=True, hints=Hints(priority=1))
+    identity = ProgramIdentity("p", "mother", tenant="t", first_turn=True, last_turn=True, hints=Hints(priority=1))
     body = {"messages": [{"role": "user", "content": "word " * 200}], "tools": [{"type": "function"}]}
     asked = turn_request(identity, body)
-    assert (asked.key, asked.parent_key, asked.tenant, asked.single_turn, asked.last) == (
-        "t/p",
-        "t/mother",
-        "t",
-        False,
-        True,
-    )
+    assert (asked.key, asked.parent_key, asked.tenant) == ("t/p", "t/mother", "t")
+    assert (asked.single_turn, asked.first, asked.last) == (False, True, True)
     assert asked.hints == identity.hints
     assert 250 <= asked.prompt_tokens <= 270
     assert len(asked.prefix) == 4

@@ -84,6 +84,10 @@ async def ingress(server: EmbeddedRedis) -> AsyncIterator[Callable[..., Ingress]
         await one.aclose()
 
 
+async def never_called(*arguments: object) -> None:
+    raise AssertionError(arguments)
+
+
 async def probed(one: Ingress) -> None:
     """What `attend` does until the store answers again."""
     async with asyncio.timeout(60):
@@ -128,6 +132,28 @@ async def test_a_later_turn_on_another_ingress_finds_the_home_and_does_not_wait(
     home = await a.turn()
     assert await b.turn() == home
     assert b.placer.placements == {Placed.STAYED: 1}
+
+
+async def test_a_first_turn_is_not_looked_up(ingress, monkeypatch: pytest.MonkeyPatch) -> None:
+    a = ingress()
+    monkeypatch.setattr(a.store, "get", never_called)
+    assert await a.turn(first=True) == Home("r0", 1)
+    assert a.placer.placements == {Placed.NEW: 1}
+
+
+async def test_a_turn_that_only_seems_to_be_the_first_goes_where_its_program_lives(ingress) -> None:
+    a, b = ingress(at("r1")), ingress(at("r2"))
+    home = await a.turn()
+    assert await b.turn(first=True) == home
+    assert b.placer.placements == {Placed.JOINED: 1}
+
+
+async def test_such_a_turn_does_not_wait_for_admission(ingress) -> None:
+    a, b = ingress(at("r1")), ingress(lambda request: Wait())
+    home = await a.turn()
+    async with asyncio.timeout(WITHIN_S):
+        assert await b.turn(first=True) == home
+    assert b.placer.placements == {Placed.JOINED: 1}
 
 
 async def test_concurrent_first_turns_share_one_claim(ingress, monkeypatch: pytest.MonkeyPatch) -> None:

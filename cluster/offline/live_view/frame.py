@@ -11,7 +11,7 @@ from rich.text import Text
 
 from cluster.offline.bench.history import MemoryUse
 from cluster.offline.live_view.look import Look
-from cluster.offline.live_view.now import GoodputNow, Now, ReplicaNow, now_of
+from cluster.offline.live_view.now import EARLY_PREFILL, GoodputNow, Now, ReplicaNow, now_of
 
 BAR_CELLS = 32
 PROGRAMS_SHOWN = 8
@@ -29,7 +29,7 @@ KINDS = (
 def frame(url: str, looks: Sequence[Look]) -> RenderableType:
     """Return a frame of `caesura top` from several looks, the last of which is the current one."""
     last, now = looks[-1], now_of(looks)
-    parts: list[RenderableType] = [_head(url, last, now), _goodput(now.goodput), _front(now), Text()]
+    parts: list[RenderableType] = [_head(url, last, now), _goodput(now.goodput), _front(now), _early(now), Text()]
     parts.append(_replicas(now.replicas) if now.replicas else Text(_no_replicas(last), style="yellow"))
     parts += [_legend(), *_refused(now), *_programs(last)]
     return Group(*parts)
@@ -76,6 +76,18 @@ def _front(now: Now) -> Text:
     return Text(
         f"decisions  {_rate(decided if known else None)}/s at pauses, {_rate(now.placements_per_s)}/s placements"
         f"   waiting at the front {now.waiting_at_front}, moves {now.moves}, refused {now.refusals}"
+    )
+
+
+def _early(now: Now) -> Text:
+    used, wasted = (
+        sum(replica.early_prefill_per_s.get(kind, 0.0) for replica in now.replicas) for kind in EARLY_PREFILL
+    )
+    known = any(replica.early_prefill_per_s for replica in now.replicas)
+    pending = sum(replica.early_prefill_pending for replica in now.replicas)
+    return Text(
+        f"prefill    in pauses: {_rate(used if known else None)} tokens/s used, "
+        f"{_rate(wasted if known else None)} wasted, {pending} tokens pending"
     )
 
 

@@ -97,7 +97,7 @@ async def look(client: httpx.AsyncClient, clock: Clock) -> Look:
     if errors.get("version") == WANTS_KEY:
         raise NoServer(WANTS_KEY)
     if not isinstance(answers.get("version"), dict) or "caesura" not in answers["version"]:
-        raise NoServer("it responses, but not as Caesura does")
+        raise NoServer("it answers, but not as Caesura does")
     return Look(at_s, answers, errors, samples)
 
 

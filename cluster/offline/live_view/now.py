@@ -10,6 +10,8 @@ from cluster.offline.bench.history import MemoryUse, integer
 from cluster.offline.live_view.look import Look
 
 DECISIONS = ("hold", "swap", "release")
+EARLY_PREFILL = ("used", "wasted")
+"""Outcomes of the tokens that replicas compute while tools run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +29,11 @@ class ReplicaNow:
     """Rate of each of `DECISIONS`; empty if there is no earlier look."""
     pace: float | None
     """Measured step time divided by that of the cost model."""
+    early_prefill_per_s: Mapping[str, float]
+    """Tokens a second by each of `EARLY_PREFILL`, counted when the outcome is known; empty if there is no earlier
+    look."""
+    early_prefill_pending: int
+    """Tokens that are still to be computed in pauses."""
     disk_share: float | None = None
     """Used share of its part of the disk tier; None if there is none."""
     disk_troubles: tuple[str, ...] = ()
@@ -116,9 +123,11 @@ def _refused(first: Look, last: Look) -> tuple[RefusedNow, ...]:
 
 def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, seconds: float) -> ReplicaNow:
     rates: dict[str, float] = {}
+    early: dict[str, float] = {}
     # A replica that has restarted under the same name counts from 0.
     if before is not None and seconds > 0:
         rates = {kind: max(0, _decided(statistics, kind) - _decided(before, kind)) / seconds for kind in DECISIONS}
+        early = {kind: max(0, _early(statistics, kind) - _early(before, kind)) / seconds for kind in EARLY_PREFILL}
     pace = statistics.get("step_time_ratio")
     disk_tokens = integer(statistics.get("disk_tokens"))
     return ReplicaNow(
@@ -130,6 +139,8 @@ def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, se
         programs=integer(statistics.get("programs")),
         memory=MemoryUse.of(statistics),
         decisions_per_s=rates,
+        early_prefill_per_s=early,
+        early_prefill_pending=integer(statistics.get("early_prefill_pending")),
         pace=float(pace) if isinstance(pace, int | float) else None,
         disk_share=integer(statistics.get("disk_used_tokens")) / disk_tokens if disk_tokens else None,
         disk_troubles=tuple(name for name, wrong in _mapping(statistics.get("disk_degraded")).items() if wrong),
@@ -138,6 +149,10 @@ def _replica(statistics: Mapping[str, Any], before: Mapping[str, Any] | None, se
 
 def _decided(statistics: Mapping[str, Any], kind: str) -> int:
     return sum(map(integer, _mapping(_mapping(statistics.get("kv_retention_decisions")).get(kind)).values()))
+
+
+def _early(statistics: Mapping[str, Any], outcome: str) -> int:
+    return integer(_mapping(statistics.get("early_prefill_tokens")).get(outcome))
 
 
 def _placements(seen: Look) -> int:
