@@ -16,6 +16,7 @@ tool of 1 s in its first third. The program's time is compared with that of the 
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
 import random
@@ -56,6 +57,8 @@ from replicas.tiny.model import tiny_model_directory
 BLOCK, BLOCKS = 32, 500
 CONTEXT = 500
 PIECES = 50
+SIZES = 128, 1000, 3500
+"""Tokens of the prompts by which the cost model is fitted."""
 MOST_OF_TTFT, MOST_OF_OTHERS, MOST_WASTED, LEAST_SAVED_S = 0.15, 1.02, 0.02, 0.5
 """The bounds that are to be reached."""
 
@@ -214,19 +217,31 @@ async def numbers(engine: AsyncLLM) -> dict[str, Any]:
 
 
 async def measured_cost(model: Path) -> CostModel:
-    """Measure the seconds of a prompt token and of a step."""
+    """Measure a step, a prompt token, a pair of tokens of attention, and a token of context that a step reads."""
     engine = start_engine(model, preset(DEFAULT))
+    most = engine.vllm_config.scheduler_config.max_num_batched_tokens
+    times: dict[int, list[Served]] = {tokens: [] for tokens in SIZES}
     try:
-        times = []
-        for attempt in range(3):
-            prompt = [100 + (place * 13 + attempt) % 900 for place in range(3500)]
-            times.append(await turn(engine, f"cost{attempt}", prompt, 40, last=True))
+        for attempt, tokens in itertools.product(range(-1, 3), SIZES):  # the first attempt warms up
+            prompt = [100 + (place * 13 + attempt + tokens) % 900 for place in range(tokens)]
+            served = await turn(engine, f"cost{attempt}-{tokens}", prompt, 40, last=True)
+            if attempt >= 0:
+                times[tokens].append(served)
     finally:
         engine.shutdown()
-    step_s = min(one.tpot_s for one in times)
-    token_s = (min(one.ttft_s for one in times) - step_s) / 3500
-    fitted = replace(preset(DEFAULT), overhead_s=step_s, token_s=token_s, weights_s=0.0)
-    return replace(fitted, sequence_s=0.0, context_s=0.0, pair_s=0.0)
+    short, middle, long = SIZES
+    step_s = {tokens: min(one.tpot_s for one in served) for tokens, served in times.items()}
+    context_s = max(0.0, (step_s[long] - step_s[short]) / (long - short))
+    overhead_s = step_s[short] - short * context_s
+    # Of a prompt token: its own time, and half of the prompt's pairs.
+    per_token = {
+        tokens: (min(one.ttft_s for one in times[tokens]) - -(-tokens // most) * overhead_s) / tokens - context_s
+        for tokens in (middle, long)
+    }
+    pair_s = max(0.0, 2 * (per_token[long] - per_token[middle]) / (long - middle))
+    token_s = per_token[long] - pair_s * long / 2
+    fitted = replace(preset(DEFAULT), overhead_s=overhead_s, token_s=token_s, weights_s=0.0)
+    return replace(fitted, sequence_s=0.0, context_s=context_s, pair_s=pair_s)
 
 
 def mean(values: Sequence[float]) -> float:
@@ -238,6 +253,7 @@ async def part_1(name: str, model: Path, rounds: int, setting: Setting) -> dict[
     cost = await measured_cost(model)
     engine = start_engine(model, cost)
     row: dict[str, Any] = {"model": name, "prompt_token_ms": cost.token_s * 1e3, "step_ms": cost.overhead_s * 1e3}
+    row["block_step_ms"] = cost.step_s(BLOCK, CONTEXT + setting.tokens // 2, 1) * 1e3
     try:
         for label, beside in (("alone", setting), ("beside", replace(setting, gap_s=1.0))):
             before = await numbers(engine)

@@ -20,7 +20,7 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
     path = path or DIRECTORY / f"{name}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     record = {
-        "command": " ".join(["python -m", f"benchmarks.{name}", *sys.argv[1:]]),
+        "command": " ".join(["python -m", _module(name), *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "commit": commit(),
         "cores": psutil.cpu_count(),
@@ -32,6 +32,13 @@ def save(name: str, rows: Sequence[Mapping[str, Any]], path: Path | None = None)
     }
     path.write_text(json.dumps(record, indent=2) + "\n")
     return path
+
+
+def _module(name: str) -> str:
+    """Return the benchmark that runs. Its results may have another name; else it is ``name``."""
+    spec = sys.modules["__main__"].__spec__
+    is_ours = spec is not None and spec.name.startswith("benchmarks.") and not spec.name.endswith("__main__")
+    return spec.name if spec is not None and is_ours else f"benchmarks.{name}"
 
 
 def kept_rows(name: str) -> list[dict[str, Any]]:
