@@ -300,7 +300,7 @@ class EarlyPrefill:
         Return the tokens of the step, those of the running turns included, or 0 if there is no room. With more, the
         step would compute the request's last token.
         """
-        if under_way(running):
+        if not self._extensions or under_way(running):
             return 0
         if load.running:
             self._credit_s += DECODE_SHARE * load.iteration_s

@@ -217,18 +217,22 @@ class GpuTimes:
         fixed_s = cost.sequence_s + cost.overhead_s / len(scheduled)
         token_s = max(cost.token_s, cost.weights_s / output.total_num_scheduled_tokens)
         context_s, pair_s, requests, turns = cost.context_s, cost.pair_s, self._requests, self._turns
+        one_s, read_s = fixed_s + token_s, context_s + pair_s  # of a turn that generates; most do
         parts: list[Part] = []
         repeated: list[tuple[TurnTime, float]] = []
         total = 0.0
         for request_id, tokens in scheduled.items():
             request, turn = requests[request_id], turns.get(request_id)
             length = request.num_computed_tokens  # vLLM counts the step's own already
-            pairs = length if tokens == 1 else tokens * (2 * length - tokens + 1) / 2
-            seconds = fixed_s + tokens * token_s + length * context_s + pairs * pair_s
+            if tokens == 1:
+                seconds = one_s + length * read_s
+            else:
+                pairs = tokens * (2 * length - tokens + 1) / 2
+                seconds = fixed_s + tokens * token_s + length * context_s + pairs * pair_s
             total += seconds
             used = self._ownerless(request_id) if turn is None else turn.gpu
             parts.append((used, seconds, length - tokens >= request.num_prompt_tokens))
-            if request_id in again:
+            if again and request_id in again:
                 repeated.append((used, seconds * again[request_id] / tokens))
         self._steps.append(_Step(parts, total, repeated))
 
