@@ -52,6 +52,7 @@ def test_a_prompt_that_begins_with_the_last_prompt_and_its_answer_is_the_next_tu
     third = served(index, start + " Look.\nObservation: a bird" + "It is\nbrown. " + LONG + "\nObservation: 2", "Done")
     assert [first.how, second.how, third.how] == [Attribution.BEGUN, Attribution.CONTINUED, Attribution.CONTINUED]
     assert id_of(first) == id_of(second) == id_of(third)
+    assert [turn.identity.first_turn for turn in (first, second, third)] == [True, False, False]
     assert len(index) == 1
 
 

@@ -171,7 +171,19 @@ def test_bursts_that_come_again_are_awaited() -> None:
 def test_bursts_that_are_far_apart_are_not_awaited() -> None:
     """Half an hour and more without need is too long to keep replicas."""
     timeline = Timeline().run(4 * 2400, bursts(2400))
-    assert timeline.sizes.count(1) == 4
+    assert [at_s // 2400 for at_s, replicas, _ in timeline.changes if replicas == 1] == [0, 1, 2, 3]
+    assert all(at_s % 2400 < 200 for at_s, replicas, _ in timeline.changes if replicas == 1), "as if each were the first"
+
+
+def test_what_was_learnt_of_bursts_is_forgotten() -> None:
+    """Bursts five minutes apart make the policy keep replicas for six minutes. Half a day later a burst costs no more
+    than the first one.
+    """
+    timeline = Timeline().run(1260, bursts(300)).run(12 * 3600, busy(0.4))
+    timeline.run(60, lambda at_s, ready: busy(2.8, missed=25.0 if ready < 4 else 0.0)).run(30, busy(0.4))
+    assert timeline.target == 4
+    timeline.run(60, busy(0.4))
+    assert timeline.target == 1
 
 
 def test_replicas_that_start_in_time_are_given_up_as_before() -> None:
