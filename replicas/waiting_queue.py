@@ -19,8 +19,8 @@ LAST: RankKey = (math.inf, math.inf)
 """The rank after those of all turns."""
 EQUAL: RankKey = (0.0,)
 """The rank that replaces a policy's empty rank."""
-RANKS_A_STEP = 32
-"""Largest number of ranks that one step computes again."""
+RANKS_A_STEP = 16
+"""Largest number of ranks that one step computes again. Each takes about 13 µs, and a step of `schedule` 2 ms."""
 SLACK = 16
 """Entries of the heap, beyond two for each request, after which stale ones are dropped."""
 

@@ -172,7 +172,9 @@ def test_bursts_that_are_far_apart_are_not_awaited() -> None:
     """Half an hour and more without need is too long to keep replicas."""
     timeline = Timeline().run(4 * 2400, bursts(2400))
     assert [at_s // 2400 for at_s, replicas, _ in timeline.changes if replicas == 1] == [0, 1, 2, 3]
-    assert all(at_s % 2400 < 200 for at_s, replicas, _ in timeline.changes if replicas == 1), "as if each were the first"
+    assert all(at_s % 2400 < 200 for at_s, replicas, _ in timeline.changes if replicas == 1), (
+        "as if each were the first"
+    )
 
 
 def test_what_was_learnt_of_bursts_is_forgotten() -> None:
