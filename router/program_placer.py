@@ -317,7 +317,7 @@ class ProgramPlacer:
         """Read the home of a program that is unknown here, since its turns must not wait. Whether the store answers.
 
         A program that begins has none. If another ingress has placed it all the same, its claim returns that home, or
-        it is found while the turn waits for admission.
+        it is found while the turn waits for admission, or before it is refused.
         """
         store_available = request.single_turn or self._store.healthy
         is_known = request.single_turn or request.first or self._engine.home_of(request.key) is not None
@@ -330,8 +330,13 @@ class ProgramPlacer:
     async def _decide(self, turn_id: str, request: TurnRequest, store_available: bool) -> Go:
         arrived_s = self._clock.now_s()
         decision = self._engine.turn(turn_id, request, arrived_s, store_available=store_available)
+        may_live_elsewhere = request.first and store_available and not request.single_turn
+        if isinstance(decision, Refuse) and may_live_elsewhere:
+            await self._look_up(request.key)
+            if self._engine.home_of(request.key) is not None:  # a program that lives elsewhere is not refused as new
+                decision = self._engine.turn(turn_id, request, arrived_s)
         if isinstance(decision, Wait):
-            if request.first and store_available and not request.single_turn:
+            if may_live_elsewhere:
                 self._tasks.run("look up", self._look_up(request.key))
             decision = await self._admitted(turn_id)
         match decision:

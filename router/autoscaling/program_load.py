@@ -31,11 +31,11 @@ UNUSED_STARTS, MIN_UNUSED_S = 2.0, 30.0
 IDLE_STARTS, MIN_IDLE_S = 10.0, 120.0
 """The last replica is removed after it was idle for so many start-up times, and for so long: the next turn has to wait
 for a start."""
-MAX_KEPT_S = 1800.0
-"""Without need a replica is kept for at most so long, however often it was removed too early."""
-KEPT_MARGIN = 1.5
+MAX_DOWNSCALE_DELAY_S = 1800.0
+"""Largest learnt delay of a removal, in seconds (the stabilization window of Kubernetes)."""
+DELAY_MARGIN = 1.5
 """A replica is kept for this multiple of the time that would have sufficed, since the next burst may come later."""
-KEPT_FORGOTTEN_S = 4 * 3600.0
+DELAY_FORGOTTEN_S = 4 * 3600.0
 """Time constant with which the time is forgotten for which replicas are kept."""
 MISSED_SHARE, MIN_TURNS = 0.05, 10.0
 """Turns exceed their SLO if this part of at least so many turns does."""
@@ -67,14 +67,15 @@ class LoadState:
     """Smoothed `Demand.turn_work`."""
     capacity: float = 1.0
     """Work of one replica in each second at which it keeps its SLO."""
-    kept_s: float = 0.0
-    """How long replicas are kept without need, learnt from removals that were too early."""
-    given_up: tuple[tuple[float, int], ...] = ()
+    downscale_delay_s: float = 0.0
+    """How long replicas are kept without need, learnt from removals that were too early (Ray's name; there it is
+    fixed)."""
+    removed: tuple[tuple[float, int], ...] = ()
     """Numbers of replicas that were given up, with the time until which so many were needed, as far as none later is
     larger."""
-    missing_s: float = 0.0
+    gap_s: float = 0.0
     """How long the replicas that start, or have just started, would have had to be kept without need; 0: so many were
-    not needed in the last `MAX_KEPT_S`."""
+    not needed in the last `MAX_DOWNSCALE_DELAY_S`."""
     needs: tuple[tuple[float, int], ...] = ()
     """Times and numbers of replicas that would have sufficed, as far as none later is larger: the first is the largest
     of all that are remembered."""
@@ -110,19 +111,21 @@ class ProgramLoad:
             return ScalingDecision(_within(view, view.target), Reason.KEEP, state)
         start_s = start_up_s(view, state)
         demand = Demand.sum(report.demand for report in view.reports)
-        state = _kept(view, _learnt(view, state, demand, start_s), demand)
+        state = _with_delay(view, _learnt(view, state, demand, start_s), demand)
         need = needs_of(view, state, demand, start_s)
-        for_s = max(MAX_KEPT_S, _idle_s(start_s))
+        for_s = max(MAX_DOWNSCALE_DELAY_S, _idle_s(start_s))
         state = replace(state, needs=_remembered(view.now_s, state.needs, _sufficing(need), for_s))
         up, reason = _more(view, state, need, demand)
         if up > view.target:
-            missing_s = max(state.missing_s, _unneeded_s(view, state))
-            return ScalingDecision(up, reason, replace(state, raised_s=view.now_s, missing_s=missing_s))
+            gap_s = max(state.gap_s, _unneeded_s(view, state))
+            return ScalingDecision(up, reason, replace(state, raised_s=view.now_s, gap_s=gap_s))
         down, reason = _fewer(view, state, start_s)
         if down < view.target and up <= down:
-            needed_s = max((at_s for at_s, number in state.needs if number > down), default=view.now_s - MAX_KEPT_S)
-            given_up = _remembered(needed_s, state.given_up, view.target, MAX_KEPT_S)
-            return ScalingDecision(down, reason, replace(state, given_up=given_up))
+            needed_s = max(
+                (at_s for at_s, number in state.needs if number > down), default=view.now_s - MAX_DOWNSCALE_DELAY_S
+            )
+            removed = _remembered(needed_s, state.removed, view.target, MAX_DOWNSCALE_DELAY_S)
+            return ScalingDecision(down, reason, replace(state, removed=removed))
         return ScalingDecision(_within(view, view.target), Reason.KEEP, state)
 
 
@@ -187,20 +190,20 @@ def _learnt(view: ScalingView, state: LoadState, demand: Demand, start_s: float)
     return replace(state, decided_s=view.now_s, work=work, capacity=capacity)
 
 
-def _kept(view: ScalingView, state: LoadState, demand: Demand) -> LoadState:
+def _with_delay(view: ScalingView, state: LoadState, demand: Demand) -> LoadState:
     """Learn how long replicas are kept without need: turns miss their SLO while those start that were given up."""
-    kept_s = state.kept_s * (1.0 - min(1.0, PERIOD_S / KEPT_FORGOTTEN_S))
+    downscale_delay_s = state.downscale_delay_s * (1.0 - min(1.0, PERIOD_S / DELAY_FORGOTTEN_S))
     if not _starting(view, state):
-        return replace(state, kept_s=kept_s, missing_s=0.0)
+        return replace(state, downscale_delay_s=downscale_delay_s, gap_s=0.0)
     if _exceeds_slo(demand):
-        kept_s = max(kept_s, min(MAX_KEPT_S, KEPT_MARGIN * state.missing_s))
-    return replace(state, kept_s=kept_s)
+        downscale_delay_s = max(downscale_delay_s, min(MAX_DOWNSCALE_DELAY_S, DELAY_MARGIN * state.gap_s))
+    return replace(state, downscale_delay_s=downscale_delay_s)
 
 
 def _unneeded_s(view: ScalingView, state: LoadState) -> float:
-    """Return the time since more replicas were needed than are wanted now. 0: they were not, for `MAX_KEPT_S`."""
-    needed_s = max((at_s for at_s, number in state.given_up if number > view.target), default=view.now_s)
-    return view.now_s - needed_s if view.now_s - needed_s <= MAX_KEPT_S else 0.0
+    """Return the time since more replicas were needed than are wanted now. 0: not within `MAX_DOWNSCALE_DELAY_S`."""
+    needed_s = max((at_s for at_s, number in state.removed if number > view.target), default=view.now_s)
+    return view.now_s - needed_s if view.now_s - needed_s <= MAX_DOWNSCALE_DELAY_S else 0.0
 
 
 def _misses(view: ScalingView, state: LoadState, demand: Demand) -> bool:
@@ -233,9 +236,9 @@ def _fewer(view: ScalingView, state: LoadState, start_s: float) -> tuple[int, Re
     """The number that has sufficed for long enough, and only once all replicas have started."""
     if view.ready < view.target:
         return view.target, Reason.KEEP
-    idle_s, unused_s = _idle_s(start_s), max(MIN_UNUSED_S, UNUSED_STARTS * start_s, state.kept_s)
-    idle = [number for at_s, number in state.needs if view.now_s - at_s <= max(idle_s, state.kept_s)]
-    if _covers(view, state, max(idle_s, state.kept_s)) and not any(idle):
+    idle_s, unused_s = _idle_s(start_s), max(MIN_UNUSED_S, UNUSED_STARTS * start_s, state.downscale_delay_s)
+    idle = [number for at_s, number in state.needs if view.now_s - at_s <= max(idle_s, state.downscale_delay_s)]
+    if _covers(view, state, max(idle_s, state.downscale_delay_s)) and not any(idle):
         return _within(view, 0), Reason.IDLE
     if not _covers(view, state, unused_s):
         return view.target, Reason.KEEP

@@ -27,7 +27,7 @@ class ScriptedEngine:
         self.replicas = snapshots
 
     def turn(self, turn_id: str, request: TurnRequest, now_s: float, *, store_available: bool = True) -> Decision:
-        assert turn_id not in self.in_flight and turn_id not in self.over
+        assert self.in_flight.get(turn_id, request) is request and turn_id not in self.over
         self.in_flight[turn_id] = request
         self.asked.append((request.key, store_available))
         home = self.homes.get(request.key)

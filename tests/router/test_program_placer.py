@@ -156,6 +156,15 @@ async def test_such_a_turn_does_not_wait_for_admission(ingress) -> None:
     assert b.placer.placements == {Placed.JOINED: 1}
 
 
+async def test_such_a_turn_is_not_refused_as_a_new_program(ingress) -> None:
+    a, b = ingress(at("r1")), ingress(lambda request: Refuse(Refused.LOAD_SHED, 1.0))
+    home = await a.turn()
+    assert await b.turn(first=True) == home
+    assert not b.placer.refusals
+    with pytest.raises(Overloaded):
+        await b.turn("default/new", first=True)
+
+
 async def test_concurrent_first_turns_share_one_claim(ingress, monkeypatch: pytest.MonkeyPatch) -> None:
     a, claims = ingress(), []
     claim = a.store.claim

@@ -156,7 +156,7 @@ class Drawing:
         self._add(f'<rect style="fill:{colour}" x="{left}" y="{top}" {size}', "rect", title)
 
     def dot(self, x: float, y: float, colour: str, *, title: str = "", radius: float = 3.5) -> None:
-        """Draw a point."""
+        """Draw a filled circle at a position in data units. ``title`` is its tooltip, ``radius`` is in pixels."""
         self._add(f'<circle style="fill:{colour}" cx="{self.px(x)}" cy="{self.py(y)}" r="{radius}"', "circle", title)
 
     def text(self, x_px: float, y_px: float, text: str, kind: str = "tick", anchor: str = "start") -> None:

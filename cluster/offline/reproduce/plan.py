@@ -30,7 +30,7 @@ class _Strict(BaseModel):
 
 
 class System(_Strict):
-    """One compared system."""
+    """A system that the paper compares: a policy of ours, with the settings that make it that system."""
 
     policy: str
     """As for `caesura simulate --policies`."""
@@ -44,7 +44,7 @@ class Load(_Strict):
     """One point of the load."""
 
     rate: float = Field(gt=0)
-    """Programs per second."""
+    """Arrivals of programs per second, over all replicas."""
     settings: dict[str, Any] = {}
     """Settings that differ from the figure's."""
     quick: bool = False
@@ -102,7 +102,7 @@ class Paper(_Strict):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One simulated run."""
+    """A run of the simulator: a system of a figure at one load, with one seed and at most one changed factor."""
 
     figure: str
     system: str
