@@ -28,7 +28,7 @@ $(STAMP): requirements/cpu.lock requirements/dev.lock requirements/setup.sh pypr
 	@PYTHON=$(PYTHON) VENV=$(VENV) bash requirements/setup.sh
 	@touch $@
 
-demo: $(STAMP) ## start a real cluster on this machine, replay agent programs under four policies, print a comparison (10 minutes)
+demo: $(STAMP) ## start a real cluster on this machine, replay agent programs under four policies, print a comparison (8 minutes)
 	@$(BIN)/caesura demo
 
 serve: $(STAMP) ## serve in the foreground (CONFIG=file.yaml sets the configuration)

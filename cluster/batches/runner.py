@@ -1,8 +1,8 @@
 """The batches of one ingress: it starts lines as the replicas have room, and takes over batches of dead ingresses.
 
-A batch belongs to one ingress at a time, by a lease in the store, as a run does (`cluster.runs.runner`). The lines of
-an ingress share one window (`cluster.batches.window`). Tenants take turns in it, and a tenant's batches come one after
-another.
+A batch belongs to one ingress at a time, by a lease in the store, as a run does (`cluster.runs.runner`). Each batch has
+a window for its lines (`cluster.batches.window`), and an ingress has a largest number of lines of all. Tenants take
+turns, and a tenant's batches come one after another, as long as the window of the first is open.
 """
 
 import asyncio
@@ -38,7 +38,6 @@ from cluster.batches.records import (
 )
 from cluster.batches.results import RETRIED, LineAnswer
 from cluster.batches.task import BatchTask, new_run
-from cluster.batches.window import BatchWindow
 from cluster.config.sections import BatchesConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import (
@@ -127,7 +126,6 @@ class BatchRunner:
         self._clock = clock
         self._is_full = is_full
         self._wall = wall
-        self._window = BatchWindow(config.max_concurrent)
         self._tasks: dict[str, BatchTask] = {}
         self._working: dict[str, asyncio.Task[None]] = {}
         self._lines: dict[asyncio.Task[None], tuple[BatchTask, InputLine]] = {}
@@ -265,8 +263,8 @@ class BatchRunner:
         Context().run(self._work_on, batch, progress, events)
 
     def _work_on(self, batch: Batch, progress: Progress, events: list[BatchEvent]) -> None:
-        kept_s, wake = self._config.retention_s, self._wake.set
-        task = BatchTask(batch, progress, events, self._store, self._files, kept_s, wake, self._wall)
+        kept_s, most, wake = self._config.retention_s, self._config.max_concurrent, self._wake.set
+        task = BatchTask(batch, progress, events, self._store, self._files, kept_s, most, wake, self._wall)
         self._tasks[batch.id] = task
         self._working[batch.id] = asyncio.create_task(self._until_ended(task))
         if batch.tenant not in self._turns:
@@ -383,19 +381,20 @@ class BatchRunner:
         while True:
             self._wake.clear()
             now_s = self._clock.now_s()
-            while self._window.may_start(len(self._lines), now_s) and (found := self._next()) is not None:
+            while len(self._lines) < self._config.max_concurrent and (found := self._next(now_s)) is not None:
                 self._start_line(*found)
+            opens_s = [self._tasks[name].window.opens_s(now_s) or IDLE_S for name in self._working]
             with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(self._window.opens_s(now_s) or IDLE_S):
+                async with asyncio.timeout(min(opens_s, default=IDLE_S)):
                     await self._wake.wait()
 
-    def _next(self) -> tuple[BatchTask, InputLine] | None:
+    def _next(self, now_s: float) -> tuple[BatchTask, InputLine] | None:
         """Return the next line of the tenant whose turn it is, or of the next tenant that has one."""
         tasks = sorted((self._tasks[name] for name in self._working), key=lambda task: task.batch.created_s)
         self._turns = [tenant for tenant in self._turns if any(task.batch.tenant == tenant for task in tasks)]
         for place, tenant in enumerate(self._turns):
             for task in tasks:
-                if task.batch.tenant != tenant or not task.may_start:
+                if task.batch.tenant != tenant or not task.may_start(now_s):
                     continue
                 if not task.is_loaded:
                     self._load(task)
@@ -441,7 +440,7 @@ class BatchRunner:
         if error is not None and task.goes_on:
             logger.error("line %d of batch %s is started again", line.number, task.batch.id, exc_info=error)
             now_s = self._clock.now_s()
-            self._window.refused(now_s, now_s, RETRY_AFTER_S)
+            task.window.refused(now_s, now_s, RETRY_AFTER_S)
             task.put_back(line, counts=False)
         task.line_ended(line.number)
         self._wake.set()
@@ -452,7 +451,7 @@ class BatchRunner:
         answer = await self._requests.answer(task.batch, line.number, request)
         if answer.is_final(attempt):
             if answer.is_ok:
-                self._window.served()
+                task.window.served()
             task.answered(line, request.custom_id, answer)
             try:
                 await task.journal.flush()
@@ -462,7 +461,7 @@ class BatchRunner:
             self.lines[tenant, "completed" if answer.is_ok else "failed"] += 1
             await self._requests.recorded(task.batch, line.number, request)
             return
-        self._window.refused(started_s, self._clock.now_s(), answer.retry_after_s)
+        task.window.refused(started_s, self._clock.now_s(), answer.retry_after_s)
         task.put_back(line, counts=answer.status not in RETRIED)
         self.lines[tenant, "put_back"] += 1
 

@@ -34,6 +34,7 @@ from cluster.batches.records import (
     to_text,
 )
 from cluster.batches.results import UNDONE, LineAnswer, answered, undone
+from cluster.batches.window import BatchWindow
 from cluster.core.errors import RunLeaseLost, RunStoreUnavailable, RunUnknown
 from cluster.runs.journal import Journal, LogForm
 from cluster.store.files import FileStore, StoredFile
@@ -68,6 +69,7 @@ class BatchTask:
         store: has the log, whose lease this process has.
         files: has the input, and gets the output.
         kept_s: seconds for which output is kept if the batch does not say it.
+        most_lines: largest number of lines in flight.
         on_change: called when lines may have become ready to be started.
         wall: returns the Unix time in seconds.
     """
@@ -80,11 +82,14 @@ class BatchTask:
         store: RunStore,
         files: FileStore,
         kept_s: float,
+        most_lines: int,
         on_change: Callable[[], object],
         wall: Callable[[], float] = time,
     ) -> None:
         self.batch = batch
         self.progress = progress
+        self.window = BatchWindow(most_lines)
+        """How many lines may be in flight now."""
         self.in_flight: dict[int, asyncio.Task[None]] = {}
         """The lines that are being answered, by number."""
         self.result_bytes = 0
@@ -190,11 +195,11 @@ class BatchTask:
         """Number of lines without a result."""
         return max(0, self.progress.total - len(self._results))
 
-    @property
-    def may_start(self) -> bool:
-        """Whether lines may be started."""
+    def may_start(self, now_s: float) -> bool:
+        """Return whether a line may be started now."""
         ready = self.progress.status == "in_progress" and self.progress.closing is None
-        return ready and self.progress.paused is None and self.left > len(self.in_flight)
+        ready = ready and self.progress.paused is None and self.left > len(self.in_flight)
+        return ready and self.window.may_start(len(self.in_flight), now_s)
 
     @property
     def goes_on(self) -> bool:

@@ -1,4 +1,4 @@
-"""How many lines of batches are in flight: as many as the replicas accept. A pure policy.
+"""How many lines of a batch are in flight: as many as the replicas of its model accept. A pure policy.
 
 Replicas refuse batch work first (503), when other work waits. The window then halves and nothing is started for the
 time that they ask for. Each line that ends lets it grow, by one line for each window of lines.
@@ -9,7 +9,7 @@ FIRST = 4.0
 
 
 class BatchWindow:
-    """The window of one ingress.
+    """The window of one batch. Each has its own, so that a model that has no room delays no other model's batches.
 
     Args:
         most: largest size.

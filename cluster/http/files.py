@@ -128,8 +128,7 @@ class FileRoutes:
         expires_s = now_s + (kept_s or self._limits.retention_s)
         file = StoredFile(f"{FILE_PREFIX}{uuid4().hex}", tenant, name, BATCH, size, now_s, expires_s)
         with _reachable():
-            await self._check_quota(tenant, size)
-            await self._files.write(file, pieces)
+            await self._files.write(file, pieces, self._check_quota)
         return _shown(file)
 
     def _bounded(self, request: Request) -> Receive:
@@ -156,14 +155,18 @@ class FileRoutes:
         message = f"file: it is longer than {self._limits.max_file_bytes} bytes (batches.max_file_bytes)"
         return BadRequest(message, status=413, param="file", code="file_too_large")
 
-    async def _check_quota(self, tenant: str, size: int) -> None:
-        number, used = await self._files.reserved_bytes(tenant)
-        if number >= MAX_FILES:
-            message = f"file: there are {number} files, and at most {MAX_FILES} are kept; delete some"
+    def _check_quota(self, number: int, used: int) -> None:
+        """Check what a tenant has, with the new file.
+
+        Raises:
+            BadRequest: it is too much.
+        """
+        if number > MAX_FILES:
+            message = f"file: there are {number - 1} files, and at most {MAX_FILES} are kept; delete some"
             raise BadRequest(message, param="file", code="too_many_files")
         most = self._limits.max_stored_bytes
-        if used + size > most:
-            message = f"file: all files would have {used + size} bytes, and at most {most} are kept; delete some"
+        if used > most:
+            message = f"file: all files would have {used} bytes, and at most {most} are kept; delete some"
             raise BadRequest(f"{message} (batches.max_stored_bytes)", param="file", code="storage_quota_exceeded")
 
     async def list(

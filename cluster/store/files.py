@@ -55,12 +55,16 @@ class FileStore:
         )
         self._writing: set[str] = set()
 
-    async def write(self, file: StoredFile, pieces: Iterable[bytes]) -> None:
+    async def write(
+        self, file: StoredFile, pieces: Iterable[bytes], check: Callable[[int, int], object] | None = None
+    ) -> None:
         """Store a new file. Nobody sees it before all of it is stored.
 
         Args:
             file: the file. Its ``expires_s`` decides when it is deleted.
             pieces: its content, in pieces that `pieces` returns again as they are.
+            check: called with the number and the bytes of the tenant's files once this one and those that are written
+                at the same time count. If it raises, nothing is stored, and the error is passed on.
 
         Raises:
             RunLeaseLost: another process has a file of this id.
@@ -70,6 +74,8 @@ class FileStore:
         self._writing.add(file.id)
         try:
             await self._repeated(lambda: self._logs.create(run, [b""]))
+            if check is not None:
+                await self._checked(file, check)
             written = 1
             for piece in pieces:
                 await self._append(file.id, written, piece)
@@ -82,6 +88,13 @@ class FileStore:
             )
         finally:
             self._writing.discard(file.id)
+
+    async def _checked(self, file: StoredFile, check: Callable[[int, int], object]) -> None:
+        try:
+            check(*await self.reserved_bytes(file.tenant))
+        except BaseException:
+            await self._discard(file.id, 1)
+            raise
 
     async def find(self, tenant: str, file_id: str) -> StoredFile | None:
         """Return a file, or None if the tenant has none of this id."""
@@ -128,13 +141,17 @@ class FileStore:
         for file_id in claimed:
             page = await self._logs.read(file_id, 0, 0)
             if page is not None:
-                await self._logs.append(file_id, page.length, [], final=True)
-                await self.delete(file_id)
+                await self._discard(file_id, page.length)
         return len(claimed)
 
     async def close(self) -> None:
         """Close the connections."""
         await self._logs.close()
+
+    async def _discard(self, file_id: str, length: int) -> None:
+        """Delete a file that is not complete. ``length``: entries of its log."""
+        await self._logs.append(file_id, length, [], final=True)
+        await self.delete(file_id)
 
     async def _append(self, file_id: str, place: int, piece: bytes) -> None:
         await self._repeated(lambda: self._logs.append(file_id, place, [piece]))

@@ -47,6 +47,8 @@ class Replicas:
     statuses: dict[str, list[int]] = field(default_factory=dict)
     """By custom id: the statuses of its next answers."""
     gate: asyncio.Event = field(default_factory=asyncio.Event)
+    retry_after_s: float = 0.01
+    """Of each answer."""
     free: int = 1 << 30
     """So many lines do not wait for the gate."""
     most: int = 0
@@ -69,7 +71,7 @@ class Replicas:
             self._now -= 1
         left = self.statuses.get(request.custom_id)
         status = left.pop(0) if left else 200
-        return LineAnswer(status, json.dumps({"said": request.custom_id}).encode(), f"r-{number}", 0.01)
+        return LineAnswer(status, json.dumps({"said": request.custom_id}).encode(), f"r-{number}", self.retry_after_s)
 
     async def recorded(self, batch: Batch, number: int, request: LineRequest) -> None:
         self.forgotten.append(request.custom_id)

@@ -51,6 +51,19 @@ async def test_lines_that_are_refused_wait_and_are_put_back(ingress: MakeIngress
     assert site.batches.lines["default", "put_back"] == 36
 
 
+async def test_a_batch_whose_model_has_no_room_delays_no_other(ingress: MakeIngress) -> None:
+    site = ingress()
+    client = site.client()
+    site.replicas.statuses["full"] = [503] * 1000
+    site.replicas.retry_after_s = 3600.0
+    first = await begin(client, lines("full"))
+    await until(client, first.id, lambda _: site.replicas.calls["full"] == 1)
+    done = await ended(client, (await begin(client, lines(*names(12)))).id)
+    assert done.request_counts.completed == 12
+    assert (await client.batches.retrieve(first.id)).status == "in_progress"
+    assert site.replicas.calls["full"] == 1
+
+
 async def test_lines_that_fail_in_the_cluster_are_tried_three_times(ingress: MakeIngress) -> None:
     site = ingress()
     client = site.client()
@@ -240,6 +253,17 @@ async def test_results_count_for_the_quota(ingress: MakeIngress) -> None:
     assert (refused.value.code, refused.value.param) == ("storage_quota_exceeded", "file")
     assert (await client.batches.cancel(batch.id)).caesura == {"paused": "storage_quota"}
     await ended(client, batch.id)
+
+
+async def test_files_that_are_written_at_the_same_time_share_the_quota(ingress: MakeIngress) -> None:
+    site = ingress(max_stored_bytes=1500)
+    client = site.client("both")
+    uploads = [client.files.create(file=b"x" * 1000, purpose="batch") for _ in range(2)]
+    answers = await asyncio.gather(*uploads, return_exceptions=True)
+    refused = [one for one in answers if isinstance(one, BadRequestError)]
+    assert refused and {one.code for one in refused} == {"storage_quota_exceeded"}
+    assert len((await client.files.list()).data) == 2 - len(refused)
+    assert await site.files.reserved_bytes("both") == (2 - len(refused), 1000 * (2 - len(refused)))
 
 
 @pytest.mark.parametrize(

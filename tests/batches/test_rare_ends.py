@@ -136,7 +136,7 @@ async def test_lines_with_results_are_skipped_beside_the_event_loop(monkeypatch:
     batch = Batch("batch_large", "t", CHAT, "file-1", "24h", 0.0, 1.0)
     events = [Accepted(batch), *(Line(number, True, b"", 0) for number in numbers)]
     unused: Any = SimpleNamespace()
-    task = BatchTask(batch, Progress("in_progress", 40), events, unused, unused, 1.0, lambda: None)
+    task = BatchTask(batch, Progress("in_progress", 40), events, unused, unused, 1.0, 8, lambda: None)
     task._pieces = [packed(lines(f"l{number}")) for number in range(1, 41)]
     await task.load()
     line = task.take()

@@ -124,8 +124,8 @@ async def test_files_of_an_ingress_that_died_while_it_wrote_them_are_gone(ingres
     written = asyncio.Event()
     store_file = first.files.write
 
-    async def write_and_freeze(file: object, pieces: object) -> None:
-        await store_file(file, pieces)  # type: ignore[arg-type]
+    async def write_and_freeze(file: object, *rest: object) -> None:
+        await store_file(file, *rest)  # type: ignore[arg-type]
         if file.purpose == "batch_output":  # type: ignore[attr-defined]
             written.set()
             await asyncio.Event().wait()

@@ -1,6 +1,7 @@
 """`caesura demo`: start a local cluster, replay agent programs against it, compare the policies, and stop it."""
 
 import asyncio
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,8 +21,13 @@ CONFIG: dict[str, Any] = {
 """Configuration of the demo's cluster. Tools run 20 times faster than recorded, so `continuum` has short times, too."""
 
 POLICIES = ("vllm", "continuum", "augserve", "caesura")
-RATE_PER_S = 4.0
-DURATION_S = 15.0
+LOAD = 0.9
+"""Arrivals of a block, as a part of what the machine serves at most under the first policy."""
+CONCURRENCY = 12
+WARMUP_S = 5.0
+MEASURED_S = 20.0
+"""The closed loop that finds what the machine serves: programs at a time, seconds before it is measured, seconds."""
+DURATION_S = 30.0
 BLOCKS = 2
 SCALE_TOOLS = 0.05
 MAX_CONTEXT_TOKENS = 3000
@@ -49,6 +55,7 @@ def demo(
     from cluster.local.cluster import LocalCluster, StartFailed
     from cluster.offline.bench.record import bench_lines, write
     from cluster.offline.bench.runner import run_bench
+    from cluster.offline.bench.saturation import saturated_programs_per_s
     from cluster.offline.bench.settings import BenchSettings
     from cluster.offline.bench.tables import print_report, write_json_lines
     from cluster.offline.bench.terminal import RunProgress
@@ -70,7 +77,6 @@ def demo(
                 url=cluster.url,
                 shaping=Shaping(scale_tools=SCALE_TOOLS, max_context=MAX_CONTEXT_TOKENS, max_turns=MAX_TURNS),
                 policies=POLICIES,
-                rate_per_s=RATE_PER_S,
                 duration_s=DURATION_S,
                 blocks=BLOCKS,
                 seed=seed,
@@ -78,8 +84,17 @@ def demo(
                 command="make demo",
                 record=True,
             )
+            with step("what the machine serves"):
+                most_per_s = asyncio.run(
+                    saturated_programs_per_s(
+                        settings, concurrency=CONCURRENCY, warmup_s=WARMUP_S, measured_s=MEASURED_S
+                    )
+                )
+            settings = replace(settings, rate_per_s=round(LOAD * most_per_s, 2))
             console.print(
-                f"\nReplaying agent programs of six kinds at {RATE_PER_S} a second, {BLOCKS} blocks a policy:"
+                f"\nUnder {POLICIES[0]}, this machine serves {most_per_s:.2f} agent programs a second at most. Now"
+                f" programs of six kinds arrive at {settings.rate_per_s} a second, {BLOCKS} blocks a policy:",
+                soft_wrap=True,
             )
             with RunProgress(BLOCKS) as progress:
                 result = asyncio.run(run_bench(settings, progress))
