@@ -292,7 +292,9 @@ def _policy(scheduler: AgentScheduler) -> dict[str, Any]:
 
 
 def _reset(scheduler: AgentScheduler) -> dict[str, Any]:
-    """End all holds, and empty the prefix cache and the host tier. It is not done while turns use the cache."""
+    """End all holds, and empty the prefix cache and the host tier. It is not done while turns or the disk use them."""
+    if scheduler.swapping.disk_in_use:
+        return {"reset": False, "reason": "copies to or from the disk are under way"}
     if scheduler.reset_prefix_cache(reset_connector=True):
         return {"reset": True}
     turns = len(scheduler.requests)
@@ -313,7 +315,8 @@ def _settle(scheduler: AgentScheduler) -> dict[str, Any]:
     loads = any(
         turn.status is RequestStatus.WAITING_FOR_REMOTE_KVS for queue in scheduler.waiting_queues for turn in queue
     )
-    return {"settled": not loads and not scheduler.swapping.request_ids}
+    swapping = scheduler.swapping
+    return {"settled": not loads and not swapping.request_ids and not swapping.disk_in_use}
 
 
 def _renew_kv(scheduler: AgentScheduler, version: str) -> dict[str, Any]:

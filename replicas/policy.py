@@ -96,6 +96,12 @@ class LoadView:
         """Seconds of a decode iteration with one more turn than run now."""
         return self.facts.cost.decode_step_s(self.running + 1, self.running_tokens)
 
+    @cached_property
+    def joined_share_s(self) -> float:
+        """One turn's share of such an iteration, without the reading of KV."""
+        turns = self.running + 1
+        return self.facts.cost.decode_step_s(turns) / turns
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:

@@ -73,6 +73,7 @@ class PrefillScheduling:
         *,
         rank: Callable[[Request], RankKey],
         is_late: IsLate | None,
+        tokens: int,
         yielding: Collection[str] = (),
     ) -> bool:
         """Sort ``running`` before a step: turns that generate, then prompts by their rank.
@@ -81,13 +82,15 @@ class PrefillScheduling:
             running: vLLM's list, which is sorted in place.
             rank: returns the rank of a running prompt.
             is_late: whether prompts of a rank are late. None: no prompt is late.
+            tokens: what the method `tokens` returns for these turns.
             yielding: ids of the turns that give their memory to others. Of the turns that generate, they come last, so
                 that they can be preempted when another one lacks memory.
 
         Returns:
             Whether the set of late prompts has changed.
         """
-        prompts = under_way(running) if is_late is not None else []
+        # In most steps all turns generate, and none has to be looked at.
+        prompts = under_way(running) if is_late is not None and (tokens or self._late) else []
         ranks = self._ranks = {request.request_id: rank(request) for request in prompts}
         late = frozenset(name for name, key in ranks.items() if is_late is not None and is_late(key))
         changed, self._late = late != self._late, late

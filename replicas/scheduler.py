@@ -307,11 +307,11 @@ class AgentScheduler(LoadingScheduler):
             self.views.load = self.load_now()
 
     def _order_prefills(self) -> None:
-        order = self.policies.order
         changed = self.prefill_scheduling.order(
             self.running,
-            rank=lambda request: order.key(self.views.prefilling(request)),
+            rank=lambda request: self.policies.order.key(self.views.prefilling(request)),
             is_late=self.policies.is_late,
+            tokens=self.views.load.prefill_tokens,
             yielding=self.preemption.sheddable,
         )
         if changed:

@@ -461,6 +461,11 @@ class Swapping:
         """Whether vLLM's connector may be reset: not twice between two steps, if transfers were in progress."""
         return self._offloading is None or not transfers_under_way(self._offloading)
 
+    @property
+    def disk_in_use(self) -> bool:
+        """Whether a reset has to wait for the disk. vLLM's would wait in the engine's thread, on a disk that may hang."""
+        return self.disk is not None and self.disk.disk.in_use
+
     def check_integrity(self) -> None:
         """Raise IntegrityError unless exactly the programs in FETCHING have a fetch, and the tier is consistent."""
         for fetch in self._fetches.values():

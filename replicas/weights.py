@@ -190,7 +190,7 @@ class ReplicaWeights:
             await self._resume()
             await asyncio.sleep(SETTLE_S)
             await self._pause()
-        raise UpstreamFailed("copies from the host tier do not end, so that the weights cannot be changed")
+        raise UpstreamFailed("copies between the tiers do not end, so that the weights cannot be changed")
 
     def _salt(self, path: str) -> str:
         """Return what the block hashes depend on. It is empty for the weights with which the engine started."""

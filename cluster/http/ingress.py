@@ -73,6 +73,7 @@ from cluster.observing.slo_tracker import MeasuredAnswers, SloTracker, set_proce
 from cluster.observing.tracing import traces
 from cluster.proxy.graceful_shutdown import GracefulShutdown
 from cluster.proxy.middleware import guarded
+from cluster.responses.wire import build_models
 from cluster.runs.chat_api import asks_for_loop
 
 READY_TIMEOUT_S = 5.0
@@ -185,6 +186,7 @@ class ProgramIngress(Administration):
         await self._service.open()
         self._adopt(self._batches)
         self._batches.open()
+        build_models()
         keep_trimmed()
         freeze_heap()
         if await _proxies_are_disabled():

@@ -164,6 +164,11 @@ class DiskTier(SecondaryTierManager):
         return any(transfer.direction is Direction.WRITE for transfer in self._transfers.values())
 
     @property
+    def in_use(self) -> bool:
+        """Whether the host tier's memory is read or written by threads, which may hang in the volume."""
+        return bool(self._transfers)
+
+    @property
     def backlog_s(self) -> float:
         """Seconds until all that is being written is written."""
         left = (len(t.keys) - len(t.done) for t in self._transfers.values() if t.direction is Direction.WRITE)

@@ -127,8 +127,7 @@ def token_s(load: LoadView) -> float:
 
 def decode_work_s(load: LoadView, context_tokens: float) -> float:
     """Return one turn's seconds of a decode iteration: its share of the common cost, and the reading of its own KV."""
-    cost, turns = load.facts.cost, load.running + 1
-    return cost.decode_step_s(turns) / turns + context_tokens * cost.context_s
+    return load.joined_share_s + context_tokens * load.facts.cost.context_s
 
 
 def turn_work_s(turn: TurnView, prefill_s: float | None = None) -> float:
@@ -192,8 +191,10 @@ def program_in_time(turn: TurnView, prefill_s: float | None = None) -> bool:
     """Return whether all turns of the program were in time, and its time per token can still be within the bound."""
     if turn.bounds.ttft_s is not None and not turn.program.on_time:
         return False
-    generated = max(float(turn.generated_tokens), turn.forecast.output_tokens)
     bound_s = turn.bounds.normalized_latency_s
+    if bound_s is None:
+        return True
+    generated = max(float(turn.generated_tokens), turn.forecast.output_tokens)
     return paces(bound_s, turn.program, turn.forecast, turn.load, turn_s(turn, prefill_s), generated)
 
 

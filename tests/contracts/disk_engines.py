@@ -59,6 +59,10 @@ class Hanging(ChunkFiles):
         self.opened.wait(20.0)
         super().read(path, key, into)
 
+    def write(self, path: Path, key: bytes, chunk: memoryview) -> None:
+        self.opened.wait(20.0)
+        super().write(path, key, chunk)
+
 
 class FixedSpeed(Speed):
     """A speed that is not measured. The built-in model computes faster than many disks read."""

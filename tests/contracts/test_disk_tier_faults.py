@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from replicas.control import dispatch
 from replicas.disk_tier.chunk_file import ChunkFiles
 from replicas.disk_tier.tier import Direction
 from replicas.disk_tier.trouble import Trouble
@@ -208,3 +209,23 @@ def test_after_a_reset_nothing_is_loaded_that_was_written_before(
     assert engine.second("p", turns[0]) == turns[1]
     assert engine.numbers()["context_tokens"]["disk"] == before
     engine.disk._slots.generation = ""
+
+
+def test_a_reset_does_not_wait_for_a_volume_that_hangs(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    opened = threading.Event()
+    engine.disk._files = Hanging(opened)
+    with monkeypatch.context() as unsettled:
+        unsettled.setattr(engine, "settle", lambda: None)
+        engine.turn("p", CONTEXT)
+    engine.until(lambda: engine.disk.in_use)
+    timer = threading.Timer(10.0, opened.set)
+    timer.start()
+    refused = dispatch(engine.scheduler, "reset", {})
+    assert not opened.is_set(), "the engine's thread waited for the volume"
+    assert refused == {"reset": False, "reason": "copies to or from the disk are under way"}
+    assert dispatch(engine.scheduler, "settle", {}) == {"settled": False}, "new weights wait, too"
+    assert not opened.is_set()
+    timer.cancel()
+    opened.set()
+    engine.settle()
+    assert dispatch(engine.scheduler, "reset", {}) == {"reset": True}

@@ -32,6 +32,8 @@ ROUNDS, LONG_ROUNDS = 1, 18
 nothing differs (resampled from the blocks of one run); of three times as many it spreads about half as far."""
 DEADLINE_S = 2.0
 """Of `hang`."""
+AT_ONCE = 8
+"""Calls that end at the same time: four for each core. Each end and the turn after it take about 12 ms of a core."""
 
 
 async def calls(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[tuple[float, str]]:
@@ -50,7 +52,7 @@ async def calls(client: httpx.AsyncClient, body: Mapping[str, Any]) -> list[tupl
 
 
 async def test_a_tool_that_hangs_ends_at_its_deadline(whole: Stand, is_long: bool, promised: Promised) -> None:
-    many = 16 if is_long else 3
+    many = AT_ONCE if is_long else 3
     async with clients(whole.url) as client:
         ended = await asyncio.gather(*(calls(client, run("hang", input=f"{n}")) for n in range(many)))
         flooded = await ask(client, "/v1/responses", run("flood"))

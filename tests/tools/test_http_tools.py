@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import httpx
 import pytest
 
 from cluster.config.tools import HttpTool
@@ -262,6 +263,14 @@ async def guarded(base: str) -> Any:
 
 def invocation(**arguments: Any) -> Invocation:
     return Invocation("t", arguments, 10_000)
+
+
+async def test_no_call_loads_certificates_once_the_tool_is_open(guarded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    kind, _ = guarded("/x")
+    await kind.open()
+    monkeypatch.setattr(httpx, "create_ssl_context", lambda **_: pytest.fail("certificates are loaded in a call"))
+    monkeypatch.setattr(httpx, "AsyncClient", lambda **_: pytest.fail("a client is made in a call"))
+    assert json.loads((await kind.run(invocation())).text)["headers"]["host"].startswith("start.test:")
 
 
 async def test_the_checked_address_is_connected_to_under_the_name(guarded: Any) -> None:

@@ -9,15 +9,18 @@ import asyncio
 import json
 import os
 import re
+import ssl
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote, unquote, urljoin
 
 import httpx
 import yaml
+from anyio.lowlevel import checkpoint
 
 from cluster.config.tools import HttpTool
 from cluster.core.errors import ConfigError, ToolFailed, ToolRefused, ToolUnknown
@@ -219,7 +222,16 @@ class HttpKind:
                 raise ConfigError(f"tools.defined.{name}.openapi.document: {error}") from None
 
     async def open(self) -> None:
-        """Do nothing: an OpenAPI document behind a URL is fetched at the first call."""
+        """Prepare the client, so that no call waits for it. An OpenAPI document behind a URL is fetched at the first
+        call.
+        """
+        await checkpoint()  # imports the backend that httpx needs
+        self._opened()
+
+    def _opened(self) -> httpx.AsyncClient:
+        if self._client is None:
+            self._client = self._new_client()
+        return self._client
 
     def tools(self) -> Sequence[KnownTool]:
         """Return the tool, if its document was read."""
@@ -315,8 +327,6 @@ class HttpKind:
         raise ToolFailed(f"more than {self._config.max_redirects} redirects")
 
     async def _send(self, request: httpx.Request, stack: AsyncExitStack) -> httpx.Response:
-        if self._client is None:
-            self._client = self._new_client()
         if request.url.scheme not in ("http", "https") or not request.url.host:
             raise ToolRefused(f"not a URL that tools may reach: {str(request.url)[:200]}")
         if not self._config.private_addresses:
@@ -324,7 +334,7 @@ class HttpKind:
         # A compressed answer could expand to any size at once.
         request.headers["Accept-Encoding"] = "identity"
         try:
-            response = await self._client.send(request, stream=True)
+            response = await self._opened().send(request, stream=True)
         except (httpx.ConnectError, httpx.UnsupportedProtocol, httpx.PoolTimeout) as error:
             raise ToolFailed(f"no connection to {request.headers['Host']}: {error}", transient=True) from error
         except httpx.HTTPError as error:
@@ -336,7 +346,13 @@ class HttpKind:
         # A connection to a checked address is not kept: another name at that address would be sent through it.
         kept = 20 if self._config.private_addresses else 0
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=kept)
-        return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
+        return httpx.AsyncClient(timeout=None, trust_env=False, limits=limits, verify=_ssl_context())
+
+
+@cache
+def _ssl_context() -> ssl.SSLContext:
+    """Return the context of all clients of this process: each would take 30 ms to load the certificates."""
+    return httpx.create_ssl_context(trust_env=False)
 
 
 def _filled(template: str, arguments: Mapping[str, Any]) -> tuple[str, set[str]]:
