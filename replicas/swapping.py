@@ -463,7 +463,7 @@ class Swapping:
 
     @property
     def disk_in_use(self) -> bool:
-        """Whether a reset has to wait for the disk. vLLM's would wait in the engine's thread, on a disk that may hang."""
+        """Whether a reset would wait in the engine's thread for the disk, which may hang."""
         return self.disk is not None and self.disk.disk.in_use
 
     def check_integrity(self) -> None:

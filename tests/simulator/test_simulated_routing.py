@@ -144,6 +144,14 @@ def test_an_infinite_cache_has_what_was_sent_or_generated_before() -> None:
     assert cache.reusable(program(turn(48, 1), prefix=("tools", 48)), 0, 48, 0) == 32
 
 
+def test_services_that_were_recorded_at_the_same_time_arrive_together(tmp_path: Path) -> None:
+    paths = [tmp_path / "a.jsonl", tmp_path / "b.jsonl"]
+    for path, times in zip(paths, ([0.0, 3.0, 8.0], [1.0, 2.0]), strict=True):
+        path.write_text("".join(f'{{"arrival_s": {time}}}\n' for time in times))
+    process = Arrivals.parse(f"recorded:{paths[0]},{paths[1]}", 1.0)
+    assert process.recorded == (0.5, 0.5, 0.5, 2.5), "0, 1, 2, 3, 8, with a mean gap of 2"
+
+
 def test_recorded_arrivals_keep_their_gaps_at_the_rate_that_is_asked_for(tmp_path: Path) -> None:
     path = tmp_path / "requests.jsonl.gz"
     moments = [(0.0, 0), (0.0, 0), (1.0, 1), (3.0, 0), (9.0, 0)]

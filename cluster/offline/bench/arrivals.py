@@ -1,7 +1,8 @@
 """Intended arrival times of programs, in an open loop.
 
 AugServe's workloads: W1 is ``poisson`` for a duration, W2 a fixed count, W3 ``gamma:CV`` for a duration.
-``recorded:PATH`` reads recorded arrival times, such as Mooncake's, and scales them to the requested rate.
+``recorded:PATH`` reads recorded arrival times, such as Mooncake's, and scales them to the requested rate. With
+``recorded:PATH,PATH`` several services that were recorded at the same time arrive together.
 """
 
 import gzip
@@ -35,7 +36,7 @@ class Arrivals:
 
     @classmethod
     def parse(cls, text: str, rate_per_s: float) -> "Arrivals":
-        """Parse ``poisson``, ``gamma:CV`` or ``recorded:PATH``.
+        """Parse ``poisson``, ``gamma:CV`` or ``recorded:PATH[,PATH]``.
 
         Raises:
             ConfigError: the text has another form, or the file cannot be used.
@@ -51,9 +52,9 @@ class Arrivals:
             if 0 < cv <= MAX_CV:
                 return cls(rate_per_s, cv)
         if name == RECORDED and parameter:
-            return cls(rate_per_s, recorded=_recorded_gaps(Path(parameter)))
+            return cls(rate_per_s, recorded=_recorded_gaps(tuple(map(Path, parameter.split(",")))))
         raise ConfigError(
-            f"--arrivals: {text!r} is none of {POISSON}, {RECORDED}:PATH, and {GAMMA}:CV with a CV above 0, up to "
+            f"--arrivals: {text!r} is none of {POISSON}, {RECORDED}:PATH[,PATH], {GAMMA}:CV with a CV above 0, up to "
             f"{MAX_CV:g}"
         )
 
@@ -92,14 +93,22 @@ class Arrivals:
 
 
 @lru_cache(maxsize=4)
-def _recorded_gaps(path: Path) -> tuple[float, ...]:
-    """Return the gaps between the arrivals of a trace of requests, with a mean of 1.
+def _recorded_gaps(paths: tuple[Path, ...]) -> tuple[float, ...]:
+    """Return the gaps between the arrivals of traces of requests that begin at the same time, with a mean of 1.
+
+    Raises:
+        ConfigError: a file is unreadable, or has fewer than two different times.
+    """
+    times = np.sort(np.concatenate([_recorded_times(path) for path in paths]))
+    mean_s = (times[-1] - times[0]) / (len(times) - 1)
+    return tuple(float(gap) for gap in np.diff(times) / mean_s)
+
+
+def _recorded_times(path: Path) -> "np.ndarray[tuple[int, ...], np.dtype[np.float64]]":
+    """Return the arrivals of a trace of requests in seconds, ascending.
 
     The file has JSON lines, gzipped or not, with ``arrival_s``. A line whose ``turn_inferred`` is not 0 continues a
     conversation and counts as no arrival.
-
-    Raises:
-        ConfigError: the file is unreadable, or has fewer than two different times.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -109,5 +118,4 @@ def _recorded_gaps(path: Path) -> tuple[float, ...]:
         raise ConfigError(f"--arrivals: {path}: cannot be read as a trace of requests: {error!r}") from error
     if len(times) < 2 or not 0 <= times[0] < times[-1] < float("inf"):
         raise ConfigError(f"--arrivals: {path}: no two moments of arrival in it")
-    mean_s = (times[-1] - times[0]) / (len(times) - 1)
-    return tuple(float(gap) for gap in np.diff(np.array(times)) / mean_s)
+    return np.array(times)

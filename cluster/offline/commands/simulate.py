@@ -75,7 +75,7 @@ def simulate(
         str, typer.Option(help="p: error N(0, p x value) of each given value; several with commas.")
     ] = "0",
     arrivals: Annotated[
-        str, typer.Option(help="poisson, gamma:CV (burstier above CV 1) or recorded:PATH.")
+        str, typer.Option(help="poisson, gamma:CV (burstier above CV 1) or recorded:PATH[,PATH].")
     ] = "poisson",
     burst: Annotated[str | None, typer.Option(help="RATE:START_S:LENGTH_S: another rate for a while.")] = None,
     replicas: Annotated[int, typer.Option(help="Replicas.")] = 1,
