@@ -109,6 +109,9 @@ def _recorded_times(path: Path) -> "np.ndarray[tuple[int, ...], np.dtype[np.floa
 
     The file has JSON lines, gzipped or not, with ``arrival_s``. A line whose ``turn_inferred`` is not 0 continues a
     conversation and counts as no arrival.
+
+    Raises:
+        ConfigError: the file is unreadable, or has fewer than two different times.
     """
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
