@@ -9,7 +9,7 @@ from cluster.offline.bench.saturation import saturated_programs_per_s
 from cluster.offline.bench.settings import BenchSettings
 from cluster.offline.bench.workload import Shaping
 
-CONCURRENCY, WARMUP_S, MEASURED_S, TURN_S = 3, 0.2, 1.0, 0.05
+CONCURRENCY, WARMUP_S, MEASURED_S, TURN_S = 3, 1.5, 0.5, 0.05
 
 
 def settings(double, **changes):
@@ -28,9 +28,9 @@ async def test_it_counts_what_is_served_while_each_program_that_ends_is_replaced
     per_s = await saturated(mine)
     turns = per_s * MEASURED_S * fmean(len(program.turns) for program in mine.load().programs)
     assert turns == pytest.approx(round(turns))
-    # No turn is shorter than TURN_S, so that no more turns fit into the time. One may have begun before it.
+    # No turn is shorter than TURN_S, so that no more turns fit into the time. One may have begun before it. With those
+    # of the warm-up, they would be four times as many.
     assert 0 < turns <= CONCURRENCY * (MEASURED_S / TURN_S + 1)
-    assert turns < sum(cluster_double.seen.values()), "turns of the warm-up do not count"
     workers = [program.split("-")[1] for program in cluster_double.seen]
     assert set(workers) == {"0", "1", "2"}
     assert all(workers.count(worker) > 1 for worker in workers), "a program that ends is followed by another"
