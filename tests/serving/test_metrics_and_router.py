@@ -291,7 +291,8 @@ def test_programs_go_on_without_the_store_and_new_ones_are_not_split(site: Site)
         site.redis.start()
     until(lambda: all(router["store"]["healthy"] for router in site.routers()), "the store is back")
     whole = dict.fromkeys(old, 6) | dict.fromkeys(new, 4)
-    assert known == len(new), {"room": room, "loads": loads, "then": alone, "and": loads_after, **site.split(whole)}
+    told = {**site.split(whole), "room": room, "loads": loads, "then": alone, "and": loads_after}
+    assert known == len(new), str(told)  # pytest shortens what is no text
     for program in (*old, *new):
         site.turn(program, [10] * 64)
     assert [site.turns_at_home(program) for program in old] == [7] * len(old)
