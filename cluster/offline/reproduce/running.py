@@ -55,7 +55,13 @@ def run_all(jobs: Sequence[Job], figures: Mapping[str, Figure], traces: Path, pr
 
 
 def measured(job: Job, figures: Mapping[str, Figure], traces: Path) -> Measured:
-    """Run one job."""
+    """Simulate the policy, the load and the seed of a job, and take the values of the figures from the result.
+
+    Args:
+        job: what is simulated.
+        figures: the figures of the paper, by id.
+        traces: the folder of the traces.
+    """
     with TemporaryDirectory() as folder:
         settings, cost = settings_of(job, traces, Path(folder))
         [policy], [rate], [router] = settings.policies, settings.rates_per_s, settings.routers

@@ -48,7 +48,7 @@ class RestartingRouter:
 
     @property
     def front(self) -> PlacementEngine:
-        """The engine."""
+        """The router's placement engine, which knows where each program lives and which replicas take turns."""
         return self._router.front
 
     @property

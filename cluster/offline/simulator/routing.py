@@ -24,7 +24,7 @@ class SimulatedTurn:
     index: int
     """0 for a program's first turn."""
     prompt: Sequence[int]
-    """Token ids."""
+    """Ids of all tokens of the prompt, the context included."""
     identity: ProgramIdentity
 
 
