@@ -109,7 +109,7 @@ SHARE = "x"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What tells the runs of one command apart. All else is in the settings."""
+    """What differs between the runs of one command. All else is in the settings."""
 
     policy: str
     rate_per_s: float
