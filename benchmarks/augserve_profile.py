@@ -1,8 +1,9 @@
 """Chooses AugServe's parameters that its paper does not print: ``python -m benchmarks.augserve_profile --trace FILE``.
 
 AugServe section 4.4 gets the target of a step's tokens by "offline profiling", and prints neither the bounds around it
-nor alpha. Each parameter in turn takes the value with which most requests are good by the paper's own definition: the
-first token of the request within 1 s, and ten iterations a token. The seeds are not those of any reported table.
+nor alpha. Each parameter in turn takes the value with which most requests are good by the paper's bounds: the first
+token of the request within 1 s, and ten iterations a token. The time of tools does not count, since no parameter can
+change it; in the paper it does. The seeds are not those of any reported table.
 """
 
 import argparse

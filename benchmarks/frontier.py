@@ -61,7 +61,7 @@ WORKLOADS = (
 TIERS = {"": "without a host tier", "_host200": "with 200 GiB of host memory"}
 MEASURES = (
     Measure("goodput_programs", "good programs", most=True, plotted=True),
-    Measure("goodput_programs_first", "good by AugServe's definition", most=True),
+    Measure("goodput_programs_first", "good by AugServe's bounds", most=True),
     Measure("goodput_requests", "good requests", most=True),
     Measure("completion_all_s.mean", "completion mean", plotted=True),
     Measure("completion_all_s.p95", "completion p95"),

@@ -9,12 +9,13 @@ import json
 import re
 import sys
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from benchmarks.results import commit
 from cluster.offline.reproduce.comparison import Compared
-from cluster.offline.reproduce.plan import PAPERS, paper_of
+from cluster.offline.reproduce.plan import PAPERS, Figure, Paper, paper_of
 from cluster.offline.reproduce.report import cells, summary
 
 PAGES = Path(__file__).parents[1] / "docs" / "papers"
@@ -44,22 +45,32 @@ def keep(file: Path) -> Path:
 
 
 def with_results(name: str, page: str) -> str:
-    """Return the page with the results that are kept of a paper; without them if there are none."""
+    """Return the page with the results that are kept of a paper, and with the numbers that have none."""
     head = page.partition(MARK)[0].rstrip() + "\n"
     kept = [json.loads(path.read_text(encoding="utf-8")) for path in files_of(name)]
-    if not kept:
-        return head
-    rows = [_row(row) for one in kept for row in one["rows"]]
+    plan = paper_of(name)
+    rows = [_row(row, plan) for one in kept for row in one["rows"]]
     made = {row["figure"]: _made(one) for one in kept for row in one["rows"]}
     alike = f" {next(iter(made.values()))}" if len(set(made.values())) == 1 else ""
-    lines = ["", MARK, "", "## Results beside the paper's", "", f"{summary(rows)}{alike}"]
-    plan = paper_of(name)
+    lines = ["", MARK, "", "## Results beside the paper's", *(["", f"{summary(rows)}{alike}"] if rows else [])]
     for figure in dict.fromkeys(row.figure for row in rows):
-        lines += ["", *_table(plan.figures[figure].title, [row for row in rows if row.figure == figure])]
+        lines += ["", *_table(plan.figures[figure], [row for row in rows if row.figure == figure])]
         lines += [] if alike else ["", made[figure]]
         lines += [f"\nNot here: {missing}" for missing in plan.figures[figure].missing]
     lines += [f"\nNot here: {missing}" for missing in plan.missing]
+    lines += ["", *not_run] if (not_run := _not_run(plan, rows)) else []
     return head + "\n".join(lines) + "\n"
+
+
+def _not_run(plan: Paper, rows: Sequence[Compared]) -> list[str]:
+    """Return a list of the planned numbers without a result."""
+    known = {(row.figure, row.what) for row in rows}
+    missing = {
+        figure.title: [row.what for row in figure.rows if (key, row.what) not in known]
+        for key, figure in plan.figures.items()
+    }
+    lines = [f"- {title}: {len(whats)} numbers ({'; '.join(whats)})" for title, whats in missing.items() if whats]
+    return ["Planned, and not run yet:", "", *lines] if lines else []
 
 
 def files_of(name: str) -> list[Path]:
@@ -69,17 +80,24 @@ def files_of(name: str) -> list[Path]:
     return sorted(found, key=lambda path: order.get(path.stem.removeprefix(f"reproduce_{name}_"), -1))
 
 
-def _row(row: Mapping[str, Any]) -> Compared:
-    return Compared(**{key: value for key, value in row.items() if key not in ("ratio", "near")})
+def _row(row: Mapping[str, Any], plan: Paper) -> Compared:
+    kinds = {planned.what: planned.kind for planned in plan.figures[row["figure"]].rows}
+    fields = {key: value for key, value in row.items() if key not in ("ratio", "near", "near_by_rest")}
+    return Compared(**{"kind": kinds.get(row["what"], "value"), **fields})
 
 
 def _made(kept: Mapping[str, Any]) -> str:
     return f"Seeds {', '.join(map(str, kept['seeds']))}; {kept['date']}, commit {kept['commit']}."
 
 
-def _table(title: str, rows: Sequence[Compared]) -> list[str]:
-    lines = [f"### {title}", "", "| | published | here | ratio |", "| --- | --- | --- | --- |"]
-    return lines + [f"| {' | '.join(cells(row, factors=False))} |" for row in rows]
+def _table(figure: Figure, rows: Sequence[Compared]) -> list[str]:
+    ran = [key for key in figure.factors if any(row.with_factors.get(key) is not None for row in rows)]
+    names = ["", "published", "here", "ratio", *(figure.factors[key].what for key in ran)]
+    lines = [f"### {figure.title}", "", f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
+    for row in rows:
+        shown_row = replace(row, with_factors={key: row.with_factors.get(key) for key in ran})
+        lines.append(f"| {' | '.join(cells(shown_row, factors=True))} |")
+    return lines
 
 
 if __name__ == "__main__":

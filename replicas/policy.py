@@ -38,6 +38,8 @@ class ReplicaFacts:
     """vLLM's max_num_batched_tokens: the largest number of tokens of a step."""
     host_tokens: int = 0
     """Capacity of the host tier, in tokens. 0 means that there is none."""
+    prefix_cache: bool = True
+    """Whether released KV can be found again until others need its memory."""
 
     def alone_s(self, tokens: int, context_tokens: int) -> float:
         """Return the seconds that the first token of a turn takes alone.
@@ -197,7 +199,7 @@ class TurnView:
     bounds: Slo = NO_BOUNDS
     """Its own bounds: those of its tenant, and its client's deadline."""
     longest_wait_steps: int = 0
-    """Largest number of steps that an earlier turn of its program waited, without the program's first turn."""
+    """Largest number of steps that its program waited before, since it was first scheduled."""
     tree: TreeView | None = None
     """The tree of its program. None: the program is alone."""
     waited_s: float = 0.0

@@ -179,10 +179,9 @@ class ProgramTable:
         return (entry.state for entry in reversed(self._live.values()))
 
     def waited(self, key: str, steps: int) -> None:
-        """Note that a turn of a program waited for so many steps. The program's first turn does not count."""
+        """Note that a turn of a program, which had been scheduled before, waited for so many steps."""
         entry = self._live[key]
-        if entry.state.turns > 1:
-            entry.longest_wait_steps = max(entry.longest_wait_steps, steps)
+        entry.longest_wait_steps = max(entry.longest_wait_steps, steps)
 
     def longest_wait_steps(self, key: str) -> int:
         """Return the largest number of steps that :meth:`waited` noted; 0 for a program that has ended."""

@@ -105,21 +105,17 @@ class AgentScheduler(LoadingScheduler):
         self.groups = KvGroups.of(self.kv_cache_config, self.hash_block_size, caching=caching)
         control = self.settings.limits
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
-        self.programs = ProgramTable(control.max_programs, control.program_ttl_s)
-        self.trees = ProgramTrees()
-        self.durations = DurationTable()
-        self.duration_changes = DurationChanges()
+        self.programs, self.trees = ProgramTable(control.max_programs, control.program_ttl_s), ProgramTrees()
+        self.durations, self.duration_changes = DurationTable(), DurationChanges()
         queue = (self._rank, self._missing_tokens, lambda: self._rerank_later(self.trees.take_changed_turns()))
         self.waiting_queues = tuple(RankedQueue(*queue) for _ in range(2))
         self.counters: Counter[str] = Counter()
         self.turns: dict[str, Turn] = {}
         self.tool_names = tool_name_reader(self.vllm_config.model_config, self.settings.tool_parser)
-        self.lost_queue = RecentMean()
-        self.forecaster = Forecaster()
+        self.lost_queue, self.forecaster = RecentMean(), Forecaster()
         self.cached_prefixes = CachedPrefixes(self.groups.block_tokens)
         self.returning_outputs = ReturningOutputs(self.hash_block_size)
-        self.prefill_scheduling = PrefillScheduling()
-        pool = self.kv_cache_manager.block_pool
+        self.prefill_scheduling, pool = PrefillScheduling(), self.kv_cache_manager.block_pool
         self.single_flight = SingleFlight(pool, self.prefill_scheduling.is_late, self.counters)
         self._prompt_tokens = self.scheduler_config.long_prefill_token_threshold
         self.pace = StepPace(self.settings.cost, self._now_s, self.requests)
@@ -152,6 +148,7 @@ class AgentScheduler(LoadingScheduler):
             capacity_tokens=self.groups.tokens_in(pool.num_gpu_blocks - 1),
             max_tokens=int(self.max_num_scheduled_tokens),
             host_tokens=self.swapping.capacity_tokens,
+            prefix_cache=caching,
         )
         self.views = Views(
             load=self.load_now(),
@@ -411,8 +408,10 @@ class AgentScheduler(LoadingScheduler):
 
     def _admit(self, request: Request, local_tokens: int, remote_tokens: int) -> None:
         turn = self.turns.get(request.request_id)
-        now_s = self._now_s()
-        if turn is not None and turn.admitted(now_s):
+        if turn is None:
+            return
+        now_s, preempted = self._now_s(), turn.waits_since_s is not None
+        if first := turn.admitted(now_s):
             turn.cached_tokens = local_tokens + remote_tokens
             if turn.key is not None:
                 turn.disk_tokens = min(turn.cached_tokens, self.swapping.loaded_tokens(turn.key))
@@ -423,10 +422,11 @@ class AgentScheduler(LoadingScheduler):
                 program = self.programs[turn.key]
                 if program.turns > 1 and program.phase is not Phase.RESUMING:
                     self.lost_queue.observe(turn.waited_s)
-                self.programs.waited(turn.key, self.current_step - turn.queued_step)
                 self.apply(turn.key, Admitted(now_s))
-        elif turn is not None:
+        else:
             self.swapping.resumes(turn.key)
+        if turn.key is not None and (preempted or (first and self.programs[turn.key].turns > 1)):
+            self.programs.waited(turn.key, self.current_step - turn.queued_step)
 
     def _preempt_request(self, request: Request, *args: Any, **kwargs: Any) -> None:
         self.stats.preempted(request)

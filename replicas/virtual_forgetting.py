@@ -4,6 +4,8 @@ vLLM's offloading connector copies every full block to the host and finds it the
 Here a turn finds on the host only what its program swapped out.
 """
 
+from dataclasses import replace
+
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.kv_offload.base import LookupResult, OffloadKey, ReqContext
@@ -26,7 +28,9 @@ def forget_free_blocks(pool: BlockPool) -> None:
 
 
 def forget_copies(scheduler: AgentScheduler) -> None:
-    """Hide the host's copies of all programs but those that are swapped out."""
+    """Hide the host's copies of all programs but those that are swapped out, and tell policies that there is no cache.
+    """
+    scheduler.facts = replace(scheduler.facts, prefix_cache=False)
     cache, swapping = scheduler.swapping.cache, scheduler.swapping
     if cache is None:
         return

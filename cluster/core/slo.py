@@ -313,19 +313,21 @@ class Slo:
         one.
 
         The normalised latency bounds the program as a whole, as in AugServe's evaluation. It is the time without tools
-        divided by all tokens of the program. If every turn meets this bound, the program meets it too. The reverse is
-        not
-        true: a turn of four tokens after a long tool result may be slow per token in a program that is fast.
+        divided by all tokens of the program. (In AugServe's evaluation the time of tools counts.) If every turn meets
+        this bound, the program meets it too. The reverse is not true: a turn of four tokens after a long tool result
+        may be slow per token in a program that is fast.
         """
         if program.outcome is not Outcome.OK:
             return False
         return self.verdict(sum(map(self.tally, program.turns), Tally())) is Verdict.GOOD
 
     def program_begins_in_time(self, program: ProgramRecord) -> bool:
-        """Return whether a program is good as AugServe's evaluation defines it, where a request is a whole program.
+        """Return whether a program is good by the bounds of AugServe's evaluation, where a request is a whole program.
 
         All planned turns are OK, the *first* turn meets the bound of the TTFT, and the program meets the bound of the
         normalised latency. The TTFT of later turns has no bound, nor have `tpot_s` and `e2e_s` (AugServe, section 5.1).
+        The time of tools does not count here, because no scheduler can change it. It does in AugServe's evaluation:
+        `cluster.offline.reproduce.measures` has that measure.
         """
         return (
             program.outcome is Outcome.OK
@@ -342,7 +344,7 @@ class Goodput:
     """The good programs and requests of one measured window. Its programs are those whose intended arrival is in it.
 
     There are three definitions of good, which are always reported together: a program all of whose turns are in time,
-    a program whose first turn is in time (AugServe's), and a request (a turn) in time.
+    a program whose first turn is in time (AugServe's bounds), and a request (a turn) in time.
     """
 
     window_s: float
@@ -351,7 +353,7 @@ class Goodput:
     good_programs: int
     """Number of programs for which `Slo.program_is_good`."""
     good_programs_first: int
-    """Number of programs for which `Slo.program_begins_in_time`, which is AugServe's definition."""
+    """Number of programs for which `Slo.program_begins_in_time`, by AugServe's bounds."""
     offered_requests: int
     """Number of turns that became due."""
     good_requests: int
@@ -391,7 +393,7 @@ class Goodput:
 
     @property
     def programs_first_per_s(self) -> float:
-        """Programs per second of the window that are good by AugServe's definition."""
+        """Programs per second of the window that are good by AugServe's bounds."""
         return self.good_programs_first / self.window_s
 
     @property
@@ -406,7 +408,7 @@ class Goodput:
 
     @property
     def attainment_first(self) -> float | None:
-        """Fraction of the offered programs that are good by AugServe's definition; None: none was offered."""
+        """Fraction of the offered programs that are good by AugServe's bounds; None: none was offered."""
         return self.good_programs_first / self.offered_programs if self.offered_programs else None
 
     @property

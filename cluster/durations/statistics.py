@@ -242,7 +242,10 @@ class DurationStatistics:
 
 
 def empirical_bernstein_s(count: int, mean_s: float, variance: float, range_s: float, delta: float) -> float:
-    """Return the empirical Bernstein bound on a mean in seconds.
+    """Return the empirical Bernstein bound on a mean in seconds (Maurer and Pontil, 2009, theorem 4).
+
+    It is mean + sqrt(2 V ln(2 / delta) / n) + 7 R ln(2 / delta) / (3 (n - 1)), with the sample variance V and the
+    observed range R. The bound of one observation is the observation.
 
     Args:
         count: number of observations.
@@ -256,5 +259,7 @@ def empirical_bernstein_s(count: int, mean_s: float, variance: float, range_s: f
     """
     if not 0 < delta < 1:
         raise ValueError(f"delta must be between 0 and 1, not {delta}")
-    doubt = math.log(3 / delta) / count
-    return mean_s + math.sqrt(2 * variance * doubt) + 3 * range_s * doubt
+    if count < 2:
+        return mean_s
+    doubt = math.log(2 / delta) / (count - 1)
+    return mean_s + math.sqrt(2 * variance * doubt) + 7 / 3 * range_s * doubt

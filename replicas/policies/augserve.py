@@ -107,7 +107,7 @@ class TwoStage:
     def value(self, turn: TurnView) -> float:
         """Return V1 before the program's first call (eq. 13-15), V_final after it (eq. 20-25), in token-seconds."""
         load, tokens = turn.load, turn.tokens
-        output = max(0.0, turn.forecast.output_tokens)
+        output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
         step_s, step_tokens = iteration_s(load), load.facts.max_tokens
         total = min(turn.program.context_tokens, tokens)
         if total == 0:

@@ -72,7 +72,7 @@ class MemoryOverTime:
     def token_seconds(self, turn: TurnView) -> float:
         """Return the integral in token-seconds: growth until the call, and what the call's handling adds."""
         load, prompt = turn.load, turn.tokens
-        output = max(0.0, turn.forecast.output_tokens)
+        output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)
         grown = growth(load, min(turn.cached_tokens, prompt) if self.remaining else 0, prompt, output)
         if turn.forecast.pause_s <= 0:
             return grown

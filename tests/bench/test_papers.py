@@ -43,7 +43,10 @@ def test_results_replace_the_ones_before_and_come_after_the_text(
 ) -> None:
     monkeypatch.setattr(papers, "RESULTS", tmp_path)
     text = "# LAMPS\n\nText.\n"
-    assert papers.with_results("lamps", text) == text
+    page = papers.with_results("lamps", text)
+    assert page.startswith(text)
+    assert "Planned, and not run yet" in page
+    assert "- Figure 6: GPT-J-6B, all programs: 2 numbers (TTFT below InferCept's at 3/s, %;" in page
     made = tmp_path / "made.json"
     made.write_text(json.dumps(RESULT))
     kept = papers.keep(made)

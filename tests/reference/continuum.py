@@ -1,7 +1,8 @@
 """Continuum, written from the paper alone (sections 4.2 to 4.4, 5.3), with nothing of `replicas.policies`.
 
-Taken from docs/papers/continuum.md, because the formulas are lost in our copy of the text: the bound is Audibert's
-empirical Bernstein bound, and the factor for turns is the number of requests so far over the average.
+Section 4.2 names the inequality of Maurer and Pontil (2009), of which this is theorem 4. Taken from
+docs/papers/continuum.md, because the formula is lost in our copy of the text: the factor for turns is the number of
+requests so far over the average.
 """
 
 from math import log, sqrt
@@ -12,12 +13,12 @@ DELTA, K, DEFAULT_S, BETA = 0.1, 5, 2.0, 1.0
 
 
 def bound_s(seconds: list[float]) -> float:
-    """mean + sqrt(2 · variance · ln(3 / delta) / n) + 3 · range · ln(3 / delta) / n, of the observed seconds."""
+    """mean + sqrt(2 V ln(2 / delta) / n) + 7 range ln(2 / delta) / (3 (n - 1)), with the sample variance V."""
     count = len(seconds)
     mean = sum(seconds) / count
-    variance = sum((value - mean) ** 2 for value in seconds) / count
-    term = log(3 / DELTA)
-    return mean + sqrt(2 * variance * term / count) + 3 * (max(seconds) - min(seconds)) * term / count
+    variance = sum((value - mean) ** 2 for value in seconds) / (count - 1)
+    term = log(2 / DELTA)
+    return mean + sqrt(2 * variance * term / count) + 7 * (max(seconds) - min(seconds)) * term / (3 * (count - 1))
 
 
 def ttl_s(pause: PauseView, tool: list[float], everything: list[float]) -> float:

@@ -45,7 +45,8 @@ def way(waste: dict[str, float]) -> str:
 
 def area(turn: TurnView) -> float:
     """Figure 4: the integral of memory over time of a segment, up to the end of its call's handling."""
-    load, prompt, output = turn.load, turn.tokens, max(0.0, turn.forecast.output_tokens)
+    load, prompt = turn.load, turn.tokens
+    output = max(0.0, turn.forecast.output_tokens - turn.generated_tokens)  # its prompt has the others
     prefill = forward_s(load, prompt) * prompt / 2
     decode = decode_s(load) * sum_of_growth(prompt, output)
     call_s = turn.forecast.pause_s

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
+from replicas.scheduler import AgentScheduler
 from replicas.virtual_engine import Shape, VirtualEngine, chained_hashes
 
 PROMPT = list(range(100))
@@ -49,3 +50,10 @@ def test_a_forgetful_pool_keeps_what_is_in_use_and_forgets_what_is_free(
         pool.run()
         assert pool.cached_blocks(hashes) == left
         assert pool.free_blocks() == pool.shape.num_blocks - 1
+
+
+def test_policies_know_that_there_is_no_prefix_cache(tiny_config: Path) -> None:
+    for shape, cached in ((Shape(), True), (Shape(forgetful=True), False), (Shape(prefix_caching=False), False)):
+        scheduler = VirtualEngine(AgentScheduler, tiny_config, shape).scheduler
+        assert isinstance(scheduler, AgentScheduler)
+        assert scheduler.load_now().facts.prefix_cache == cached

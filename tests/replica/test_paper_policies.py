@@ -40,6 +40,16 @@ def test_all_that_is_released_is_lost_where_turns_wait_and_else_the_share_in_use
     assert waste.lost_share(load(waiting=0, free_tokens=10_000)) == 0
 
 
+@pytest.mark.parametrize("name", ["infercept", "lamps", "mars", "augserve"])
+def test_without_a_prefix_cache_all_of_a_released_context_is_lost(name: str) -> None:
+    """As in the papers: 1000 tokens for 0.4 s waste 400, and computing them again 500, however much memory is free."""
+    idle = load(waiting=0, free_tokens=10_000)
+    without = replace(idle, facts=replace(idle.facts, prefix_cache=False))
+    decide = policy(name).pause.decide
+    assert isinstance(decide(pause(idle, pause_s=0.4)), Release)
+    assert isinstance(decide(pause(without, pause_s=0.4)), Hold)
+
+
 def test_the_wastes_of_an_expected_pause() -> None:
     """2000 tokens: preserve 2 s · 2000; discard 0.2 s · (2000 + 4000); swap 2 · 0.02 s · 6000, longer than a step."""
     wastes = waste.predicted(load(host_tokens=5000), 2000, 4000, 2.0)

@@ -160,6 +160,25 @@ def test_a_preempted_turn_recomputes_what_it_had(counted: Make) -> None:
     assert not c.stats._known and not c.stats._again
 
 
+def test_a_program_remembers_how_long_it_waited_after_a_preemption_but_not_before_it_was_scheduled(
+    counted: Make,
+) -> None:
+    c = counted("lamps")
+    c.arrive("a", 500, 30, last=False)
+    c.arrive("b", 480, 30, last=False)
+    steps = 0
+    preempted_at: dict[str, int] = {}
+    while c.scheduler.has_unfinished_requests():
+        output = c.scheduler.schedule()
+        steps += 1
+        preempted_at |= {name: steps for name in output.preempted_req_ids or ()}
+        c.engine.complete(output)
+    [name] = preempted_at
+    waits = {key: c.scheduler.programs.longest_wait_steps(f"default/{key}") for key in "ab"}
+    assert waits.pop(name[0]) > 5
+    assert list(waits.values()) == [0]
+
+
 def test_who_waits_too_long_for_memory_is_starved(tiny_config: Path) -> None:
     settings = SchedulerSettings(policy=PolicyConfig(name="vllm"), limits=LimitsConfig(starvation_s=5.0))
     engine = VirtualEngine(AgentScheduler, tiny_config, Shape(), settings)

@@ -58,6 +58,18 @@ def test_a_row_is_near_within_a_quarter_of_the_published_number() -> None:
     assert "2 of 4" in summary(compare("f", plan, results(0)))
 
 
+@pytest.mark.parametrize(
+    ("published", "near", "by_rest"),
+    [(60.0, True, True), (70.0, True, False), (50.0, True, True), (40.0, False, False), (-5.0, False, False)],
+)
+def test_a_reduction_is_also_compared_by_what_it_leaves(published: float, near: bool, by_rest: bool) -> None:
+    """Here 60% below, which leaves 40%: between 32 and 50% are within a quarter of that."""
+    plan = figure({"kind": "less", "system": "new", "against": "old", "load": "2", "published": published})
+    [found] = compare("f", plan, results(0))
+    assert (found.near, found.near_by_rest) == (near, by_rest)
+    assert f"by what it leaves, {int(by_rest)} are" in summary([found])
+
+
 def test_several_seeds_have_a_mean_and_a_spread() -> None:
     [found] = compare("f", figure({"system": "new", "load": "1", "published": 8}), results(0, 2))
     assert (found.here, found.spread) == (9.0, pytest.approx(2**0.5))

@@ -4,7 +4,7 @@ import pytest
 
 from cluster.core.errors import ConfigError
 from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
-from cluster.offline.reproduce.measures import measure_of
+from cluster.offline.reproduce.measures import Window, measure_of
 
 BOUNDS = {"ttft_s": 1, "iterations": 10}
 
@@ -21,8 +21,8 @@ def program(arrival_s: float, ttft_s: float, end_s: float, tool_s: float = 0.0, 
     return ProgramRecord("p", arrival_s, outcome, turns, 2)
 
 
-def value(spec: object, *programs: ProgramRecord, arrivals_s: float = 100.0, iteration_s: float = 0.1) -> float | None:
-    return measure_of(spec)(programs, arrivals_s, iteration_s)  # type: ignore[arg-type]
+def value(spec: object, *programs: ProgramRecord, window: Window = (0.0, 100.0)) -> float | None:
+    return measure_of(spec)(programs, window, 0.1)  # type: ignore[arg-type]
 
 
 def test_the_latency_of_a_request_has_its_tools_and_the_normalised_one_of_infercept_does_not() -> None:
@@ -54,6 +54,8 @@ def test_a_request_is_good_if_first_token_and_pace_are_in_time_and_tools_count_o
 
 def test_throughput_counts_what_completed_while_programs_arrived() -> None:
     assert value("throughput", program(0, 1, 90), program(60, 1, 101), program(0, 1, 9, done=False)) == 1 / 100
+    after_warmup = (program(600, 1, 690), program(660, 1, 701), program(600, 1, 699))
+    assert value("throughput", *after_warmup, window=(600, 700)) == 2 / 100
 
 
 def test_without_a_completed_program_there_is_no_latency() -> None:

@@ -76,8 +76,8 @@ def test_the_moments_of_few_durations_are_exact() -> None:
     assert (slowest.count, slowest.min_s, slowest.max_s) == (2, 2.0, 5.0)
     assert slowest.mean_s == pytest.approx(mean_s)
     variance = sum((seconds - mean_s) ** 2 for seconds in outcomes) / 6
-    doubt = math.log(3 / 0.1) / 2
-    bound_s = mean_s + math.sqrt(2 * variance * doubt) + 3 * 3.0 * doubt
+    doubt = math.log(2 / 0.1)
+    bound_s = mean_s + math.sqrt(2 * variance * doubt) + 7 * 3.0 * doubt / 3
     assert slowest.bernstein_bound_s(0.1) == pytest.approx(bound_s)
     with pytest.raises(ValueError, match="delta"):
         slowest.bernstein_bound_s(1.0)

@@ -152,8 +152,8 @@ def test_hazard_by_hand() -> None:
 
 def test_bernstein_bound_by_hand() -> None:
     statistics = of([1.0, 3.0])
-    doubt = math.log(3 / 0.1) / 2
-    assert statistics.bernstein_bound_s(0.1) == pytest.approx(2 + math.sqrt(2 * 1 * doubt) + 3 * 2 * doubt)
+    doubt = math.log(2 / 0.1)  # the sample variance is 2, and n - 1 is 1
+    assert statistics.bernstein_bound_s(0.1) == pytest.approx(2 + math.sqrt(2 * 2 * doubt / 2) + 7 * 2 * doubt / 3)
     assert of([5.0]).bernstein_bound_s(0.1) == 5
 
 

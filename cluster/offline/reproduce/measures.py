@@ -1,7 +1,7 @@
 """What the papers measure, computed from the records of a run's programs. A paper's request is a whole program.
 
-Each measure is a function of the programs that arrived in the run, the seconds in which they arrived, and a decode
-iteration's seconds. Programs that had not completed, or had no first token, when the run ended are left out, as by a
+Each measure is a function of the programs that arrived in a window, the times at which it began and ended, in seconds,
+and a decode iteration's seconds. Programs that had not completed, or had no first token, when the run ended are left out, as by a
 client that reports what it got. The drain of a run decides how many these are.
 """
 
@@ -14,8 +14,9 @@ import numpy as np
 from cluster.core.errors import ConfigError
 from cluster.core.slo import Outcome, ProgramRecord
 
-Measure = Callable[[Sequence[ProgramRecord], float, float], float | None]
-"""Of programs, seconds of arrivals, and seconds of an iteration. None: there is no program of which to measure it."""
+Window = tuple[float, float]
+Measure = Callable[[Sequence[ProgramRecord], Window, float], float | None]
+"""Of programs, the window of their arrivals, and seconds of an iteration. None: there is no program of which to measure it."""
 
 
 def _completed(programs: Sequence[ProgramRecord]) -> list[ProgramRecord]:
@@ -45,7 +46,7 @@ def _in_time(program: ProgramRecord, ttft_s: float, per_token_s: float, tools: b
 
 def goodput(
     programs: Sequence[ProgramRecord],
-    arrivals_s: float,
+    window: Window,
     iteration_s: float,
     *,
     ttft_s: float,
@@ -60,7 +61,7 @@ def goodput(
 
 def attainment(
     programs: Sequence[ProgramRecord],
-    arrivals_s: float,
+    window: Window,
     iteration_s: float,
     *,
     ttft_s: float,
@@ -73,15 +74,16 @@ def attainment(
     return 100 * good / len(done) if done else None
 
 
-def throughput(programs: Sequence[ProgramRecord], arrivals_s: float, iteration_s: float) -> float | None:
+def throughput(programs: Sequence[ProgramRecord], window: Window, iteration_s: float) -> float | None:
     """Return the requests per second that completed while programs arrived."""
+    begin_s, end_s = window
     ends = (p.arrival_s + p.jct_wall_s for p in _completed(programs) if p.jct_wall_s is not None)
-    return sum(end_s <= arrivals_s for end_s in ends) / arrivals_s
+    return sum(ended_s <= end_s for ended_s in ends) / (end_s - begin_s)
 
 
 def _over(
     programs: Sequence[ProgramRecord],
-    arrivals_s: float,
+    window: Window,
     iteration_s: float,
     *,
     of: Callable[[ProgramRecord], float | None],

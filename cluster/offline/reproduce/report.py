@@ -42,9 +42,12 @@ def cells(row: Compared, *, factors: bool) -> list[str]:
 
 
 def summary(rows: Sequence[Compared]) -> str:
-    """Return one sentence with the number of rows that are near the published ones."""
-    near = sum(row.near for row in rows)
-    return f"{near} of {len(rows)} numbers are within 25% of the published ones (the others have a *)."
+    """Return how many rows are near the published ones."""
+    near, by_rest = sum(row.near for row in rows), sum(row.near_by_rest for row in rows)
+    text = f"{near} of {len(rows)} numbers are within 25% of the published ones (the others have a *)."
+    if all(row.kind != "less" for row in rows):
+        return text
+    return f"{text} If a reduction in percent is compared by what it leaves, {by_rest} are."
 
 
 def as_json(
@@ -56,7 +59,9 @@ def as_json(
         **made,
         "paper": name,
         "seeds": results.seeds,
-        "rows": [asdict(row) | {"ratio": row.ratio, "near": row.near} for row in rows],
+        "rows": [
+            asdict(row) | {"ratio": row.ratio, "near": row.near, "near_by_rest": row.near_by_rest} for row in rows
+        ],
         "curves": {
             figure: {
                 measure: {

@@ -68,10 +68,10 @@ def measured(job: Job, figures: Mapping[str, Figure], traces: Path) -> Measured:
         result = simulate(settings, Run(policy, rate, job.seed, router))
     assert result.recorded is not None
     iteration_s = job.settings.get(ITERATION_S, cost.decode_step_s())
-    programs = [p for p in result.recorded.programs if settings.warmup_s <= p.arrival_s < result.arrivals_s]
-    window_s = result.arrivals_s - settings.warmup_s
+    window = settings.warmup_s, result.arrivals_s
+    programs = [program for program in result.recorded.programs if window[0] <= program.arrival_s < window[1]]
     values = {
-        name: measure_of(spec)(programs, window_s, iteration_s) for name, spec in figures[job.figure].measures.items()
+        name: measure_of(spec)(programs, window, iteration_s) for name, spec in figures[job.figure].measures.items()
     }
     return Measured(job, values, result.summary.goodput.offered_programs, result.summary.goodput.completed_programs)
 

@@ -399,7 +399,7 @@ def _result(
     return RunResult(
         run=run,
         summary=summarize(run.policy, measured, slo, arrivals_s - settings.warmup_s, tokens),
-        jain=jain([slowdown(record, cost, settings.step_tokens) for record in measured]),
+        jain=jain([slowdown(record, cost, settings.step_tokens) for record in measured if not record.is_refused]),
         routing=RoutingSummary.of(measured, ended.routed, turns, busy_s, simulated_s),
         wasted_gib_s=end.wasted.since(start.wasted, cost.kv_bytes_per_token / GIB),
         schedule_ms=Distribution.of(s * MILLISECONDS for replica in replicas for s in replica.schedule_s),
