@@ -2,11 +2,11 @@
 
 Placement that all ingresses have to agree on without the store uses rendezvous hashing (Thaler and Ravishankar, 1998).
 Each pair of a key and a replica has a weight, and the key goes to the replica with the greatest weight. A replica that
-comes or goes changes the placement of its own keys only. Loads do not count, since each ingress knows them as of another
+comes or goes changes the placement of its own keys only. Loads do not count, since each ingress knows those of another
 moment.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b

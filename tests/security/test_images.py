@@ -176,12 +176,15 @@ class Hanging:
     def __init__(self) -> None:
         self.waiting = 0
         self.most = 0
+        self.busy = asyncio.Event()
 
     async def __call__(self, request: httpx.Request) -> httpx.Response:
         if "gone" in request.headers["host"]:
             return httpx.Response(404)
         self.waiting += 1
         self.most = max(self.most, self.waiting)
+        if self.waiting == images.FETCHED_AT_ONCE:
+            self.busy.set()
         try:
             await asyncio.Event().wait()
         finally:
@@ -202,8 +205,7 @@ async def test_a_tenant_whose_servers_hang_delays_no_other(reader: Callable[[Han
     one = reader(server)  # type: ignore[arg-type]
     urls = [f"https://a.example/{number}" for number in range(MAX_IMAGES)]
     slow = [asyncio.create_task(one.read(chat(*urls), "slow")) for _ in range(2)]
-    while server.waiting < images.FETCHED_AT_ONCE:
-        await asyncio.sleep(0)
+    await server.busy.wait()
     with pytest.raises(BadRequest, match="status 404"):  # it has reached its server
         await one.read(chat("https://gone.example/x"), "other")
     assert server.most == images.FETCHED_AT_ONCE
