@@ -41,6 +41,14 @@ def rejections(rejected: int) -> Series:
     }
 
 
+def unnamed(rejected: int) -> Series:
+    """Requests that are rejected before their model is read."""
+    return {
+        'requests_total{model="",tenant="",outcome="rejected"}': f"0+{rejected}x400",
+        'requests_rejected_total{model="",reason="tenant_rate"}': f"0+{rejected}x400",
+    }
+
+
 def store_memory(used: int, of: int = 100) -> Series:
     return {"store_used_bytes": f"{used}x60", "store_max_bytes": f"{of}x60"}
 
@@ -112,6 +120,13 @@ STORIES = (
     ),
     # The share of two turns in an hour is not significant.
     Story("CaesuraTurnSloBurnFast", "90m", turns(good=0), turns(good=0, of=0)),
+    # They count as turns of the models that are served, and one in a thousand is none of a model's failures.
+    Story(
+        "CaesuraTurnSloBurnFast",
+        "90m",
+        turns(good=1000, of=1000) | unnamed(3000),
+        turns(good=1000, of=1000) | unnamed(1),
+    ),
     Story("CaesuraProgramSloBurnFast", "90m", programs(good=6), programs(good=46)),
     Story("CaesuraProgramSloBurnSlow", "8h", programs(good=48), programs(good=58), "5m"),
     Story("CaesuraMetricsAbsent", "10m", {}, {'replica_up{model="m",state="up"}': "1x60"}),
@@ -121,6 +136,9 @@ STORIES = (
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True), starts(True, True)),
     Story("CaesuraRouterSnapshotStale", "10m", *gauge("snapshot_age_seconds", 'model="m"', 20, 3)),
     Story("CaesuraRejectionRateHigh", "20m", rejections(20), rejections(2)),
+    Story("CaesuraRejectionRateHigh", "20m", rejections(2) | unnamed(20), rejections(2) | unnamed(1)),
+    # Nothing is routed.
+    Story("CaesuraRejectionRateHigh", "20m", unnamed(20), unnamed(0)),
     Story("CaesuraStoreDown", "10m", *gauge("store_up", 'component="router"', 0, 1)),
     Story("CaesuraStoreNearlyFull", "20m", store_memory(80), store_memory(60)),
     # Without a limit, it cannot be full.
