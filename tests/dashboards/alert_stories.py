@@ -94,6 +94,15 @@ def sources(service: int, late: int, statistics: int = 0) -> Series:
     }
 
 
+def replicas(up: str, least: int = 1, unplaced: int = 0) -> Series:
+    """One replica with these values of its state, of a model with so many replicas at least."""
+    return {
+        'replicas_min{model="m"}': f"{least}x60",
+        'replica_up{model="m",state="up"}': up,
+        'requests_rejected_total{model="m",reason="no_replica"}': f"0+{unplaced}x60",
+    }
+
+
 def starts(*ended: bool) -> Series:
     """Replica processes that began at once; those that have ended did so after five minutes."""
     return {
@@ -129,8 +138,18 @@ STORIES = (
     ),
     Story("CaesuraProgramSloBurnFast", "90m", programs(good=6), programs(good=46)),
     Story("CaesuraProgramSloBurnSlow", "8h", programs(good=48), programs(good=58), "5m"),
-    Story("CaesuraMetricsAbsent", "10m", {}, {'replica_up{model="m",state="up"}': "1x60"}),
-    Story("CaesuraNoReplicaUp", "10m", *gauge("replica_up", 'model="m",state="up"', 0, 1)),
+    Story("CaesuraMetricsAbsent", "10m", {}, replicas("1x60")),
+    # The replicas are gone; or there are none, since no program needs one.
+    Story("CaesuraMetricsAbsent", "30m", replicas("1x10 stale"), replicas("1x10 stale", least=0)),
+    # The ingresses are gone.
+    Story("CaesuraMetricsAbsent", "10m", {'replica_up{model="m",state="up"}': "1x60"}, replicas("1x60")),
+    # The replica drains, or its process has ended.
+    Story("CaesuraNoReplicaUp", "30m", replicas("0x60"), replicas("1x60")),
+    Story("CaesuraNoReplicaUp", "30m", replicas("1x20 stale"), replicas("1x60")),
+    # It has not started within 15 minutes, or has still time.
+    Story("CaesuraNoReplicaUp", "20m", {'replicas_min{model="m"}': "1x60"}, {'replicas_min{model="m"}': "_x9 1x60"}),
+    # A model that needs no replica: it could not start when a turn came, or none came.
+    Story("CaesuraNoReplicaUp", "40m", replicas("1x20 stale", 0, unplaced=3), replicas("1x20 stale", 0)),
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True, False), starts(True, True, False, False)),
     # All are gone.
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True), starts(True, True)),

@@ -271,6 +271,11 @@ ROUTED = rate(m.ROUTING_DECISIONS, by=MODEL, over="5m")
 REJECTED_UNNAMED = rate(m.REQUESTS_REJECTED, UNNAMED, over="5m")
 ALL_REJECTED = rate(m.REQUESTS_REJECTED, over="5m")
 ALL_ROUTED = rate(m.ROUTING_DECISIONS, over="5m")
+UP = total(m.REPLICA_UP, 'state="up"', by=MODEL)
+CONFIGURED = total(m.REPLICAS_MIN, by=MODEL, aggregate="max")
+CONFIGURED_BEFORE = f"max by (model) ({select(m.REPLICAS_MIN)} offset 15m)"
+"""Ingresses export it. 15 minutes before: a replica has had the time to start."""
+UNPLACED = rate(m.REQUESTS_REJECTED, 'reason="no_replica"', by=MODEL, over="5m")
 STARVED = rate(m.STARVED, by=MODEL, over="10m")
 ADMITTED = f"sum by (model) (rate({select(m.QUEUE_S, part='_count', over='10m')}))"
 CALLS = rate(m.TOOL_CALLS, by=("tool",), over="10m")
@@ -285,15 +290,18 @@ CLUSTER_ALERTS = Group(
     (
         Alert(
             "CaesuraMetricsAbsent",
-            f"absent({m.REPLICA_UP.exported})",
+            f"absent({m.REPLICAS_MIN.exported})"
+            f"\nor (absent({m.REPLICA_UP.exported})"
+            f" unless on () {total(m.REPLICAS_MIN, by=(), aggregate='max')} == 0)",
             "2m",
             Severity.PAGE,
-            "Prometheus has no metrics of any replica",
+            "Prometheus has no metrics of any ingress, or of any replica",
             "The cluster is down, or its metrics are not scraped.",
         ),
         Alert(
             "CaesuraNoReplicaUp",
-            total(m.REPLICA_UP, 'state="up"', by=MODEL) + " < 1",
+            f"(({CONFIGURED} > 0 and {CONFIGURED_BEFORE} > 0)"
+            f"\nor ({CONFIGURED} == 0 and {UNPLACED} > 0))\nunless {UP} >= 1",
             "1m",
             Severity.PAGE,
             "{{ $labels.model }}: no replica is up",
