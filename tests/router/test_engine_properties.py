@@ -94,6 +94,7 @@ class AnyEvents(RuleBasedStateMachine):
         tenant=st.sampled_from("ab"),
         avoid=st.frozensets(st.sampled_from(REPLICAS), max_size=1),
         deadline_s=st.none() | st.floats(-1, 100),
+        priority=st.integers(0, 1),
     )
     def come(
         self,
@@ -106,12 +107,14 @@ class AnyEvents(RuleBasedStateMachine):
         tenant: str,
         avoid: frozenset[str],
         deadline_s: float | None,
+        priority: int,
     ) -> None:
         self.waiting.discard(turn_id)
         self.flying.pop(turn_id, None)
         self.engine.ended(turn_id, self.now_s)
         before, busy = self.engine.home_of(key), key in self.flying.values()
-        turn = request(key, tokens, tenant, last=last, parent_key=parent, avoid=avoid, deadline_s=deadline_s)
+        hints = {"deadline_s": deadline_s, "priority": priority}
+        turn = request(key, tokens, tenant, last=last, parent_key=parent, avoid=avoid, **hints)
         decision = self.engine.turn(turn_id, turn, self.now_s, store_available=store_available)
         if isinstance(decision, Go) and before is not None:
             moved = decision.home.replica != before.replica
