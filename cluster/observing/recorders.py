@@ -207,7 +207,7 @@ class BatchMetrics:
     def __init__(self, meter: Meter, tenants: Iterable[str]) -> None:
         self._meter = meter
         self._tenants = {DEFAULT_TENANT, *tenants}
-        self._seen: set[str] = set()
+        self._seen = {DEFAULT_TENANT}
 
     def record(
         self, open_batches: Mapping[str, int], left: Mapping[str, int], lines: Mapping[tuple[str, str], int]
