@@ -177,7 +177,7 @@ ITEMS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", sorted(ITEM_TYPES.keys() - {"item_reference", "compaction"}))
+@pytest.mark.parametrize("kind", sorted(ITEM_TYPES.keys() - {"item_reference"}))
 async def test_items_of_every_type_are_listed(runners: Runners, kind: str) -> None:
     there, items = Site(runners, ()), ITEMS[kind]
     types = [item.get("type", "message") for item in items]
