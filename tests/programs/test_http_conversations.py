@@ -4,7 +4,15 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AsyncOpenAI, BadRequestError, ConflictError, InternalServerError, NotFoundError
+from openai import (
+    APIStatusError,
+    AsyncOpenAI,
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    UnprocessableEntityError,
+)
 
 from cluster.core.errors import BadRequest
 from cluster.http import conversations
@@ -101,6 +109,31 @@ async def test_two_responses_at_once_are_one_too_many(runners: Runners) -> None:
     gate.set()
     assert (await first).output_text == "slow"
     assert (await there.respond(conversation=made.id, input="two")).output_text == "quick"
+
+
+async def test_a_repeated_request_of_a_conversation_has_the_same_response(runners: Runners) -> None:
+    gate = asyncio.Event()
+    slow = says("a bird", first_id=200)
+    there = Site(runners, (says("", ("look", "{}")), [*slow[:2], gate, *slow[2:]]))
+    made = await there.client.conversations.create()
+    first = await there.respond(conversation=made.id, input="what is there?", tools=[LOOK])
+    seen: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "feathers"}
+    again: Any = {"conversation": made.id, "tools": [LOOK], "extra_headers": {"Idempotency-Key": "conversation-1"}}
+    asked = asyncio.create_task(there.respond(input=[seen], **again))
+    await until(lambda: len(there.replicas.asked) == 2)
+    during = asyncio.create_task(there.respond(input=[seen], **again))
+    with pytest.raises(UnprocessableEntityError):
+        await there.respond(input="other", **again)
+    with pytest.raises(ConflictError):
+        await there.respond(conversation=made.id, input=[seen], tools=[LOOK])
+    gate.set()
+    answers = await asyncio.gather(asked, during)
+    after = await there.respond(input=[seen], **again)
+    assert {one.id for one in answers} == {after.id}
+    assert after.output_text == "a bird"
+    assert len(there.replicas.asked) == 2
+    with pytest.raises(BadRequestError, match="No tool call found"):
+        await there.respond(conversation=made.id, input=[seen], tools=[LOOK])
 
 
 async def test_of_responses_that_begin_together_one_stays(runners: Runners) -> None:
