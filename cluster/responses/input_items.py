@@ -21,16 +21,15 @@ from pydantic import (
 
 from cluster.api.content_parts import file_text
 from cluster.core.errors import BadRequest
-from cluster.core.tools import is_object
+from cluster.core.tools import MAX_CALLED_NAME_LENGTH, is_object
 from cluster.runs.events import RunSpec
 
 ENDED = "The call was ended before the tool answered."
 
 MAX_CALL_ID_LENGTH = 256
-MAX_CALLED_NAME_LENGTH = 4096
-"""A model may call a tool that does not exist, by any name."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
+CalledName = Annotated[str, StringConstraints(max_length=MAX_CALLED_NAME_LENGTH)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
@@ -166,7 +165,7 @@ class FunctionCall(_Item):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: Name
+    name: CalledName
     arguments: str
     status: Any = Field(None, exclude=True)
 
@@ -193,7 +192,7 @@ class CustomToolCall(_Item):
 
     type: Literal["custom_tool_call"]
     call_id: CallId
-    name: Name
+    name: CalledName
     input: str
     status: Any = Field(None, exclude=True)
 
@@ -224,7 +223,7 @@ class McpCall(_Item):
 
     type: Literal["mcp_call"]
     server_label: Label
-    name: str = Field(min_length=1, max_length=MAX_CALLED_NAME_LENGTH)
+    name: CalledName
     arguments: str
     output: str | None = None
     error: Any = None

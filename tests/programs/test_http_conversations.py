@@ -86,6 +86,17 @@ async def test_what_is_deleted_is_not_read_again(runners: Runners) -> None:
     assert there.replicas.prior[-1] == []
 
 
+async def test_a_call_of_a_tool_that_the_model_invented_stays_after_a_deletion(runners: Runners) -> None:
+    there = Site(runners, (says("", ("repo.search", "{}")), says("well", first_id=200)))
+    made = await there.client.conversations.create(items=[user("my password is x")])
+    first = await there.respond(conversation=made.id, input="what is there?", tools=[LOOK])
+    [secret, *_] = await there.items(made.id)
+    await there.client.conversations.items.delete(secret.id, conversation_id=made.id)
+    missing: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "no such tool"}
+    assert (await there.respond(conversation=made.id, input=[missing], tools=[LOOK])).output_text == "well"
+    assert there.seen() == [("user", "what is there?"), ("assistant", ""), ("tool", "no such tool")]
+
+
 async def test_a_clients_call_is_answered_in_the_conversation(runners: Runners) -> None:
     there = Site(runners, (says("", ("look", "{}")), says("a bird", first_id=200)))
     made = await there.client.conversations.create()

@@ -408,6 +408,19 @@ async def test_a_client_that_keeps_its_history_itself(served: Any) -> None:
         await there.client.responses.retrieve(first.id)
 
 
+async def test_a_call_of_a_tool_that_the_model_invented_can_be_sent_back(served: Any) -> None:
+    there = served(says("", ("repo.search", "{}")), *(says("well", first_id=100 * n) for n in (2, 3)))
+    create, fixed = there.client.responses.create, {"model": "m", "tools": [LOOK]}
+    first = await create(input="what is there?", **fixed)
+    [call] = first.output
+    assert (call.type, call.name) == ("function_call", "repo.search")
+    missing: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "there is no such tool"}
+    for sent in (call.to_dict(), {"type": "item_reference", "id": call.id}):
+        asked: Any = [{"role": "user", "content": "what is there?"}, sent, missing]
+        assert (await create(input=asked, **fixed)).output_text == "well"
+        assert there.replicas.asked[-1]["messages"][1]["tool_calls"][0]["function"]["name"] == "repo.search"
+
+
 async def test_a_response_that_is_not_stored_is_repeated_too(served: Any) -> None:
     there = served(says("once"), says("twice"))
     create, headers = there.client.responses.create, {"Idempotency-Key": "unstored"}
