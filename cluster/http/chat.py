@@ -21,7 +21,7 @@ from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
 from cluster.runs.chat_api import ChatFold, chat_spec, deltas
-from cluster.runs.events import RunSpec
+from cluster.runs.events import Generated, RunSpec
 from cluster.runs.runner import ProgramRunner
 
 ID_PREFIX = "chatcmpl-"
@@ -90,7 +90,7 @@ class ChatPrograms:
         if body.get("stream"):
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            pieces = self._pieces(spec, run_id, usage)
+            pieces = self._pieces(spec, run_id, usage, stays=stays)
             return EventStream(pieces, None if stays else lambda: self._abandon(run_id), shown)
         try:
             return JSONResponse(await unless_gone(http.receive, self._completion(spec, run_id)), headers=shown)
@@ -108,10 +108,11 @@ class ChatPrograms:
         async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for event in batch:
-                    fold.feed(event)
+                    if not isinstance(event, Generated):
+                        fold.feed(event)
         return fold.completion()
 
-    async def _pieces(self, spec: RunSpec, run_id: str, usage: bool) -> AsyncIterator[bytes]:
+    async def _pieces(self, spec: RunSpec, run_id: str, usage: bool, *, stays: bool) -> AsyncIterator[bytes]:
         """Yield the bytes of a stream of chunks. If an exception breaks the stream, its last event is an error."""
         fold = ChatFold(spec)
         try:
@@ -122,6 +123,8 @@ class ChatPrograms:
                 yield _sse(fold.usage_chunk())
             yield SSE_DONE
         except Exception as error:  # noqa: BLE001 - mapped, and sent to the client; the status is sent
+            if fold.ended is None and not stays:
+                self._abandon(run_id)
             yield error_event(self._error_map(error))
 
 
