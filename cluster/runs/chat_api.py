@@ -9,11 +9,12 @@ from typing import Any
 
 import msgspec
 
-from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
+from cluster.core.errors import BadRequest, HttpError, IllegalTransition, UpstreamFailed
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer
 from cluster.runs.events import (
     STOP_SEQUENCE,
+    Accepted,
     Ended,
     Fault,
     Generated,
@@ -175,13 +176,10 @@ class ChatFold:
 
     If an attempt at a turn is lost after a part of its text was sent, the next attempt must begin with the same text.
     A complete answer needs no `Generated` events, and has what the completed turns have said.
-
-    Args:
-        spec: the run.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
+    def __init__(self) -> None:
+        self._accepted: RunSpec | None = None
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._turns: list[TurnResult] = []
@@ -198,6 +196,9 @@ class ChatFold:
             UpstreamFailed: an attempt at a turn was lost, and the next one has generated another text.
         """
         match event:
+            case Accepted():
+                self._accepted = event.spec
+                return {"role": "assistant", "content": ""}
             case TurnIntent():
                 for text in self._sent.values():
                     text.begin_attempt()
@@ -282,6 +283,12 @@ class ChatFold:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    @property
+    def _spec(self) -> RunSpec:
+        if self._accepted is None:
+            raise IllegalTransition("the log of this completion is empty")
+        return self._accepted
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._spec.id, "object": kind, "created": int(self._spec.created_s), "model": self._spec.model}
 
@@ -304,7 +311,6 @@ async def deltas(fold: ChatFold, batches: AsyncIterator[Sequence[RunEvent]]) -> 
     Raises:
         HttpError: the run failed, or was cancelled, or a turn was tried again with another text.
     """
-    yield fold.chunk({"role": "assistant", "content": ""})
     async for batch in batches:
         for event in _without_lost(batch):
             if (delta := fold.feed(event)) is not None:

@@ -24,7 +24,7 @@ from cluster.runs.runner import ProgramRunner
 from tests.programs.response_site import TENANT, Visitor, known, registered
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
-from tests.responses.run_logs import COMPLETED, accepted, call, offer, result, spec, tool_round, turn
+from tests.responses.run_logs import COMPLETED, accepted, call, offer, result, tool_round, turn
 from tests.waiting import until
 
 ADD = {"type": "function", "function": {"name": "add"}, "server_side": True}
@@ -37,7 +37,7 @@ async def chunks(*batches: Sequence[RunEvent]) -> list[dict[str, Any]]:
         for batch in batches:
             yield batch
 
-    return [chunk async for chunk in deltas(ChatFold(spec()), source())]
+    return [chunk async for chunk in deltas(ChatFold(), source())]
 
 
 def text_of(chunks: list[dict[str, Any]], kind: str = "content") -> str:
@@ -87,7 +87,7 @@ async def test_a_stream_whose_turn_is_tried_again_with_another_text_ends_with_an
         await chunks(*one_by_one(*log))
     # Where the attempt is known to be lost before anything of it is sent, nothing is amiss.
     assert text_of(await chunks(log)) == again[-1].content  # type: ignore[union-attr]
-    fold = ChatFold(spec())
+    fold = ChatFold()
     for event in log:
         if not isinstance(event, Generated):
             fold.feed(event)
@@ -132,3 +132,25 @@ async def test_a_stream_with_another_text_ends_its_run_unless_it_may_be_repeated
         await again.answered
         pieces = [json.loads(line[6:]) for line in again.text.split("\n\n") if line.startswith("data: {")]
         assert text_of(pieces) == "Another text."
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_repeated_request_has_the_same_completion(runners: Runners, stream: bool) -> None:
+    offered = [registered("add")]
+
+    async def offers(tenant: str, definitions: Any) -> Any:
+        return tuple(offered)
+
+    replicas = ScriptedReplicas([says("hello")])
+    app = site(runners(replicas, ScriptedTools({})), offers)
+    answers = []
+    for _ in range(3):
+        visitor = Visitor(app, BODY | {"stream": stream, "stream_options": {"include_usage": True}}, PATH,
+                          idempotency_key=f"same-{stream}")  # fmt: skip
+        await visitor.answered
+        answers.append(visitor.text)
+        if len(answers) == 2:
+            offered.clear()  # the tool is not registered any more, but the run is
+    assert len(replicas.asked) == 1
+    assert ("hello" in answers[0]) is not stream, "a stream has it in two pieces"
+    assert answers[1:] == answers[:1] * 2
