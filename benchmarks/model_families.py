@@ -30,6 +30,9 @@ If a model has layers with a window or a state, a program's KV is of use up to i
 lacks the window or the state. A hold is therefore evicted as a whole.
 The block size of such models can be several hundred tokens, and a context that is shorter than a block is not reused.
 
+A drafter that reads the model's hidden states (`method: eagle`, `eagle3`, `mtp`, `dflash` or `dspark`) needs those of
+the last block of a reused context, so that vLLM computes this block again.
+
 A context with an image is tested with Idefics 3. Held, offloaded and prefetched, it gives the same tokens.
 A prompt with another image in the same place reuses nothing from there on.
 A cluster serves it, too: all routes show the model the same image, and it reads the images of tools' answers.

@@ -171,7 +171,7 @@ def engine_kwargs(config: CaesuraConfig) -> dict[str, Any]:
     if config.replicas.kv_store is not None:
         arguments["kv_transfer_config"] = store_transfer_config(config.replicas.kv_store)
     elif config.replicas.cpu_offload_bytes != 0:
-        here = ceil(config.num_replicas / num_machines())
+        here = ceil(config.num_replicas / num_machines(config))
         arguments["kv_transfer_config"] = kv_transfer_config(
             config.replicas.cpu_offload_bytes, replicas_here=here, disk=config.replicas.disk_tier
         )
@@ -200,10 +200,18 @@ def lora_arguments(config: CaesuraConfig) -> dict[str, Any]:
     return {"enable_lora": True, "lora_modules": modules}
 
 
-def num_machines() -> int:
-    """Return the number of machines of the Ray cluster; 1 if there is no cluster yet."""
+def num_machines(config: CaesuraConfig) -> int:
+    """Return the number of machines of the Ray cluster that can have a device of a replica; 1 if there is none yet."""
+    needed = bundles(config)[0]
+    if config.replicas.accelerator_type is not None:
+        needed = needed | {f"accelerator_type:{config.replicas.accelerator_type}": 0.001}
     nodes = ray.nodes() if ray.is_initialized() else []
-    return max(1, len({node["NodeManagerHostname"] for node in nodes if node["Alive"]}))
+    fitting = {
+        node["NodeManagerHostname"]
+        for node in nodes
+        if node["Alive"] and all(node["Resources"].get(name, 0.0) >= amount for name, amount in needed.items())
+    }
+    return max(1, len(fitting))
 
 
 def model_source(config: CaesuraConfig) -> str:

@@ -160,6 +160,7 @@ def snapshot(scheduler: AgentScheduler) -> dict[str, Any]:
         "kv_groups": len(scheduler.groups.groups),
         "reuses_kv": scheduler.groups.caching,
         "reuses_partial_contexts": scheduler.groups.prefixes_stay,
+        "computes_early": scheduler.early_prefill.enabled,
         "total_blocks": pool.num_gpu_blocks - 1,
         "free_blocks": pool.get_num_free_blocks(),
         "cached_blocks": cached_blocks(pool.blocks),

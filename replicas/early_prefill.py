@@ -62,6 +62,8 @@ class EndReason(StrEnum):
     """The scheduler did not answer in time."""
     TOO_LONG = "too_long"
     """The prompt leaves no room for an answer in the model's context window."""
+    NOT_REUSED = "not_reused"
+    """A step computed nothing but tokens whose KV is held, because vLLM did not find all of the held context."""
 
 
 def spare_tokens(load: LoadView, context_tokens: int, pending: int, credit_s: float, block_tokens: int) -> int:
@@ -136,7 +138,8 @@ class EarlyPrefill:
     """The early prefill of one scheduler.
 
     Args:
-        enabled: whether held contexts can be extended: there is one prefix cache, whose hashes are those of blocks.
+        enabled: whether held contexts can be extended: there is one prefix cache, whose hashes are those of blocks, and
+            vLLM finds all full blocks of a held context.
         holds: the scheduler's holds.
         block_tokens: tokens of a block.
         max_tokens: the model's context window.
@@ -154,7 +157,7 @@ class EarlyPrefill:
         swapping: Swapping,
         calls: SchedulerCalls,
     ) -> None:
-        self._enabled = enabled
+        self.enabled = enabled
         self._holds = holds
         self._block_tokens = block_tokens
         self._max_tokens = max_tokens
@@ -178,7 +181,7 @@ class EarlyPrefill:
 
     def pauses(self, key: str, request: Request) -> None:
         """Remember the turn whose context is held from now on."""
-        if self._enabled and not request.mm_features and request.prompt_embeds is None:
+        if self.enabled and not request.mm_features and request.prompt_embeds is None:
             self._paused[key] = request
 
     def extend(self, key: str, at: int, ids: Sequence[int], *, rewrites: bool = False) -> EndReason | None:
@@ -350,6 +353,8 @@ class EarlyPrefill:
                 extension.computed_tokens = computed
                 self._calls.hold_changes(key)
                 self._holds.replace(key, self._calls.take(request, blocks), computed)
+            else:  # the next steps would do the same
+                self._end(extension, EndReason.NOT_REUSED)
         self._swapping.ends(request)
         self._calls.end(request.request_id)
 

@@ -24,6 +24,7 @@ extend. A chunk in the contexts of several programs is evicted with the last of 
 none. On CUDA vLLM's own worker copies: asynchronously, in its own streams, with pinned memory under /dev/shm.
 """
 
+import itertools
 import logging
 import shutil
 from collections import OrderedDict
@@ -104,6 +105,8 @@ class Account:
     """The chunks of one program."""
 
     key: str
+    number: int = 0
+    """Number of accounts that were created before. Of two with the same worth, the older one comes first."""
     standing: Standing = UNKNOWN
     chunks: dict[OffloadKey, None] = field(default_factory=dict)
     """Chunks that are stored or being stored, in the order of the context."""
@@ -134,6 +137,9 @@ class ProgramChunks(CachePolicy):
         """The program whose chunks are being inserted, or None if they have no owner."""
         self._owners: dict[OffloadKey, set[Account]] = {}
         self._nobodys: OrderedDict[OffloadKey, None] = OrderedDict()
+        self._numbers = itertools.count()
+        self._stored: set[Account] = set()
+        """The accounts with chunks, and those that have lost all of theirs since the last ranking."""
         self._order: list[Account] | None = None
 
     # --- vLLM's CachePolicy -------------------------------------------------------------------------------------------
@@ -210,10 +216,11 @@ class ProgramChunks(CachePolicy):
                     yield key
 
     def _ranked(self) -> list[Account]:
-        """Return the accounts in the order of eviction. They are sorted after each update, as worths change slowly."""
+        """Return the accounts with chunks in the order of eviction. They are sorted only after an update of one."""
         if self._order is None:
+            self._stored = {account for account in self._stored if account.chunks}
             self._order = sorted(
-                self.accounts.values(), key=lambda a: (not a.standing.resident, a.standing.worth(self.now_s))
+                self._stored, key=lambda a: (not a.standing.resident, a.standing.worth(self.now_s), a.number)
             )
         return self._order
 
@@ -221,9 +228,10 @@ class ProgramChunks(CachePolicy):
         """Set the standing of a program. Return its account, which is created if there is none."""
         account = self.accounts.get(key)
         if account is None:
-            account = self.accounts[key] = Account(key, main=self.main)
+            account = self.accounts[key] = Account(key, next(self._numbers), main=self.main)
         account.standing = standing
-        self._order = None
+        if account in self._stored:
+            self._order = None
         return account
 
     def extend(self, account: Account, request_id: str, keys: list[OffloadKey]) -> None:
@@ -250,7 +258,7 @@ class ProgramChunks(CachePolicy):
         if account is None:
             return []
         before, account.chunks = account.chunks, {}
-        self._order = None
+        self._stored.discard(account)
         return self._disown(account, before)
 
     def leading(self, account: Account) -> int:
@@ -262,7 +270,7 @@ class ProgramChunks(CachePolicy):
 
     def check_integrity(self) -> None:
         """Raise IntegrityError unless every chunk has owners or is listed as without an owner."""
-        owned = {(key, account.key) for account in self.accounts.values() for key in account.chunks}
+        owned = {(key, account.key) for account in self._stored for key in account.chunks}
         known = {(key, account.key) for key, owners in self._owners.items() for account in owners}
         if owned != known:
             raise IntegrityError(f"{len(owned ^ known)} chunks about which programs and chunks differ")
@@ -277,6 +285,9 @@ class ProgramChunks(CachePolicy):
                 self._owners.setdefault(key, set()).add(account)
                 account.chunks[key] = None
         account.leading = None
+        if account.chunks and account not in self._stored:
+            self._stored.add(account)
+            self._order = None
 
     def _disown(self, account: Account, keys: Iterable[OffloadKey]) -> list[OffloadKey]:
         """Remove an owner. Return the chunks that have none any more.

@@ -114,9 +114,13 @@ class LifecycleActions:
                     self._returning_outputs.forget(key)
 
     def child_ended(self, parent: str | None) -> None:
-        """Load the context of a program that is swapped out, since its last child has ended and its turn will come."""
-        if parent is not None and self._programs[parent].phase is Phase.SWAPPED:
-            self.apply(parent, ToolFinished(self._now_s()))
+        """Load the context of a program that is swapped out, since its last child has ended and its turn will come.
+
+        Nothing is loaded for a parent that one sweep has ended together with the child: no turn of it will come.
+        """
+        program = self._programs.get(parent) if parent is not None else None
+        if program is not None and program.phase is Phase.SWAPPED:
+            self.apply(program.key, ToolFinished(self._now_s()))
 
     def rerank_turns(self, key: str, reason: ReleaseReason) -> None:
         """Rank a program's waiting turns again before the next turn is chosen, because its hold has ended."""

@@ -101,8 +101,8 @@ class AgentScheduler(LoadingScheduler):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.settings = SchedulerSettings.of(self.vllm_config.additional_config)
-        caching = self.kv_cache_manager.enable_caching
-        self.groups = KvGroups.of(self.kv_cache_config, self.hash_block_size, caching=caching)
+        cache = self.kv_cache_manager
+        self.groups = KvGroups.of(self.kv_cache_config, self.hash_block_size, caching=cache.enable_caching)
         control = self.settings.limits
         self.holds: HoldTable[KVCacheBlock] = HoldTable(self.kv_cache_manager.block_pool.free_blocks)
         self.programs, self.trees = ProgramTable(control.max_programs, control.program_ttl_s), ProgramTrees()
@@ -182,7 +182,7 @@ class AgentScheduler(LoadingScheduler):
             gpu_times=self.gpu_times,
         )
         self.early_prefill = EarlyPrefill(
-            enabled=self.groups.prefixes_stay and self.parallel_config.data_parallel_size == 1,
+            enabled=self.groups.prefixes_stay and self.parallel_config.data_parallel_size == 1 and not cache.use_eagle,
             holds=self.holds,
             block_tokens=self.block_size,
             max_tokens=self.max_model_len,

@@ -3,8 +3,8 @@
 Tenants share admissions by start-time fair queueing (Goyal et al., 1996) over their admitted work and their weights.
 Within a tenant, the lowest priority comes first, then programs that can still meet their bounds, then those with the
 least work, then the oldest. A fixed part of the admissions goes to the oldest program, whatever its work. Sheddable
-programs (`Hints.sheddable`) come after the others of all tenants, and make room for these in a full queue. No program
-waits longer than the limit.
+programs (`Hints.sheddable`) come after the others of all tenants, make room for these in a full queue, and reserve no
+replica while one of these waits. No program waits longer than the limit.
 """
 
 from bisect import bisect_left, insort
@@ -229,7 +229,11 @@ class AdmissionQueue:
         return (tenant.oldest() for tenant in self._tenants.values() if tenant.owed >= 1)
 
     def reserve(self, waiter: Waiter, replica: str | None) -> None:
-        """Reserve the replica for ``waiter``, unless another program has a reservation. None ends the reservation."""
+        """Reserve the replica for ``waiter``, unless another program has a reservation, or ``waiter`` is sheddable and
+        others wait. None ends the reservation.
+        """
+        if waiter.number in self._sheddable and len(self._sheddable) < len(self._waiters):
+            replica = None
         if self._reserved is None or self._reserved is waiter:
             waiter.reserved = replica
             self._reserved = waiter if replica is not None else None
@@ -253,7 +257,7 @@ class AdmissionQueue:
                 one.waiters and one.turns == sum(len(w.turns) for w in one.waiters.values())
                 for one in self._tenants.values()
             )
-            or (self._reserved is not None and self._reserved not in by_tenant)
+            or (self._reserved is not None and self._reserved not in self.overdue())
         ):
             raise IntegrityError(f"the admission queue does not add up: {self._tenants}, {self._turns}")
 
@@ -275,6 +279,8 @@ class AdmissionQueue:
             self._children.setdefault(request.parent_key, {})[waiter.number] = waiter
         tenant.waiters[waiter.number] = waiter
         (self._sheddable if request.hints.sheddable else tenant.unsheddable)[waiter.number] = waiter
+        if self._reserved is not None:  # it ends if that program is sheddable, and this one is not
+            self.reserve(self._reserved, self._reserved.reserved)
         insort(tenant.ranks, waiter.rank)
         heappush(self._late_at, (on_time_until_s, waiter.number, request.key))
         heappush(self._give_up_at, (give_up_s, waiter.number, request.key))

@@ -49,7 +49,7 @@ class Placed(StrEnum):
     FOUND = "found"
     """The store is unavailable, and a replica's snapshot names the program."""
     HASHED = "hashed"
-    """The store is unavailable, or no snapshot is fresh: bounded-load rendezvous hashing."""
+    """The store is unavailable, or no snapshot is fresh: rendezvous hashing."""
 
 
 class Refused(StrEnum):

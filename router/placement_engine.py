@@ -14,7 +14,7 @@ from cluster.core.scaling_report import Demand, turn_work_s
 from router.admission_queue import MIN_RETRY_S, AdmissionQueue, Waiter
 from router.candidate import NO_WORK, Arrival, Candidate, ExpectedWork, Gap, expected_work, gap
 from router.decisions import Decision, Go, Home, Placed, Refuse, Refused, TurnRequest, Wait
-from router.placement_policy import Choice, PlacementPolicy, bounded, migration_margin_s, migration_pays, ranked
+from router.placement_policy import Choice, PlacementPolicy, migration_margin_s, migration_pays, ranked
 from router.router_state import ProgramRecord, RouterState
 from router.settings import EngineSettings, RouterSettings
 
@@ -330,10 +330,9 @@ class PlacementEngine:
         return self._enter(turn_id, request, choice, arrival.expected, reason, now_s, UNKNOWN_EPOCH)
 
     def _hashed(self, arrival: Arrival, eligible: list[Candidate]) -> Choice | None:
-        """A choice by the key and the snapshots alone, on which all ingresses agree."""
-        programs = {one.replica: int(one.load.programs) for one in eligible}
-        replica = bounded(arrival.key, programs, self._settings.hash_bound)
-        return next((self._policy.score(arrival, one) for one in eligible if one.replica == replica), None)
+        """A choice by the key and the replicas alone, on which all ingresses agree."""
+        first = ranked(arrival.key, [one.replica for one in eligible])[:1]
+        return next((self._policy.score(arrival, one) for one in eligible if one.replica in first), None)
 
     def _enter(
         self,

@@ -1,12 +1,12 @@
 """Which replica a turn is placed on: filters, then scorers, then the least sum of lost seconds. Pure.
 
-Placement that all ingresses have to agree on without the store uses rendezvous hashing with bounded loads. Each pair of
-a key and a replica has a weight, and the key goes to the replica with the greatest weight (Thaler and Ravishankar,
-1998), or to the next one where that replica has more than its share (as in Mirrokni et al., "Consistent hashing with
-bounded loads", 2018). A replica that comes or goes changes the placement of its own keys only.
+Placement that all ingresses have to agree on without the store uses rendezvous hashing (Thaler and Ravishankar, 1998).
+Each pair of a key and a replica has a weight, and the key goes to the replica with the greatest weight. A replica that
+comes or goes changes the placement of its own keys only. Loads do not count, since each ingress knows those of another
+moment.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from hashlib import blake2b
@@ -30,21 +30,6 @@ def weight(key: str, replica: str) -> int:
 def ranked(key: str, replicas: Iterable[str]) -> list[str]:
     """The replicas by descending weight for ``key``."""
     return sorted(replicas, key=lambda replica: (-weight(key, replica), replica))
-
-
-def bounded(key: str, programs: Mapping[str, int], bound: float) -> str | None:
-    """The replica of ``key`` under bounded loads; None where there is no replica.
-
-    Args:
-        key: the key to place.
-        programs: the programs of each replica.
-        bound: no replica gets more than so many times the mean, rounded up; at least 1.
-    """
-    if not programs:
-        return None
-    limit = ceil(bound * (sum(programs.values()) + 1) / len(programs))
-    order = ranked(key, programs)
-    return next((replica for replica in order if programs[replica] + 1 <= limit), order[0])
 
 
 # --- filters ----------------------------------------------------------------------------------------------------------

@@ -93,8 +93,6 @@ class EngineSettings(RouterSettings):
     under the least-work-first order. Chosen, not measured."""
     tenant_spread: float = Field(1.0, gt=0, le=1)
     """Part of the replicas on which one tenant's programs may live. 1 does not isolate tenants."""
-    hash_bound: float = Field(1.25, ge=1, le=100)
-    """Placement by hash gives no replica more than so many times the mean number of programs. Mirrokni et al., 2018."""
 
     @classmethod
     def of(cls, settings: RouterSettings) -> "EngineSettings":

@@ -13,6 +13,7 @@ from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolN
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
 from cluster.core.program import tenant_of
 from cluster.core.registry import TOOL_KINDS
+from cluster.core.supervision import run_all
 from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, ToolSource, is_taken
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.kind import LoopClock, TimerClock
@@ -259,7 +260,7 @@ class ToolHost:
         tools = await self._request_tools.table(definitions, tenant) if definitions else self._tools
         await self._refresh()
         if definitions:
-            await asyncio.gather(*(self._listed(entry) for entry in tools.own))
+            await run_all(self._listed(entry) for entry in tools.own)
         entries = (*self._tools.own, *(tools.own if definitions else ()))
         unusable = [offer for entry in entries for offer in entry.unusable()]
         return unusable + [offer for entry in entries for offer in entry.offers()]

@@ -27,7 +27,7 @@ TURN_PATHS = {
 TOKEN_PATHS = {"tokenize": "/tokenize", "detokenize": "/detokenize"}
 RESPONSES = "/v1/responses"
 CONNECTION = "caesura.connection"
-"""Key of an ASGI scope: the ids of the responses that were made over the same WebSocket."""
+"""Key of an ASGI scope: the responses that were made over the same WebSocket and are not stored."""
 BATCH_LINE = "caesura.batch_line"
 """Key of an ASGI scope: the request is a line of a batch. It yields to all other work, and is sent again if it is
 rejected."""

@@ -21,7 +21,8 @@ WINDOW_LAYERS = frozenset({"sliding_attention", "chunked_attention"})
 """Types of layers that keep the KV of the last tokens only."""
 STATE_FIELDS = ("ssm_state_size", "state_size", "mamba_d_state", "mamba_d_ssm", "linear_num_key_heads")
 """Fields that only configurations with such a state have."""
-
+STATE_DRAFTERS = ("eagle", "mtp", "dflash", "dspark")
+"""Parts of the names of methods of speculative decoding that draft from the model's hidden states."""
 
 VISION_FIELDS = ("vision_config", "vision_tower", "visual", "image_token_id", "image_token_index", "img_processor")
 """Fields that only configurations of models that see have."""
@@ -32,6 +33,8 @@ class Feature(StrEnum):
 
     KV_REUSE = "KV reuse"
     PARTIAL_CONTEXTS = "partial contexts"
+    EARLY_PREFILL = "early prefill"
+    """It is off with partial contexts, too."""
 
 
 EFFECTS = {
@@ -39,6 +42,7 @@ EFFECTS = {
     Feature.PARTIAL_CONTEXTS: (
         "a hold is evicted as a whole, and tool outputs are not computed early; holds, offloading and prefetching work"
     ),
+    Feature.EARLY_PREFILL: "tool outputs are not computed early; holds, offloading and prefetching work",
 }
 """What a user sees where a feature is off."""
 
@@ -119,6 +123,8 @@ def features_off(config: Mapping[str, Any], engine: Mapping[str, Any], accelerat
         yield Off(Feature.PARTIAL_CONTEXTS, "the model has state-space layers")
     elif layers & WINDOW_LAYERS or _slides(fields):
         yield Off(Feature.PARTIAL_CONTEXTS, "the model has layers with a window")
+    elif _drafts_from_states(engine.get("speculative_config")):
+        yield Off(Feature.EARLY_PREFILL, "vLLM computes the last block of a reused context again for the drafter")
 
 
 def _no_cache(fields: Mapping[str, Any], caching: Any, accelerator: str, *, only_states: bool) -> str | None:
@@ -130,6 +136,14 @@ def _no_cache(fields: Mapping[str, Any], caching: Any, accelerator: str, *, only
     if only_states and not caching:
         return "vLLM caches no states by default; engine.enable_prefix_caching: true turns it on"
     return None
+
+
+def _drafts_from_states(speculative: Any) -> bool:
+    """Return whether the model's hidden states are drafted from. Without a method, vLLM goes by the drafter's name."""
+    if not isinstance(speculative, Mapping):
+        return False
+    name = str(speculative.get("method") or speculative.get("model")).lower()
+    return any(part in name for part in STATE_DRAFTERS)
 
 
 def _layers(fields: Mapping[str, Any]) -> Iterator[str]:

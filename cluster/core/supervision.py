@@ -7,7 +7,7 @@ while `healthy` is False, so that Ray replaces a process whose loops keep failin
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,6 +29,17 @@ class _Loop:
     task: asyncio.Task[None]
     started_s: float
     failures_in_a_row: int = 0
+
+
+async def run_all(work: Iterable[Coroutine[Any, Any, object]]) -> None:
+    """Run all of it concurrently. If one fails, the others are stopped, and its exception is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 class SupervisedTasks:

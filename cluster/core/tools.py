@@ -30,6 +30,10 @@ NOT_SENT_BACK = "[image: it was not sent back]"
 UNFIT = re.compile(r"[^A-Za-z0-9_-]")
 """Characters that are not allowed in the name of a tool for a model, although an MCP server may use them."""
 
+MAX_CALLED_NAME_LENGTH = 4096
+"""Largest length of the name of a call in a client's history. A model may call a tool that does not exist, by any name.
+"""
+
 Anything = TypeVar("Anything")
 
 

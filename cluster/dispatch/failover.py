@@ -58,6 +58,10 @@ class Answers(Protocol):
         """Stop the replica's work on it. After the end this does nothing."""
         ...
 
+    def over(self) -> None:
+        """Record that the last piece has come. A second call does nothing."""
+        ...
+
 
 class Attempt(Protocol):
     """Starts one attempt at the answer: it chooses a replica and sends it the request."""
@@ -154,6 +158,7 @@ class FailoverStream(Generic[Data]):
         if self._answers is None:
             return
         if self._over:
+            self._answers.over()  # the call may break or hang before it ends
             _finishing.add(task := asyncio.create_task(_exhaust(self._answers)))
             task.add_done_callback(_finishing.discard)
             self._answers = None

@@ -50,7 +50,7 @@ class PlacementService:
     ) -> None:
         self._name = name
         self._counts = counts
-        self._is_elastic = config.replicas.is_elastic
+        self._is_elastic, self._least = config.replicas.is_elastic, config.replicas.least
         self._tasks = SupervisedTasks(f"the placement of {config.model.id}", clock)
         self._deployment = replicas.deployment_name
         self._calls = replicas.options(stream=False)
@@ -123,11 +123,11 @@ class PlacementService:
 
     def open(self) -> None:
         """Subscribe to the replicas' snapshots, and start the background loops."""
+        self._tasks.start("record metrics", self._record_metrics)
         if (placer := self._program_placer) is not None:
             self._unsubscribe = HUB.subscribe(self._deployment, placer.observe)
             self._tasks.start("attend", placer.attend)
             self._tasks.start("follow the quarantine", self.quarantine.follow)
-            self._tasks.start("record metrics", lambda: self._record_metrics(placer))
             if self._is_elastic:
                 self._tasks.start("report demand", lambda: self._report_demand(placer))
 
@@ -144,18 +144,20 @@ class PlacementService:
         if self._program_placer is not None:
             await self._program_placer.aclose()
 
-    async def _record_metrics(self, placer: ProgramPlacer) -> None:
+    async def _record_metrics(self) -> None:
         while True:
-            self._metrics.record(
-                waiting=placer.waiting,
-                waits_s=placer.take_waits_s(),
-                ages_s=[age_s for age_s in placer.replicas.ages_s().values() if age_s is not None],
-                states=placer.replicas.states(),
-                moves=placer.moves,
-                placements={reason: placer.placements[reason] for reason in Placed},
-                refusals={reason: placer.refusals[reason] for reason in Refused},
-                fallbacks={kind: placer.fallbacks[kind] for kind in Fallback},
-            )
+            self._metrics.record_min(self._least)
+            if (placer := self._program_placer) is not None:
+                self._metrics.record(
+                    waiting=placer.waiting,
+                    waits_s=placer.take_waits_s(),
+                    ages_s=[age_s for age_s in placer.replicas.ages_s().values() if age_s is not None],
+                    states=placer.replicas.states(),
+                    moves=placer.moves,
+                    placements={reason: placer.placements[reason] for reason in Placed},
+                    refusals={reason: placer.refusals[reason] for reason in Refused},
+                    fallbacks={kind: placer.fallbacks[kind] for kind in Fallback},
+                )
             if self._store is not None:
                 self._metrics.record_store(self._store.failures, up=self._store.healthy)
             await asyncio.sleep(METRICS_PERIOD_S)

@@ -14,6 +14,7 @@ from cluster.api.openai import SSE_DONE, ErrorMap, error_event
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
+from cluster.core.errors import BadRequest
 from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
 from cluster.http.attributed_answers import program_headers
@@ -21,8 +22,9 @@ from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
 from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
 from cluster.runs.chat_api import ChatFold, chat_spec, deltas
-from cluster.runs.events import RunSpec
+from cluster.runs.events import Generated
 from cluster.runs.runner import ProgramRunner
+from cluster.store.runs.records import Idempotency
 
 ID_PREFIX = "chatcmpl-"
 
@@ -68,32 +70,16 @@ class ChatPrograms:
         Raises:
             HttpError: the request is invalid, or the program failed.
         """
-        registered = {one.name: one for one in await self._offers(identity.tenant, None)}
         idempotency = read_idempotency(http, "chat", body)
-        with attributed_run(self._lineage, body, identity, ID_PREFIX) as turn:
-            spec = chat_spec(
-                body,
-                run_id=turn.run_id,
-                created_s=time(),
-                identity=turn.identity,
-                model=body["model"],
-                limits=limits(self._config),
-                registered=registered,
-                sees=body["model"] in self._seeing,
-            )
-            started = await self._runner.start(
-                spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended
-            )
-            turn.is_run = started.new
-        run_id, stays = started.run_id, idempotency is not None
-        shown = program_headers(spec.program) if started.new else {}
+        run_id, shown = await self._start(body, identity, idempotency, arrived_s)
+        stays = idempotency is not None
         if body.get("stream"):
             options = body.get("stream_options")
             usage = isinstance(options, dict) and bool(options.get("include_usage"))
-            pieces = self._pieces(spec, run_id, usage)
+            pieces = self._pieces(run_id, usage, stays=stays)
             return EventStream(pieces, None if stays else lambda: self._abandon(run_id), shown)
         try:
-            return JSONResponse(await unless_gone(http.receive, self._completion(spec, run_id)), headers=shown)
+            return JSONResponse(await unless_gone(http.receive, self._completion(run_id)), headers=shown)
         except ClientGone:
             if not stays:
                 self._abandon(run_id)
@@ -103,17 +89,49 @@ class ChatPrograms:
                 self._abandon(run_id)
             raise
 
-    async def _completion(self, spec: RunSpec, run_id: str) -> dict[str, Any]:
-        fold = ChatFold(spec)
+    async def _start(
+        self,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        idempotency: Idempotency | None,
+        arrived_s: float | None,
+    ) -> tuple[str, Mapping[str, str]]:
+        """Return the id of the request's run, and headers of its answer. A repeated request has its earlier run."""
+        registered = {one.name: one for one in await self._offers(identity.tenant, None)}
+        with attributed_run(self._lineage, body, identity, ID_PREFIX) as turn:
+            try:
+                spec = chat_spec(
+                    body,
+                    run_id=turn.run_id,
+                    created_s=time(),
+                    identity=turn.identity,
+                    model=body["model"],
+                    limits=limits(self._config),
+                    registered=registered,
+                    sees=body["model"] in self._seeing,
+                )
+            except BadRequest:
+                if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
+                    raise
+                return run_id, {}
+            started = await self._runner.start(
+                spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended
+            )
+            turn.is_run = started.new
+        return started.run_id, program_headers(spec.program) if started.new else {}
+
+    async def _completion(self, run_id: str) -> dict[str, Any]:
+        fold = ChatFold()
         async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
             async for batch in batches:
                 for event in batch:
-                    fold.feed(event)
+                    if not isinstance(event, Generated):
+                        fold.feed(event)
         return fold.completion()
 
-    async def _pieces(self, spec: RunSpec, run_id: str, usage: bool) -> AsyncIterator[bytes]:
+    async def _pieces(self, run_id: str, usage: bool, *, stays: bool) -> AsyncIterator[bytes]:
         """Yield the bytes of a stream of chunks. If an exception breaks the stream, its last event is an error."""
-        fold = ChatFold(spec)
+        fold = ChatFold()
         try:
             async with aclosing(self._runner.follow(run_id)) as batches:  # type: ignore[type-var]
                 async for chunk in deltas(fold, batches):
@@ -122,6 +140,8 @@ class ChatPrograms:
                 yield _sse(fold.usage_chunk())
             yield SSE_DONE
         except Exception as error:  # noqa: BLE001 - mapped, and sent to the client; the status is sent
+            if fold.ended is None and not stays:
+                self._abandon(run_id)
             yield error_event(self._error_map(error))
 
 

@@ -187,9 +187,10 @@ class ConversationRoutes:
             BadRequest: there is no conversation of this id (404), or a field is invalid.
         """
         entries: list[Added] = added(validated(NewItems, body).items)
-        await self._conversations.append(tenant, name, entries)
         items = [shown_item(entry.item) for entry in entries]
-        return _listed(page_of(items, order="asc", limit=MAX_ADDED, after=None))
+        answer = _listed(page_of(items, order="asc", limit=MAX_ADDED, after=None))
+        await self._conversations.append(tenant, name, entries)
+        return answer
 
     async def items(
         self, tenant: str, name: str, *, order: Literal["asc", "desc"], limit: int, after: str | None

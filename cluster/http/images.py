@@ -9,16 +9,20 @@ import base64
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from weakref import WeakValueDictionary
 
 import httpx
 
 from cluster.api.image_bounds import MAX_IMAGE_BYTES, MAX_IMAGES, ImageRefused, check_pixels, content_of
 from cluster.api.images import DATA, ImagePart, images_of
 from cluster.core.errors import BadRequest, ToolError
+from cluster.core.supervision import run_all
 from tools_runtime.addresses import Resolver
 
 FETCH_WITHIN_S = 15.0
 """Seconds within which all images of a request are fetched."""
+FETCHED_AT_ONCE = 8
+"""Largest number of images that are fetched at the same time for one tenant. Others of it wait."""
 MAX_REDIRECTS = 3
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
 
@@ -35,9 +39,14 @@ class ImageReader:
         self._max_bytes = max_bytes
         self._resolver = resolver or Resolver()
         self._client: httpx.AsyncClient | None = None
+        self._turns: WeakValueDictionary[str, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def read(self, body: Mapping[str, Any]) -> None:
+    async def read(self, body: Mapping[str, Any], tenant: str) -> None:
         """Fetch the images of a body, and put them into it as `data:` URLs.
+
+        Args:
+            body: the body.
+            tenant: whose request it is. A tenant whose servers are slow delays no other.
 
         Raises:
             BadRequest: an image cannot be fetched, is no image or too large, or there are too many. ``param`` is its
@@ -48,9 +57,11 @@ class ImageReader:
             return
         if len(found) > MAX_IMAGES:
             raise _bad(found[MAX_IMAGES], f"the request has {len(found)} images, and at most {MAX_IMAGES} are read")
+        turns = self._turns.setdefault(tenant, asyncio.Semaphore(FETCHED_AT_ONCE))
+        room = _Room(self._max_bytes)
         try:
             async with asyncio.timeout(FETCH_WITHIN_S):
-                await asyncio.gather(*(self._fetch(one) for one in found if _is_http(one.url)))
+                await run_all(self._fetch(one, turns, room) for one in found if _is_http(one.url))
         except TimeoutError:
             raise _bad(found[0], f"the images were not fetched within {FETCH_WITHIN_S:g} s") from None
         await asyncio.to_thread(self._check, found)
@@ -61,19 +72,23 @@ class ImageReader:
         if self._client is not None:
             await self._client.aclose()
 
-    async def _fetch(self, image: ImagePart) -> None:
+    async def _fetch(self, image: ImagePart, turns: asyncio.Semaphore, room: "_Room") -> None:
         if self._client is None:
             # A connection to a checked address is not kept: another name at that address would be sent through it.
-            limits = httpx.Limits(max_connections=MAX_IMAGES, max_keepalive_connections=0)
+            limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
             self._client = httpx.AsyncClient(timeout=None, trust_env=False, limits=limits)
+        async with turns:
+            await self._fetch_now(self._client, image, room)
+
+    async def _fetch_now(self, client: httpx.AsyncClient, image: ImagePart, room: "_Room") -> None:
         with _refused(image):
             url = httpx.URL(image.url)
             for _ in range(MAX_REDIRECTS + 1):
                 request = httpx.Request("GET", url, headers={"Accept": "image/*", "Accept-Encoding": "identity"})
-                response = await self._client.send(await self._resolver.pinned(request), stream=True)
+                response = await client.send(await self._resolver.pinned(request), stream=True)
                 try:
                     if response.status_code not in _REDIRECTS or "location" not in response.headers:
-                        image.set_url(await _data_url(image, response))
+                        image.set_url(await _data_url(image, response, room))
                         return
                     url = url.join(response.headers["location"])
                 finally:
@@ -90,16 +105,27 @@ class ImageReader:
             content = _content(image)
             whole += len(content)
             if len(content) > MAX_IMAGE_BYTES or whole > self._max_bytes:
-                most = min(MAX_IMAGE_BYTES, self._max_bytes)
-                raise _bad(image, f"an image has at most {most} bytes, and all together {self._max_bytes}", 413)
+                raise _too_large(image, self._max_bytes)
             _check_pixels(image, content)
+
+
+class _Room:
+    """The bytes that the images of one request may still have."""
+
+    def __init__(self, left_bytes: int) -> None:
+        self._most_bytes = self._left_bytes = left_bytes
+
+    def take(self, image: ImagePart, taken_bytes: int) -> None:
+        self._left_bytes -= taken_bytes
+        if self._left_bytes < 0:
+            raise _too_large(image, self._most_bytes)
 
 
 def _is_http(url: Any) -> bool:
     return isinstance(url, str) and url[:8].lower().startswith(("http://", "https://"))
 
 
-async def _data_url(image: ImagePart, response: httpx.Response) -> str:
+async def _data_url(image: ImagePart, response: httpx.Response, room: _Room) -> str:
     kind = response.headers.get("content-type", "").partition(";")[0].strip().lower()
     if response.status_code != 200 or not kind.startswith("image/"):
         raise _bad(image, f"its server answers with status {response.status_code} and type {kind[:64]!r}, not an image")
@@ -108,6 +134,7 @@ async def _data_url(image: ImagePart, response: httpx.Response) -> str:
     content = bytearray()
     async for chunk in response.aiter_bytes():
         content += chunk
+        room.take(image, len(chunk))
         if len(content) > MAX_IMAGE_BYTES:
             raise _bad(image, f"the image has more than {MAX_IMAGE_BYTES} bytes", 413)
     return f"{DATA}{kind};base64,{base64.b64encode(content).decode()}"
@@ -135,6 +162,11 @@ def _refused(image: ImagePart) -> Iterator[None]:
         raise _bad(image, str(error).replace("tools may not reach it", "it may not be reached")) from None
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise _bad(image, f"it cannot be fetched: {type(error).__name__}") from None
+
+
+def _too_large(image: ImagePart, whole_bytes: int) -> BadRequest:
+    most = min(MAX_IMAGE_BYTES, whole_bytes)
+    return _bad(image, f"an image has at most {most} bytes, and all together {whole_bytes}", 413)
 
 
 def _bad(image: ImagePart, message: str, status: int = 400) -> BadRequest:

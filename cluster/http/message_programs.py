@@ -21,6 +21,7 @@ from cluster.http.runs import Abandon, Offers, limits, read_idempotency
 from cluster.runs.events import Generated, RunEvent
 from cluster.runs.messages_api import MESSAGE_PREFIX, messages_spec, run_offers
 from cluster.runs.runner import ProgramRunner
+from cluster.store.runs.records import Idempotency
 
 
 class RunClient:
@@ -121,22 +122,40 @@ class MessagePrograms:
         Raises:
             HttpError: the request is invalid, or the run was not accepted.
         """
-        spec = messages_spec(
-            request,
-            body,
-            run_id=f"{MESSAGE_PREFIX}{uuid4().hex}",
-            created_s=time(),
-            identity=identity,
-            limits=limits(self._config),
-            prompt=prompt,
-            offers=await self.offered(prompt, body, identity.tenant),
-            sees=body["model"] in self._seeing,
-        )
-        secrets = {one.name: one.secret for one in prompt.servers if one.secret}
         idempotency = read_idempotency(http, "messages", request.model_dump(mode="json"))
+        run_id = await self._start(request, prompt, body, identity, idempotency, arrived_s)
+        client = RunClient(run_id, self._abandon, stays=idempotency is not None)
+        return BegunRun(self._events(run_id, bool(request.stream)), client, limits(self._config).wall_s)
+
+    async def _start(
+        self,
+        request: MessagesRequest,
+        prompt: Prompt,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        idempotency: Idempotency | None,
+        arrived_s: float | None,
+    ) -> str:
+        """Return the id of the request's run. A repeated request has its earlier run."""
+        try:
+            spec = messages_spec(
+                request,
+                body,
+                run_id=f"{MESSAGE_PREFIX}{uuid4().hex}",
+                created_s=time(),
+                identity=identity,
+                limits=limits(self._config),
+                prompt=prompt,
+                offers=await self.offered(prompt, body, identity.tenant),
+                sees=body["model"] in self._seeing,
+            )
+        except BadRequest:
+            if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
+                raise
+            return run_id
+        secrets = {one.name: one.secret for one in prompt.servers if one.secret}
         started = await self._runner.start(spec, idempotency=idempotency, secret=secrets or None, arrived_s=arrived_s)
-        client = RunClient(started.run_id, self._abandon, stays=idempotency is not None)
-        return BegunRun(self._events(started.run_id, bool(request.stream)), client, spec.limits.wall_s)
+        return started.run_id
 
     async def _events(self, run_id: str, streamed: bool) -> AsyncIterator[RunEvent]:
         """Yield a run's events. Those of pieces are left out of an answer that is not a stream."""

@@ -130,7 +130,7 @@ class TurnReader:
         """
         body = await self.json(request)
         if self._seeing:
-            await self._images.read(body)
+            await self._images.read(body, caller_of(request).tenant)
         return body
 
     async def _understood(self, request: Request, understand: Callable[[dict[str, Any]], Read]) -> Read:
@@ -157,7 +157,7 @@ class TurnReader:
         body = await self._understood(request, understand)
         model = await self._models.model_of(body, None)
         if model in self._seeing:
-            await self._images.read(body)
+            await self._images.read(body, tenant)
         return body | {"model": model}
 
     async def identified(
@@ -196,7 +196,7 @@ class TurnReader:
         if self._served[model].replicas.accelerator == "cpu" and has_seed:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
         if model in self._seeing:
-            await self._images.read(turn)
+            await self._images.read(turn, tenant)
         named = turn.get("model")
         return turn | {"model": named if named in self._adapters else model}, identity
 

@@ -1,6 +1,6 @@
 """Reads requests for responses, with what they need that is not in their bodies: stored responses and tools."""
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from time import time
 from typing import Any
@@ -11,6 +11,7 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import BadRequest, ToolRefused
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolId, ToolOffer, ToolSource
+from cluster.http.connection_responses import ConnectionResponses
 from cluster.http.conversations import Conversations
 from cluster.http.runs import Offers, limits
 from cluster.http.stored_responses import StoredResponses
@@ -63,7 +64,7 @@ class ResponseRequests:
         self,
         request: CreateResponse,
         identity: ProgramIdentity,
-        own: Collection[str] | None = None,
+        own: ConnectionResponses | None = None,
         run_id: str | None = None,
     ) -> RunRequest:
         """Return the run that a request asks for.
@@ -98,7 +99,7 @@ class ResponseRequests:
             limits=limits(self._config),
             registered={one.name: one for one in offered if one.tool and one.tool.source is ToolSource.OPERATOR},
             listings=theirs,
-            previous=await self._previous(request.previous_response_id, identity.tenant, own or ()),
+            previous=await self._previous(request.previous_response_id, identity.tenant, own),
             continuable=own is not None,
             referred=await self._stored.found(referred(request), identity.tenant),
         )
@@ -108,10 +109,13 @@ class ResponseRequests:
         previous, earlier = conversation.continuation()
         return run_spec(request, replace(around, previous=previous, earlier=earlier, known=len(conversation.entries)))
 
-    async def _previous(self, response_id: str | None, tenant: str, own: Collection[str]) -> RunState | None:
+    async def _previous(self, response_id: str | None, tenant: str, own: ConnectionResponses | None) -> RunState | None:
         if response_id is None:
             return None
-        found = await self._stored.found([response_id], tenant, own)  # `run_spec` reports a missing one, by its field
+        if own is not None and (state := own.last_state(response_id)) is not None:
+            return state
+        # `run_spec` reports a missing one, by its field.
+        found = await self._stored.found([response_id], tenant, own or ())
         return found[response_id].state if found else None
 
 

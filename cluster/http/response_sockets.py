@@ -13,6 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from cluster.api.openai import CONNECTION, RESPONSES
 from cluster.core.errors import BadRequest, HttpError
+from cluster.http.connection_responses import ConnectionResponses
 
 CREATE = "response.create"
 MAX_WAITING = 16
@@ -92,8 +93,7 @@ class _Socket:
         self._send = send
         self._gone = asyncio.Event()
         self._messages: asyncio.Queue[str | None] = asyncio.Queue(MAX_WAITING)
-        self._made: set[str] = set()
-        """The responses that were made here. They may be continued here even if they are not stored."""
+        self._made = ConnectionResponses()
 
     async def serve(self) -> None:
         """Serve until the client disconnects."""
@@ -120,7 +120,8 @@ class _Socket:
         except BadRequest as error:
             await self._tell(_error(error.status, _body(error)))
             return
-        await self._app(_http(self._scope, "POST", RESPONSES, body, self._made), self._body(body), self._forward())
+        scope = {**_http(self._scope, "POST", RESPONSES, body), CONNECTION: self._made}
+        await self._app(scope, self._body(body), self._forward())
 
     def _body(self, body: bytes) -> Receive:
         sent = False
@@ -154,12 +155,9 @@ class _Socket:
         return send
 
     async def _forward_event(self, event: bytes) -> None:
-        name, _, data = event.partition(b"\ndata: ")
-        if not data:
-            return  # a comment
-        if name == b"event: response.created":
-            self._made.add(json.loads(data)["response"]["id"])
-        await self._tell(data.decode())
+        _, _, data = event.partition(b"\ndata: ")
+        if data:  # otherwise it is a comment
+            await self._tell(data.decode())
 
     async def _tell(self, text: str) -> None:
         if not self._gone.is_set():
@@ -184,7 +182,7 @@ def _request(text: str) -> bytes:
     return json.dumps({**rest, "stream": True}).encode()
 
 
-def _http(scope: Scope, method: str, path: str, body: bytes, made: Collection[str] = ()) -> Scope:
+def _http(scope: Scope, method: str, path: str, body: bytes) -> Scope:
     """Return the scope of a request with the headers of a connection."""
     headers = [
         (name, value)
@@ -205,7 +203,6 @@ def _http(scope: Scope, method: str, path: str, body: bytes, made: Collection[st
         "client": scope.get("client"),
         "server": scope.get("server"),
         "state": {},
-        CONNECTION: made,
     }
 
 

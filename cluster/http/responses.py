@@ -28,6 +28,7 @@ from cluster.core.program import ProgramIdentity
 from cluster.http.attributed_answers import program_headers
 from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
+from cluster.http.connection_responses import ConnectionResponses
 from cluster.http.conversations import Conversations
 from cluster.http.requests import passed_headers
 from cluster.http.response_requests import ResponseRequests
@@ -37,12 +38,15 @@ from cluster.responses.compaction import compacted_response
 from cluster.responses.events import ResponseFold, usage
 from cluster.responses.input_items import input_items
 from cluster.responses.output import RESPONSE_PREFIX
+from cluster.responses.request import CreateResponse
 from cluster.responses.spec import RunRequest
 from cluster.responses.wire import to_json
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import Compaction, RunSpec
 from cluster.runs.runner import ProgramRunner
+from cluster.runs.state import RunState
 from cluster.runs.turn_request import prompt_fields
+from cluster.store.runs.records import Idempotency
 
 logger = logging.getLogger("ray.serve")
 
@@ -97,18 +101,11 @@ class ResponseRoutes:
         """
         request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
-        own = http.scope.get(CONNECTION)
-        with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
-            run = await self._sized(await self._requests.run(request, turn.identity, own, turn.run_id), http)
-            secrets = run.brought.secrets or None
-            started = await self._runner.start(
-                run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s, on_end=turn.run_ended
-            )
-            turn.is_run = started.new
-        run_id, shown = started.run_id, program_headers(run.spec.program) if started.new else {}
-        if run.conversation is not None and run_id == run.spec.id:
-            await self._add_to_conversation(run)
-        stays = run.spec.background or idempotency is not None
+        own: ConnectionResponses | None = http.scope.get(CONNECTION)
+        run_id, shown = await self._start(http, request, body, identity, idempotency, arrived_s)
+        if own is not None and request.store is False:
+            own.began(run_id)
+        stays = bool(request.background) or idempotency is not None
         if request.stream:
             return EventStream(self._events(run_id), None if stays else lambda: self._abandon(run_id), shown)
         if request.background:
@@ -125,6 +122,41 @@ class ResponseRoutes:
         if ended is not None and ended.status == "failed" and not reader.state.turns:
             raise as_error(ended.fault)
         return _whole(reader.response, shown)
+
+    async def _start(
+        self,
+        http: Request,
+        request: CreateResponse,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        idempotency: Idempotency | None,
+        arrived_s: float | None,
+    ) -> tuple[str, Mapping[str, str]]:
+        """Return the id of the request's run, and headers of its answer. A repeated request has its earlier run."""
+        own: ConnectionResponses | None = http.scope.get(CONNECTION)
+        with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
+            try:
+                run = await self._sized(await self._requests.run(request, turn.identity, own, turn.run_id), http)
+            except BadRequest:
+                if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
+                    raise
+                return run_id, {}
+
+            def run_ended(state: RunState) -> None:
+                turn.run_ended(state)
+                if own is not None:
+                    own.ended(state)
+
+            secrets = run.brought.secrets or None
+            started = await self._runner.start(
+                run.spec, idempotency=idempotency, secret=secrets, arrived_s=arrived_s, on_end=run_ended
+            )
+            turn.is_run = started.new
+        if not started.new:
+            return started.run_id, {}
+        if run.conversation is not None:
+            await self._add_to_conversation(run)
+        return started.run_id, program_headers(run.spec.program)
 
     async def _add_to_conversation(self, run: RunRequest) -> None:
         try:

@@ -1,7 +1,7 @@
 """Reads stored responses from the logs of their runs."""
 
 import asyncio
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 
 from cluster.core.errors import BadRequest
 from cluster.responses.events import ResponseFold
@@ -19,7 +19,7 @@ class StoredResponses:
     def __init__(self, runner: ProgramRunner) -> None:
         self._runner = runner
 
-    async def log(self, response_id: str, tenant: str, own: Collection[str] = ()) -> Sequence[RunEvent]:
+    async def log(self, response_id: str, tenant: str, own: Container[str] = ()) -> Sequence[RunEvent]:
         """Return the log of a stored response.
 
         Args:
@@ -38,7 +38,7 @@ class StoredResponses:
             raise not_found(response_id)
         return log
 
-    async def found(self, names: Iterable[str], tenant: str, own: Collection[str] = ()) -> dict[str, ResponseFold]:
+    async def found(self, names: Iterable[str], tenant: str, own: Container[str] = ()) -> dict[str, ResponseFold]:
         """Return those of these responses that exist, by id. The arguments are those of `log`."""
         names = list(names)
         logs = await asyncio.gather(*(self.log(name, tenant, own) for name in names), return_exceptions=True)

@@ -210,6 +210,7 @@ ADMISSION_S = _histogram(
 )
 SNAPSHOT_AGE = _gauge("snapshot_age_seconds", ROUTING, "Age of the router's oldest replica snapshot", "model")
 REPLICAS = _gauge("replicas", ROUTING, "Replicas that an ingress can route to, by state", "model", "state")
+REPLICAS_MIN = _gauge("replicas_min", ROUTING, "Smallest number of replicas that the configuration allows", "model")
 
 # --- a replica: memory ----------------------------------------------------------------------------------------------
 

@@ -160,6 +160,10 @@ class RouterMetrics:
         self._meter.record(metrics.REQUESTS_REJECTED, refusals)
         self._meter.record(metrics.DEGRADED_DECISIONS, {self.COMPONENT: fallbacks})
 
+    def record_min(self, replicas: int) -> None:
+        """Export the smallest number of replicas that the configuration allows."""
+        self._meter.set(metrics.REPLICAS_MIN, replicas)
+
     def record_store(self, failures: Mapping[Any, int], *, up: bool) -> None:
         """Export the placement store's failures since the start, and whether the last call succeeded."""
         _record_store(self._meter, self.COMPONENT, failures, up)
@@ -203,7 +207,7 @@ class BatchMetrics:
     def __init__(self, meter: Meter, tenants: Iterable[str]) -> None:
         self._meter = meter
         self._tenants = {DEFAULT_TENANT, *tenants}
-        self._seen: set[str] = set()
+        self._seen = {DEFAULT_TENANT}
 
     def record(
         self, open_batches: Mapping[str, int], left: Mapping[str, int], lines: Mapping[tuple[str, str], int]

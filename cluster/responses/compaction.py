@@ -5,7 +5,7 @@ The text is encoded, not encrypted: it is a part of the caller's own conversatio
 
 import base64
 import binascii
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from openai.types.responses import ResponseUsage
@@ -66,11 +66,18 @@ def compacted_response(
 def _items(run_id: str, messages: Sequence[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     for place, message in enumerate(kept(messages)):
         content = message["content"]
-        texts = [content] if isinstance(content, str) else [part["text"] for part in content]
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
         yield {
             "id": output_item_id("msg", run_id, place),
             "type": "message",
             "role": "developer" if message["role"] == "system" else "user",
             "status": "completed",
-            "content": [{"type": "input_text", "text": text} for text in texts],
+            "content": [_input_part(part) for part in parts],
         }
+
+
+def _input_part(part: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a part of a chat message as a part of an item."""
+    if part["type"] == "image_url":
+        return {"type": "input_image", "image_url": part["image_url"]["url"], "detail": "auto"}
+    return {"type": "input_text", "text": part["text"]}

@@ -30,6 +30,7 @@ ITEM_PREFIXES = {
     "mcp_list_tools": "mcpl",
     "mcp_approval_request": "mcpr",
     "mcp_approval_response": "mcpa",
+    "compaction": "cmp",
 }
 """The first part of the id that an item without one gets, by its type."""
 

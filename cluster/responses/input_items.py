@@ -16,20 +16,20 @@ from pydantic import (
     Field,
     StringConstraints,
     Tag,
+    TypeAdapter,
 )
 
 from cluster.api.content_parts import file_text
 from cluster.core.errors import BadRequest
-from cluster.core.tools import is_object
+from cluster.core.tools import MAX_CALLED_NAME_LENGTH, is_object
 from cluster.runs.events import RunSpec
 
 ENDED = "The call was ended before the tool answered."
 
 MAX_CALL_ID_LENGTH = 256
-MAX_CALLED_NAME_LENGTH = 4096
-"""A model may call a tool that does not exist, by any name."""
 
 CallId = Annotated[str, StringConstraints(min_length=1, max_length=MAX_CALL_ID_LENGTH)]
+CalledName = Annotated[str, StringConstraints(max_length=MAX_CALLED_NAME_LENGTH)]
 Name = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 Label = Annotated[str, StringConstraints(pattern=r"^[A-Za-z0-9_-]{1,64}$")]
 
@@ -141,6 +141,7 @@ ContentPart = Annotated[
     ),
 ]
 
+_part: TypeAdapter[Any] = TypeAdapter(ContentPart)
 
 Content = str | list[ContentPart]
 
@@ -164,7 +165,7 @@ class FunctionCall(_Item):
 
     type: Literal["function_call"]
     call_id: CallId
-    name: Name
+    name: CalledName
     arguments: str
     status: Any = Field(None, exclude=True)
 
@@ -191,7 +192,7 @@ class CustomToolCall(_Item):
 
     type: Literal["custom_tool_call"]
     call_id: CallId
-    name: Name
+    name: CalledName
     input: str
     status: Any = Field(None, exclude=True)
 
@@ -222,7 +223,7 @@ class McpCall(_Item):
 
     type: Literal["mcp_call"]
     server_label: Label
-    name: str = Field(min_length=1, max_length=MAX_CALLED_NAME_LENGTH)
+    name: CalledName
     arguments: str
     output: str | None = None
     error: Any = None
@@ -393,6 +394,9 @@ def error_text(error: Any) -> str:
 
 MOST_LISTED = 100
 
+DETAILS = ("low", "high", "auto", "original")
+"""Values of an image's `detail` that OpenAI's models have. No model reads it here, so a request may have any value."""
+
 
 def input_items(spec: RunSpec, **page: Any) -> ResponseItemList:
     """Return a page of the items that a request itself brought. Items of earlier responses are not included.
@@ -408,8 +412,11 @@ def input_items(spec: RunSpec, **page: Any) -> ResponseItemList:
 
 
 def stored_input(spec: RunSpec) -> list[dict[str, Any]]:
-    """Return all items that a request itself brought, as they are shown."""
-    return [shown_item(item) for item in spec.echo.get("input", ())]
+    """Return all items that a request itself brought, as they are shown.
+
+    Items of hosted tools are left out, because only their types are stored.
+    """
+    return [shown_item(item) for item in spec.echo.get("input", ()) if item["type"] not in HOSTED_ITEMS]
 
 
 def page_of(
@@ -472,13 +479,24 @@ def shown_item(item: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"text": content}] if isinstance(content, str) else content
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
 def _as_part(part: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    if part.get("type") in ("refusal", "input_image", "input_file"):
-        return dict(part)
-    shown: dict[str, Any] = {"type": kind, "text": part["text"]}
+    """Return a part as OpenAI's models have it.
+
+    A part that they do not have at its place, such as an image of an assistant, is the text that the model reads.
+    """
+    match part["type"]:
+        case "refusal" if kind == "output_text":
+            return dict(part)
+        case "input_image" if kind == "input_text":
+            detail = part.get("detail")
+            is_known = detail in DETAILS
+            return {"type": "input_image", "image_url": part["image_url"], "detail": detail if is_known else "auto"}
+        case "input_file" if kind == "input_text":
+            return {name: part[name] for name in ("type", "filename", "file_data") if name in part}
+    shown: dict[str, Any] = {"type": kind, "text": _part.validate_python(part).shown}
     if kind == "output_text":
         shown["annotations"] = []
     return shown

@@ -4,21 +4,34 @@ The answer is one assistant message with the text of all turns, without the call
 see the calls uses `/v1/responses` or `/v1/programs`.
 """
 
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 
-from cluster.core.errors import BadRequest, HttpError
+from cluster.core.errors import BadRequest, HttpError, IllegalTransition, UpstreamFailed
 from cluster.core.program import ProgramIdentity
 from cluster.core.tools import ToolOffer
-from cluster.runs.events import STOP_SEQUENCE, Ended, Fault, Generated, Limits, RunEvent, RunSpec, TurnResult
+from cluster.runs.events import (
+    STOP_SEQUENCE,
+    Accepted,
+    Ended,
+    Fault,
+    Generated,
+    Limits,
+    RunEvent,
+    RunSpec,
+    TurnIntent,
+    TurnResult,
+)
 
 MARK = "server_side"
 """The key that marks a tool that the cluster runs."""
 
 BETWEEN_TURNS = "\n\n"
 """Text between the texts of two turns."""
+
+OTHER_TEXT = "a replica failed, and the turn was tried again with another text than was sent; send the request again"
 
 _OWN = frozenset(
     ("messages", "tools", "tool_choice", "parallel_tool_calls", "stream", "stream_options", "model", "store", "user")
@@ -121,46 +134,100 @@ def _bad(param: str, message: str) -> BadRequest:
     return BadRequest(f"{param}: {message}", param=param)
 
 
+class _TurnText:
+    """A text of the current turn, as far as it was sent, over all attempts at the turn."""
+
+    def __init__(self) -> None:
+        self._sent: list[str] = []
+        self._lost = ""
+        """What attempts that were lost have sent."""
+        self._repeated = 0
+        """Number of characters of it that the current attempt has generated."""
+
+    def begin_attempt(self) -> None:
+        """Begin another attempt. It has to generate the text that was sent again."""
+        self._lost, self._repeated = "".join(self._sent), 0
+
+    def add(self, piece: str) -> str:
+        """Return what a piece of the current attempt adds.
+
+        Raises:
+            UpstreamFailed: the attempt generates another text.
+        """
+        repeated = self._lost[self._repeated : self._repeated + len(piece)]
+        if not piece.startswith(repeated):
+            raise UpstreamFailed(OTHER_TEXT)
+        self._repeated += len(repeated)
+        self._sent.append(piece[len(repeated) :])
+        return self._sent[-1]
+
+    def end(self) -> None:
+        """End the turn.
+
+        Raises:
+            UpstreamFailed: its last attempt has generated less than was sent.
+        """
+        if self._repeated < len(self._lost):
+            raise UpstreamFailed(OTHER_TEXT)
+
+
 class ChatFold:
     """Builds a chat completion from a run's events, complete or in chunks.
 
-    Args:
-        spec: the run.
+    If an attempt at a turn is lost after a part of its text was sent, the next attempt must begin with the same text.
+    A complete answer needs no `Generated` events, and has what the completed turns have said.
     """
 
-    def __init__(self, spec: RunSpec) -> None:
-        self._spec = spec
+    def __init__(self) -> None:
+        self._accepted: RunSpec | None = None
         self._texts: list[str] = []
         self._reasoning: list[str] = []
         self._turns: list[TurnResult] = []
+        self._sent = {"content": _TurnText(), "reasoning": _TurnText()}
         self._turn = 0
         self._has_text = False
         """Whether an earlier turn has generated text."""
         self.ended: Ended | None = None
 
     def feed(self, event: RunEvent) -> dict[str, Any] | None:
-        """Process an event. Return the delta that it adds to the message, or None."""
+        """Process an event. Return the delta that it adds to the message, or None.
+
+        Raises:
+            UpstreamFailed: an attempt at a turn was lost, and the next one has generated another text.
+        """
         match event:
+            case Accepted():
+                self._accepted = event.spec
+                return {"role": "assistant", "content": ""}
+            case TurnIntent():
+                for text in self._sent.values():
+                    text.begin_attempt()
             case Generated():
                 return self._generated(event)
             case TurnResult():
-                self._turns.append(event)
-                self._has_text = self._has_text or bool(event.content)
-                self._texts.append(event.content)
-                self._reasoning.append(event.reasoning)
+                self._turn_done(event)
             case Ended():
                 self.ended = event
         return None
 
     def _generated(self, event: Generated) -> dict[str, Any] | None:
         delta: dict[str, Any] = {}
-        if event.content:
+        if content := self._sent["content"].add(event.content):
             between = BETWEEN_TURNS if self._has_text and event.turn != self._turn else ""
             self._turn = event.turn
-            delta["content"] = between + event.content
-        if event.reasoning:
-            delta["reasoning"] = event.reasoning
+            delta["content"] = between + content
+        if reasoning := self._sent["reasoning"].add(event.reasoning):
+            delta["reasoning"] = reasoning
         return delta or None
+
+    def _turn_done(self, result: TurnResult) -> None:
+        for text in self._sent.values():
+            text.end()
+        self._sent = {"content": _TurnText(), "reasoning": _TurnText()}
+        self._turns.append(result)
+        self._has_text = self._has_text or bool(result.content)
+        self._texts.append(result.content)
+        self._reasoning.append(result.reasoning)
 
     def completion(self) -> dict[str, Any]:
         """Return the complete answer.
@@ -216,6 +283,12 @@ class ChatFold:
             "prompt_tokens_details": {"cached_tokens": cached},
         }
 
+    @property
+    def _spec(self) -> RunSpec:
+        if self._accepted is None:
+            raise IllegalTransition("the log of this completion is empty")
+        return self._accepted
+
     def _head(self, kind: str) -> dict[str, Any]:
         return {"id": self._spec.id, "object": kind, "created": int(self._spec.created_s), "model": self._spec.model}
 
@@ -236,11 +309,18 @@ async def deltas(fold: ChatFold, batches: AsyncIterator[Sequence[RunEvent]]) -> 
     """Yield the chunks of a stream, to its end.
 
     Raises:
-        HttpError: the run failed, or was cancelled.
+        HttpError: the run failed, or was cancelled, or a turn was tried again with another text.
     """
-    yield fold.chunk({"role": "assistant", "content": ""})
     async for batch in batches:
-        for event in batch:
+        for event in _without_lost(batch):
             if (delta := fold.feed(event)) is not None:
                 yield fold.chunk(delta)
     yield fold.chunk({}, fold.finish_reason())
+
+
+def _without_lost(batch: Sequence[RunEvent]) -> Iterator[RunEvent]:
+    """Yield events without the pieces of attempts that are known to be lost."""
+    last = {event.turn: place for place, event in enumerate(batch) if isinstance(event, TurnIntent)}
+    for place, event in enumerate(batch):
+        if not isinstance(event, Generated) or place > last.get(event.turn, -1):
+            yield event

@@ -53,6 +53,7 @@ TAKEN_AT_ONCE = 8
 """Largest number of other runners' runs that are taken over between two renewals of the own leases."""
 
 STORE_GONE = "programs cannot be accepted now"
+LOG_GONE = "the program log cannot be read now"
 STORE_FULL = "the store of programs (redis) has no memory for a new one"
 
 PAGE = 256
@@ -209,12 +210,31 @@ class ProgramRunner:
         finally:
             self._asking -= 1
         if isinstance(created, AlreadyThere):
-            if not created.same_body:
-                raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
-            return Started(created.run_id, new=False)
+            return Started(_same_request(created), new=False)
         self.counters["started"] += 1
         self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
+
+    async def repeated(self, tenant: str, idempotency: Idempotency | None) -> str | None:
+        """Return the run that was started for a request with this key and body before.
+
+        It is for a request from which no run can be made now, because the first one has changed what it refers to.
+
+        Args:
+            tenant: the tenant of the request.
+            idempotency: key and body of the request. None: it has no key, and therefore no earlier run.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+            Overloaded: the store cannot be reached.
+        """
+        if idempotency is None:
+            return None
+        try:
+            found = await self._store.repeated(tenant, idempotency)
+        except RunStoreUnavailable as error:
+            raise Overloaded(LOG_GONE, retry_after_s=RETRY_AFTER_S) from error
+        return None if found is None else _same_request(found)
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
         """Return the events of a run, or None if the tenant has no run of this id.
@@ -228,7 +248,7 @@ class ProgramRunner:
         try:
             found = await self._read(run_id)
         except RunStoreUnavailable as error:
-            raise Overloaded("the program log cannot be read now", retry_after_s=RETRY_AFTER_S) from error
+            raise Overloaded(LOG_GONE, retry_after_s=RETRY_AFTER_S) from error
         if not found:
             return None
         return found if begin(found[0]).spec.tenant == tenant else None
@@ -417,3 +437,14 @@ class ProgramRunner:
         while (page := await self._store.read(run_id, len(events), PAGE)) is not None and page.items:
             events += [decode(entry) for entry in page.items]
         return events
+
+
+def _same_request(found: AlreadyThere) -> str:
+    """Return the run of an idempotency key.
+
+    Raises:
+        IdempotencyConflict: the key was used with another body.
+    """
+    if not found.same_body:
+        raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
+    return found.run_id

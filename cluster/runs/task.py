@@ -13,6 +13,7 @@ from typing import Any, Protocol
 from cluster.core.clock import Clock
 from cluster.core.errors import CONTEXT_LENGTH_EXCEEDED, HttpError, Overloaded, RunLeaseLost
 from cluster.core.program import ProgramIdentity
+from cluster.core.supervision import run_all
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from cluster.core.turn import (
     Continuation,
@@ -368,7 +369,7 @@ class RunTask:
         finished = asyncio.Event()
         notification = self._background(self._notify_round(todo.calls, finished))
         try:
-            await _all([self._run_tool(call, resumed=todo.resumed) for call in todo.calls])
+            await run_all([self._run_tool(call, resumed=todo.resumed) for call in todo.calls])
         except BaseException:
             notification.cancel()
             raise
@@ -525,14 +526,3 @@ def _fault(error: BaseException) -> Fault:
         return Fault(code, error.message, error.status, error.param)
     logger.error("a run failed", exc_info=error)
     return Fault("server_error", "internal error")
-
-
-async def _all(work: Sequence[Coroutine[Any, Any, None]]) -> None:
-    """Run all of them concurrently. If one fails, the others are stopped, and its exception is raised."""
-    tasks = [asyncio.create_task(each) for each in work]
-    try:
-        await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

@@ -21,6 +21,7 @@ from functools import partial
 from itertools import takewhile
 from math import inf
 from pathlib import Path
+from threading import get_ident
 from typing import Any
 
 from vllm.v1.kv_offload.base import (
@@ -51,16 +52,19 @@ logger = logging.getLogger("vllm.caesura.disk_tier")
 READERS, WRITERS = 4, 2
 """Number of threads that read, and that write. Each also does the other's work where its own has none."""
 STALL_S = 5.0
-"""Seconds without progress after which a transfer counts as stalled."""
+"""Seconds without progress after which a transfer counts as stalled. While a transfer waits for a thread, the progress
+of the others counts."""
 
 
 @dataclass(slots=True)
 class Transfer:
-    """A job in progress. The threads that do it write the fields after ``started_s``."""
+    """A job in progress. The threads that do it write the fields after ``keys``."""
 
     direction: Direction
     keys: list[OffloadKey]
     progress_s: float
+    threads: set[int] = field(default_factory=set)
+    """Threads that do a part of it now. It is empty while the transfer waits for a thread."""
     done: set[OffloadKey] = field(default_factory=set)
     linked: set[OffloadKey] = field(default_factory=set)
     """Chunks that needed no write, because another slot had them."""
@@ -112,6 +116,8 @@ class DiskTier(SecondaryTierManager):
         self._make_files = files
         self._files = files(False)
         self._transfers: dict[int, Transfer] = {}
+        self._progress_s = clock.now_s()
+        """Time of the last progress of any transfer that :meth:`_find_stalled` or :meth:`get_finished_jobs` saw."""
         self._stopped: dict[Direction, tuple[Trouble, float]] = {}
         """Directions that have failed, with the time at which they are tried again."""
         self._copies: dict[str, int] = {}
@@ -297,6 +303,7 @@ class DiskTier(SecondaryTierManager):
         results = []
         for job_id, *_ in self._pool.get_finished():
             transfer = self._transfers.pop(job_id)
+            self._progress_s = max(self._progress_s, transfer.progress_s)
             self._count(transfer)
             if transfer.direction is Direction.WRITE:
                 self._written(transfer)
@@ -342,7 +349,11 @@ class DiskTier(SecondaryTierManager):
     def _task(self, run: Callable[..., None], transfer: Transfer, *arguments: Any) -> Callable[[], None]:
         def task() -> None:
             began_s = transfer.progress_s = self._clock.now_s()
-            run(transfer, *arguments)
+            transfer.threads.add(get_ident())
+            try:
+                run(transfer, *arguments)
+            finally:
+                transfer.threads.discard(get_ident())
             transfer.seconds = max(transfer.seconds, self._clock.now_s() - began_s)
 
         return task
@@ -500,9 +511,13 @@ class DiskTier(SecondaryTierManager):
             logger.warning("Disk tier: %s works again", direction)
 
     def _find_stalled(self) -> None:
+        """Stop a direction with a transfer whose threads hang, or which gets no thread because all of them hang."""
         now_s = self._clock.now_s()
+        begun = [transfer for transfer in self._transfers.values() if transfer.threads]
+        self._progress_s = max([self._progress_s, *(transfer.progress_s for transfer in begun)])
         for transfer in self._transfers.values():
-            if now_s - transfer.progress_s > STALL_S and not self._is_stopped(transfer.direction):
+            progress_s = transfer.progress_s if transfer.threads else max(transfer.progress_s, self._progress_s)
+            if now_s - progress_s > STALL_S and not self._is_stopped(transfer.direction):
                 self._stop(transfer.direction, Trouble.STALLED, None)
 
     def _row(self, row: int) -> memoryview:

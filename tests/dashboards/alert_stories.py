@@ -41,6 +41,14 @@ def rejections(rejected: int) -> Series:
     }
 
 
+def unnamed(rejected: int) -> Series:
+    """Requests that are rejected before their model is read."""
+    return {
+        'requests_total{model="",tenant="",outcome="rejected"}': f"0+{rejected}x400",
+        'requests_rejected_total{model="",reason="tenant_rate"}': f"0+{rejected}x400",
+    }
+
+
 def store_memory(used: int, of: int = 100) -> Series:
     return {"store_used_bytes": f"{used}x60", "store_max_bytes": f"{of}x60"}
 
@@ -86,6 +94,15 @@ def sources(service: int, late: int, statistics: int = 0) -> Series:
     }
 
 
+def replicas(up: str, least: int = 1, unplaced: int = 0) -> Series:
+    """One replica with these values of its state, of a model with so many replicas at least."""
+    return {
+        'replicas_min{model="m"}': f"{least}x60",
+        'replica_up{model="m",state="up"}': up,
+        'requests_rejected_total{model="m",reason="no_replica"}': f"0+{unplaced}x60",
+    }
+
+
 def starts(*ended: bool) -> Series:
     """Replica processes that began at once; those that have ended did so after five minutes."""
     return {
@@ -112,15 +129,35 @@ STORIES = (
     ),
     # The share of two turns in an hour is not significant.
     Story("CaesuraTurnSloBurnFast", "90m", turns(good=0), turns(good=0, of=0)),
+    # They count as turns of the models that are served, and one in a thousand is none of a model's failures.
+    Story(
+        "CaesuraTurnSloBurnFast",
+        "90m",
+        turns(good=1000, of=1000) | unnamed(3000),
+        turns(good=1000, of=1000) | unnamed(1),
+    ),
     Story("CaesuraProgramSloBurnFast", "90m", programs(good=6), programs(good=46)),
     Story("CaesuraProgramSloBurnSlow", "8h", programs(good=48), programs(good=58), "5m"),
-    Story("CaesuraMetricsAbsent", "10m", {}, {'replica_up{model="m",state="up"}': "1x60"}),
-    Story("CaesuraNoReplicaUp", "10m", *gauge("replica_up", 'model="m",state="up"', 0, 1)),
+    Story("CaesuraMetricsAbsent", "10m", {}, replicas("1x60")),
+    # The replicas are gone; or there are none, since no program needs one.
+    Story("CaesuraMetricsAbsent", "30m", replicas("1x10 stale"), replicas("1x10 stale", least=0)),
+    # The ingresses are gone.
+    Story("CaesuraMetricsAbsent", "10m", {'replica_up{model="m",state="up"}': "1x60"}, replicas("1x60")),
+    # The replica drains, or its process has ended.
+    Story("CaesuraNoReplicaUp", "30m", replicas("0x60"), replicas("1x60")),
+    Story("CaesuraNoReplicaUp", "30m", replicas("1x20 stale"), replicas("1x60")),
+    # It has not started within 15 minutes, or has still time.
+    Story("CaesuraNoReplicaUp", "20m", {'replicas_min{model="m"}': "1x60"}, {'replicas_min{model="m"}': "_x9 1x60"}),
+    # A model that needs no replica: it could not start when a turn came, or none came.
+    Story("CaesuraNoReplicaUp", "40m", replicas("1x20 stale", 0, unplaced=3), replicas("1x20 stale", 0)),
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True, False), starts(True, True, False, False)),
     # All are gone.
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True), starts(True, True)),
     Story("CaesuraRouterSnapshotStale", "10m", *gauge("snapshot_age_seconds", 'model="m"', 20, 3)),
     Story("CaesuraRejectionRateHigh", "20m", rejections(20), rejections(2)),
+    Story("CaesuraRejectionRateHigh", "20m", rejections(2) | unnamed(20), rejections(2) | unnamed(1)),
+    # Nothing is routed.
+    Story("CaesuraRejectionRateHigh", "20m", unnamed(20), unnamed(0)),
     Story("CaesuraStoreDown", "10m", *gauge("store_up", 'component="router"', 0, 1)),
     Story("CaesuraStoreNearlyFull", "20m", store_memory(80), store_memory(60)),
     # Without a limit, it cannot be full.

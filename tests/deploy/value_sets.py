@@ -212,6 +212,11 @@ ACCEPTED: dict[str, Accepted] = {
     "tensor parallel over two nodes": Accepted(
         {"config": {**LARGE, "replicas": gpus(1, 8)}, "workerGroups": gpu_group(2, 4)}, "gpu", only_this_preset=True
     ),
+    "data parallel over two nodes": Accepted(
+        {"config": {**LARGE, "replicas": {**gpus(1, 2), "data_parallel_size": 4}}, "workerGroups": gpu_group(2, 4)},
+        "gpu",
+        only_this_preset=True,
+    ),
     "pipeline parallel over two nodes": Accepted(
         {"config": {**LARGE, "replicas": gpus(1, 8, 2)}, "workerGroups": gpu_group(2, 8)}, "gpu", only_this_preset=True
     ),
@@ -388,6 +393,13 @@ REFUSED: dict[str, Refused] = {
     "stages, too few GPUs": Refused(
         {"config": {**LARGE, "replicas": gpus(1, 8, 2)}, "workerGroups": gpu_group(1, 8)}, "want 16 GPUs"
     ),
+    "ranks, too few GPUs": Refused(
+        {
+            "config": {**LARGE, "replicas": {**gpus(1, 2), "data_parallel_size": 4}},
+            "workerGroups": gpu_group(1, 4),
+        },
+        "want 8 GPUs, all workers together have 4",
+    ),
     "autoscaling, too few GPUs": Refused(
         {**SCALED, "workerGroups": {"workers": {"maxReplicas": 2}}}, "want 4 GPUs at autoscaling.maxReplicas", "gpu"
     ),
@@ -395,6 +407,9 @@ REFUSED: dict[str, Refused] = {
         {**elastic(max=8), "workerGroups": {"workers": {"maxReplicas": 2}}}, "want 8 GPUs", "gpu"
     ),
     # load
+    "ranks do not follow the load": Refused(
+        {**SCALED, "config": {"replicas": {"data_parallel_size": 2}}}, "data_parallel_size (2) needs a fixed count"
+    ),
     "two that decide the number": Refused(
         {**SCALED, "config": {"replicas": {"max": 4}}}, "KEDA and config.replicas.max would both decide"
     ),

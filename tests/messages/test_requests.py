@@ -93,6 +93,14 @@ LS_CALL = called("t1", "ls")
             ],
         ),
         (
+            [user("Go."), assistant({**CALL, "name": "repo.search" * 99}), user(RESULT)],
+            [
+                {"role": "user", "content": "Go."},
+                {"role": "assistant", "content": "", "tool_calls": [called("t1", "repo.search" * 99)]},
+                {"role": "tool", "tool_call_id": "t1", "content": "a.txt"},
+            ],
+        ),
+        (
             [user({"type": "document", "title": "T", "source": {"type": "text", "data": "words"}})],
             [{"role": "user", "content": "T\nwords"}],
         ),

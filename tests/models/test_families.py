@@ -164,3 +164,4 @@ async def test_config_check_reports_what_the_engine_does_not_use(
     record_property("off", ", ".join(off))
     assert (Feature.KV_REUSE in off) == (not seen["reuses_kv"])
     assert (Feature.PARTIAL_CONTEXTS in off) == (not seen["reuses_partial_contexts"])
+    assert bool(off) == (not seen["computes_early"])

@@ -33,6 +33,10 @@ PARALLEL = {"replicas": {"count": 2, "data_parallel_size": 4, "tensor_parallel_s
         ({"state_size": 16}, {}, "gpu", ["KV reuse", "partial contexts"]),
         ({"state_size": 16}, {"enable_prefix_caching": True}, "gpu", ["partial contexts"]),
         ({"state_size": 16, "num_attention_heads": 8}, {}, "gpu", ["partial contexts"]),
+        ({}, {"speculative_config": {"method": "ngram", "model": None}}, "gpu", []),
+        ({}, {"speculative_config": {"method": "glm4_moe_mtp"}}, "gpu", ["early prefill"]),
+        ({}, {"speculative_config": {"model": "yuhuili/EAGLE-LLaMA3-Instruct-8B"}}, "gpu", ["early prefill"]),
+        ({"sliding_window": 512}, {"speculative_config": {"method": "eagle3"}}, "gpu", ["partial contexts"]),
     ],
 )
 def test_what_is_off(config: dict[str, Any], engine: dict[str, Any], accelerator: str, off: list[str]) -> None:

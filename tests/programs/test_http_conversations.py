@@ -4,9 +4,19 @@ import asyncio
 from typing import Any
 
 import pytest
-from openai import APIStatusError, AsyncOpenAI, BadRequestError, ConflictError, InternalServerError, NotFoundError
+from openai import (
+    APIStatusError,
+    AsyncOpenAI,
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    UnprocessableEntityError,
+)
 
 from cluster.core.errors import BadRequest
+from cluster.http import conversations
+from cluster.responses.input_items import ITEM_TYPES
 from tests.programs.response_site import known, openai, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -76,6 +86,17 @@ async def test_what_is_deleted_is_not_read_again(runners: Runners) -> None:
     assert there.replicas.prior[-1] == []
 
 
+async def test_a_call_of_a_tool_that_the_model_invented_stays_after_a_deletion(runners: Runners) -> None:
+    there = Site(runners, (says("", ("repo.search", "{}")), says("well", first_id=200)))
+    made = await there.client.conversations.create(items=[user("my password is x")])
+    first = await there.respond(conversation=made.id, input="what is there?", tools=[LOOK])
+    [secret, *_] = await there.items(made.id)
+    await there.client.conversations.items.delete(secret.id, conversation_id=made.id)
+    missing: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "no such tool"}
+    assert (await there.respond(conversation=made.id, input=[missing], tools=[LOOK])).output_text == "well"
+    assert there.seen() == [("user", "what is there?"), ("assistant", ""), ("tool", "no such tool")]
+
+
 async def test_a_clients_call_is_answered_in_the_conversation(runners: Runners) -> None:
     there = Site(runners, (says("", ("look", "{}")), says("a bird", first_id=200)))
     made = await there.client.conversations.create()
@@ -99,6 +120,31 @@ async def test_two_responses_at_once_are_one_too_many(runners: Runners) -> None:
     gate.set()
     assert (await first).output_text == "slow"
     assert (await there.respond(conversation=made.id, input="two")).output_text == "quick"
+
+
+async def test_a_repeated_request_of_a_conversation_has_the_same_response(runners: Runners) -> None:
+    gate = asyncio.Event()
+    slow = says("a bird", first_id=200)
+    there = Site(runners, (says("", ("look", "{}")), [*slow[:2], gate, *slow[2:]]))
+    made = await there.client.conversations.create()
+    first = await there.respond(conversation=made.id, input="what is there?", tools=[LOOK])
+    seen: Any = {"type": "function_call_output", "call_id": first.output[0].call_id, "output": "feathers"}
+    again: Any = {"conversation": made.id, "tools": [LOOK], "extra_headers": {"Idempotency-Key": "conversation-1"}}
+    asked = asyncio.create_task(there.respond(input=[seen], **again))
+    await until(lambda: len(there.replicas.asked) == 2)
+    during = asyncio.create_task(there.respond(input=[seen], **again))
+    with pytest.raises(UnprocessableEntityError):
+        await there.respond(input="other", **again)
+    with pytest.raises(ConflictError):
+        await there.respond(conversation=made.id, input=[seen], tools=[LOOK])
+    gate.set()
+    answers = await asyncio.gather(asked, during)
+    after = await there.respond(input=[seen], **again)
+    assert {one.id for one in answers} == {after.id}
+    assert after.output_text == "a bird"
+    assert len(there.replicas.asked) == 2
+    with pytest.raises(BadRequestError, match="No tool call found"):
+        await there.respond(conversation=made.id, input=[seen], tools=[LOOK])
 
 
 async def test_of_responses_that_begin_together_one_stays(runners: Runners) -> None:
@@ -132,6 +178,101 @@ async def test_metadata_changes_and_a_conversation_ends(runners: Runners) -> Non
     for ask in (conversations.retrieve, conversations.delete, lambda name: conversations.update(name, metadata={})):
         with pytest.raises(NotFoundError):
             await ask(made.id)
+
+
+IMAGE: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+PARTS: Any = [
+    {"type": "input_text", "text": "a"},
+    IMAGE,
+    IMAGE | {"detail": "huge"},
+    {"type": "input_file", "filename": "a.md", "file_data": "IyBIZWxsbw==", "detail": 5},
+    {"type": "refusal", "refusal": "no"},
+]
+CALL: Any = {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"}
+CUSTOM: Any = {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "x"}
+RAN: Any = {"type": "mcp_call", "server_label": "docs", "name": "read", "arguments": "{}"}
+CONSENT: Any = [
+    {"type": "mcp_approval_request", "id": "r1", "server_label": "docs", "name": "read", "arguments": "{}"},
+    {"type": "mcp_approval_response", "approval_request_id": "r1", "approve": False},
+]
+ITEMS: dict[str, list[Any]] = {
+    "message": [
+        {"role": role, "content": content}
+        for role in ("user", "system", "developer", "assistant")
+        for content in ("hi", PARTS)
+    ],
+    "function_call": [CALL, {"type": "function_call_output", "call_id": "c1", "output": "a bird"}],
+    "function_call_output": [CALL, {"type": "function_call_output", "call_id": "c1", "output": PARTS}],
+    "custom_tool_call": [CUSTOM, {"type": "custom_tool_call_output", "call_id": "c2", "output": "done"}],
+    "custom_tool_call_output": [CUSTOM, {"type": "custom_tool_call_output", "call_id": "c2", "output": PARTS}],
+    "reasoning": [
+        {"type": "reasoning", "summary": []},
+        {
+            "type": "reasoning",
+            "summary": [{"type": "summary_text", "text": "so"}],
+            "content": [{"type": "reasoning_text", "text": "hm"}],
+        },
+    ],
+    "mcp_call": [RAN | {"output": "a page"}, RAN | {"error": {"type": "http_error", "code": 500, "message": "broken"}}],
+    "mcp_list_tools": [{"type": "mcp_list_tools", "server_label": "docs", "tools": []}],
+    "mcp_approval_request": CONSENT,
+    "mcp_approval_response": CONSENT,
+    "compaction": [{"type": "compaction", "encrypted_content": "caesura1.d2UgbWV0"}],
+}
+
+
+@pytest.mark.parametrize("kind", sorted(ITEM_TYPES.keys() - {"item_reference"}))
+async def test_items_of_every_type_are_listed(runners: Runners, kind: str) -> None:
+    there, items = Site(runners, ()), ITEMS[kind]
+    types = [item.get("type", "message") for item in items]
+    assert kind in types
+    client = there.client.conversations
+    one, other = await client.create(items=items), await client.create()
+    added = await client.items.create(other.id, items=items)
+    assert [item.type for item in added.data] == types
+    for name in (one.id, other.id):
+        listed = await there.items(name)
+        assert [item.type for item in listed] == types
+        for item in listed:
+            assert await client.items.retrieve(item.id, conversation_id=name) == item
+    response = await there.respond(input=items, extra_body={"generate": False})
+    shown = [item async for item in there.client.responses.input_items.list(response.id, order="asc", limit=2)]
+    assert [item.type for item in shown] == types
+
+
+async def test_an_image_is_listed_with_its_detail(runners: Runners) -> None:
+    there = Site(runners, ())
+    made = await there.client.conversations.create(items=[{"role": "user", "content": PARTS}])
+    [item] = await there.items(made.id)
+    text, image, other, file, refusal = item.content
+    assert (image.image_url, image.detail, other.detail) == (IMAGE["image_url"], "auto", "auto")
+    assert (text.text, file.filename, refusal.text) == ("a", "a.md", "no")
+
+
+async def test_items_whose_list_cannot_be_shown_are_not_added(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = Site(runners, ())
+    made = await there.client.conversations.create()
+    with monkeypatch.context() as broken:
+        broken.setattr(conversations, "shown_item", lambda item: {**item, "content": None})
+        with pytest.raises(InternalServerError):
+            await there.client.conversations.items.create(made.id, items=[user("hi")])
+    assert await there.items(made.id) == []
+
+
+async def test_items_of_hosted_tools_are_not_listed(runners: Runners) -> None:
+    there = Site(runners, (says("a bird"),))
+    made = await there.client.conversations.create()
+    searched = {
+        "type": "web_search_call",
+        "id": "ws_1",
+        "status": "completed",
+        "action": {"type": "search", "query": "birds"},
+    }
+    response = await there.respond(conversation=made.id, input=[user("hi"), searched, {"type": "local_shell_call"}])
+    assert [item.type for item in await there.items(made.id)] == ["message", "message"]
+    assert [item.type async for item in there.client.responses.input_items.list(response.id)] == ["message"]
 
 
 BAD: list[tuple[str, dict[str, Any], int, str]] = [

@@ -358,3 +358,22 @@ async def test_a_client_that_goes_cancels_its_program_unless_it_may_ask_again(
     ready.set()
     await until(lambda: not there.runner.open_runs)
     assert there.runner.counters["completed" if stays else "cancelled"] == 1
+
+
+async def test_a_repeated_request_has_its_message_also_if_its_tools_are_gone(runners: Runners) -> None:
+    offered = [registered("add")]
+
+    async def offers(tenant: str, definitions: Any) -> Any:
+        return tuple(offered)
+
+    replicas = ScriptedReplicas([says("Done.")])
+    create = claude(site(runners(replicas), offers)).beta.messages.create
+    asked: Any = {"model": MODEL, "max_tokens": 9, "messages": [GO], "tools": [ADD]}
+    again = {"Idempotency-Key": "tools-gone"}
+    first = await create(**asked, extra_headers=again)
+    offered.clear()
+    assert (await create(**asked, extra_headers=again)).id == first.id
+    assert len(replicas.asked) == 1
+    with pytest.raises(APIStatusError) as caught:
+        await create(**asked)
+    assert caught.value.status_code == 400

@@ -11,6 +11,7 @@ from cluster.core.errors import BadRequest
 from cluster.core.lineage import LineageIndex
 from cluster.core.tools import ToolCall, ToolId
 from cluster.core.turn import PromptMode, TurnBegan, TurnDelta, pack_ids
+from cluster.http import response_requests
 from cluster.observing.catalogue import IGNORED_PARTS
 from cluster.runs.runner import ProgramRunner
 from tests.observing.recorded import Recorded
@@ -311,6 +312,22 @@ async def test_a_compaction_needs_its_turn_whatever_generate_is(served: Any) -> 
     assert [item.type for item in made.output] == ["message", "compaction"]
 
 
+async def test_a_compacted_conversation_keeps_the_images_of_the_user(
+    served: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_requests, "seeing_models", lambda config: frozenset({"m"}))
+    there = served(says("a summary"), says("a bird", first_id=200))
+    image: Any = {"type": "input_image", "image_url": "data:image/png;base64,AAAA"}
+    asked: Any = {"role": "user", "content": [{"type": "input_text", "text": "what is there?"}, image]}
+    made = await there.client.responses.compact(model="m", input=[asked])
+    assert made.output[0].to_dict()["content"] == [*asked["content"][:1], image | {"detail": "auto"}]
+    kept: Any = [item.to_dict() for item in made.output]
+    await there.client.responses.create(model="m", input=kept)
+    seen, summary = there.replicas.asked[-1]["messages"]
+    assert seen == there.replicas.asked[0]["messages"][0]
+    assert summary["content"].endswith("a summary")
+
+
 async def test_a_response_without_a_turn_keeps_the_ids_of_the_one_before(served: Any) -> None:
     there = served(says("hello"), says("again", first_id=200))
     create = there.client.responses.create
@@ -389,6 +406,19 @@ async def test_a_client_that_keeps_its_history_itself(served: Any) -> None:
     ]
     with pytest.raises(NotFoundError):
         await there.client.responses.retrieve(first.id)
+
+
+async def test_a_call_of_a_tool_that_the_model_invented_can_be_sent_back(served: Any) -> None:
+    there = served(says("", ("repo.search", "{}")), *(says("well", first_id=100 * n) for n in (2, 3)))
+    create, fixed = there.client.responses.create, {"model": "m", "tools": [LOOK]}
+    first = await create(input="what is there?", **fixed)
+    [call] = first.output
+    assert (call.type, call.name) == ("function_call", "repo.search")
+    missing: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "there is no such tool"}
+    for sent in (call.to_dict(), {"type": "item_reference", "id": call.id}):
+        asked: Any = [{"role": "user", "content": "what is there?"}, sent, missing]
+        assert (await create(input=asked, **fixed)).output_text == "well"
+        assert there.replicas.asked[-1]["messages"][1]["tool_calls"][0]["function"]["name"] == "repo.search"
 
 
 async def test_a_response_that_is_not_stored_is_repeated_too(served: Any) -> None:

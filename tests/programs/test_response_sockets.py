@@ -15,9 +15,11 @@ from starlette.types import Receive, Scope, Send
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import InvalidStatus
 
+from cluster.http.connection_responses import MAX_KEPT
 from cluster.http.response_sockets import MAX_WAITING, ResponseSockets
 from cluster.http.server import HttpServer
 from cluster.proxy.http_protocol import HardenedHttpProtocol
+from cluster.runs import runner
 from tests.programs.response_site import known, registered, site
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import Script, ScriptedReplicas, ScriptedTools, says
@@ -128,6 +130,29 @@ async def test_what_is_not_stored_can_be_continued_on_its_own_connection_only(so
         assert refused["error"]["code"] == "previous_response_not_found"
         await ask(one, input="and?", previous_response_id=made, store=False)
         assert (await until_end(one))["response"]["status"] == "completed"
+
+
+async def test_what_is_not_stored_can_be_continued_after_its_log_is_deleted(
+    sockets: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "KEPT_S", 0.0)
+    count = MAX_KEPT + 1
+    there = sockets(*(says(f"{n}", first_id=100 * (n + 1)) for n in range(count)), says("on", first_id=900))
+    async with there.connect() as to:
+        made = []
+        for number in range(count):
+            await ask(to, input=f"{number}", store=False)
+            made.append((await until_end(to))["response"]["id"])
+        async with asyncio.timeout(WITHIN_S):
+            while any([await there.runner.load(name, "default") for name in made]):  # noqa: ASYNC110
+                await asyncio.sleep(0.02)
+        oldest, kept, *_ = made
+        await ask(to, input="and?", previous_response_id=oldest, store=False)
+        assert (await until_end(to))["error"]["code"] == "previous_response_not_found"
+        await ask(to, input="and?", previous_response_id=kept, store=False)
+        assert (await until_end(to))["response"]["status"] == "completed"
+    assert [message["content"] for message in there.replicas.asked[-1]["messages"]] == ["1", "1", "and?"]
+    assert there.replicas.prior[-1], "it goes on from its exact ids"
 
 
 async def test_a_response_without_a_turn_is_continued_by_one_with_a_turn(sockets: Any) -> None:

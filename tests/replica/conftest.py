@@ -34,11 +34,12 @@ def replica(tiny_config: Path) -> Iterator[Replica]:
         asynchronous: bool = False,
         num_blocks: int = 64,
         max_num_batched_tokens: int = 2048,
+        scheduler_cls: type[AgentScheduler] = AgentScheduler,
         **parameters: Any,
     ) -> VirtualEngine:
         settings = SchedulerSettings(policy=PolicyConfig(name=policy, parameters=parameters))
         shape = Shape(num_blocks=num_blocks, max_num_batched_tokens=max_num_batched_tokens)
-        engine = VirtualEngine(AgentScheduler, tiny_config, shape, settings, asynchronous)
+        engine = VirtualEngine(scheduler_cls, tiny_config, shape, settings, asynchronous)
         engine.scheduler.clock = ManualClock()
         made.append(engine)
         return engine

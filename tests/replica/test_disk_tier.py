@@ -5,7 +5,10 @@ import fcntl
 import mmap
 import os
 import shutil
-from collections.abc import Iterator
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,17 +19,18 @@ import pytest
 from vllm.v1.kv_offload.base import OffloadKey, ReqContext, make_offload_key
 from vllm.v1.kv_offload.tiering.base import TransferJob
 
-from cluster.core.clock import MonotonicClock
+from cluster.core.clock import Clock, ManualClock, MonotonicClock
 from cluster.core.errors import ConfigError
 from replicas.disk_tier import slots as slots_module
 from replicas.disk_tier.chunk_file import PAGE, ChunkFiles, DamagedChunkError, file_bytes
 from replicas.disk_tier.identity import weights_identity
 from replicas.disk_tier.slots import STALE_S, Slots
-from replicas.disk_tier.tier import DiskTier
+from replicas.disk_tier.tier import READERS, STALL_S, WRITERS, DiskTier
 from replicas.disk_tier.trouble import Direction
 from replicas.disk_tier.value import Speed, WriteOutcome, disk_standing, host_standing, refusal
 from replicas.host_tier import Standing
 from replicas.vllm_versions import COUNTS_CHUNKS
+from tests.waiting import wait_until
 
 CHUNK_BYTES = PAGE
 LINK_S = 1e-5
@@ -190,18 +194,21 @@ def job(number: int, keys: list[OffloadKey]) -> TransferJob:
     return TransferJob(**values, **rows)
 
 
-@pytest.fixture
-def tier(tmp_path: Path) -> Iterator[DiskTier]:
-    """A tier with room for ten chunks."""
+@contextmanager
+def tier_on(
+    path: Path, clock: Clock, files: Callable[[bool], ChunkFiles] = ChunkFiles, chunks: int = 10
+) -> Iterator[DiskTier]:
+    """A tier with room for so many chunks."""
     rows = memoryview(np.frombuffer(mmap.mmap(-1, 16 * CHUNK_BYTES), dtype=np.int8).reshape(16, CHUNK_BYTES))
     spec: Any = SimpleNamespace()
     made = DiskTier(
         spec,
         rows,
         chunk_tokens=16,
-        slots=Slots(tmp_path, "model", 2),
-        capacity_bytes=2 * 10 * file_bytes(CHUNK_BYTES),
-        clock=MonotonicClock(),
+        slots=Slots(path, "model", 2),
+        capacity_bytes=2 * chunks * file_bytes(CHUNK_BYTES),
+        clock=clock,
+        files=files,
     )
     made._janitor.wait()
     made.take_reports()
@@ -209,6 +216,13 @@ def tier(tmp_path: Path) -> Iterator[DiskTier]:
     yield made
     made.chunks.check_integrity()
     made.shutdown()
+
+
+@pytest.fixture
+def tier(tmp_path: Path) -> Iterator[DiskTier]:
+    """A tier with room for ten chunks."""
+    with tier_on(tmp_path, MonotonicClock()) as made:
+        yield made
 
 
 def context(name: str, count: int) -> list[OffloadKey]:
@@ -281,6 +295,111 @@ def test_a_program_that_ends_while_it_is_written_is_deleted_afterwards(tier: Dis
     tier._janitor.wait()
     assert stored(tmp_path) == 0
     assert not tier.chunks.blocks
+
+
+# --- a volume that is slow --------------------------------------------------------------------------------------------
+
+
+THREADS = READERS + WRITERS
+
+
+class Slow:
+    """A volume on which each thread writes one chunk whenever the test says so, and its clock."""
+
+    def __init__(self) -> None:
+        self.clock = ManualClock()
+        self.tier: DiskTier
+        self._turn = threading.Condition()
+        self._round = 0
+        self._begun: Counter[int] = Counter()
+        """Number of writes that began in each round."""
+        self._ended = False
+
+    def files(self, direct: bool) -> ChunkFiles:
+        files = ChunkFiles(direct)
+        files.write = self._write  # type: ignore[method-assign]
+        return files
+
+    def _write(self, path: Path, key: bytes, chunk: memoryview) -> None:
+        with self._turn:
+            began = self._round
+            self._begun[began] += 1
+            self._turn.wait_for(lambda: self._ended or (self._round > began and b"hung" not in key))
+
+    def submit(self, *names: str) -> None:
+        """Submit the write of a context of eight chunks for each name. Two threads divide it."""
+        for name in names:
+            keys = self.tier.reserve(name, Standing(False, 1.0, 10.0, 0.0), [context(name, 8)])
+            self.tier.submit_store(job(len(self.tier._transfers), keys))
+        wait_until(lambda: self._begun[0] == THREADS)
+
+    def after(self, seconds: float, writes: int) -> list[str]:
+        """Let time pass, and so many threads write a chunk then. Return what is wrong."""
+        self.clock.advance(seconds)
+        if writes:
+            with self._turn:
+                self._round += 1
+                self._turn.notify_all()
+            wait_until(lambda: self._begun[self._round] == writes)
+        list(self.tier.get_finished_jobs())
+        return [str(trouble) for trouble, _ in self.tier._stopped.values()]
+
+    def end(self) -> None:
+        with self._turn:
+            self._ended = True
+            self._turn.notify_all()
+        self.tier.drain_jobs()
+        list(self.tier.get_finished_jobs())
+
+
+@pytest.fixture
+def slow(tmp_path: Path) -> Iterator[Slow]:
+    made = Slow()
+    with tier_on(tmp_path, made.clock, made.files, chunks=100) as made.tier:
+        yield made
+        made.end()
+
+
+def test_a_write_that_waits_for_the_threads_of_a_slow_volume_does_not_stall(slow: Slow) -> None:
+    slow.submit("a", "b", "c", "waits")
+    for _ in range(3):
+        assert slow.after(STALL_S / 2, writes=THREADS) == []
+    *_, waiting = slow.tier._transfers.values()
+    assert not waiting.threads and not waiting.done
+    assert slow.tier.writable
+
+
+def test_a_write_that_follows_one_that_has_just_ended_does_not_stall(
+    slow: Slow, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No thread has begun it yet."""
+    queued: list[Callable[[], None]] = []
+    pool = slow.tier._pool
+    monkeypatch.setattr(pool, "enqueue_store", lambda number, parts, tasks: queued.extend(tasks))
+    monkeypatch.setattr(pool, "get_finished", lambda: [(1, True, 0.0)])
+    monkeypatch.setattr(slow.tier, "_files", ChunkFiles(direct=False))
+    for number, name in enumerate("ab", 1):
+        slow.tier.submit_store(job(number, context(name, 1)))
+    slow.clock.advance(STALL_S + 1.0)
+    queued[0]()
+    assert [result.job_id for result in slow.tier.get_finished_jobs()] == [1]
+    assert slow.tier.in_use and slow.tier.writable
+
+
+def test_a_write_that_hangs_stalls_though_others_go_on(slow: Slow) -> None:
+    slow.submit("hung", "a", "b", "waits")
+    assert slow.after(STALL_S, writes=THREADS - 2) == []
+    assert slow.after(1.0, writes=THREADS - 2) == ["stalled"]
+    assert slow.tier.readable and not slow.tier.writable
+
+
+def test_where_all_threads_hang_both_directions_stall(slow: Slow) -> None:
+    slow.submit("a", "b", "c", "waits")
+    slow.tier.submit_load(job(9, context("r", 4)))
+    assert slow.after(STALL_S, writes=THREADS) == []
+    assert slow.after(STALL_S, writes=0) == []
+    assert slow.after(1.0, writes=0) == ["stalled", "stalled"]
+    assert not slow.tier.readable and not slow.tier.writable
 
 
 # --- the value --------------------------------------------------------------------------------------------------------

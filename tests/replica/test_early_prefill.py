@@ -17,6 +17,7 @@ from cluster.core.turn import pack_ids
 from replicas.control import dispatch, snapshot
 from replicas.early_prefill import LEAST_TOKENS, MAX_REWRITES, EndReason, added_s, spare_tokens
 from replicas.policy import LoadView, ReplicaFacts
+from replicas.scheduler import AgentScheduler
 from tests.replica.test_timelines import BLOCK, SYNC_AND_ASYNC, Programs
 
 Replica = Callable[..., Any]
@@ -349,6 +350,50 @@ def test_tenants_do_not_share_what_was_computed(paused: Make) -> None:
     p.scheduler.early_prefill._calls = replace(calls, add=add)
     p.steps()
     assert {one.cache_salt for one in made} == {"tenant"}
+
+
+# --- a drafter --------------------------------------------------------------------------------------------------------
+
+
+class Drafting(AgentScheduler):
+    """As with a drafter that reads the model's hidden states: vLLM computes the last block of each prefix hit again."""
+
+    @property
+    def use_eagle(self) -> bool:
+        return True
+
+    @use_eagle.setter
+    def use_eagle(self, value: bool) -> None:
+        """vLLM sets what its configuration has."""
+
+
+@SYNC_AND_ASYNC
+def test_with_a_drafter_nothing_is_computed_early(paused: Make, asynchronous: bool) -> None:
+    p = paused(asynchronous=asynchronous, scheduler_cls=Drafting)
+    assert p.output("a", 100) == "not_held"
+    assert p.steps() == []
+    request = p.returns("a", 100)
+    assert p.step() == {request.request_id: 205 - 5 * BLOCK}
+    p.engine.run()
+    assert p.tokens == (0, 0)
+
+
+@SYNC_AND_ASYNC
+def test_where_less_than_the_hold_is_reused_it_ends(paused: Make, asynchronous: bool) -> None:
+    """The engine does not step for it for ever, and what was computed of the prompt before stays."""
+    p = paused(asynchronous=asynchronous, scheduler_cls=Drafting)
+    p.scheduler.early_prefill.enabled = True
+    p.turn("b", new_tokens=100, output=5)
+    p.output("b", 100)
+    early = sum(step["early"] for step in p.steps())
+    assert not p.scheduler.has_requests()
+    assert p.scheduler.early_prefill.ends[EndReason.NOT_REUSED] == 1
+    assert p.output("b", 300) == "not_reused"
+    gained = p.held_tokens("b") - 6 * BLOCK
+    assert 0 <= gained < early, "each part has computed the last block of the part before again"
+    p.returns("b", 120)
+    p.engine.run()
+    assert p.tokens == (gained, early - gained)
 
 
 # --- room -------------------------------------------------------------------------------------------------------------

@@ -174,6 +174,44 @@ def test_a_reset_empties_the_tier_and_it_fills_again() -> None:
     assert tier.has("a") == 4
 
 
+def test_programs_without_a_chunk_are_not_ranked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the programs that have paused have none on a full tier. Nothing of the order of eviction changes."""
+    tier, worth, ranked = Tier(12), Standing.worth, 0
+
+    def counted(standing: Standing, now_s: float) -> float:
+        nonlocal ranked
+        ranked += 1
+        return worth(standing, now_s)
+
+    for number in range(5000):
+        tier.away(f"empty{number}", saved_s=0.0)
+    for program, pause_s in [("a", 100.0), ("b", 100.0), ("c", 1.0), ("d", 10.0)]:
+        tier.resident(program, pause_s=pause_s)
+        tier.turn(program, context(program, 3))
+        tier.away(program, pause_s=pause_s)
+    monkeypatch.setattr(Standing, "worth", counted)
+    for number in range(100):
+        tier.away(f"empty{number}")
+        tier.resident("new", pause_s=0.5)
+        assert tier.turn("new", context("new", 5), str(number)) == (0 if number else 5)
+    assert [tier.has(program) for program in "abcd"] == [0, 1, 3, 3]
+    assert ranked < 100
+    assert tier.turn("new", context("new", 8), "longer") == 3
+    assert [tier.has(program) for program in "abcd"] == [0, 0, 3, 1]
+    assert ranked < 100
+
+
+def test_a_program_can_be_evicted_from_its_first_chunk_on() -> None:
+    """No program is updated between its own store and that of the next one."""
+    tier = Tier(4)
+    for number in range(2):
+        for saved_s in (1.0, 2.0, 3.0):
+            program = f"worth {saved_s}"
+            tier.resident(program, saved_s)
+            assert tier.turn(program, context(program, 4), str(number)) == 4
+        tier.cache.reset_cache()
+
+
 PROGRAMS = st.sampled_from(["a", "b", "c", "d", None])
 TURNS = st.lists(
     st.tuples(PROGRAMS, st.integers(1, 8), st.integers(0, 3), st.booleans(), st.integers(1, 4), st.booleans()),

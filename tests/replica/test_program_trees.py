@@ -10,13 +10,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
-from cluster.core.lifecycle.events import CopyLost, LoadFailure, PauseReason, Swapped
+from cluster.core.lifecycle.events import (
+    CopyLost,
+    Event,
+    HoldEnded,
+    LoadFailure,
+    PauseReason,
+    ReleaseReason,
+    Swapped,
+)
 from cluster.core.lifecycle.machine import Phase
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.durations.table import DurationTable
 from replicas.policies import trees as tree_times
 from replicas.policies.caesura import IN_TIME, LATE, CaesuraParameters
 from replicas.policy import Claimant, Forecast, Hold, LoadView, Release, Swap, TreeView, Work
+from replicas.program_table import SWEEP_PERIOD_S
 from replicas.program_trees import LEAST_S, NOTHING_AHEAD, Ahead, ProgramTrees
 from replicas.virtual_engine import VirtualEngine
 from tests.replica.policy_views import COST, hold, load, observed, turn
@@ -348,6 +357,27 @@ def test_the_last_child_lets_an_offloaded_parent_be_loaded(site: Trees, monkeypa
         site.step()
     assert fetched == ["default/p"] and site.phase("p") is Phase.FETCHING
     site.scheduler.apply("default/p", CopyLost(0.0, LoadFailure.GONE))
+
+
+@pytest.mark.parametrize("first", ["p", "c"])
+@pytest.mark.parametrize("why", ["idle", "table full"])
+def test_a_sweep_ends_a_parent_and_its_child_in_either_order(site: Trees, first: str, why: str) -> None:
+    """The program whose last event is older ends first. Nothing is loaded for a parent that ends, too."""
+    site.turn("p", 320, tool="task")
+    site.child("c", "p", last=False)
+    site.engine.run()
+    assert site.held() == {"p", "c"}
+    events: dict[str, Event] = {"p": Swapped(0.0, PauseReason.DOES_NOT_PAY), "c": HoldEnded(0.0, ReleaseReason.ASKED)}
+    for name in sorted(events, reverse=first == "p"):
+        site.scheduler.apply(f"default/{name}", events[name])
+    if why == "idle":
+        site.clock.advance(site.scheduler.settings.limits.program_ttl_s)
+    else:
+        site.clock.advance(SWEEP_PERIOD_S)
+        site.scheduler.programs._max_programs = 0
+    site.step()
+    assert (len(site.scheduler.programs), site.scheduler.programs.concluded, len(site.scheduler.trees)) == (0, 2, 0)
+    assert not site.scheduler.counters["fetch_lost"]
 
 
 def test_the_last_child_of_a_tree_comes_before_a_program_of_less_work_than_the_tree_had(replica: Replica) -> None:

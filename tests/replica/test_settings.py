@@ -111,3 +111,35 @@ def test_tenants_with_bounds_of_their_own_reach_the_scheduler() -> None:
     assert again.bounds_of(ProgramIdentity(tenant="plain")) == Slo(2.0, e2e_s=60.0)
     hurried = ProgramIdentity(tenant="unnamed", hints=Hints(deadline_s=10.0))
     assert again.bounds_of(hurried) == Slo(2.0, e2e_s=10.0)
+
+
+def node(host: str, *, alive: bool = True, **resources: float) -> dict[str, Any]:
+    """A node as Ray lists it."""
+    return {"NodeManagerHostname": host, "Alive": alive, "Resources": resources}
+
+
+CPU_NODES = [node("head", memory=1e9), node("a", CPU=4.0), node("b", CPU=4.0), node("c", CPU=4.0, alive=False)]
+GPU_NODES = [
+    node("a", CPU=4.0),
+    node("b", CPU=4.0, GPU=1.0),
+    node("c", CPU=4.0, GPU=1.0, **{"accelerator_type:L4": 1.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("nodes", "replicas", "here"),
+    [
+        (CPU_NODES, {"count": 6}, 3),
+        ([*CPU_NODES, node("a", CPU=4.0)], {"count": 6}, 3),
+        (CPU_NODES[:1], {"count": 6}, 6),
+        (GPU_NODES, {"count": 6, "accelerator": "gpu"}, 3),
+        (GPU_NODES, {"count": 6, "accelerator": "gpu", "accelerator_type": "L4"}, 6),
+    ],
+)
+def test_replicas_share_only_the_machines_that_can_have_one(
+    nodes: list[dict[str, Any]], replicas: dict[str, Any], here: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("cluster.app.ray.is_initialized", lambda: True)
+    monkeypatch.setattr("cluster.app.ray.nodes", lambda: nodes)
+    arguments = engine_kwargs(CaesuraConfig.model_validate({"replicas": replicas}))
+    assert arguments["kv_transfer_config"]["kv_connector_extra_config"]["replicas_here"] == here

@@ -4,8 +4,9 @@ import pytest
 
 from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
-from cluster.core.tools import ToolId
+from cluster.core.tools import MAX_CALLED_NAME_LENGTH, ToolId
 from cluster.responses.events import ResponseFold
+from cluster.responses.output import CLUSTER_LABEL
 from cluster.responses.request import read_request
 from cluster.responses.spec import RequestContext, run_spec
 from cluster.runs.events import Call, Ended, LateAnswer, Prior, ToolAnswer, ToolIntent, TurnIntent
@@ -98,6 +99,26 @@ def test_a_turn_is_one_message_with_its_reasoning_words_and_calls() -> None:
         asked(("c3", "look", "{}")),
         answered("c3", "found"),
     ]
+
+
+@pytest.mark.parametrize("name", ["repo.search", "", "a b", "n" * MAX_CALLED_NAME_LENGTH])
+def test_a_call_may_have_any_name_that_the_model_invented(name: str) -> None:
+    custom = {"type": "custom_tool_call", "call_id": "c2", "name": name, "input": "x"}
+    ran = {
+        "type": "mcp_call",
+        "id": "c3",
+        "server_label": CLUSTER_LABEL,
+        "name": name,
+        "arguments": "{}",
+        "output": "no",
+    }
+    patched = {"type": "custom_tool_call_output", "call_id": "c2", "output": "no"}
+    made = messages(called(name=name), custom, ran, output(), patched)
+    assert made[0] == asked(("c1", name, "{}"), ("c2", name, '{"input": "x"}'), ("c3", name, "{}"))
+
+
+def test_a_tool_that_is_offered_has_a_name_that_parsers_can_read() -> None:
+    assert refused(user("x"), tools=[LOOK | {"name": "repo.search"}]).param == "tools.0.name"
 
 
 def test_answers_of_a_server_that_ran_before() -> None:

@@ -1,13 +1,15 @@
 """Requests that have been tampered with: each is a run, or a refusal that names a field; never anything else."""
 
 import copy
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from openai.types.conversations import ConversationItemList
 
 from cluster.core.errors import BadRequest
 from cluster.core.program import ProgramIdentity
-from cluster.responses.input_items import input_items
+from cluster.responses.input_items import HOSTED_ITEMS, input_items, page_of, stored_input
 from cluster.responses.request import read_request
 from cluster.responses.spec import RequestContext, run_spec
 from cluster.runs.events import Accepted, decode, encode
@@ -23,11 +25,25 @@ BODY = {
     "previous_response_id": "resp_1",
     "input": [
         {"type": "function_call_output", "call_id": LOOKED.id, "output": [{"type": "input_text", "text": "a"}]},
-        {"role": "user", "content": [{"type": "input_text", "text": "b"}]},
+        {
+            "role": "user",
+            "content": [
+                {"type": "input_text", "text": "b"},
+                {"type": "input_image", "image_url": "data:image/png;base64,AAAA", "detail": "low"},
+                {"type": "input_file", "filename": "a.md", "file_data": "IyBIZWxsbw==", "detail": "low"},
+            ],
+        },
         {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "c"}]},
         {"type": "message", "role": "assistant", "content": [{"type": "output_text", "text": "d"}]},
         {"type": "function_call", "call_id": "c1", "name": "look", "arguments": "{}"},
         {"type": "function_call_output", "call_id": "c1", "output": "e"},
+        {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "x"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "c2",
+            "output": [{"type": "refusal", "refusal": "g"}, {"type": "input_image", "image_url": "data:,"}],
+        },
+        {"type": "web_search_call", "id": "ws_1", "status": "completed"},
         {"type": "mcp_call", "id": "m", "server_label": "docs", "name": "read", "arguments": "{}", "error": "f"},
         {"type": "mcp_list_tools", "server_label": "docs", "tools": []},
         {"type": "mcp_approval_request", "id": "r", "server_label": "docs", "name": "read", "arguments": "{}"},
@@ -111,7 +127,11 @@ def test_tampered_requests(body) -> None:
         assert error.status in (400, 424)
         return
     assert decode(encode(Accepted(made))) == Accepted(made)
-    assert len(input_items(made, order="asc", limit=100, after=None).data) == len(made.echo["input"])
+    page: dict[str, Any] = {"order": "asc", "limit": 100, "after": None}
+    listed = [item["id"] for item in made.echo["input"] if item["type"] not in HOSTED_ITEMS]
+    assert [item.id for item in input_items(made, **page).data] == listed
+    shown = ConversationItemList.model_validate(page_of(stored_input(made), **page))
+    assert [item.id for item in shown.data] == listed
     calls = [one["id"] for message in made.messages for one in message.get("tool_calls", ())]
     answers = [message["tool_call_id"] for message in made.messages if message["role"] == "tool"]
     approved = [one.id for one in made.approved]

@@ -4,6 +4,8 @@ from collections import Counter
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from cluster.config.schema import SloConfig
 from router.decisions import Go, Home, Placed, Refuse, Refused, Wait
@@ -205,6 +207,54 @@ def test_batch_work_comes_after_the_programs_of_all_tenants_the_oldest_included(
     for number in range(6):
         site.come(f"agent{number}")
     assert [key[:5] for key in site.serve_all()] == ["agent"] * 6 + ["batch"] * 4
+
+
+@pytest.mark.parametrize("tenant", ["a", "another"])
+def test_batch_work_for_which_a_replica_is_kept_keeps_it_from_no_agent(tenant: str) -> None:
+    site = Site(stale_s=1e6, max_wait_s=1e6)
+    for key in "xyz":
+        site.come(key, 30_000)
+    site.come("large", 95_000, priority=1)
+    for number in range(40):
+        site.come(f"batch{number}", 30_000, priority=1)
+    for _ in range(8):  # with these, an admission is due to the oldest
+        site.now_s += 1.0
+        site.end(next(iter(site.living)))
+        assert len(site.admit()) == 1
+    site.end(next(iter(site.living)))
+    assert site.admit() == [], "the replica is kept for the large one"
+    assert site.come("agent", 30_000, tenant) == Wait()
+    for key in list(site.living):
+        site.end(key)
+    assert site.admit()[0] == "agent"
+    assert sorted(site.serve_all()) == sorted(["agent", "large", *(f"batch{n}" for n in range(40))])
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    aged_share=st.sampled_from([0.125, 1.0]),
+    steps=st.lists(
+        st.tuples(
+            st.integers(0, 12), st.sampled_from([10_000, 95_000]), st.sampled_from("ab"), st.integers(0, 1),
+            st.integers(0, 3),
+        ),
+        max_size=12,
+    ),
+)  # fmt: skip
+def test_an_empty_replica_admits_someone_whoever_waits(
+    aged_share: float, steps: list[tuple[int, int, str, int, int]]
+) -> None:
+    site = Site(stale_s=1e6, max_wait_s=1e9, aged_share=aged_share)
+    for number, (programs, tokens, tenant, priority, ends) in enumerate(steps):
+        for each in range(programs):
+            site.come(f"{number}.{each}", tokens, tenant, priority=priority)
+        for key in list(site.living)[:ends]:
+            site.end(key)
+        site.now_s += 1.0
+        site.admit()
+        assert site.living or not site.engine.waiting
+    site.serve_all()
+    assert not site.engine.waiting
 
 
 def test_batch_work_makes_room_in_a_full_queue() -> None:

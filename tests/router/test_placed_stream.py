@@ -9,11 +9,14 @@ from ray.exceptions import ActorDiedError, ActorUnavailableError
 from cluster.core.errors import HttpError, Overloaded, ProgramMoved, ReplicaGone, UpstreamFailed
 from cluster.core.program import Hints, ProgramIdentity
 from cluster.core.replica_snapshot import Home, prefix_blocks
-from cluster.core.stream import Progress
+from cluster.core.stream import Progress, StreamChunk
+from cluster.dispatch import failover
+from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import MAX_HOPS, FailoverAttempts, PlacedStream, prompt_tokens, turn_request
 from router.decisions import TurnRequest
 from router.placement import Placement
 from tests import garbage
+from tests.waiting import until
 
 DIED = ActorDiedError()
 UNREACHABLE = ActorUnavailableError("a while", None)
@@ -159,6 +162,29 @@ async def test_a_death_is_told_to_whoever_asked_and_the_next_attempt_avoids_that
     assert [placement.request.avoid for placement in places.placed] == [frozenset(), {"r0"}, {"r0", "r1"}]
     assert places.ends == [("r0", False, None), ("r1", False, None), ("r2", True, None)]
     assert (len(checks), len(asked)) == (2, 1)
+
+
+@pytest.mark.parametrize("end", [[], [DIED]], ids=["ends", "breaks"])
+async def test_a_whole_answer_gives_its_place_up_at_its_last_piece_however_its_call_ends(end: list[Exception]) -> None:
+    places, last = Recorder(), b"data: [DONE]\n\n"
+    call = Pieces([StreamChunk(Progress(1), last), *end])
+
+    async def request() -> TurnRequest:
+        return turn_request(ProgramIdentity("p"), {"prompt": "x"})
+
+    async def nothing() -> None:
+        """Nothing refuses it, and nothing is blamed."""
+
+    def as_http_error(error: BaseException) -> HttpError:
+        raise error
+
+    attempts = FailoverAttempts(places, request, lambda placement, so_far: call, nothing)
+    answer: FailoverStream[bytes] = FailoverStream(attempts, ends=ends_answer, error_map=as_http_error, blame=nothing)
+    assert [piece async for piece in answer] == [last]
+    answer.cancel()
+    assert places.ends == [("r0", True, None)]
+    await until(lambda: not failover._finishing)
+    assert places.ends == [("r0", True, None)]
 
 
 async def test_a_turn_leaves_no_garbage() -> None:

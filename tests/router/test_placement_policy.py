@@ -1,7 +1,7 @@
-"""Contracts of every registered filter and scorer, and of rendezvous hashing with bounded loads."""
+"""Contracts of every registered filter and scorer, and of rendezvous hashing."""
 
 from dataclasses import replace
-from math import ceil, isfinite
+from math import isfinite
 
 import pytest
 from hypothesis import given
@@ -19,7 +19,7 @@ from router.candidate import (
     expected_work,
     gap,
 )
-from router.placement_policy import PlacementPolicy, bounded, ranked
+from router.placement_policy import PlacementPolicy, ranked
 from router.settings import EngineSettings
 from tests.router.router_views import COSTS, request
 
@@ -222,22 +222,6 @@ def test_a_prefix_is_found_by_its_longest_known_beginning(known: int, length: in
 
 KEYS = [f"tenant/program{number}" for number in range(400)]
 REPLICAS = [f"replica{number}" for number in range(8)]
-
-
-@given(
-    st.text(),
-    st.dictionaries(st.text(), st.integers(0, 10**6), min_size=1, max_size=9),
-    st.floats(1, 10),
-)
-def test_a_place_is_found_within_the_bound_whatever_the_order(key: str, programs: dict[str, int], bound: float) -> None:
-    replica = bounded(key, programs, bound)
-    assert replica is not None
-    assert programs[replica] + 1 <= ceil(bound * (sum(programs.values()) + 1) / len(programs))
-    assert bounded(key, dict(reversed(programs.items())), bound) == replica
-
-
-def test_nowhere_where_there_is_none() -> None:
-    assert bounded("p", {}, 1.25) is None
 
 
 def test_only_the_keys_of_a_replica_that_goes_are_placed_elsewhere() -> None:

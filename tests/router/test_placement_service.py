@@ -11,8 +11,10 @@ from cluster.core.errors import ReplicaGone
 from cluster.core.scaling_report import Demand
 from cluster.core.supervision import UNHEALTHY_AFTER
 from cluster.dispatch.placement_service import PlacementService
+from cluster.observing.catalogue import REPLICAS_MIN
 from router.program_placer import ProgramPlacer
 from router.snapshots import HUB
+from tests.observing.recorded import recording
 from tests.waiting import until
 
 CONFIG = CaesuraConfig.model_validate({"redis": {"url": "redis://127.0.0.1:1"}, "metrics": {"enabled": False}})
@@ -76,6 +78,22 @@ async def test_a_report_that_fails_is_followed_by_the_next(monkeypatch: pytest.M
 
 async def test_a_fixed_number_of_replicas_needs_no_reports(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (await reported({"count": 2}, monkeypatch, reports=0)).calls == []
+
+
+@pytest.mark.parametrize(
+    ("router", "replicas", "least"), [("caesura", {"min": 0, "max": 3}, 0), ("power_of_two", {"count": 2}, 2)]
+)
+async def test_an_ingress_exports_how_many_replicas_each_model_has_at_least(
+    router: str, replicas: dict[str, int], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recorded = recording(monkeypatch)
+    values = {"redis": CONFIG.redis.model_dump(), "router": {"name": router}, "replicas": replicas}
+    handle: Any = Handle()
+    service = PlacementService(handle, CaesuraConfig.model_validate(values), ManualClock(), "ingress", lambda: (0, 0))
+    service.open()
+    await until(lambda: recorded.series(REPLICAS_MIN))
+    await service.aclose()
+    assert recorded.series(REPLICAS_MIN) == {("tiny",): least}
 
 
 async def test_a_bug_in_a_background_loop_of_the_router_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,6 @@
 """Images of requests: fetched through the guard of tools' addresses, bounded, and named where they are wrong."""
 
+import asyncio
 import base64
 import gzip
 import json
@@ -83,8 +84,8 @@ async def test_images_behind_urls_are_put_into_the_body(reader: Callable[[Handle
             {"type": "function_call_output", "output": [{"type": "input_image", "image_url": data(png())}]},
         ]
     }
-    await reader(handler).read(body)
-    await reader(handler).read(response)
+    await reader(handler).read(body, "t")
+    await reader(handler).read(response, "t")
     assert body == chat(data(png()), data(png()))
     assert response["input"][0]["content"][0]["image_url"] == data(png())
     assert [(one.url.host, one.headers["host"]) for one in seen] == [
@@ -112,7 +113,7 @@ async def test_private_addresses_are_not_reached(reader: Callable[[Handler], Ima
                 transport=httpx.MockTransport(lambda request: httpx.Response(302, headers={"location": url}))
             )
         with pytest.raises(BadRequest, match="not a public address; it may not be reached") as refused:
-            await one.read(body)
+            await one.read(body, "t")
         assert refused.value.param == "messages.0.content.1.image_url.url"
 
 
@@ -137,7 +138,7 @@ async def test_what_is_wrong_is_named(
     reader: Callable[[Handler], ImageReader], body: Any, handler: Handler, status: int, message: str
 ) -> None:
     with pytest.raises(BadRequest, match=message) as refused:
-        await reader(handler).read(body)
+        await reader(handler).read(body, "t")
     assert refused.value.status == status
     assert (refused.value.param or "").startswith("messages.0.content.")
 
@@ -146,9 +147,9 @@ async def test_a_small_file_of_many_pixels(
     reader: Callable[[Handler], ImageReader], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(image_bounds, "MAX_PIXELS", 99)
-    await reader(answer(b"")).read(chat(data(png(9, 11))))
+    await reader(answer(b"")).read(chat(data(png(9, 11))), "t")
     with pytest.raises(BadRequest, match="100 pixels"):
-        await reader(answer(b"")).read(chat(data(png(10, 10))))
+        await reader(answer(b"")).read(chat(data(png(10, 10))), "t")
 
 
 async def test_a_fetched_image_is_bounded_while_it_is_read(
@@ -156,14 +157,69 @@ async def test_a_fetched_image_is_bounded_while_it_is_read(
 ) -> None:
     monkeypatch.setattr(images, "MAX_IMAGE_BYTES", 1000)
     with pytest.raises(BadRequest, match="more than 1000 bytes"):
-        await reader(answer(b"x" * 5000)).read(chat("https://a.example/x"))
+        await reader(answer(b"x" * 5000)).read(chat("https://a.example/x"), "t")
+
+
+async def test_all_images_of_a_request_are_bounded_while_they_are_read(
+    reader: Callable[[Handler], ImageReader],
+) -> None:
+    one = reader(answer(b"x" * 5000))
+    one._max_bytes = 12_000
+    with pytest.raises(BadRequest, match="all together 12000") as refused:
+        await one.read(chat(*(f"https://a.example/{number}" for number in range(3))), "t")
+    assert refused.value.status == 413
+
+
+class Hanging:
+    """A server that never answers, and counts the requests that wait for it."""
+
+    def __init__(self) -> None:
+        self.waiting = 0
+        self.most = 0
+        self.busy = asyncio.Event()
+
+    async def __call__(self, request: httpx.Request) -> httpx.Response:
+        if "gone" in request.headers["host"]:
+            return httpx.Response(404)
+        self.waiting += 1
+        self.most = max(self.most, self.waiting)
+        if self.waiting == images.FETCHED_AT_ONCE:
+            self.busy.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.waiting -= 1
+        raise AssertionError
+
+
+async def test_no_fetch_outlives_its_request(reader: Callable[[Handler], ImageReader]) -> None:
+    server = Hanging()
+    one = reader(server)  # type: ignore[arg-type]
+    with pytest.raises(BadRequest, match="status 404"):
+        await one.read(chat("https://gone.example/x", *(f"https://a.example/{n}" for n in range(4))), "t")
+    assert server.waiting == 0
+
+
+async def test_a_tenant_whose_servers_hang_delays_no_other(reader: Callable[[Handler], ImageReader]) -> None:
+    server = Hanging()
+    one = reader(server)  # type: ignore[arg-type]
+    urls = [f"https://a.example/{number}" for number in range(MAX_IMAGES)]
+    slow = [asyncio.create_task(one.read(chat(*urls), "slow")) for _ in range(2)]
+    await server.busy.wait()
+    with pytest.raises(BadRequest, match="status 404"):  # it has reached its server
+        await one.read(chat("https://gone.example/x"), "other")
+    assert server.most == images.FETCHED_AT_ONCE
+    for task in slow:
+        task.cancel()
+    await asyncio.gather(*slow, return_exceptions=True)
+    assert server.waiting == 0
 
 
 async def test_bodies_without_images_are_left_as_they_are(reader: Callable[[Handler], ImageReader]) -> None:
     for body in ({}, {"messages": "no list"}, {"messages": [{"content": [5, {"image_url": None}]}]}, {"input": "text"}):
-        await reader(answer(b"")).read(body)
+        await reader(answer(b"")).read(body, "t")
     wrong = chat(5)
-    await reader(answer(b"")).read(wrong)  # the replica names it
+    await reader(answer(b"")).read(wrong, "t")  # the replica names it
     assert wrong == chat(5)
 
 
@@ -175,7 +231,7 @@ async def test_only_models_that_see_are_given_images(
     config = CaesuraConfig.model_validate({"model": {"id": "m", "source": str(tmp_path)}})
     turns, seen = TurnReader(config), []
 
-    async def read(body: Any) -> None:
+    async def read(body: Any, tenant: str) -> None:
         seen.append(body)
 
     monkeypatch.setattr(turns._images, "read", read)
@@ -197,7 +253,7 @@ async def test_images_of_conversations_and_of_token_counts_are_fetched_too(
     (tmp_path / "config.json").write_text(json.dumps({"vision_config": {"layers": 2}}))
     turns, seen = TurnReader(CaesuraConfig.model_validate({"model": {"id": "m", "source": str(tmp_path)}})), []
 
-    async def read(body: Any) -> None:
+    async def read(body: Any, tenant: str) -> None:
         seen.append([image.path for image in images_of(body)])
 
     monkeypatch.setattr(turns._images, "read", read)

@@ -106,7 +106,7 @@ def test_every_panel_and_rule_has_an_answer_and_counts_are_the_client_s(cluster:
             asyncio.run(run_programs(cluster.url, cluster.config.model.id))
             settled(inside)
         found = [*all_answers(inside, nodes=True), *all_answers(outside, nodes=False)]
-        assert [one for one in found if not one.is_fine] == []
+        assert not (wrong := [one for one in found if not one.is_fine]), "\n".join(map(str, wrong))
         assert unknown_series(inside) == set()
         assert metrics_without_series(inside) - RARE == set()
     counted = {what: after[what] - before[what] for what in COUNTED}

@@ -46,6 +46,9 @@ class Pieces:
         except StopIteration:
             raise StopAsyncIteration from None
 
+    def over(self) -> None:
+        """Nothing is kept."""
+
     def cancel(self) -> None:
         pass
 

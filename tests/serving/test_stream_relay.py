@@ -57,6 +57,9 @@ class Call:
     def cancel(self) -> None:
         self.cancelled = True
 
+    def over(self) -> None:
+        """Nothing is kept."""
+
 
 class Death(Exception):
     """As Ray raises it."""

@@ -346,6 +346,22 @@ async def test_a_rejected_creation_stays_if_the_request_came_again(ingress: Make
     assert await log_of(b) == items(0, 1)
 
 
+async def test_a_request_that_came_again_is_found_by_its_key(ingress: MakeRunStore) -> None:
+    a, b = ingress("a"), ingress("b")
+    again = Idempotency("key", b"body")
+    assert await b.repeated("tenant", again) is None
+    await a.create(replace(RUN, idempotency=again), items(0, 1))
+    assert await b.repeated("another", again) is None
+    assert await b.repeated("tenant", again) == AlreadyThere("run", same_body=True)
+    assert await b.repeated("tenant", Idempotency("key", b"other")) == AlreadyThere("run", same_body=False)
+    assert not await a.renounce("run"), "it is the answer to the request that came again"
+    await a.create(replace(RUN, id="other", idempotency=Idempotency("other", b"body")), items(0, 1))
+    await a.append("other", 1, items(1, 2), final=True)
+    assert await b.repeated("tenant", Idempotency("other", b"body")) == AlreadyThere("other", same_body=True)
+    assert await b.delete("other")
+    assert await b.repeated("tenant", Idempotency("other", b"body")) is None
+
+
 async def test_everything_of_a_closed_run_expires_and_nothing_of_an_open_one(
     ingress: MakeRunStore, direct: redis.asyncio.Redis
 ) -> None:

@@ -4,6 +4,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from cluster.core.tools import MAX_CALLED_NAME_LENGTH
+
 
 class Part(BaseModel):
     """A part of a request."""
@@ -112,7 +114,7 @@ class ToolUseBlock(Cacheable):
 
     type: Literal["tool_use"]
     id: str = Field(min_length=1, max_length=256)
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(max_length=MAX_CALLED_NAME_LENGTH)
     input: dict[str, Any]
 
 
@@ -135,7 +137,7 @@ class ServerToolUseBlock(Cacheable):
 
     type: Literal["server_tool_use", "mcp_tool_use"]
     id: str = Field(min_length=1, max_length=256)
-    name: str = Field(min_length=1, max_length=256)
+    name: str = Field(max_length=MAX_CALLED_NAME_LENGTH)
     input: dict[str, Any]
     server_name: str | None = None
 

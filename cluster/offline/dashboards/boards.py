@@ -462,7 +462,15 @@ ADMISSION = Row(
             text="Decisions that the router made without the store, or without a snapshot of the replicas.",
             by=("reason",),
         ),
-        cluster_panel(m.REPLICAS, "Replicas by state", by=("model", "state"), aggregate="max", shape=Shape.BARS),
+        lines(
+            "Replicas by state",
+            "Replicas that an ingress can route to, and the smallest number that the configuration allows.",
+            {
+                "{{model}} {{state}}": cluster_total(m.REPLICAS, by=("model", "state"), aggregate="max"),
+                "{{model}} minimum": cluster_total(m.REPLICAS_MIN, by=("model",), aggregate="max"),
+            },
+            shape=Shape.BARS,
+        ),
     ),
 )
 

@@ -8,7 +8,17 @@ from typing import Any
 
 from cluster.core.slo import Outcome, Verdict
 from cluster.observing import catalogue as m
-from cluster.offline.dashboards.promql import ENDED_WINDOW, ended_replicas, mean, per, quantile, rate, select, total
+from cluster.offline.dashboards.promql import (
+    ENDED_WINDOW,
+    ended_replicas,
+    mean,
+    or_zero,
+    per,
+    quantile,
+    rate,
+    select,
+    total,
+)
 
 RUNBOOKS = "docs/runbooks.md"
 """Path of the runbooks in the repository. Each alert's ``runbook_url`` links to its heading there."""
@@ -93,6 +103,8 @@ TENANTS = ("model", "tenant")
 GOOD = f'verdict="{Verdict.GOOD.value}"'
 CLIENT_STAYED = f'outcome!="{Outcome.UNFINISHED.value}"'
 """Excludes turns whose client disconnected, since these are no failures."""
+NAMED, UNNAMED = 'model!=""', 'model=""'
+"""Selects requests with a model, and those that an ingress or Ray's proxy rejected before it read their model."""
 NOT_ABANDONED = f'verdict!="{Verdict.ABANDONED.value}"'
 """Excludes programs whose client disconnected."""
 
@@ -108,7 +120,10 @@ def program_errors(window: str) -> str:
 
 
 def turns(window: str) -> str:
-    """Return the series of turns per second, by model."""
+    """Return the series of turns per second, by model.
+
+    Each model has a part of the requests that were rejected before their model was read: its part of the other turns.
+    """
     return f"caesura:turns:rate{window}"
 
 
@@ -127,12 +142,14 @@ HELD = "caesura:held_blocks:ratio"
 
 
 def _window(window: str) -> tuple[Recording, ...]:
-    ended = rate(m.REQUESTS, CLIENT_STAYED, by=MODEL, over=window)
+    ended = rate(m.REQUESTS, CLIENT_STAYED, NAMED, by=MODEL, over=window)
+    all_ended = rate(m.REQUESTS, CLIENT_STAYED, over=window)
+    all_named = rate(m.REQUESTS, CLIENT_STAYED, NAMED, over=window)
     decided = rate(m.PROGRAM_ENDS, NOT_ABANDONED, by=MODEL, over=window)
     good_turns = rate(m.GOOD_REQUESTS, by=MODEL, over=window)
     good_programs = rate(m.PROGRAM_ENDS, GOOD, by=MODEL, over=window)
     return (
-        Recording(turns(window), ended),
+        Recording(turns(window), f"{ended}\n* on () group_left () ({all_ended} / ({all_named} > 0))"),
         Recording(turn_errors(window), f"1 - ({good_turns} or 0 * {turns(window)}) / ({turns(window)} > 0)"),
         Recording(programs(window), decided),
         Recording(
@@ -249,8 +266,16 @@ def burn_rates(objective: float) -> Group:
 
 # --- other alerts -----------------------------------------------------------------------------------------------------
 
-REJECTED = rate(m.REQUESTS_REJECTED, by=MODEL, over="5m")
+REJECTED = rate(m.REQUESTS_REJECTED, NAMED, by=MODEL, over="5m")
 ROUTED = rate(m.ROUTING_DECISIONS, by=MODEL, over="5m")
+REJECTED_UNNAMED = rate(m.REQUESTS_REJECTED, UNNAMED, over="5m")
+ALL_REJECTED = rate(m.REQUESTS_REJECTED, over="5m")
+ALL_ROUTED = rate(m.ROUTING_DECISIONS, over="5m")
+UP = total(m.REPLICA_UP, 'state="up"', by=MODEL)
+CONFIGURED = total(m.REPLICAS_MIN, by=MODEL, aggregate="max")
+CONFIGURED_BEFORE = f"max by (model) ({select(m.REPLICAS_MIN)} offset 15m)"
+"""Ingresses export it. 15 minutes before: a replica has had the time to start."""
+UNPLACED = rate(m.REQUESTS_REJECTED, 'reason="no_replica"', by=MODEL, over="5m")
 STARVED = rate(m.STARVED, by=MODEL, over="10m")
 ADMITTED = f"sum by (model) (rate({select(m.QUEUE_S, part='_count', over='10m')}))"
 CALLS = rate(m.TOOL_CALLS, by=("tool",), over="10m")
@@ -265,15 +290,18 @@ CLUSTER_ALERTS = Group(
     (
         Alert(
             "CaesuraMetricsAbsent",
-            f"absent({m.REPLICA_UP.exported})",
+            f"absent({m.REPLICAS_MIN.exported})"
+            f"\nor (absent({m.REPLICA_UP.exported})"
+            f" unless on () {total(m.REPLICAS_MIN, by=(), aggregate='max')} == 0)",
             "2m",
             Severity.PAGE,
-            "Prometheus has no metrics of any replica",
+            "Prometheus has no metrics of any ingress, or of any replica",
             "The cluster is down, or its metrics are not scraped.",
         ),
         Alert(
             "CaesuraNoReplicaUp",
-            total(m.REPLICA_UP, 'state="up"', by=MODEL) + " < 1",
+            f"(({CONFIGURED} > 0 and {CONFIGURED_BEFORE} > 0)"
+            f"\nor ({CONFIGURED} == 0 and {UNPLACED} > 0))\nunless {UP} >= 1",
             "1m",
             Severity.PAGE,
             "{{ $labels.model }}: no replica is up",
@@ -297,10 +325,12 @@ CLUSTER_ALERTS = Group(
         ),
         Alert(
             "CaesuraRejectionRateHigh",
-            f"{REJECTED}\n/ ({REJECTED} + ({ROUTED} or 0 * {REJECTED})) > 0.05",
+            f"{REJECTED}\n/ ({REJECTED} + ({ROUTED} or 0 * {REJECTED})) > 0.05"
+            f"\nor {REJECTED_UNNAMED}\n/ ({ALL_REJECTED} + ({or_zero(ALL_ROUTED)})) > 0.05",
             "5m",
             Severity.TICKET,
-            "{{ $labels.model }}: {{ $value | humanizePercentage }} of turns are rejected",
+            '{{ or $labels.model "Before their model is read" }}:'
+            " {{ $value | humanizePercentage }} of turns are rejected",
             "The load exceeds what the replicas can serve within the SLO, or a tenant exceeds its share.",
         ),
         Alert(

@@ -107,6 +107,19 @@ local function remove(id)
   end
 end
 
+-- A request with an idempotency key has come again, for which the run `id` may be. Returns its earlier run and whether
+-- the body is the same, or nothing.
+local function came_again(key, fingerprint, id)
+  if not is(key, 'hash') then return nil end
+  local known = redis.call('HMGET', key, 'run', 'fingerprint')
+  if not known[1] or known[1] == id or not is_run(known[1]) then return nil end
+  if not get(known[1], 'closed')[1] then
+    although_memory_is_short()
+    redis.call('HSET', space .. 'run:' .. known[1], 'repeated', '1')
+  end
+  return {known[1], known[2] == fingerprint and 1 or 0}
+end
+
 local operations = {}
 
 -- ARGV: id, owner, lease in us, status, tenant, program, labels, 1 if there is a secret, the secret, TENANT/KEY or
@@ -117,16 +130,8 @@ function operations.create()
   local meta, log, open = space .. 'run:' .. id, space .. 'log:' .. id, space .. 'open'
   local key = ARGV[10] ~= '' and space .. 'idempotency:' .. ARGV[10]
   local now = now_us()
-  if key and is(key, 'hash') then
-    local known = redis.call('HMGET', key, 'run', 'fingerprint')
-    if known[1] and known[1] ~= id and is_run(known[1]) then
-      if not get(known[1], 'closed')[1] then
-        although_memory_is_short()
-        redis.call('HSET', space .. 'run:' .. known[1], 'repeated', '1')
-      end
-      return {'known', known[1], known[2] == ARGV[11] and 1 or 0}
-    end
-  end
+  local known = key and came_again(key, ARGV[11], id)
+  if known then return {'known', unpack(known)} end
   if is_run(id) then
     local there = get(id, 'owner', 'closed')
     if there[1] ~= owner or there[2] or differs(id, 0, 12) then return {'lost'} end
@@ -342,6 +347,9 @@ end
 
 -- ARGV: id, 1 to keep a run with an idempotency key. Answers: how it went.
 function operations.delete() return delete(ARGV[1], ARGV[2] == '1') end
+
+-- ARGV: TENANT/KEY, the body's fingerprint. Answers: nothing, or the run of this request and whether its body is the same.
+function operations.repeated() return came_again(space .. 'idempotency:' .. ARGV[1], ARGV[2]) or {} end
 
 -- ARGV: TENANT/KEY. Answers: the run of this idempotency key, if there is one.
 function operations.keyed()

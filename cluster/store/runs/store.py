@@ -25,7 +25,7 @@ from cluster.store.client import (
     quoted,
 )
 from cluster.store.runs.followers import LogUpdate, RunFollowers
-from cluster.store.runs.records import AlreadyThere, Created, LogKind, NewRun, Renewal, RunHead, RunLog
+from cluster.store.runs.records import AlreadyThere, Created, Idempotency, LogKind, NewRun, Renewal, RunHead, RunLog
 
 END = b"1-1"
 """Id of the stream entry that ends a closed log. It is greater than the id of any item."""
@@ -327,6 +327,18 @@ class RunStore(RedisStore):
         """Return the id of the run with this idempotency key; None: there is none."""
         answer = await self._call("keyed", [f"{quoted(tenant)}/{quoted(key)}"], list[bytes])
         return _plain(answer[0]) if answer else None
+
+    async def repeated(self, tenant: str, idempotency: Idempotency) -> AlreadyThere | None:
+        """Return the run of a request that has come again with its idempotency key; None: there is none.
+
+        Raises:
+            RunStoreUnavailable: Redis did not answer.
+        """
+        arguments = [f"{quoted(tenant)}/{quoted(idempotency.key)}", idempotency.fingerprint]
+        match await self._call("repeated", arguments, list[bytes | int]):
+            case [bytes() as run_id, same]:
+                return AlreadyThere(_plain(run_id), same_body=bool(same))
+        return None
 
     async def delete(self, run_id: str, *, unless_keyed: bool = False) -> bool:
         """Delete a closed run with its log, its entries in lists and its idempotency key.

@@ -25,6 +25,10 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- if and $scaling.enabled $elastic -}}
 {{- fail (printf "autoscaling.enabled: KEDA and %s.max would both decide the number of replicas; remove one of them" (first $elastic)) -}}
 {{- end -}}
+{{- $ranks := dig "replicas" "data_parallel_size" 1 .Values.config | int -}}
+{{- if and $scaling.enabled (gt $ranks 1) -}}
+{{- fail (printf "autoscaling.enabled: config.replicas.data_parallel_size (%d) needs a fixed count, since groups of ranks do not follow the load" $ranks) -}}
+{{- end -}}
 {{- if include "caesura.scalesWorkers" . -}}
 {{- if gt (int $scaling.minReplicas) (int $scaling.maxReplicas) }}{{ fail (printf "autoscaling.minReplicas: %d exceeds autoscaling.maxReplicas (%d)" (int $scaling.minReplicas) (int $scaling.maxReplicas)) }}{{ end -}}
 {{- range $name, $group := .Values.workerGroups -}}
@@ -64,7 +68,7 @@ config.models.{{ $id }}.replicas{{ end }}{{ end }}
 {{- $size := dig "tensor_parallel_size" 1 $of | int -}}
 {{- $count := default (dig "count" 1 $of) (dig "max" 0 $of) | int -}}
 {{- if and $.Values.autoscaling.enabled (eq $key "config.replicas") }}{{ $count = int $.Values.autoscaling.maxReplicas }}{{ end -}}
-{{- $wanted = add $wanted (mul $size (dig "pipeline_parallel_size" 1 $of | int) $count) -}}
+{{- $wanted = add $wanted (mul $size (dig "pipeline_parallel_size" 1 $of | int) (dig "data_parallel_size" 1 $of | int) $count) -}}
 {{- $fits := list -}}
 {{- range $name, $group := $.Values.workerGroups -}}
 {{- $gpus := int (default 0 $group.gpus) -}}
