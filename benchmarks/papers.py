@@ -92,8 +92,8 @@ def _made(kept: Mapping[str, Any]) -> str:
 
 def _table(figure: Figure, rows: Sequence[Compared]) -> list[str]:
     ran = [key for key in figure.factors if any(row.with_factors.get(key) is not None for row in rows)]
-    names = ["", "published", "here", "ratio", *(figure.factors[key].what for key in ran)]
-    lines = [f"### {figure.title}", "", f"| {' | '.join(names)} |", "| --- " * len(names) + "|"]
+    names = ["published", "here", "ratio", *(figure.factors[key].what for key in ran)]
+    lines = [f"### {figure.title}", "", f"| | {' | '.join(names)} |", "| --- " * (1 + len(names)) + "|"]
     for row in rows:
         shown_row = replace(row, with_factors={key: row.with_factors.get(key) for key in ran})
         lines.append(f"| {' | '.join(cells(shown_row, factors=True))} |")

@@ -148,7 +148,7 @@ class AgentScheduler(LoadingScheduler):
             capacity_tokens=self.groups.tokens_in(pool.num_gpu_blocks - 1),
             max_tokens=int(self.max_num_scheduled_tokens),
             host_tokens=self.swapping.capacity_tokens,
-            prefix_cache=caching,
+            prefix_cache=self.groups.caching,
         )
         self.views = Views(
             load=self.load_now(),

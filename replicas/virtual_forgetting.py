@@ -28,8 +28,7 @@ def forget_free_blocks(pool: BlockPool) -> None:
 
 
 def forget_copies(scheduler: AgentScheduler) -> None:
-    """Hide the host's copies of all programs but those that are swapped out, and tell policies that there is no cache.
-    """
+    """Hide the host's copies of all programs but those that are swapped out. Policies know that there is no cache."""
     scheduler.facts = replace(scheduler.facts, prefix_cache=False)
     cache, swapping = scheduler.swapping.cache, scheduler.swapping
     if cache is None:

@@ -66,8 +66,8 @@ def lost_share(load: LoadView) -> float:
     """Return the share of a released context that the prefix cache will have lost by the resume, in [0, 1].
 
     None of the papers' engines had a prefix cache: without one the share is 1. With one, a discard costs only the
-    evicted part. Waiting turns use all free memory, so the share is 1 where turns wait. Otherwise the share of the memory that is in use estimates the
-    share of the freed blocks that is reused in time.
+    evicted part. Waiting turns use all free memory, so the share is 1 where turns wait. Otherwise the share of the
+    memory that is in use estimates the share of the freed blocks that is reused in time.
     """
     if load.waiting or not load.facts.prefix_cache:
         return 1.0

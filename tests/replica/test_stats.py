@@ -171,7 +171,7 @@ def test_a_program_remembers_how_long_it_waited_after_a_preemption_but_not_befor
     while c.scheduler.has_unfinished_requests():
         output = c.scheduler.schedule()
         steps += 1
-        preempted_at |= {name: steps for name in output.preempted_req_ids or ()}
+        preempted_at |= dict.fromkeys(output.preempted_req_ids or (), steps)
         c.engine.complete(output)
     [name] = preempted_at
     waits = {key: c.scheduler.programs.longest_wait_steps(f"default/{key}") for key in "ab"}

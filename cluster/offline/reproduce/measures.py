@@ -1,8 +1,8 @@
 """What the papers measure, computed from the records of a run's programs. A paper's request is a whole program.
 
 Each measure is a function of the programs that arrived in a window, the times at which it began and ended, in seconds,
-and a decode iteration's seconds. Programs that had not completed, or had no first token, when the run ended are left out, as by a
-client that reports what it got. The drain of a run decides how many these are.
+and a decode iteration's seconds. Programs that had not completed, or had no first token, when the run ended are left
+out, as by a client that reports what it got. The drain of a run decides how many these are.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +16,8 @@ from cluster.core.slo import Outcome, ProgramRecord
 
 Window = tuple[float, float]
 Measure = Callable[[Sequence[ProgramRecord], Window, float], float | None]
-"""Of programs, the window of their arrivals, and seconds of an iteration. None: there is no program of which to measure it."""
+"""Of programs, the window of their arrivals, and seconds of an iteration. None: there is no program of which to measure
+it."""
 
 
 def _completed(programs: Sequence[ProgramRecord]) -> list[ProgramRecord]:
