@@ -80,7 +80,12 @@ class _Recursion:
 
 
 def _allow_more(part: dict[str, Any], key: str) -> None:
-    """Change a keyword whose own schema allows more now, if ``part`` would therefore allow less."""
+    """Change a keyword whose own schema allows more now, if ``part`` would therefore allow less.
+
+    A keyword that leads back to ``part`` has been changed already.
+    """
+    if key not in part:
+        return
     match key:
         case "not":
             del part["not"]

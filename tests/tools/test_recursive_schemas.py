@@ -64,6 +64,18 @@ def test_whatever_refers_to_itself_is_a_schema_or_a_value_error(part: dict[str, 
         assert "JSON Schema" in str(error)
 
 
+@pytest.mark.parametrize(
+    ("keyword", "inner"),
+    [("not", {"$ref": "#/properties/a"}), ("oneOf", [{"$ref": "#/properties/a"}]), ("if", {"$ref": "#/properties/a"})],
+    ids=["not", "oneOf", "if"],
+)
+def test_a_keyword_that_leads_back_to_its_own_schema_is_changed_once(keyword: str, inner: Any) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "object", keyword: inner}}}
+    check = ArgumentCheck(without_recursion(schema))
+    assert check.checked({"a": {"b": 1}}, 1000) == {"a": {"b": 1}}
+    assert list(check._validator.iter_errors({"a": 1}))
+
+
 def test_references_that_are_nested_too_deeply_are_a_value_error() -> None:
     below: dict[str, Any] = {f"d{i}": {"items": {"items": {"$ref": f"#/$defs/d{i + 1}"}}} for i in range(250)}
     schema = {"$defs": {**below, "d250": {}}, "properties": {"a": {"$ref": "#/$defs/d0"}}}
