@@ -467,10 +467,16 @@ class RunTask:
             await asyncio.wait(tasks, timeout=END_S)
 
     async def _stop_late(self) -> None:
-        for place, task in list(self._late.items()):
+        """Stop waiting for asynchronous calls, and end them.
+
+        They go on if another runner has the run, because it waits for calls with the same ids.
+        """
+        for task in self._late.values():
             task.cancel()
-            call = self._tool_call(self._call(place))
-            await self._tools.cancel(call.program, call.id)
+        for place in self.state.late:
+            if not self.journal.lost:
+                call = self._tool_call(self._call(place))
+                await self._tools.cancel(call.program, call.id)
 
     # --- notifications of the scheduler ------------------------------------------------------------------------------
 

@@ -133,7 +133,7 @@ class ScriptedTools:
             raise
         self.ended.add(call.name)
         if call.name == "slowly":
-            self.late[call.id] = asyncio.get_running_loop().create_future()
+            self.late.setdefault(call.id, asyncio.get_running_loop().create_future())
             return ToolResult(call.id, call.name, Outcome.STARTED, "started", statistics_name=call.name)
         return ToolResult(call.id, call.name, Outcome.OK, text, statistics_name=call.name)
 
@@ -146,8 +146,10 @@ class ScriptedTools:
         return text
 
     async def completion(self, program: str, call_id: str) -> ToolResult:
-        return await self.late[call_id]
+        return await asyncio.shield(self.late[call_id])
 
     async def cancel(self, program: str, call_id: str) -> bool:
         self.cancelled.append(call_id)
+        if call_id in self.late and not self.late[call_id].done():
+            self.late[call_id].set_result(ToolResult(call_id, "slowly", Outcome.CANCELLED, "cancelled"))
         return True

@@ -1,0 +1,65 @@
+"""Timelines of a run that goes from one runner to another: what the first one leaves alone, and who ends the run."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from cluster.core.tools import Outcome, ToolResult
+from cluster.runs.events import LateAnswer
+from cluster.runs.runner import ProgramRunner
+from tests.programs.runners import Runners
+from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
+from tests.programs.test_runner import ended, outcome, spec, words
+from tests.waiting import until
+
+
+async def late_answers(runner: ProgramRunner, tools: ScriptedTools, run_id: str) -> list[tuple[str, str]]:
+    """Outcome and text of the late answers of a run, whose asynchronous call ends now, unless it was cancelled."""
+    late = tools.late[f"{run_id}/1.0"]
+    if not late.done():
+        late.set_result(ToolResult(f"{run_id}/1.0", "slowly", Outcome.OK, "here it is"))
+    events = await ended(runner, run_id)
+    assert outcome(events).status == "completed"
+    return [(event.answer.outcome, event.answer.text) for event in events if isinstance(event, LateAnswer)]
+
+
+async def test_a_runner_that_lost_its_run_leaves_the_asynchronous_call_to_the_next_one(runners: Runners) -> None:
+    tools = ScriptedTools({"slowly": lambda call: ""})
+    # The first one takes nothing over while it has a run.
+    first = runners(ScriptedReplicas([says("", ("slowly", "{}")), says("meanwhile")]), tools, max_open=1)
+    await first.start(spec("stalled"))
+    await until(lambda: words(first.written("stalled")).count("TurnResult") == 2)
+    second = runners(ScriptedReplicas([says("I see", first_id=200)]), tools)
+    second.attend()  # nobody renews the first one's lease
+    await until(lambda: tools.resumed)
+    first.attend()
+    await until(lambda: first.counters["lost"])
+    await first.aclose()
+    assert await late_answers(second, tools, "stalled") == [(Outcome.OK, "here it is")]
+    assert tools.cancelled == []
+
+
+async def test_a_runner_that_closes_while_its_log_is_written_leaves_the_asynchronous_call_to_the_next_one(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tools = ScriptedTools({"slowly": lambda call: ""})
+    first = runners(ScriptedReplicas([says("", ("slowly", "{}"))]), tools)
+    append, waiting = runners.stores[0].append, asyncio.Event()
+
+    async def gated(*arguments: Any, **options: Any) -> None:
+        if tools.late:
+            waiting.set()
+            await asyncio.Event().wait()
+        await append(*arguments, **options)
+
+    monkeypatch.setattr(runners.stores[0], "append", gated)
+    await first.start(spec("closed"))
+    await waiting.wait()
+    await first.aclose()
+    await until(lambda: first.counters["lost"])
+    second = runners(ScriptedReplicas([says("meanwhile"), says("I see", first_id=200)]), tools)
+    second.attend()
+    await until(lambda: tools.resumed)
+    assert await late_answers(second, tools, "closed") == [(Outcome.OK, "here it is")]
+    assert tools.cancelled == []
