@@ -116,8 +116,8 @@ class ProgramRunner:
         self._working: dict[str, asyncio.Task[None]] = {}
         self._background = SupervisedTasks(name, clock)
         self._attending = False
-        self._asking = 0
-        """Number of starts that wait for the store."""
+        self._starting: list[str] = []
+        """The tenant of each start that waits for the store. Its run counts as open already."""
 
     @property
     def open_runs(self) -> int:
@@ -187,28 +187,29 @@ class ProgramRunner:
                 TooManyRequests if too many runs of the tenant are open.
             IdempotencyConflict: the key was used with another body.
         """
-        if self.open_runs >= self._config.programs.max_open:
-            raise self._refusal(Overloaded, f"{self.open_runs} programs are in flight", spec, arrived_s)
+        open_runs = self.open_runs + len(self._starting)
+        if open_runs >= self._config.programs.max_open:
+            raise self._refusal(Overloaded, f"{open_runs} programs are in flight", spec, arrived_s)
         most = self._tenants.max_programs(spec.tenant)
-        if most is not None and sum(self._tasks[one].state.spec.tenant == spec.tenant for one in self._working) >= most:
+        if most is not None and self._open_of(spec.tenant) >= most:
             raise self._refusal(TooManyRequests, f"{most} programs of this tenant are open", spec, arrived_s)
         if self.memory.is_full:
             raise self._refusal(Overloaded, STORE_FULL, spec, arrived_s, "store_full")
         # The starts that wait, or are being undone, show when the store is back.
-        if (self._asking or self.uncertain_starts) and not self._store.healthy:
+        if (self._starting or self.uncertain_starts) and not self._store.healthy:
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s)
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}
         secret_bytes = json.dumps(secret).encode() if secret else None
         run = NewRun(spec.id, spec.tenant, spec.program, labels, idempotency, secret_bytes)
-        self._asking += 1
+        self._starting.append(spec.tenant)
         try:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
             self._background.run(f"renounce {spec.id}", until_renounced(self._store, spec.id))
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s) from error
         finally:
-            self._asking -= 1
+            self._starting.remove(spec.tenant)
         if isinstance(created, AlreadyThere):
             return Started(_same_request(created), new=False)
         self.counters["started"] += 1
@@ -358,6 +359,11 @@ class ProgramRunner:
         if task.state.ended is not None and not task.state.spec.store:
             await self._forget_stored(run_id)
 
+    def _open_of(self, tenant: str) -> int:
+        """Return the number of the tenant's runs in progress here, with its starts that wait for the store."""
+        working = sum(self._tasks[one].state.spec.tenant == tenant for one in self._working)
+        return working + self._starting.count(tenant)
+
     def _refusal(
         self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None, code: str | None = None
     ) -> Overloaded:
@@ -401,7 +407,7 @@ class ProgramRunner:
                 self._tasks[run_id].cancel()
 
     async def _take_over(self) -> None:
-        room = min(TAKEN_AT_ONCE, self._config.programs.max_open - self.open_runs)
+        room = min(TAKEN_AT_ONCE, self._config.programs.max_open - self.open_runs - len(self._starting))
         for run_id in await self._store.claim(max(0, room), self._working):
             try:
                 await self._resume(run_id)
