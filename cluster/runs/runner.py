@@ -247,7 +247,7 @@ class ProgramRunner:
         if task is not None and not task.journal.lost:
             return list(task.journal.safe) if task.state.spec.tenant == tenant else None
         try:
-            found = await self._read(run_id)
+            found, _ = await self._read(run_id)
         except RunStoreUnavailable as error:
             raise Overloaded(LOG_GONE, retry_after_s=RETRY_AFTER_S) from error
         if not found:
@@ -417,7 +417,7 @@ class ProgramRunner:
                 await self._give_up(run_id)
 
     async def _resume(self, run_id: str) -> None:
-        events = await self._read(run_id)
+        events, cancel_asked = await self._read(run_id)
         if not events:
             return
         spec = begin(events[0]).spec
@@ -430,6 +430,8 @@ class ProgramRunner:
         left_s = max(0.0, spec.limits.wall_s - after_s)
         taken = TakenOver(self._name, after_s)
         self._begin(run, events, [taken], {} if secret is None else json.loads(secret), left_s)
+        if cancel_asked:
+            self._tasks[run_id].cancel()  # it has not begun: no turn is asked, and no tool is run
 
     async def _give_up(self, run_id: str) -> None:
         page = await self._store.read(run_id, 0, 1)
@@ -438,11 +440,16 @@ class ProgramRunner:
             last = encode(Ended("failed", fault=fault, at_s=time()))
             await self._store.append(run_id, page.length, [last], status="failed", final=True)
 
-    async def _read(self, run_id: str) -> list[RunEvent]:
+    async def _read(self, run_id: str) -> tuple[list[RunEvent], bool]:
+        """Return the events of a run, and whether somebody asked to cancel it."""
         events: list[RunEvent] = []
-        while (page := await self._store.read(run_id, len(events), PAGE)) is not None and page.items:
+        cancel_asked = False
+        while (page := await self._store.read(run_id, len(events), PAGE)) is not None:
+            cancel_asked = page.head.cancel_asked
+            if not page.items:
+                break
             events += [decode(entry) for entry in page.items]
-        return events
+        return events, cancel_asked
 
 
 def _same_request(found: AlreadyThere) -> str:

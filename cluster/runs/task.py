@@ -186,6 +186,8 @@ class RunTask:
         self._ending: set[asyncio.Task[ToolResult]] = set()
         """Early calls that are being stopped."""
         self._work: asyncio.Task[None] | None = None
+        self.cancel_asked = False
+        """Whether `cancel` was called."""
 
     async def run(self) -> None:
         """Work until the run has ended, or another runner has it.
@@ -194,18 +196,15 @@ class RunTask:
             RunLeaseLost: another runner has it.
         """
         bind(program=self._key, run=self.state.spec.id)
-        self._work = asyncio.create_task(self._until_done())
+        sent_before: list[ToolCall] = []
         try:
-            done, _ = await asyncio.wait((self._work,), timeout=self._left_s)
-            if not done:
-                await self._stop_work()
-                self._end(Finish("incomplete", MAX_WALL_TIME))
-            elif self._work.cancelled():
+            if self.cancel_asked:
+                sent_before = self._sent_before()
+                self._record(*self._early_ends(Outcome.UNKNOWN))
                 self._end(Finish("cancelled"))
-            elif isinstance(error := self._work.exception(), RunLeaseLost):
-                raise error
-            elif error is not None:
-                self._end(Finish("failed", fault=_fault(error)))
+            else:
+                self._work = asyncio.create_task(self._until_done())
+                await self._until_stopped(self._work)
             await self.journal.flush()
             if self.state.spec.last:
                 self._notify("end")
@@ -215,10 +214,14 @@ class RunTask:
             self._watched.ended(self.state.ended)
             await self._stop_work()
             await self._stop_early()
-            await self._stop_late()
+            await self._stop_calls(sent_before)
 
     def cancel(self) -> None:
-        """End the run. The turn and the tools in progress are stopped."""
+        """End the run. The turn and the tools in progress are stopped.
+
+        If `run` has not begun yet, it asks no turn and runs no tool.
+        """
+        self.cancel_asked = True
         if self._work is not None:
             self._work.cancel()
 
@@ -226,13 +229,27 @@ class RunTask:
         """Stop, because another runner has the run. Nothing more is written, and no end is recorded."""
         self._watched.ended(None)
         self.journal.abandon()
-        self.cancel()
+        if self._work is not None:
+            self._work.cancel()
 
     @property
     def _left_s(self) -> float:
         return max(0.0, self._deadline_s - self._clock.now_s())
 
     # --- the loop -----------------------------------------------------------------------------------------------------
+
+    async def _until_stopped(self, work: "asyncio.Task[None]") -> None:
+        """Wait until the work is done, is cancelled or has no more time, and record the end."""
+        done, _ = await asyncio.wait((work,), timeout=self._left_s)
+        if not done:
+            await self._stop_work()
+            self._end(Finish("incomplete", MAX_WALL_TIME))
+        elif work.cancelled():
+            self._end(Finish("cancelled"))
+        elif isinstance(error := work.exception(), RunLeaseLost):
+            raise error
+        elif error is not None:
+            self._end(Finish("failed", fault=_fault(error)))
 
     async def _until_done(self) -> None:
         for place in self.state.late:
@@ -466,16 +483,21 @@ class RunTask:
         if tasks:
             await asyncio.wait(tasks, timeout=END_S)
 
-    async def _stop_late(self) -> None:
-        """Stop waiting for asynchronous calls, and end them.
+    def _sent_before(self) -> list[ToolCall]:
+        """Return the calls that an earlier runner may have sent and that have no answer, not even STARTED."""
+        sent = [call for call in self.state.waiting if call.place in self.state.sent]
+        return [self._tool_call(call) for call in (*sent, *(early.call for early in self.state.unexplained))]
 
-        They go on if another runner has the run, because it waits for calls with the same ids.
+    async def _stop_calls(self, sent_before: Sequence[ToolCall]) -> None:
+        """Stop waiting for asynchronous calls. End them, and those that an earlier runner has sent.
+
+        All of them go on if another runner has the run, because it waits for calls with the same ids.
         """
         for task in self._late.values():
             task.cancel()
-        for place in self.state.late:
+        late = [self._tool_call(self._call(place)) for place in self.state.late]
+        for call in (*sent_before, *late):
             if not self.journal.lost:
-                call = self._tool_call(self._call(place))
                 await self._tools.cancel(call.program, call.id)
 
     # --- notifications of the scheduler ------------------------------------------------------------------------------

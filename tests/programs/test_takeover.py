@@ -6,8 +6,9 @@ from typing import Any
 import pytest
 
 from cluster.core.tools import Outcome, ToolResult
-from cluster.runs.events import LateAnswer
+from cluster.runs.events import Accepted, LateAnswer, encode
 from cluster.runs.runner import ProgramRunner
+from cluster.store.runs.records import NewRun
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
 from tests.programs.test_runner import ended, outcome, spec, words
@@ -63,3 +64,42 @@ async def test_a_runner_that_closes_while_its_log_is_written_leaves_the_asynchro
     await until(lambda: tools.resumed)
     assert await late_answers(second, tools, "closed") == [(Outcome.OK, "here it is")]
     assert tools.cancelled == []
+
+
+async def test_a_run_that_is_cancelled_while_nobody_has_it_asks_no_turn(runners: Runners) -> None:
+    runners(ScriptedReplicas([]))  # its process has died: only its store is used
+    dead = runners.stores[0]
+    await dead.create(NewRun("orphan", "t", "p"), [encode(Accepted(spec("orphan")))])
+    assert await dead.ask_cancel("orphan")
+    replicas = ScriptedReplicas([says("never")])
+    runner = runners(replicas)
+    runner.attend()
+    events = await ended(runner, "orphan")
+    assert (words(events), outcome(events).status) == (["Accepted", "TakenOver", "Ended"], "cancelled")
+    assert replicas.asked == []
+
+
+async def test_the_tools_of_a_run_that_is_cancelled_while_nobody_has_it_are_ended(runners: Runners) -> None:
+    tools = ScriptedTools({"slowly": lambda call: "", "once": lambda call: asyncio.Event().wait()})
+    calls = (("slowly", "{}"), ("once", "{}"))
+    first = runners(ScriptedReplicas([says("", *calls)]), tools)
+    await first.start(spec("tools"))
+    await until(lambda: "ToolAnswer" in words(first.written("tools")))
+    await first.aclose()
+    replicas = ScriptedReplicas([says("never")])
+    second = runners(replicas, tools)
+    assert await second.cancel("tools")
+    second.attend()
+    assert outcome(await ended(second, "tools")).status == "cancelled"
+    await until(lambda: not second.open_runs)
+    assert (replicas.asked, tools.resumed) == ([], [])
+    assert sorted(tools.cancelled) == ["tools/1.0", "tools/1.1"]
+
+
+async def test_a_run_that_is_cancelled_before_it_has_begun_asks_no_turn(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("never")])
+    runner = runners(replicas)
+    await runner.start(spec("at-once"))
+    assert await runner.cancel("at-once")  # nothing has run between the two
+    events = await ended(runner, "at-once")
+    assert (words(events), outcome(events).status, replicas.asked) == (["Accepted", "Ended"], "cancelled", [])
