@@ -271,7 +271,7 @@ class ProgramRunner:
     async def cancel(self, run_id: str) -> bool:
         """End an open run, whichever runner works on it. Return False if there is none."""
         task = self._tasks.get(run_id)
-        if task is not None and run_id in self._working:
+        if task is not None and run_id in self._working and not task.journal.lost:
             task.cancel()
             return True
         return await self._store.ask_cancel(run_id)
@@ -349,6 +349,8 @@ class ProgramRunner:
             self.counters[status] += 1
         except RunLeaseLost:
             self.counters["lost"] += 1
+            if task.cancel_asked:
+                await self._pass_cancellation_on(run_id)
         except Exception:  # a bug of ours: the run stays open, and is taken over when its lease expires
             logger.exception("run %s stopped", run_id)
             task.journal.abandon()
@@ -377,6 +379,10 @@ class ProgramRunner:
     async def _forget_stored(self, run_id: str) -> None:
         with contextlib.suppress(RunStoreUnavailable):
             await self._store.delete(run_id, unless_keyed=True)
+
+    async def _pass_cancellation_on(self, run_id: str) -> None:
+        with contextlib.suppress(RunStoreUnavailable):
+            await self._store.ask_cancel(run_id)
 
     # --- leases -------------------------------------------------------------------------------------------------------
 

@@ -103,3 +103,32 @@ async def test_a_run_that_is_cancelled_before_it_has_begun_asks_no_turn(runners:
     assert await runner.cancel("at-once")  # nothing has run between the two
     events = await ended(runner, "at-once")
     assert (words(events), outcome(events).status, replicas.asked) == (["Accepted", "Ended"], "cancelled", [])
+
+
+async def test_a_runner_that_has_closed_passes_a_cancellation_on(runners: Runners) -> None:
+    asked_first = ScriptedReplicas([[asyncio.Event()]])
+    first = runners(asked_first)
+    await first.start(spec("closing"))
+    await until(lambda: asked_first.asked)
+    await first.aclose()
+    replicas = ScriptedReplicas([[asyncio.Event()]])
+    second = runners(replicas)
+    second.attend()
+    await until(lambda: replicas.asked)
+    assert await first.cancel("closing")
+    assert outcome(await ended(second, "closing")).status == "cancelled"
+    assert first.open_runs and not await first.cancel("closing")  # its turn goes on, but the run has ended
+
+
+async def test_a_runner_that_does_not_know_that_it_lost_a_run_passes_a_cancellation_on(runners: Runners) -> None:
+    first = runners(ScriptedReplicas([[asyncio.Event()]]))
+    await first.start(spec("unaware"))
+    await until(lambda: len(first.written("unaware")) == 2)
+    replicas = ScriptedReplicas([[asyncio.Event()]])
+    second = runners(replicas)
+    second.attend()  # nobody renews the first one's lease
+    await until(lambda: replicas.asked)
+    assert await first.cancel("unaware")
+    assert outcome(await ended(second, "unaware")).status == "cancelled"
+    await until(lambda: not first.open_runs)
+    assert (first.counters["lost"], first.counters["cancelled"]) == (1, 0)
