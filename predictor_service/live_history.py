@@ -75,6 +75,8 @@ class _Program:
     returned: tuple[int, ...] = ()
     work: list[tuple[TurnContext, int]] = field(default_factory=list)
     """For each turn, its context without the text, and the number of tokens that were computed for it."""
+    whole: bool = True
+    """Whether all turns up to now have arrived in this process."""
     pending: _Ended | None = None
     seen_s: float = 0.0
 
@@ -85,11 +87,14 @@ class LiveHistory:
     Args:
         max_programs: number of programs that are kept; the least recently used program counts as ended first.
         idle_s: seconds without a turn after which a program counts as ended.
+        alone: whether no other process serves turns. Otherwise a program that is idle here may continue there, so that
+            only declared ends are learnt.
     """
 
-    def __init__(self, max_programs: int, idle_s: float) -> None:
+    def __init__(self, max_programs: int, idle_s: float, *, alone: bool = True) -> None:
         self._max_programs = max_programs
         self._idle_s = idle_s
+        self._alone = alone
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._chars_per_token = CHARS_PER_TOKEN
         self._prompts = 0
@@ -104,6 +109,9 @@ class LiveHistory:
         program.seen_s = now_s
         news = self._returned(program, turn, now_s)
         context = self._context(program, turn)
+        if not self._alone:
+            # Only messages show how many turns were before this one, wherever they were served.
+            program.whole &= turn.shown.structured and turn.shown.position == program.turns
         program.turns += 1
         program.open += 1
         while len(self._programs) > self._max_programs:
@@ -147,14 +155,16 @@ class LiveHistory:
             program.durations_s = (None, *program.durations_s)[:HISTORY]
             program.returned = (0, *program.returned)[:HISTORY]
             program.pending = _Ended(context, turn, output_tokens, now_s)
-        return self._over(turn.key) if turn.last and not program.open else []
+        if not turn.last or program.open:
+            return []
+        return self._over(turn.key, declared=output_tokens is not None)  # another process may repeat a failed turn
 
     def program_ended(self, key: str) -> list[Observation]:
-        """End a program explicitly, and return its last observations."""
-        return self._over(key)
+        """End a program whose last turn was served here, and return its last observations."""
+        return self._over(key, declared=True)
 
     def sweep(self, now_s: float) -> list[Observation]:
-        """End the programs that have been idle for too long, and return their last observations."""
+        """Forget the programs that have been idle for too long, and return what their ends teach."""
         news: list[Observation] = []
         for key, program in list(self._programs.items()):
             if now_s - program.seen_s < self._idle_s:
@@ -208,14 +218,18 @@ class LiveHistory:
         news.append(PauseSeen(pause, PauseOutcome(duration_s, returned)))
         return news
 
-    def _over(self, key: str) -> list[Observation]:
+    def _over(self, key: str, *, declared: bool = False) -> list[Observation]:
+        """Forget a program, and return what its end teaches.
+
+        ``declared``: the program is known to have ended with its last turn here.
+        """
         program = self._programs.pop(key, None)
-        if program is None:
+        if program is None or not (declared or self._alone):
             return []
         news: list[Observation] = []
         if (last := program.pending) is not None:
             news.append(TurnSeen(last.context, TurnOutcome(last.output_tokens, NO_TOOL, last=True)))
-        if program.work and all(context.position == at for at, (context, _) in enumerate(program.work)):
+        if program.whole and program.work and all(seen.position == at for at, (seen, _) in enumerate(program.work)):
             tokens, turns = 0, 0
             remaining: list[tuple[int, int]] = []
             for _, computed in reversed(program.work):

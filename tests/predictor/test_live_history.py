@@ -92,6 +92,58 @@ def test_a_program_ends_when_somebody_says_so_or_when_it_is_idle_or_when_there_i
     assert len(door.history) == 0
 
 
+def test_where_other_processes_serve_turns_an_idle_program_teaches_no_end() -> None:
+    """Its next turn may have gone to another process."""
+    door = Door(max_programs=1, idle_s=100.0, alone=False)
+    for key in ("t/a", "t/b"):
+        door.turn(arrives([USER], key=key), 0.0, 1.0, output=7)
+    assert door.history.sweep(200.0) == door.seen == []
+    assert len(door.history) == 0
+
+
+@pytest.mark.parametrize("by_run", [False, True])
+def test_where_other_processes_serve_turns_a_declared_end_is_learnt(by_run: bool) -> None:
+    door = Door(alone=False)
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, call("look"), RESULT], last=not by_run), 2.0, 3.0, output=5)
+    door.seen += door.history.program_ended("t/p")
+    assert [(one.outcome.tool, one.outcome.last) for one in door.of(TurnSeen)] == [("look", False), (NO_TOOL, True)]
+    assert [list(one.remaining) for one in door.of(ProgramSeen)] == [[(20 + 5, 1), (0, 0)]]
+
+
+REST = [call("look"), RESULT]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [arrives([USER, *REST], last=True)],
+        [arrives([USER]), arrives([USER, *REST, *REST], last=True)],
+        [arrives([USER]), arrives([USER], last=True)],
+        [Arrived("t/p", shown({"prompt": "u" * 40}), "t", 10, last=True)],
+    ],
+    ids=[
+        "its beginning is missing",
+        "a turn is missing",
+        "a summary does not show the turns before it",
+        "a prompt does not show earlier turns",
+    ],
+)
+def test_of_a_program_with_turns_elsewhere_only_the_last_turn_is_learnt(turns: list[Arrived]) -> None:
+    door = Door(alone=False)
+    for at_s, turn in enumerate(turns):
+        door.turn(turn, at_s, at_s + 0.5, output=5)
+    assert [one.outcome.last for one in door.of(TurnSeen)] == [True]
+    assert door.of(ProgramSeen) == []
+
+
+def test_a_last_turn_that_failed_may_be_repeated_elsewhere() -> None:
+    door = Door(alone=False)
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, *REST], last=True), 2.0, 3.0, output=None)
+    assert door.of(ProgramSeen) == []
+
+
 def test_a_failed_turn_teaches_nothing() -> None:
     door = Door()
     door.turn(arrives([USER]), 0.0, 1.0, output=None)
