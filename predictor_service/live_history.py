@@ -199,8 +199,8 @@ class LiveHistory:
     def _returned(self, program: _Program, turn: Arrived, now_s: float) -> list[Observation]:
         """Return the observations of the turn before, whose tools have returned."""
         before, program.pending = program.pending, None
-        if before is None or turn.shown.position > before.context.position + 1:
-            return []  # there is no such turn, or another process served turns in between
+        if before is None or not _follows(turn.shown, before.arrived.shown):
+            return []
         tool, arguments = _called(before, turn)
         if tool is None:
             return []
@@ -254,6 +254,20 @@ def _offered(turn: Arrived) -> tuple[str, ...]:
     if turn.expected_tool is None:
         return turn.shown.offered
     return tuple(without_class(turn.expected_tool).split(KEY_MARK))
+
+
+def _follows(request: ShownRequest, before: ShownRequest) -> bool:
+    """Return whether the most recent turn in a request is the answer to the request before. A prompt does not show it.
+
+    It is not if the request before is repeated, if its answer was discarded or replaced by a summary, or if another
+    process served turns in between.
+    """
+    if not request.structured or request.position == before.position + 1:
+        return True
+    if request.position > before.position or len(request.turns) < 2 or not before.turns:
+        return False
+    # Where a client drops its oldest turns, the number does not grow.
+    return request.turns[1] == before.turns[0] != request.turns[0]
 
 
 def _called(before: _Ended, turn: Arrived) -> tuple[str | None, str]:

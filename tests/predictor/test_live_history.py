@@ -144,6 +144,65 @@ def test_a_last_turn_that_failed_may_be_repeated_elsewhere() -> None:
     assert door.of(ProgramSeen) == []
 
 
+def pauses(*requests: list[dict[str, Any]]) -> list[tuple[str, float | None]]:
+    """Let these requests of one program arrive every 10 s, each answered within 1 s. Return the pauses learnt."""
+    door = Door()
+    for number, messages in enumerate(requests):
+        door.turn(arrives(messages), 10.0 * number, 10.0 * number + 1.0, output=7)
+    assert [one.outcome.tool for one in door.of(TurnSeen)] == [one.pause.tool for one in door.of(PauseSeen)]
+    return [(one.pause.tool, one.outcome.duration_s) for one in door.of(PauseSeen)]
+
+
+LOOKED = [USER, call("look"), RESULT]
+EDITED = [*LOOKED, call("edit"), RESULT]
+MADE = [*EDITED, call("make"), RESULT]
+
+
+def test_a_request_that_is_repeated_teaches_nothing_of_its_discarded_answer() -> None:
+    """Its latest call is one of an earlier turn, whose pause has been learnt already."""
+    assert pauses([USER], LOOKED, LOOKED, EDITED) == [("look", 9.0), ("edit", 9.0)]
+    assert pauses([USER], [USER], LOOKED) == [("look", 9.0)]
+    polled = [*LOOKED, *LOOKED[1:]]
+    assert pauses([USER], LOOKED, polled, polled) == [("look", 9.0), ("look", 9.0)]
+
+
+def test_turns_in_between_that_were_served_elsewhere_are_noticed_though_their_calls_are_alike() -> None:
+    assert pauses(LOOKED, [*LOOKED, *LOOKED[1:], call("edit"), RESULT]) == []
+
+
+def test_a_client_that_goes_back_teaches_nothing_of_the_answers_that_it_drops() -> None:
+    assert pauses([USER], LOOKED, EDITED, MADE, LOOKED, EDITED) == [
+        ("look", 9.0),
+        ("edit", 9.0),
+        ("make", 9.0),
+        ("edit", 9.0),
+    ]
+
+
+@pytest.mark.parametrize("summary", [[USER], [USER, SAID, USER], [USER, SAID, USER, SAID, USER]])
+def test_a_summary_of_the_history_teaches_nothing_and_what_follows_it_does(summary: list[dict[str, Any]]) -> None:
+    known = [("look", 9.0), ("edit", 9.0)]
+    assert pauses([USER], LOOKED, EDITED, summary) == known
+    assert pauses([USER], LOOKED, EDITED, summary, [*summary, call("make"), RESULT]) == [*known, ("make", 9.0)]
+
+
+def test_a_client_that_drops_its_oldest_turns_teaches_its_calls() -> None:
+    names = ("look", "edit", "make", "test")
+    turns = [part for name in names for part in (call(name), RESULT)]
+    cut = [[USER, *turns[max(0, 2 * number - 4) : 2 * number]] for number in range(5)]
+    assert pauses(*cut) == [(name, 9.0) for name in names]
+    assert pauses(*cut, cut[-1], cut[-1]) == [(name, 9.0) for name in names]
+
+
+def test_parallel_calls_are_those_of_one_turn() -> None:
+    both = {**call("look"), "tool_calls": call("look")["tool_calls"] + call("edit")["tool_calls"]}
+    assert pauses([USER], [USER, both, RESULT, RESULT]) == [("edit+look", 9.0)]
+    again = [USER, both, RESULT, RESULT, call("make"), RESULT]
+    assert pauses([USER], again[:4], again[:4], again) == [("edit+look", 9.0), ("make", 9.0)]
+    single = [USER, call("look"), call("edit"), RESULT, RESULT]
+    assert pauses([USER], single, [*single, call("make"), RESULT]) == [("edit+look", 9.0), ("make", 9.0)]
+
+
 def test_a_failed_turn_teaches_nothing() -> None:
     door = Door()
     door.turn(arrives([USER]), 0.0, 1.0, output=None)
