@@ -23,7 +23,7 @@ from predictor_service.model import (
 )
 
 MAX_TURNS = 256
-"""Turns with a known outcome that are kept of one program."""
+"""Turns with a known outcome that are kept of one program. Of those after them, only sums are."""
 CHARS_PER_TOKEN = 4.0
 """Characters of a token, until exact token counts are known."""
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0
@@ -74,9 +74,11 @@ class _Program:
     durations_s: tuple[float | None, ...] = ()
     returned: tuple[int, ...] = ()
     work: list[tuple[TurnContext, int]] = field(default_factory=list)
-    """For each turn, its context without the text, and the number of tokens that were computed for it."""
+    """For each of the first turns, its context without the text, and the number of tokens that were computed for it."""
+    later: tuple[int, int] = (0, 0)
+    """The tokens that were computed for the turns after those, and the number of these turns."""
     whole: bool = True
-    """Whether all turns up to now have arrived in this process."""
+    """Whether no turn up to now is missing in `work` and `later`."""
     pending: _Ended | None = None
     seen_s: float = 0.0
 
@@ -148,8 +150,13 @@ class LiveHistory:
         program.open = max(0, program.open - 1)
         program.seen_s = now_s
         if output_tokens is not None:
+            tokens, turns = program.later
+            computed = context.new_tokens + output_tokens
+            program.whole &= context.position == len(program.work) + turns
             if len(program.work) < MAX_TURNS:
-                program.work.append((replace(context, text=""), context.new_tokens + output_tokens))
+                program.work.append((replace(context, text=""), computed))
+            else:
+                program.later = (tokens + computed, turns + 1)
             program.outputs = (output_tokens, *program.outputs)[:HISTORY]
             program.tools = (NO_TOOL, *program.tools)[:HISTORY]
             program.durations_s = (None, *program.durations_s)[:HISTORY]
@@ -229,8 +236,8 @@ class LiveHistory:
         news: list[Observation] = []
         if (last := program.pending) is not None:
             news.append(TurnSeen(last.context, TurnOutcome(last.output_tokens, NO_TOOL, last=True)))
-        if program.whole and program.work and all(seen.position == at for at, (seen, _) in enumerate(program.work)):
-            tokens, turns = 0, 0
+        if program.whole and program.work:
+            tokens, turns = program.later
             remaining: list[tuple[int, int]] = []
             for _, computed in reversed(program.work):
                 remaining.append((tokens, turns))

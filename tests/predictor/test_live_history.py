@@ -81,6 +81,33 @@ def test_at_a_program_s_end_what_was_ahead_of_each_turn_is_learnt() -> None:
     assert len(door.history) == 0
 
 
+def test_of_a_long_program_the_first_turns_are_kept_and_all_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its later turns computes the 20 tokens of a result and its output."""
+    monkeypatch.setattr("predictor_service.live_history.MAX_TURNS", 2)
+    door = Door()
+    messages = [USER]
+    for number in range(5):
+        door.turn(arrives(messages, last=number == 4), 10.0 * number, 10.0 * number + 1.0, output=5 + number)
+        messages = [*messages, call("look"), RESULT]
+    ended = door.of(ProgramSeen)[0]
+    assert [one.position for one in ended.turns] == [0, 1]
+    assert list(ended.remaining) == [(26 + 27 + 28 + 29, 4), (27 + 28 + 29, 3)]
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_a_program_is_not_learnt_if_one_of_its_turns_is_missing(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    """It has been served by another process, before or after the bound on the turns that are kept."""
+    monkeypatch.setattr("predictor_service.live_history.MAX_TURNS", 2)
+    door = Door()
+    messages = [USER]
+    for number in range(5):
+        if number != missing:
+            door.turn(arrives(messages, last=number == 4), 10.0 * number, 10.0 * number + 1.0, output=5)
+        messages = [*messages, call("look"), RESULT]
+    assert door.of(TurnSeen)[-1].outcome.last
+    assert door.of(ProgramSeen) == []
+
+
 def test_a_program_ends_when_somebody_says_so_or_when_it_is_idle_or_when_there_is_no_room() -> None:
     door = Door(max_programs=2, idle_s=100.0)
     for number, key in enumerate(("t/a", "t/b", "t/c")):
