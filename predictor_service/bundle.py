@@ -132,6 +132,15 @@ def load_model(directory: Path) -> StoredModel:
     return StoredModel(bundle.model, PREDICTORS.load(bundle.model).load(directory), bundle.origin)
 
 
+def bundle_id(directory: Path) -> str:
+    """Return a SHA-256 that only bundles with the same content share.
+
+    Raises:
+        ConfigError: the description of the bundle cannot be read.
+    """
+    return hashlib.sha256(_content(directory / NOTE)).hexdigest()
+
+
 def data_hash(programs: Iterable[ProgramExample]) -> str:
     """Return a SHA-256 over everything that a model can learn from these programs. Their order does not matter."""
     digests = sorted(hashlib.sha256(repr(program).encode("utf-8", "backslashreplace")).digest() for program in programs)

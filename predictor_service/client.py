@@ -10,6 +10,7 @@ import logging
 from collections import Counter, deque
 from collections.abc import Sequence
 from contextvars import Context
+from dataclasses import replace
 from enum import StrEnum
 from itertools import islice
 from typing import Any, Protocol
@@ -276,6 +277,6 @@ def prediction_client(
     if config.predictor.mode == "none":
         return None
     # A trained model would be too slow for the deadline in this process: only its statistics answer here.
-    statistics = Trained(None, Trained.of(config.predictor.bundle).statistics)
+    statistics = replace(Trained.of(config.predictor.bundle), model=None)
     local = shared_predictor(config, clock, writer, statistics)
     return PredictionClient(local, service, deadline_s=config.predictor.deadline_s, clock=clock)

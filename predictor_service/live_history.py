@@ -23,7 +23,7 @@ from predictor_service.model import (
 )
 
 MAX_TURNS = 256
-"""Turns with a known outcome that are kept of one program."""
+"""Turns with a known outcome that are kept of one program. Of those after them, only sums are."""
 CHARS_PER_TOKEN = 4.0
 """Characters of a token, until exact token counts are known."""
 LEAST_CHARS, MOST_CHARS = 0.5, 16.0
@@ -74,7 +74,11 @@ class _Program:
     durations_s: tuple[float | None, ...] = ()
     returned: tuple[int, ...] = ()
     work: list[tuple[TurnContext, int]] = field(default_factory=list)
-    """For each turn, its context without the text, and the number of tokens that were computed for it."""
+    """For each of the first turns, its context without the text, and the number of tokens that were computed for it."""
+    later: tuple[int, int] = (0, 0)
+    """The tokens that were computed for the turns after those, and the number of these turns."""
+    whole: bool = True
+    """Whether no turn up to now is missing in `work` and `later`."""
     pending: _Ended | None = None
     seen_s: float = 0.0
 
@@ -85,11 +89,14 @@ class LiveHistory:
     Args:
         max_programs: number of programs that are kept; the least recently used program counts as ended first.
         idle_s: seconds without a turn after which a program counts as ended.
+        alone: whether no other process serves turns. Otherwise a program that is idle here may continue there, so that
+            only declared ends are learnt.
     """
 
-    def __init__(self, max_programs: int, idle_s: float) -> None:
+    def __init__(self, max_programs: int, idle_s: float, *, alone: bool = True) -> None:
         self._max_programs = max_programs
         self._idle_s = idle_s
+        self._alone = alone
         self._programs: OrderedDict[str, _Program] = OrderedDict()
         self._chars_per_token = CHARS_PER_TOKEN
         self._prompts = 0
@@ -104,6 +111,9 @@ class LiveHistory:
         program.seen_s = now_s
         news = self._returned(program, turn, now_s)
         context = self._context(program, turn)
+        if not self._alone:
+            # Only messages show how many turns were before this one, wherever they were served.
+            program.whole &= turn.shown.structured and turn.shown.position == program.turns
         program.turns += 1
         program.open += 1
         while len(self._programs) > self._max_programs:
@@ -140,21 +150,28 @@ class LiveHistory:
         program.open = max(0, program.open - 1)
         program.seen_s = now_s
         if output_tokens is not None:
+            tokens, turns = program.later
+            computed = context.new_tokens + output_tokens
+            program.whole &= context.position == len(program.work) + turns
             if len(program.work) < MAX_TURNS:
-                program.work.append((replace(context, text=""), context.new_tokens + output_tokens))
+                program.work.append((replace(context, text=""), computed))
+            else:
+                program.later = (tokens + computed, turns + 1)
             program.outputs = (output_tokens, *program.outputs)[:HISTORY]
             program.tools = (NO_TOOL, *program.tools)[:HISTORY]
             program.durations_s = (None, *program.durations_s)[:HISTORY]
             program.returned = (0, *program.returned)[:HISTORY]
             program.pending = _Ended(context, turn, output_tokens, now_s)
-        return self._over(turn.key) if turn.last and not program.open else []
+        if not turn.last or program.open:
+            return []
+        return self._over(turn.key, declared=output_tokens is not None)  # another process may repeat a failed turn
 
     def program_ended(self, key: str) -> list[Observation]:
-        """End a program explicitly, and return its last observations."""
-        return self._over(key)
+        """End a program whose last turn was served here, and return its last observations."""
+        return self._over(key, declared=True)
 
     def sweep(self, now_s: float) -> list[Observation]:
-        """End the programs that have been idle for too long, and return their last observations."""
+        """Forget the programs that have been idle for too long, and return what their ends teach."""
         news: list[Observation] = []
         for key, program in list(self._programs.items()):
             if now_s - program.seen_s < self._idle_s:
@@ -189,8 +206,8 @@ class LiveHistory:
     def _returned(self, program: _Program, turn: Arrived, now_s: float) -> list[Observation]:
         """Return the observations of the turn before, whose tools have returned."""
         before, program.pending = program.pending, None
-        if before is None or turn.shown.position > before.context.position + 1:
-            return []  # there is no such turn, or another process served turns in between
+        if before is None or not _follows(turn.shown, before.arrived.shown):
+            return []
         tool, arguments = _called(before, turn)
         if tool is None:
             return []
@@ -208,15 +225,19 @@ class LiveHistory:
         news.append(PauseSeen(pause, PauseOutcome(duration_s, returned)))
         return news
 
-    def _over(self, key: str) -> list[Observation]:
+    def _over(self, key: str, *, declared: bool = False) -> list[Observation]:
+        """Forget a program, and return what its end teaches.
+
+        ``declared``: the program is known to have ended with its last turn here.
+        """
         program = self._programs.pop(key, None)
-        if program is None:
+        if program is None or not (declared or self._alone):
             return []
         news: list[Observation] = []
         if (last := program.pending) is not None:
             news.append(TurnSeen(last.context, TurnOutcome(last.output_tokens, NO_TOOL, last=True)))
-        if program.work and all(context.position == at for at, (context, _) in enumerate(program.work)):
-            tokens, turns = 0, 0
+        if program.whole and program.work:
+            tokens, turns = program.later
             remaining: list[tuple[int, int]] = []
             for _, computed in reversed(program.work):
                 remaining.append((tokens, turns))
@@ -240,6 +261,20 @@ def _offered(turn: Arrived) -> tuple[str, ...]:
     if turn.expected_tool is None:
         return turn.shown.offered
     return tuple(without_class(turn.expected_tool).split(KEY_MARK))
+
+
+def _follows(request: ShownRequest, before: ShownRequest) -> bool:
+    """Return whether the most recent turn in a request is the answer to the request before. A prompt does not show it.
+
+    It is not if the request before is repeated, if its answer was discarded or replaced by a summary, or if another
+    process served turns in between.
+    """
+    if not request.structured or request.position == before.position + 1:
+        return True
+    if request.position > before.position or len(request.turns) < 2 or not before.turns:
+        return False
+    # Where a client drops its oldest turns, the number does not grow.
+    return request.turns[1] == before.turns[0] != request.turns[0]
 
 
 def _called(before: _Ended, turn: Arrived) -> tuple[str | None, str]:

@@ -162,6 +162,8 @@ class _State(msgspec.Struct, array_like=True):
     statistics: bytes
     lengths: list[DriftRow]
     durations: list[DriftRow]
+    bundle: str = ""
+    """Identifies the trained models whose drift this is."""
 
 
 class Predictor:
@@ -174,6 +176,8 @@ class Predictor:
         durations: a trained model of durations, and of returned tokens if it is a ReturnedModel; None uses the
             statistics.
         base: `StatisticsModel.to_bytes` of earlier observations, which count as those of another writer.
+        bundle: identifies the trained models: see `bundle_id`. The drift of other models is not used. Empty: there is
+            no bundle.
 
     Raises:
         ValueError: ``base`` cannot be decoded.
@@ -185,9 +189,11 @@ class Predictor:
         lengths: LengthModel | None = None,
         durations: DurationModel | None = None,
         base: bytes | None = None,
+        bundle: str = "",
     ) -> None:
         self.statistics = statistics
         self._base = () if base is None else (base,)
+        self._bundle = bundle
         statistics.replace_others(self._base)
         self.nonsense = 0
         """Number of invalid observations."""
@@ -226,13 +232,14 @@ class Predictor:
 
     def to_bytes(self) -> bytes:
         """Encode the statistics and the drift that this predictor has learnt itself."""
-        state = _State(VERSION, self.statistics.to_bytes(), self.length_drift.rows(), self.duration_drift.rows())
+        drifts = self.length_drift.rows(), self.duration_drift.rows()
+        state = _State(VERSION, self.statistics.to_bytes(), *drifts, self._bundle)
         return bytes(msgspec.msgpack.encode(state))
 
     def replace_others(self, others: Iterable[bytes]) -> None:
         """Replace what other writers have learnt by these ``to_bytes``.
 
-        Their drift is used for keys without an observation here.
+        Their drift is used for keys without an observation here, if it is that of the same bundle.
 
         Raises:
             ValueError: the bytes cannot be decoded.
@@ -240,8 +247,9 @@ class Predictor:
         states = [_state(data) for data in others]
         self.statistics.replace_others([*self._base, *(state.statistics for state in states)])
         for state in states:
-            self.length_drift.fill(state.lengths)
-            self.duration_drift.fill(state.durations)
+            if state.bundle == self._bundle:
+                self.length_drift.fill(state.lengths)
+                self.duration_drift.fill(state.durations)
 
     def _learn_drift(self, observations: Sequence[Observation]) -> None:
         if self._lengths is not None:
@@ -300,7 +308,7 @@ class Predictor:
 def readable(data: bytes) -> bool:
     """Return whether these bytes are the result of `Predictor.to_bytes`."""
     try:
-        Predictor(StatisticsModel()).replace_others([data])
+        Predictor(StatisticsModel(), bundle=_state(data).bundle).replace_others([data])
     except ValueError:
         return False
     return True

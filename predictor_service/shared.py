@@ -11,7 +11,7 @@ from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.program import Prediction
 from cluster.store.predictor_state import PredictorStateStore
-from predictor_service.bundle import load_model
+from predictor_service.bundle import bundle_id, load_model
 from predictor_service.model import Observation, TurnContext
 from predictor_service.predictor import Predictor, readable
 from predictor_service.statistics_model import StatisticsModel
@@ -125,6 +125,8 @@ class Trained:
     """A LengthModel, which is also a DurationModel if it has `durations`. None: only statistics predict."""
     statistics: bytes | None = None
     """`StatisticsModel.to_bytes`."""
+    bundle: str = ""
+    """See `bundle_id`. It says whose drift is shared. Empty: there is no bundle."""
 
     @classmethod
     def of(cls, bundle: str | None) -> "Trained":
@@ -135,11 +137,12 @@ class Trained:
         """
         if bundle is None:
             return cls()
+        name = bundle_id(Path(bundle))
         model = load_model(Path(bundle)).model
         if isinstance(model, StatisticsModel):
-            return cls(None, model.to_bytes())
+            return cls(None, model.to_bytes(), name)
         own = getattr(model, "statistics", None)
-        return cls(model, own.to_bytes() if isinstance(own, StatisticsModel) else None)
+        return cls(model, own.to_bytes() if isinstance(own, StatisticsModel) else None, name)
 
     def predictor(self) -> Predictor:
         """Make a predictor that begins with the model and the statistics, and continues to learn."""
@@ -148,7 +151,7 @@ class Trained:
         if hasattr(model, "with_prior"):  # the model corrects the statistics that learn while they serve
             model = model.with_prior(statistics)
         durations = model if hasattr(model, "durations") else None
-        return Predictor(statistics, model, durations, self.statistics)
+        return Predictor(statistics, model, durations, self.statistics, self.bundle)
 
 
 def shared_predictor(config: CaesuraConfig, clock: Clock, writer: str, trained: Trained) -> SharedPredictor:

@@ -99,6 +99,7 @@ class Predictions:
         program_ttl_s: seconds without a turn after which a program has ended.
         default_model: the model that is not part of the name of its programs' source.
         metrics: records predictions.
+        alone: whether this is the only ingress process.
     """
 
     def __init__(
@@ -108,8 +109,10 @@ class Predictions:
         program_ttl_s: float,
         default_model: str,
         metrics: PredictionMetrics,
+        *,
+        alone: bool = True,
     ) -> None:
-        self.history = LiveHistory(MAX_PROGRAMS, program_ttl_s)
+        self.history = LiveHistory(MAX_PROGRAMS, program_ttl_s, alone=alone)
         self.unread = 0
         """Number of turns from which nothing was learnt because of a bug."""
         self._client = client
@@ -355,4 +358,5 @@ def predictions(
     if client is None:
         return NullPredictions()
     metrics = PredictionMetrics(Meter(enabled=config.metrics.enabled), config.predictor.mode)
-    return Predictions(client, clock, config.limits.program_ttl_s, config.model.id, metrics)
+    alone = config.http.ingress_replicas == 1
+    return Predictions(client, clock, config.limits.program_ttl_s, config.model.id, metrics, alone=alone)

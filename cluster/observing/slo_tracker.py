@@ -149,7 +149,8 @@ class SloTracker:
         """Return the number of the model's turns that have ended, and of those that missed their SLO.
 
         A turn in flight whose first token is late counts already, since under overload turns end long after. A turn
-        whose client disconnected does not count. Without metrics, none does.
+        whose client disconnected does not count, nor does one in flight while its bound is unknown. Without metrics,
+        none does.
         """
         turns, missed = self._counts.get(model, (0, 0))
         now_s = self._clock.now_s()
@@ -346,10 +347,12 @@ class MeasuredTurn:
         self._is_repeated = is_repeated
 
     def is_late(self, model: str, now_s: float) -> bool:
-        """Whether it is a turn of this model whose first token is later than its SLO allows."""
-        bound_s = self._slo.ttft_s
-        waits = self._served.model == model and self._first_token_s is None
-        return waits and bound_s is not None and now_s - self._arrived_s > bound_s
+        """Whether it is a turn of this model whose first token is, or was, later than its SLO allows."""
+        if self._served.model != model or (self._slo.slowdown is not None and self._alone_s is None):
+            return False
+        bound_s = self._slo.ttft_bound_s(self._alone_s)
+        first_token_s = now_s if self._first_token_s is None else self._first_token_s
+        return bound_s is not None and first_token_s - self._arrived_s > bound_s
 
     def received(self, tokens: int) -> None:
         """Record the number of tokens in the answer so far."""

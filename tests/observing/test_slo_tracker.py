@@ -94,8 +94,31 @@ def test_a_turn_whose_first_token_is_late_counts_before_it_ends(ingress: Ingress
     ingress.clock.advance(0.2)
     assert ingress.tracker.counts("tiny") == (1, 1)
     turn.received(1)
+    ingress.clock.advance(50.0)
+    assert ingress.tracker.counts("tiny") == (1, 1), "and while its answer streams"
     turn.over(Outcome.OK)
     assert ingress.tracker.counts("tiny") == (1, 1), "it counts once"
+
+
+def test_a_turn_whose_first_token_was_in_time_is_not_late_while_its_answer_streams(ingress: Ingress) -> None:
+    turn = ingress.tracker.begin("tiny", ProgramIdentity("a"), ingress.clock.now_s())
+    ingress.clock.advance(0.9)
+    turn.received(1)
+    ingress.clock.advance(50.0)
+    assert ingress.tracker.counts("tiny") == (0, 0)
+
+
+@pytest.mark.parametrize(("alone_s", "late"), [(0.2, 0), (0.1, 1), (0.01, 1)])
+def test_a_long_prompt_in_flight_is_late_by_its_own_bound(ingress: Ingress, alone_s: float, late: int) -> None:
+    """The bound is four times the seconds alone, and 0.1 s at least. They are known with the first token."""
+    turn = ingress.tracker.begin("tiny", ProgramIdentity(tenant="long"), ingress.clock.now_s())
+    ingress.clock.advance(0.5)
+    assert ingress.tracker.counts("tiny") == (0, 0)
+    turn.takes_alone(alone_s)
+    turn.received(1)
+    assert ingress.tracker.counts("tiny") == (late, late)
+    turn.over(Outcome.OK)
+    assert ingress.tracker.counts("tiny") == (1, late)
 
 
 def test_a_tenant_has_its_own_bounds_and_one_without_a_name_no_label(ingress: Ingress, recorded: Recorded) -> None:

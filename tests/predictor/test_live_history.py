@@ -81,6 +81,33 @@ def test_at_a_program_s_end_what_was_ahead_of_each_turn_is_learnt() -> None:
     assert len(door.history) == 0
 
 
+def test_of_a_long_program_the_first_turns_are_kept_and_all_others_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of its later turns computes the 20 tokens of a result and its output."""
+    monkeypatch.setattr("predictor_service.live_history.MAX_TURNS", 2)
+    door = Door()
+    messages = [USER]
+    for number in range(5):
+        door.turn(arrives(messages, last=number == 4), 10.0 * number, 10.0 * number + 1.0, output=5 + number)
+        messages = [*messages, call("look"), RESULT]
+    ended = door.of(ProgramSeen)[0]
+    assert [one.position for one in ended.turns] == [0, 1]
+    assert list(ended.remaining) == [(26 + 27 + 28 + 29, 4), (27 + 28 + 29, 3)]
+
+
+@pytest.mark.parametrize("missing", [1, 3])
+def test_a_program_is_not_learnt_if_one_of_its_turns_is_missing(monkeypatch: pytest.MonkeyPatch, missing: int) -> None:
+    """It has been served by another process, before or after the bound on the turns that are kept."""
+    monkeypatch.setattr("predictor_service.live_history.MAX_TURNS", 2)
+    door = Door()
+    messages = [USER]
+    for number in range(5):
+        if number != missing:
+            door.turn(arrives(messages, last=number == 4), 10.0 * number, 10.0 * number + 1.0, output=5)
+        messages = [*messages, call("look"), RESULT]
+    assert door.of(TurnSeen)[-1].outcome.last
+    assert door.of(ProgramSeen) == []
+
+
 def test_a_program_ends_when_somebody_says_so_or_when_it_is_idle_or_when_there_is_no_room() -> None:
     door = Door(max_programs=2, idle_s=100.0)
     for number, key in enumerate(("t/a", "t/b", "t/c")):
@@ -90,6 +117,117 @@ def test_a_program_ends_when_somebody_says_so_or_when_it_is_idle_or_when_there_i
     assert door.history.sweep(50.0) == []
     assert len(door.history.sweep(200.0)) == 2
     assert len(door.history) == 0
+
+
+def test_where_other_processes_serve_turns_an_idle_program_teaches_no_end() -> None:
+    """Its next turn may have gone to another process."""
+    door = Door(max_programs=1, idle_s=100.0, alone=False)
+    for key in ("t/a", "t/b"):
+        door.turn(arrives([USER], key=key), 0.0, 1.0, output=7)
+    assert door.history.sweep(200.0) == door.seen == []
+    assert len(door.history) == 0
+
+
+@pytest.mark.parametrize("by_run", [False, True])
+def test_where_other_processes_serve_turns_a_declared_end_is_learnt(by_run: bool) -> None:
+    door = Door(alone=False)
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, call("look"), RESULT], last=not by_run), 2.0, 3.0, output=5)
+    door.seen += door.history.program_ended("t/p")
+    assert [(one.outcome.tool, one.outcome.last) for one in door.of(TurnSeen)] == [("look", False), (NO_TOOL, True)]
+    assert [list(one.remaining) for one in door.of(ProgramSeen)] == [[(20 + 5, 1), (0, 0)]]
+
+
+REST = [call("look"), RESULT]
+
+
+@pytest.mark.parametrize(
+    "turns",
+    [
+        [arrives([USER, *REST], last=True)],
+        [arrives([USER]), arrives([USER, *REST, *REST], last=True)],
+        [arrives([USER]), arrives([USER], last=True)],
+        [Arrived("t/p", shown({"prompt": "u" * 40}), "t", 10, last=True)],
+    ],
+    ids=[
+        "its beginning is missing",
+        "a turn is missing",
+        "a summary does not show the turns before it",
+        "a prompt does not show earlier turns",
+    ],
+)
+def test_of_a_program_with_turns_elsewhere_only_the_last_turn_is_learnt(turns: list[Arrived]) -> None:
+    door = Door(alone=False)
+    for at_s, turn in enumerate(turns):
+        door.turn(turn, at_s, at_s + 0.5, output=5)
+    assert [one.outcome.last for one in door.of(TurnSeen)] == [True]
+    assert door.of(ProgramSeen) == []
+
+
+def test_a_last_turn_that_failed_may_be_repeated_elsewhere() -> None:
+    door = Door(alone=False)
+    door.turn(arrives([USER]), 0.0, 1.0, output=7)
+    door.turn(arrives([USER, *REST], last=True), 2.0, 3.0, output=None)
+    assert door.of(ProgramSeen) == []
+
+
+def pauses(*requests: list[dict[str, Any]]) -> list[tuple[str, float | None]]:
+    """Let these requests of one program arrive every 10 s, each answered within 1 s. Return the pauses learnt."""
+    door = Door()
+    for number, messages in enumerate(requests):
+        door.turn(arrives(messages), 10.0 * number, 10.0 * number + 1.0, output=7)
+    assert [one.outcome.tool for one in door.of(TurnSeen)] == [one.pause.tool for one in door.of(PauseSeen)]
+    return [(one.pause.tool, one.outcome.duration_s) for one in door.of(PauseSeen)]
+
+
+LOOKED = [USER, call("look"), RESULT]
+EDITED = [*LOOKED, call("edit"), RESULT]
+MADE = [*EDITED, call("make"), RESULT]
+
+
+def test_a_request_that_is_repeated_teaches_nothing_of_its_discarded_answer() -> None:
+    """Its latest call is one of an earlier turn, whose pause has been learnt already."""
+    assert pauses([USER], LOOKED, LOOKED, EDITED) == [("look", 9.0), ("edit", 9.0)]
+    assert pauses([USER], [USER], LOOKED) == [("look", 9.0)]
+    polled = [*LOOKED, *LOOKED[1:]]
+    assert pauses([USER], LOOKED, polled, polled) == [("look", 9.0), ("look", 9.0)]
+
+
+def test_turns_in_between_that_were_served_elsewhere_are_noticed_though_their_calls_are_alike() -> None:
+    assert pauses(LOOKED, [*LOOKED, *LOOKED[1:], call("edit"), RESULT]) == []
+
+
+def test_a_client_that_goes_back_teaches_nothing_of_the_answers_that_it_drops() -> None:
+    assert pauses([USER], LOOKED, EDITED, MADE, LOOKED, EDITED) == [
+        ("look", 9.0),
+        ("edit", 9.0),
+        ("make", 9.0),
+        ("edit", 9.0),
+    ]
+
+
+@pytest.mark.parametrize("summary", [[USER], [USER, SAID, USER], [USER, SAID, USER, SAID, USER]])
+def test_a_summary_of_the_history_teaches_nothing_and_what_follows_it_does(summary: list[dict[str, Any]]) -> None:
+    known = [("look", 9.0), ("edit", 9.0)]
+    assert pauses([USER], LOOKED, EDITED, summary) == known
+    assert pauses([USER], LOOKED, EDITED, summary, [*summary, call("make"), RESULT]) == [*known, ("make", 9.0)]
+
+
+def test_a_client_that_drops_its_oldest_turns_teaches_its_calls() -> None:
+    names = ("look", "edit", "make", "test")
+    turns = [part for name in names for part in (call(name), RESULT)]
+    cut = [[USER, *turns[max(0, 2 * number - 4) : 2 * number]] for number in range(5)]
+    assert pauses(*cut) == [(name, 9.0) for name in names]
+    assert pauses(*cut, cut[-1], cut[-1]) == [(name, 9.0) for name in names]
+
+
+def test_parallel_calls_are_those_of_one_turn() -> None:
+    both = {**call("look"), "tool_calls": call("look")["tool_calls"] + call("edit")["tool_calls"]}
+    assert pauses([USER], [USER, both, RESULT, RESULT]) == [("edit+look", 9.0)]
+    again = [USER, both, RESULT, RESULT, call("make"), RESULT]
+    assert pauses([USER], again[:4], again[:4], again) == [("edit+look", 9.0), ("make", 9.0)]
+    single = [USER, call("look"), call("edit"), RESULT, RESULT]
+    assert pauses([USER], single, [*single, call("make"), RESULT]) == [("edit+look", 9.0), ("make", 9.0)]
 
 
 def test_a_failed_turn_teaches_nothing() -> None:

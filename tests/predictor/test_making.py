@@ -1,7 +1,10 @@
 """Predictors as the configuration wants them: from a bundle, and learning on from there."""
 
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -10,6 +13,7 @@ from cluster.core.clock import ManualClock
 from cluster.core.errors import ConfigError
 from predictor_service.bundle import Origin, StoredModel
 from predictor_service.client import prediction_client
+from predictor_service.distribution import LENGTH_EDGES, Distribution
 from predictor_service.model import TurnContext, TurnOutcome, TurnSeen
 from predictor_service.shared import Trained
 from predictor_service.statistics_model import StatisticsModel
@@ -39,6 +43,32 @@ def test_a_predictor_begins_with_what_the_bundle_knows_and_learns_on(bundle: str
     fresh = Trained.of(bundle).predictor()
     fresh.replace_others([predictor.to_bytes()])
     assert fresh.predict([TURN]) == predictor.predict([TURN])  # the bundle's own is counted once
+
+
+class Long:
+    """A trained model that expects many tokens."""
+
+    def lengths(self, turns: Sequence[TurnContext]) -> list[Distribution]:
+        counts = np.zeros(len(LENGTH_EDGES) - 1)
+        counts[-1] = 1.0
+        return [Distribution.of_counts(LENGTH_EDGES, counts) for _ in turns]
+
+
+async def test_a_new_bundle_is_not_corrected_by_the_errors_of_the_one_before(bundle: str) -> None:
+    old = replace(Trained.of(bundle), model=Long()).predictor()
+    old.learn([TurnSeen(TURN, TurnOutcome(10, "look"))] * 300)
+    same = replace(Trained.of(bundle), model=Long()).predictor()
+    same.replace_others([old.to_bytes()])
+    assert same.length_drift.ratios() == old.length_drift.ratios() != {}
+    ingress = prediction_client(config(mode="service", bundle=bundle), ManualClock(), "w", None)
+    assert ingress is not None
+    ingress._local.predictor.replace_others([old.to_bytes()])
+    assert ingress.view()["local"]["length_drift"] == old.length_drift.ratios(), "operators see it at an ingress"
+    await ingress.aclose()
+    StoredModel("statistics", StatisticsModel(), Origin("1" * 64, 2, ("t",))).save(Path(bundle))
+    new = replace(Trained.of(bundle), model=Long()).predictor()
+    new.replace_others([old.to_bytes()])
+    assert new.length_drift.ratios() == {}
 
 
 def test_without_a_bundle_it_begins_with_nothing() -> None:

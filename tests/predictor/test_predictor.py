@@ -4,6 +4,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -169,6 +170,37 @@ def test_a_trained_model_that_is_off_is_corrected_by_source() -> None:
     again = Predictor(StatisticsModel(), Trained(500.0))
     again.replace_others([predictor.to_bytes()])
     assert again.predict([START])[0].output_tokens == drifted.output_tokens
+
+
+@pytest.mark.parametrize("bundle", ["old", "new", ""])
+def test_the_drift_of_another_bundle_is_not_used_and_its_statistics_are(bundle: str) -> None:
+    old = Predictor(StatisticsModel(), Trained(500.0), bundle="old")
+    for _ in range(300):
+        old.learn([TurnSeen(START, TurnOutcome(125, "look"))])
+    other = Predictor(StatisticsModel(), Trained(500.0), bundle=bundle)
+    other.replace_others([old.to_bytes()])
+    assert (other.length_drift.ratios() == old.length_drift.ratios()) is (bundle == "old")
+    assert bool(other.length_drift.ratios()) is (bundle == "old")
+    (expected,), (named,) = old.predict([START])[0].tools, other.predict([START])[0].tools
+    assert (named.tool, named.share) == (expected.tool, expected.share)
+
+
+@pytest.mark.parametrize("bundle", ["", "new"])
+def test_a_state_without_the_id_of_a_bundle_is_readable_and_its_drift_is_that_of_no_bundle(bundle: str) -> None:
+    known = Predictor(StatisticsModel(), Trained(500.0))
+    known.learn([TurnSeen(START, TurnOutcome(125, "look"))])
+    data = msgspec.msgpack.encode(msgspec.msgpack.decode(known.to_bytes())[:-1])
+    assert readable(data)
+    other = Predictor(StatisticsModel(), Trained(500.0), bundle=bundle)
+    other.replace_others([data])
+    assert bool(other.length_drift.ratios()) is (bundle == "")
+
+
+def test_a_damaged_drift_of_another_bundle_is_refused() -> None:
+    version, statistics, *_ = msgspec.msgpack.decode(taught(1).to_bytes())
+    rows = [([b"\xff"], 1.0, 0.0)]
+    assert not readable(msgspec.msgpack.encode((version, statistics, rows, [], "other")))
+    assert readable(msgspec.msgpack.encode((version, statistics, [], [], "other")))
 
 
 def test_a_trained_model_that_answers_nonsense_is_not_believed() -> None:

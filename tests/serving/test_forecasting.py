@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from cluster.api.openai import SSE_DONE
+from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
 from cluster.core.errors import HttpError
 from cluster.core.program import Hints, ProgramIdentity
@@ -15,7 +16,7 @@ from cluster.core.stream import Progress, StreamChunk
 from cluster.core.turn import pack_ids
 from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import prompt_tokens
-from cluster.dispatch.predictions import Predictions, WatchedAnswers
+from cluster.dispatch.predictions import Predictions, WatchedAnswers, predictions
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.observing.meter import Meter
 from cluster.observing.recorders import PredictionMetrics
@@ -179,6 +180,18 @@ async def test_a_turn_of_no_program_is_forecast(door: Door) -> None:
     told = await door.turn(ProgramIdentity(), FIRST, answer(40))
     assert told.forecast is not None
     assert len(door.predictions.history) == 0
+
+
+@pytest.mark.parametrize(("ingresses", "learnt"), [(1, 2), (2, 0)])
+async def test_that_an_idle_program_has_ended_is_known_to_a_single_ingress_only(ingresses: int, learnt: int) -> None:
+    config = CaesuraConfig.model_validate(
+        {"http": {"ingress_replicas": ingresses}, "redis": {"url": "redis://127.0.0.1:1"}}
+    )
+    made = predictions(config, ManualClock(), "ingress", None)
+    assert isinstance(made, Predictions)
+    made.turn(PROGRAM, FIRST, 9).over(output_tokens=40)
+    assert len(made.history.sweep(config.limits.program_ttl_s + 1.0)) == learnt
+    await made.aclose()
 
 
 async def test_models_are_told_apart(door: Door) -> None:
