@@ -96,12 +96,13 @@ class Recording:
         recordings: stores it.
         identity: the identity of its program.
         number: its number in the record.
+        key: the key with which it began.
     """
 
-    def __init__(self, recordings: "Recordings", identity: ProgramIdentity, number: int) -> None:
+    def __init__(self, recordings: "Recordings", identity: ProgramIdentity, number: int, key: bytes) -> None:
         self._recordings = recordings
         self._name = (identity.tenant, str(identity.program_id))
-        self._number = number
+        self._number, self._key = number, key
         self._over = False
 
     async def finish(self, tokens: TurnTokens | None) -> None:
@@ -114,7 +115,7 @@ class Recording:
         """Remove the turn, which has no whole answer. After its end this does nothing."""
         if not self._over:
             self._over = True
-            self._recordings.drop(*self._name, self._number)
+            self._recordings.drop(*self._name, self._number, self._key)
 
 
 class Recordings:
@@ -155,7 +156,7 @@ class Recordings:
         if isinstance(begun, FullMemory):
             self.counters[RecordOutcome.REJECTED] += 1
             raise Overloaded(FULL[begun], code="store_full", retry_after_s=RETRY_AFTER_S)
-        return Recording(self, identity, begun)
+        return Recording(self, identity, begun, key)
 
     async def finish(self, tenant: str, program: str, number: int, tokens: TurnTokens | None) -> None:
         """Store the tokens of a turn, now or, if the store does not answer, later."""
@@ -172,10 +173,10 @@ class Recordings:
             self._late += 1
             self._tasks.run("late record", self._write_late(tenant, program, number, ended_s, tokens))
 
-    def drop(self, tenant: str, program: str, number: int) -> None:
-        """Remove a turn in the background."""
+    def drop(self, tenant: str, program: str, number: int, key: bytes) -> None:
+        """Remove the turn that began with this key, in the background."""
         self.counters[RecordOutcome.DROPPED] += 1
-        self._tasks.run("dropped record", self._remove(tenant, program, number))
+        self._tasks.run("dropped record", self._remove(tenant, program, number, key))
 
     async def aclose(self) -> None:
         """Write what waits for the store once more, and close."""
@@ -236,13 +237,13 @@ class Recordings:
             await asyncio.sleep(LATE_WAIT_S)
             with suppress(StoreUnavailable):
                 if isinstance(begun := await self.store.begin(tenant, program, head, key), int):
-                    await self.store.drop(tenant, program, begun)
+                    await self.store.drop(tenant, program, begun, key)
                 return
         logger.warning("a turn of %r that was rejected may be in its record, without tokens", program)
 
-    async def _remove(self, tenant: str, program: str, number: int) -> None:
+    async def _remove(self, tenant: str, program: str, number: int, key: bytes) -> None:
         try:
-            await self.store.drop(tenant, program, number)
+            await self.store.drop(tenant, program, number, key)
         except StoreUnavailable as error:
             logger.warning("turn %d of %r stays in the record without tokens: %s", number, program, error)
 

@@ -47,7 +47,7 @@ class Store:
         self.did.append(("finish", tenant, program, number, tokens))
         return not self.forgotten
 
-    async def drop(self, tenant: str, program: str, number: int) -> None:
+    async def drop(self, tenant: str, program: str, number: int, key: bytes) -> None:
         self._fail()
         self.did.append(("drop", tenant, program, number))
 

@@ -4,7 +4,7 @@ Here and in every command, expensive modules are imported where they are used, s
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,13 +25,26 @@ UNKNOWN = 1
 """Exit status if the server does not answer a request."""
 
 
-def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+class Refused(Exception):
+    """The server answered with a status of an error that the caller expects."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def send(
+    method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None, *, expected: Container[int] = ()
+) -> dict[str, Any]:
     """Send a request to the server, and return its JSON answer.
 
+    ``expected``: the statuses of errors that the caller handles.
+
     Raises:
-        Exit: there is no answer, or it is an error; the reason is on stderr.
+        Refused: the answer is an error with an expected status.
+        Exit: there is no answer, or it is another error; the reason is on stderr.
     """
-    body: dict[str, Any] = _of_json(_request(method, url, path, parameters), url)
+    body: dict[str, Any] = _of_json(_request(method, url, path, parameters, expected), url)
     return body
 
 
@@ -40,7 +53,9 @@ def send_for_text(method: str, url: str, path: str, parameters: Mapping[str, Any
     return str(_request(method, url, path, parameters).text)
 
 
-def _request(method: str, url: str, path: str, parameters: Mapping[str, Any] | None) -> Any:
+def _request(
+    method: str, url: str, path: str, parameters: Mapping[str, Any] | None, expected: Container[int] = ()
+) -> Any:
     """Return the successful answer, an httpx.Response."""
     import httpx
 
@@ -52,6 +67,8 @@ def _request(method: str, url: str, path: str, parameters: Mapping[str, Any] | N
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         typer.echo(f"{url}: {error}", err=True)
         raise typer.Exit(UNKNOWN) from error
+    if answer.status_code in expected:
+        raise Refused(answer.status_code)
     if not answer.is_success:
         body = _of_json(answer, url)
         typer.echo(f"{url}: {body.get('error', {}).get('message', answer.status_code)}", err=True)
