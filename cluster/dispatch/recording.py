@@ -16,7 +16,7 @@ from time import time
 from typing import Any, NoReturn, Protocol, Self
 from uuid import uuid4
 
-from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S
+from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, contains_error
 from cluster.core.clock import Clock
 from cluster.core.errors import BadRequest, HttpError, Overloaded
 from cluster.core.program import ProgramIdentity
@@ -307,7 +307,7 @@ class RecordedAnswers:
         except BaseException:
             self._recording.drop()
             raise
-        if isinstance(piece, HttpError):
+        if isinstance(piece, HttpError) or (ends_answer(piece) and contains_error(piece)):
             self._recording.drop()
         elif ends_answer(piece):
             await self._recording.finish(self._answers.record)

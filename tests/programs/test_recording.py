@@ -21,6 +21,8 @@ from tests.waiting import until
 PROGRAM = ProgramIdentity("p", record="tokens")
 TOKENS = TurnTokens(pack_ids([1]), (AnswerTokens(0, pack_ids([2]), pack_logprobs([-1.0]), "stop", None, ()),))
 DONE = b"data: [DONE]\n\n"
+BROKEN = b'data: {"error": {"message": "broken", "code": 500}}\n\n' + DONE
+"""The end of a stream whose engine failed."""
 
 
 class Store:
@@ -179,14 +181,14 @@ async def test_what_cannot_be_stored_is_counted(monkeypatch: pytest.MonkeyPatch)
     assert recordings.counters[RecordOutcome.LOST] == 1
 
 
-@pytest.mark.parametrize("end", [Overloaded("full"), RuntimeError("broken"), None])
-async def test_a_turn_without_a_whole_answer_is_removed(end: HttpError | RuntimeError | None) -> None:
+@pytest.mark.parametrize("end", [Overloaded("full"), RuntimeError("broken"), BROKEN, None])
+async def test_a_turn_without_a_whole_answer_is_removed(end: HttpError | RuntimeError | bytes | None) -> None:
     store = Store()
     answers, recordings = turn(store, b"data: {}\n\n", *([end] if end else []))
     await anext(answers)
     if end is None:
         answers.cancel()  # its client has left
-    elif isinstance(end, HttpError):
+    elif isinstance(end, HttpError | bytes):
         assert await anext(answers) is end
     else:
         with pytest.raises(RuntimeError):
