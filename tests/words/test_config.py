@@ -459,6 +459,13 @@ def test_command_check(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         f"{file}: engine.max_modle_len: vLLM has no such engine argument",
         f"{file}: engine.colour: vLLM has no such engine argument",
     ]
+    further = "models: {big: {engine: {max_modle_len: 64}}, small: {engine: {max_model_len: 64}}}\n"
+    file.write_text(f"engine: {{colour: 2}}\n{further}", encoding="utf-8")
+    assert run_main(monkeypatch, "config", "check", "--config", str(file)) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}: engine.colour: vLLM has no such engine argument",
+        f"{file}: models.big.engine.max_modle_len: vLLM has no such engine argument",
+    ]
     assert run_main(monkeypatch, "config", "check") == 0
     assert capsys.readouterr().out == "built-in configuration is valid\n"
 
