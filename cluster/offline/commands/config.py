@@ -42,7 +42,7 @@ def check(config: ConfigFile = None, assignments: Assignments = None) -> None:
 
     name = BUILT_IN if config is None else str(config)
     read = read_config(config, assignments)
-    if complaints := list(_unknown_arguments(read)):
+    if complaints := [*_unknown_arguments(read), *_missing_paths(read)]:
         raise ConfigError("\n".join(f"{name}: {complaint}" for complaint in complaints))
     for model, own in read.served.items():
         known = None if own.model.source == TINY else config_of(own.model.source)
@@ -58,6 +58,15 @@ def _unknown_arguments(config: "CaesuraConfig") -> Iterator[str]:
     for section, engine in engines.items():
         for key in unknown_engine_arguments(engine) if engine else ():
             yield f"{section}.{key}: vLLM has no such engine argument"
+
+
+def _missing_paths(config: "CaesuraConfig") -> Iterator[str]:
+    for key, path in {"predictor.bundle": config.predictor.bundle, "auth.file": config.auth.file}.items():
+        try:
+            if path is not None:
+                Path(path).stat()
+        except OSError as error:
+            yield f"{key}: {path}: {error.strerror}"
 
 
 @app.command()
