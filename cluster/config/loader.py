@@ -144,7 +144,7 @@ def load_config(
         config = CaesuraConfig.model_validate(said)
     except ValidationError as error:
         raise ConfigError("\n".join(_complaints(error, layers))) from None
-    return _with_paths(config, layers, path)
+    return _with_mounts(_with_paths(config, layers, path), layers, path)
 
 
 def read_config(file: Path | None, assignments: list[str] | None) -> CaesuraConfig:
@@ -401,11 +401,34 @@ def _with_paths(config: CaesuraConfig, layers: _Layers, path: Path | None) -> Ca
     return config.model_copy(update={"model": first, "cost_model": cost_model, "models": further})
 
 
+def _with_mounts(config: CaesuraConfig, layers: _Layers, path: Path | None) -> CaesuraConfig:
+    """Make the paths of keys and bundles absolute. They need not exist on the machine that reads the configuration."""
+    bundle, file = config.predictor.bundle, config.auth.file
+    if bundle is not None:
+        bundle = str(_absolute(bundle, ("predictor", "bundle"), layers, path))
+    if file is not None:
+        file = str(_absolute(file, ("auth", "file"), layers, path))
+    predictor = config.predictor.model_copy(update={"bundle": bundle})
+    auth = config.auth.model_copy(update={"file": file})
+    return config.model_copy(update={"predictor": predictor, "auth": auth})
+
+
 def _resolved(source: str, key: KeyPath, layers: _Layers, path: Path | None) -> Path:
-    """Resolve a path. In the file it is relative to the file's directory, elsewhere to the working directory."""
+    """Resolve a path and the links in it, see `_absolute`."""
+    return _absolute(source, key, layers, path).resolve()
+
+
+def _absolute(given: str, key: KeyPath, layers: _Layers, path: Path | None) -> Path:
+    """Make a path absolute. In the file it is relative to the file's directory, elsewhere to the working directory.
+
+    Links stay: Kubernetes updates a mounted secret by changing one.
+    """
     in_file = path is not None and layers.source_of(key) == layers.source
     base = path.parent if path is not None and in_file else Path()
-    return (base / Path(source).expanduser()).resolve()
+    try:
+        return (base / Path(given).expanduser()).absolute()
+    except RuntimeError as error:  # ~NAME, and nobody has this name
+        raise ConfigError(layers.complaint(key, str(error), _shown(given))) from None
 
 
 def _shown(value: Any, path: KeyPath = ()) -> str:

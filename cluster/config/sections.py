@@ -57,8 +57,8 @@ class AuthConfig(Section):
     """API keys. Without a file, every client may do everything. Run it so only where no one else can reach the port."""
 
     file: str | None = Field(None, min_length=1)
-    """A YAML or JSON file of keys, such as a mounted secret. `caesura keys new` makes entries for it. null: no keys are
-    needed."""
+    """A YAML or JSON file of keys, such as a mounted secret. `caesura keys new` makes entries for it. A relative path
+    in a configuration file is relative to the folder of that file. null: no keys are needed."""
     reload_s: float = Field(2.0, gt=0)
     """Seconds between two checks of the file for changes. A removed key works for at most about this long."""
 
@@ -130,9 +130,9 @@ class PredictorConfig(Section):
     half a millisecond a turn. `service`: separate processes predict, with a trained model if there is a bundle. `none`:
     there are no predictions."""
     bundle: str | None = Field(None, min_length=1)
-    """Directory that `caesura predictor train` wrote. Every process of the cluster must find it under this path. null:
-    predictions use only what is learnt while serving. With the mode `statistics`, only the bundle's statistics are
-    used."""
+    """Directory that `caesura predictor train` wrote. Every process of the cluster must find it under this path. A
+    relative path in a configuration file is relative to the folder of that file. null: predictions use only what is
+    learnt while serving. With the mode `statistics`, only the bundle's statistics are used."""
     deadline_s: float = Field(0.005, gt=0, le=1)
     """Seconds that an ingress waits for the service. After that it predicts from its own statistics."""
     replicas: int = Field(1, ge=1, le=64)

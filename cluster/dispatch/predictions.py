@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api.openai import usage_of
+from cluster.api.openai import contains_error, usage_of
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import HttpError
@@ -316,7 +316,7 @@ class WatchedAnswers:
                 used = usage_of(piece)
                 self._turn.over(output_tokens=used.completion, prompt_tokens=used.prompt)
             elif ends_answer(piece):
-                self._turn.over(output_tokens=self._relay.output_tokens)
+                self._turn.over(output_tokens=None if contains_error(piece) else self._relay.output_tokens)
         return piece
 
     @property

@@ -9,14 +9,15 @@ tokens.
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
 from enum import StrEnum
+from functools import partial
 from time import time
 from typing import Any, NoReturn, Protocol, Self
 from uuid import uuid4
 
-from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S
+from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, contains_error
 from cluster.core.clock import Clock
 from cluster.core.errors import BadRequest, HttpError, Overloaded
 from cluster.core.program import ProgramIdentity
@@ -96,12 +97,13 @@ class Recording:
         recordings: stores it.
         identity: the identity of its program.
         number: its number in the record.
+        key: the key with which it began.
     """
 
-    def __init__(self, recordings: "Recordings", identity: ProgramIdentity, number: int) -> None:
+    def __init__(self, recordings: "Recordings", identity: ProgramIdentity, number: int, key: bytes) -> None:
         self._recordings = recordings
         self._name = (identity.tenant, str(identity.program_id))
-        self._number = number
+        self._number, self._key = number, key
         self._over = False
 
     async def finish(self, tokens: TurnTokens | None) -> None:
@@ -114,7 +116,7 @@ class Recording:
         """Remove the turn, which has no whole answer. After its end this does nothing."""
         if not self._over:
             self._over = True
-            self._recordings.drop(*self._name, self._number)
+            self._recordings.drop(*self._name, self._number, self._key)
 
 
 class Recordings:
@@ -130,6 +132,8 @@ class Recordings:
         self.counters: Counter[RecordOutcome] = Counter(dict.fromkeys(RecordOutcome, 0))
         self._tasks = SupervisedTasks("recorded tokens", clock)
         self._late = 0
+        self._removals: dict[Callable[[], Awaitable[None]], str] = {}
+        """The removals of turns that the store has not confirmed, each with its program."""
 
     def open(self) -> None:
         """Begin to delete records that have expired, also while no turn is recorded."""
@@ -149,13 +153,13 @@ class Recordings:
             begun = await self._begun(*where, head, key)
         except StoreUnavailable as error:
             self.counters[RecordOutcome.REJECTED] += 1
-            self._tasks.run("rejected record", self._undo(*where, head, key))
+            self._remove("rejected record", where[1], partial(self._undo, *where, head, key), LATE_WAIT_S)
             message = "the turn cannot be recorded, since the store does not answer"
             raise Overloaded(message, code="store_unavailable", retry_after_s=RETRY_AFTER_S) from error
         if isinstance(begun, FullMemory):
             self.counters[RecordOutcome.REJECTED] += 1
             raise Overloaded(FULL[begun], code="store_full", retry_after_s=RETRY_AFTER_S)
-        return Recording(self, identity, begun)
+        return Recording(self, identity, begun, key)
 
     async def finish(self, tenant: str, program: str, number: int, tokens: TurnTokens | None) -> None:
         """Store the tokens of a turn, now or, if the store does not answer, later."""
@@ -172,14 +176,15 @@ class Recordings:
             self._late += 1
             self._tasks.run("late record", self._write_late(tenant, program, number, ended_s, tokens))
 
-    def drop(self, tenant: str, program: str, number: int) -> None:
-        """Remove a turn in the background."""
+    def drop(self, tenant: str, program: str, number: int, key: bytes) -> None:
+        """Remove the turn that began with this key, in the background."""
         self.counters[RecordOutcome.DROPPED] += 1
-        self._tasks.run("dropped record", self._remove(tenant, program, number))
+        self._remove("dropped record", program, partial(self.store.drop, tenant, program, number, key), 0.0)
 
     async def aclose(self) -> None:
-        """Write what waits for the store once more, and close."""
+        """Write and remove what waits for the store once more, and close. Every call has the store's timeout."""
         await self._tasks.aclose()
+        await asyncio.gather(*map(self._last_removal, tuple(self._removals)))
         await self.store.close()
 
     @property
@@ -232,19 +237,44 @@ class Recordings:
 
     async def _undo(self, tenant: str, program: str, head: TurnHead, key: bytes) -> None:
         """Remove a turn that was rejected, since it may have begun in the store although no answer came."""
-        for _ in range(LATE_ATTEMPTS):
-            await asyncio.sleep(LATE_WAIT_S)
-            with suppress(StoreUnavailable):
-                if isinstance(begun := await self.store.begin(tenant, program, head, key), int):
-                    await self.store.drop(tenant, program, begun)
-                return
-        logger.warning("a turn of %r that was rejected may be in its record, without tokens", program)
+        if isinstance(begun := await self.store.begin(tenant, program, head, key), int):
+            await self.store.drop(tenant, program, begun, key)
 
-    async def _remove(self, tenant: str, program: str, number: int) -> None:
-        try:
-            await self.store.drop(tenant, program, number)
-        except StoreUnavailable as error:
-            logger.warning("turn %d of %r stays in the record without tokens: %s", number, program, error)
+    def _remove(self, task: str, program: str, remove: Callable[[], Awaitable[None]], wait_s: float) -> None:
+        """Remove a turn in the background. What is left of it when this process ends is done by `aclose`.
+
+        Args:
+            task: the name of the background task.
+            program: the program of the turn.
+            remove: removes the turn. A repeated call does nothing more.
+            wait_s: seconds before the first attempt.
+        """
+        self._removals[remove] = program
+        self._tasks.run(task, self._remove_late(remove, wait_s))
+
+    async def _remove_late(self, remove: Callable[[], Awaitable[None]], wait_s: float) -> None:
+        for _ in range(LATE_ATTEMPTS):
+            await asyncio.sleep(wait_s)
+            if await self._try_removal(remove):
+                return
+            wait_s = LATE_WAIT_S
+        self._give_up(remove)
+
+    async def _last_removal(self, remove: Callable[[], Awaitable[None]]) -> None:
+        if not await self._try_removal(remove):
+            self._give_up(remove)
+
+    async def _try_removal(self, remove: Callable[[], Awaitable[None]]) -> bool:
+        """Return whether the store has confirmed the removal."""
+        with suppress(StoreUnavailable):
+            await remove()
+            del self._removals[remove]
+            return True
+        return False
+
+    def _give_up(self, remove: Callable[[], Awaitable[None]]) -> None:
+        program = self._removals.pop(remove)
+        logger.warning("a turn of %r that has failed may stay in its record, without tokens", program)
 
     def _lost(self, program: str, number: int, reason: str) -> None:
         self.counters[RecordOutcome.LOST] += 1
@@ -306,7 +336,7 @@ class RecordedAnswers:
         except BaseException:
             self._recording.drop()
             raise
-        if isinstance(piece, HttpError):
+        if isinstance(piece, HttpError) or (ends_answer(piece) and contains_error(piece)):
             self._recording.drop()
         elif ends_answer(piece):
             await self._recording.finish(self._answers.record)

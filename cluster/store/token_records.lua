@@ -38,6 +38,13 @@ local function forget(name)
   end
 end
 
+local function has_turns(name)
+  for turn = number(redis.call('HGET', program(name), 'turns')), 1, -1 do
+    if redis.call('HEXISTS', program(name), turn .. ':head') == 1 then return true end
+  end
+  return false
+end
+
 local function sweep()
   local over = redis.call('ZRANGEBYSCORE', space .. 'written', '-inf', now - ARGV[2], 'LIMIT', 0, SWEPT)
   for _, name in ipairs(over) do forget(name) end
@@ -99,13 +106,16 @@ function operations.finish()
   return 1
 end
 
--- ARGV: name, turn. The turn has failed, and is left out from now on.
+-- ARGV: name, turn, key. The turn that began with this key has failed, and is left out from now on. A program without turns is
+-- forgotten. Its numbers then begin again, so that only the key shows whether a turn of this number is the one that failed.
 function operations.drop()
   local name, turn = ARGV[3], ARGV[4]
+  if redis.call('HGET', program(name), 'key:' .. ARGV[5]) ~= turn then return 0 end
   local head = redis.call('HGET', program(name), turn .. ':head')
   if not head or redis.call('HEXISTS', program(name), turn .. ':tail') == 1 then return 0 end
   redis.call('HDEL', program(name), turn .. ':head')
   count(name, -#head)
+  if not has_turns(name) then forget(name) end
   return 1
 end
 

@@ -134,9 +134,12 @@ class TokenRecordStore(RedisStore):
         arguments = [_name(tenant, program), number, tail, tokens.prompt, output]
         return bool(await self._call("finish", arguments, int))
 
-    async def drop(self, tenant: str, program: str, number: int) -> None:
-        """Remove a turn that has failed."""
-        await self._call("drop", [_name(tenant, program), number], int)
+    async def drop(self, tenant: str, program: str, number: int, key: bytes) -> None:
+        """Remove a turn that has failed, and forget its program if it has no other turn.
+
+        ``key``: the key with which the turn began. If the number is another turn's by now, nothing is removed.
+        """
+        await self._call("drop", [_name(tenant, program), number, key], int)
 
     async def load(self, tenant: str, program: str) -> list[RecordedTurn]:
         """Return the recorded turns of a program. The list is empty if there are none."""

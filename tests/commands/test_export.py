@@ -1,16 +1,18 @@
 """`caesura programs export`, against a server that a test makes up."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 from pyarrow.parquet import read_table
 from typer.testing import CliRunner
 
 from cluster.cli import app
 from cluster.offline.commands import records
+from cluster.offline.commands._common import Refused
 
 ANSWER = {
     "index": 0,
@@ -41,7 +43,7 @@ def turn(program: str, number: int, *answers: dict[str, Any]) -> dict[str, Any]:
 
 
 class Server:
-    """The recorded programs, in pages of one, and what was deleted."""
+    """The recorded programs, in pages of one, what was deleted, and the requests that it refuses."""
 
     def __init__(self) -> None:
         self.programs = {
@@ -49,16 +51,28 @@ class Server:
             "b/c": [turn("b/c", 1, ANSWER), turn("b/c", 2)],
         }
         self.deleted: list[tuple[str, Any]] = []
+        self.refusals: dict[tuple[str, str], int] = {}
+        """Statuses by method and program."""
 
-    def send(self, method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    def send(
+        self,
+        method: str,
+        url: str,
+        path: str,
+        parameters: Mapping[str, Any] | None = None,
+        *,
+        expected: Container[int] = (),
+    ) -> dict[str, Any]:
         parameters = parameters or {}
+        name = path.removeprefix("/v1/programs/").removesuffix("/tokens")
+        if (status := self.refusals.get((method, name))) is not None:
+            raise Refused(status) if status in expected else typer.Exit(1)
         if method == "DELETE":
             self.deleted.append((path, parameters))
             return {}
         if path == "/v1/records":
-            names = [name for name in self.programs if name > parameters.get("after", "")]
-            return {"data": [{"id": name} for name in names[:1]], "has_more": len(names) > 1, "last_id": names[0]}
-        name = path.removeprefix("/v1/programs/").removesuffix("/tokens")
+            names = [one for one in self.programs if one > parameters.get("after", "")]
+            return {"data": [{"id": one} for one in names[:1]], "has_more": len(names) > 1, "last_id": names[0]}
         turns = [one for one in self.programs[name] if one["turn"] > parameters["after"]]
         return {"data": turns[:1], "has_more": len(turns) > 1, "last_turn": turns[0]["turn"]}
 
@@ -93,6 +107,25 @@ def test_all_programs_as_json_lines(server: Server, tmp_path: Path) -> None:
     }
     assert server.deleted == [("/v1/programs/a/tokens", {"last_turn": 2})], "b/c has a turn without tokens"
     assert "1 turns have no tokens" in done.stderr
+
+
+def test_a_listed_program_that_is_gone_is_left_out(server: Server, tmp_path: Path) -> None:
+    server.refusals["GET", "a"] = 404
+    file = tmp_path / "out.jsonl"
+    done = export("--output", str(file))
+    assert done.exit_code == 0, done.output
+    assert [json.loads(line)["program"] for line in file.read_text().splitlines()] == ["b/c", "b/c"]
+    assert done.stderr.startswith("1 answers of 1 programs\n")
+    assert export("a", "--output", str(file)).exit_code == 1, "who names a program wants to know"
+
+
+def test_a_program_that_goes_on_is_kept_and_the_others_are_deleted(server: Server, tmp_path: Path) -> None:
+    server.programs |= {name: [turn(name, 1, ANSWER)] for name in ("b/c", "d", "e")}
+    server.refusals |= {("DELETE", "a"): 409, ("DELETE", "d"): 404}
+    done = export("--output", str(tmp_path / "out.jsonl"), "--delete")
+    assert done.exit_code == 0, done.output
+    assert [path for path, _ in server.deleted] == ["/v1/programs/b/c/tokens", "/v1/programs/e/tokens"]
+    assert "1 programs are kept" in done.stderr
 
 
 def test_one_program_to_the_terminal(server: Server) -> None:

@@ -21,6 +21,8 @@ from tests.waiting import until
 PROGRAM = ProgramIdentity("p", record="tokens")
 TOKENS = TurnTokens(pack_ids([1]), (AnswerTokens(0, pack_ids([2]), pack_logprobs([-1.0]), "stop", None, ()),))
 DONE = b"data: [DONE]\n\n"
+BROKEN = b'data: {"error": {"message": "broken", "code": 500}}\n\n' + DONE
+"""The end of a stream whose engine failed."""
 
 
 class Store:
@@ -47,7 +49,7 @@ class Store:
         self.did.append(("finish", tenant, program, number, tokens))
         return not self.forgotten
 
-    async def drop(self, tenant: str, program: str, number: int) -> None:
+    async def drop(self, tenant: str, program: str, number: int, key: bytes) -> None:
         self._fail()
         self.did.append(("drop", tenant, program, number))
 
@@ -179,14 +181,14 @@ async def test_what_cannot_be_stored_is_counted(monkeypatch: pytest.MonkeyPatch)
     assert recordings.counters[RecordOutcome.LOST] == 1
 
 
-@pytest.mark.parametrize("end", [Overloaded("full"), RuntimeError("broken"), None])
-async def test_a_turn_without_a_whole_answer_is_removed(end: HttpError | RuntimeError | None) -> None:
+@pytest.mark.parametrize("end", [Overloaded("full"), RuntimeError("broken"), BROKEN, None])
+async def test_a_turn_without_a_whole_answer_is_removed(end: HttpError | RuntimeError | bytes | None) -> None:
     store = Store()
     answers, recordings = turn(store, b"data: {}\n\n", *([end] if end else []))
     await anext(answers)
     if end is None:
         answers.cancel()  # its client has left
-    elif isinstance(end, HttpError):
+    elif isinstance(end, HttpError | bytes):
         assert await anext(answers) is end
     else:
         with pytest.raises(RuntimeError):
@@ -245,3 +247,62 @@ async def test_expired_records_are_deleted_although_nobody_records(monkeypatch: 
     await until(lambda: store.did.count(("sweep",)) > 3)
     assert not recordings.failed
     await recordings.aclose()
+
+
+async def test_a_removal_that_fails_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "LATE_WAIT_S", 0.0)
+    store = Store()
+    _, recordings = turn(store, DONE)
+    begun = await recordings.begin("chat", {}, PROGRAM, "r")
+    store.failures = 3
+    begun.drop()
+    await until(lambda: store.did[-1] == ("drop", "default", "p", 7))
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_a_dropped_turn_is_removed_though_its_ingress_ends(steps: int) -> None:
+    """The ingress ends after some steps of the event loop: before the removal begins, or while it fails."""
+    store = Store()
+    _, recordings = turn(store, DONE)
+    begun = await recordings.begin("chat", {}, PROGRAM, "r")
+    store.failures = 1 if steps > 1 else 0
+    begun.drop()
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    await recordings.aclose()
+    assert [done[0] for done in store.did] == ["begin", "drop", "close"]
+
+
+class HangingStore(Store):
+    """Its first removal gets no answer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked = asyncio.Event()
+
+    async def drop(self, tenant: str, program: str, number: int, key: bytes) -> None:
+        if not self.asked.is_set():
+            self.asked.set()
+            await asyncio.Event().wait()
+        await super().drop(tenant, program, number, key)
+
+
+async def test_a_removal_that_is_under_way_when_the_ingress_ends_is_repeated() -> None:
+    store = HangingStore()
+    _, recordings = turn(store, DONE)
+    (await recordings.begin("chat", {}, PROGRAM, "r")).drop()
+    await store.asked.wait()
+    await recordings.aclose()
+    assert [done[0] for done in store.did] == ["begin", "drop", "close"]
+
+
+@pytest.mark.parametrize(("failures", "did"), [(0, ["begin", "drop", "close"]), (9, ["close"])])
+async def test_a_turn_that_may_have_begun_is_removed_when_the_ingress_ends(failures: int, did: list[str]) -> None:
+    store = Store()
+    _, recordings = turn(store, DONE)
+    store.failures = recording.BEGIN_ATTEMPTS
+    with pytest.raises(Overloaded):
+        await recordings.begin("chat", {}, PROGRAM, "r")
+    store.failures = failures
+    await recordings.aclose()
+    assert [done[0] for done in store.did] == did

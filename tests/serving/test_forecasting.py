@@ -166,6 +166,15 @@ async def test_of_a_turn_that_failed_nothing_is_learnt(door: Door, pieces: Piece
     assert door.predictor.to_bytes() == before
 
 
+async def test_of_a_stream_that_ends_with_an_error_nothing_is_learnt(door: Door) -> None:
+    before = door.predictor.to_bytes()
+    token = StreamChunk(Progress(1, pack_ids([7])), b"data: {}\n\n")
+    error = b'data: {"error": {"message": "broken", "code": 500}}\n\n'
+    await door.turn(LAST, FIRST, Pieces(token, StreamChunk(Progress(1), error + SSE_DONE)))
+    assert door.compared["output_tokens"] == 0
+    assert door.predictor.to_bytes() == before
+
+
 async def test_of_a_stream_that_its_client_left_nothing_is_learnt(door: Door) -> None:
     await door.turn(LAST, FIRST, stream(100), read=5)
     assert door.compared["output_tokens"] == 0

@@ -50,7 +50,9 @@ async def test_the_command_writes_what_the_predictor_reads(
     assert program.source == "cluster" and len(program.turns) == 3
 
 
-def test_a_store_that_does_not_answer_is_named(tmp_path: Path) -> None:
+def test_a_store_that_does_not_answer_is_named_and_costs_no_earlier_export(tmp_path: Path) -> None:
+    (tmp_path / "programs.jsonl").write_text("earlier\n")
     command = ["predictor", "export", "--store", f"unix://{tmp_path}/nobody", "--out", str(tmp_path)]
     with pytest.raises(ConfigError, match="--store"):
         CliRunner().invoke(app, command, catch_exceptions=False)
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == {"programs.jsonl": "earlier\n"}

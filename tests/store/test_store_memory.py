@@ -1,5 +1,7 @@
 """A Redis that is nearly full: ended runs go first, the oldest before others, and new runs are rejected by name."""
 
+import redis.asyncio
+
 from cluster.runs.store_memory import EVICT_SHARE, FULL_SHARE, StoreMemoryWatch
 from cluster.store.client import StoreMemory
 from cluster.store.runs.records import NewRun
@@ -39,6 +41,23 @@ async def test_runs_that_ended_first_are_deleted_first_until_memory_suffices(ing
     assert watch.evicted > 0
     assert await store.read("open") is not None
     assert len(await store.runs("tenant")) == RUNS + 2 - 1 - watch.evicted
+
+
+async def test_runs_that_are_gone_leave_the_lists_and_count_for_nothing(
+    ingress: MakeRunStore, direct: redis.asyncio.Redis
+) -> None:
+    """Another process, or a Redis that evicts keys by itself, has deleted the keys of the oldest runs."""
+    store = ingress("a")
+    for number in range(6):
+        await write(store, f"run-{number}", ended=True)
+    space = "caesura:v1:{runs}:"
+    for number, parts in enumerate((("run", "log"), ("run",), ("log",))):
+        await direct.delete(*(f"{space}{part}:run-{number}" for part in parts))
+    assert await store.evict(2) == 2
+    for index in ("tenant:tenant", "program:tenant/program"):
+        assert await direct.zrange(space + index, 0, -1) == [b"run-5"]
+    assert await direct.zrange(space + "ended", 0, -1) == [b"tenant/program/run-5"]
+    assert [await store.evict(2) for _ in range(2)] == [1, 0]
 
 
 async def test_open_runs_stay_and_new_ones_are_not_accepted(ingress: MakeRunStore) -> None:

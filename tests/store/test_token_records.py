@@ -90,12 +90,31 @@ async def test_a_turn_begins_once_though_the_call_is_repeated(store: TokenRecord
 
 
 async def test_a_failed_turn_is_left_out(store: TokenRecordStore) -> None:
-    for _ in range(2):
-        await store.begin("t", "p", HEAD, uuid4().bytes)
-    await store.drop("t", "p", 1)
+    for key in (b"a", b"b"):
+        await store.begin("t", "p", HEAD, key)
+    await store.drop("t", "p", 1, b"a")
     await store.finish("t", "p", 2, 1.0, tokens([1], [2]))
-    await store.drop("t", "p", 2)  # too late: it has ended
+    await store.drop("t", "p", 2, b"b")  # too late: it has ended
     assert [turn.number for turn in await store.load("t", "p")] == [2]
+
+
+async def test_a_program_is_listed_while_it_has_turns(store: TokenRecordStore) -> None:
+    for number, key in enumerate((b"a", b"b"), 1):
+        assert await store.begin("t", "p", HEAD, key) == number
+    await store.drop("t", "p", 1, b"a")
+    assert [name for name, _ in await store.list("t", 10)] == ["p"]
+    await store.drop("t", "p", 2, b"b")
+    assert await store.list("t", 10) == [] == await store.load("t", "p")
+    assert await store.delete("t", "p") is Deletion.UNKNOWN
+    assert await store.sweep() == 0
+
+
+async def test_a_repeated_removal_leaves_another_turn_of_the_same_number(store: TokenRecordStore) -> None:
+    assert await store.begin("t", "p", HEAD, b"a") == 1
+    await store.drop("t", "p", 1, b"a")
+    assert await store.begin("t", "p", HEAD, b"b") == 1
+    await store.drop("t", "p", 1, b"a")
+    assert await store.load("t", "p") == [RecordedTurn(1, HEAD)]
 
 
 async def test_a_turn_that_is_written_again_stays_as_it_is(store: TokenRecordStore) -> None:

@@ -318,6 +318,33 @@ def test_missing_model_paths(file: Path, source: str) -> None:
     assert line.startswith("--set model.source: model.source: no such path: ")
 
 
+MOUNTED = {"auth.file": "keys.yaml", "predictor.bundle": "bundle"}
+
+
+@pytest.mark.parametrize("key", MOUNTED)
+def test_paths_of_keys_and_bundles(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, key: str) -> None:
+    section, name = key.split(".")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    monkeypatch.chdir(elsewhere)
+    monkeypatch.setenv("HOME", str(tmp_path))
+
+    def read(given: str, **overrides: Any) -> Any:
+        file.write_text(f"{section}: {{{name}: {given}}}\n", encoding="utf-8")
+        return getattr(getattr(load_config(file, {}, overrides), section), name)
+
+    for given in ("there", "./there", "~/there", str(tmp_path / "there")):
+        assert read(given) == str(tmp_path / "there")
+    assert read("there", **{key: "here"}) == str(elsewhere / "here")
+    # A mounted secret is a link to a file that is replaced.
+    (tmp_path / "link").symlink_to(elsewhere)
+    for given in ("link", str(tmp_path / "link")):
+        assert read(given) == str(tmp_path / "link")
+    file.write_text(f"{section}: {{{name}: ~nobody-of-this-name/there}}\n", encoding="utf-8")
+    with pytest.raises(ConfigError, match=key):
+        load_config(file, {})
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [("a.b=1", ("a.b", 1)), ("a=b=c", ("a", "b=c")), ("a=", ("a", None)), ("a=[1, x]", ("a", [1, "x"]))],
@@ -459,8 +486,30 @@ def test_command_check(file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         f"{file}: engine.max_modle_len: vLLM has no such engine argument",
         f"{file}: engine.colour: vLLM has no such engine argument",
     ]
+    further = "models: {big: {engine: {max_modle_len: 64}}, small: {engine: {max_model_len: 64}}}\n"
+    file.write_text(f"engine: {{colour: 2}}\n{further}", encoding="utf-8")
+    assert run_main(monkeypatch, "config", "check", "--config", str(file)) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}: engine.colour: vLLM has no such engine argument",
+        f"{file}: models.big.engine.max_modle_len: vLLM has no such engine argument",
+    ]
     assert run_main(monkeypatch, "config", "check") == 0
     assert capsys.readouterr().out == "built-in configuration is valid\n"
+
+
+def test_check_names_keys_and_bundles_that_do_not_exist(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file.write_text("auth: {file: keys.yaml}\npredictor: {bundle: ./bundle}\n", encoding="utf-8")
+    load_config(file, {})  # the machine that serves may have them
+    assert run_main(monkeypatch, "config", "check", "--config", str(file)) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        f"{file}: predictor.bundle: {tmp_path}/bundle: No such file or directory",
+        f"{file}: auth.file: {tmp_path}/keys.yaml: No such file or directory",
+    ]
+    (tmp_path / "keys.yaml").touch()
+    (tmp_path / "bundle").mkdir()
+    assert run_main(monkeypatch, "config", "check", "--config", str(file)) == 0
 
 
 def test_main_tells_errors_without_a_traceback(

@@ -4,11 +4,11 @@ Here and in every command, expensive modules are imported where they are used, s
 """
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TextIO
 
 import typer
 from rich.console import Console
@@ -25,13 +25,26 @@ UNKNOWN = 1
 """Exit status if the server does not answer a request."""
 
 
-def send(method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
+class Refused(Exception):
+    """The server answered with a status of an error that the caller expects."""
+
+    def __init__(self, status: int) -> None:
+        super().__init__(status)
+        self.status = status
+
+
+def send(
+    method: str, url: str, path: str, parameters: Mapping[str, Any] | None = None, *, expected: Container[int] = ()
+) -> dict[str, Any]:
     """Send a request to the server, and return its JSON answer.
 
+    ``expected``: the statuses of errors that the caller handles.
+
     Raises:
-        Exit: there is no answer, or it is an error; the reason is on stderr.
+        Refused: the answer is an error with an expected status.
+        Exit: there is no answer, or it is another error; the reason is on stderr.
     """
-    body: dict[str, Any] = _of_json(_request(method, url, path, parameters), url)
+    body: dict[str, Any] = _of_json(_request(method, url, path, parameters, expected), url)
     return body
 
 
@@ -40,7 +53,9 @@ def send_for_text(method: str, url: str, path: str, parameters: Mapping[str, Any
     return str(_request(method, url, path, parameters).text)
 
 
-def _request(method: str, url: str, path: str, parameters: Mapping[str, Any] | None) -> Any:
+def _request(
+    method: str, url: str, path: str, parameters: Mapping[str, Any] | None, expected: Container[int] = ()
+) -> Any:
     """Return the successful answer, an httpx.Response."""
     import httpx
 
@@ -52,11 +67,20 @@ def _request(method: str, url: str, path: str, parameters: Mapping[str, Any] | N
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         typer.echo(f"{url}: {error}", err=True)
         raise typer.Exit(UNKNOWN) from error
+    if answer.status_code in expected:
+        raise Refused(answer.status_code)
     if not answer.is_success:
-        body = _of_json(answer, url)
-        typer.echo(f"{url}: {body.get('error', {}).get('message', answer.status_code)}", err=True)
+        typer.echo(f"{url}: {_reason(answer)}", err=True)
         raise typer.Exit(UNKNOWN)
     return answer
+
+
+def _reason(answer: Any) -> str:
+    """Return the message of an error. A server that is not Caesura's may answer with any body."""
+    try:
+        return str(answer.json()["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return f"HTTP {answer.status_code}"
 
 
 def _of_json(answer: Any, url: str) -> Any:
@@ -84,17 +108,39 @@ class Outputs:
         """
         for flag, path in {"--json": self.json_lines, "--record": self.record}.items():
             if path is not None:
-                _write(flag, path.touch)
+                with writing(flag):
+                    path.touch()
         if self.plots is not None:
-            plots = self.plots
-            _write("--plots", lambda: plots.mkdir(parents=True, exist_ok=True))
+            with writing("--plots"):
+                self.plots.mkdir(parents=True, exist_ok=True)
 
 
-def _write(flag: str, write: Callable[[], None]) -> None:
+@contextmanager
+def writing(flag: str) -> Iterator[None]:
+    """Turn an OSError into a ConfigError that names the flag of an output."""
     try:
-        write()
+        yield
     except OSError as error:
         raise ConfigError(f"{flag}: {error}") from error
+
+
+@contextmanager
+def whole_files(*paths: Path) -> Iterator[tuple[TextIO, ...]]:
+    """Open new files for text. They take the place of the old ones at the end, unless an exception ends the context.
+
+    Folders that are missing are made.
+    """
+    parts = [path.with_name(path.name + ".part") for path in paths]
+    for part in parts:
+        part.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with ExitStack() as files:
+            yield tuple(files.enter_context(part.open("w", encoding="utf-8")) for part in parts)
+        for part, path in zip(parts, paths, strict=True):
+            part.replace(path)
+    finally:
+        for part in parts:
+            part.unlink(missing_ok=True)
 
 
 def timed_steps(console: Console) -> Callable[[str], AbstractContextManager[None]]:

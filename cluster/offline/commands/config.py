@@ -2,12 +2,16 @@
 
 import json
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from cluster.core.errors import ConfigError
+
+if TYPE_CHECKING:
+    from cluster.config.schema import CaesuraConfig
 
 app = typer.Typer(no_args_is_help=True, help="Show, check or describe the configuration.")
 
@@ -38,17 +42,31 @@ def check(config: ConfigFile = None, assignments: Assignments = None) -> None:
 
     name = BUILT_IN if config is None else str(config)
     read = read_config(config, assignments)
-    engine = read.engine
-    if engine:
-        from replicas.settings import unknown_engine_arguments
-
-        if unknown := unknown_engine_arguments(engine):
-            raise ConfigError("\n".join(f"{name}: engine.{key}: vLLM has no such engine argument" for key in unknown))
+    if complaints := [*_unknown_arguments(read), *_missing_paths(read)]:
+        raise ConfigError("\n".join(f"{name}: {complaint}" for complaint in complaints))
     for model, own in read.served.items():
         known = None if own.model.source == TINY else config_of(own.model.source)
         for off in features_off(known or {}, own.engine, own.replicas.accelerator):
             typer.echo(f"{name}: model {model}: {off}")
     typer.echo(f"{name} is valid")
+
+
+def _unknown_arguments(config: "CaesuraConfig") -> Iterator[str]:
+    from replicas.settings import unknown_engine_arguments
+
+    engines = {"engine": config.engine} | {f"models.{model}.engine": own.engine for model, own in config.models.items()}
+    for section, engine in engines.items():
+        for key in unknown_engine_arguments(engine) if engine else ():
+            yield f"{section}.{key}: vLLM has no such engine argument"
+
+
+def _missing_paths(config: "CaesuraConfig") -> Iterator[str]:
+    for key, path in {"predictor.bundle": config.predictor.bundle, "auth.file": config.auth.file}.items():
+        try:
+            if path is not None:
+                Path(path).stat()
+        except OSError as error:
+            yield f"{key}: {path}: {error.strerror}"
 
 
 @app.command()

@@ -6,6 +6,8 @@ from typing import Annotated, NoReturn
 
 import typer
 
+from cluster.offline.commands._common import writing
+
 app = typer.Typer(no_args_is_help=True)
 
 EXTRA = ("grafana_client", "grafana_foundation_sdk")
@@ -42,8 +44,9 @@ def render(
 
     for path, text in rendered(objective=objective, runbooks_url=runbooks_url).items():
         target = out / path
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text)
+        with writing("--out"):
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(text)
         typer.echo(f"Wrote {target}")
 
 

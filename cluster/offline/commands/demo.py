@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from cluster.offline.commands._common import timed_steps, writing
+
 if TYPE_CHECKING:
     from cluster.config.schema import CaesuraConfig
 
@@ -49,6 +51,9 @@ def demo(
     verbose: Annotated[bool, typer.Option("--verbose", help="Show everything that was measured.")] = False,
 ) -> None:
     """Start two replicas here, compare the policies on agent programs, let the cluster run whole programs, stop."""
+    with writing("--out"):
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "results.jsonl").touch()
     from rich.console import Console
 
     from cluster.core.slo import Slo
@@ -60,7 +65,6 @@ def demo(
     from cluster.offline.bench.tables import print_report, write_json_lines
     from cluster.offline.bench.terminal import RunProgress
     from cluster.offline.bench.workload import Shaping
-    from cluster.offline.commands._common import timed_steps
     from cluster.offline.demo.server_side import print_server_side, run_programs
     from cluster.offline.demo.tools import notes_server, sandboxed
     from cluster.offline.report.page import render
@@ -70,7 +74,6 @@ def demo(
     console = Console(highlight=False)
     step = timed_steps(console)
     console.print("Starting two vLLM replicas of the built-in random model on this machine:")
-    out.mkdir(parents=True, exist_ok=True)
     try:
         with notes_server() as notes_url, LocalCluster(_config(notes_url), step=step) as cluster:
             settings = BenchSettings(

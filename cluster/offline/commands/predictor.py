@@ -9,7 +9,7 @@ import typer
 
 from cluster.core.errors import ConfigError, RunStoreUnavailable
 from cluster.core.program import DEFAULT_TENANT
-from cluster.offline.commands._common import FileListsCommand
+from cluster.offline.commands._common import FileListsCommand, whole_files, writing
 
 app = typer.Typer(no_args_is_help=True, help="Models that predict turns and pauses.")
 
@@ -156,10 +156,8 @@ def forecast(
     from predictor_service.examples import read_programs
     from predictor_service.forecast_files import held_out_forecasts, write_forecasts
 
-    try:
+    with writing("--out"):
         out.touch()
-    except OSError as error:
-        raise ConfigError(f"--out: {error}") from error
     forecasts = held_out_forecasts(load_model(bundle), read_programs(traces, text or ()))
     write_forecasts(out, forecasts)
     typer.echo(f"wrote forecasts of {len(forecasts)} programs into {out}")
@@ -176,7 +174,6 @@ def export(
     """Write the server-side programs that a cluster has run as a trace, for train, evaluate, bench and simulate."""
     import asyncio
 
-    out.mkdir(parents=True, exist_ok=True)
     try:
         count = asyncio.run(_export(store, out, tenant, source, timeout_s))
     except RunStoreUnavailable as error:
@@ -194,7 +191,7 @@ async def _export(url: str, out: Path, tenant: str, source: str, timeout_s: floa
     store = RunStore(url, owner=f"export-{uuid.uuid4().hex}", timeout_s=timeout_s, lease_s=60.0, retention_s=60.0)
     count = 0
     try:
-        with (out / "programs.jsonl").open("w") as programs, (out / "text.jsonl").open("w") as texts:
+        with writing("--out"), whole_files(out / "programs.jsonl", out / "text.jsonl") as (programs, texts):
             async for trace in exported(store, tenant, source):
                 programs.write(json.dumps(trace.program) + "\n")
                 texts.writelines(json.dumps(text) + "\n" for text in trace.texts)

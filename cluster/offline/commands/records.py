@@ -2,15 +2,16 @@
 
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from http import HTTPStatus
 from pathlib import Path
 from typing import Annotated, Any, Literal, Protocol
 from urllib.parse import quote
 
 import typer
 
-from cluster.offline.commands._common import DEFAULT_URL, UNKNOWN, Url, send
+from cluster.offline.commands._common import DEFAULT_URL, UNKNOWN, Refused, Url, send
 
 PAGE = 100
 """Number of programs, and of turns, of one request."""
@@ -39,27 +40,27 @@ def export(
         raise typer.Exit(UNKNOWN)
     programs = answers = 0
     incomplete = 0
-    done: list[tuple[str, int]] = []
+    done: dict[str, int] = {}
     try:
         with _opened(output, format) as rows:
-            for name in program_ids or _recorded(url):
-                turns = list(_turns(url, name))
+            for name, turns in _programs(url, program_ids or ()):
                 rows.write([row for turn in turns for row in rows_of(turn)])
                 programs += 1
                 answers += sum(len(turn["answers"]) for turn in turns)
                 open_turns = sum(turn["status"] != "completed" for turn in turns)
                 incomplete += open_turns
                 if not open_turns:
-                    done.append((name, turns[-1]["turn"]))
+                    done[name] = turns[-1]["turn"]
     except OSError as error:
         typer.echo(f"{output}: {error}", err=True)
         raise typer.Exit(UNKNOWN) from error
-    for name, last in done if delete else ():  # after the file is complete
-        send("DELETE", url, f"/v1/programs/{quote(name)}/tokens", {"last_turn": last})
+    later = _delete(url, done) if delete else 0  # after the file is complete
     typer.echo(f"{answers} answers of {programs} programs", err=True)
     if incomplete:
         kept = "; their programs are kept" if delete else ""
         typer.echo(f"{incomplete} turns have no tokens: they are under way, or were not completed{kept}", err=True)
+    if later:
+        typer.echo(f"{later} programs are kept: a turn of theirs began after they were read", err=True)
 
 
 def rows_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
@@ -73,6 +74,33 @@ def rows_of(turn: dict[str, Any]) -> list[dict[str, Any]]:
     ]
 
 
+def _programs(url: str, names: Sequence[str]) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+    """Yield these programs with their recorded turns. Without names, yield all that the server lists, except those that
+    were deleted or have expired since.
+    """
+    if names:
+        yield from ((name, list(_turns(url, name))) for name in names)
+        return
+    for name in _recorded(url):
+        try:
+            turns = list(_turns(url, name, expected=(HTTPStatus.NOT_FOUND,)))
+        except Refused:
+            continue
+        yield name, turns
+
+
+def _delete(url: str, last_turns: Mapping[str, int]) -> int:
+    """Delete the records of programs. Return the number of those that are kept, because they have a later turn."""
+    kept = 0
+    for name, last in last_turns.items():
+        expected = (HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT)
+        try:
+            send("DELETE", url, f"/v1/programs/{quote(name)}/tokens", {"last_turn": last}, expected=expected)
+        except Refused as refused:
+            kept += refused.status == HTTPStatus.CONFLICT
+    return kept
+
+
 def _recorded(url: str) -> Iterator[str]:
     after: str | None = None
     while True:
@@ -83,10 +111,11 @@ def _recorded(url: str) -> Iterator[str]:
         after = page["last_id"]
 
 
-def _turns(url: str, name: str) -> Iterator[dict[str, Any]]:
+def _turns(url: str, name: str, expected: Container[int] = ()) -> Iterator[dict[str, Any]]:
     after = 0
     while True:
-        page = send("GET", url, f"/v1/programs/{quote(name)}/tokens", {"limit": PAGE, "after": after})
+        parameters = {"limit": PAGE, "after": after}
+        page = send("GET", url, f"/v1/programs/{quote(name)}/tokens", parameters, expected=expected)
         yield from page["data"]
         if not page["has_more"]:
             return

@@ -20,6 +20,7 @@
 -- only read inside. Where memory is short, Redis refuses a script's first write if it takes some, and none after that: so
 -- leases and ends begin with a write that takes none.
 local space = string.match(KEYS[1], '^caesura:v1:{[^}]*}:')
+local GONE = 1024  -- the largest number of places of runs that are gone that one eviction removes
 
 local function now_us()
   local time = redis.call('TIME')
@@ -79,18 +80,21 @@ local function indexes(tenant, program)
   return space .. 'tenant:' .. tenant, space .. 'program:' .. tenant .. '/' .. program
 end
 
+-- Removes a place from `ended`, and its run from the lists of its tenant and its program.
+local function leave(place)
+  local tenant, program, id = string.match(place, '^([^/]*)/([^/]*)/([^/]*)$')
+  if id then
+    for _, index in ipairs({indexes(tenant, program)}) do
+      if is(index, 'zset') then redis.call('ZREM', index, id) end
+    end
+  end
+  redis.call('ZREM', space .. 'ended', place)
+end
+
 local function sweep(now)
   local ended = space .. 'ended'
   if not is(ended, 'zset') then return end
-  for _, place in ipairs(redis.call('ZRANGEBYSCORE', ended, '-inf', now, 'LIMIT', 0, 64)) do
-    local tenant, program, id = string.match(place, '^([^/]*)/([^/]*)/([^/]*)$')
-    if id then
-      for _, index in ipairs({indexes(tenant, program)}) do
-        if is(index, 'zset') then redis.call('ZREM', index, id) end
-      end
-    end
-    redis.call('ZREM', ended, place)
-  end
+  for _, place in ipairs(redis.call('ZRANGEBYSCORE', ended, '-inf', now, 'LIMIT', 0, 64)) do leave(place) end
 end
 
 local function remove(id)
@@ -358,14 +362,16 @@ function operations.keyed()
   return id and is_run(id) and {id} or {}
 end
 
--- ARGV: how many. Answers: how many closed runs were deleted, those that ended first before others.
+-- ARGV: how many. Answers: how many closed runs were deleted, those that ended first before others. Places of runs that are gone
+-- are removed on the way. They do not count, since they free no memory.
 function operations.evict()
-  local ended, evicted = space .. 'ended', 0
+  local ended, most, evicted = space .. 'ended', tonumber(ARGV[1]), 0
   if not is(ended, 'zset') then return evicted end
-  for _, place in ipairs(redis.call('ZRANGE', ended, 0, tonumber(ARGV[1]) - 1)) do
-    local id = string.match(place, '([^/]*)$')
-    if delete(id) == 'ok' then evicted = evicted + 1 end
-    redis.call('ZREM', ended, place)
+  for _, place in ipairs(redis.call('ZRANGE', ended, 0, most + GONE - 1)) do
+    if evicted == most then break end
+    local how = delete(string.match(place, '([^/]*)$'))
+    if how == 'ok' then evicted = evicted + 1 end
+    if how == 'unknown' then leave(place) else redis.call('ZREM', ended, place) end
   end
   return evicted
 end
