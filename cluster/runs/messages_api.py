@@ -19,7 +19,6 @@ from cluster.core.tools import Outcome, ToolOffer, ToolSource
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
-    Accepted,
     Call,
     Ended,
     Generated,
