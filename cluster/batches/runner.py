@@ -67,8 +67,8 @@ MAX_OPEN_OF_TENANT = 50
 MAX_LOADED = 8
 """Largest number of batches whose lines are in memory."""
 LOADED_S = 30.0
-"""Seconds for which the lines of a batch stay in memory if a batch needs their place whose lines were in memory before.
-So few inputs are read again and again."""
+"""Seconds for which the lines of a batch stay in memory at least, before a batch gets their place whose lines have been
+there before. It bounds how often inputs are read."""
 IDLE_S = 1.0
 """Seconds between two looks for lines to start, unless something happens before."""
 SWEEP_S = 30.0
