@@ -268,7 +268,7 @@ def number_of_answers(body: Mapping[str, Any]) -> int:
     """Return how many sequences a turn generates: `n` for each of its prompts.
 
     Raises:
-        BadRequest: they are more than MAX_ANSWERS, or `n` or `best_of` is no integer. The replica takes "3" and 3.0 for 3.
+        BadRequest: they are more than MAX_ANSWERS, or `n` or `best_of` is no integer ("3" and 3.0 are 3 for a replica).
     """
     each = 1
     for field in ("n", "best_of"):
