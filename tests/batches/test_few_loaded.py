@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 
 import pytest
+from openai import AsyncOpenAI
 
 from cluster.batches.input_lines import LineRequest
 from cluster.batches.records import Batch
@@ -49,6 +50,23 @@ async def test_a_tenant_whose_lines_take_long_keeps_no_other_tenant_out(
     assert set(site.replicas.calls.values()) == {1, 2}
 
 
+async def begin_refused(site: Ingress) -> list[str]:
+    """Begin two batches whose lines are refused, and return their ids when both have been."""
+    batches = []
+    for name in ("full-1", "full-2"):
+        site.replicas.statuses[name] = [503] * 10_000
+        batches.append((await begin(site.client(), lines(name))).id)
+        await sync_until(lambda name=name: site.replicas.calls[name])  # type: ignore[misc]
+    return batches
+
+
+async def cancel(client: AsyncOpenAI, batches: list[str]) -> None:
+    """End batches, so that no later ingress takes them over."""
+    for one in batches:
+        await client.batches.cancel(one)
+        await ended(client, one)
+
+
 async def test_batches_whose_model_has_no_room_delay_no_other_model(
     ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,13 +74,11 @@ async def test_batches_whose_model_has_no_room_delay_no_other_model(
     site = ingress()
     client = site.client()
     site.replicas.retry_after_s = 3600.0
-    for name in ("full-1", "full-2"):
-        site.replicas.statuses[name] = [503] * 1000
-        await begin(client, lines(name))
-        await sync_until(lambda name=name: site.replicas.calls[name])  # type: ignore[misc]
+    refused = await begin_refused(site)
     done = await ended(client, (await begin(client, lines(*names(12)))).id)
     assert done.request_counts.completed == 12
     assert (site.replicas.calls["full-1"], site.replicas.calls["full-2"]) == (1, 1)
+    await cancel(client, refused)
 
 
 async def test_batches_that_are_refused_in_turn_are_not_read_each_time(
@@ -79,9 +95,7 @@ async def test_batches_that_are_refused_in_turn_are_not_read_each_time(
             yield piece
 
     monkeypatch.setattr(site.files, "pieces", counted)
-    for name in ("full-1", "full-2"):
-        site.replicas.statuses[name] = [503] * 1000
-        await begin(client, lines(name))
-        await sync_until(lambda name=name: site.replicas.calls[name])  # type: ignore[misc]
+    refused = await begin_refused(site)
     await sync_until(lambda: site.replicas.calls["full-2"] >= 5)
     assert len(set(reads)) == 2 and len(reads) == 4, "each is read once to be checked, and once for its lines"
+    await cancel(client, refused)
