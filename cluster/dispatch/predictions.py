@@ -12,7 +12,7 @@ from typing import Any, Protocol, Self
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api.openai import contains_error, usage_of
+from cluster.api.openai import contains_error
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import HttpError
@@ -311,17 +311,15 @@ class WatchedAnswers:
 
     async def __anext__(self) -> bytes | HttpError:
         piece = await anext(self._relay)
-        if not isinstance(piece, HttpError):
-            if piece.startswith(b"{"):
-                used = usage_of(piece)
-                self._turn.over(output_tokens=used.completion, prompt_tokens=used.prompt)
-            elif ends_answer(piece):
-                self._turn.over(output_tokens=None if contains_error(piece) else self._relay.output_tokens)
+        if not isinstance(piece, HttpError) and ends_answer(piece):
+            # A turn without a token shows nothing.
+            output_tokens = None if contains_error(piece) else self._relay.output_tokens or None
+            self._turn.over(output_tokens=output_tokens, prompt_tokens=self._relay.prompt_tokens)
         return piece
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of a stream that have come."""
+        """Number of tokens that have come."""
         return self._relay.output_tokens
 
     @property

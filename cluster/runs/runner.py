@@ -206,8 +206,12 @@ class ProgramRunner:
         try:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
-            self._background.run(f"renounce {spec.id}", until_renounced(self._store, spec.id))
+            self._renounce(spec.id)
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s) from error
+        except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
+            if idempotency is None:
+                self._renounce(spec.id)
+            raise
         finally:
             self._starting.remove(spec.tenant)
         if isinstance(created, AlreadyThere):
@@ -216,10 +220,13 @@ class ProgramRunner:
         self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
 
+    def _renounce(self, run_id: str) -> None:
+        self._background.run(f"renounce {run_id}", until_renounced(self._store, run_id))
+
     async def repeated(self, tenant: str, idempotency: Idempotency | None) -> str | None:
         """Return the run that was started for a request with this key and body before.
 
-        It is for a request from which no run can be made now, because the first one has changed what it refers to.
+        So the request has its run although none can be made of it now: what it refers to may have changed since.
 
         Args:
             tenant: the tenant of the request.

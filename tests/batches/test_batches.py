@@ -8,7 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import BadRequestError, ConflictError, InternalServerError, NotFoundError, RateLimitError
+from openai import (
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    RateLimitError,
+    UnprocessableEntityError,
+)
 
 from cluster.batches.runner import MAX_OPEN_OF_TENANT
 from cluster.http.files import MAX_TENANT_UPLOADS
@@ -307,6 +314,30 @@ async def test_a_request_that_is_repeated_starts_one_batch(ingress: MakeIngress)
         await client.batches.create(**wanted | {"completion_window": "2h"}, extra_headers=headers)
 
 
+@pytest.mark.parametrize("obstacle", ["its input is gone", "too many are open", "the store is full"])
+async def test_a_request_that_is_repeated_has_its_batch_although_none_could_be_started(
+    ingress: MakeIngress, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = ingress()
+    client = site.client(obstacle)
+    file = await client.files.create(file=lines("a"), purpose="batch")
+    wanted: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    headers = {"Idempotency-Key": "once more"}
+    first = await client.batches.create(**wanted, extra_headers=headers)
+    await ended(client, first.id)
+    if obstacle == "its input is gone":
+        await client.files.delete(file.id)
+    elif obstacle == "too many are open":
+        monkeypatch.setattr("cluster.batches.runner.MAX_OPEN_OF_TENANT", 0)
+    else:
+        site.is_full = True
+    assert (await client.batches.create(**wanted, extra_headers=headers)).id == first.id
+    with pytest.raises((NotFoundError, RateLimitError, InternalServerError)):
+        await client.batches.create(**wanted)
+    with pytest.raises(UnprocessableEntityError, match="another body"):
+        await client.batches.create(**wanted | {"completion_window": "2h"}, extra_headers=headers)
+
+
 async def test_the_open_batches_of_a_tenant_are_bounded(ingress: MakeIngress) -> None:
     site = ingress()
     site.replicas.free = 0
@@ -340,6 +371,27 @@ async def test_a_wrong_upload_is_refused(ingress: MakeIngress, form: Any, status
     async with httpx.AsyncClient(transport=httpx.ASGITransport(site.app), base_url="http://site") as client:
         answer = await client.post("/v1/files", **form)
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
+
+
+async def test_an_upload_that_its_client_breaks_off_is_no_error_of_the_server(
+    ingress: MakeIngress, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = ingress()
+    begun = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nhalf of it'
+    messages = [{"type": "http.request", "body": begun, "more_body": True}, {"type": "http.disconnect"}]
+    statuses: list[int] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "query_string": b"", "headers": headers}
+    await site.app(scope, receive, send)
+    assert statuses == [499]
+    assert not caplog.records
 
 
 async def test_a_tenant_with_slow_uploads_keeps_no_other_out(ingress: MakeIngress) -> None:
