@@ -223,6 +223,8 @@ class _Run:
     attempts: int = 0
     waiters: dict[CallKey, _Waiter] = field(default_factory=dict)
     task: "asyncio.Task[ToolResult] | None" = None
+    given_up: bool = False
+    """Whether it was cancelled because nobody waited for it any more. Its result was decided then."""
 
 
 class ToolExecutor:
@@ -380,7 +382,7 @@ class ToolExecutor:
             if key not in run.waiters or run.task is None or run.task not in self._tasks:
                 raise IntegrityError(f"the call {key} waits for nothing")
         for run in self._shared.values():
-            if not run.waiters:
+            if not run.waiters and run.task is not None and not run.task.done():
                 raise IntegrityError(f"a run of {run.call.name!r} is shared by nobody")
         for entry in self._tools.own:
             entry.slots.check_integrity()
@@ -441,10 +443,11 @@ class ToolExecutor:
         run = self._runs.pop(key)
         self._give(run.waiters.pop(key), answer)
         if run.waiters or run.task is None or run.task.done():
-            return
+            return  # `_ended` has the result of a run that has ended by itself
         if run.key is not None:
             del self._shared[run.key]
             self._kept.keep(run.key, run.call, answer, idempotent=run.entry.config.idempotent)
+        run.given_up = True
         run.task.cancel()
         if self._observe is not None:
             self._observe(run.entry, answer)
@@ -452,8 +455,8 @@ class ToolExecutor:
     def _ended(self, run: _Run, task: "asyncio.Task[ToolResult]") -> None:
         self._tasks.discard(task)
         run.partial.close()
-        if not run.waiters:
-            return  # it was cancelled, and was observed as such
+        if run.given_up:
+            return
         result = self._foreign_cancellation(run) if task.cancelled() else task.result()
         if run.key is not None:
             del self._shared[run.key]
