@@ -125,13 +125,16 @@ class Messages:
             self._room = self._room_of(bytes(self._text[:HEAD_BYTES]) + part[:HEAD_BYTES])
         room = len(part) if self._room is None else self._room.text - len(self._text)
         self._text += part[:room]
-        if len(part) > room and self._room is not None and self._room.images and _IMAGE.search(self._text):
+        if len(part) > room and self._tail is None and self._room is not None and self._grows(self._room):
             self._room = Room(sum(self._room))
             more = self._room.text - len(self._text)
             self._text += part[room : room + more]
             room += more
         if len(part) > room or self._tail is not None:
             self._tail = ((self._tail or b"") + part[room:][-TAIL_BYTES:])[-TAIL_BYTES:]
+
+    def _grows(self, room: Room) -> bool:
+        return room.images > 0 and _IMAGE.search(self._text) is not None
 
     def _taken(self) -> Message:
         message = Message(self._text, self._tail)
@@ -383,10 +386,15 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         messages = Messages(lambda _: self._room, lines=bool(self._prefix))
+        tried = False  # whether the message that has begun was already read in vain: its text does not change
         async for chunk in self._inner:
             for message in messages.feed(chunk):
                 yield self._line(message)
-            if messages.begun is not None and (short := self._short(messages.begun)) is not None:
+                tried = False
+            if messages.begun is None or tried:
+                continue
+            tried = True
+            if (short := self._short(messages.begun)) is not None:
                 yield short + self._suffix  # the rest need not be fetched
                 return
         for message in messages.end():
