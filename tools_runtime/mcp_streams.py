@@ -39,7 +39,7 @@ TAIL_BYTES = 512
 HEAD_BYTES = 256
 """Bytes of the beginning of a message, which decide its largest length."""
 
-_ID_AT_START = re.compile(rb'"id"\s*:\s*(\d+)')
+_ID_AT_START = re.compile(rb'"id"\s*:\s*(\d+)\s*[,}]')
 _ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+|"(?:[^"\\]|\\.){0,200}")\s*[,}][^{}]*\}?\s*$')
 
 Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
@@ -246,17 +246,19 @@ class PipeStreams:
 
     async def _read(self, child: Child, incoming: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
         messages = Messages(self._room_of)
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-            while chunk := await child.output.read(READ_BYTES):
-                for message in messages.feed(chunk):
-                    parsed = _parsed(message)
-                    del message
-                    if isinstance(parsed, SessionMessage):
-                        self._calls.discard(str(getattr(parsed.message, "id", None)))
-                    if parsed is not None:
-                        await incoming.send(parsed)
-        self.ended.set()
-        incoming.close()
+        try:
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                while chunk := await child.output.read(READ_BYTES):
+                    for message in messages.feed(chunk):
+                        parsed = _parsed(message)
+                        del message
+                        if isinstance(parsed, SessionMessage):
+                            self._calls.discard(str(getattr(parsed.message, "id", None)))
+                        if parsed is not None:
+                            await incoming.send(parsed)
+        finally:
+            self.ended.set()
+            incoming.close()
 
     async def _write(self, child: Child, outgoing: MemoryObjectReceiveStream[SessionMessage]) -> None:
         assert child.process.stdin is not None
@@ -284,7 +286,12 @@ def _parsed(message: Message) -> SessionMessage | Exception | None:
         value = _unreadable(message, error)
         if value is None:
             return error
-    return None if value is None else SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
+    if value is None:
+        return None
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
+    except ValueError as error:
+        return error
 
 
 @asynccontextmanager

@@ -287,6 +287,7 @@ async def test_a_recursive_schema_is_checked_to_its_first_level(bad: ToolHost) -
         ("id_last", Outcome.OK, "xxxx"),
         ("no_id", Outcome.OK, "after a long notification"),
         ("garbage", Outcome.OK, "after garbage"),
+        ("odd_ids", Outcome.OK, "after odd ids"),
         ("too_deep", Outcome.ERROR, "error: the MCP server s says: not a message"),
         ("wrong", Outcome.ERROR, "error: the MCP server's answer is not one"),
     ],
