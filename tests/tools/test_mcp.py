@@ -36,10 +36,15 @@ def kind(host: ToolHost) -> McpKind:
     return found
 
 
-def version(host: ToolHost) -> str | None:
+def connection(host: ToolHost) -> Any:
     connected = kind(host)._connected
     assert connected is not None
-    return connected.result().client.protocol_version
+    return connected.result()
+
+
+def version(host: ToolHost) -> str | None:
+    found: str | None = connection(host).client.protocol_version
+    return found
 
 
 async def ask(host: ToolHost, tool: str, arguments: dict[str, Any] | None = None, **said: Any) -> ToolResult:
@@ -128,11 +133,9 @@ async def test_a_change_of_parameters_is_told(host: ToolHost, request: pytest.Fi
     before = await ask(host, "add", {"a": 1, "b": 2})
     assert before.text == "3"
     assert (await ask(host, "change")).text == "changed"
-    connection = kind(host)._connected
-    assert connection is not None
     if "JSON, handshake" in request.node.name:
         # A server that answers in JSON tells of changes on a stream that may not be open yet.
-        connection.result().stale.set()
+        connection(host).stale.set()
     while (result := await ask(host, "add", {"a": 1, "b": 2})).outcome is not Outcome.REFUSED:
         assert result.outcome is Outcome.ERROR
         await asyncio.sleep(0.01)
@@ -297,6 +300,14 @@ async def test_whatever_a_server_says_is_an_outcome(bad: ToolHost, tool: str, ou
     assert result.outcome is outcome, result.text
     assert result.text.startswith(text)
     assert (await ask(bad, "good")).text == "good", "and the connection lives on"
+
+
+async def test_a_listing_that_failed_is_read_again(bad: ToolHost) -> None:
+    assert (await ask(bad, "break_listing")).text == "the next listing fails"
+    connection(bad).stale.set()
+    failed = await ask(bad, "good")
+    assert failed.text == "error: the MCP server s does not list its tools: out of order"
+    assert (await ask(bad, "new")).text == "good"
 
 
 async def test_an_answer_without_its_type_is_complete(open_tools: OpenTools) -> None:

@@ -282,22 +282,29 @@ class McpKind:
 
     async def _list(self, connection: _Connection) -> None:
         async with connection.listing:
-            connection.stale.clear()
-            listed: list[types.Tool] = []
-            cursor: str | None = None
-            for _ in range(MAX_PAGES):
-                parameters = types.PaginatedRequestParams(cursor=cursor)
-                try:
-                    page = await connection.client.session.list_tools(params=parameters if cursor else None)
-                except (MCPError, pydantic.ValidationError) as error:
-                    raise ToolFailed(
-                        f"the MCP server {self._name} does not list its tools: {_innermost(error)}"
-                    ) from error
-                listed += page.tools
-                cursor = page.next_cursor
-                if cursor is None or len(listed) > MAX_TOOLS:
-                    break
-            self._take(listed)
+            connection.stale.clear()  # a change that is reported from now on may not be in what is read
+            try:
+                self._take(await self._listed(connection))
+            except BaseException:
+                connection.stale.set()
+                raise
+
+    async def _listed(self, connection: _Connection) -> list[types.Tool]:
+        listed: list[types.Tool] = []
+        cursor: str | None = None
+        for _ in range(MAX_PAGES):
+            parameters = types.PaginatedRequestParams(cursor=cursor)
+            try:
+                page = await connection.client.session.list_tools(params=parameters if cursor else None)
+            except (MCPError, pydantic.ValidationError) as error:
+                raise ToolFailed(
+                    f"the MCP server {self._name} does not list its tools: {_innermost(error)}"
+                ) from error
+            listed += page.tools
+            cursor = page.next_cursor
+            if cursor is None or len(listed) > MAX_TOOLS:
+                break
+        return listed
 
     def _take(self, listed: Sequence[types.Tool]) -> None:
         tools: dict[str, KnownTool] = {}
