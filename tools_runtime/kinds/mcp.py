@@ -8,8 +8,8 @@ breaks. Callers only see that their call was lost.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -20,13 +20,13 @@ from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 from mcp_types.version import LATEST_MODERN_VERSION, MODERN_PROTOCOL_VERSIONS
 
 from cluster.config.tools import McpTool
-from cluster.core.errors import ToolError, ToolFailed, ToolUnknown
+from cluster.core.errors import ToolError, ToolFailed, ToolRefused, ToolUnknown
 from cluster.core.tools import ToolOffer, function_object, server_tool_name
 from tools_runtime.addresses import Resolver
 from tools_runtime.answer_images import IMAGE_CHARS, AnswerImages
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers
-from tools_runtime.mcp_streams import CUT, STATUS, Limits, PipeStreams, Room, http_streams
+from tools_runtime.mcp_streams import CUT, LOST, STATUS, Limits, Loss, PipeStreams, Room, http_streams
 from tools_runtime.recursive_schemas import without_recursion
 from tools_runtime.schemas import ArgumentCheck, RecursiveSchema
 
@@ -68,6 +68,27 @@ class _Connection:
         self.stale = asyncio.Event()
         """Set when the server has reported that its tools changed."""
         self.listing = asyncio.Lock()
+        self._calls = 0
+        self._given_up = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a call in the block."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._end_if_unused()
+
+    def give_up(self) -> None:
+        """End the connection as soon as no call uses it. One call was lost, and the others may get their answers."""
+        self._given_up = True
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._given_up and not self._calls:
+            self.ended.set()
 
 
 class McpKind:
@@ -142,6 +163,7 @@ class McpKind:
 
         Raises:
             ToolFailed: the server cannot be reached, or reports that the tool failed.
+            ToolRefused: the server is at an address that it may not have.
             ToolUnknown: the connection was lost during the call.
         """
         connection = await self._connection()
@@ -258,27 +280,43 @@ class McpKind:
         """Return the call's answer, unless the connection breaks first."""
         assert self._serving is not None
         task = asyncio.create_task(call)
-        try:
-            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or task.cancelled():
-                raise ToolUnknown(f"the MCP server {self._name} went away during the call")
-            result: types.CallToolResult = task.result()
-            return result
-        finally:
-            task.cancel()
+        with connection.in_use():
+            try:
+                await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done() or task.cancelled():
+                    raise ToolUnknown(f"the MCP server {self._name} went away during the call")
+                result: types.CallToolResult = task.result()
+                return result
+            finally:
+                task.cancel()
 
     def _mapped(self, connection: _Connection, error: MCPError) -> ToolError:
         if error.code == types.CONNECTION_CLOSED:
-            connection.ended.set()
+            if self._config.url is None:
+                connection.ended.set()
+            else:
+                connection.give_up()  # it may be only the stream with this call's answer that has ended
             return ToolUnknown(f"the MCP server {self._name} went away during the call")
         if error.code == types.INVALID_REQUEST and error.message == "Session terminated":
             connection.ended.set()
             return ToolFailed(f"the MCP server {self._name} has forgotten the session", transient=True)
         if error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND):
             connection.stale.set()
+        if (loss := _loss(error)) is not None:
+            return self._without_answer(connection, loss, error.message)
         if _is_status(error):
             return ToolFailed(f"the MCP server {self._name} answers with {error.message}")
         return ToolFailed(f"the MCP server {self._name} says: {error.message} ({error.code})")
+
+    def _without_answer(self, connection: _Connection, loss: Loss, reason: str) -> ToolError:
+        if loss in (Loss.UNSENT, Loss.UNKNOWN):
+            connection.give_up()
+        if loss is Loss.UNKNOWN:
+            return ToolUnknown(f"the MCP server {self._name} went away during the call")
+        if loss is Loss.UNUSABLE:
+            return ToolFailed(f"the MCP server {self._name}: {reason}")
+        text = f"the MCP server {self._name} cannot be reached: {reason}"
+        return ToolRefused(text) if loss is Loss.REFUSED else ToolFailed(text, transient=True)
 
     async def _list(self, connection: _Connection) -> None:
         async with connection.listing:
@@ -297,9 +335,9 @@ class McpKind:
             try:
                 page = await connection.client.session.list_tools(params=parameters if cursor else None)
             except (MCPError, pydantic.ValidationError) as error:
-                raise ToolFailed(
-                    f"the MCP server {self._name} does not list its tools: {_innermost(error)}"
-                ) from error
+                if _loss(error) in (Loss.UNSENT, Loss.UNKNOWN):
+                    connection.give_up()
+                raise ToolFailed(f"the MCP server {self._name} does not list its tools: {_innermost(error)}") from error
             listed += page.tools
             cursor = page.next_cursor
             if cursor is None or len(listed) > MAX_TOOLS:
@@ -353,10 +391,15 @@ async def _watch(connection: _Connection) -> None:
     """Subscribe to changes of the tools, which clients have to do from protocol 2026-07-28 on."""
     if connection.client.protocol_version not in MODERN_PROTOCOL_VERSIONS:
         return
-    with suppress(MCPError, ListenNotSupportedError, SubscriptionLost, TimeoutError):
+    try:
         async with connection.client.listen(tools_list_changed=True) as events:
             async for _ in events:
                 connection.stale.set()
+    except MCPError as error:
+        if _loss(error) is not None:
+            connection.give_up()  # another connection hears of changes
+    except (ListenNotSupportedError, SubscriptionLost, TimeoutError):
+        pass
 
 
 def _check(schema: Mapping[str, Any]) -> ArgumentCheck:
@@ -410,6 +453,15 @@ def _why_down(error: BaseException) -> str:
 def _is_status(error: BaseException | None) -> TypeGuard[MCPError]:
     """Return whether the error stands for an HTTP status, which is its message."""
     return isinstance(error, MCPError) and isinstance(error.data, dict) and STATUS in error.data
+
+
+def _loss(error: BaseException) -> Loss | None:
+    """Return what is known of a request, if the error stands for one without a usable answer."""
+    data = error.data if isinstance(error, MCPError) else None
+    try:
+        return Loss(str(data[LOST])) if isinstance(data, dict) and LOST in data else None
+    except ValueError:
+        return None
 
 
 def _innermost(error: BaseException) -> str:
