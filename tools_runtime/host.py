@@ -184,6 +184,9 @@ REQUEST = "request"
 REFRESH_S = 1.0
 """Longest wait in seconds for a configured server to be reached again, before the known tools are listed."""
 
+REACH_S = 120.0
+"""Seconds after which it is given up to reach such a server, until the tools are listed again."""
+
 
 class ToolHost:
     """The tools of one process.
@@ -278,8 +281,9 @@ class ToolHost:
 
     async def _reach(self, entry: Entry) -> None:
         try:
-            with suppress(ToolError):
-                await entry.kind.tool(entry.name)
+            with suppress(ToolError, TimeoutError):
+                async with asyncio.timeout(REACH_S):
+                    await entry.kind.tool(entry.name)
         finally:
             del self._refreshing[entry.name]
 

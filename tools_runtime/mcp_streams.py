@@ -49,6 +49,9 @@ class Loss(StrEnum):
     """It may have been sent."""
 
 
+CLOSE_S = 2.0
+"""Seconds for which a server may take to end a session."""
+
 CALL_METHOD = "tools/call"
 
 TAIL_BYTES = 512
@@ -350,6 +353,9 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         self._resolver = resolver
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "DELETE":  # of a session that is over
+            async with asyncio.timeout(CLOSE_S):
+                return await _whole(await self._answered(request, is_request=False))
         if request.method != "POST":
             return await self._answered(request, is_request=False)
         message = pydantic_core.from_json(await request.aread())
@@ -400,7 +406,7 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
 
 
 async def _whole(answer: httpx2.Response) -> httpx2.Response:
-    """Return the same answer with its body. The library reads the body where an error would end the connection."""
+    """Return the same answer with its body. An error of its reading shows here, and not in the library."""
     try:
         body = await answer.aread()
     finally:

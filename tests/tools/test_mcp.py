@@ -310,6 +310,19 @@ async def test_a_listing_that_failed_is_read_again(bad: ToolHost) -> None:
     assert (await ask(bad, "new")).text == "good"
 
 
+async def test_a_listing_that_is_not_answered_is_given_up(bad: ToolHost) -> None:
+    """Whoever waits for it, which may be nobody's call, keeps no call from its own."""
+    await ask(bad, "silence_listing")
+    connection(bad).stale.set()
+    patient = kind(bad)._config
+    kind(bad)._config = patient.model_copy(update={"connect_timeout_s": 0.05})
+    failed = await ask(bad, "good")
+    assert failed.text == "error: the MCP server s did not list its tools within 0.05 s"
+    assert not connection(bad).listing.locked()
+    kind(bad)._config = patient
+    assert (await ask(bad, "new")).text == "good"
+
+
 async def test_an_answer_without_its_type_is_complete(open_tools: OpenTools) -> None:
     host = await open_tools(server(command=BAD, protocol="stateless"))
     assert version(host) == STATELESS

@@ -11,7 +11,8 @@ import pytest
 from cluster.core.errors import ToolFailed, ToolRefused
 from cluster.core.tools import Outcome
 from tests.tools.test_mcp import Serve, ask, kind, server
-from tests.waiting import until
+from tests.waiting import WITHIN_S, until
+from tools_runtime import mcp_streams
 from tools_runtime.host import ToolHost
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
@@ -115,3 +116,22 @@ async def test_a_lost_message_to_the_server_ends_no_call(
     await until(lambda: losses.lost)
     (tmp_path / "b").touch()
     assert [(await call).outcome for call in calls] == [Outcome.CANCELLED, Outcome.OK]
+
+
+async def test_a_server_that_does_not_end_its_session_delays_no_end(
+    open_tools: OpenTools, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, port = serve("mcp_server.py", "http")
+    host = await open_tools(server(url=f"http://127.0.0.1:{port}/mcp", protocol="handshake"))
+    send, asked = httpx2.AsyncHTTPTransport.handle_async_request, asyncio.Event()
+
+    async def handle(transport: httpx2.AsyncHTTPTransport, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "DELETE":
+            asked.set()
+            await asyncio.Event().wait()
+        return await send(transport, request)
+
+    monkeypatch.setattr(httpx2.AsyncHTTPTransport, "handle_async_request", handle)
+    monkeypatch.setattr(mcp_streams, "CLOSE_S", 0.05)
+    await asyncio.wait_for(host.aclose(), WITHIN_S)
+    assert asked.is_set()

@@ -9,6 +9,7 @@ import pytest
 from cluster.core.errors import ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from tests.tools.scripted import ScriptedKind, settle
+from tests.waiting import until
 from tools_runtime import host as hosting
 from tools_runtime.host import ToolHost
 
@@ -98,6 +99,30 @@ async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monk
     for i in range(5):
         await host.run(theirs("t"), {"t": {**HTTP, "description": str(i)}})
     assert len(host._request_tools._tables) == 2
+
+
+class Unreachable:
+    """A kind that waits for ever to know its tools."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.kind = ScriptedKind(name, lambda _: "")
+
+    async def tool(self, name: str) -> None:
+        await asyncio.Event().wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+async def test_a_server_that_is_never_reached_is_given_up(
+    open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(hosting.TOOL_KINDS), "load", lambda self, kind: Unreachable)
+    host = await open_tools({"mine": {"kind": "command", "argv": ["true"]}})
+    monkeypatch.setattr(hosting, "REFRESH_S", 0.01)
+    monkeypatch.setattr(hosting, "REACH_S", 0.05)
+    assert [offer.name for offer in await host.offers()] == ["mine"]
+    await until(lambda: not host._refreshing)
 
 
 class Hanging:

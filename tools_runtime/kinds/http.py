@@ -38,6 +38,9 @@ BODY = "body"
 MAX_INLINED_VALUES = 20_000
 MAX_DOCUMENT_BYTES = 8 << 20
 
+DOCUMENT_S = 60.0
+"""Seconds within which a document must be read."""
+
 METHODS = ("get", "post", "put", "patch", "delete")
 
 IGNORED_HEADERS = frozenset({"accept", "content-type", "authorization"})
@@ -251,7 +254,13 @@ class HttpKind:
         async with self._loading:
             if self._tool is None and self._config.openapi is not None:
                 url = self._config.openapi.document
-                fetched = await self._fetch(httpx.Request("GET", url, headers=self._headers), MAX_DOCUMENT_BYTES)
+                request = httpx.Request("GET", url, headers=self._headers)
+                try:
+                    async with asyncio.timeout(DOCUMENT_S):
+                        fetched = await self._fetch(request, MAX_DOCUMENT_BYTES)
+                except TimeoutError:
+                    text = f"the OpenAPI document was not read within {DOCUMENT_S:g} s"
+                    raise ToolFailed(text, transient=True) from None
                 try:
                     self._take(fetched.text, url)
                 except ConfigError as error:

@@ -66,7 +66,8 @@ class _Connection:
         self.client = client
         self.ended = ended
         self.stale = asyncio.Event()
-        """Set when the server has reported that its tools changed."""
+        """Set until the tools are listed, and when the server has reported that they changed."""
+        self.stale.set()
         self.listing = asyncio.Lock()
         self._calls = 0
         self._given_up = False
@@ -172,6 +173,7 @@ class McpKind:
         except MCPError as error:
             if error.code == types.HEADER_MISMATCH:
                 # Nothing was run: the server wants arguments in headers that its new listing names.
+                connection.stale.set()
                 await self._list(connection)
                 result = await self._unless_ended(connection, self._call(connection, invocation))
             else:
@@ -319,13 +321,23 @@ class McpKind:
         return ToolRefused(text) if loss is Loss.REFUSED else ToolFailed(text, transient=True)
 
     async def _list(self, connection: _Connection) -> None:
-        async with connection.listing:
-            connection.stale.clear()  # a change that is reported from now on may not be in what is read
-            try:
-                self._take(await self._listed(connection))
-            except BaseException:
-                connection.stale.set()
-                raise
+        """Read the list of the tools, unless it was read while this call waited for the same."""
+        limit_s = self._config.connect_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), connection.listing:
+                if connection.stale.is_set():
+                    await self._read_list(connection)
+        except TimeoutError:
+            text = f"the MCP server {self._name} did not list its tools within {limit_s:g} s"
+            raise ToolFailed(text, transient=True) from None
+
+    async def _read_list(self, connection: _Connection) -> None:
+        connection.stale.clear()  # a change that is reported from now on may not be in what is read
+        try:
+            self._take(await self._listed(connection))
+        except BaseException:
+            connection.stale.set()
+            raise
 
     async def _listed(self, connection: _Connection) -> list[types.Tool]:
         listed: list[types.Tool] = []

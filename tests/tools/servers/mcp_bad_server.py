@@ -27,11 +27,12 @@ TOOLS: list[dict[str, Any]] = [
     {"name": "silent", "inputSchema": {"type": "object"}},
     {"name": "odd_ids", "inputSchema": {"type": "object"}},
     {"name": "break_listing", "inputSchema": {"type": "object"}},
+    {"name": "silence_listing", "inputSchema": {"type": "object"}},
 ]
 
 LONG = {"type": "text", "text": "x" * 2_000_000}
 failures: list[str] = []
-"""What the next listings answer instead of the tools."""
+"""What the next listings answer instead of the tools; empty: nothing."""
 
 
 def say(text: str) -> None:
@@ -66,8 +67,8 @@ def called(id: object, name: str) -> None:
         for odd in (True, 1.5, [1], {}):
             say(json.dumps({"jsonrpc": "2.0", "id": odd, "result": {"content": [LONG]}}))
         result = {"content": [{"type": "text", "text": "after odd ids"}]}
-    elif name == "break_listing":
-        failures.append("out of order")
+    elif name in ("break_listing", "silence_listing"):
+        failures.append("out of order" if name == "break_listing" else "")
         TOOLS.append({"name": "new", "inputSchema": {"type": "object"}})
         result = {"content": [{"type": "text", "text": "the next listing fails"}]}
     elif name == "silent":
@@ -89,7 +90,8 @@ for line in sys.stdin:
         }
         say(json.dumps({"jsonrpc": "2.0", "id": id, "result": result}))
     elif method == "tools/list" and failures:
-        say(json.dumps({"jsonrpc": "2.0", "id": id, "error": {"code": -32000, "message": failures.pop()}}))
+        if failure := failures.pop():
+            say(json.dumps({"jsonrpc": "2.0", "id": id, "error": {"code": -32000, "message": failure}}))
     elif method == "tools/list":
         stateless = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}  # of no effect before 2026-07-28
         say(json.dumps({"jsonrpc": "2.0", "id": id, "result": {"tools": TOOLS, **stateless}}))
