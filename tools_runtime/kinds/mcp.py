@@ -190,10 +190,12 @@ class McpKind:
 
     async def aclose(self) -> None:
         """End the connection, and the server if it is a child process."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-        self._resolver.close()
+        try:
+            if self._serving is not None:
+                self._serving.cancel()
+                await asyncio.wait({self._serving})
+        finally:
+            self._resolver.close()
 
     async def _connection(self) -> _Connection:
         if self._connected is not None and self._connected.done() and self._connected.result().ended.is_set():
