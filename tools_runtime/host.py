@@ -24,6 +24,9 @@ from tools_runtime.kind import LoopClock, TimerClock
 MAX_REQUEST_BYTES = 256 << 10
 """Largest size of all tools of one request, in characters of JSON."""
 
+MAX_REQUEST_DOCUMENT_BYTES = 1 << 20
+"""Largest size of an OpenAPI document to which a tool of a request refers."""
+
 MAX_REQUEST_CONCURRENCY = 64
 """Largest concurrency of a tool that a request brings."""
 
@@ -53,7 +56,10 @@ def entry(name: str, config: ToolModel, source: ToolSource) -> Entry:
     Raises:
         ConfigError: it cannot work.
     """
-    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config), source)
+    bounds = {}
+    if source is ToolSource.REQUEST and isinstance(config, HttpTool) and config.openapi is not None:
+        bounds["max_document_bytes"] = MAX_REQUEST_DOCUMENT_BYTES
+    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config, **bounds), source)
 
 
 def configured(config: ToolsConfig) -> ToolTable:

@@ -21,7 +21,8 @@ from tools_runtime.addresses import Resolver, is_public
 from tools_runtime.host import ToolHost
 from tools_runtime.kind import Invocation
 from tools_runtime.kinds import http
-from tools_runtime.kinds.http import HttpKind, Operation, find_operation
+from tools_runtime.kinds.http import HttpKind
+from tools_runtime.openapi import Operation, find_operation
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 Serve = Callable[..., tuple["subprocess.Popen[bytes]", int]]

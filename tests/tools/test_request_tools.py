@@ -12,6 +12,7 @@ from tests.tools.scripted import ScriptedKind, settle
 from tests.waiting import WITHIN_S, until
 from tools_runtime import host as hosting
 from tools_runtime.host import ToolHost
+from tools_runtime.kinds.http import MAX_DOCUMENT_BYTES
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 
@@ -159,6 +160,15 @@ async def test_tools_of_a_tenant_that_hang_refuse_no_other_tenants(
     Hanging.end.set()
     assert [result.outcome for result in await asyncio.gather(other, *stuck)] == [Outcome.OK] * 4
     assert len(host._request_tools._tables) == 4
+
+
+async def test_documents_of_requests_are_smaller(open_tools: OpenTools) -> None:
+    openapi = {"document": "http://127.0.0.1:9/", "operation": "x"}
+    defined = {"mine": {"kind": "http", "openapi": openapi}}
+    host = await open_tools(defined, request_kinds=["http"])
+    brought = host._request_tools.table({"t": {"kind": "http", "openapi": openapi}}, "")
+    sizes: list[Any] = [entry.kind for table in (host._tools, brought) for entry in table.own]
+    assert [kind._max_document_bytes for kind in sizes] == [MAX_DOCUMENT_BYTES, hosting.MAX_REQUEST_DOCUMENT_BYTES]
 
 
 class Waiting:
