@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import mcp_types as types
 import pytest
 
+from cluster.config.tools import McpTool
 from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolCall, ToolId, ToolResult
 from tests.tools.scripted import SERVERS
 from tests.waiting import until
@@ -321,6 +323,17 @@ async def test_a_listing_that_is_not_answered_is_given_up(bad: ToolHost) -> None
     assert not connection(bad).listing.locked()
     kind(bad)._config = patient
     assert (await ask(bad, "new")).text == "good"
+
+
+async def test_calls_go_on_while_a_long_listing_is_checked() -> None:
+    """Each tool may have a schema that takes some milliseconds."""
+    one = McpKind("s", McpTool.model_validate({"kind": "mcp", "url": "https://example.com/mcp"}))
+    listed = [types.Tool(name=f"t{number}", input_schema={"type": "object"}) for number in range(50)]
+    taking, turns = asyncio.create_task(one._take(listed)), 0
+    while not taking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert (len(one.tools()), turns >= len(listed)) == (50, True)
 
 
 async def test_an_answer_without_its_type_is_complete(open_tools: OpenTools) -> None:

@@ -336,7 +336,7 @@ class McpKind:
     async def _read_list(self, connection: _Connection) -> None:
         connection.stale.clear()  # a change that is reported from now on may not be in what is read
         try:
-            self._take(await self._listed(connection))
+            await self._take(await self._listed(connection))
         except BaseException:
             connection.stale.set()
             raise
@@ -358,16 +358,17 @@ class McpKind:
                 break
         return listed
 
-    def _take(self, listed: Sequence[types.Tool]) -> None:
+    async def _take(self, listed: Sequence[types.Tool]) -> None:
         tools: dict[str, KnownTool] = {}
         names: set[str] = set()
         allowed = self._config.allowed_tools
         listed = [tool for tool in listed if allowed is None or tool.name in allowed]
-        self._left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
+        left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
         for tool in listed[:MAX_TOOLS]:
+            await asyncio.sleep(0)  # a schema may take some milliseconds, and calls of others go on meanwhile
             name = server_tool_name(self._name, tool.name)
             if len(name) > MAX_NAME_LENGTH or name in names:
-                self._left_out[tool.name] = f"its name {name!r} is too long, or taken"
+                left_out[tool.name] = f"its name {name!r} is too long, or taken"
                 continue
             before = self._tools.get(tool.name)
             try:
@@ -377,16 +378,16 @@ class McpKind:
                 elif before is not None:
                     check = before.check
             except ValueError as error:
-                self._left_out[tool.name] = f"its parameters are {error}"
+                left_out[tool.name] = f"its parameters are {error}"
                 continue
             read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
             function = function_object(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check.schema)
             offer = ToolOffer(name, function, here=True, server_tool=tool.name, read_only=read_only)
             names.add(name)
             tools[tool.name] = KnownTool(offer, check)
-        self._tools = tools
-        if self._left_out:
-            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in self._left_out.items())
+        self._tools, self._left_out = tools, left_out
+        if left_out:
+            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in left_out.items())
             logger.warning("the MCP server %s has tools that cannot be used: %s", self._name, reasons[:2000])
 
     def _down(self, addition: str) -> ToolFailed:
