@@ -16,14 +16,15 @@ import uuid
 import zlib
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from cluster.config.tools import ToolsConfig
-from cluster.core.errors import IntegrityError, ToolRefused
+from cluster.config.tools import ToolsConfig, ToolSection
+from cluster.core.clock import Clock, MonotonicClock
+from cluster.core.errors import IntegrityError, ToolFailed, ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult, ToolSource
 from tools_runtime.actor_process import LOOKS, ToolActor
 from tools_runtime.kept_results import key_of
@@ -210,6 +211,13 @@ ANSWER_S = 0.05
 ASK_S = 2.0
 """Seconds within which an actor has to answer whether it knows a call."""
 
+UNSAID_DEADLINE_S: float = ToolSection.model_fields["deadline_s"].default
+"""The deadline in seconds of a tool of a request that says none."""
+
+LISTING_S = 30.0
+"""Longest time in seconds for which a listing of the tools waits for the actors, beside the time that the servers of a
+request may take."""
+
 MAX_STARTED = 65_536
 """Largest number of asynchronous calls whose actor is remembered."""
 
@@ -221,6 +229,7 @@ class _Settings:
     idempotent: bool
     sticky: bool
     deadline_s: float
+    """Largest number of seconds that a call takes."""
 
 
 class ToolActors:
@@ -229,10 +238,12 @@ class ToolActors:
     Args:
         config: the tools, and the number of actors.
         cpus: Ray CPUs that each actor reserves.
+        clock: measures what is left of a call's deadline. None is the machine's.
     """
 
-    def __init__(self, config: ToolsConfig, cpus: float = 0.0) -> None:
+    def __init__(self, config: ToolsConfig, cpus: float = 0.0, clock: Clock | None = None) -> None:
         self._config = config
+        self._clock = clock or MonotonicClock()
         self._actors = SharedActors(config, cpus)
         self._outstanding = [0] * config.actors
         self._started: OrderedDict[tuple[str, str], int] = OrderedDict()
@@ -252,6 +263,8 @@ class ToolActors:
     ) -> ToolResult:
         """Run a call and return its one outcome; see `ToolExecutor.run`.
 
+        Its deadline covers the wait for an actor, and a second run where the first actor died.
+
         Args:
             call: the call to run.
             definitions: the tools that the request brought, as in the configuration.
@@ -260,14 +273,22 @@ class ToolActors:
                 UNKNOWN.
         """
         settings = self._settings(call, definitions or {})
-        index = await self._resumed_at(call, settings) if resumed else await self._pick(call, settings)
-        result = await self._run_on(index, call, definitions, settings, resumed)
-        if result is None and settings.idempotent:
-            result = await self._run_on(await self._pick(call, settings), call, definitions, settings, resumed)
-        if result is None:
-            text = f"unknown: what ran {call.name} died; the tool may have taken effect"
-            result = ToolResult(call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
-        return result
+        limit_s = _limit_s(call, settings)
+        until_s = self._clock.now_s() + limit_s
+        for sent in range(2 if settings.idempotent else 1):
+            index = await self._picked(call, settings, until_s, resumed=resumed and not sent)
+            if index is None:
+                effect = "it may have taken effect" if sent or resumed else "it was never started"
+                text = f"timeout: there was no process that could run {call.name}; {effect}"
+                return ToolResult(call.id, call.name, Outcome.TIMEOUT, text, statistics_name=call.name)
+            left_s = max(0.0, until_s - self._clock.now_s())
+            # The actor measures the call's deadline from when the call arrives.
+            rest = replace(call, deadline_s=round(left_s, 2)) if left_s < limit_s - ANSWER_S else call
+            result = await self._run_on(index, rest, definitions, left_s, resumed)
+            if result is not None:
+                return result
+        text = f"unknown: what ran {call.name} died; the tool may have taken effect"
+        return ToolResult(call.id, call.name, Outcome.UNKNOWN, text, statistics_name=call.name)
 
     async def cancel(self, program: str, call_id: str) -> bool:
         """End a call with CANCELLED, whichever pool sent it. Return False if no such call is in progress."""
@@ -317,20 +338,15 @@ class ToolActors:
 
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
+            ToolFailed: no actor answers.
             RayError: a configured tool cannot work.
         """
-        for _ in range(3):
-            index = await self._least_busy()
-            self._actors.attend()
-            try:
-                offers: list[ToolOffer] | str = await self._actors[index].offers.remote(definitions, tenant)
-            except RayActorError:
-                self._actors.revive(index)
-                continue
-            if isinstance(offers, str):
-                raise ToolRefused(offers)
-            return offers
-        raise ToolRefused("the actors that run tools die; try again later")
+        limit_s = LISTING_S + (self._config.max_request_deadline_s if definitions else 0.0)
+        try:
+            async with asyncio.timeout(limit_s):
+                return await self._listed(definitions, tenant)
+        except TimeoutError:
+            raise ToolFailed("the processes that run tools do not answer; try again later", transient=True) from None
 
     async def aclose(self, *, kill: bool = False) -> None:
         """Stop attending to the actors. Actors to which no pool attends end themselves.
@@ -350,6 +366,20 @@ class ToolActors:
         if sum(self._outstanding) != running or min(self._outstanding) < 0:
             raise IntegrityError(f"{self._outstanding} calls outstanding, but {running} run")
 
+    async def _listed(self, definitions: Mapping[str, Any] | None, tenant: str) -> list[ToolOffer]:
+        for _ in range(3):
+            index = await self._least_busy()
+            self._actors.attend()
+            try:
+                offers: list[ToolOffer] | str = await self._actors[index].offers.remote(definitions, tenant)
+            except RayActorError:
+                self._actors.revive(index)
+                continue
+            if isinstance(offers, str):
+                raise ToolRefused(offers)
+            return offers
+        raise ToolFailed("the processes that run tools die; try again later", transient=True)
+
     def _settings(self, call: ToolCall, definitions: Mapping[str, Any]) -> _Settings:
         target = call.target
         if target.source is ToolSource.OPERATOR:
@@ -360,8 +390,10 @@ class ToolActors:
         # Of a request's tools only its actor makes sure that they are right.
         theirs = definitions.get(target.entry)
         theirs = theirs if isinstance(theirs, dict) else {}
-        longest_s = self._config.max_request_deadline_s
-        return _Settings(theirs.get("idempotent") is True, theirs.get("sticky") is True, longest_s)
+        deadline_s = self._config.max_request_deadline_s
+        if isinstance(said_s := theirs.get("deadline_s", UNSAID_DEADLINE_S), int | float) and said_s > 0:
+            deadline_s = min(deadline_s, said_s)
+        return _Settings(theirs.get("idempotent") is True, theirs.get("sticky") is True, deadline_s)
 
     def _home(self, call: ToolCall, settings: _Settings) -> int | None:
         """Return the actor for this call, the same in all pools. None: any actor will do."""
@@ -370,6 +402,14 @@ class ToolActors:
             return None
         home = call.program if settings.sticky or key is None else repr(key)
         return zlib.crc32(home.encode(errors="replace")) % len(self._actors)
+
+    async def _picked(self, call: ToolCall, settings: _Settings, until_s: float, *, resumed: bool) -> int | None:
+        """Return the actor for a call, or None if there is none before ``until_s``."""
+        try:
+            async with asyncio.timeout(max(0.0, until_s - self._clock.now_s())):
+                return await (self._resumed_at if resumed else self._pick)(call, settings)
+        except TimeoutError:
+            return None
 
     async def _pick(self, call: ToolCall, settings: _Settings) -> int:
         home = self._home(call, settings)
@@ -389,20 +429,24 @@ class ToolActors:
         """Return the first of these actors that runs the call or keeps its result, or None."""
         self._actors.attend()
         asked = {index: asyncio.ensure_future(_awaited(self._actors[index].knows.remote(call))) for index in among}
-        if asked:
-            await asyncio.wait(asked.values(), timeout=ASK_S)
+        try:
+            if asked:
+                await asyncio.wait(asked.values(), timeout=ASK_S)
+        finally:
+            for answer in asked.values():
+                answer.cancel()
         knowing = None
         for index, answer in asked.items():
             if not answer.done():
-                answer.cancel()
-            elif isinstance(answer.exception(), RayActorError):
+                continue
+            if isinstance(answer.exception(), RayActorError):
                 self._actors.revive(index)
             elif answer.exception() is None and answer.result() and knowing is None:
                 knowing = index
         return knowing
 
     async def _run_on(
-        self, index: int, call: ToolCall, definitions: Mapping[str, Any] | None, settings: _Settings, resumed: bool
+        self, index: int, call: ToolCall, definitions: Mapping[str, Any] | None, left_s: float, resumed: bool
     ) -> ToolResult | None:
         """Run the call on an actor. Return its outcome, or None if the actor died."""
         self._actors.attend()
@@ -413,8 +457,7 @@ class ToolActors:
         gone = asyncio.ensure_future(self._actors.gone(index).wait())
         try:
             either: set[asyncio.Future[Any]] = {answer, gone}
-            timeout_s = _timeout_s(call, settings)
-            await asyncio.wait(either, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait(either, timeout=left_s + ANSWER_S, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done() and gone.done():
                 return None
             if not answer.done():
@@ -463,9 +506,9 @@ def _lost(call_id: str) -> ToolResult:
     return ToolResult(call_id, "", Outcome.UNKNOWN, text)
 
 
-def _timeout_s(call: ToolCall, settings: _Settings) -> float:
+def _limit_s(call: ToolCall, settings: _Settings) -> float:
     longest_s = settings.deadline_s
-    return (longest_s if call.deadline_s is None else min(longest_s, max(0.0, call.deadline_s))) + ANSWER_S
+    return longest_s if call.deadline_s is None else min(longest_s, max(0.0, call.deadline_s))
 
 
 async def _awaited(reference: Any) -> Any:

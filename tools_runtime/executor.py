@@ -10,8 +10,8 @@ import asyncio
 import difflib
 import random
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import count
 from typing import Any
@@ -52,6 +52,8 @@ class Slots:
         self._free = asyncio.Semaphore(count)
         self.waiting = 0
         self.taken = 0
+        self.users = 0
+        """Number of calls that use the tool, with those that have not asked for a slot yet and those that end."""
 
     @asynccontextmanager
     async def one(self) -> AsyncIterator[None]:
@@ -138,6 +140,7 @@ class ToolTable:
     def __init__(self, entries: Iterable[Entry], below: "ToolTable | None" = None) -> None:
         self.own: Sequence[Entry] = tuple(entries)
         self._entries = {(entry.source, entry.name): entry for entry in (*(below.own if below else ()), *self.own)}
+        self._users = 0
 
     def entry(self, call: ToolCall) -> Entry:
         """Return the entry that has a call's tool.
@@ -153,8 +156,17 @@ class ToolTable:
 
     @property
     def busy(self) -> bool:
-        """Whether a call of one of its own entries runs or waits."""
-        return any(entry.slots.taken or entry.slots.waiting for entry in self.own)
+        """Whether it is in use, or a call of one of its own entries has not ended."""
+        return self._users > 0 or any(entry.slots.users for entry in self.own)
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Mark the table as busy in the block."""
+        self._users += 1
+        try:
+            yield
+        finally:
+            self._users -= 1
 
     async def open(self) -> None:
         """Open the kinds of its own entries.
@@ -166,9 +178,8 @@ class ToolTable:
             await entry.kind.open()
 
     async def aclose(self) -> None:
-        """Close the kinds of its own entries."""
-        for entry in self.own:
-            await entry.kind.aclose()
+        """Close the kinds of its own entries, at the same time."""
+        await asyncio.gather(*(entry.kind.aclose() for entry in self.own))
 
 
 def unknown(name: str, entry: Entry) -> ToolRefused:
@@ -223,6 +234,8 @@ class _Run:
     attempts: int = 0
     waiters: dict[CallKey, _Waiter] = field(default_factory=dict)
     task: "asyncio.Task[ToolResult] | None" = None
+    given_up: bool = False
+    """Whether it was cancelled because nobody waited for it any more. Its result was decided then."""
 
 
 class ToolExecutor:
@@ -380,7 +393,7 @@ class ToolExecutor:
             if key not in run.waiters or run.task is None or run.task not in self._tasks:
                 raise IntegrityError(f"the call {key} waits for nothing")
         for run in self._shared.values():
-            if not run.waiters:
+            if not run.waiters and run.task is not None and not run.task.done():
                 raise IntegrityError(f"a run of {run.call.name!r} is shared by nobody")
         for entry in self._tools.own:
             entry.slots.check_integrity()
@@ -391,6 +404,7 @@ class ToolExecutor:
         run = _Run(call, entry, key, accepted, partial, call.name, self._clock.now_s())
         run.task = asyncio.create_task(self._work(run), name=f"tool {call.name}")
         self._tasks.add(run.task)
+        entry.slots.users += 1
         run.task.add_done_callback(lambda task: self._ended(run, task))
         if key is not None:
             self._shared[key] = run
@@ -441,19 +455,21 @@ class ToolExecutor:
         run = self._runs.pop(key)
         self._give(run.waiters.pop(key), answer)
         if run.waiters or run.task is None or run.task.done():
-            return
+            return  # `_ended` has the result of a run that has ended by itself
         if run.key is not None:
             del self._shared[run.key]
             self._kept.keep(run.key, run.call, answer, idempotent=run.entry.config.idempotent)
+        run.given_up = True
         run.task.cancel()
         if self._observe is not None:
             self._observe(run.entry, answer)
 
     def _ended(self, run: _Run, task: "asyncio.Task[ToolResult]") -> None:
         self._tasks.discard(task)
+        run.entry.slots.users -= 1
         run.partial.close()
-        if not run.waiters:
-            return  # it was cancelled, and was observed as such
+        if run.given_up:
+            return
         result = self._foreign_cancellation(run) if task.cancelled() else task.result()
         if run.key is not None:
             del self._shared[run.key]

@@ -10,10 +10,11 @@ from typing import Any
 import pydantic
 
 from cluster.config.tools import HttpTool, McpTool, ToolConfig, ToolModel, ToolName, ToolsConfig
+from cluster.core.clock import Clock
 from cluster.core.errors import ConfigError, ToolError, ToolRefused
 from cluster.core.program import tenant_of
 from cluster.core.registry import TOOL_KINDS
-from cluster.core.supervision import run_all
+from cluster.core.supervision import SupervisedTasks, run_all
 from cluster.core.tools import SEPARATOR, Outcome, ToolCall, ToolOffer, ToolResult, ToolSource, is_taken
 from tools_runtime.executor import Entry, ToolExecutor, ToolTable
 from tools_runtime.kind import LoopClock, TimerClock
@@ -23,6 +24,9 @@ from tools_runtime.kind import LoopClock, TimerClock
 MAX_REQUEST_BYTES = 256 << 10
 """Largest size of all tools of one request, in characters of JSON."""
 
+MAX_REQUEST_DOCUMENT_BYTES = 1 << 20
+"""Largest size of an OpenAPI document to which a tool of a request refers."""
+
 MAX_REQUEST_CONCURRENCY = 64
 """Largest concurrency of a tool that a request brings."""
 
@@ -31,6 +35,9 @@ MAX_TABLES = 64
 MAX_TABLES_OF_TENANT = 16
 """Largest number of different sets of request tools of one tenant. Servers that hang can use up only their own
 tenant's."""
+
+CLOSE_S = 10.0
+"""Seconds within which a set of request tools must be closed. It can be a hostile server that is disconnected."""
 
 _NOT_FOR_REQUESTS = (
     "headers_from_environment",
@@ -49,7 +56,10 @@ def entry(name: str, config: ToolModel, source: ToolSource) -> Entry:
     Raises:
         ConfigError: it cannot work.
     """
-    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config), source)
+    bounds = {}
+    if source is ToolSource.REQUEST and isinstance(config, HttpTool) and config.openapi is not None:
+        bounds["max_document_bytes"] = MAX_REQUEST_DOCUMENT_BYTES
+    return Entry.of(name, config, TOOL_KINDS.load(config.kind)(name, config, **bounds), source)
 
 
 def configured(config: ToolsConfig) -> ToolTable:
@@ -64,18 +74,22 @@ def configured(config: ToolsConfig) -> ToolTable:
 class RequestTables:
     """Tables of the tools that requests bring. The same tools of one tenant get the same table.
 
+    No update waits for anything, so that concurrent requests see whole updates. Tables are closed in the background.
+
     Args:
         config: what the operator allows.
         below: the operator's tools.
+        clock: measures how long closing takes.
     """
 
-    def __init__(self, config: ToolsConfig, below: ToolTable) -> None:
+    def __init__(self, config: ToolsConfig, below: ToolTable, clock: Clock) -> None:
         self._config = config
         self._below = below
         self._tables: OrderedDict[tuple[str, str], ToolTable] = OrderedDict()
         """Tables by tenant and definitions, the least recently used first."""
+        self._closing = SupervisedTasks("request tools", clock)
 
-    async def table(self, definitions: Mapping[str, Any], tenant: str) -> ToolTable:
+    def table(self, definitions: Mapping[str, Any], tenant: str) -> ToolTable:
         """Return the table of the operator's tools and these.
 
         Args:
@@ -88,19 +102,23 @@ class RequestTables:
         key = tenant, _text(definitions)
         known = self._tables.get(key)
         if known is None:
-            await self._make_room(tenant)
-            known = self._tables[key] = ToolTable(self._entries(definitions), self._below)
+            evicted = self._evicted(tenant)
+            known = ToolTable(self._entries(definitions), self._below)
+            if evicted is not None:
+                self._closing.run("close", _closed(self._tables.pop(evicted)))
+            self._tables[key] = known
         self._tables.move_to_end(key)
         return known
 
     async def aclose(self) -> None:
         """Close all tables."""
-        while self._tables:
-            _, table = self._tables.popitem()
-            await table.aclose()
+        tables = list(self._tables.values())
+        self._tables.clear()
+        await asyncio.gather(*map(_closed, tables), return_exceptions=True)
+        await self._closing.aclose()
 
-    async def _make_room(self, tenant: str) -> None:
-        """Close a table that is not in use, if there are too many.
+    def _evicted(self, tenant: str) -> tuple[str, str] | None:
+        """Return a table that is not in use and has to make room for another one, if there are too many.
 
         Raises:
             ToolRefused: all tables that this tenant can have are in use.
@@ -108,12 +126,11 @@ class RequestTables:
         own = [key for key in self._tables if key[0] == tenant]
         is_full = len(own) >= MAX_TABLES_OF_TENANT
         if not is_full and len(self._tables) < MAX_TABLES:
-            return
+            return None
         idle = next((key for key in (own if is_full else self._tables) if not self._tables[key].busy), None)
-        if idle is not None:
-            await self._tables.pop(idle).aclose()
-        elif is_full:
+        if idle is None and is_full:
             raise ToolRefused(f"the tools of {len(own)} requests of this tenant are in use; try again later")
+        return idle
 
     def _entries(self, definitions: Mapping[str, Any]) -> Sequence[Entry]:
         if len(definitions) > self._config.max_request_tools:
@@ -166,6 +183,11 @@ class RequestTables:
                 raise ToolRefused(f"the request's tool {name!r}: {key} is at most {limit:g}")
 
 
+async def _closed(table: ToolTable) -> None:
+    async with asyncio.timeout(CLOSE_S):
+        await table.aclose()
+
+
 def _text(definitions: Mapping[str, Any]) -> str:
     try:
         text = json.dumps(definitions, sort_keys=True)
@@ -183,6 +205,9 @@ REQUEST = "request"
 
 REFRESH_S = 1.0
 """Longest wait in seconds for a configured server to be reached again, before the known tools are listed."""
+
+REACH_S = 120.0
+"""Seconds after which it is given up to reach such a server, until the tools are listed again."""
 
 
 class ToolHost:
@@ -204,7 +229,8 @@ class ToolHost:
         observe: Callable[[str, ToolResult], None] | None = None,
     ) -> None:
         self._tools = configured(config)
-        self._request_tools = RequestTables(config, self._tools)
+        clock = clock or LoopClock()
+        self._request_tools = RequestTables(config, self._tools, clock)
         self._observe = observe
         self._longest_listing_s = config.max_request_deadline_s
         self._refreshing: dict[str, asyncio.Task[None]] = {}
@@ -212,7 +238,7 @@ class ToolHost:
         self._open = False
         self.executor = ToolExecutor(
             self._tools,
-            clock or LoopClock(),
+            clock,
             special_tokens=config.special_tokens,
             max_argument_bytes=config.max_argument_bytes,
             observe=self._observed,
@@ -242,7 +268,7 @@ class ToolHost:
         if not definitions:
             return await self.executor.run(call, resumed=resumed)
         try:
-            tools = await self._request_tools.table(definitions, tenant_of(call.program))
+            tools = self._request_tools.table(definitions, tenant_of(call.program))
         except ToolRefused as refusal:
             # REFUSED would mean that nothing was run.
             outcome = Outcome.UNKNOWN if resumed else Outcome.REFUSED
@@ -257,10 +283,11 @@ class ToolHost:
         Raises:
             ToolRefused: the request's tools are not allowed, not valid, or cannot be listed.
         """
-        tools = await self._request_tools.table(definitions, tenant) if definitions else self._tools
-        await self._refresh()
-        if definitions:
-            await run_all(self._listed(entry) for entry in tools.own)
+        tools = self._request_tools.table(definitions, tenant) if definitions else self._tools
+        with tools.in_use():
+            await self._refresh()
+            if definitions:
+                await run_all(self._listed(entry) for entry in tools.own)
         entries = (*self._tools.own, *(tools.own if definitions else ()))
         unusable = [offer for entry in entries for offer in entry.unusable()]
         return unusable + [offer for entry in entries for offer in entry.offers()]
@@ -278,8 +305,9 @@ class ToolHost:
 
     async def _reach(self, entry: Entry) -> None:
         try:
-            with suppress(ToolError):
-                await entry.kind.tool(entry.name)
+            with suppress(ToolError, TimeoutError):
+                async with asyncio.timeout(REACH_S):
+                    await entry.kind.tool(entry.name)
         finally:
             del self._refreshing[entry.name]
 

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass
+from enum import StrEnum
 from http import HTTPStatus
 from typing import Any, NamedTuple
 
@@ -21,7 +22,7 @@ from mcp.client.streamable_http import MCP_SESSION_ID, streamable_http_client
 from mcp.shared.message import SessionMessage
 from mcp_types import INTERNAL_ERROR, METHOD_NOT_FOUND, jsonrpc_message_adapter
 
-from cluster.core.errors import ToolFailed
+from cluster.core.errors import ToolError, ToolFailed, ToolRefused
 from tools_runtime.addresses import Resolver
 from tools_runtime.processes import READ_BYTES, Child, spawn
 
@@ -31,6 +32,26 @@ CUT = "caesura/cut"
 STATUS = "caesura/status"
 """The key in `data` of an error that stands for an HTTP status."""
 
+LOST = "caesura/lost"
+"""The key in `data` of an error that stands for a request without a usable answer. Its value is a `Loss`."""
+
+
+class Loss(StrEnum):
+    """What is known of such a request."""
+
+    REFUSED = "refused"
+    """It was not sent, because its address is not allowed."""
+    UNSENT = "unsent"
+    """It was not sent, because there was no connection."""
+    UNUSABLE = "unusable"
+    """It was answered in a way that is not supported."""
+    UNKNOWN = "unknown"
+    """It may have been sent."""
+
+
+CLOSE_S = 2.0
+"""Seconds for which a server may take to end a session."""
+
 CALL_METHOD = "tools/call"
 
 TAIL_BYTES = 512
@@ -39,8 +60,14 @@ TAIL_BYTES = 512
 HEAD_BYTES = 256
 """Bytes of the beginning of a message, which decide its largest length."""
 
-_ID_AT_START = re.compile(rb'"id"\s*:\s*(\d+)')
+_ID_AT_START = re.compile(rb'"id"\s*:\s*(\d+)\s*[,}]')
 _ID_AT_END = re.compile(rb'"id"\s*:\s*(\d+|"(?:[^"\\]|\\.){0,200}")\s*[,}][^{}]*\}?\s*$')
+
+_BEGINNING = frozenset(("initialize", "server/discover"))
+"""Methods with which a connection begins. Nothing else is in progress then, and the library judges their errors."""
+
+_NOT_CONNECTED = (httpx2.ConnectError, httpx2.ConnectTimeout, httpx2.PoolTimeout, httpx2.UnsupportedProtocol)
+"""Errors before anything was sent."""
 
 Streams = tuple[MemoryObjectReceiveStream[SessionMessage | Exception], MemoryObjectSendStream[SessionMessage]]
 
@@ -125,13 +152,16 @@ class Messages:
             self._room = self._room_of(bytes(self._text[:HEAD_BYTES]) + part[:HEAD_BYTES])
         room = len(part) if self._room is None else self._room.text - len(self._text)
         self._text += part[:room]
-        if len(part) > room and self._room is not None and self._room.images and _IMAGE.search(self._text):
+        if len(part) > room and self._tail is None and self._room is not None and self._grows(self._room):
             self._room = Room(sum(self._room))
             more = self._room.text - len(self._text)
             self._text += part[room : room + more]
             room += more
         if len(part) > room or self._tail is not None:
             self._tail = ((self._tail or b"") + part[room:][-TAIL_BYTES:])[-TAIL_BYTES:]
+
+    def _grows(self, room: Room) -> bool:
+        return room.images > 0 and _IMAGE.search(self._text) is not None
 
     def _taken(self) -> Message:
         message = Message(self._text, self._tail)
@@ -243,17 +273,19 @@ class PipeStreams:
 
     async def _read(self, child: Child, incoming: MemoryObjectSendStream[SessionMessage | Exception]) -> None:
         messages = Messages(self._room_of)
-        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
-            while chunk := await child.output.read(READ_BYTES):
-                for message in messages.feed(chunk):
-                    parsed = _parsed(message)
-                    del message
-                    if isinstance(parsed, SessionMessage):
-                        self._calls.discard(str(getattr(parsed.message, "id", None)))
-                    if parsed is not None:
-                        await incoming.send(parsed)
-        self.ended.set()
-        incoming.close()
+        try:
+            with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
+                while chunk := await child.output.read(READ_BYTES):
+                    for message in messages.feed(chunk):
+                        parsed = _parsed(message)
+                        del message
+                        if isinstance(parsed, SessionMessage):
+                            self._calls.discard(str(getattr(parsed.message, "id", None)))
+                        if parsed is not None:
+                            await incoming.send(parsed)
+        finally:
+            self.ended.set()
+            incoming.close()
 
     async def _write(self, child: Child, outgoing: MemoryObjectReceiveStream[SessionMessage]) -> None:
         assert child.process.stdin is not None
@@ -281,7 +313,12 @@ def _parsed(message: Message) -> SessionMessage | Exception | None:
         value = _unreadable(message, error)
         if value is None:
             return error
-    return None if value is None else SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
+    if value is None:
+        return None
+    try:
+        return SessionMessage(jsonrpc_message_adapter.validate_python(value, by_name=False))
+    except ValueError as error:
+        return error
 
 
 @asynccontextmanager
@@ -316,6 +353,21 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         self._resolver = resolver
 
     async def handle_async_request(self, request: httpx2.Request) -> httpx2.Response:
+        if request.method == "DELETE":  # of a session that is over
+            async with asyncio.timeout(CLOSE_S):
+                return await _whole(await self._answered(request, is_request=False))
+        if request.method != "POST":
+            return await self._answered(request, is_request=False)
+        message = pydantic_core.from_json(await request.aread())
+        try:
+            return await self._answered(request, is_request="id" in message and "method" in message)
+        except (httpx2.TransportError, ToolError) as error:
+            # The library would end the connection, with all that is in progress.
+            if message.get("method") in _BEGINNING:
+                raise
+            return _lost(error)
+
+    async def _answered(self, request: httpx2.Request, *, is_request: bool) -> httpx2.Response:
         request.headers["Accept-Encoding"] = "identity"
         sent = request if self._resolver is None else await self._pinned(request, self._resolver)
         response = await self._inner.handle_async_request(sent)
@@ -332,7 +384,10 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         answer = httpx2.Response(status, headers=headers, stream=stream, extensions=response.extensions)
         # The library does not report the status. It reads a 404 within a session as the end of the session.
         ended = status == HTTPStatus.NOT_FOUND and MCP_SESSION_ID in request.headers
-        return answer if status < HTTPStatus.BAD_REQUEST or ended else await _with_status(answer)
+        if status >= HTTPStatus.BAD_REQUEST:
+            return answer if ended else await _with_status(answer)
+        is_read = is_request and status != HTTPStatus.ACCEPTED and media_type.startswith("application/json")
+        return await _whole(answer) if is_read else answer
 
     async def aclose(self) -> None:
         await self._inner.aclose()
@@ -350,6 +405,27 @@ class _BoundedTransport(httpx2.AsyncBaseTransport):
         )
 
 
+async def _whole(answer: httpx2.Response) -> httpx2.Response:
+    """Return the same answer with its body. An error of its reading shows here, and not in the library."""
+    try:
+        body = await answer.aread()
+    finally:
+        await answer.aclose()
+    return httpx2.Response(answer.status_code, headers=answer.headers, content=body, extensions=answer.extensions)
+
+
+def _lost(error: httpx2.TransportError | ToolError) -> httpx2.Response:
+    """Return an error answer in place of none. To what is no request, any answer is ignored."""
+    if isinstance(error, ToolRefused):
+        loss = Loss.REFUSED
+    elif isinstance(error, ToolFailed):
+        loss = Loss.UNSENT if error.transient else Loss.UNUSABLE
+    else:
+        loss = Loss.UNSENT if isinstance(error, _NOT_CONNECTED) else Loss.UNKNOWN
+    said = {"code": INTERNAL_ERROR, "message": str(error) or type(error).__name__, "data": {LOST: loss}}
+    return _error_answer(HTTPStatus.SERVICE_UNAVAILABLE, pydantic_core.to_json(_without_id(said)))
+
+
 async def _with_status(answer: httpx2.Response) -> httpx2.Response:
     """Return an error answer whose body is a JSON-RPC error: the server's own, or one that names the HTTP status."""
     body = None
@@ -360,8 +436,17 @@ async def _with_status(answer: httpx2.Response) -> httpx2.Response:
         status = answer.status_code
         code = METHOD_NOT_FOUND if status == HTTPStatus.NOT_FOUND else INTERNAL_ERROR
         said = {"code": code, "message": f"HTTP {status} {answer.reason_phrase}".rstrip(), "data": {STATUS: status}}
-        body = pydantic_core.to_json({"jsonrpc": "2.0", "id": None, "error": said})
-    return httpx2.Response(answer.status_code, headers={"Content-Type": "application/json"}, content=body)
+        body = pydantic_core.to_json(_without_id(said))
+    return _error_answer(answer.status_code, body)
+
+
+def _without_id(said: Mapping[str, Any]) -> dict[str, Any]:
+    """Return an error message without an id. The library knows which request it answers."""
+    return {"jsonrpc": "2.0", "id": None, "error": said}
+
+
+def _error_answer(status: int, body: bytes) -> httpx2.Response:
+    return httpx2.Response(status, headers={"Content-Type": "application/json"}, content=body)
 
 
 def _is_error(body: bytes) -> bool:
@@ -383,10 +468,15 @@ class _BoundedStream(httpx2.AsyncByteStream):
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         messages = Messages(lambda _: self._room, lines=bool(self._prefix))
+        tried = False  # whether the message that has begun was already read in vain: its text does not change
         async for chunk in self._inner:
             for message in messages.feed(chunk):
                 yield self._line(message)
-            if messages.begun is not None and (short := self._short(messages.begun)) is not None:
+                tried = False
+            if messages.begun is None or tried:
+                continue
+            tried = True
+            if (short := self._short(messages.begun)) is not None:
                 yield short + self._suffix  # the rest need not be fetched
                 return
         for message in messages.end():

@@ -37,7 +37,7 @@ class Child:
     def end(self) -> None:
         """Kill it and its group, and close the pipe. It is safe to call again."""
         if self.alive:  # otherwise its pid may belong to another process by now
-            self._kill_group()
+            _kill_group(self.process)
         self._pipe.close()
         if self.process.stdin is not None:
             self.process.stdin.close()
@@ -49,16 +49,12 @@ class Child:
         """
         status = await self.process.wait()
         if leave_none:
-            self._kill_group()
+            _kill_group(self.process)
         return status
 
     async def reaped(self) -> None:
         """Wait until a killed process is gone."""
         await self.process.wait()
-
-    def _kill_group(self) -> None:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(self.process.pid, signal.SIGKILL)
 
 
 async def spawn(
@@ -105,10 +101,22 @@ async def spawn(
     finally:
         os.close(writing)
     output = asyncio.StreamReader(limit=READ_BYTES)
-    pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
-        lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb", buffering=0)
-    )
+    try:
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(output), os.fdopen(reading, "rb", buffering=0)
+        )
+    except BaseException:  # the caller gets no process that it could end
+        if process.returncode is None:
+            _kill_group(process)
+        if process.stdin is not None:
+            process.stdin.close()
+        raise
     return Child(process, output, pipe)
+
+
+def _kill_group(process: Process) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def _tied() -> list[str]:

@@ -9,9 +9,8 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
-from cluster.api.openai import RETRY_AFTER_S
 from cluster.api.validation import validated
-from cluster.core.errors import BadRequest, Overloaded, ReplicaGone, ToolRefused
+from cluster.core.errors import BadRequest, ReplicaGone
 from cluster.core.program import ProgramIdentity
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.durations.table import OVERALL
@@ -124,10 +123,7 @@ class ToolRoutes:
         Raises:
             Overloaded: the tool runtime does not answer.
         """
-        try:
-            offered = await self._offers(tenant, None)
-        except ToolRefused as error:
-            raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
+        offered = await self._offers(tenant, None)
         known = self._durations()
         data = [
             {

@@ -25,7 +25,7 @@ MAX_KEY_LENGTH = 255
 
 Offers = Callable[[str, Mapping[str, Any] | None], Awaitable[Sequence[ToolOffer]]]
 """A function from a tenant and the definitions of a request's own tools to all tools that are offered now. It raises
-ToolRefused if the request's tools are invalid."""
+ToolRefused if the request's tools are invalid, and Overloaded if the tool runtime does not answer."""
 
 Prepare = Callable[[], Awaitable[dict[str, Any]]]
 """A function that chooses the model of a request and fetches its images, and returns its body for replicas. It raises

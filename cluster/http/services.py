@@ -5,9 +5,11 @@ from collections.abc import Mapping, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
+from cluster.api.openai import RETRY_AFTER_S
 from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
+from cluster.core.errors import Overloaded, ToolFailed
 from cluster.core.supervision import SupervisedTasks
 from cluster.core.tools import Outcome, ToolCall, ToolOffer, ToolResult
 from cluster.dispatch.replica_clients import ReplicaClients
@@ -94,8 +96,14 @@ class ProgramService:
 
         Raises:
             ToolRefused: the tools of the request are invalid.
+            Overloaded: the tool runtime does not answer.
         """
-        return () if self.tools is None else self._tenants.tools(tenant, await self.tools.offers(definitions, tenant))
+        if self.tools is None:
+            return ()
+        try:
+            return self._tenants.tools(tenant, await self.tools.offers(definitions, tenant))
+        except ToolFailed as error:
+            raise Overloaded(str(error), retry_after_s=RETRY_AFTER_S) from error
 
     @property
     def failed(self) -> tuple[str, ...]:

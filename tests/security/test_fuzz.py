@@ -134,7 +134,7 @@ def test_a_listing_of_a_server_is_taken_or_its_tools_are_left_out(listed: list[A
     except pydantic.ValidationError:
         return  # the library refuses the listing
     kind = McpKind("s", McpTool.model_validate({"kind": "mcp", "url": "https://example.com/mcp"}))
-    kind._take(page.tools)
+    asyncio.run(kind._take(page.tools))
     offers = [known.offer for known in kind.tools()]
     names = [offer.name for offer in offers]
     assert len(set(names)) == len(names)

@@ -255,6 +255,28 @@ async def test_what_may_have_taken_effect_is_not_done_again(executor: Make, cloc
         assert len(kind.started) == starts
 
 
+@pytest.mark.parametrize(
+    "leaves", [lambda ex: ex.cancel("", "a"), lambda ex: ex._expire(("", "a"))], ids=["cancel", "deadline"]
+)
+async def test_a_result_that_comes_as_its_last_caller_leaves_is_kept(
+    executor: Make, leaves: Callable[[ToolExecutor], object]
+) -> None:
+    seen: list[tuple[Outcome, str]] = []
+
+    def step(_: Invocation) -> str:
+        asyncio.get_running_loop().call_soon(leaves, ex)  # after the run has ended, before anything follows from it
+        return "paid"
+
+    kind = ScriptedKind("pay", step)
+    ex = executor((kind, settings()), observe=lambda entry, result: seen.append((result.outcome, result.text)))
+    first = await ask(ex, "pay", "a", idempotency_key="k")
+    assert first.outcome in (Outcome.CANCELLED, Outcome.TIMEOUT)
+    later = ask(ex, "pay", "b", idempotency_key="k")
+    await settle()
+    assert (later.done(), len(kind.started), seen) == (True, 1, [(Outcome.OK, "paid")])
+    assert later.result().text == "paid"
+
+
 async def test_an_asynchronous_tool_answers_with_a_handle_and_tells_later(executor: Make, clock: ManualTimers) -> None:
     kind = ScriptedKind("build", taking(clock, 60.0, "built"), parameters={"type": "object", "required": ["what"]})
     ex = executor((kind, settings(asynchronous=True, deadline_s=100)))

@@ -4,7 +4,7 @@ import asyncio
 import ipaddress
 import json
 import subprocess
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
@@ -13,13 +13,16 @@ import httpx
 import pytest
 
 from cluster.config.tools import HttpTool
-from cluster.core.errors import ConfigError, ToolRefused
+from cluster.core.errors import ConfigError, ToolFailed, ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolResult
 from tests.tools.servers.http_server import OPENAPI
+from tests.waiting import WITHIN_S
 from tools_runtime.addresses import Resolver, is_public
 from tools_runtime.host import ToolHost
 from tools_runtime.kind import Invocation
-from tools_runtime.kinds.http import HttpKind, Operation, find_operation
+from tools_runtime.kinds import http
+from tools_runtime.kinds.http import HttpKind
+from tools_runtime.openapi import Operation, find_operation
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 Serve = Callable[..., tuple["subprocess.Popen[bytes]", int]]
@@ -313,3 +316,25 @@ async def test_a_redirect_to_what_is_no_url_is_refused(guarded: Any, target: str
     kind, _ = guarded("/redirect")
     with pytest.raises(Exception, match=r"URL|redirect"):
         await kind.run(invocation(to=target))
+
+
+@pytest.fixture
+async def silent() -> AsyncIterator[str]:
+    """The URL of a server that accepts connections, and says nothing until the client ends them."""
+
+    async def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+        writer.close()
+
+    async with await asyncio.start_server(accept, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/openapi.json"
+
+
+async def test_a_document_that_does_not_come_is_given_up(silent: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "DOCUMENT_S", 0.05)
+    openapi = {"document": silent, "operation": "putItem"}
+    kind = HttpKind("t", HttpTool.model_validate({"kind": "http", "openapi": openapi, "private_addresses": True}))
+    with pytest.raises(ToolFailed, match=r"was not read within 0\.05 s"):
+        await asyncio.wait_for(kind.tool("t"), WITHIN_S)
+    assert not kind._loading.locked()
+    await kind.aclose()

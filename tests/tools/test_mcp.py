@@ -9,8 +9,10 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
+import mcp_types as types
 import pytest
 
+from cluster.config.tools import McpTool
 from cluster.core.tools import IN_NEXT_MESSAGE, Outcome, ToolCall, ToolId, ToolResult
 from tests.tools.scripted import SERVERS
 from tests.waiting import until
@@ -36,10 +38,15 @@ def kind(host: ToolHost) -> McpKind:
     return found
 
 
-def version(host: ToolHost) -> str | None:
+def connection(host: ToolHost) -> Any:
     connected = kind(host)._connected
     assert connected is not None
-    return connected.result().client.protocol_version
+    return connected.result()
+
+
+def version(host: ToolHost) -> str | None:
+    found: str | None = connection(host).client.protocol_version
+    return found
 
 
 async def ask(host: ToolHost, tool: str, arguments: dict[str, Any] | None = None, **said: Any) -> ToolResult:
@@ -128,11 +135,9 @@ async def test_a_change_of_parameters_is_told(host: ToolHost, request: pytest.Fi
     before = await ask(host, "add", {"a": 1, "b": 2})
     assert before.text == "3"
     assert (await ask(host, "change")).text == "changed"
-    connection = kind(host)._connected
-    assert connection is not None
     if "JSON, handshake" in request.node.name:
         # A server that answers in JSON tells of changes on a stream that may not be open yet.
-        connection.result().stale.set()
+        connection(host).stale.set()
     while (result := await ask(host, "add", {"a": 1, "b": 2})).outcome is not Outcome.REFUSED:
         assert result.outcome is Outcome.ERROR
         await asyncio.sleep(0.01)
@@ -287,6 +292,7 @@ async def test_a_recursive_schema_is_checked_to_its_first_level(bad: ToolHost) -
         ("id_last", Outcome.OK, "xxxx"),
         ("no_id", Outcome.OK, "after a long notification"),
         ("garbage", Outcome.OK, "after garbage"),
+        ("odd_ids", Outcome.OK, "after odd ids"),
         ("too_deep", Outcome.ERROR, "error: the MCP server s says: not a message"),
         ("wrong", Outcome.ERROR, "error: the MCP server's answer is not one"),
     ],
@@ -296,6 +302,38 @@ async def test_whatever_a_server_says_is_an_outcome(bad: ToolHost, tool: str, ou
     assert result.outcome is outcome, result.text
     assert result.text.startswith(text)
     assert (await ask(bad, "good")).text == "good", "and the connection lives on"
+
+
+async def test_a_listing_that_failed_is_read_again(bad: ToolHost) -> None:
+    assert (await ask(bad, "break_listing")).text == "the next listing fails"
+    connection(bad).stale.set()
+    failed = await ask(bad, "good")
+    assert failed.text == "error: the MCP server s does not list its tools: out of order"
+    assert (await ask(bad, "new")).text == "good"
+
+
+async def test_a_listing_that_is_not_answered_is_given_up(bad: ToolHost) -> None:
+    """Whoever waits for it, which may be nobody's call, keeps no call from its own."""
+    await ask(bad, "silence_listing")
+    connection(bad).stale.set()
+    patient = kind(bad)._config
+    kind(bad)._config = patient.model_copy(update={"connect_timeout_s": 0.05})
+    failed = await ask(bad, "good")
+    assert failed.text == "error: the MCP server s did not list its tools within 0.05 s"
+    assert not connection(bad).listing.locked()
+    kind(bad)._config = patient
+    assert (await ask(bad, "new")).text == "good"
+
+
+async def test_calls_go_on_while_a_long_listing_is_checked() -> None:
+    """Each tool may have a schema that takes some milliseconds."""
+    one = McpKind("s", McpTool.model_validate({"kind": "mcp", "url": "https://example.com/mcp"}))
+    listed = [types.Tool(name=f"t{number}", input_schema={"type": "object"}) for number in range(50)]
+    taking, turns = asyncio.create_task(one._take(listed)), 0
+    while not taking.done():
+        await asyncio.sleep(0)
+        turns += 1
+    assert (len(one.tools()), turns >= len(listed)) == (50, True)
 
 
 async def test_an_answer_without_its_type_is_complete(open_tools: OpenTools) -> None:

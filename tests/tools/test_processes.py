@@ -1,6 +1,7 @@
 """Processes of tools end with whoever started them, however that ends."""
 
 import asyncio
+import io
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import psutil
 import pytest
 
 from cluster.core.errors import ToolRefused
+from tests.waiting import until
 from tools_runtime.processes import read_bounded, spawn
 
 STARTER = """
@@ -42,6 +44,39 @@ async def test_what_cannot_be_started_is_refused() -> None:
     for argv in (["/no/such/file"], ["no-such-command"], ["ls", "a\0b"]):
         with pytest.raises(ToolRefused, match="cannot be started"):
             await spawn(argv, {"PATH": "/usr/bin:/bin"})
+
+
+async def test_a_process_whose_starter_is_cancelled_is_killed_with_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, known = asyncio.Event(), set(psutil.Process().children(recursive=True))
+
+    async def connect(_: object, pipe: io.FileIO) -> None:
+        with pipe:
+            begun.set()
+            await asyncio.Event().wait()
+
+    def started() -> set[psutil.Process]:
+        return set(psutil.Process().children(recursive=True)) - known
+
+    def alive(process: psutil.Process) -> bool:
+        try:
+            return bool(process.status() != psutil.STATUS_ZOMBIE)
+        except psutil.NoSuchProcess:
+            return False
+
+    monkeypatch.setattr(asyncio.get_running_loop(), "connect_read_pipe", connect)
+    command = ["bash", "-c", "sleep 577217 & wait"]
+    starting = asyncio.create_task(spawn(command, {"PATH": "/usr/bin:/bin"}, feed=True))
+    await begun.wait()
+    await until(lambda: len(started()) == 2, "bash and sleep did not start")
+    processes = started()
+    try:
+        starting.cancel()
+        await asyncio.wait({starting})
+        assert starting.cancelled()
+        await until(lambda: not any(map(alive, processes)), "what was started goes on")
+    finally:
+        for process in filter(alive, processes):
+            process.kill()
 
 
 async def test_output_is_read_up_to_its_bound() -> None:

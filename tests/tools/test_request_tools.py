@@ -1,16 +1,18 @@
 """Tools that a request brings: only what the operator allows, only to public addresses."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from typing import Any
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any, ClassVar
 
 import pytest
 
 from cluster.core.errors import ToolRefused
 from cluster.core.tools import Outcome, ToolCall, ToolId, ToolResult
 from tests.tools.scripted import ScriptedKind, settle
+from tests.waiting import WITHIN_S, until
 from tools_runtime import host as hosting
 from tools_runtime.host import ToolHost
+from tools_runtime.kinds.http import MAX_DOCUMENT_BYTES
 
 OpenTools = Callable[..., Awaitable[ToolHost]]
 
@@ -100,6 +102,30 @@ async def test_sets_of_tools_are_kept_up_to_a_number(open_tools: OpenTools, monk
     assert len(host._request_tools._tables) == 2
 
 
+class Unreachable:
+    """A kind that waits for ever to know its tools."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.kind = ScriptedKind(name, lambda _: "")
+
+    async def tool(self, name: str) -> None:
+        await asyncio.Event().wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+async def test_a_server_that_is_never_reached_is_given_up(
+    open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(type(hosting.TOOL_KINDS), "load", lambda self, kind: Unreachable)
+    host = await open_tools({"mine": {"kind": "command", "argv": ["true"]}})
+    monkeypatch.setattr(hosting, "REFRESH_S", 0.01)
+    monkeypatch.setattr(hosting, "REACH_S", 0.05)
+    assert [offer.name for offer in await host.offers()] == ["mine"]
+    await until(lambda: not host._refreshing)
+
+
 class Hanging:
     """A kind whose calls do not end until the test lets them."""
 
@@ -134,6 +160,103 @@ async def test_tools_of_a_tenant_that_hang_refuse_no_other_tenants(
     Hanging.end.set()
     assert [result.outcome for result in await asyncio.gather(other, *stuck)] == [Outcome.OK] * 4
     assert len(host._request_tools._tables) == 4
+
+
+async def test_documents_of_requests_are_smaller(open_tools: OpenTools) -> None:
+    openapi = {"document": "http://127.0.0.1:9/", "operation": "x"}
+    defined = {"mine": {"kind": "http", "openapi": openapi}}
+    host = await open_tools(defined, request_kinds=["http"])
+    brought = host._request_tools.table({"t": {"kind": "http", "openapi": openapi}}, "")
+    sizes: list[Any] = [entry.kind for table in (host._tools, brought) for entry in table.own]
+    assert [kind._max_document_bytes for kind in sizes] == [MAX_DOCUMENT_BYTES, hosting.MAX_REQUEST_DOCUMENT_BYTES]
+
+
+class Waiting:
+    """A kind that is known, and closed, once the test lets it. Its description stands for it."""
+
+    made: ClassVar[list["Waiting"]] = []
+    unknown: ClassVar[set[str]] = set()
+    """Those that are not known at the beginning."""
+
+    def __init__(self, name: str, config: Any) -> None:
+        self.kind = ScriptedKind(name, lambda _: "done")
+        self.description = config.description
+        self.known, self.closable, self.is_closed = asyncio.Event(), asyncio.Event(), False
+        if self.description not in self.unknown:
+            self.known.set()
+        self.made.append(self)
+
+    async def tool(self, name: str) -> Any:
+        await self.known.wait()
+        return await self.kind.tool(name)
+
+    async def aclose(self) -> None:
+        self.is_closed = True
+        await self.closable.wait()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kind, name)
+
+
+@pytest.fixture
+async def waiting(open_tools: OpenTools, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ToolHost]:
+    """A host of one set at a time, whose kinds wait."""
+    monkeypatch.setattr(hosting, "MAX_TABLES", 1)
+    monkeypatch.setattr(hosting, "CLOSE_S", 0.05)
+    monkeypatch.setattr(Waiting, "made", [])
+    monkeypatch.setattr(Waiting, "unknown", set())
+    host = await open_tools({}, request_kinds=["http"])
+    monkeypatch.setattr(type(hosting.TOOL_KINDS), "load", lambda self, kind: Waiting)
+    yield host
+    for kind in Waiting.made:
+        kind.closable.set()
+
+
+def using(host: ToolHost, description: str, id: str = "a") -> "asyncio.Task[ToolResult]":
+    return asyncio.create_task(host.run(theirs("t", id), {"t": {**HTTP, "description": description}}))
+
+
+def closed() -> dict[str, bool]:
+    return {kind.description: kind.is_closed for kind in Waiting.made}
+
+
+async def test_requests_with_the_same_new_tools_share_one_set_while_another_is_closed(
+    waiting: ToolHost, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not let go delays nobody, and nothing is lost of it."""
+    monkeypatch.setattr(hosting, "CLOSE_S", WITHIN_S)
+    await using(waiting, "old")
+    results = await asyncio.wait_for(asyncio.gather(*(using(waiting, "new", id) for id in "bc")), WITHIN_S)
+    assert [result.outcome for result in results] == [Outcome.OK] * 2
+    assert closed() == {"old": True, "new": False}
+    assert waiting._request_tools._closing.pending_jobs == 1
+    Waiting.made[0].closable.set()
+    await until(lambda: not waiting._request_tools._closing.pending_jobs)
+    assert len(waiting._request_tools._tables) == 1
+
+
+@pytest.mark.parametrize("by", ["a listing", "a call"])
+async def test_a_set_that_is_in_use_is_not_closed(waiting: ToolHost, by: str) -> None:
+    """By a listing, or by a call that has no slot yet."""
+    Waiting.unknown.add("old")
+    definitions = {"t": {**HTTP, "description": "old"}}
+    user: asyncio.Task[Any] = asyncio.create_task(
+        waiting.offers(definitions) if by == "a listing" else waiting.run(theirs("t"), definitions)
+    )
+    await settle()
+    await using(waiting, "new", "b")
+    assert closed() == {"old": False, "new": False}
+    Waiting.made[0].known.set()
+    await user
+    await using(waiting, "newer", "c")
+    assert closed() == {"old": True, "new": False, "newer": False}
+
+
+async def test_what_cannot_be_closed_does_not_delay_the_end(waiting: ToolHost) -> None:
+    await using(waiting, "old")
+    await using(waiting, "new", "b")
+    await asyncio.wait_for(waiting.aclose(), WITHIN_S)
+    assert closed() == {"old": True, "new": True}
 
 
 async def test_the_tools_of_a_request_are_told_with_their_servers(

@@ -10,181 +10,36 @@ import json
 import os
 import re
 import ssl
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
-from urllib.parse import quote, unquote, urljoin
+from urllib.parse import quote, unquote
 
 import httpx
-import yaml
 from anyio.lowlevel import checkpoint
 
-from cluster.config.tools import HttpTool
+from cluster.config.tools import HttpTool, OpenApiOperation
+from cluster.core.clock import Clock
 from cluster.core.errors import ConfigError, ToolFailed, ToolRefused, ToolUnknown
 from cluster.core.tools import ToolOffer
 from tools_runtime.addresses import Resolver
-from tools_runtime.kind import Invocation, KnownTool, SingleTool, ToolOutput, unreported
+from tools_runtime.kind import Invocation, KnownTool, LoopClock, SingleTool, ToolOutput, unreported
+from tools_runtime.openapi import PLACEHOLDER, Operation, find_operation, read_document, read_operation
 from tools_runtime.processes import text_decoder
-from tools_runtime.schemas import resolved
 
-# --- an operation of an OpenAPI 3 document ----------------------------------------------------------------------------
-
-BODY = "body"
-"""The argument that is the request's JSON body, unless a parameter has that name."""
-
-MAX_INLINED_VALUES = 20_000
 MAX_DOCUMENT_BYTES = 8 << 20
 
-METHODS = ("get", "post", "put", "patch", "delete")
+DOCUMENT_S = 60.0
+"""Seconds within which a document must be read."""
 
-IGNORED_HEADERS = frozenset({"accept", "content-type", "authorization"})
-"""Header parameters that OpenAPI says to ignore."""
-RESERVED_HEADERS = frozenset((
-    "connection", "content-length", "cookie", "expect", "host", "keep-alive", "proxy-authorization", "te", "trailer",
-    "transfer-encoding", "upgrade",
-))  # fmt: skip
-"""Headers that decide where a request goes, or where it ends. No argument can set them."""
-
-
-@dataclass(frozen=True, slots=True)
-class Operation:
-    """An HTTP request whose arguments are not filled in yet."""
-
-    method: str
-    url: str
-    """URL template, with `{name}` for arguments."""
-    header_names: frozenset[str] = frozenset()
-    """Arguments that are sent as headers of the same name."""
-    body_name: str | None = None
-    """The argument that is the whole JSON body, or None if there is none."""
-    description: str = ""
-    parameters: Mapping[str, Any] = field(default_factory=dict)
-    """JSON Schema of the arguments."""
-
-
-def read_document(text: str) -> Any:
-    """Parse an OpenAPI document, as JSON or YAML.
-
-    Raises:
-        ConfigError: it is neither.
-    """
-    try:
-        return yaml.safe_load(text)  # JSON is YAML
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ConfigError(f"not an OpenAPI document: {str(error)[:200]}") from None
-
-
-def find_operation(document: Any, operation_id: str, server: str | None, base_url: str | None) -> Operation:
-    """Return the operation ``operation_id``.
-
-    Args:
-        document: the parsed document.
-        operation_id: the id of the operation.
-        server: URL of the server. None is the document's first.
-        base_url: URL of the document, for a server that is relative to it. None: the document is a file.
-
-    Raises:
-        ConfigError: there is no such operation or no server, or a reference leads to another document.
-    """
-    try:
-        path, method, shared, operation = _find(document, operation_id)
-        if server is None:
-            server = str(document["servers"][0]["url"])
-            server = urljoin(base_url, server) if base_url else server
-        if not server.startswith(("http://", "https://")):
-            raise ConfigError(f"the server {server!r} is not an absolute URL; set openapi.server")
-        if _PLACEHOLDER.search(server):
-            raise ConfigError(f"the server {server!r} has variables, which no argument can be; set openapi.server")
-        inline = _Inliner(document)
-        parameters = [inline.whole(parameter) for parameter in (*shared, *operation.get("parameters", ()))]
-        return _operation(server.rstrip("/") + path, method, operation, parameters, inline)
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-        raise ConfigError(f"the OpenAPI operation {operation_id!r} cannot be used: {error!r}") from error
-
-
-def _find(document: Any, operation_id: str) -> tuple[str, str, list[Any], dict[str, Any]]:
-    known = []
-    for path, item in document["paths"].items():
-        for method in METHODS:
-            operation = item.get(method)
-            if operation is not None:
-                known.append(str(operation.get("operationId")))
-                if operation.get("operationId") == operation_id:
-                    return path, method.upper(), item.get("parameters", []), operation
-    raise ConfigError(f"there is no OpenAPI operation {operation_id!r}; there are: {', '.join(known)[:500]}")
-
-
-def _operation(
-    url: str, method: str, operation: dict[str, Any], parameters: list[Any], inline: "_Inliner"
-) -> Operation:
-    properties: dict[str, Any] = {}
-    required: list[str] = []
-    headers: set[str] = set()
-    for parameter in parameters:
-        name = parameter["name"]
-        if parameter["in"] == "header" and name.lower() in IGNORED_HEADERS:
-            continue
-        if parameter["in"] == "header" and name.lower() in RESERVED_HEADERS:
-            raise ConfigError(f"the OpenAPI parameter {name!r} is a header that no argument can set")
-        properties[name] = {**parameter.get("schema", {}), "description": parameter.get("description", "")}
-        if parameter.get("required"):
-            required.append(name)
-        if parameter["in"] == "header":
-            headers.add(name)
-        elif parameter["in"] == "cookie":
-            raise ConfigError(f"the OpenAPI parameter {name!r} is a cookie, which is not supported")
-    content = inline.whole(operation.get("requestBody", {}))
-    schema = content.get("content", {}).get("application/json", {}).get("schema")
-    body_name = None if schema is None or BODY in properties else BODY
-    if body_name is not None:
-        properties[body_name] = schema
-        required += [body_name] if content.get("required") else []
-    return Operation(
-        method,
-        url,
-        frozenset(headers),
-        body_name,
-        operation.get("description") or operation.get("summary") or "",
-        {"type": "object", "properties": properties, "required": required, "additionalProperties": False},
-    )
-
-
-class _Inliner:
-    """Replaces each reference by its target, up to a size."""
-
-    def __init__(self, document: Any) -> None:
-        self._document = document
-        self._values = 0
-
-    def whole(self, part: Any, open_references: tuple[str, ...] = ()) -> Any:
-        self._values += 1
-        if self._values > MAX_INLINED_VALUES:
-            raise ValueError(f"its schemas amount to more than {MAX_INLINED_VALUES} values")
-        if isinstance(part, list):
-            return [self.whole(item, open_references) for item in part]
-        if not isinstance(part, dict):
-            return part
-        reference = part.get("$ref")
-        if not isinstance(reference, str):
-            return dict(self._members(part, open_references))
-        if reference in open_references:
-            return {}  # a schema that contains itself: from the second level on, anything goes
-        return self.whole(resolved(self._document, reference), (*open_references, reference))
-
-    def _members(self, part: dict[Any, Any], open_references: tuple[str, ...]) -> Iterator[tuple[Any, Any]]:
-        for key, value in part.items():
-            yield key, self.whole(value, open_references)
-
+UNREADABLE_S = 30.0
+"""Seconds for which a document that cannot be used, or took too long, is not read again."""
 
 MAX_SHOWN = 100
 """Largest number of characters of an argument in an error message."""
 
-# --- the tool ---------------------------------------------------------------------------------------------------------
-
-_PLACEHOLDER = re.compile(r"\{([^{}]+)\}")
 _TEXT = re.compile(r"^(text/|application/([\w.-]+\+)?(json|xml|yaml|javascript|x-ndjson|x-www-form-urlencoded))")
 _TRANSIENT = frozenset({408, 425, 429, 500, 502, 503, 504})
 _REDIRECTS = frozenset({301, 302, 303, 307, 308})
@@ -198,17 +53,32 @@ class HttpKind:
         name: the tool's name.
         config: its settings.
         resolver: looks up names. None makes one.
+        clock: the clock of the waits between two readings of a document. None is the machine's.
+        max_document_bytes: size above which a document behind a URL is rejected.
 
     Raises:
         ConfigError: the schema or the OpenAPI operation cannot be used, or a secret is not set.
     """
 
-    def __init__(self, name: str, config: HttpTool, resolver: Resolver | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        config: HttpTool,
+        resolver: Resolver | None = None,
+        clock: Clock | None = None,
+        *,
+        max_document_bytes: int = MAX_DOCUMENT_BYTES,
+    ) -> None:
         self._name = name
         self._config = config
         self._resolver = resolver or Resolver(config.private_networks)
         self._headers = {**config.headers, **secret_headers(config.headers_from_environment)}
+        self._clock = clock or LoopClock()
+        self._max_document_bytes = max_document_bytes
         self._loading = asyncio.Lock()
+        self._again_s = 0.0
+        self._unreadable = ""
+        """Why the document cannot be used, until ``_again_s`` of the clock."""
         self._client: httpx.AsyncClient | None = None
         self._tool: SingleTool | None = None
         self._operation = Operation(config.method, config.url or "", parameters=config.parameters)
@@ -217,7 +87,8 @@ class HttpKind:
             self._offer_as(self._operation)
         elif not _is_url(document):
             try:
-                self._take(Path(document).read_text(encoding="utf-8"), None)
+                parsed = read_document(Path(document).read_text(encoding="utf-8"))
+                self._take(find_operation(parsed, config.openapi.operation, config.openapi.server, None))
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"tools.defined.{name}.openapi.document: {error}") from None
 
@@ -245,17 +116,12 @@ class HttpKind:
         """Return the tool. Its document is fetched first if necessary.
 
         Raises:
-            ToolFailed: its document cannot be fetched.
+            ToolFailed: its document cannot be fetched or used.
             ToolRefused: its document is at an address that it may not reach.
         """
         async with self._loading:
             if self._tool is None and self._config.openapi is not None:
-                url = self._config.openapi.document
-                fetched = await self._fetch(httpx.Request("GET", url, headers=self._headers), MAX_DOCUMENT_BYTES)
-                try:
-                    self._take(fetched.text, url)
-                except ConfigError as error:
-                    raise ToolFailed(str(error)) from None
+                await self._read(self._config.openapi)
         return await self._tool.tool(name) if self._tool else None
 
     async def run(self, invocation: Invocation) -> ToolOutput:
@@ -286,11 +152,36 @@ class HttpKind:
         except ValueError as error:
             raise ConfigError(f"tools.defined.{self._name}.parameters: {error}") from None
 
-    def _take(self, text: str, base_url: str | None) -> None:
-        assert self._config.openapi is not None
-        wanted = self._config.openapi
-        self._operation = find_operation(read_document(text), wanted.operation, wanted.server, base_url)
-        self._offer_as(self._operation)
+    def _take(self, operation: Operation) -> None:
+        self._offer_as(operation)
+        self._operation = operation
+
+    async def _read(self, wanted: OpenApiOperation) -> None:
+        """Read the document behind a URL.
+
+        Raises:
+            ToolFailed: it cannot be fetched or used, or a short time ago it could not be.
+        """
+        wait_s = self._again_s - self._clock.now_s()
+        if wait_s > 0:
+            raise ToolFailed(f"{self._unreadable}; it is read again in {wait_s:.0f} s", transient=True)
+        try:
+            async with asyncio.timeout(DOCUMENT_S):
+                self._take(await self._operation_at(wanted))
+            return
+        except ConfigError as error:
+            self._unreadable, is_transient = str(error), False
+        except TimeoutError:
+            self._unreadable, is_transient = f"the OpenAPI document was not read within {DOCUMENT_S:g} s", True
+        self._again_s = self._clock.now_s() + UNREADABLE_S
+        raise ToolFailed(self._unreadable, transient=is_transient)
+
+    async def _operation_at(self, wanted: OpenApiOperation) -> Operation:
+        request = httpx.Request("GET", wanted.document, headers=self._headers)
+        fetched = await self._fetch(request, self._max_document_bytes)
+        if fetched.truncated:
+            raise ConfigError(f"the OpenAPI document is longer than {self._max_document_bytes} bytes")
+        return await read_operation(fetched.text, wanted.operation, wanted.server, wanted.document)
 
     def _request(self, arguments: Mapping[str, Any]) -> httpx.Request:
         operation = self._operation
@@ -373,14 +264,14 @@ def _filled(template: str, arguments: Mapping[str, Any]) -> tuple[str, set[str]]
     path, mark, query = template.partition("?")
     segments = path.split("/")
     for number, segment in enumerate(segments):
-        names = _PLACEHOLDER.findall(segment)
-        filled = segments[number] = _PLACEHOLDER.sub(place, segment)
+        names = PLACEHOLDER.findall(segment)
+        filled = segments[number] = PLACEHOLDER.sub(place, segment)
         # Some servers decode a path before they divide it, and some take a backslash for a slash.
         parts = re.split(r"[/\\]", unquote(filled))
         if names and (filled == "" or not {".", ".."}.isdisjoint(parts)):
             value = _plain(arguments[names[0]])[:MAX_SHOWN]
             raise ToolRefused(f"the argument {names[0]!r} must not be {value!r}: it would change the URL's path")
-    return "/".join(segments) + mark + _PLACEHOLDER.sub(place, query), used
+    return "/".join(segments) + mark + PLACEHOLDER.sub(place, query), used
 
 
 def secret_headers(variables: Mapping[str, str]) -> dict[str, str]:

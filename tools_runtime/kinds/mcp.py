@@ -8,8 +8,8 @@ breaks. Callers only see that their call was lost.
 import asyncio
 import logging
 import os
-from collections.abc import Mapping, Sequence
-from contextlib import AsyncExitStack, suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager, suppress
 from itertools import islice
 from typing import Any, TypeGuard
 
@@ -20,13 +20,13 @@ from mcp.client.subscriptions import ListenNotSupportedError, SubscriptionLost
 from mcp_types.version import LATEST_MODERN_VERSION, MODERN_PROTOCOL_VERSIONS
 
 from cluster.config.tools import McpTool
-from cluster.core.errors import ToolError, ToolFailed, ToolUnknown
+from cluster.core.errors import ToolError, ToolFailed, ToolRefused, ToolUnknown
 from cluster.core.tools import ToolOffer, function_object, server_tool_name
 from tools_runtime.addresses import Resolver
 from tools_runtime.answer_images import IMAGE_CHARS, AnswerImages
 from tools_runtime.kind import Invocation, KnownTool, LoopClock, TimerClock, ToolOutput, sleep_until
 from tools_runtime.kinds.http import secret_headers
-from tools_runtime.mcp_streams import CUT, STATUS, Limits, PipeStreams, Room, http_streams
+from tools_runtime.mcp_streams import CUT, LOST, STATUS, Limits, Loss, PipeStreams, Room, http_streams
 from tools_runtime.recursive_schemas import without_recursion
 from tools_runtime.schemas import ArgumentCheck, RecursiveSchema
 
@@ -66,8 +66,30 @@ class _Connection:
         self.client = client
         self.ended = ended
         self.stale = asyncio.Event()
-        """Set when the server has reported that its tools changed."""
+        """Set until the tools are listed, and when the server has reported that they changed."""
+        self.stale.set()
         self.listing = asyncio.Lock()
+        self._calls = 0
+        self._given_up = False
+
+    @contextmanager
+    def in_use(self) -> Iterator[None]:
+        """Count a call in the block."""
+        self._calls += 1
+        try:
+            yield
+        finally:
+            self._calls -= 1
+            self._end_if_unused()
+
+    def give_up(self) -> None:
+        """End the connection as soon as no call uses it. One call was lost, and the others may get their answers."""
+        self._given_up = True
+        self._end_if_unused()
+
+    def _end_if_unused(self) -> None:
+        if self._given_up and not self._calls:
+            self.ended.set()
 
 
 class McpKind:
@@ -142,6 +164,7 @@ class McpKind:
 
         Raises:
             ToolFailed: the server cannot be reached, or reports that the tool failed.
+            ToolRefused: the server is at an address that it may not have.
             ToolUnknown: the connection was lost during the call.
         """
         connection = await self._connection()
@@ -150,6 +173,7 @@ class McpKind:
         except MCPError as error:
             if error.code == types.HEADER_MISMATCH:
                 # Nothing was run: the server wants arguments in headers that its new listing names.
+                connection.stale.set()
                 await self._list(connection)
                 result = await self._unless_ended(connection, self._call(connection, invocation))
             else:
@@ -166,10 +190,12 @@ class McpKind:
 
     async def aclose(self) -> None:
         """End the connection, and the server if it is a child process."""
-        if self._serving is not None:
-            self._serving.cancel()
-            await asyncio.wait({self._serving})
-        self._resolver.close()
+        try:
+            if self._serving is not None:
+                self._serving.cancel()
+                await asyncio.wait({self._serving})
+        finally:
+            self._resolver.close()
 
     async def _connection(self) -> _Connection:
         if self._connected is not None and self._connected.done() and self._connected.result().ended.is_set():
@@ -258,57 +284,91 @@ class McpKind:
         """Return the call's answer, unless the connection breaks first."""
         assert self._serving is not None
         task = asyncio.create_task(call)
-        try:
-            await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
-            if not task.done() or task.cancelled():
-                raise ToolUnknown(f"the MCP server {self._name} went away during the call")
-            result: types.CallToolResult = task.result()
-            return result
-        finally:
-            task.cancel()
+        with connection.in_use():
+            try:
+                await asyncio.wait({task, self._serving}, return_when=asyncio.FIRST_COMPLETED)
+                if not task.done() or task.cancelled():
+                    raise ToolUnknown(f"the MCP server {self._name} went away during the call")
+                result: types.CallToolResult = task.result()
+                return result
+            finally:
+                task.cancel()
 
     def _mapped(self, connection: _Connection, error: MCPError) -> ToolError:
         if error.code == types.CONNECTION_CLOSED:
-            connection.ended.set()
+            if self._config.url is None:
+                connection.ended.set()
+            else:
+                connection.give_up()  # it may be only the stream with this call's answer that has ended
             return ToolUnknown(f"the MCP server {self._name} went away during the call")
         if error.code == types.INVALID_REQUEST and error.message == "Session terminated":
             connection.ended.set()
             return ToolFailed(f"the MCP server {self._name} has forgotten the session", transient=True)
         if error.code in (types.INVALID_PARAMS, types.METHOD_NOT_FOUND):
             connection.stale.set()
+        if (loss := _loss(error)) is not None:
+            return self._without_answer(connection, loss, error.message)
         if _is_status(error):
             return ToolFailed(f"the MCP server {self._name} answers with {error.message}")
         return ToolFailed(f"the MCP server {self._name} says: {error.message} ({error.code})")
 
-    async def _list(self, connection: _Connection) -> None:
-        async with connection.listing:
-            connection.stale.clear()
-            listed: list[types.Tool] = []
-            cursor: str | None = None
-            for _ in range(MAX_PAGES):
-                parameters = types.PaginatedRequestParams(cursor=cursor)
-                try:
-                    page = await connection.client.session.list_tools(params=parameters if cursor else None)
-                except (MCPError, pydantic.ValidationError) as error:
-                    raise ToolFailed(
-                        f"the MCP server {self._name} does not list its tools: {_innermost(error)}"
-                    ) from error
-                listed += page.tools
-                cursor = page.next_cursor
-                if cursor is None or len(listed) > MAX_TOOLS:
-                    break
-            self._take(listed)
+    def _without_answer(self, connection: _Connection, loss: Loss, reason: str) -> ToolError:
+        if loss in (Loss.UNSENT, Loss.UNKNOWN):
+            connection.give_up()
+        if loss is Loss.UNKNOWN:
+            return ToolUnknown(f"the MCP server {self._name} went away during the call")
+        if loss is Loss.UNUSABLE:
+            return ToolFailed(f"the MCP server {self._name}: {reason}")
+        text = f"the MCP server {self._name} cannot be reached: {reason}"
+        return ToolRefused(text) if loss is Loss.REFUSED else ToolFailed(text, transient=True)
 
-    def _take(self, listed: Sequence[types.Tool]) -> None:
+    async def _list(self, connection: _Connection) -> None:
+        """Read the list of the tools, unless it was read while this call waited for the same."""
+        limit_s = self._config.connect_timeout_s
+        try:
+            async with asyncio.timeout(limit_s), connection.listing:
+                if connection.stale.is_set():
+                    await self._read_list(connection)
+        except TimeoutError:
+            text = f"the MCP server {self._name} did not list its tools within {limit_s:g} s"
+            raise ToolFailed(text, transient=True) from None
+
+    async def _read_list(self, connection: _Connection) -> None:
+        connection.stale.clear()  # a change that is reported from now on may not be in what is read
+        try:
+            await self._take(await self._listed(connection))
+        except BaseException:
+            connection.stale.set()
+            raise
+
+    async def _listed(self, connection: _Connection) -> list[types.Tool]:
+        listed: list[types.Tool] = []
+        cursor: str | None = None
+        for _ in range(MAX_PAGES):
+            parameters = types.PaginatedRequestParams(cursor=cursor)
+            try:
+                page = await connection.client.session.list_tools(params=parameters if cursor else None)
+            except (MCPError, pydantic.ValidationError) as error:
+                if _loss(error) in (Loss.UNSENT, Loss.UNKNOWN):
+                    connection.give_up()
+                raise ToolFailed(f"the MCP server {self._name} does not list its tools: {_innermost(error)}") from error
+            listed += page.tools
+            cursor = page.next_cursor
+            if cursor is None or len(listed) > MAX_TOOLS:
+                break
+        return listed
+
+    async def _take(self, listed: Sequence[types.Tool]) -> None:
         tools: dict[str, KnownTool] = {}
         names: set[str] = set()
         allowed = self._config.allowed_tools
         listed = [tool for tool in listed if allowed is None or tool.name in allowed]
-        self._left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
+        left_out = {tool.name: f"the server lists more than {MAX_TOOLS} tools" for tool in listed[MAX_TOOLS:]}
         for tool in listed[:MAX_TOOLS]:
+            await asyncio.sleep(0)  # a schema may take some milliseconds, and calls of others go on meanwhile
             name = server_tool_name(self._name, tool.name)
             if len(name) > MAX_NAME_LENGTH or name in names:
-                self._left_out[tool.name] = f"its name {name!r} is too long, or taken"
+                left_out[tool.name] = f"its name {name!r} is too long, or taken"
                 continue
             before = self._tools.get(tool.name)
             try:
@@ -318,16 +378,16 @@ class McpKind:
                 elif before is not None:
                     check = before.check
             except ValueError as error:
-                self._left_out[tool.name] = f"its parameters are {error}"
+                left_out[tool.name] = f"its parameters are {error}"
                 continue
             read_only = tool.annotations is not None and tool.annotations.read_only_hint is True
             function = function_object(name, (tool.description or "")[:MAX_DESCRIPTION_LENGTH], check.schema)
             offer = ToolOffer(name, function, here=True, server_tool=tool.name, read_only=read_only)
             names.add(name)
             tools[tool.name] = KnownTool(offer, check)
-        self._tools = tools
-        if self._left_out:
-            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in self._left_out.items())
+        self._tools, self._left_out = tools, left_out
+        if left_out:
+            reasons = "; ".join(f"{name[:100]!r}: {reason[:200]}" for name, reason in left_out.items())
             logger.warning("the MCP server %s has tools that cannot be used: %s", self._name, reasons[:2000])
 
     def _down(self, addition: str) -> ToolFailed:
@@ -346,10 +406,15 @@ async def _watch(connection: _Connection) -> None:
     """Subscribe to changes of the tools, which clients have to do from protocol 2026-07-28 on."""
     if connection.client.protocol_version not in MODERN_PROTOCOL_VERSIONS:
         return
-    with suppress(MCPError, ListenNotSupportedError, SubscriptionLost, TimeoutError):
+    try:
         async with connection.client.listen(tools_list_changed=True) as events:
             async for _ in events:
                 connection.stale.set()
+    except MCPError as error:
+        if _loss(error) is not None:
+            connection.give_up()  # another connection hears of changes
+    except (ListenNotSupportedError, SubscriptionLost, TimeoutError):
+        pass
 
 
 def _check(schema: Mapping[str, Any]) -> ArgumentCheck:
@@ -403,6 +468,15 @@ def _why_down(error: BaseException) -> str:
 def _is_status(error: BaseException | None) -> TypeGuard[MCPError]:
     """Return whether the error stands for an HTTP status, which is its message."""
     return isinstance(error, MCPError) and isinstance(error.data, dict) and STATUS in error.data
+
+
+def _loss(error: BaseException) -> Loss | None:
+    """Return what is known of a request, if the error stands for one without a usable answer."""
+    data = error.data if isinstance(error, MCPError) else None
+    try:
+        return Loss(str(data[LOST])) if isinstance(data, dict) and LOST in data else None
+    except ValueError:
+        return None
 
 
 def _innermost(error: BaseException) -> str:

@@ -25,7 +25,14 @@ TOOLS: list[dict[str, Any]] = [
     {"name": "wrong", "inputSchema": {"type": "object"}},
     {"name": "too_deep", "inputSchema": {"type": "object"}},
     {"name": "silent", "inputSchema": {"type": "object"}},
+    {"name": "odd_ids", "inputSchema": {"type": "object"}},
+    {"name": "break_listing", "inputSchema": {"type": "object"}},
+    {"name": "silence_listing", "inputSchema": {"type": "object"}},
 ]
+
+LONG = {"type": "text", "text": "x" * 2_000_000}
+failures: list[str] = []
+"""What the next listings answer instead of the tools; empty: nothing."""
 
 
 def say(text: str) -> None:
@@ -56,6 +63,14 @@ def called(id: object, name: str) -> None:
     elif name == "too_deep":
         say(f'{{"jsonrpc": "2.0", "id": {id}, "result": ' + '{"a":' * 5000 + "1" + "}" * 5001)
         return
+    elif name == "odd_ids":
+        for odd in (True, 1.5, [1], {}):
+            say(json.dumps({"jsonrpc": "2.0", "id": odd, "result": {"content": [LONG]}}))
+        result = {"content": [{"type": "text", "text": "after odd ids"}]}
+    elif name in ("break_listing", "silence_listing"):
+        failures.append("out of order" if name == "break_listing" else "")
+        TOOLS.append({"name": "new", "inputSchema": {"type": "object"}})
+        result = {"content": [{"type": "text", "text": "the next listing fails"}]}
     elif name == "silent":
         time.sleep(1000)
         return
@@ -74,6 +89,9 @@ for line in sys.stdin:
             "serverInfo": {"name": "bad", "version": "1"},
         }
         say(json.dumps({"jsonrpc": "2.0", "id": id, "result": result}))
+    elif method == "tools/list" and failures:
+        if failure := failures.pop():
+            say(json.dumps({"jsonrpc": "2.0", "id": id, "error": {"code": -32000, "message": failure}}))
     elif method == "tools/list":
         stateless = {"resultType": "complete", "ttlMs": 0, "cacheScope": "private"}  # of no effect before 2026-07-28
         say(json.dumps({"jsonrpc": "2.0", "id": id, "result": {"tools": TOOLS, **stateless}}))

@@ -75,6 +75,15 @@ async def slow(seconds: float, mark: str = "") -> str:
 
 
 @server.tool()
+async def gate(file: str) -> str:
+    """Write `file`.reached, and wait until `file` is there."""
+    Path(f"{file}.reached").touch()  # noqa: ASYNC240 - no bytes
+    while not Path(file).exists():  # noqa: ASYNC110, ASYNC240 - the test makes it
+        await asyncio.sleep(0.01)
+    return "open"
+
+
+@server.tool()
 def die(mark: str) -> str:
     """Take effect, then die."""
     Path(mark).write_text("done")
