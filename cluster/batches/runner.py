@@ -3,13 +3,17 @@
 A batch belongs to one ingress at a time, by a lease in the store, as a run does (`cluster.runs.runner`). Each batch has
 a window for its lines (`cluster.batches.window`), and an ingress has a largest number of lines of all. Tenants take
 turns, and a tenant's batches come one after another, as long as the window of the first is open.
+
+The lines of only a few batches are in memory. If there is no room for another batch, one that starts no lines now is
+unloaded, or one of the tenant that has the most in memory. Its lines in flight go on.
 """
 
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import Context
 from dataclasses import replace
 from time import time
@@ -61,7 +65,10 @@ TAKEN_AT_ONCE = 8
 MAX_OPEN_OF_TENANT = 50
 """Largest number of a tenant's batches that have not ended."""
 MAX_LOADED = 8
-"""Largest number of batches whose lines are in memory, for tenants to take turns."""
+"""Largest number of batches whose lines are in memory."""
+LOADED_S = 30.0
+"""Seconds for which the lines of a batch stay in memory at least, before a batch gets their place whose lines have been
+there before. It bounds how often inputs are read."""
 IDLE_S = 1.0
 """Seconds between two looks for lines to start, unless something happens before."""
 SWEEP_S = 30.0
@@ -393,28 +400,22 @@ class BatchRunner:
         tasks = sorted((self._tasks[name] for name in self._working), key=lambda task: task.batch.created_s)
         self._turns = [tenant for tenant in self._turns if any(task.batch.tenant == tenant for task in tasks)]
         for place, tenant in enumerate(self._turns):
-            for task in tasks:
-                if task.batch.tenant != tenant or not task.may_start(now_s):
-                    continue
-                if not task.is_loaded:
-                    self._load(task)
-                elif (line := task.take()) is not None:
+            ready = [task for task in tasks if task.batch.tenant == tenant and task.may_start(now_s)]
+            missing = [task for task in ready if not task.is_loaded]
+            if missing and not any(task.is_loading for task in ready):
+                self._load(min(missing, key=lambda task: task.loaded_s), now_s)
+            for task in ready:
+                if task.is_loaded and (line := task.take()) is not None:
                     self._turns = [*self._turns[:place], *self._turns[place + 1 :], tenant]
                     return task, line
-                else:
-                    continue
-                break
         return None
 
-    def _load(self, task: BatchTask) -> None:
-        if task.is_loading:
-            return
+    def _load(self, task: BatchTask, now_s: float) -> None:
         loaded = [one for one in self._tasks.values() if one.is_loaded or one.is_loading]
         if len(loaded) >= MAX_LOADED:
-            waiting = next((one for one in loaded if one.is_waiting), None)
-            if waiting is None:
+            if (least := _least_needed(loaded, task, now_s)) is None:
                 return
-            waiting.unload()
+            least.unload()
         task.is_loading = True
         self._background.run("load a batch", self._loaded(task))
 
@@ -425,6 +426,7 @@ class BatchRunner:
             pass
         finally:
             task.is_loading = False
+            task.loaded_s = self._clock.now_s()
             self._wake.set()
 
     def _start_line(self, task: BatchTask, line: InputLine) -> None:
@@ -464,6 +466,25 @@ class BatchRunner:
         task.window.refused(started_s, self._clock.now_s(), answer.retry_after_s)
         task.put_back(line, counts=answer.status not in RETRIED)
         self.lines[tenant, "put_back"] += 1
+
+
+def _least_needed(loaded: Sequence[BatchTask], wanted: BatchTask, now_s: float) -> BatchTask | None:
+    """Return the loaded batch that leaves the memory to a wanted one; None: the wanted one has to wait.
+
+    A batch whose window is closed comes first. Otherwise tenants share the memory, and take turns if there are more of
+    them than places.
+    """
+    before_s = now_s if wanted.loaded_s == -math.inf else now_s - LOADED_S
+    places = Counter(one.batch.tenant for one in loaded)
+    idle = [one for one in loaded if one.is_idle(now_s) and (one.progress.paused or one.loaded_s <= before_s)]
+    if idle:
+        return min(idle, key=lambda one: (-places[one.batch.tenant], one.loaded_s))
+    others = [one for one in loaded if one.can_unload and places[one.batch.tenant] > places[wanted.batch.tenant] + 1]
+    if others:
+        return max(others, key=lambda one: (places[one.batch.tenant], one.batch.created_s))
+    if not places[wanted.batch.tenant]:
+        others = [one for one in loaded if one.can_unload and one.loaded_s <= before_s]
+    return min(others, key=lambda one: one.loaded_s, default=None)
 
 
 @contextlib.contextmanager

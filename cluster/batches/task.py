@@ -8,6 +8,7 @@ when no line is left, and only then is the batch closed.
 import asyncio
 import contextlib
 import logging
+import math
 from collections import Counter, deque
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from itertools import chain, islice
@@ -95,6 +96,8 @@ class BatchTask:
         self.result_bytes = 0
         """Size of all results."""
         self.is_loading = False
+        self.loaded_s = -math.inf
+        """Time at which the lines were last read, in seconds on the clock of whoever loads them; -inf: never."""
         self._files = files
         self._kept_s = kept_s
         self._on_change = on_change
@@ -212,12 +215,16 @@ class BatchTask:
         return self._pieces is not None
 
     @property
-    def is_waiting(self) -> bool:
-        """Whether the lines are in memory although none may be started."""
-        return self.is_loaded and self.goes_on and self.progress.paused is not None and not self.in_flight
+    def can_unload(self) -> bool:
+        """Whether the lines are in memory only for more of them to be started."""
+        return self.is_loaded and not self.is_loading and self.goes_on and self.progress.status == "in_progress"
+
+    def is_idle(self, now_s: float) -> bool:
+        """Whether the lines are in memory although none is in flight and none may be started now."""
+        return self.can_unload and not self.in_flight and not self.may_start(now_s)
 
     def unload(self) -> None:
-        """Forget the lines until `load`. None may be in flight."""
+        """Forget the lines until `load`. Those in flight go on, and `load` finds them again if they are put back."""
         self._pieces, self._lines = None, iter(())
         self._again.clear()
 
@@ -236,13 +243,19 @@ class BatchTask:
 
     def take(self) -> InputLine | None:
         """Return a line to be started now; None: there is none."""
-        while self._again:
-            if (line := self._again.popleft()).number not in self._results:
+        for _ in range(len(self._again)):
+            line = self._again.popleft()
+            if self._is_left(line):
                 return line
+            if line.number not in self._results:
+                self._again.append(line)
         for line in self._lines:
-            if line.number not in self._results and line.number not in self.in_flight:
+            if self._is_left(line):
                 return line
         return None
+
+    def _is_left(self, line: InputLine) -> bool:
+        return line.number not in self._results and line.number not in self.in_flight
 
     def attempt(self, line: InputLine) -> int:
         """Count an attempt at a line, and return the number of its attempts that count."""
@@ -253,7 +266,8 @@ class BatchTask:
         """Start a line again later. ``counts``: whether the attempt counts."""
         if not counts:
             self._attempts[line.number] -= 1
-        self._again.append(line)
+        if self.is_loaded:
+            self._again.append(line)
 
     def answered(self, line: InputLine, custom_id: str, answer: LineAnswer) -> None:
         """Record the result of a line."""
