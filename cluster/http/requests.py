@@ -241,12 +241,18 @@ def number_of_answers(body: Mapping[str, Any]) -> int:
     """Return how many sequences a turn generates: `n` for each of its prompts.
 
     Raises:
-        BadRequest: they are more than MAX_ANSWERS. The replica rejects fields of a wrong type.
+        BadRequest: they are more than MAX_ANSWERS, or `n` or `best_of` is no integer ("3" and 3.0 are 3 for a replica).
     """
-    each = max((body[key] for key in ("n", "best_of") if type(body.get(key)) is int), default=1)
+    each = 1
+    for field in ("n", "best_of"):
+        if (value := body.get(field)) is None:
+            continue
+        if type(value) is not int:
+            raise BadRequest(f"{field}: must be an integer", param=field)
+        each = max(each, value)
     prompts = body.get("prompt")
     several = isinstance(prompts, list) and bool(prompts) and not isinstance(prompts[0], int)
-    number = max(1, each) * (len(prompts) if several and isinstance(prompts, list) else 1)
+    number = each * (len(prompts) if several and isinstance(prompts, list) else 1)
     if number > MAX_ANSWERS:
         field = "n" if each > 1 else "prompt"
         raise BadRequest(f"{field}: the request has {number} answers; at most {MAX_ANSWERS} are generated", param=field)

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from cluster.api.generate import completion_of, named_as_sent
 from cluster.core.errors import BadRequest
 from cluster.http.requests import MAX_ANSWERS, number_of_answers
 
@@ -14,8 +15,6 @@ from cluster.http.requests import MAX_ANSWERS, number_of_answers
         ({}, 1),
         ({"n": 3}, 3),
         ({"n": None, "best_of": 4}, 4),
-        ({"n": True}, 1),
-        ({"n": "many"}, 1),
         ({"n": -1}, 1),
         ({"prompt": "x", "n": 2}, 2),
         ({"prompt": ["x", "y"], "n": 2}, 4),
@@ -33,3 +32,15 @@ def test_too_many_answers_are_refused_by_name(body: dict[str, Any]) -> None:
     with pytest.raises(BadRequest, match="at most 128 are generated") as caught:
         number_of_answers(body)
     assert caught.value.param in body
+
+
+@pytest.mark.parametrize("value", ["2000", 2000.0, 1.0, True, False, "many", [3]])
+@pytest.mark.parametrize("field", ["n", "best_of"])
+def test_a_number_of_answers_that_only_the_replica_would_read_is_refused(field: str, value: Any) -> None:
+    with pytest.raises(BadRequest) as caught:
+        number_of_answers({field: value})
+    assert (caught.value.status, caught.value.param) == (400, field)
+    completion = completion_of({"token_ids": [1], "sampling_params": {"n": value}})
+    with pytest.raises(BadRequest) as caught:
+        number_of_answers(completion)
+    assert named_as_sent(caught.value).param == "sampling_params.n"
