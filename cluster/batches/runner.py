@@ -201,14 +201,21 @@ class BatchRunner:
             await self._check_number(batch.tenant)
             created = await self._store.create(replace(run, idempotency=idempotency), [encode(Accepted(batch))])
         except RunStoreUnavailable as error:
-            self._background.run(f"renounce {batch.id}", until_renounced(self._store, batch.id))
+            self._renounce(batch.id)
             raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
+        except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
+            if idempotency is None:
+                self._renounce(batch.id)
+            raise
         if isinstance(created, AlreadyThere):
             if not created.same_body:
                 raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
             return created.run_id
         self._begin(batch, progress, [Accepted(batch)])
         return batch.id
+
+    def _renounce(self, batch_id: str) -> None:
+        self._background.run(f"renounce {batch_id}", until_renounced(self._store, batch_id))
 
     async def show(self, tenant: str, batch_id: str) -> tuple[Batch, Progress] | None:
         """Return a batch and how far it is, or None if the tenant has none of this id.

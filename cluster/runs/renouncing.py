@@ -1,4 +1,4 @@
-"""Undoes a run or a batch that was rejected because the store did not answer, and that it may have accepted."""
+"""Undoes a run or a batch that the store may have accepted, although the store did not answer or the client left."""
 
 import asyncio
 

@@ -205,8 +205,12 @@ class ProgramRunner:
         try:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
-            self._background.run(f"renounce {spec.id}", until_renounced(self._store, spec.id))
+            self._renounce(spec.id)
             raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s) from error
+        except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
+            if idempotency is None:
+                self._renounce(spec.id)
+            raise
         finally:
             self._asking -= 1
         if isinstance(created, AlreadyThere):
@@ -214,6 +218,9 @@ class ProgramRunner:
         self.counters["started"] += 1
         self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
+
+    def _renounce(self, run_id: str) -> None:
+        self._background.run(f"renounce {run_id}", until_renounced(self._store, run_id))
 
     async def repeated(self, tenant: str, idempotency: Idempotency | None) -> str | None:
         """Return the run that was started for a request with this key and body before.

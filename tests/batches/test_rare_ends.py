@@ -188,6 +188,28 @@ async def test_a_batch_that_was_rejected_is_started_when_it_is_sent_again(
     assert [one.id async for one in client.batches.list()] == [done.id]
 
 
+async def test_a_batch_whose_client_left_while_it_was_accepted_is_gone(ingress: MakeIngress) -> None:
+    site, accepted = ingress(), asyncio.Event()
+    client = site.client("left")
+    create = site.store.create
+
+    async def late(*arguments: Any) -> None:
+        await create(*arguments)
+        accepted.set()
+        await asyncio.Event().wait()
+
+    site.store.create = late  # type: ignore[method-assign,assignment]
+    starting = asyncio.create_task(begin(client, lines("a")))
+    await accepted.wait()
+    assert [one.id async for one in client.batches.list()]
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+    await sync_until(lambda: not site.batches._background.pending_jobs)
+    assert [one.id async for one in client.batches.list()] == []
+    assert not site.replicas.calls
+
+
 async def test_results_without_their_numbers_are_counted(ingress: MakeIngress, monkeypatch: pytest.MonkeyPatch) -> None:
     """The ingress dies between two writes."""
     monkeypatch.setattr("cluster.runs.journal.MAX_WRITE_BYTES", 1)

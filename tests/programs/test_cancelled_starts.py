@@ -1,0 +1,56 @@
+"""Clients that leave while the store accepts their run: nothing is run for nobody."""
+
+import asyncio
+from collections.abc import Sequence
+
+import pytest
+
+from cluster.runs.runner import ProgramRunner
+from cluster.store.runs.records import AlreadyThere, Created, Idempotency, NewRun
+from cluster.store.runs.store import RunStore
+from tests.programs.runners import LEASE_S, Runners
+from tests.programs.scripted_runs import ScriptedReplicas, says
+from tests.programs.test_runner import ended, outcome, spec
+from tests.waiting import until
+
+
+async def leave(runner: ProgramRunner, store: RunStore, run_id: str, idempotency: Idempotency | None = None) -> None:
+    """Start a run, and be cancelled when the store has accepted it and before its answer comes."""
+    create, accepted = store.create, asyncio.Event()
+
+    async def late(run: NewRun, items: Sequence[bytes]) -> Created | AlreadyThere:
+        created = await create(run, items)
+        accepted.set()
+        await asyncio.Event().wait()
+        return created
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "create", late)
+        starting = asyncio.create_task(runner.start(spec(run_id), idempotency=idempotency))
+        await accepted.wait()
+        starting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+
+
+async def test_a_run_whose_client_left_while_it_was_accepted_is_gone(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("for nobody")])
+    runner, other = runners(ScriptedReplicas([])), runners(replicas)
+    await leave(runner, runners.stores[0], "left")
+    await until(lambda: not runner.uncertain_starts)
+    assert await other.load("left", "t") is None
+    other.attend()
+    await asyncio.sleep(2 * LEASE_S)
+    assert not replicas.asked
+
+
+async def test_a_run_with_a_key_stays_for_its_client(runners: Runners) -> None:
+    replicas = ScriptedReplicas([says("here you are")])
+    runner, other = runners(ScriptedReplicas([])), runners(replicas)
+    key = Idempotency("stays", b"body")
+    await leave(runner, runners.stores[0], "kept", key)
+    assert not runner.uncertain_starts
+    started = await other.start(spec("again"), idempotency=key)
+    assert (started.run_id, started.new) == ("kept", False)
+    other.attend()
+    assert outcome(await ended(other, "kept")).status == "completed"
