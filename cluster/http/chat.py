@@ -14,13 +14,12 @@ from cluster.api.openai import SSE_DONE, ErrorMap, error_event
 from cluster.api.sse import ClientGone, unless_gone
 from cluster.config.model_features import seeing_models
 from cluster.config.schema import CaesuraConfig
-from cluster.core.errors import BadRequest
 from cluster.core.lineage import LineageIndex
 from cluster.core.program import ProgramIdentity
 from cluster.http.attributed_answers import program_headers
 from cluster.http.attributed_run import attributed_run
 from cluster.http.body import NO_BODY_STATUS
-from cluster.http.runs import Abandon, EventStream, Offers, limits, read_idempotency
+from cluster.http.runs import Abandon, EventStream, Offers, Prepare, limits, read_idempotency
 from cluster.runs.chat_api import ChatFold, chat_spec, deltas
 from cluster.runs.events import Generated
 from cluster.runs.runner import ProgramRunner
@@ -57,21 +56,29 @@ class ChatPrograms:
         self._lineage = lineage
 
     async def create(
-        self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
+        self,
+        http: Request,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        prepare: Prepare,
+        arrived_s: float | None = None,
     ) -> Response:
         """Run the program, and return its completion, or a stream of chunks if the body asks for it.
 
         Args:
             http: the request, whose body has been read.
-            body: the body, without the fields that only identify the program.
+            body: the body as the client has sent it, without the fields that only identify the program.
             identity: the request's identity.
+            prepare: returns the body for replicas. It is called for a new program.
             arrived_s: time of the arrival by the runner's clock; None: now.
 
         Raises:
             HttpError: the request is invalid, or the program failed.
         """
         idempotency = read_idempotency(http, "chat", body)
-        run_id, shown = await self._start(body, identity, idempotency, arrived_s)
+        shown: Mapping[str, str] = {}
+        if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
+            run_id, shown = await self._start(await prepare(), identity, idempotency, arrived_s)
         stays = idempotency is not None
         if body.get("stream"):
             options = body.get("stream_options")
@@ -96,24 +103,19 @@ class ChatPrograms:
         idempotency: Idempotency | None,
         arrived_s: float | None,
     ) -> tuple[str, Mapping[str, str]]:
-        """Return the id of the request's run, and headers of its answer. A repeated request has its earlier run."""
+        """Return the id of the request's run, and headers of its answer."""
         registered = {one.name: one for one in await self._offers(identity.tenant, None)}
         with attributed_run(self._lineage, body, identity, ID_PREFIX) as turn:
-            try:
-                spec = chat_spec(
-                    body,
-                    run_id=turn.run_id,
-                    created_s=time(),
-                    identity=turn.identity,
-                    model=body["model"],
-                    limits=limits(self._config),
-                    registered=registered,
-                    sees=body["model"] in self._seeing,
-                )
-            except BadRequest:
-                if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
-                    raise
-                return run_id, {}
+            spec = chat_spec(
+                body,
+                run_id=turn.run_id,
+                created_s=time(),
+                identity=turn.identity,
+                model=body["model"],
+                limits=limits(self._config),
+                registered=registered,
+                sees=body["model"] in self._seeing,
+            )
             started = await self._runner.start(
                 spec, idempotency=idempotency, arrived_s=arrived_s, on_end=turn.run_ended
             )

@@ -7,6 +7,7 @@ models validate bodies in the replica. The ingress does not import vLLM, so that
 
 import asyncio
 from contextlib import AsyncExitStack
+from functools import partial
 from pathlib import Path
 from time import time
 from typing import Any, Literal, Protocol
@@ -267,9 +268,11 @@ class ProgramIngress(Administration):
 
     async def _turn(self, request: Request, method: str, translate: Translation | None = None) -> Response:
         arrived_s = self._turns.arrival_s(request.headers)
-        body, identity = await self._reader.identified(request, translate)
-        if method == "chat" and asks_for_loop(body):
-            return await self._chat_programs.create(request, body, identity, arrived_s)
+        sent, identity = await self._reader.sent(request, translate)
+        prepare = partial(self._reader.prepared, request, sent, identity)
+        if method == "chat" and asks_for_loop(sent):
+            return await self._chat_programs.create(request, sent, identity, prepare, arrived_s)
+        body = await prepare()
         of_batch = BATCH_LINE in request.scope
         answers = self._attributed(method, body, identity, passed_headers(request.headers), arrived_s, of_batch)
         response = await self._answered(answers, is_stream=body.get("stream") is True)
@@ -337,8 +340,9 @@ class ProgramIngress(Administration):
         registered (`server_side: true`) or on an MCP server that the request brings.
         """
         arrived_s = self._turns.arrival_s(request.headers)
-        body, identity = await self._reader.identified(request)
-        return await self._responses.create(request, body, identity, arrived_s)
+        sent, identity = await self._reader.sent(request)
+        prepare = partial(self._reader.prepared, request, sent, identity)
+        return await self._responses.create(request, sent, identity, prepare, arrived_s)
 
     async def count_response_tokens(self, request: Request) -> Response:
         """Count the tokens of a response's prompt (OpenAI), with the model's chat template and the tools."""

@@ -176,15 +176,29 @@ class TurnReader:
             BadRequest: as for `body`; or an id, a hint or a field is invalid, or a schema is too complex.
             TooManyRequests: the request has several answers, and the tenant may not have as many.
         """
+        turn, identity = await self.sent(request, translate)
+        return await self.prepared(request, turn, identity), identity
+
+    async def sent(
+        self, request: Request, translate: Translation | None = None
+    ) -> tuple[dict[str, Any], ProgramIdentity]:
+        """Read the body and the identity of a turn as the client has sent them.
+
+        It is `identified` without what may differ when the request comes again: the choice of the model, and the images
+        behind URLs. `prepared` adds them. The arguments are those of `identified`.
+
+        Raises:
+            BadRequest: as for `identified`, except for images.
+            TooManyRequests: as for `identified`.
+        """
         tenant = caller_of(request).tenant
 
-        def understand(body: dict[str, Any]) -> tuple[Identified, dict[str, Any], bool]:
+        def understand(body: dict[str, Any]) -> tuple[Identified, dict[str, Any]]:
             self._check_model(_named(body), tenant)
             identified = identify(request.headers, body, tenant, self._config.http.session_headers)
-            turn = _checked(identified.body, translate)
-            return identified, turn, turn.get("seed") is not None
+            return identified, _checked(identified.body, translate)
 
-        identified, turn, has_seed = await self._understood(request, understand)
+        identified, turn = await self._understood(request, understand)
         bind(program=identified.identity.key, request=clean_request_id(request.headers.get(REQUEST_ID, "")))
         if identified.conflicts:
             self._log_conflict(identified.identity, identified.conflicts)
@@ -192,13 +206,26 @@ class TurnReader:
         if self._config.tracing.otlp_endpoint is not None:
             identity = replace(identity, traceparent=request.headers.get(TRACEPARENT))
         charge_answers(request, number_of_answers(turn))
+        return turn, identity
+
+    async def prepared(self, request: Request, turn: dict[str, Any], identity: ProgramIdentity) -> dict[str, Any]:
+        """Choose the model of a turn, and fetch its images. Return the body for the replica.
+
+        Args:
+            request: the request.
+            turn: the result of `sent`, which gets the images.
+            identity: its identity.
+
+        Raises:
+            BadRequest: the model has no seed, or an image cannot be used.
+        """
         model = await self._models.model_of(turn, identity)
-        if self._served[model].replicas.accelerator == "cpu" and has_seed:
+        if self._served[model].replicas.accelerator == "cpu" and turn.get("seed") is not None:
             raise BadRequest("seed is not supported on CPU: it would end vLLM's engine", param="seed")
         if model in self._seeing:
-            await self._images.read(turn, tenant)
+            await self._images.read(turn, caller_of(request).tenant)
         named = turn.get("model")
-        return turn | {"model": named if named in self._adapters else model}, identity
+        return turn | {"model": named if named in self._adapters else model}
 
     def _check_model(self, named: str | None, tenant: str) -> None:
         self._models.check(named)

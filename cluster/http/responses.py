@@ -32,7 +32,7 @@ from cluster.http.connection_responses import ConnectionResponses
 from cluster.http.conversations import Conversations
 from cluster.http.requests import passed_headers
 from cluster.http.response_requests import ResponseRequests
-from cluster.http.runs import Abandon, EventStream, Offers, read_idempotency
+from cluster.http.runs import Abandon, EventStream, Offers, Prepare, read_idempotency
 from cluster.http.stored_responses import StoredResponses, not_found, replayed
 from cluster.responses.compaction import compacted_response
 from cluster.responses.events import ResponseFold, usage
@@ -85,24 +85,34 @@ class ResponseRoutes:
         self._lineage = lineage
 
     async def create(
-        self, http: Request, body: Mapping[str, Any], identity: ProgramIdentity, arrived_s: float | None = None
+        self,
+        http: Request,
+        body: Mapping[str, Any],
+        identity: ProgramIdentity,
+        prepare: Prepare,
+        arrived_s: float | None = None,
     ) -> Response:
         """Start a response. Return it when it has ended, as a stream of events, or at once if it runs in the
         background.
 
         Args:
             http: the request, whose body has been read.
-            body: the body, without the fields that only identify the program.
+            body: the body as the client has sent it, without the fields that only identify the program.
             identity: the request's identity.
+            prepare: returns the body for replicas. It is called for a new response.
             arrived_s: time of the arrival by the runner's clock; None: now.
 
         Raises:
             HttpError: the request is invalid, or the response failed before any token was generated.
         """
-        request = self._requests.read(body)
         idempotency = read_idempotency(http, "responses", body)
+        shown: Mapping[str, str] = {}
+        if (run_id := await self._runner.repeated(identity.tenant, idempotency)) is None:
+            body = await prepare()
+        request = self._requests.read(body)
         own: ConnectionResponses | None = http.scope.get(CONNECTION)
-        run_id, shown = await self._start(http, request, body, identity, idempotency, arrived_s)
+        if run_id is None:
+            run_id, shown = await self._start(http, request, body, identity, idempotency, arrived_s)
         if own is not None and request.store is False:
             own.began(run_id)
         stays = bool(request.background) or idempotency is not None
@@ -132,7 +142,9 @@ class ResponseRoutes:
         idempotency: Idempotency | None,
         arrived_s: float | None,
     ) -> tuple[str, Mapping[str, str]]:
-        """Return the id of the request's run, and headers of its answer. A repeated request has its earlier run."""
+        """Return the id of the request's run, and headers of its answer. If the request has come twice at the same
+        time, both have one run.
+        """
         own: ConnectionResponses | None = http.scope.get(CONNECTION)
         with attributed_run(self._lineage, body, identity, RESPONSE_PREFIX) as turn:
             try:
@@ -191,7 +203,7 @@ class ResponseRoutes:
     ) -> Response:
         """Return the conversation of a request with a summary, which a turn of its program writes.
 
-        The arguments are those of `create`.
+        The arguments are those of `create`, but the body is that for replicas.
 
         Raises:
             HttpError: the request is invalid, or the turn failed.

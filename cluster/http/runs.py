@@ -27,6 +27,11 @@ Offers = Callable[[str, Mapping[str, Any] | None], Awaitable[Sequence[ToolOffer]
 """A function from a tenant and the definitions of a request's own tools to all tools that are offered now. It raises
 ToolRefused if the request's tools are invalid."""
 
+Prepare = Callable[[], Awaitable[dict[str, Any]]]
+"""A function that chooses the model of a request and fetches its images, and returns its body for replicas. It raises
+BadRequest. An idempotency key is looked up before, because both may have another result when the request comes again.
+"""
+
 
 class Abandon:
     """Cancels runs whose client has disconnected. It does not wait, since the calling task is being cancelled itself.
@@ -70,7 +75,7 @@ def read_idempotency(http: Request, api: str, body: Mapping[str, Any]) -> Idempo
     Args:
         http: the request.
         api: the name of the API, which is a part of the fingerprint.
-        body: the body of the request.
+        body: the body of the request as the client has sent it.
 
     Raises:
         BadRequest: the key is invalid.

@@ -225,7 +225,7 @@ class ProgramRunner:
     async def repeated(self, tenant: str, idempotency: Idempotency | None) -> str | None:
         """Return the run that was started for a request with this key and body before.
 
-        It is for a request from which no run can be made now, because the first one has changed what it refers to.
+        So the request has its run although none can be made of it now: what it refers to may have changed since.
 
         Args:
             tenant: the tenant of the request.

@@ -24,6 +24,7 @@ from cluster.core.lineage import LineageIndex
 from cluster.core.tools import ToolId, ToolOffer, function_object
 from cluster.http.conversations import ConversationRoutes, Conversations
 from cluster.http.responses import ResponseRoutes
+from cluster.http.runs import Prepare
 from cluster.http.stored_responses import StoredResponses
 from cluster.runs.runner import ProgramRunner
 from cluster.store.conversations import ConversationStore
@@ -56,6 +57,15 @@ def known(*tools: ToolOffer, seen: list[Any] | None = None) -> Callable[[str, Ma
     return offers
 
 
+def as_sent(body: dict[str, Any]) -> Prepare:
+    """A request that names its model and has no images."""
+
+    async def prepare() -> dict[str, Any]:
+        return body
+
+    return prepare
+
+
 NOWHERE = "redis://127.0.0.1:1"
 
 
@@ -80,7 +90,7 @@ def site(
 
     async def create(request: Request) -> Response:
         identified = identify(request.headers, json.loads(await request.body()), TENANT)
-        return await routes.create(request, identified.body, identified.identity)
+        return await routes.create(request, identified.body, identified.identity, as_sent(identified.body))
 
     async def count(request: Request) -> Response:
         identified = identify(request.headers, json.loads(await request.body()), TENANT)

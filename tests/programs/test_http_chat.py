@@ -21,7 +21,7 @@ from cluster.runs import task
 from cluster.runs.chat_api import ChatFold, deltas
 from cluster.runs.events import Generated, RunEvent, TurnIntent
 from cluster.runs.runner import ProgramRunner
-from tests.programs.response_site import TENANT, Visitor, known, registered
+from tests.programs.response_site import TENANT, Visitor, as_sent, known, registered
 from tests.programs.runners import Runners
 from tests.programs.scripted_runs import ScriptedReplicas, ScriptedTools, says
 from tests.responses.run_logs import COMPLETED, accepted, call, offer, result, tool_round, turn
@@ -100,7 +100,7 @@ def site(runner: ProgramRunner, offers: Any = None) -> Starlette:
 
     async def create(request: Request) -> Response:
         identified = identify(request.headers, json.loads(await request.body()), TENANT)
-        return await programs.create(request, identified.body, identified.identity)
+        return await programs.create(request, identified.body, identified.identity, as_sent(identified.body))
 
     return Starlette(routes=[Route(PATH, create, methods=["POST"])])
 
