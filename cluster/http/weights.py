@@ -13,7 +13,7 @@ from cluster.api.ray_errors import as_http_error
 from cluster.api.validation import validated
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
-from cluster.core.errors import BadRequest, HttpError, Overloaded, UpstreamFailed
+from cluster.core.errors import BadRequest, ControlTimeout, HttpError, Overloaded, UpstreamFailed
 from cluster.dispatch.replica_clients import ReplicaClients
 from cluster.store.client import StoreUnavailable
 from cluster.store.weights import WeightsStore, WeightsTarget
@@ -92,18 +92,25 @@ class WeightRoutes:
 
         Raises:
             BadRequest: there is no such model (404).
-            Overloaded: the store does not answer, and nothing was changed.
-            UpstreamFailed: a replica failed. The others have done it.
+            Overloaded: the store does not answer. Of several models, some may follow later.
+            UpstreamFailed: a replica failed. The others, of all models, have done it.
         """
         request = validated(PauseRequest, body)
         models = list(self._served) if request.model is None else [self._known(request.model)]
-        done = []
         for model in models:
             await self._stored(self._stores[model].set_paused(paused))
-            target = await self._target(model)
-            answers = await self._fleet.broadcast_to(model, "follow_weights", target, within_s=self._within_s(model))
-            done.append({"model": model, **_public(target), "replicas": _succeeded(answers)})
-        return JSONResponse({"models": done})
+        targets = {model: await self._target(model) for model in models}
+        calls = (self._tell(model, target) for model, target in targets.items())
+        told = await asyncio.gather(*calls, return_exceptions=True)
+        _check_succeeded([one for answers in told for one in (answers if isinstance(answers, list) else [answers])])
+        return JSONResponse(
+            {
+                "models": [
+                    {"model": model, **_public(targets[model]), "replicas": answers}
+                    for model, answers in zip(models, told, strict=True)
+                ]
+            }
+        )
 
     async def update(self, body: Mapping[str, Any]) -> Response:
         """Load weights from a folder on all replicas of a model. Turns under way wait, and go on with the new weights.
@@ -123,11 +130,17 @@ class WeightRoutes:
                 raise refusal if isinstance(refusal, HttpError) else as_http_error(refusal)
         await self._stored(self._stores[model].set_weights(request.version, request.path))
         target = await self._target(model)
-        answers = await self._fleet.broadcast_to(model, "follow_weights", target, within_s=self._within_s(model))
-        return JSONResponse({"model": model, **_public(target), "replicas": _succeeded(answers)})
+        answers = await self._tell(model, target)
+        _check_succeeded(answers)
+        return JSONResponse({"model": model, **_public(target), "replicas": answers})
 
-    def _within_s(self, model: str) -> float:
-        return self._served[model].replicas.start_timeout_s + UPDATE_SLACK_S
+    async def _tell(self, model: str, target: WeightsTarget) -> list[Any]:
+        """Let the replicas of a model follow a target. Return each one's answer or exception."""
+        within_s = self._served[model].replicas.start_timeout_s + UPDATE_SLACK_S
+        try:
+            return await self._fleet.broadcast_to(model, "follow_weights", target, within_s=within_s)
+        except ControlTimeout as error:
+            return [ControlTimeout(f"{model}: {error}")]
 
     def _known(self, model: str) -> str:
         if model not in self._served:
@@ -161,8 +174,8 @@ def _public(target: WeightsTarget) -> dict[str, Any]:
     return {"version": target.version, "path": target.path, "paused": target.paused}
 
 
-def _succeeded(answers: Sequence[Any]) -> list[Any]:
-    """Return the answers of replicas.
+def _check_succeeded(answers: Sequence[Any]) -> None:
+    """Check the answers of replicas.
 
     Raises:
         UpstreamFailed: one failed. The message names each that did.
@@ -171,4 +184,3 @@ def _succeeded(answers: Sequence[Any]) -> list[Any]:
     if failures:
         message = f"{len(failures)} of {len(answers)} replicas failed: {'; '.join(failures)}"
         raise UpstreamFailed(message, status=HTTPStatus.BAD_GATEWAY, code="replica_failed")
-    return list(answers)

@@ -8,7 +8,7 @@ import pytest
 
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import ManualClock
-from cluster.core.errors import BadRequest, Overloaded, UpstreamFailed
+from cluster.core.errors import BadRequest, ControlTimeout, Overloaded, UpstreamFailed
 from cluster.http.weights import WeightRoutes
 from cluster.local.embedded_redis import EmbeddedRedis
 from cluster.store.client import StoreUnavailable
@@ -26,9 +26,13 @@ class Fleet:
         self.calls: list[tuple[Any, ...]] = []
         self.checks: list[Any] = [None, None]
         self.failure: Exception | None = None
+        self.silent: str | None = None
+        """A model whose replicas do not all answer."""
 
     async def broadcast_to(self, model: str, method: str, *arguments: Any, within_s: float | None = None) -> list[Any]:
         self.calls.append((model, method, *arguments))
+        if model == self.silent:
+            raise ControlTimeout(f"{method}: not all replicas answered within 5 s")
         if method == "check_weights":
             return self.checks
         return [{"replica": "r1"}, self.failure or {"replica": "r2"}]
@@ -114,6 +118,27 @@ async def test_several_models_need_a_name(server: EmbeddedRedis) -> None:
     assert [one["model"] for one in answer["models"]] == ["large"]
     shown = json.loads((await routes.show()).body)
     assert {one["model"]: one["paused"] for one in shown["models"]} == {"tiny": False, "large": True}
+
+
+@pytest.mark.parametrize("fails", ["a replica", "a model that is silent"])
+async def test_a_model_that_fails_keeps_no_other_from_its_pause(server: EmbeddedRedis, fails: str) -> None:
+    fleet = Fleet()
+    routes = routes_of(server, fleet, models={"large": {}, "small": {}})
+    if fails == "a replica":
+        fleet.failure = UpstreamFailed("replica r2: it is gone")
+        told = "3 of 6 replicas failed: replica r2: it is gone; replica r2"
+    else:
+        fleet.silent = "tiny"
+        told = "1 of 5 replicas failed: tiny: follow_weights: not all replicas answered"
+    with pytest.raises(UpstreamFailed, match=told) as caught:
+        await routes.set_paused({}, paused=True)
+    assert (caught.value.status, caught.value.code) == (502, "replica_failed")
+    assert [call[0] for call in fleet.calls] == ["tiny", "large", "small"]
+    fleet.silent = fleet.failure = None
+    shown = json.loads((await routes.show()).body)
+    assert [one["paused"] for one in shown["models"]] == [True, True, True]
+    await routes.set_paused({}, paused=False)
+    await routes.aclose()
 
 
 async def test_without_the_store_nothing_is_done(server: EmbeddedRedis, store: WeightsStore) -> None:
