@@ -208,11 +208,24 @@ class BatchRunner:
                 self._renounce(batch.id)
             raise
         if isinstance(created, AlreadyThere):
-            if not created.same_body:
-                raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
-            return created.run_id
+            return _same_request(created)
         self._begin(batch, progress, [Accepted(batch)])
         return batch.id
+
+    async def repeated(self, tenant: str, idempotency: Idempotency | None) -> str | None:
+        """Return the batch that was started for a request with this key and body before.
+
+        So a request that comes again has its batch, although none could be started now.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+            Overloaded: the store cannot be reached.
+        """
+        if idempotency is None:
+            return None
+        with _reachable():
+            found = await self._store.repeated(tenant, idempotency)
+        return None if found is None else _same_request(found)
 
     def _renounce(self, batch_id: str) -> None:
         self._background.run(f"renounce {batch_id}", until_renounced(self._store, batch_id))
@@ -492,6 +505,17 @@ def _least_needed(loaded: Sequence[BatchTask], wanted: BatchTask, now_s: float) 
     if not places[wanted.batch.tenant]:
         others = [one for one in loaded if one.can_unload and one.loaded_s <= before_s]
     return min(others, key=lambda one: one.loaded_s, default=None)
+
+
+def _same_request(found: AlreadyThere) -> str:
+    """Return the batch of an idempotency key.
+
+    Raises:
+        IdempotencyConflict: the key was used with another body.
+    """
+    if not found.same_body:
+        raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
+    return found.run_id
 
 
 @contextlib.contextmanager

@@ -59,15 +59,19 @@ class BatchRoutes:
         self._files = files
 
     async def create(self, http: Request, body: Mapping[str, Any]) -> Response:
-        """Start a batch.
+        """Start a batch. A repeated request has its earlier batch.
 
         Raises:
             BadRequest: a field is invalid, or the input file cannot be used.
+            IdempotencyConflict: the key was used with another body.
             Overloaded: too many batches are open, or the store is full or cannot be reached.
         """
         wanted = validated(CreateBatch, body)
         tenant, now_s = caller_of(http).tenant, time()
         window_s = _window_s(wanted.completion_window)
+        idempotency = read_idempotency(http, "batches", body)
+        if (earlier := await self._batches.repeated(tenant, idempotency)) is not None:
+            return await self.show(tenant, earlier)
         file = await self._files.find(tenant, wanted.input_file_id, "input_file_id")
         if file.purpose != BATCH:
             message = f"input_file_id: the file has the purpose {file.purpose!r}, not {BATCH!r}"
@@ -87,7 +91,7 @@ class BatchRoutes:
             metadata=wanted.metadata,
             output_kept_s=None if kept is None else float(kept.seconds),
         )
-        batch_id = await self._batches.start(batch, read_idempotency(http, "batches", body))
+        batch_id = await self._batches.start(batch, idempotency)
         return await self.show(tenant, batch_id)
 
     async def show(self, tenant: str, batch_id: str) -> Response:

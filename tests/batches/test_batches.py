@@ -8,7 +8,14 @@ from typing import Any
 
 import httpx
 import pytest
-from openai import BadRequestError, ConflictError, InternalServerError, NotFoundError, RateLimitError
+from openai import (
+    BadRequestError,
+    ConflictError,
+    InternalServerError,
+    NotFoundError,
+    RateLimitError,
+    UnprocessableEntityError,
+)
 
 from cluster.batches.runner import MAX_OPEN_OF_TENANT
 from cluster.http.files import MAX_TENANT_UPLOADS
@@ -304,6 +311,30 @@ async def test_a_request_that_is_repeated_starts_one_batch(ingress: MakeIngress)
     first = await client.batches.create(**wanted, extra_headers=headers)
     assert (await client.batches.create(**wanted, extra_headers=headers)).id == first.id
     with pytest.raises(Exception, match="another body"):
+        await client.batches.create(**wanted | {"completion_window": "2h"}, extra_headers=headers)
+
+
+@pytest.mark.parametrize("obstacle", ["its input is gone", "too many are open", "the store is full"])
+async def test_a_request_that_is_repeated_has_its_batch_although_none_could_be_started(
+    ingress: MakeIngress, obstacle: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    site = ingress()
+    client = site.client(obstacle)
+    file = await client.files.create(file=lines("a"), purpose="batch")
+    wanted: Any = {"input_file_id": file.id, "endpoint": CHAT, "completion_window": "24h"}
+    headers = {"Idempotency-Key": "once more"}
+    first = await client.batches.create(**wanted, extra_headers=headers)
+    await ended(client, first.id)
+    if obstacle == "its input is gone":
+        await client.files.delete(file.id)
+    elif obstacle == "too many are open":
+        monkeypatch.setattr("cluster.batches.runner.MAX_OPEN_OF_TENANT", 0)
+    else:
+        site.is_full = True
+    assert (await client.batches.create(**wanted, extra_headers=headers)).id == first.id
+    with pytest.raises((NotFoundError, RateLimitError, InternalServerError)):
+        await client.batches.create(**wanted)
+    with pytest.raises(UnprocessableEntityError, match="another body"):
         await client.batches.create(**wanted | {"completion_window": "2h"}, extra_headers=headers)
 
 
