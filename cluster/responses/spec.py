@@ -26,7 +26,7 @@ from cluster.responses.output import input_item_id
 from cluster.responses.references import resolved
 from cluster.responses.request import LOGPROBS, SAMPLING, CreateResponse, JsonObject, JsonSchema
 from cluster.runs.compaction import kept
-from cluster.runs.events import Accepted, Limits, Prior, RunSpec, encode
+from cluster.runs.events import Limits, Prior, RunSpec, require_encodable
 from cluster.runs.state import RunState
 
 _RENDERED = ("reasoning_effort", "chat_template_kwargs")
@@ -128,21 +128,9 @@ def run_spec(request: CreateResponse, around: RequestContext) -> RunRequest:
         previous=request.previous_response_id,
         echo=_echo(request, around, items, (*before.approval_ids, *conversation.approval_ids)),
     )
-    _require_encodable(spec)
+    require_encodable(spec)
     name = None if request.conversation is None else request.conversation.id
     return RunRequest(spec, servers, name, around.known)
-
-
-def _require_encodable(spec: RunSpec) -> None:
-    """Check that the log can encode the run. JSON allows larger numbers, in fields of any content such as a schema.
-
-    Raises:
-        BadRequest: the body has an integer of more than 64 bits.
-    """
-    try:
-        encode(Accepted(spec))
-    except OverflowError as error:
-        raise BadRequest("the body has an integer of more than 64 bits") from error
 
 
 def _as_items(text: str) -> list[InputItem]:

@@ -23,6 +23,7 @@ from cluster.runs.events import (
     RunSpec,
     TurnIntent,
     TurnResult,
+    require_encodable,
 )
 
 MARK = "server_side"
@@ -70,7 +71,7 @@ def chat_spec(
         sees: whether the model reads images.
 
     Raises:
-        BadRequest: a field is not valid. ``param`` names it.
+        BadRequest: a field is not valid, and ``param`` names it; or a number is too large for the log.
     """
     for name in _UNFIT:
         if body.get(name) not in (None, False, 1 if name == "n" else None):
@@ -85,7 +86,7 @@ def chat_spec(
         if body.get(name) is not None:
             asked["output_tokens"] = _bound(body, name, limits.output_tokens)
     own = identity.program_id or run_id
-    return RunSpec(
+    spec = RunSpec(
         id=run_id,
         api="chat",
         tenant=identity.tenant,
@@ -103,6 +104,8 @@ def chat_spec(
         sees=sees,
         last=identity.program_id is None,
     )
+    require_encodable(spec)
+    return spec
 
 
 def _offer(tool: Any, registered: Mapping[str, ToolOffer], param: str) -> ToolOffer:

@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from cluster.core.errors import BadRequest
 from cluster.core.tools import ToolId, ToolOffer
 from cluster.core.turn import CallDelta
 
@@ -315,3 +316,15 @@ def decode(entry: bytes) -> RunEvent:
         ValueError: ``entry`` is not a result of :func:`encode`.
     """
     return _decoder.decode(entry)
+
+
+def require_encodable(spec: RunSpec) -> None:
+    """Check that the log can encode a run. JSON allows larger numbers, in fields of any content such as a schema.
+
+    Raises:
+        BadRequest: the body has an integer of more than 64 bits.
+    """
+    try:
+        encode(Accepted(spec))
+    except OverflowError as error:
+        raise BadRequest("the body has an integer of more than 64 bits") from error

@@ -19,7 +19,6 @@ from cluster.core.tools import Outcome, ToolOffer, ToolSource
 from cluster.runs.chat_api import as_error
 from cluster.runs.events import (
     MAX_OUTPUT_TOKENS,
-    Accepted,
     Call,
     Ended,
     Generated,
@@ -29,7 +28,7 @@ from cluster.runs.events import (
     ToolAnswer,
     TurnIntent,
     TurnResult,
-    encode,
+    require_encodable,
 )
 from cluster.runs.state import Finish, RunState, begin, next_step, runs_here, step
 
@@ -132,10 +131,7 @@ def messages_spec(
         sees=sees,
         last=identity.program_id is None,
     )
-    try:
-        encode(Accepted(spec))
-    except OverflowError as error:
-        raise BadRequest("the body has an integer of more than 64 bits") from error
+    require_encodable(spec)
     return spec
 
 

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from cluster.api.ray_errors import as_http_error
 from cluster.config.schema import CaesuraConfig
-from cluster.core.errors import HttpError, UpstreamFailed
+from cluster.core.errors import BadRequest, HttpError, UpstreamFailed
 from cluster.core.identity import identify
 from cluster.core.lineage import LineageIndex
 from cluster.http.chat import ChatPrograms
@@ -132,6 +132,24 @@ async def test_a_stream_with_another_text_ends_its_run_unless_it_may_be_repeated
         await again.answered
         pieces = [json.loads(line[6:]) for line in again.text.split("\n\n") if line.startswith("data: {")]
         assert text_of(pieces) == "Another text."
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 1 << 64},
+        {"messages": [{"role": "user", "content": "hi", "number": -(1 << 63) - 1}]},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": {"maximum": 1 << 70}}}},
+    ],
+    ids=["sampling", "message", "schema"],
+)
+async def test_an_integer_that_the_log_cannot_have_is_the_request_s_fault(
+    runners: Runners, fields: dict[str, Any]
+) -> None:
+    runner = runners(ScriptedReplicas([]))
+    with pytest.raises(BadRequest, match="more than 64 bits"):
+        await Visitor(site(runner), BODY | fields, PATH).answered
+    assert not runner.counters["started"]
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
