@@ -12,7 +12,7 @@ from uuid import uuid4
 from openai.types import FileObject
 from starlette.datastructures import UploadFile
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.types import Message, Receive
 
@@ -28,6 +28,7 @@ from cluster.core.errors import (
     RunUnknown,
     TooManyRequests,
 )
+from cluster.http.body import NO_BODY_STATUS
 from cluster.responses.input_items import page_of
 from cluster.responses.wire import to_json
 from cluster.store.files import FileStore, StoredFile
@@ -83,7 +84,7 @@ class FileRoutes:
         """Store an uploaded file.
 
         Raises:
-            BadRequest: the form is invalid, or the file is too large.
+            BadRequest: the form is invalid, the file is too large, or the client went away before its end (499).
             Overloaded: the store has no memory for it, or cannot be reached, or too many are in progress.
             TooManyRequests: the tenant has too many in progress.
         """
@@ -118,6 +119,8 @@ class FileRoutes:
                 size, pieces = await asyncio.to_thread(_packed, source.read, self._max_line_bytes)
         except TimeoutError:
             raise BadRequest(f"the body did not come within {UPLOAD_WITHIN_S:g} s", status=408) from None
+        except ClientDisconnect:
+            raise BadRequest("the client went away", status=NO_BODY_STATUS) from None
         except HTTPException as error:
             raise BadRequest(f"the body is not a valid form: {error.detail}") from error
         if size > self._limits.max_file_bytes:

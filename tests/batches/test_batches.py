@@ -373,6 +373,27 @@ async def test_a_wrong_upload_is_refused(ingress: MakeIngress, form: Any, status
     assert (answer.status_code, answer.json()["error"]["param"]) == (status, param), answer.text
 
 
+async def test_an_upload_that_its_client_breaks_off_is_no_error_of_the_server(
+    ingress: MakeIngress, caplog: pytest.LogCaptureFixture
+) -> None:
+    site = ingress()
+    begun = b'--x\r\nContent-Disposition: form-data; name="file"; filename="f"\r\n\r\nhalf of it'
+    messages = [{"type": "http.request", "body": begun, "more_body": True}, {"type": "http.disconnect"}]
+    statuses: list[int] = []
+
+    async def receive() -> Any:
+        return messages.pop(0)
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    headers = [(b"content-type", b"multipart/form-data; boundary=x")]
+    scope = {"type": "http", "method": "POST", "path": "/v1/files", "query_string": b"", "headers": headers}
+    await site.app(scope, receive, send)
+    assert statuses == [499]
+    assert not caplog.records
+
+
 async def test_a_tenant_with_slow_uploads_keeps_no_other_out(ingress: MakeIngress) -> None:
     """Two slow uploads of one tenant; its third is refused, and another tenant's is stored."""
     site, begun, goes_on = ingress(), asyncio.Semaphore(0), asyncio.Event()
