@@ -111,6 +111,8 @@ class Watch:
         self._ending: Ending | None = None
         self._ids: list[int] = []
         self._sizes: list[int] = []
+        self._tokens = 0
+        """Number of output tokens since the last `take`, of all answers."""
 
     def take(self, *, events: int = 0, created: str = "") -> Progress:
         """Return the progress since the last call."""
@@ -126,12 +128,14 @@ class Watch:
             () if weights == self._sent_weights else weights,
             self.take_record(),
             self.alone_s,
+            self._tokens,
         )
         self._begun = self._ending = None
         self._sent_weights = weights
         self._ids.clear()
         self._sizes.clear()
         self._logprobs.clear()
+        self._tokens = 0
         return taken
 
     def take_record(self) -> TurnTokens | None:
@@ -212,6 +216,7 @@ class Watch:
                     if (ending := _ending(one)) is not None:
                         self.endings[one.index] = ending
                     self._produced.add(one.index)
+                    self._tokens += len(one.token_ids)
                     self._add_to_record(one)
                 if self._obstacle is None:
                     self._note(output.outputs[0])
@@ -274,6 +279,7 @@ class Watch:
                 if (ending := _ending(whole.outputs[0])) is not None:
                     self.endings[0] = ending
                 self._note(whole.outputs[0])
+                self._tokens += len(whole.outputs[0].token_ids)
                 yield whole
                 if whole.finished:
                     return

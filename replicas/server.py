@@ -22,7 +22,6 @@ import msgspec
 import psutil
 import ray
 from msgspec.structs import replace
-from pydantic import BaseModel
 from ray import serve
 from ray.llm._internal.serve.core.configs.openai_api_models import (
     ChatCompletionResponse,
@@ -544,9 +543,12 @@ async def _as_sent(
         first = False
 
 
-def _whole(answer: BaseModel, watch: Watch) -> StreamChunk[bytes]:
-    """Return a whole answer. Nobody continues it, so that its log probabilities are not sent beside it."""
-    return StreamChunk(replace(watch.take(), logprobs=()), answer.model_dump_json().encode())
+def _whole(answer: Any, watch: Watch) -> StreamChunk[bytes]:
+    """Return a whole answer and its usage. Nobody continues it, so its log probabilities are not sent beside it."""
+    taken = replace(watch.take(), logprobs=())
+    if (usage := answer.usage) is not None:
+        taken = replace(taken, output_tokens=usage.completion_tokens or 0, prompt_tokens=usage.prompt_tokens)
+    return StreamChunk(taken, answer.model_dump_json().encode())
 
 
 def _named(refusal: HttpError, method: str, body: Mapping[str, Any]) -> HttpError:

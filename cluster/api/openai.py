@@ -8,7 +8,7 @@ import logging
 import re
 from collections.abc import Callable
 from math import ceil
-from typing import Any, NamedTuple
+from typing import Any
 from uuid import uuid4
 
 from starlette.datastructures import Headers
@@ -115,23 +115,7 @@ def error_event(error: HttpError) -> bytes:
     return b"data: " + json.dumps(error_body(error), separators=(",", ":")).encode() + b"\n\n" + SSE_DONE
 
 
-USAGE_BYTES = 4096
-"""Number of bytes at the end of an answer in which its usage is searched for."""
-_USAGE = re.compile(rb'"(prompt|completion)_tokens":\s*(\d{1,9})')
 _ERROR_EVENT = b'data: {"error"'
-
-
-class Usage(NamedTuple):
-    """The tokens of the prompt and of the completion; None: they are not in the answer."""
-
-    prompt: int | None
-    completion: int | None
-
-
-def usage_of(answer: bytes) -> Usage:
-    """Return the usage of an answer that is not a stream."""
-    used = {name: int(number) for name, number in _USAGE.findall(answer[-USAGE_BYTES:])}
-    return Usage(used.get(b"prompt"), used.get(b"completion"))
 
 
 def contains_error(events: bytes) -> bool:

@@ -66,6 +66,10 @@ class Progress(msgspec.Struct, frozen=True, array_like=True):
     """The tokens of the whole turn, at its end, if they are recorded."""
     alone_s: float | None = None
     """See `cluster.core.slo.TurnRecord.alone_s`. It is known at the end at the latest."""
+    output_tokens: int = 0
+    """Number of output tokens of all answers. They are counted also where no other replica can continue the stream."""
+    prompt_tokens: int | None = None
+    """Number of prompt tokens. None: nothing new, or the answer is a stream."""
 
 
 class StreamChunk(msgspec.Struct, Generic[Data], frozen=True):
@@ -89,6 +93,8 @@ def joined(steps: Iterable[Progress]) -> Progress:
         next((step.weights for step in reversed(steps) if step.weights), ()),
         next((step.record for step in reversed(steps) if step.record is not None), None),
         next((step.alone_s for step in steps if step.alone_s is not None), None),
+        sum(step.output_tokens for step in steps),
+        next((step.prompt_tokens for step in steps if step.prompt_tokens is not None), None),
     )
 
 

@@ -13,7 +13,6 @@ from typing import Generic, Protocol, Self, TypeVar
 from cluster.api.openai import SSE_DONE, ErrorMap
 from cluster.core.errors import HttpError, Overloaded, Quarantined, ReplicaLost
 from cluster.core.stream import Progress, StreamChunk, joined
-from cluster.core.turn import ID_BYTES
 from cluster.core.turn_tokens import TurnTokens
 
 logger = logging.getLogger("ray.serve")
@@ -98,8 +97,10 @@ class FailoverStream(Generic[Data]):
         self._blame = blame
         self._answers: Answers | None = None
         self._steps: list[Progress] = []
-        self._id_bytes = 0
-        """Bytes of the token ids in ``_steps``."""
+        self.output_tokens = 0
+        """Number of tokens that have been output."""
+        self.prompt_tokens: int | None = None
+        """Number of prompt tokens of an answer that is no stream, at its end."""
         self._over = False
         self.record: TurnTokens | None = None
         """The tokens of the whole turn, at its end, if they are recorded."""
@@ -133,7 +134,8 @@ class FailoverStream(Generic[Data]):
             if isinstance(answer, StreamChunk):
                 self._steps.append(answer.progress)
                 self.record = answer.progress.record or self.record
-                self._id_bytes += len(answer.progress.token_ids)
+                self.output_tokens += answer.progress.output_tokens
+                self.prompt_tokens = answer.progress.prompt_tokens
                 data: Data = answer.data
                 if not data:
                     continue
@@ -142,11 +144,6 @@ class FailoverStream(Generic[Data]):
             self._over = True
             return answer  # type: ignore[return-value]
         raise StopAsyncIteration
-
-    @property
-    def output_tokens(self) -> int:
-        """Tokens of a stream that have been output."""
-        return self._id_bytes // ID_BYTES
 
     @property
     def alone_s(self) -> float | None:

@@ -12,7 +12,6 @@ from typing import Any, Protocol, Self
 
 from ray.serve.handle import DeploymentHandle
 
-from cluster.api.openai import usage_of
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import HttpError
@@ -308,17 +307,14 @@ class WatchedAnswers:
 
     async def __anext__(self) -> bytes | HttpError:
         piece = await anext(self._relay)
-        if not isinstance(piece, HttpError):
-            if piece.startswith(b"{"):
-                used = usage_of(piece)
-                self._turn.over(output_tokens=used.completion, prompt_tokens=used.prompt)
-            elif ends_answer(piece):
-                self._turn.over(output_tokens=self._relay.output_tokens)
+        if not isinstance(piece, HttpError) and ends_answer(piece):
+            output_tokens = self._relay.output_tokens or None  # a turn without a token shows nothing
+            self._turn.over(output_tokens=output_tokens, prompt_tokens=self._relay.prompt_tokens)
         return piece
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of a stream that have come."""
+        """Number of tokens that have come."""
         return self._relay.output_tokens
 
     @property

@@ -76,7 +76,7 @@ class TokenAnswers(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of a stream that have come."""
+        """Number of tokens that have come."""
         ...
 
     @property
@@ -314,7 +314,7 @@ class RecordedAnswers:
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of a stream that have come."""
+        """Number of tokens that have come."""
         return self._answers.output_tokens
 
     @property

@@ -11,7 +11,7 @@ from http import HTTPStatus
 from time import time
 from typing import Protocol, Self
 
-from cluster.api.openai import SSE_DONE, ErrorMap, contains_error, usage_of
+from cluster.api.openai import SSE_DONE, ErrorMap, contains_error
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import HttpError, Overloaded, Quarantined
@@ -433,7 +433,7 @@ class CountedAnswers(Protocol):
 
     @property
     def output_tokens(self) -> int:
-        """Number of tokens of the stream so far."""
+        """Number of tokens of the answer so far."""
         ...
 
     @property
@@ -480,13 +480,11 @@ class MeasuredAnswers:
             self._turn.over(outcome_of(piece))
             return piece
         self._turn.takes_alone(self._answers.alone_s)
+        self._turn.received(self._answers.output_tokens)
         if piece.startswith(b"{"):
-            self._turn.received(usage_of(piece).completion or 0)
             self._turn.over(Outcome.OK)
-        else:
-            self._turn.received(self._answers.output_tokens)
-            if piece.endswith(SSE_DONE):
-                self._turn.over(Outcome.FAILED if contains_error(piece) else Outcome.OK)
+        elif piece.endswith(SSE_DONE):
+            self._turn.over(Outcome.FAILED if contains_error(piece) else Outcome.OK)
         return piece
 
     def cancel(self) -> None:

@@ -36,6 +36,7 @@ from replicas.program_turn import ProgramTurns
 from replicas.render_threads import reading
 from replicas.requests import attach_program, of_first_event, parse_request
 from replicas.resumption import Watch, events
+from replicas.server import _as_sent
 from replicas.settings import SchedulerSettings
 
 pytestmark = [pytest.mark.engine, pytest.mark.asyncio(loop_scope="module")]
@@ -82,6 +83,16 @@ class Replica:
             [made] = [piece async for piece in self.engine.chat(request, RawRequestInfo(headers=HEADERS))]
         correct_answer(made, watch.endings)
         return made.model_dump()  # type: ignore[no-any-return]
+
+    async def whole(self, method: str, body: dict[str, Any]) -> StreamChunk[bytes]:
+        """A whole answer, as the ingress gets it."""
+        request, watch = parse_request(method, body | {"stream": False, "stream_options": None}), Watch()
+        attach_program(request, HEADERS, None, ProgramIdentity().encode())
+        with self.engine.streams.watching(request, watch):
+            answers = getattr(self.engine, method)(request, RawRequestInfo(headers=HEADERS))
+            [made] = [piece async for piece in _as_sent(answers, watch)]
+        assert isinstance(made, StreamChunk)
+        return made
 
     async def turn(self, body: dict[str, Any], so_far: Progress | None = None) -> list[StreamChunk[Any]]:
         batches = self.turns.run(body, HEADERS, None, None, None, Watch(so_far))
@@ -236,10 +247,9 @@ async def check_everywhere(replica: Replica, method: str, body: dict[str, Any]) 
         for one, other in zip(scores, expected["logprobs"], strict=True):
             # The other replica computes the known tokens as a prompt.
             assert one == (*other[:2], pytest.approx(other[2], abs=1e-3)), place
-        assert (
-            joined(piece.progress for piece in (*before, *rest)).token_ids
-            == joined(piece.progress for piece in whole).token_ids
-        )
+        known, unbroken = (joined(piece.progress for piece in pieces) for pieces in ((*before, *rest), whole))
+        assert (known.token_ids, known.output_tokens) == (unbroken.token_ids, unbroken.output_tokens), place
+        assert known.output_tokens == len(unpack_ids(known.token_ids)), place
     return expected
 
 
@@ -298,9 +308,32 @@ async def test_a_resumed_stream_can_be_resumed(replica: Replica) -> None:
 )
 async def test_what_cannot_be_resumed_says_why(replica: Replica, more: dict[str, Any], why: str | None) -> None:
     pieces = await replica.stream("completions", completion(**more))
-    begun = joined(piece.progress for piece in pieces).begun
-    assert begun is not None
-    assert begun.obstacle == why
+    progress = joined(piece.progress for piece in pieces)
+    assert progress.begun is not None
+    assert progress.begun.obstacle == why
+    [usage] = folded(pieces)["usage"]
+    assert progress.output_tokens == usage["completion_tokens"] > 0
+
+
+@pytest.mark.parametrize(
+    ("method", "body"),
+    [
+        ("chat", chat(messages=[{"role": "user", "content": "Ulm " * 400}], return_token_ids=True)),
+        ("chat", chat(prompt_logprobs=1)),
+        ("completions", completion(n=2, temperature=0.5)),
+        ("completions", completion(prompt=["One", "Two"])),
+        ("generate", token_ids()),
+    ],
+    ids=["ids of the prompt", "log probabilities of the prompt", "two answers", "two prompts", "token ids"],
+)
+async def test_the_tokens_of_a_whole_answer_are_told_beside_it(
+    replica: Replica, method: str, body: dict[str, Any]
+) -> None:
+    piece = await replica.whole(method, body)
+    usage = json.loads(piece.data)["usage"]
+    told = piece.progress.prompt_tokens, piece.progress.output_tokens
+    assert told == (usage["prompt_tokens"], usage["completion_tokens"])
+    assert all(told)
 
 
 async def test_another_prompt_is_refused(replica: Replica) -> None:

@@ -11,7 +11,7 @@ from cluster.api.openai import SSE_DONE
 from cluster.core.clock import ManualClock
 from cluster.core.errors import HttpError
 from cluster.core.program import Hints, ProgramIdentity
-from cluster.core.stream import Progress, StreamChunk
+from cluster.core.stream import Begun, Progress, StreamChunk
 from cluster.core.turn import pack_ids
 from cluster.dispatch.failover import FailoverStream, ends_answer
 from cluster.dispatch.placed_calls import prompt_tokens
@@ -54,14 +54,23 @@ class Pieces:
 
 
 def answer(tokens: int) -> Pieces:
+    """With the ids of a long prompt after its usage."""
     usage = {"prompt_tokens": 9, "total_tokens": 9 + tokens, "completion_tokens": tokens}
     text = '"usage": {"completion_tokens": 77}'
-    return Pieces(json.dumps({"choices": [{"message": {"content": text}}], "usage": usage}).encode())
+    whole = {"choices": [{"message": {"content": text}}], "usage": usage, "prompt_token_ids": [500] * 5000}
+    return Pieces(StreamChunk(Progress(output_tokens=tokens, prompt_tokens=9), json.dumps(whole).encode()))
 
 
-def stream(tokens: int) -> Pieces:
-    events = [StreamChunk(Progress(1, pack_ids([7])), b"data: {}\n\n") for _ in range(tokens)]
-    return Pieces(*events, StreamChunk(Progress(1), SSE_DONE))
+def stream(tokens: int, obstacle: str | None = None) -> Pieces:
+    """A stream without an obstacle has the ids with which another replica could continue it."""
+    ids = pack_ids([7]) if obstacle is None else b""
+    begun = StreamChunk(Progress(begun=Begun(b"", None, obstacle=obstacle)), b"")
+    events = [StreamChunk(Progress(1, ids, output_tokens=1), b"data: {}\n\n") for _ in range(tokens)]
+    return Pieces(begun, *events, StreamChunk(Progress(1), SSE_DONE))
+
+
+def stream_that_cannot_be_resumed(tokens: int) -> Pieces:
+    return stream(tokens, "presence_penalty")
 
 
 class Door:
@@ -127,7 +136,7 @@ async def door(server: EmbeddedRedis) -> AsyncIterator[Door]:
 PROGRAM, LAST = ProgramIdentity("p"), ProgramIdentity("p", last_turn=True)
 
 
-@pytest.mark.parametrize("made", [answer, stream])
+@pytest.mark.parametrize("made", [answer, stream, stream_that_cannot_be_resumed])
 async def test_what_a_turn_generated_is_known_however_it_is_answered(door: Door, made: Any) -> None:
     told = await door.turn(PROGRAM, FIRST, made(40))
     assert told.forecast is not None

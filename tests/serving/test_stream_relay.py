@@ -193,5 +193,6 @@ async def test_cancelling_stops_the_replica_that_is_at_work() -> None:
 
 
 def test_what_steps_add_up_to() -> None:
-    steps = [Progress(1, b"a", b"1", BEGUN, created="5"), Progress(2, b"bc", b"2"), Progress()]
-    assert joined(steps) == Progress(3, b"abc", b"12", BEGUN, None, "5")
+    steps = [Progress(1, b"a", b"1", BEGUN, created="5", output_tokens=1), Progress(2, b"bc", b"2", output_tokens=2)]
+    steps += [Progress(), Progress(prompt_tokens=7)]
+    assert joined(steps) == Progress(3, b"abc", b"12", BEGUN, None, "5", output_tokens=3, prompt_tokens=7)

@@ -9,7 +9,8 @@ from cluster.core.frames import Answer, FrameDecoder, TurnCall, decode_call, enc
 from cluster.core.stream import Begun, Ending, Progress, StreamChunk
 from cluster.core.turn import CallDelta, Continuation, PromptMode, TurnBegan, TurnDelta, TurnDone, pack_ids
 
-PROGRESS = Progress(3, pack_ids([7, 8]), pack_ids([2]), Begun(b"p" * 16, 32), Ending("stop", 5), "1700000000")
+BEGUN, ENDING = Begun(b"p" * 16, 32), Ending("stop", 5)
+PROGRESS = Progress(3, pack_ids([7, 8]), pack_ids([2]), BEGUN, ENDING, "1700000000", output_tokens=2, prompt_tokens=40)
 PIECES = (
     TurnBegan(PromptMode.CONTINUED, pack_ids([1, 2]), 300),
     TurnDelta(pack_ids([9]), "content", "reasoning", (CallDelta(0, "id", "search", "{"),)),
