@@ -151,7 +151,8 @@ def behind(ours: float, best: float, *, most: bool) -> float | None:
 def made(rows: Sequence[Row]) -> str:
     """Return where the rows come from."""
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
-    return f"Seeds {seeds}; {rows[0]['date']}, commit {rows[0]['commit']}; `{simulated_command(rows[0])}`."
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return f"Seeds {seeds}; {rows[0]['date']}, commit {commits}; `{simulated_command(rows)}`."
 
 
 def plot(means: Mapping[Workload, Means], path: Path) -> Path:

@@ -138,7 +138,7 @@ def _record(entry: Row) -> dict[str, Any]:
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         made = {key: rows[0][key] for key in ("date", "commit") if key in rows[0]}
-        made |= {"command": simulated_command(rows[0])} if "command" in rows[0] else {}
+        made |= {"command": simulated_command(rows)} if "command" in rows[0] else {}
         record: dict[str, Any] = {"rows": rows, **made}
     else:
         record = json.loads(path.read_text())

@@ -56,5 +56,5 @@ def test_the_page_keeps_what_stands_before_the_mark(tmp_path: Path, monkeypatch:
     page = (tmp_path / "policies.md").read_text()
     assert page.startswith(f"# Policies\n\n{MARK}\n") and "old" not in page
     assert "| good programs, 1/s | 5 (`augserve` 6) * |" in page
-    assert "Seeds 0, 1; 2026-11-28, commit 1234567; `caesura simulate --trace t.jsonl.gz --minutes 10`." in page
+    assert "Seeds 0, 1; 2026-11-28, commit 1234567; `caesura simulate --trace t.jsonl.gz --minutes 10 --set a.b=1`." in page
     assert (tmp_path / "frontier.svg").read_text().count("<svg") == 1
