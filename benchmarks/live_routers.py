@@ -9,7 +9,8 @@ vLLM's own. Each has a cluster of its own, one after the other, with the larger 
 an uneven load costs less than on devices of their own: what is seen is whether programs find what they have computed.
 
 Hits are of an infinite cache's: of the tokens that a program's turn before had, those that needed no computation. Split
-are programs that more than one replica has seen, less those that were moved; completion is without tools.
+are programs that more than one replica has seen, less those that were moved. Completion is without tools. It and the
+first tokens include what had not ended, with its time so far, but not programs that were refused at once.
 
 Exit status 1 where our router split a program.
 """
@@ -119,9 +120,10 @@ def measures_of(result: BenchResult) -> dict[str, Any]:
     found = sum(turn.reused_tokens or 0 for turn in later)
     return {
         "goodput_programs": summary.goodput.programs_per_s,
-        "jct_mean_s": summary.distributions["jct_s"].mean,
-        "ttft_p50_s": summary.distributions["ttft_s"].p50,
-        "ttft_p99_s": summary.distributions["ttft_s"].p99,
+        "jct_mean_s": summary.distributions["completion_all_s"].mean,
+        "completion_offered_s": summary.distributions["completion_offered_s"].mean,
+        "ttft_p50_s": summary.distributions["ttft_all_s"].p50,
+        "ttft_p99_s": summary.distributions["ttft_all_s"].p99,
         "hit_rate": found / known if known else None,
         "offered": summary.goodput.offered_programs,
         "completed": summary.goodput.completed_programs,
