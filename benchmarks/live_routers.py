@@ -3,8 +3,8 @@
     python -m benchmarks.live_routers [--routers consistent_hash,power_of_two] [--rate 2.5] [--duration-s 60]
         [--drain-s 120] [--trace FILE]
 
-One row a router: ours and Ray's, all before the scheduler `caesura`, and Ray's consistent hashing once more before
-vLLM's own. Each has a cluster of its own, one after the other, with the larger model of
+One row a router: ours and Ray's, all before the policy `caesura`, and Ray's consistent hashing once more before the
+policy `vllm` of the same scheduler. Each has a cluster of its own, one after the other, with the larger model of
 `benchmarks.live_against_simulated`, whose programs compete for memory. Replicas share the machine's processors, so that
 an uneven load costs less than on devices of their own: what is seen is whether programs find what they have computed.
 
@@ -61,7 +61,7 @@ class Subject:
 
 
 def compared(routers: Sequence[str]) -> list[Subject]:
-    """Return the subjects: ours first. Hashing, if it is among them, is also before vLLM's own scheduler."""
+    """Return the subjects: ours first. Hashing, if it is among them, is also before the policy `vllm`."""
     stock = [Subject(router, STOCK) for router in routers if router == "consistent_hash"]
     return [Subject(OURS), *map(Subject, routers), *stock]
 
