@@ -1,6 +1,7 @@
 """Dynamo's own KV router before our simulated replicas, beside the routers of the simulator.
 
-    python -m benchmarks.dynamo_router [--peers FOLDER] [--replicas 4] [--rate 0.05] [--minutes 8] [--seeds 0,1,2]
+    python -m benchmarks.dynamo_router [--peers FOLDER] [--replicas 4] [--rate 0.05] [--minutes 8]
+        [--drain-s 1200] [--seeds 0,1,2]
 
 The first run has Dynamo's selection service (`benchmarks.dynamo_service`) place all turns. Before each choice it is
 asked for the loads from which it computes its costs, and so is `kv_aware`, our reimplementation of its cost, which gets
@@ -26,7 +27,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 from benchmarks import peer_packages
 from benchmarks.dynamo_service import DynamoRouter, DynamoService
 from benchmarks.results import save
-from benchmarks.router_rows import print_rows, row_of
+from benchmarks.router_rows import DRAIN_S, print_rows, row_of
 from benchmarks.router_subjects import RECORDED, Subject
 from cluster.offline.bench.workload import Shaping
 from cluster.offline.simulator.peers import KvAware
@@ -159,6 +160,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=RECORDED.rate, help="programs per second and replica")
     parser.add_argument("--minutes", type=float, default=8.0, help="measured, of each run")
     parser.add_argument("--warmup", type=float, default=4.0, help="minutes before them")
+    parser.add_argument("--drain-s", type=float, default=DRAIN_S, help="seconds after the last arrival")
     parser.add_argument("--seeds", type=seeds_of, default="0", help="of arrivals and order, with commas")
     parser.add_argument("--json", type=Path, default=None)
     arguments = parser.parse_args(argv)
@@ -176,6 +178,7 @@ def main(argv: list[str] | None = None) -> int:
         shaping=Shaping(max_context=RECORDED.max_context),
         minutes=arguments.minutes,
         warmup_minutes=arguments.warmup,
+        drain_s=arguments.drain_s,
         seeds=arguments.seeds,
         replicas=arguments.replicas,
         routers=tuple(dict.fromkeys(subject.router for subject in BESIDE)),

@@ -1,11 +1,12 @@
 """Writes the frontier of the policies into docs/policies.md: ``python -m benchmarks.frontier``.
 
-The runs are those of `tables.yaml`, kept in ``results/``. The part of the page after `MARK` is replaced: one plot for
-each setting of the host tier, and for each workload a table of `caesura` against the best other policy, measure by
-measure.
+The runs are those of `tables.yaml`, kept in ``results/``. The part of the page after `MARK` is replaced: where ours is
+behind, what refusals change, one plot for each setting of the host tier, and for each workload a table of `caesura`
+against the best other policy, measure by measure.
 """
 
 import json
+import math
 import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,6 +20,8 @@ PAGE = Path(__file__).parents[1] / "docs" / "policies.md"
 IMAGES = PAGE.parent / "images"
 MARK = "<!-- Written by `python -m benchmarks.frontier`. -->"
 OURS = "caesura"
+PATIENT = "augserve"
+"""A policy that refuses nobody. The page compares it with ours at the loads at which ours refuses programs."""
 TARGET = 1.05
 """A measure within this factor of the best other policy's counts as near the best."""
 
@@ -35,20 +38,31 @@ class Workload:
 
 @dataclass(frozen=True, slots=True)
 class Measure:
-    """A number of a run, by its dotted field in the results."""
+    """A number of a run, by its dotted field in the results. ``A/B`` is the field A divided by the field B."""
 
     field: str
     title: str
+    unit: str = "s"
     most: bool = False
     """Whether the largest value is the best."""
+    admitted: bool = False
+    """Whether programs that were refused at once are left out."""
     plotted: bool = False
 
     def of(self, row: Row) -> float | None:
         """Return a run's value; None: it has none."""
-        value: Any = row
-        for name in self.field.split("."):
-            value = value.get(name) if isinstance(value, Mapping) else None
-        return None if value is None else float(value)
+        values = [_field(row, field) for field in self.field.split("/")]
+        if None in values:
+            return None
+        value, *over = [one for one in values if one is not None]
+        return value if not over else value / over[0] if over[0] else None
+
+
+def _field(row: Row, field: str) -> float | None:
+    value: Any = row
+    for name in field.split("."):
+        value = value.get(name) if isinstance(value, Mapping) else None
+    return None if value is None else float(value)
 
 
 WORKLOADS = (
@@ -59,20 +73,26 @@ WORKLOADS = (
     Workload("agentcgroup", "coding agents in containers (agentcgroup_cc), Llama-3.1-8B on one H100"),
 )
 TIERS = {"": "without a host tier", "_host200": "with 200 GiB of host memory"}
+GOOD = Measure("goodput_programs", "good programs", "1/s", most=True, plotted=True)
+GOOD_REQUESTS = Measure("goodput_requests", "good requests", "1/s", most=True)
+REFUSED = Measure("refused/offered", "refused", "share of offered", plotted=True)
+OFFERED = Measure("completion_offered_s.mean", "completion mean of all offered", plotted=True)
+ADMITTED = Measure("completion_all_s.mean", "completion mean of the admitted", admitted=True, plotted=True)
 MEASURES = (
-    Measure("goodput_programs", "good programs", most=True, plotted=True),
-    Measure("goodput_programs_first", "good by AugServe's bounds", most=True),
-    Measure("goodput_requests", "good requests", most=True),
-    Measure("completion_all_s.mean", "completion mean", plotted=True),
-    Measure("completion_all_s.p95", "completion p95"),
-    Measure("completion_all_s.p99", "completion p99", plotted=True),
-    Measure("ttft_all_s.p50", "TTFT p50"),
-    Measure("ttft_all_s.p99", "TTFT p99", plotted=True),
+    GOOD,
+    Measure("goodput_programs_first", "good by AugServe's bounds", "1/s", most=True),
+    GOOD_REQUESTS,
+    REFUSED,
+    OFFERED,
+    ADMITTED,
+    Measure("completion_all_s.p95", "completion p95 of the admitted", admitted=True),
+    Measure("completion_all_s.p99", "completion p99 of the admitted", admitted=True),
+    Measure("ttft_all_s.p50", "TTFT p50 of the admitted", admitted=True),
+    Measure("ttft_all_s.p99", "TTFT p99 of the admitted", admitted=True, plotted=True),
 )
-UNITS = {True: "1/s", False: "s"}
 
 Means = Mapping[tuple[str, float], Mapping[str, float]]
-"""By policy and share of the capacity: the mean over the seeds of each measure, by its field."""
+"""By policy and share of the capacity: the mean over the seeds of each measure, by its field; NaN if there is none."""
 
 
 def main() -> int:
@@ -81,7 +101,12 @@ def main() -> int:
     if not any(kept.values()):
         print(f"{DIRECTORY} has none of the results: run benchmarks.tables", file=sys.stderr)
         return 1
-    lines = [MARK, ""]
+    means = {
+        f"{workload.title}, {TIERS[tier]}": means_of(rows)
+        for tier, workloads in kept.items()
+        for workload, rows in workloads.items()
+    }
+    lines = [MARK, "", *where_behind(means), *refusals(means)]
     for tier, workloads in kept.items():
         if workloads:
             lines += section(tier, workloads)
@@ -105,7 +130,52 @@ def means_of(rows: Sequence[Row]) -> Means:
 
 
 def _mean(value: Callable[[Row], float | None], rows: Sequence[Row]) -> float:
-    return statistics.fmean(found) if (found := [one for row in rows if (one := value(row)) is not None]) else 0.0
+    found = [one for row in rows if (one := value(row)) is not None]
+    return statistics.fmean(found) if found else math.nan
+
+
+def loads_of(means: Means) -> list[float]:
+    """Return the loads, in ascending order."""
+    return sorted({load for _, load in means})
+
+
+def where_behind(means: Mapping[str, Means]) -> Iterator[str]:
+    """Yield, for each setting, the measures by which ours is behind the best other policy, and the loads."""
+    yield from (
+        f"`{OURS}` is more than {TARGET - 1:.0%} worse than the best other policy, or refuses more (the stars below):",
+        "",
+    )
+    for title, of in means.items():
+        starred = {
+            measure.title: [f"{load:g}" for load in loads_of(of) if cell(of, measure, load).endswith("*")]
+            for measure in MEASURES
+        }
+        found = [f"{measure} at {', '.join(loads)}" for measure, loads in starred.items() if loads]
+        yield f"- {title}: {'; '.join(found) or 'by no measure'}."
+    yield ""
+
+
+def refusals(means: Mapping[str, Means]) -> Iterator[str]:
+    """Yield a table of ours against `PATIENT` at the loads at which ours refuses programs."""
+    measures = (OFFERED, ADMITTED, GOOD_REQUESTS, GOOD)
+    rows = [
+        f"| {title} | {load:g} | {of[OURS, load][REFUSED.field]:.1%} | "
+        + f"{' | '.join(_over(of, measure, load) for measure in measures)} |"
+        for title, of in means.items()
+        for load in loads_of(of)
+        if (PATIENT, load) in of and of[OURS, load][REFUSED.field] > 0 == of[PATIENT, load][REFUSED.field]
+    ]
+    if rows:
+        yield f"`{OURS}` beside `{PATIENT}`, which refuses nobody, at the loads at which `{OURS}` refuses programs:"
+        yield ""
+        yield f"| setting | load | refused | {' | '.join(f'{one.title}, {one.unit}' for one in measures)} |"
+        yield "| --- " * (3 + len(measures)) + "|"
+        yield from (*rows, "")
+
+
+def _over(means: Means, measure: Measure, load: float) -> str:
+    ours, other = (means[policy, load][measure.field] for policy in (OURS, PATIENT))
+    return f"{ours:.3g} / {other:.3g} = {ours / other:.2f}" if other else f"{ours:.3g} / {other:.3g}"
 
 
 def section(tier: str, workloads: Mapping[Workload, Sequence[Row]]) -> Iterator[str]:
@@ -124,21 +194,34 @@ def section(tier: str, workloads: Mapping[Workload, Sequence[Row]]) -> Iterator[
 
 def table(means: Means) -> Iterator[str]:
     """Yield a table of `OURS` against the best of the others: a row for each measure, a column for each load."""
-    loads = sorted({load for _, load in means})
+    loads = loads_of(means)
     yield f"| measure | {' | '.join(f'at {load:g}' for load in loads)} |"
     yield "| --- |" + " --- |" * len(loads)
     for measure in MEASURES:
-        yield f"| {measure.title}, {UNITS[measure.most]} | {' | '.join(cell(means, measure, load) for load in loads)} |"
+        yield f"| {measure.title}, {measure.unit} | {' | '.join(cell(means, measure, load) for load in loads)} |"
 
 
 def cell(means: Means, measure: Measure, load: float) -> str:
-    """Return ours and the best other policy's, with a star if ours is more than `TARGET` times worse."""
+    """Return ours and the best other policy's.
+
+    A star follows if ours is more than `TARGET` times worse, or refuses more. Else a dagger follows if the measure is
+    of the admitted programs, and ours refuses more programs than that policy: the programs are not the same.
+    """
     others = {policy: values[measure.field] for (policy, at), values in means.items() if at == load and policy != OURS}
+    others = {policy: value for policy, value in others.items() if not math.isnan(value)}
     ours = means[OURS, load][measure.field]
+    if not others or math.isnan(ours):
+        return "-"
     best = (max if measure.most else min)(others, key=others.__getitem__)
     ratio = behind(ours, others[best], most=measure.most)
-    far = " *" if ratio is not None and ratio > TARGET else ""
-    return f"{ours:.3g} (`{best}` {others[best]:.3g}){far}"
+    far = ours > others[best] if measure is REFUSED else ratio is not None and ratio > TARGET
+    mark = " *" if far else " †" if measure.admitted and not refuses_no_more(means, best, load) else ""
+    return f"{ours:.3g} (`{best}` {others[best]:.3g}){mark}"
+
+
+def refuses_no_more(means: Means, policy: str, load: float) -> bool:
+    """Return whether ours is known to refuse no larger share of the offered programs than ``policy``."""
+    return means[OURS, load][REFUSED.field] <= means[policy, load][REFUSED.field]
 
 
 def behind(ours: float, best: float, *, most: bool) -> float | None:
@@ -151,7 +234,8 @@ def behind(ours: float, best: float, *, most: bool) -> float | None:
 def made(rows: Sequence[Row]) -> str:
     """Return where the rows come from."""
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows})))
-    return f"Seeds {seeds}; {rows[0]['date']}, commit {rows[0]['commit']}; `{simulated_command(rows[0])}`."
+    commits = ", ".join(dict.fromkeys(row["commit"] for row in rows))
+    return f"Seeds {seeds}; {rows[0]['date']}, commit {commits}; `{simulated_command(rows)}`."
 
 
 def plot(means: Mapping[Workload, Means], path: Path) -> Path:
@@ -167,15 +251,15 @@ def plot(means: Mapping[Workload, Means], path: Path) -> Path:
     figure, axes = pyplot.subplots(len(shown), len(means), figsize=size, sharex="col", squeeze=False)
     for column, (workload, of) in enumerate(means.items()):
         policies = dict.fromkeys(policy for policy, _ in of)
-        loads = sorted({load for _, load in of})
+        loads = loads_of(of)
         for row, measure in enumerate(shown):
             one = axes[row][column]
             for policy in policies:
                 values = [of[policy, load][measure.field] for load in loads]
                 one.plot(loads, values, marker=".", label=policy, linewidth=2.4 if policy == OURS else 1.1)
-            one.set_yscale("linear" if measure.most else "log")
+            one.set_yscale("log" if measure.unit == "s" else "linear")
             one.grid(visible=True, alpha=0.3)
-            one.set_ylabel(f"{measure.title}, {UNITS[measure.most]}" if column == 0 else "")
+            one.set_ylabel(f"{measure.title}, {measure.unit}" if column == 0 else "", fontsize=8)
         axes[0][column].set_title(workload.title.replace(", ", ",\n"), fontsize=8)
         axes[-1][column].set_xlabel("share of the capacity")
     figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=8, frameon=False)

@@ -3,13 +3,14 @@
     python -m benchmarks.live_routers [--routers consistent_hash,power_of_two] [--rate 2.5] [--duration-s 60]
         [--drain-s 120] [--trace FILE]
 
-One row a router: ours and Ray's, all before the scheduler `caesura`, and Ray's consistent hashing once more before
-vLLM's own. Each has a cluster of its own, one after the other, with the larger model of
+One row a router: ours and Ray's, all before the policy `caesura`, and Ray's consistent hashing once more before the
+policy `vllm` of the same scheduler. Each has a cluster of its own, one after the other, with the larger model of
 `benchmarks.live_against_simulated`, whose programs compete for memory. Replicas share the machine's processors, so that
 an uneven load costs less than on devices of their own: what is seen is whether programs find what they have computed.
 
 Hits are of an infinite cache's: of the tokens that a program's turn before had, those that needed no computation. Split
-are programs that more than one replica has seen, less those that were moved; completion is without tools.
+are programs that more than one replica has seen, less those that were moved. Completion is without tools. It and the
+first tokens include what had not ended, with its time so far, but not programs that were refused at once.
 
 Exit status 1 where our router split a program.
 """
@@ -60,7 +61,7 @@ class Subject:
 
 
 def compared(routers: Sequence[str]) -> list[Subject]:
-    """Return the subjects: ours first. Hashing, if it is among them, is also before vLLM's own scheduler."""
+    """Return the subjects: ours first. Hashing, if it is among them, is also before the policy `vllm`."""
     stock = [Subject(router, STOCK) for router in routers if router == "consistent_hash"]
     return [Subject(OURS), *map(Subject, routers), *stock]
 
@@ -119,9 +120,10 @@ def measures_of(result: BenchResult) -> dict[str, Any]:
     found = sum(turn.reused_tokens or 0 for turn in later)
     return {
         "goodput_programs": summary.goodput.programs_per_s,
-        "jct_mean_s": summary.distributions["jct_s"].mean,
-        "ttft_p50_s": summary.distributions["ttft_s"].p50,
-        "ttft_p99_s": summary.distributions["ttft_s"].p99,
+        "jct_mean_s": summary.distributions["completion_all_s"].mean,
+        "completion_offered_s": summary.distributions["completion_offered_s"].mean,
+        "ttft_p50_s": summary.distributions["ttft_all_s"].p50,
+        "ttft_p99_s": summary.distributions["ttft_all_s"].p99,
         "hit_rate": found / known if known else None,
         "offered": summary.goodput.offered_programs,
         "completed": summary.goodput.completed_programs,

@@ -6,7 +6,7 @@
 `vllm-router` is an HTTP proxy and has a scheduler of programs (``--enable-program-scheduling``), which holds turns back
 in front of a full replica. It cannot run under virtual time, because it reads its replicas' metrics and its clock. So
 it stands before two servers of vLLM's own (`program`; `cache_aware` is the same proxy with its default policy). Ours
-stands before two of our replicas with vLLM's scheduler (`caesura/vllm`: the router alone) and with ours
+stands before two of our replicas with the policy `vllm` (`caesura/vllm`: hardly more than the router) and with ours
 (`caesura/caesura`). All replicas have the model, the memory and the limits of `benchmarks.live_against_simulated`.
 vllm-router gets the memory of a replica and the step costs that `caesura profile` measures.
 

@@ -96,10 +96,11 @@ def _table(entry: Row) -> list[str]:
                 values = [value for row in of for value in _values(row, field)]
                 cells.append(_cell(values, len({row.get("seed") for row in of})))
         table.append(f"| {' | '.join(cells)} |")
-    text = [entry["text"].strip(), ""] if "text" in entry else []
+    said = " ".join(part.strip() for part in (entry.get("text", ""), *entry.get("notes", ())) if part)
+    text = [said, ""] if said else []
     file = entry["file"]
     seeds = ", ".join(map(str, sorted({row["seed"] for row in rows if "seed" in row})))
-    made = f"{record['date']}, commit {record['commit']}" + (f", seeds {seeds}" if seeds else "")
+    made = _origin(entry, record) + (f", seeds {seeds}" if seeds else "")
     source = f"`{record['command']}`, {made}, `results/{file}`"
     return [f"### {entry['title']}", "", *text, *table, "", source]
 
@@ -128,21 +129,57 @@ def _promises(name: str) -> str:
 
 
 def _record(entry: Row) -> dict[str, Any]:
-    """A result's rows, command, date and commit; what the file does not say stands in `kept.yaml`."""
+    """A result's rows, command, date and commit; what the file does not say stands in `kept.yaml`.
+
+    Raises:
+        KeptError: something is missing, or rows are of several commits and `kept.yaml` does not say which.
+    """
     path = RESULTS / entry["file"]
     if path.suffix == ".jsonl":
         rows = [json.loads(line) for line in path.read_text().splitlines()]
         made = {key: rows[0][key] for key in ("date", "commit") if key in rows[0]}
-        made |= {"command": simulated_command(rows[0])} if "command" in rows[0] else {}
+        made |= {"command": simulated_command(rows)} if "command" in rows[0] else {}
         record: dict[str, Any] = {"rows": rows, **made}
     else:
         record = json.loads(path.read_text())
     named = {key: entry[key] for key in ("command", "date", "commit") if key in entry}
     merged = named | record | ({"command": entry["command"]} if "command" in entry else {})
-    missing = {"command", "date", "commit", "rows"} - set(merged)
+    _check_commits(entry, merged["rows"], each=path.suffix == ".jsonl")
+    known = {"command", "rows"} if "commits" in entry else {"command", "date", "commit", "rows"}
+    missing = known - set(merged)
     if missing:
         raise KeptError(f"{entry['file']}: neither it nor kept.yaml has {', '.join(sorted(missing))}")
     return merged
+
+
+def _check_commits(entry: Row, rows: Sequence[Row], *, each: bool) -> None:
+    """Raise KeptError unless all rows are of one commit, or each is of the one that `kept.yaml` names for its policy.
+
+    Args:
+        entry: of `kept.yaml`. Its ``commits`` are those of the rows of some policies.
+        rows: of the file.
+        each: whether every row has to name its commit, since the file itself names none.
+    """
+    if "commits" in entry:
+        for row in rows:
+            named = [one["commit"] for one in entry["commits"] if row["policy"] in one["policies"]]
+            if len(named) != 1 or row.get("commit", named[0]) != named[0]:
+                raise KeptError(f"{entry['file']}: kept.yaml has not the one commit of a row of {row['policy']}")
+        return
+    found = dict.fromkeys(row.get("commit") for row in rows if each or "commit" in row)
+    if len(found) > 1 or None in found:
+        commits = ", ".join("none" if commit is None else commit for commit in found)
+        raise KeptError(f"{entry['file']}: its rows have the commits {commits}; name them in kept.yaml (commits)")
+
+
+def _origin(entry: Row, record: Row) -> str:
+    """The date and the commit, or those of each policy's rows."""
+    if "commits" not in entry:
+        return f"{record['date']}, commit {record['commit']}"
+    return "rows of several commits: " + "; ".join(
+        f"{one['date']}, {one['commit']} ({', '.join(f'`{policy}`' for policy in one['policies'])})"
+        for one in entry["commits"]
+    )
 
 
 def _matching(entry: Row, rows: Iterable[Row], where: Row) -> list[Row]:
@@ -153,7 +190,10 @@ def _matching(entry: Row, rows: Iterable[Row], where: Row) -> list[Row]:
 
 
 def _values(row: Row, field: str) -> Sequence[float]:
-    """The numbers under a dotted field of one row: none, one, or a list's."""
+    """The numbers under a dotted field of one row: none, one, or a list's. ``A/B`` is a quotient."""
+    if "/" in field:
+        above, below = (_values(row, part) for part in field.split("/"))
+        return [value / by for value, by in zip(above, below, strict=True)]
     value: Any = row
     for name in field.split("."):
         if not isinstance(value, Mapping) or name not in value:

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,11 +66,16 @@ def commit() -> str:
     return described.stdout.strip() or "unknown"
 
 
-def simulated_command(row: Mapping[str, Any]) -> str:
-    """Return the `caesura simulate` of a kept run, for all policies and seeds and without a policy's own parameters."""
-    words = row["command"].split()
+def simulated_command(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Return the `caesura simulate` of kept runs, for all policies and seeds.
+
+    It has the options ``--set`` of all the runs, since a policy without its parameters would be another one.
+    """
+    words = rows[0]["command"].split()
     for option in ("--policies", "--seed", "--set"):
         while option in words:
             place = words.index(option)
             del words[place : place + 2]
-    return " ".join(words)
+    pairs = (pair for row in rows for pair in pairwise(row["command"].split()))
+    parameters = dict.fromkeys(value for option, value in pairs if option == "--set")
+    return " ".join([*words, *(f"--set {value}" for value in parameters)])

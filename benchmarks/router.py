@@ -16,8 +16,10 @@ short tools for the cliff (iso_bench_trae), of up to 65,536 tokens, on Llama-3.1
 
 The load is where the best peer's mean completion has doubled against that at a low one, which is run, too; ``--scan``
 finds it.
-Completion is without tools; programs that have not completed count with the time that they have taken so far, refused
-ones as if they were waiting until the run's end.
+Completion is without tools; programs that have not completed count with the time that they have taken so far. The run
+ends ``--drain-s`` after the last arrival; `ended` says how many programs had completed by then, of those offered.
+`jct_mean_s` leaves out programs that were refused at once. `completion_offered_s` counts them until the run's end, and
+the claims are of it.
 
 A last row is what is left to any router: memory of which nothing is ever lost, and turns that go wherever the least is
 under way and find all of their KV there (`cluster.offline.simulator.peers`).
@@ -42,7 +44,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from benchmarks.results import DIRECTORY, save
-from benchmarks.router_rows import cell, means, print_rows, row_of
+from benchmarks.router_rows import DRAIN_S, cell, completion_s, means, print_rows, row_of
 from benchmarks.router_subjects import (
     AMPLE,
     BOUND,
@@ -104,7 +106,7 @@ def compare(
 
 def doubled(rows: Sequence[dict[str, Any]], rates: Sequence[float]) -> float | None:
     """The first load at which no peer's completion is below twice the best one's at the lowest load."""
-    best = {rate: min(row["jct_mean_s"] for row in rows if row["rate_per_replica"] == rate) for rate in rates}
+    best = {rate: min(completion_s(row) for row in rows if row["rate_per_replica"] == rate) for rate in rates}
     return next((rate for rate in rates if best[rate] >= 2 * best[rates[0]]), None)
 
 
@@ -170,7 +172,7 @@ Claim = tuple[str, float, bool]
 def against(row: dict[str, Any], others: Sequence[dict[str, Any]]) -> tuple[float, float]:
     """Its completion and its goodput over the best ones of the others, which may be of two of them."""
     best = max(other["goodput_programs"] for other in others)
-    completion: float = row["jct_mean_s"] / min(other["jct_mean_s"] for other in others)
+    completion = completion_s(row) / min(map(completion_s, others))
     return completion, row["goodput_programs"] / best if best else 0.0
 
 
@@ -178,8 +180,8 @@ def placement_shows(
     ours: dict[str, Any], peers: Sequence[dict[str, Any]], low: Sequence[dict[str, Any]]
 ) -> list[Claim]:
     """Of the comparison at one load, and the peers at a low one."""
-    fastest = min(row["jct_mean_s"] for row in peers)
-    risen = fastest / min(row["jct_mean_s"] for row in low)
+    fastest = min(map(completion_s, peers))
+    risen = fastest / min(map(completion_s, low))
     jct, goodput = against(ours, peers)
     hit_rate = ours["hit_rate"] or 0.0
     return [
@@ -206,7 +208,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--rate", type=float, default=None, help="programs per second and replica")
     parser.add_argument("--minutes", type=float, default=None, help="measured, of each run")
     parser.add_argument("--warmup", type=float, default=None, help="minutes before them")
-    parser.add_argument("--drain-s", type=float, default=150.0)
+    parser.add_argument("--drain-s", type=float, default=DRAIN_S, help="seconds after the last arrival")
     parser.add_argument("--built-in", action="store_true", help="replay the built-in workload")
     parser.add_argument("--arrivals", default="poisson")
     parser.add_argument("--seed", type=_seeds, default=(0,), help="one, or several by comma: each is a run")
@@ -320,9 +322,9 @@ def placement(
     print_rows([*rows, *bounds])
     save("router", at_low + runs, arguments.json)
     by_subject = dict(zip(compared, rows, strict=True))
-    best = min((by_subject[peer] for peer in peers), key=lambda row: row["jct_mean_s"])
+    best = min((by_subject[peer] for peer in peers), key=completion_s)
     own_low = next(row for row in low if row["router"] == best["router"])
-    print(f"  {best['router']}, against itself at the low load: {best['jct_mean_s'] / own_low['jct_mean_s']:.3f} x")
+    print(f"  {best['router']}, against itself at the low load: {completion_s(best) / completion_s(own_low):.3f} x")
     alone = [row for subject, row in by_subject.items() if subject.is_router_alone]
     for name, taken, others in (
         ("ours against the best router before our scheduler", [by_subject[OURSELVES]], alone),

@@ -1,12 +1,15 @@
 """Servers that benchmarks compare: how they start and end, and what is measured of any of them."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
 
 from benchmarks import live_routers, peer_routers, served
+from benchmarks.gpu_kit import live
+from benchmarks.live_against_simulated import compared
 from benchmarks.live_routers import Ran, Subject, measures_of
 from benchmarks.served import foreign_server
 from cluster.core.slo import Outcome, ProgramRecord, TurnRecord
@@ -70,6 +73,21 @@ def test_hits_are_of_what_later_turns_knew_and_all_turns_count() -> None:
     assert (found["offered"], found["completed"]) == (2, 0)
     assert (found["failed_turns"], found["rejected_turns"]) == (1, 1)
     assert measures_of(replay((), program(turn(0))))["hit_rate"] is None
+
+
+def test_programs_that_have_not_ended_count_with_their_time_so_far() -> None:
+    """The first one ends after 1 s. The second still waits for its first token 9 s after it arrived."""
+    waits = replace(turn(0, outcome=Outcome.UNFINISHED), first_token_s=None, last_token_s=None)
+    refused = replace(turn(0, outcome=Outcome.REJECTED), first_token_s=None, last_token_s=None, rejected_s=0.1)
+    every = [replace(program(one), until_s=29.0) for one in (turn(0), waits, refused)]
+    result = replay((), *every)
+    found = measures_of(result)
+    assert (found["jct_mean_s"], found["ttft_p99_s"]) == (5.0, pytest.approx(0.5 + 0.99 * 8.5))
+    assert found["completion_offered_s"] == pytest.approx((1 + 9 + 9) / 3)
+    [row] = compared(result, result)
+    assert (row["live"]["means"]["completion_all_s"], row["live"]["means"]["ttft_all_s"]) == (5.0, 4.75)
+    assert [completion for _, completion in row["live"]["blocks"]] == [5.0]
+    assert (live.shown(row)["simulated completion s"], live.shown(row)["live TTFT s"]) == (5.0, 4.75)
 
 
 def test_both_comparisons_measure_alike() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks import papers
-from cluster.offline.reproduce.plan import PAPERS
+from cluster.offline.reproduce.plan import PAPERS, Row, paper_of
 
 RESULT: dict[str, Any] = {
     "paper": "lamps",
@@ -74,3 +74,49 @@ def test_figures_of_other_runs_have_their_own_seeds_and_commits(
     page = papers.with_results("lamps", "# LAMPS\n")
     single, multi = page.index("Seeds 1; 2026-01-02, commit c1."), page.index("Seeds 0; 2026-01-02, commit c0.")
     assert page.index("2 of 4 numbers") < single < multi, "each after its table, in the order of the figures"
+
+
+@pytest.mark.parametrize("name", PAPERS)
+def test_rows_of_a_figure_can_be_told_apart(name: str) -> None:
+    for figure in paper_of(name).figures.values():
+        places = [tuple(getattr(row, part) for part in papers.PLACE) for row in figure.rows]
+        assert len(set(places)) == len(places) == len({row.what for row in figure.rows})
+
+
+def planned(what: str, published: float, measure: str = "ttft") -> dict[str, Any]:
+    place = {"kind": "less", "system": "LAMPS", "against": "vLLM", "measure": measure}
+    return {"what": what, "published": published, **place}
+
+
+def test_a_renamed_label_is_not_also_in_the_list_of_what_was_not_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = paper_of("lamps")
+    rows = [planned("TTFT below, at most (all settings)", 90.0), planned("latency below", 60.0, "latency")]
+    figure = plan.figures["figure6_gptj_multi"].model_copy(update={"rows": [Row.model_validate(row) for row in rows]})
+    monkeypatch.setattr(papers, "RESULTS", tmp_path)
+    monkeypatch.setattr(papers, "paper_of", lambda name: plan.model_copy(update={"figures": {"f": figure}}))
+    older = RESULT["rows"][0] | {"figure": "f", "what": "TTFT below, at most", "here": 95.0}
+    newer = older | {"what": "another label", "published": 91.0} | {key: rows[0].get(key) for key in papers.PLACE}
+    for row in (older, newer):
+        one = RESULT | {"rows": [row], "curves": {"f": {}}, "commit": "abc"}
+        (tmp_path / "reproduce_lamps_f.json").write_text(json.dumps(one))
+        page = papers.with_results("lamps", "# LAMPS\n")
+        assert page.count("TTFT below, at most (all settings)") == 1 and row["what"] + " |" not in page
+        assert "1 of 1 numbers" in page and "by what it leaves, 0 are" in page, "its kind is the plan's: less"
+        assert "1 numbers (latency below)" in page
+
+
+def test_the_page_of_evidence_has_both_counts_with_the_smaller_one_first(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = papers.EVIDENCE.read_text(encoding="utf-8")
+    assert papers.with_counts(text) == text, "run `python -m benchmarks.papers`"
+    monkeypatch.setattr(papers, "RESULTS", tmp_path)
+    row = RESULT["rows"][0] | {"what": "TTFT below InferCept's at 3/s, %"}
+    one = RESULT | {"rows": [row], "commit": "abc"}
+    (tmp_path / "reproduce_lamps_figure6_gptj_multi.json").write_text(json.dumps(one))
+    counted = "of 1 published numbers, within 25 %: 0 if a reduction in percent is compared by what it leaves, 1 if"
+    assert f"a {papers.COUNTED[0]}{counted}" in papers.with_counts("a {}old{} b".format(*papers.COUNTED))
+    with pytest.raises(ValueError, match="no place for the counts"):
+        papers.with_counts("nothing")

@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from benchmarks import tables
+from benchmarks.results import simulated_command
 from benchmarks.tables import Call, calls_of, collect, keep_unfinished, restore, run_all, seeds_of
 from cluster.core.registry import PEERS, POLICIES
 from cluster.offline.simulator.settings import BASELINES
@@ -127,3 +128,10 @@ def test_the_state_covers_all_that_a_simulation_imports() -> None:
     own = {name for name in own if not name.startswith(".") and not name.endswith("__init__.py")}
     assert "replicas/scheduler.py" in own
     assert {name for name in own if not name.startswith(tables.SIMULATED)} == {"cluster/cli.py"}
+
+
+def test_the_printed_command_keeps_the_parameters_of_a_policy() -> None:
+    tuned = "caesura simulate --trace t --policies augserve --seed 0 --rates 1 --set augserve.b=0.1 --set augserve.a=0"
+    rows = [{"command": "caesura simulate --trace t --policies vllm --seed 0 --rates 1"}, {"command": tuned}]
+    rows += [{"command": tuned.replace("--seed 0", "--seed 1")}]
+    assert simulated_command(rows) == "caesura simulate --trace t --rates 1 --set augserve.b=0.1 --set augserve.a=0"

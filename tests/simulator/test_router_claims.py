@@ -1,11 +1,15 @@
 """What the routers' comparison makes of its rows: means over seeds, the load that hurts, claims that can be missed."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
+from benchmarks import dynamo_router, peer_packages, router
 from benchmarks.router import doubled, main, placement_shows
-from benchmarks.router_rows import means
+from benchmarks.router_rows import DRAIN_S, means, print_rows
+from cluster.offline.simulator.settings import SimulationSettings
 
 
 def row(router: str, jct_s: float, seed: int = 0, rate: float = 0.05, **more: Any) -> dict[str, Any]:
@@ -70,3 +74,37 @@ def test_bad_seeds_are_refused_by_the_flags_name(seeds: str, capsys: pytest.Capt
     with pytest.raises(SystemExit, match="2"):
         main([f"--seed={seeds}"])
     assert "--seed: numbers by comma" in capsys.readouterr().err
+
+
+def test_a_router_that_refuses_programs_gains_no_claim_by_it() -> None:
+    ours = row("caesura", 60.0, goodput_programs=0.4, completion_offered_s=90.0, refused=10)
+    claims = placement_shows(ours, [row("a", 100.0, completion_offered_s=100.0)], [row("a", 50.0)])
+    [(_, completion, holds)] = [claim for claim in claims if claim[0].startswith("mean completion")]
+    assert (completion, holds) == (0.9, False)
+
+
+def test_how_many_programs_ended_stands_beside_the_numbers(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = {"completed": 577, "offered": 972, "refused": 0, "moves": 3, "waited": 0, "completion_offered_s": 70.0}
+    print_rows([row("caesura", 68.0, **counts)])
+    head, line = capsys.readouterr().out.splitlines()
+    assert line[head.index("ended") - 11 : head.index("ended") + 5].strip() == "577 / 972"
+
+
+def test_both_routers_comparisons_let_programs_end_as_the_tables_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = yaml.safe_load((Path(router.__file__).parent / "tables.yaml").read_text())
+    assert f"--drain-s {DRAIN_S:.0f}" in plan["runs"]["simulate_kvtester"]["arguments"]
+    seen: list[float] = []
+
+    def stop(settings: SimulationSettings, *_: Any) -> None:
+        seen.append(settings.drain_s)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(peer_packages, "why_absent", lambda module: None)
+    monkeypatch.setattr(dynamo_router, "with_dynamo", stop)
+    monkeypatch.setattr(router, "simulate_all", lambda every, jobs: stop(every[0]))
+    for run in (lambda: dynamo_router.main([]), lambda: main(["--only", "placement", "--built-in"])):
+        with pytest.raises(KeyboardInterrupt):
+            run()
+    with pytest.raises(KeyboardInterrupt):
+        dynamo_router.main(["--drain-s", "300"])
+    assert seen == [DRAIN_S, DRAIN_S, 300.0]

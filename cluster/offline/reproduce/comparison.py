@@ -31,6 +31,11 @@ class Compared:
     """Ours with each factor, by its name."""
     kind: str = "value"
     """How the row is computed, see `cluster.offline.reproduce.plan`."""
+    measure: str | None = None
+    """This and the next three are those of the plan's row; None in results that are older than these fields."""
+    system: str | None = None
+    against: str | None = None
+    load: str | None = None
 
     @property
     def ratio(self) -> float | None:
@@ -100,6 +105,10 @@ def compare(name: str, figure: Figure, results: Results) -> list[Compared]:
                 here=statistics.fmean(known) if whole else None,
                 spread=statistics.stdev(known) if whole and len(known) > 1 else None,
                 kind=row.kind,
+                measure=row.measure,
+                system=row.system,
+                against=row.against,
+                load=row.load,
                 with_factors={key: _number(name, figure, key, row, results, results.seeds) for key in figure.factors},
             )
         )

@@ -1,8 +1,9 @@
 """What the papers measure, computed from the records of a run's programs. A paper's request is a whole program.
 
-Each measure is a function of the programs that arrived in a window, the times at which it began and ended, in seconds,
-and a decode iteration's seconds. Programs that had not completed, or had no first token, when the run ended are left
-out, as by a client that reports what it got. The drain of a run decides how many these are.
+Each measure is a function of all programs of a run, the times at which a window began and ended, in seconds, and a
+decode iteration's seconds. It is of the programs that arrived in the window, and `throughput` is of those that ended in
+it. Programs that had not completed, or had no first token, when the run ended are left out, as by a client that reports
+what it got. The drain of a run decides how many these are.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,8 +17,12 @@ from cluster.core.slo import Outcome, ProgramRecord
 
 Window = tuple[float, float]
 Measure = Callable[[Sequence[ProgramRecord], Window, float], float | None]
-"""Of programs, the window of their arrivals, and seconds of an iteration. None: there is no program of which to measure
-it."""
+"""Of programs, the measured window, and seconds of an iteration. None: there is no program of which to measure it."""
+
+
+def _arrived(programs: Sequence[ProgramRecord], window: Window) -> list[ProgramRecord]:
+    begin_s, end_s = window
+    return [program for program in programs if begin_s <= program.arrival_s < end_s]
 
 
 def _completed(programs: Sequence[ProgramRecord]) -> list[ProgramRecord]:
@@ -56,7 +61,8 @@ def goodput(
     per_s: float,
 ) -> float | None:
     """Return AugServe's effective throughput (section 5.1): requests in time per second of ``per_s``."""
-    good = sum(_in_time(program, ttft_s, iterations * iteration_s, tools) for program in _completed(programs))
+    done = _completed(_arrived(programs, window))
+    good = sum(_in_time(program, ttft_s, iterations * iteration_s, tools) for program in done)
     return good / per_s
 
 
@@ -70,16 +76,16 @@ def attainment(
     tools: bool,
 ) -> float | None:
     """Return AugServe's SLO attainment (section 5.1): the share of completed requests that were in time, in percent."""
-    done = _completed(programs)
+    done = _completed(_arrived(programs, window))
     good = sum(_in_time(program, ttft_s, iterations * iteration_s, tools) for program in done)
     return 100 * good / len(done) if done else None
 
 
 def throughput(programs: Sequence[ProgramRecord], window: Window, iteration_s: float) -> float | None:
-    """Return the requests per second that completed while programs arrived."""
+    """Return the requests per second that completed in the window, whenever they arrived."""
     begin_s, end_s = window
     ends = (p.arrival_s + p.jct_wall_s for p in _completed(programs) if p.jct_wall_s is not None)
-    return sum(ended_s <= end_s for ended_s in ends) / (end_s - begin_s)
+    return sum(begin_s <= ended_s <= end_s for ended_s in ends) / (end_s - begin_s)
 
 
 def _over(
@@ -90,7 +96,7 @@ def _over(
     of: Callable[[ProgramRecord], float | None],
     how: str,
 ) -> float | None:
-    values = [value for program in programs if (value := of(program)) is not None]
+    values = [value for program in _arrived(programs, window) if (value := of(program)) is not None]
     if not values:
         return None
     return float(np.mean(values)) if how == "mean" else float(np.percentile(values, PERCENTILES[how]))

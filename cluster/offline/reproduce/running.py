@@ -69,7 +69,7 @@ def measured(job: Job, figures: Mapping[str, Figure], traces: Path) -> Measured:
     assert result.recorded is not None
     iteration_s = job.settings.get(ITERATION_S, cost.decode_step_s())
     window = settings.warmup_s, result.arrivals_s
-    programs = [program for program in result.recorded.programs if window[0] <= program.arrival_s < window[1]]
+    programs = result.recorded.programs
     values = {
         name: measure_of(spec)(programs, window, iteration_s) for name, spec in figures[job.figure].measures.items()
     }
