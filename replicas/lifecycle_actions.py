@@ -113,6 +113,13 @@ class LifecycleActions:
                     self._cached_prefixes.forget(key)
                     self._returning_outputs.forget(key)
 
+    def sweep(self, now_s: float) -> None:
+        """End the programs that were idle for too long, and learn from those that are likely to have ended."""
+        for key, actions in self._programs.sweep(now_s):
+            self.act(key, actions)
+        for state in self._programs.likely_ended():
+            self._forecaster.program_ended(state.key, state.served_tokens)
+
     def child_ended(self, parent: str | None) -> None:
         """Load the context of a program that is swapped out, since its last child has ended and its turn will come.
 

@@ -103,6 +103,8 @@ class _Entry:
     cached_tokens: int = 0
     """Sums over all recorded turns, including those that were dropped."""
     longest_wait_steps: int = 0
+    concluded: bool = False
+    """Whether its number of turns has been learnt, because it counts as ended."""
 
 
 @dataclass(slots=True)
@@ -158,6 +160,7 @@ class ProgramTable:
         self._recorded: OrderedDict[str, _Entry] = OrderedDict()
         self._turns = DurationStatistics()
         self._pauses = TurnsBeforeAndAfter()
+        self._ended = 0
         self.returns = Returns()
         self.abandoned = 0
         """Number of programs that were ended because they were idle for too long."""
@@ -190,7 +193,9 @@ class ProgramTable:
 
     @property
     def average_turns(self) -> float | None:
-        """Mean number of turns of the programs that have ended (Continuum's AvgTurns), or None before the first has."""
+        """Mean number of turns of the programs that have ended or are likely to (Continuum's AvgTurns), or None before
+        the first has.
+        """
         return self._turns.mean_s if self._turns.count else None
 
     @property
@@ -201,7 +206,7 @@ class ProgramTable:
     @property
     def concluded(self) -> int:
         """Number of programs that have ended."""
-        return self._turns.count
+        return self._ended
 
     def apply(self, key: str, event: Event) -> Sequence[Action]:
         """Apply ``event`` to the program. Return the actions that have to be done.
@@ -220,11 +225,30 @@ class ProgramTable:
             self._live[key] = entry
             self._live.move_to_end(key)
         self._remember(key, entry)
+        if isinstance(event, TurnArrived):
+            entry.concluded = False
         for action in actions:
             if isinstance(action, Conclude):
-                self._turns.observe(action.turns)
-                self._pauses.observe(action.turns)
+                self._ended += 1
+                self._conclude(entry)
         return actions
+
+    def likely_ended(self) -> Iterator[ProgramState]:
+        """Yield the programs that have begun to count as ended, because they are silent, since the last call.
+
+        They stay in the table, because one in twenty comes back (`replicas.returns.SURE`).
+        """
+        for key in self.returns.take_given_up():
+            entry = self._live.get(key)
+            if entry is not None and not entry.state.active:
+                self._conclude(entry)
+                yield entry.state
+
+    def _conclude(self, entry: _Entry) -> None:
+        if not entry.concluded:
+            entry.concluded = True
+            self._turns.observe(entry.state.turns)
+            self._pauses.observe(entry.state.turns)
 
     def _learn_returns(self, key: str, state: ProgramState, event: Event) -> None:
         match event:

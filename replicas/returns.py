@@ -41,6 +41,7 @@ class Returns:
         self._tools: OrderedDict[str, _Tool] = OrderedDict()
         self._waits_for: dict[str, str] = {}
         """The tool of each program that is silent."""
+        self._given_up: list[str] = []
 
     def paused(self, key: str, tool: str, now_s: float) -> None:
         """A program waits.
@@ -74,7 +75,12 @@ class Returns:
         """
         tool = without_class(tool)
         known = self._tools.get(tool)
-        return 1.0 if known is None else known.share(_longer(tool, durations), now_s)
+        return 1.0 if known is None else known.share(_longer(tool, durations), now_s, self._given_up)
+
+    def take_given_up(self) -> list[str]:
+        """Return the programs that have begun to count as ended since the last call, the first first."""
+        given_up, self._given_up = self._given_up, []
+        return given_up
 
     def _tool(self, tool: str) -> "_Tool":
         known = self._tools.get(tool)
@@ -113,7 +119,8 @@ class _Tool:
             self._forget_early_ones()
         self.given_up.pop(key, None)
 
-    def share(self, longer: Callable[[float], float], now_s: float) -> float:
+    def share(self, longer: Callable[[float], float], now_s: float, given_up: list[str]) -> float:
+        """See `Returns.share`. Programs that begin to count as ended are added to ``given_up``."""
         if now_s < self._next_s:
             return self._share
         self._next_s = now_s + UPDATE_S
@@ -123,10 +130,10 @@ class _Tool:
         since = list(self.silent.values())
         sample = [longer(now_s - one) for one in (since[:: -(-len(since) // SAMPLE)] if since else ())]
         self._share = _most_likely_share(self._returned + PRIOR, self._ended, len(since), sample)
-        self._give_up(longer, now_s)
+        self._give_up(longer, now_s, given_up)
         return self._share
 
-    def _give_up(self, longer: Callable[[float], float], now_s: float) -> None:
+    def _give_up(self, longer: Callable[[float], float], now_s: float, given_up: list[str]) -> None:
         while self.silent:
             key, since_s = next(iter(self.silent.items()))
             if _is_end(1.0 - self._share, longer(now_s - since_s)) < SURE:
@@ -134,6 +141,7 @@ class _Tool:
             del self.silent[key]
             self._ended += 1.0
             self.given_up[key] = None
+            given_up.append(key)
             if len(self.given_up) > MAX_ENDED:
                 self.given_up.popitem(last=False)
             self._forget_early_ones()

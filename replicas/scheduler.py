@@ -273,8 +273,7 @@ class AgentScheduler(LoadingScheduler):
         for key in self.holds.expired(now_s):
             if (program := self.programs.get(key)) is not None and program.phase is Phase.HELD:
                 self.apply(key, HoldEnded(now_s, ReleaseReason.EXPIRED))
-        for key, actions in self.programs.sweep(now_s):
-            self.lifecycle.act(key, actions)
+        self.lifecycle.sweep(now_s)
 
     def load_now(self) -> LoadView:
         """Return the replica's load now."""

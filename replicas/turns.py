@@ -165,7 +165,7 @@ def read_identity(request: Request) -> ProgramIdentity:
     return ProgramIdentity.decode(extra[WIRE_KEY]) if WIRE_KEY in extra else ProgramIdentity()
 
 
-def tools_of(request: Request, turn: Turn, names: "ToolNames | None") -> tuple[str, ...]:
+def tools_of(request: Request, turn: Turn, names: "ToolReader | None") -> tuple[str, ...]:
     """Return what a finished turn waits for: the client's hint, else the tools in its output, else the user's reply."""
     if turn.identity.hints.expected_tool is not None:
         return (turn.identity.hints.expected_tool,)
@@ -179,7 +179,7 @@ def _output_ids(request: Request) -> Sequence[int]:
     return ids[request.num_prompt_tokens - known :] if known else ids
 
 
-def tool_name_reader(model_config: Any, parser: str | None) -> "ToolNames | None":
+def tool_name_reader(model_config: Any, parser: str | None) -> "ToolReader | None":
     """Return the reader of tool names, or None where vLLM has no tokenizer.
 
     It is made at the start, so that no turn has to wait for it.
@@ -192,6 +192,16 @@ class Decoder(Protocol):
 
     def decode(self, ids: list[int], /, *, skip_special_tokens: bool) -> str:
         """Return the text of ``ids``."""
+        ...
+
+
+class ToolReader(Protocol):
+    """Reads tool names out of the output tokens of a turn."""
+
+    parser_failures: int
+
+    def __call__(self, output_token_ids: Sequence[int], /) -> tuple[str, ...]:
+        """Return the names in order."""
         ...
 
 

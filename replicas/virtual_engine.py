@@ -43,6 +43,7 @@ from replicas.peers.peer import NO_FIELDS, RequestFields
 from replicas.scheduler import AgentScheduler
 from replicas.settings import SchedulerSettings
 from replicas.virtual_forgetting import forget_copies, forget_free_blocks
+from replicas.virtual_tools import VirtualTools
 
 
 @dataclass(slots=True)
@@ -211,6 +212,9 @@ def _make_repeatable(connector: OffloadingConnector) -> None:
 
 FIRST_TOKEN = 100
 """The first id of generated tokens. They never include the end-of-sequence token of the tiny model."""
+NUM_TOKENS = 100
+"""Number of ids of generated tokens that call no tool."""
+
 
 HASH_BYTES = 8
 """Bytes of a block's hash. vLLM's own has 32. Two blocks have the same hash once in 2^64 pairs."""
@@ -304,6 +308,9 @@ class VirtualEngine:
         self._in_flight: list[tuple[SchedulerOutput, list[bool], KVConnectorOutput | None]] = []
         self._asynchronous = asynchronous
         self._next_token = FIRST_TOKEN
+        self._tools = VirtualTools(FIRST_TOKEN + NUM_TOKENS)
+        if isinstance(self.scheduler, AgentScheduler):
+            self.scheduler.tool_names = self._tools
 
     def submit(
         self,
@@ -313,11 +320,14 @@ class VirtualEngine:
         identity: ProgramIdentity | None = None,
         arrival_s: float | None = None,
         fields: RequestFields = NO_FIELDS,
+        tool: str | None = None,
     ) -> Request:
-        """Add a request that generates exactly ``max_tokens``.
+        """Add a request that generates exactly ``max_tokens``, the last of which calls ``tool``.
 
         vLLM records ``arrival_s``. None is the time of day. ``fields`` are those of a peer's client.
         """
+        if tool is not None:
+            self._tools.plan(request_id, tool)
         extra = {**({WIRE_KEY: identity.encode()} if identity else {}), **fields.extra_args}
         params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, extra_args=extra or None)
         request = Request(
@@ -413,7 +423,7 @@ class VirtualEngine:
         result = ModelRunnerOutput(
             req_ids=ids,
             req_id_to_index={request_id: i for i, request_id in enumerate(ids)},
-            sampled_token_ids=[[self._token()] if sample else [] for sample in samples],
+            sampled_token_ids=[[self._token(i)] if sample else [] for i, sample in zip(ids, samples, strict=True)],
             logprobs=None,
             prompt_logprobs_dict={},
             pooler_output=[],
@@ -422,8 +432,12 @@ class VirtualEngine:
         by_client = self.scheduler.update_from_output(output, result)
         return [answer for outputs in by_client.values() for answer in outputs.outputs]
 
-    def _token(self) -> int:
-        self._next_token = FIRST_TOKEN + (self._next_token - FIRST_TOKEN + 1) % 100
+    def _token(self, request_id: str) -> int:
+        request = self.scheduler.requests.get(request_id)
+        is_last = request is not None and request.num_output_tokens + 1 == request.max_tokens
+        if is_last and (call := self._tools.take(request_id)) is not None:
+            return call
+        self._next_token = FIRST_TOKEN + (self._next_token - FIRST_TOKEN + 1) % NUM_TOKENS
         return self._next_token
 
 

@@ -47,6 +47,8 @@ class VirtualTurn:
     known_tokens: int
     """Leading tokens whose KV was computed before. To compute one of them is a recomputation."""
     identity: ProgramIdentity
+    tool: str | None = None
+    """The tool that its output calls."""
     admitted_s: float | None = None
     first_token_s: float | None = None
     last_token_s: float | None = None
@@ -149,14 +151,20 @@ class VirtualReplica:
         return turn is None or turn.first_token_s is not None
 
     def submit(
-        self, request_id: str, prompt: Sequence[int], output_tokens: int, identity: ProgramIdentity, known_tokens: int
+        self,
+        request_id: str,
+        prompt: Sequence[int],
+        output_tokens: int,
+        identity: ProgramIdentity,
+        known_tokens: int,
+        tool: str | None = None,
     ) -> VirtualTurn:
-        """Add a turn that generates exactly ``output_tokens``."""
+        """Add a turn that generates exactly ``output_tokens``, the last of which calls ``tool``."""
         now_s = self.clock.now_s()
         self._settle()
         fields = NO_FIELDS if self.peer is None else self.peer.fields(identity, now_s)
-        request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s, fields)
-        turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens, identity)
+        request = self.engine.submit(request_id, prompt, output_tokens, identity, now_s, fields, tool)
+        turn = self._turns[request_id] = VirtualTurn(request, now_s, known_tokens, identity, tool)
         self.interrupted = self._waits_for_link
         return turn
 
@@ -217,6 +225,12 @@ class VirtualReplica:
         """Whether KV is being moved between the device, the host and the disk."""
         return (self.link is not None and self.link.next_end_s is not None) or self._disk_end_s() is not None
 
+    def program_ended(self, key: str) -> None:
+        """Report to the policy that a program has ended, as its client does. Other schedulers get no such report."""
+        if isinstance(scheduler := self.engine.scheduler, AgentScheduler):
+            self._settle()
+            dispatch(scheduler, "end", {"key": key})
+
     def leave(self) -> None:
         """Write the contexts of programs to disk, because this replica ends."""
         if isinstance(scheduler := self.engine.scheduler, AgentScheduler):
@@ -270,7 +284,7 @@ class VirtualReplica:
                 ended.append(turn)
         if self.peer is not None:
             for turn in ended:
-                self.peer.turn_ended(self.engine.scheduler, turn.identity)
+                self.peer.turn_ended(self.engine.scheduler, turn.identity, turn.tool)
         return ended
 
     def check_integrity(self) -> None:

@@ -154,10 +154,9 @@ class AgentInfer(Peer):
             return NO_FIELDS
         return RequestFields(extra_args={XARGS_KEY: self._encode(self._identity(identity.key))})
 
-    def turn_ended(self, scheduler: Scheduler, identity: ProgramIdentity) -> None:
+    def turn_ended(self, scheduler: Scheduler, identity: ProgramIdentity, tool: str | None) -> None:
         """End the program if the response has no tool call, as AgentInfer's middleware does."""
-        without_call = identity.last_turn or identity.hints.expected_tool == USER_REPLY
-        if without_call and identity.key is not None:
+        if tool in (None, USER_REPLY) and identity.key is not None:
             program_id = self._identity(identity.key).program_id
             scheduler._agentcache.controller.on_response_completion(program_id, self._terminal)
 

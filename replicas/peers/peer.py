@@ -56,8 +56,11 @@ class Peer:
         """Return what the client of the program sends with a turn that arrives now."""
         return NO_FIELDS
 
-    def turn_ended(self, scheduler: Scheduler, identity: ProgramIdentity) -> None:
-        """Notify the scheduler of the end of a turn's response, where the peer observes responses."""
+    def turn_ended(self, scheduler: Scheduler, identity: ProgramIdentity, tool: str | None) -> None:
+        """Notify the scheduler of the end of a turn's response, where the peer observes responses.
+
+        ``tool``: the tool that the response calls; None: it calls none.
+        """
 
     def retained_ids(self, scheduler: Scheduler) -> Collection[str]:
         """Return the ids of the requests that the peer keeps back from vLLM's queues."""

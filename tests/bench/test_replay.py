@@ -91,9 +91,9 @@ async def test_a_program_is_replayed_token_by_token(cluster_double) -> None:
     assert first["ignore_eos"] and first["return_token_ids"] and first["stream_options"] == {"include_usage": True}
     assert first["temperature"] == 0 and "seed" not in first
     assert [body["vllm_xargs"] for body in cluster_double.bodies] == [
-        {"job_id": "p0", "is_last_step": 0, "this_func_call": "ls"},
-        {"job_id": "p0", "is_last_step": 0, "this_func_call": "cat", "last_func_call": "ls"},
-        {"job_id": "p0", "is_last_step": 1, "last_func_call": "cat"},
+        {"job_id": "p0", "this_func_call": "ls"},
+        {"job_id": "p0", "this_func_call": "cat", "last_func_call": "ls"},
+        {"job_id": "p0", "last_func_call": "cat"},
     ]
 
 
@@ -109,7 +109,7 @@ async def test_latency_counts_from_the_intended_start(cluster_double) -> None:
 
 
 async def test_a_late_client_is_in_the_latency(cluster_double) -> None:
-    turn = Turn("p", 0, CLOCK.now_s() - 3.0, [40] * 5, 2, 0, None, None, True)
+    turn = Turn("p", 0, CLOCK.now_s() - 3.0, [40] * 5, 2, 0, None, None)
     async with open_session() as session:
         record = await TurnClient(session, cluster_double.url, "double", CLOCK, 20.0).run(turn)
     assert record.outcome is Outcome.OK

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 
 from cluster.core.lifecycle.events import Ended, ReleaseReason
-from cluster.core.program import USER_REPLY, ProgramIdentity
+from cluster.core.program import USER_REPLY, Hints, ProgramIdentity
 from cluster.durations.table import DurationTable
+from replicas.forecasts import Features
 from replicas.policy import Claimant, Hold, Release
 from replicas.returns import MAX_ENDED, MAX_TOOLS, MEMORY, PAUSE_S, PRIOR, UPDATE_S, Returns
 from replicas.virtual_engine import VirtualEngine
@@ -248,3 +249,22 @@ def test_chats_that_come_back_keep_their_holds(programs: Callable[..., Programs]
         p.clock.advance(0.05)
     assert p.scheduler.programs.returns.share(USER_REPLY, p.scheduler.durations, p.clock.now_s()) > 0.9
     assert p.held() == {"c0"}
+
+
+def test_silent_programs_teach_what_follows_a_turn(programs: Callable[..., Programs]) -> None:
+    p = programs("caesura")
+    for number in range(25):
+        p.turn(f"a{number}", new_tokens=20)
+        p.turn(f"a{number}", new_tokens=20, tool=USER_REPLY)
+    table, forecaster, before = p.scheduler.programs, p.scheduler.forecaster, Features.of("", 0, 20)
+    assert table.average_turns is None
+    assert forecaster.of(before, Hints(), NOTHING, last=False).later_turns == 2.0
+    p.clock.advance(600.0)
+    p.turn("b", new_tokens=20, tool=USER_REPLY)
+    p.turn("c", new_tokens=20)
+    assert table.average_turns == 2.0
+    assert forecaster.of(before, Hints(), NOTHING, last=False).later_turns == pytest.approx(1.0, abs=0.1)
+    assert (table.concluded, len(table)) == (0, 27), "they may still come back"
+    p.turn("a0", new_tokens=20)  # this one does, and b counts as ended meanwhile
+    p.turn("a0", new_tokens=20, last=True)
+    assert table.average_turns == pytest.approx((25 * 2 + 1 + 4) / 27)

@@ -11,8 +11,8 @@ from cluster.offline.simulator.routing import LeastPrograms, RoundRobin, Sent, S
 
 
 def turn(program: str, index: int = 0, prompt: Sequence[int] = (50,) * 40, last: bool = False) -> SimulatedTurn:
-    identity = ProgramIdentity(program_id=program, last_turn=last)
-    return SimulatedTurn(f"{program}.{index}", program, index, list(prompt), identity)
+    identity = ProgramIdentity(program_id=program)
+    return SimulatedTurn(f"{program}.{index}", program, index, list(prompt), identity, ends_program=last)
 
 
 def to(router: TurnRouter, *turns: SimulatedTurn) -> list[int | None]:

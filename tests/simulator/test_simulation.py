@@ -7,8 +7,11 @@ import pytest
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler
 
 from cluster.core.errors import IntegrityError
+from cluster.core.lifecycle.machine import Phase, ProgramState
+from cluster.core.program import ProgramIdentity
 from cluster.core.registry import PEERS, POLICIES
 from cluster.core.slo import Outcome
+from cluster.offline.simulator.foresight import Foresight, Reports
 from cluster.offline.simulator.settings import BASELINES
 from replicas.scheduler import AgentScheduler
 from tests.replica.test_peers import needs_agentinfer
@@ -114,6 +117,28 @@ def test_the_scheduler_learns_the_pause_that_was_simulated(bench: Bench) -> None
     assert (learnt.count, learnt.mean_s) == (1, pytest.approx(2.5))
 
 
+@pytest.mark.parametrize(
+    ("reports", "phase"),
+    [(Reports.NOTHING, Phase.HELD), (Reports.ENDS, None), (Reports.AHEAD, None)],
+)
+def test_a_policy_knows_the_tool_from_the_output_and_the_end_if_it_is_reported(
+    bench: Bench, reports: Reports, phase: Phase | None
+) -> None:
+    planned = program(turn(60, 5, "ls", 1.0), turn(10, 9))
+    simulation = bench.prepare([(0.0, planned)], policy="continuum", foresight=Foresight(reports=reports))
+    scheduler = bench.replicas[0].engine.scheduler
+    assert isinstance(scheduler, AgentScheduler)
+    key = ProgramIdentity("p0").key
+    assert key is not None
+    seen: list[ProgramState | None] = []
+    for at_s in (0.5, 1.5):
+        simulation.timeline.at(at_s, lambda: seen.append(scheduler.programs.get(key)))
+    simulation.run(1e6)
+    first, second = seen
+    assert first is not None and (first.phase, first.tools) == (Phase.HELD, ("ls",))
+    assert (None if second is None else second.phase) is phase
+
+
 def test_hidden_output_and_a_reset_context_are_not_reused(bench: Bench) -> None:
     hidden = replace(turn(64, 32, "think"), kept_tokens=16)
     reset = replace(turn(80, 1), reset=True)
@@ -164,7 +189,8 @@ def test_programs_spread_over_replicas_and_stay_where_they_are(bench: Bench) -> 
 
 def test_a_replica_whose_programs_have_ended_takes_the_next_one(bench: Bench) -> None:
     short, long = program(turn(100, 1)), program(turn(100, 400))
-    bench.run((0.0, short), (0.0, long), (0.5, short), (1.0, short), replicas=2)
+    arrivals = (0.0, short), (0.0, long), (0.5, short), (1.0, short)
+    bench.run(*arrivals, replicas=2, foresight=Foresight(reports=Reports.ENDS))
     assert bench.replicas[1].preemptions == 0
     # Only the long one ran on the second replica: one step for its prompt, one for each token after the first.
     assert [len(replica.schedule_s) for replica in bench.replicas] == [3, 400]

@@ -9,7 +9,7 @@ from cluster.core.slo import Outcome, ProgramRecord, Slo, TurnRecord
 from cluster.offline.bench.arrivals import Arrivals
 from cluster.offline.bench.workload import PlannedTurn, TurnWork, tokens_of, turns_of
 from cluster.offline.simulator.bounds import FluidBound
-from cluster.offline.simulator.foresight import Foresight
+from cluster.offline.simulator.foresight import Foresight, Reports
 from cluster.offline.simulator.load import Burst, Recovery, Window, plan
 from tests.simulator.simulated import COST, program, turn
 
@@ -28,9 +28,22 @@ def test_new_tokens_are_those_that_were_never_at_their_place() -> None:
     assert [w.returned_tokens for w in turns_of(program(turn(50, 5, "ls"), turn(7, 1)))] == [7, 0]
 
 
-def test_a_client_tells_its_tool_and_an_oracle_the_rest() -> None:
+def test_a_turn_is_sent_alike_whatever_follows_it() -> None:
+    first, second = turn(50, 5, "ls", 2.5), turn(7, 3)
+    ends = Foresight().identities("p", program(first, second), (0,))
+    goes_on = Foresight().identities("p", program(first, replace(second, tool="make"), turn(9, 1)), (0,))
+    assert ends == goes_on[:2]
+    assert [(i.hints.expected_tool, i.hints.last_tool, i.last_turn) for i in goes_on] == [
+        (None, None, False),
+        (None, "ls", False),
+        (None, "make", False),
+    ]
+    assert Foresight(reports=Reports.ENDS).identities("p", program(first, second), (0,)) == ends
+
+
+def test_a_client_may_report_tools_and_ends_ahead_and_an_oracle_reports_the_rest() -> None:
     planned = program(turn(50, 5, "ls", 2.5), turn(7, 3, "make", 0.5), turn(9, 1))
-    live = Foresight().identities("p", planned, (0,))
+    live = Foresight(reports=Reports.AHEAD).identities("p", planned, (0,))
     assert [(i.hints.expected_tool, i.hints.last_tool, i.last_turn) for i in live] == [
         ("ls", None, False),
         ("make", "ls", False),

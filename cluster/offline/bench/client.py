@@ -40,7 +40,6 @@ class Turn:
     previous_context_tokens: int
     tool: str | None
     last_tool: str | None
-    is_last: bool
     parent_id: str | None = None
     """The program that started this one."""
     sent_s: float | None = None
@@ -165,7 +164,12 @@ def _check(turn: Turn) -> None:
 
 
 def _body(turn: Turn, model: str) -> dict[str, Any]:
-    identity: dict[str, str | int] = {"job_id": turn.program_id, "is_last_step": int(turn.is_last)}
+    """Make the request of a turn.
+
+    It names the tool that the turn calls, because the tokens that the server generates contain no call from which the
+    name could be read. It does not say whether the turn is the last, which an agent learns only from the answer.
+    """
+    identity: dict[str, str | int] = {"job_id": turn.program_id}
     if turn.tool is not None:
         identity["this_func_call"] = turn.tool
     if turn.last_tool is not None:

@@ -129,7 +129,6 @@ async def _run(
             previous_context_tokens=known,
             tool=planned.tool,
             last_tool=last_tool,
-            is_last=index == len(program.turns) - 1,
             parent_id=replay.parent_id,
         )
         record = await client.run(replay.under_way)

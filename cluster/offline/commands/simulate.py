@@ -71,6 +71,10 @@ def simulate(
         str | None,
         typer.Option(help="What forecasts what is not given: statistics, tabular, or a file of predictor forecast."),
     ] = None,
+    reports: Annotated[
+        str,
+        typer.Option(help="What clients report of programs: nothing, ends, or ahead (tools and last turns)."),
+    ] = "nothing",
     noise: Annotated[
         str, typer.Option(help="p: error N(0, p x value) of each given value; several with commas.")
     ] = "0",
@@ -177,6 +181,7 @@ def simulate(
             policy_slo_ttft=policy_slo_ttft,
             slo_norm_x=slo_norm_x,
             slo_per_turn_x=slo_per_turn_x,
+            reports=reports,
             noises=_list("--noise", noise, float),
             oracle=oracle,
             forecasts=forecasts,

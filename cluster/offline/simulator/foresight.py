@@ -1,6 +1,7 @@
-"""The hints that a simulated client sends with its turns, and the forecasts of a predictor.
+"""What a simulated client reports of its programs, and the forecasts of a predictor.
 
-Hints contain the tool that a turn calls. With an oracle, they also contain the true lengths and durations. Forecasts
+By default it sends a program's id and the name of the tool whose result a turn brings, as chat messages contain it. The
+tool that a turn calls is in its answer. With an oracle, hints also contain the true lengths and durations. Forecasts
 are those of the predictor service, with a model that has not seen the program's group.
 
 The groups are split into two halves, and a model fitted on one half forecasts the other. So a whole trace can be
@@ -9,6 +10,7 @@ the programs that a model was not trained on, and only these are replayed.
 """
 
 from dataclasses import dataclass, field, replace
+from enum import StrEnum
 from functools import lru_cache
 from pathlib import Path
 
@@ -51,16 +53,33 @@ NOISE_STREAM = 0x6E6F6973
 """Seed of the noise, which makes it independent of the random token ids of the same program."""
 
 
+class Reports(StrEnum):
+    """What the clients report of their programs."""
+
+    NOTHING = "nothing"
+    """Neither tools nor ends."""
+    ENDS = "ends"
+    """The end of a program, once its last turn has ended."""
+    AHEAD = "ahead"
+    """With each turn, which tool it will call, and whether it is the last."""
+
+
 @dataclass(frozen=True, slots=True)
 class Foresight:
     """The knowledge of the future that a turn's hints and forecasts contain."""
 
     oracle: bool = False
-    """Whether hints contain lengths and durations. Otherwise they contain only the tool's name, as in live clients."""
+    """Whether hints contain lengths and durations. Turns are then reported ahead, too."""
     noise: float = 0.0
     """The relative error p: each value m becomes max(0, m + N(0, p·m)), as in the papers."""
     forecasts: Forecasts = field(default_factory=dict)
     """Forecasts of a predictor, which are sent in addition to the hints."""
+    reports: Reports = Reports.NOTHING
+
+    @property
+    def ends_known(self) -> bool:
+        """Whether a program is known to have ended once its last turn has."""
+        return self.oracle or self.reports is not Reports.NOTHING
 
     def identities(
         self, name: str, program: PlannedProgram, seed: tuple[int, ...], parent: str | None = None
@@ -68,18 +87,19 @@ class Foresight:
         """Make the identity of each turn. The result depends on ``seed`` and not on the policy."""
         works = turns_of(program)
         rng = np.random.default_rng([*seed, NOISE_STREAM])
-        last = len(works) - 1
+        last, ahead = len(works) - 1, self.oracle or self.reports is Reports.AHEAD
         identities: list[ProgramIdentity] = []
         for index, turn in enumerate(program.turns):
             hints = Hints(
-                expected_tool=turn.tool,
+                expected_tool=turn.tool if ahead else None,
                 last_tool=program.turns[index - 1].tool if index else None,
             )
             if self.oracle:
                 hints = self._with_oracle(hints, turn.pause_s, works[index:], rng)
             forecasts = self.forecasts.get(program.program_id)
             forecast = None if forecasts is None else forecasts[index]
-            identities.append(ProgramIdentity(name, parent, last_turn=index == last, hints=hints, forecast=forecast))
+            is_last = ahead and index == last
+            identities.append(ProgramIdentity(name, parent, last_turn=is_last, hints=hints, forecast=forecast))
         return identities
 
     def _with_oracle(self, hints: Hints, pause_s: float, works: list[TurnWork], rng: np.random.Generator) -> Hints:

@@ -105,7 +105,7 @@ class FrontRouter:
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
         """See TurnRouter."""
         self.front.ended(turn.turn_id, now_s, context_tokens=context_tokens)
-        if turn.identity.last_turn:
+        if turn.ends_program:
             self.front.forget(turn.program, now_s)
 
     def tick(self, now_s: float) -> None:

@@ -26,6 +26,8 @@ class SimulatedTurn:
     prompt: Sequence[int]
     """Ids of all tokens of the prompt, the context included."""
     identity: ProgramIdentity
+    ends_program: bool = False
+    """Whether the program is known to have ended when this turn has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,5 +188,5 @@ class LeastPrograms(RequestRouter):
     def ended(self, turn: SimulatedTurn, replica: int, context_tokens: int, now_s: float) -> None:
         """Forget the program after its last turn."""
         super().ended(turn, replica, context_tokens, now_s)
-        if turn.identity.last_turn:
+        if turn.ends_program:
             self._programs[self._homes.pop(turn.program)] -= 1

@@ -24,6 +24,7 @@ from cluster.offline.bench.settings import (
 from cluster.offline.bench.workload import Shaping
 from cluster.offline.simulator.disaggregated import Disaggregation
 from cluster.offline.simulator.elastic import STATIC, Scaling
+from cluster.offline.simulator.foresight import Reports
 from cluster.offline.simulator.load import Burst
 from cluster.offline.simulator.routers import LEAST_PROGRAMS, OURS, check_router, front_settings
 from replicas.cost_model import CostModel
@@ -99,6 +100,8 @@ class SimulationSettings:
     slo_per_turn_x: float | None = None
     """A turn's bound on its first token is at least so many times the time that its new tokens take alone. None: it is
     the same for all turns."""
+    reports: str = Reports.NOTHING
+    """What the clients report of their programs: a value of `Reports`."""
     noises: tuple[float, ...] = (0.0,)
     """Each p is a run: an error of N(0, p · value) is added to each given value."""
     oracle: bool | None = None
@@ -184,6 +187,8 @@ class SimulationSettings:
             raise ConfigError(
                 f"--max-batched-tokens: {self.step_tokens} is less than --max-seqs ({self.step_sequences})"
             )
+        if self.reports not in list(Reports):
+            raise ConfigError(f"--reports: unknown {self.reports!r}; choose from: {', '.join(Reports)}")
         if self.forecasts is not None:
             self._check_forecasts(self.forecasts)
         Arrivals.parse(self.arrivals, 1.0)

@@ -188,7 +188,8 @@ class Simulation:
         prompt, program.known_tokens = program.conversation.prompt(planned.turns[index])
         identity = program.identities[index]
         assert identity.key is not None
-        turn = SimulatedTurn(f"{program.job.program_id}.{index}", identity.key, index, prompt, identity)
+        ends = self._foresight.ends_known and index == len(planned.turns) - 1
+        turn = SimulatedTurn(f"{program.job.program_id}.{index}", identity.key, index, prompt, identity, ends)
         program.turn = turn
         self._by_turn[turn.turn_id] = program
         self.routed[program.job.program_id, index] = RoutedTurn(
@@ -253,7 +254,7 @@ class Simulation:
         assert turn is not None
         planned = program.job.program.turns[turn.index]
         program.under_way = self._replicas[replica].submit(
-            turn.turn_id, turn.prompt, planned.output_tokens, turn.identity, program.known_tokens
+            turn.turn_id, turn.prompt, planned.output_tokens, turn.identity, program.known_tokens, planned.tool
         )
         self._ready.add(replica)
 
@@ -295,6 +296,8 @@ class Simulation:
         due, program.turn, program.under_way, program.prefill = program.turn, None, None, None
         assert due is not None
         self._router.ended(due, replica, turn.request.num_tokens, self._clock.now_s())
+        if due.ends_program:
+            self._replicas[replica].program_ended(due.program)
         if len(program.done) == len(program.job.program.turns):
             self._over(program, 0.0)
         else:
