@@ -188,7 +188,7 @@ async def idle_turn_s(url: str, cost: CostModel) -> float:
     async with open_session() as session:
         client = TurnClient(session, url, "random", clock, 60.0)
         for number in range(IDLE_TURNS + 5):  # the first ones warm up
-            turn = Turn(f"idle-{number}", 0, clock.now_s(), [40 + number] * IDLE_PROMPT, 1, 0, None, None, True)
+            turn = Turn(f"idle-{number}", 0, clock.now_s(), [40 + number] * IDLE_PROMPT, 1, 0, None, None)
             record = await client.run(turn)
             assert record.outcome is Outcome.OK, record.error
             seconds.append(record.ttft_s or 0.0)

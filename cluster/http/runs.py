@@ -32,11 +32,6 @@ Prepare = Callable[[], Awaitable[dict[str, Any]]]
 BadRequest. An idempotency key is looked up before, because both may have another result when the request comes again.
 """
 
-Prepare = Callable[[], Awaitable[dict[str, Any]]]
-"""A function that chooses the model of a request and fetches its images, and returns its body for replicas. It raises
-BadRequest. An idempotency key is looked up before, because both may have another result when the request comes again.
-"""
-
 
 class Abandon:
     """Cancels runs whose client has disconnected. It does not wait, since the calling task is being cancelled itself.
