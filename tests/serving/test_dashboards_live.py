@@ -47,6 +47,8 @@ RARE = {
     "prediction_actual",
     "requests_rejected",
     "scheduler_events",
+    # No batch runs, unless an earlier test of this cluster had one.
+    "batch_lines",
     # No request has a part without effect, and none is refused.
     "ignored_request_parts",
     "http_refusals",
