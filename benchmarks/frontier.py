@@ -24,6 +24,8 @@ PATIENT = "augserve"
 """A policy that refuses nobody. The page compares it with ours at the loads at which ours refuses programs."""
 TARGET = 1.05
 """A measure within this factor of the best other policy's counts as near the best."""
+LEGEND_ENTRY_IN = (1.5, 0.22)
+"""Width and height of an entry of a plot's legend, in inches."""
 
 Row = Mapping[str, Any]
 
@@ -262,8 +264,11 @@ def plot(means: Mapping[Workload, Means], path: Path) -> Path:
             one.set_ylabel(f"{measure.title}, {measure.unit}" if column == 0 else "", fontsize=8)
         axes[0][column].set_title(workload.title.replace(", ", ",\n"), fontsize=8)
         axes[-1][column].set_xlabel("share of the capacity")
-    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=8, frameon=False)
-    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    handles, labels = axes[0][0].get_legend_handles_labels()
+    columns = int(size[0] // LEGEND_ENTRY_IN[0])
+    figure.legend(handles, labels, loc="lower center", ncols=columns, frameon=False)
+    lines = math.ceil(len(labels) / columns)
+    figure.tight_layout(rect=(0, (lines + 1) * LEGEND_ENTRY_IN[1] / size[1], 1, 1))
     figure.savefig(path, metadata={"Date": None})
     pyplot.close(figure)
     return path
