@@ -45,7 +45,6 @@ from cluster.batches.task import BatchTask, new_run
 from cluster.config.sections import BatchesConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import (
-    IdempotencyConflict,
     Overloaded,
     RunLeaseLost,
     RunStoreUnavailable,
@@ -208,7 +207,7 @@ class BatchRunner:
                 self._renounce(batch.id)
             raise
         if isinstance(created, AlreadyThere):
-            return _same_request(created)
+            return created.of_same_request()
         self._begin(batch, progress, [Accepted(batch)])
         return batch.id
 
@@ -225,7 +224,7 @@ class BatchRunner:
             return None
         with _reachable():
             found = await self._store.repeated(tenant, idempotency)
-        return None if found is None else _same_request(found)
+        return None if found is None else found.of_same_request()
 
     def _renounce(self, batch_id: str) -> None:
         self._background.run(f"renounce {batch_id}", until_renounced(self._store, batch_id))
@@ -505,17 +504,6 @@ def _least_needed(loaded: Sequence[BatchTask], wanted: BatchTask, now_s: float) 
     if not places[wanted.batch.tenant]:
         others = [one for one in loaded if one.can_unload and one.loaded_s <= before_s]
     return min(others, key=lambda one: one.loaded_s, default=None)
-
-
-def _same_request(found: AlreadyThere) -> str:
-    """Return the batch of an idempotency key.
-
-    Raises:
-        IdempotencyConflict: the key was used with another body.
-    """
-    if not found.same_body:
-        raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
-    return found.run_id
 
 
 @contextlib.contextmanager

@@ -211,7 +211,7 @@ class WholeItem:
     status: ItemStatus = "completed"
 
     def model(self) -> ResponseOutputItem:
-        """Return the item."""
+        """Return the item as its maker has built it, whatever its status here."""
         return self.whole
 
 

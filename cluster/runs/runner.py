@@ -21,7 +21,6 @@ from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import (
-    IdempotencyConflict,
     IllegalTransition,
     Overloaded,
     RunLeaseLost,
@@ -215,7 +214,7 @@ class ProgramRunner:
         finally:
             self._starting.remove(spec.tenant)
         if isinstance(created, AlreadyThere):
-            return Started(_same_request(created), new=False)
+            return Started(created.of_same_request(), new=False)
         self.counters["started"] += 1
         self._begin(run, [accepted], [], secret or {}, spec.limits.wall_s, arrived_s, on_end)
         return Started(spec.id, new=True)
@@ -242,7 +241,7 @@ class ProgramRunner:
             found = await self._store.repeated(tenant, idempotency)
         except RunStoreUnavailable as error:
             raise Overloaded(LOG_GONE, retry_after_s=RETRY_AFTER_S) from error
-        return None if found is None else _same_request(found)
+        return None if found is None else found.of_same_request()
 
     async def load(self, run_id: str, tenant: str) -> Sequence[RunEvent] | None:
         """Return the events of a run, or None if the tenant has no run of this id.
@@ -365,7 +364,7 @@ class ProgramRunner:
         finally:
             del self._working[run_id]
             asyncio.get_running_loop().call_later(KEPT_S, self._forget, run_id, task)
-        if task.state.ended is not None and not task.state.spec.store:
+        if task.state.ended is not None and not task.state.spec.store and not task.journal.lost:
             await self._forget_stored(run_id)
 
     def _open_of(self, tenant: str) -> int:
@@ -463,14 +462,3 @@ class ProgramRunner:
                 break
             events += [decode(entry) for entry in page.items]
         return events, cancel_asked
-
-
-def _same_request(found: AlreadyThere) -> str:
-    """Return the run of an idempotency key.
-
-    Raises:
-        IdempotencyConflict: the key was used with another body.
-    """
-    if not found.same_body:
-        raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
-    return found.run_id

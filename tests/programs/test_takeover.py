@@ -41,6 +41,27 @@ async def test_a_runner_that_lost_its_run_leaves_the_asynchronous_call_to_the_ne
     assert tools.cancelled == []
 
 
+async def test_a_runner_that_lost_a_run_that_is_not_stored_leaves_it_in_the_store(
+    runners: Runners, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = runners(ScriptedReplicas([[asyncio.Event()]]), max_open=1)
+    deleted: list[str] = []
+
+    async def delete(run_id: str, *, unless_keyed: bool = False) -> bool:
+        deleted.append(run_id)
+        return True
+
+    monkeypatch.setattr(runners.stores[0], "delete", delete)
+    await first.start(spec("unkept", store=False))
+    second = runners(ScriptedReplicas([[asyncio.Event()]]))
+    second.attend()
+    await until(lambda: second.open_runs)
+    first.attend()
+    await until(lambda: first.counters["lost"] and not first.open_runs)
+    await first.aclose()
+    assert deleted == []
+
+
 async def test_a_runner_that_closes_while_its_log_is_written_leaves_the_asynchronous_call_to_the_next_one(
     runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:

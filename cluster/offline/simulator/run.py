@@ -362,7 +362,7 @@ class Mark:
 
     wasted: Wasted
     busy_s: list[float]
-    """By replica."""
+    """Seconds in which each replica computed."""
 
 
 def _mark(replicas: Sequence[VirtualReplica]) -> Mark:

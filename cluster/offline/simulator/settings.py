@@ -63,7 +63,7 @@ class SimulationSettings:
 
     policies: tuple[str, ...]
     rates_per_s: tuple[float, ...]
-    """Programs per second."""
+    """Arrivals of programs per second, of each run."""
     preset: str = "opt-13b/h800"
     """A preset's name, or the path of a saved cost model."""
     trace: Path | None = None

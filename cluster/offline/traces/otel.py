@@ -79,7 +79,7 @@ class _Found:
     def __init__(self) -> None:
         self._calls: list[_ModelCall | _ToolCall] = []
         self._conversations: dict[str, set[str]] = {}
-        """By trace."""
+        """The ids of the conversations that the calls of each trace name."""
         self._usage: dict[str, dict[str, Any]] = {}
         """Numbers of tokens of spans that are no calls themselves, by the span that they are below."""
         self._others = 0

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from cluster.core.errors import IdempotencyConflict
+
 
 class LogKind(StrEnum):
     """What a store has the logs of. The value is a part of the names of the keys in Redis."""
@@ -67,6 +69,16 @@ class AlreadyThere:
     """The id of the other run."""
     same_body: bool
     """Whether the fingerprints of the two requests' bodies are equal."""
+
+    def of_same_request(self) -> str:
+        """Return the id of the other run, which the same request has started.
+
+        Raises:
+            IdempotencyConflict: the key was used with another body.
+        """
+        if not self.same_body:
+            raise IdempotencyConflict("the Idempotency-Key was used with another body", param="Idempotency-Key")
+        return self.run_id
 
 
 @dataclass(frozen=True, slots=True)
