@@ -105,7 +105,7 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
         accelerator_config={"kind": replicas.accelerator},
         engine_kwargs=engine_kwargs(config),
         deployment_config={
-            **number_of_replicas(replicas),
+            **number_of_replicas(config),
             "max_ongoing_requests": replicas.max_ongoing_requests,
             "max_queued_requests": replicas.max_queued_requests,
             "health_check_period_s": HEALTH_CHECK_PERIOD_S,
@@ -125,10 +125,12 @@ def llm_config_of(config: CaesuraConfig) -> LLMConfig:
     )
 
 
-def number_of_replicas(replicas: ReplicaConfig) -> dict[str, Any]:
+def number_of_replicas(config: CaesuraConfig) -> dict[str, Any]:
     """Return Ray's deployment options for the number of a model's replicas."""
+    replicas = config.replicas
     if not replicas.is_elastic:
         return {"num_replicas": replicas.count}
+    settings = {"policy": OUR_AUTOSCALER, "model": config.model.id, "metrics": config.metrics.enabled}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # of metrics_interval_s, which no option replaces yet
         scaling = AutoscalingConfig(
@@ -138,7 +140,7 @@ def number_of_replicas(replicas: ReplicaConfig) -> dict[str, Any]:
             look_back_period_s=5 * SCALING_PERIOD_S,
             upscale_delay_s=0.0,
             downscale_delay_s=0.0,
-            policy=AutoscalingPolicy(policy_function=AUTOSCALER, policy_kwargs={"policy": OUR_AUTOSCALER}),
+            policy=AutoscalingPolicy(policy_function=AUTOSCALER, policy_kwargs=settings),
         )
     return {"num_replicas": "auto", "autoscaling_config": scaling}
 

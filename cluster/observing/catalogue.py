@@ -417,6 +417,7 @@ STEP_TIME_RATIO = _gauge(
 POLICY = _gauge("policy", MEMORY, "1 for the policy in force", "model", "policy")
 REPLICA_UP = _gauge("replica_up", OVERVIEW, "1 for the state that a replica is in", "model", "state")
 REPLICA_STARTS = _counter("replica_starts", OVERVIEW, "Starts of a replica's process", "model")
+REPLICAS_REMOVED = _counter("replicas_removed", OVERVIEW, "Replicas that the autoscaler removed", "model")
 SCHEDULER_EVENTS = _counter(
     "scheduler_events", MEMORY, "Other events that the scheduler counts", "model", "event", snapshot="counters"
 )

@@ -14,6 +14,8 @@ from ray.serve.config import AutoscalingContext
 
 from cluster.core.registry import AUTOSCALERS
 from cluster.core.scaling_report import ReplicaReport
+from cluster.observing.catalogue import REPLICAS_REMOVED
+from cluster.observing.meter import Meter
 from router.autoscaling.policy import AutoscalingPolicy, Reason, ScalingView
 
 STATE = "caesura"
@@ -27,16 +29,21 @@ class ServeAutoscaler:
 
     Args:
         policy: the registered name of the policy.
+        model: the deployment's model, as a label of its metrics.
+        metrics: whether metrics are exported.
     """
 
-    def __init__(self, policy: str) -> None:
+    def __init__(self, policy: str, model: str, metrics: bool) -> None:
         self._policy: AutoscalingPolicy[Any] = AUTOSCALERS.load(policy)()
+        self._meter = Meter({"model": model}, enabled=metrics)
+        self._wanted: int | None = None
 
     def __call__(self, context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
         """Return the number of replicas that is wanted, and the state for the next call."""
         view = view_of(context)
         before = context.policy_state.get(STATE)
         decision = self._policy.decide(view, self._policy.first() if before is None else before)
+        self._count(decision.replicas, view.target)
         if decision.replicas != view.target and decision.reason is not Reason.KEEP:
             logging.getLogger("ray.serve").warning(
                 "%s: %d replicas are wanted instead of %d (%s)",
@@ -46,6 +53,14 @@ class ServeAutoscaler:
                 decision.reason,
             )
         return decision.replicas, {STATE: decision.state}
+
+    def _count(self, wanted: int, target: int) -> None:
+        """Count the replicas that are removed, once, although Ray may ask again before the target is what is wanted."""
+        if self._wanted is None:
+            self._meter.begin(REPLICAS_REMOVED)
+        if wanted != self._wanted:
+            self._meter.add(REPLICAS_REMOVED, target - wanted)
+        self._wanted = wanted
 
 
 def view_of(context: AutoscalingContext) -> ScalingView:

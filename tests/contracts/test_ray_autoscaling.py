@@ -12,18 +12,24 @@ from ray.serve._private.deployment_info import DeploymentInfo
 from ray.serve.config import AutoscalingConfig
 
 from cluster.app import number_of_replicas
-from cluster.config.models import ReplicaConfig
+from cluster.config.schema import CaesuraConfig
+from cluster.core.registry import OUR_AUTOSCALER
 from cluster.core.scaling_report import Demand, ReplicaLoadReport, ReplicaReport
-from router.autoscaling.serve_autoscaler import STALE_S, STATE
+from cluster.observing.meter import Meter
+from router.autoscaling.serve_autoscaler import STALE_S, STATE, ServeAutoscaler
 
 DEPLOYMENT = DeploymentID(name="ProgramServer:tiny", app_name="caesura")
+
+
+def configured(**replicas: int) -> CaesuraConfig:
+    return CaesuraConfig.model_validate({"replicas": replicas})
 
 
 class Controller:
     """The part of Ray's controller that decides the number of replicas."""
 
     def __init__(self, **bounds: int) -> None:
-        options = number_of_replicas(ReplicaConfig.model_validate(bounds))
+        options = number_of_replicas(configured(**bounds))
         assert options["num_replicas"] == "auto"
         config: AutoscalingConfig = options["autoscaling_config"]
         self.state = DeploymentAutoscalingState(DEPLOYMENT)
@@ -60,7 +66,7 @@ LOAD = ReplicaLoadReport(kv_tokens=1000.0, working_set_tokens=2000.0, turns=5.0,
 
 
 def test_a_fixed_number_is_no_autoscaling() -> None:
-    assert number_of_replicas(ReplicaConfig(count=3)) == {"num_replicas": 3}
+    assert number_of_replicas(configured(count=3)) == {"num_replicas": 3}
 
 
 def test_the_policy_decides_by_the_newest_reports_at_once() -> None:
@@ -96,3 +102,12 @@ def test_a_call_that_waits_starts_the_first_replica(monkeypatch: pytest.MonkeyPa
     assert controller.decides() == 1
     monkeypatch.setattr(controller.state, "get_total_num_requests", lambda: 0.0)
     assert controller.decides() == 1, "it is not taken back while the replica starts"
+
+
+def test_removed_replicas_are_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    counted: list[tuple[str, float]] = []
+    monkeypatch.setattr(Meter, "add", lambda _, metric, amount: counted.append((metric.name, amount)))
+    autoscaler = ServeAutoscaler(OUR_AUTOSCALER, "tiny", metrics=True)
+    for wanted, target in ((3, 1), (3, 3), (1, 3), (1, 3), (1, 1), (0, 1)):
+        autoscaler._count(wanted, target)
+    assert [one for one in counted if one[1] > 0] == [("replicas_removed", 2), ("replicas_removed", 1)]

@@ -111,6 +111,11 @@ def starts(*ended: bool) -> Series:
     }
 
 
+def removals(number: int) -> Series:
+    """The autoscaler removed so many replicas after four minutes."""
+    return {'replicas_removed_total{model="m"}': f"0x4 {number}x60"}
+
+
 def gauge(name: str, labels: str, high: float, low: float) -> tuple[Series, Series]:
     series = f"{name}{{{labels}}}"
     return {series: f"{high}x60"}, {series: f"{low}x60"}
@@ -153,6 +158,13 @@ STORIES = (
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True, False), starts(True, True, False, False)),
     # All are gone.
     Story("CaesuraReplicaCrashLoop", "20m", starts(True, True, True), starts(True, True)),
+    # The autoscaler removed some of those that ended.
+    Story(
+        "CaesuraReplicaCrashLoop",
+        "20m",
+        starts(True, True, True, True, True, True) | removals(3),
+        starts(True, True, True, True, True) | removals(3),
+    ),
     Story("CaesuraRouterSnapshotStale", "10m", *gauge("snapshot_age_seconds", 'model="m"', 20, 3)),
     Story("CaesuraRejectionRateHigh", "20m", rejections(20), rejections(2)),
     Story("CaesuraRejectionRateHigh", "20m", rejections(2) | unnamed(20), rejections(2) | unnamed(1)),

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from cluster.observing.catalogue import REPLICA_UP, Kind
+from cluster.observing.catalogue import REPLICA_UP, REPLICAS_REMOVED, Kind
 
 STEP = "$__rate_interval"
 """Grafana's variable for the shortest window over which a rate always has values."""
@@ -158,16 +158,21 @@ def or_zero(expression: str) -> str:
 
 
 ENDED_WINDOW = "30m"
+REMOVED_WINDOW = "45m"
+"""Longer than `ENDED_WINDOW`: a replica that the autoscaler removes ends when its last turn has."""
 
 
 def ended_replicas() -> str:
     """Return, by model, the number of replica processes that existed within `ENDED_WINDOW` and have ended.
 
-    Each process has one series of this gauge, which ends with it. Ray exports a counter until its node ends.
+    Those that the autoscaler removed do not count. Each process has one series of this gauge, which ends with it. Ray
+    exports a counter until its node ends.
     """
     state = 'state="up"'
     seen = f"count by (model) (last_over_time({select(REPLICA_UP, state, over=ENDED_WINDOW)}))"
-    return f"{seen}\n- (count by (model) ({select(REPLICA_UP, state)}) or 0 * {seen})"
+    removed = f"sum by (model) (increase({select(REPLICAS_REMOVED, over=REMOVED_WINDOW)}))"
+    here = f"count by (model) ({select(REPLICA_UP, state)})"
+    return f"{seen}\n- ({here} or 0 * {seen})\n- (round({removed}) or 0 * {seen})"
 
 
 def _aggregate(metric: Named, by: Sequence[str], aggregate: str = "sum", extra: tuple[str, ...] = ()) -> str:
