@@ -12,7 +12,7 @@ from ray.serve.deployment import Application
 from ray.serve.llm import LLMConfig, build_dp_deployment
 from ray.serve.schema import LoggingConfig
 
-from cluster.config.models import TINY, ReplicaConfig, adapter_model
+from cluster.config.models import TINY, adapter_model
 from cluster.config.schema import CaesuraConfig
 from cluster.core.errors import ConfigError
 from cluster.core.registry import OUR_AUTOSCALER, OUR_ROUTER, ROUTERS

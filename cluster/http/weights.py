@@ -117,7 +117,7 @@ class WeightRoutes:
 
         Raises:
             BadRequest: a field is invalid, or a replica cannot load the folder. Nothing was changed.
-            Overloaded: the store does not answer, and nothing was changed.
+            Overloaded: the store does not answer. If it had the new version already, replicas will load it.
             UpstreamFailed: a replica could not load the weights. It is named, and it is replaced. The others have them.
         """
         request = validated(WeightsRequest, body)

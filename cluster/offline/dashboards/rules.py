@@ -313,7 +313,7 @@ CLUSTER_ALERTS = Group(
             "0m",
             Severity.PAGE,
             "{{ $labels.model }}: {{ $value }} replica processes ended within " + ENDED_WINDOW,
-            "Each loses the KV of its programs, and their turns in flight start again on other replicas.",
+            "Each loses the KV of its programs, and their turns in flight continue on other replicas.",
         ),
         Alert(
             "CaesuraRouterSnapshotStale",
