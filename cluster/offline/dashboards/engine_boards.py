@@ -118,8 +118,8 @@ PROCESSES = Row(
         panel(f.RAY_OBJECTS, "Object store", unit=Unit.BYTES),
         lines(
             "Ended replica processes",
-            "Of the last half hour, without those that the autoscaler removed. One is a crash or a new version, many are"
-            " a crash loop.",
+            "Of the last half hour, without those that the autoscaler removed. One is a crash or a new version,"
+            " many are a crash loop.",
             {"": ended_replicas()},
             shape=Shape.NUMBER,
             bad_from=3,
