@@ -15,7 +15,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from cluster.core.errors import BadRequest, HttpError, Overloaded
+from cluster.core.errors import OVERLOAD, BadRequest, HttpError, Overloaded
 
 logger = logging.getLogger("caesura.http")
 
@@ -200,4 +200,5 @@ class ErrorBoundary:
         if size > self._max_header_bytes:
             raise BadRequest(f"headers of {size} bytes; at most {self._max_header_bytes} are accepted", status=431)
         if limited and self._in_flight >= self._max_in_flight:
-            raise Overloaded(f"{self._max_in_flight} requests are in flight; retry later", retry_after_s=RETRY_AFTER_S)
+            why = f"{self._max_in_flight} requests are in flight; retry later"
+            raise Overloaded(why, retry_after_s=RETRY_AFTER_S, code=OVERLOAD)

@@ -42,7 +42,7 @@ class AuthMiddleware:
         app: the application, which serves authenticated requests.
         config: has the path of the keys' file, and the tenants' limits.
         limited_paths: the paths that make work for a replica. Limits apply to these paths only.
-        on_rejection: called with the headers and the tenant of each request that exceeds a limit.
+        on_rejection: called with the headers, the tenant and the error's code of each request that exceeds a limit.
         find: finds a key's caller; None: the keys of the configured file are used. Without a file, every caller is
             `cluster.auth.keys.ANYBODY`.
         clock: measures the limits.
@@ -54,7 +54,7 @@ class AuthMiddleware:
         *,
         config: CaesuraConfig,
         limited_paths: frozenset[str],
-        on_rejection: Callable[[Headers, str], None] = lambda headers, tenant: None,
+        on_rejection: Callable[[Headers, str, str], None] = lambda headers, tenant, reason: None,
         find: FindKey | None = None,
         clock: Clock | None = None,
     ) -> None:
@@ -87,8 +87,8 @@ class AuthMiddleware:
             return
         try:
             allowance = self._limits.enter(caller.tenant)
-        except TooManyRequests:
-            self._on_rejection(Headers(scope=scope), caller.tenant)
+        except TooManyRequests as error:
+            self._on_rejection(Headers(scope=scope), caller.tenant, str(error.code))
             raise
 
         async def with_headers(message: Message) -> None:
@@ -102,8 +102,8 @@ class AuthMiddleware:
             nonlocal requests
             try:
                 self._limits.add(caller.tenant, more)
-            except TooManyRequests:
-                self._on_rejection(Headers(scope=scope), caller.tenant)
+            except TooManyRequests as error:
+                self._on_rejection(Headers(scope=scope), caller.tenant, str(error.code))
                 raise
             requests += more
 

@@ -201,7 +201,7 @@ class BatchRunner:
             created = await self._store.create(replace(run, idempotency=idempotency), [encode(Accepted(batch))])
         except RunStoreUnavailable as error:
             self._renounce(batch.id)
-            raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
+            raise _store_gone() from error
         except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
             if idempotency is None:
                 self._renounce(batch.id)
@@ -511,7 +511,7 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except RunStoreUnavailable as error:
-        raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
+        raise _store_gone() from error
 
 
 def _shown(head: RunHead) -> tuple[Batch, Progress]:
@@ -519,3 +519,7 @@ def _shown(head: RunHead) -> tuple[Batch, Progress]:
     if head.open and head.cancel_asked and progress.closing is None:
         progress = msgspec.structs.replace(progress, status="cancelling")
     return batch, progress
+
+
+def _store_gone() -> Overloaded:
+    return Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S, code="store_unavailable")

@@ -231,6 +231,10 @@ class Quarantined(BadRequest):
     status = 422
 
 
+OVERLOAD = "overload"
+"""Code of a rejection because too many requests or runs are in flight."""
+
+
 class Overloaded(HttpError):
     """The cluster is overloaded and accepts no more work now. The client may retry later."""
 

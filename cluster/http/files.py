@@ -295,4 +295,5 @@ def _reachable() -> Iterator[None]:
     try:
         yield
     except (RunStoreUnavailable, RunLeaseLost) as error:
-        raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S) from error
+        code = "store_unavailable"
+        raise Overloaded(f"{STORE_GONE}; retry later", retry_after_s=RETRY_AFTER_S, code=code) from error

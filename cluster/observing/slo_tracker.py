@@ -14,7 +14,7 @@ from typing import Protocol, Self
 from cluster.api.openai import SSE_DONE, ErrorMap, contains_error
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
-from cluster.core.errors import HttpError, Overloaded, Quarantined
+from cluster.core.errors import OVERLOAD, HttpError, Overloaded, Quarantined
 from cluster.core.identity import identity_of_headers
 from cluster.core.program import DEFAULT_TENANT, ProgramIdentity
 from cluster.core.slo import Bound, Outcome, Slo, TurnRecord, Verdict
@@ -179,12 +179,24 @@ class SloTracker:
             self._open.add(turn)
         return turn
 
-    def record_rejection(self, headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
+    def record_rejection(
+        self, headers: Mapping[str, str], tenant: str = DEFAULT_TENANT, reason: str = OVERLOAD
+    ) -> None:
         """Record a turn that was rejected before its body was read. It counts for the first model, since its model is
-        not known.
+        not known, and as a rejection of no model.
+
+        Args:
+            headers: headers of the request.
+            tenant: its tenant.
+            reason: the error's code.
         """
+        self.rejected(reason)
         identity = replace(identity_of_headers(headers), tenant=tenant)
         self.begin(self._config.model.id, identity, self.arrival_s(headers)).over(Outcome.REJECTED)
+
+    def rejected(self, reason: str, model: str = "") -> None:
+        """Record a rejection in front of the router, for a reason (an error's code). "": its model is not known."""
+        self._meter.add(metrics.REQUESTS_REJECTED, 1, model=model, reason=reason)
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
         """Record the end of a program. An outcome other than OK has a cause outside of its turns."""
@@ -409,10 +421,10 @@ def set_process_tracker(tracker: SloTracker) -> None:
     _Process.tracker = tracker
 
 
-def record_rejection(headers: Mapping[str, str], tenant: str = DEFAULT_TENANT) -> None:
+def record_rejection(headers: Mapping[str, str], tenant: str = DEFAULT_TENANT, reason: str = OVERLOAD) -> None:
     """Call `SloTracker.record_rejection` of this process's tracker, if there is one."""
     if _Process.tracker is not None:
-        _Process.tracker.record_rejection(headers, tenant)
+        _Process.tracker.record_rejection(headers, tenant, reason)
 
 
 # --- answers ----------------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from cluster.api.anthropic.errors import response_of
 from cluster.api.openai import REQUEST_ID, RETRY_AFTER_S, clean_request_id
 from cluster.core.clock import MonotonicClock
-from cluster.core.errors import BadRequest, UpstreamFailed
+from cluster.core.errors import OVERLOAD, BadRequest, UpstreamFailed
 from cluster.core.malloc_trim import keep_trimmed
 from cluster.core.slo import Outcome
 from cluster.observing.catalogue import HTTP_REFUSALS, REQUESTS, REQUESTS_REJECTED
@@ -38,7 +38,6 @@ IMPORT_PATH = "cluster.proxy.middleware.middlewares"
 RAY_HEADERS = frozenset({b"x-request-timeout-seconds", b"x-request-disconnect-disabled"})
 """Ray's own headers. They are removed, so that a client cannot set its timeout or hide its disconnect."""
 
-OVERLOAD = "overload"
 """The reason of a rejection because too many requests are in flight."""
 RECORD_DELAY_S = 0.2
 """Seconds after which rejections appear in the metrics. Recording each one by itself would take a third of the time of

@@ -21,6 +21,7 @@ from cluster.auth.tenants import Tenants
 from cluster.config.schema import CaesuraConfig
 from cluster.core.clock import Clock
 from cluster.core.errors import (
+    OVERLOAD,
     IllegalTransition,
     Overloaded,
     RunLeaseLost,
@@ -51,6 +52,8 @@ KEPT_S = 30.0
 TAKEN_AT_ONCE = 8
 """Largest number of other runners' runs that are taken over between two renewals of the own leases."""
 
+TENANT_PROGRAMS = "tenant_programs"
+"""The error code of a run of a tenant that has too many open programs."""
 STORE_GONE = "programs cannot be accepted now"
 LOG_GONE = "the program log cannot be read now"
 STORE_FULL = "the store of programs (redis) has no memory for a new one"
@@ -188,15 +191,16 @@ class ProgramRunner:
         """
         open_runs = self.open_runs + len(self._starting)
         if open_runs >= self._config.programs.max_open:
-            raise self._refusal(Overloaded, f"{open_runs} programs are in flight", spec, arrived_s)
+            raise self._refusal(Overloaded, f"{open_runs} programs are in flight", spec, arrived_s, OVERLOAD)
         most = self._tenants.max_programs(spec.tenant)
         if most is not None and self._open_of(spec.tenant) >= most:
-            raise self._refusal(TooManyRequests, f"{most} programs of this tenant are open", spec, arrived_s)
+            why = f"{most} programs of this tenant are open"
+            raise self._refusal(TooManyRequests, why, spec, arrived_s, TENANT_PROGRAMS)
         if self.memory.is_full:
             raise self._refusal(Overloaded, STORE_FULL, spec, arrived_s, "store_full")
         # The starts that wait, or are being undone, show when the store is back.
         if (self._starting or self.uncertain_starts) and not self._store.healthy:
-            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s)
+            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s, "store_unavailable")
         accepted = Accepted(spec)
         labels = {"model": spec.model, "api": spec.api}
         secret_bytes = json.dumps(secret).encode() if secret else None
@@ -206,7 +210,7 @@ class ProgramRunner:
             created = await self._store.create(run, [encode(accepted)])
         except RunStoreUnavailable as error:
             self._renounce(spec.id)
-            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s) from error
+            raise self._refusal(Overloaded, STORE_GONE, spec, arrived_s, "store_unavailable") from error
         except asyncio.CancelledError:  # the client has gone, and may come again only with an idempotency key
             if idempotency is None:
                 self._renounce(spec.id)
@@ -373,9 +377,9 @@ class ProgramRunner:
         return working + self._starting.count(tenant)
 
     def _refusal(
-        self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None, code: str | None = None
+        self, kind: type[Overloaded], why: str, spec: RunSpec, arrived_s: float | None, code: str
     ) -> Overloaded:
-        RunWatch(self._turns, spec, arrived_s, self._clock).refused()
+        RunWatch(self._turns, spec, arrived_s, self._clock).refused(code)
         return kind(f"{why}; retry later", retry_after_s=RETRY_AFTER_S, code=code)
 
     def _forget(self, run_id: str, task: RunTask) -> None:

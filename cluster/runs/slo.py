@@ -31,6 +31,10 @@ class Turns(Protocol):
         """Record the arrival of a turn."""
         ...
 
+    def rejected(self, reason: str, model: str) -> None:
+        """Record a rejection for a reason, an error's code."""
+        ...
+
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
         """Record the end of a program. An outcome other than OK means that none of its turns was the reason."""
         ...
@@ -42,6 +46,9 @@ class NullTurns:
     def begin(self, model: str, identity: ProgramIdentity, arrived_s: float) -> "NullTurns":
         """Record nothing."""
         return self
+
+    def rejected(self, reason: str, model: str) -> None:
+        """Record nothing."""
 
     def program_ended(self, key: str, outcome: Outcome = Outcome.OK) -> None:
         """Record nothing."""
@@ -93,8 +100,9 @@ class RunWatch:
             self._turn.takes_alone(alone_s)
         self._over(Outcome.OK)
 
-    def refused(self) -> None:
-        """Record that the run was not accepted."""
+    def refused(self, reason: str) -> None:
+        """Record that the run was not accepted, for a reason, an error's code."""
+        self._turns.rejected(reason, self._model)
         self.turn()
         self._over(Outcome.REJECTED)
         self._turns.program_ended(str(self._identity.key))

@@ -169,7 +169,8 @@ def test_what_waited_in_front_of_us_counts(ingress: Ingress, recorded: Recorded)
 
 
 def test_a_turn_rejected_before_its_body_is_read_fails_its_program(ingress: Ingress, recorded: Recorded) -> None:
-    ingress.tracker.record_rejection({"x-session-id": "p"})
+    ingress.tracker.record_rejection({"x-session-id": "p"}, reason="tenant_rate")
+    assert recorded.of(metrics.REQUESTS_REJECTED) == {("", "tenant_rate"): 1}
     assert recorded.of(metrics.REQUESTS) == {("tiny", "rejected", "default"): 1}
     assert recorded.of(metrics.PROGRAM_ENDS) == {("tiny", "default", "failed"): 1}
     ingress.turn("p", last=True)

@@ -32,6 +32,13 @@ async def started_together(
     return await asyncio.gather(*starts, return_exceptions=True)
 
 
+def recorded(runner: ProgramRunner, monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The code and the model of each rejection, as they come."""
+    rejected: list[tuple[str, str]] = []
+    monkeypatch.setattr(runner._turns, "rejected", lambda code, model: rejected.append((code, model)))
+    return rejected
+
+
 def hanging() -> ScriptedReplicas:
     """Replicas whose turns do not end."""
     return ScriptedReplicas([[asyncio.Event()] for _ in range(3)])
@@ -41,16 +48,20 @@ async def test_programs_of_a_tenant_that_arrive_together_are_limited(
     runners: Runners, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     runner = runners(hanging(), tenants=TWO_OF_A_TENANT)
+    rejected = recorded(runner, monkeypatch)
     results = await started_together(runners, runner, "tenant", monkeypatch)
     assert [type(result) for result in results] == [Started, Started, TooManyRequests]
+    assert rejected == [("tenant_programs", "tiny")]
     assert runner.open_runs == 2
     assert await runner.load("tenant-2", "t") is None
 
 
 async def test_programs_that_arrive_together_are_limited(runners: Runners, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = runners(hanging(), max_open=2)
+    rejected = recorded(runner, monkeypatch)
     results = await started_together(runners, runner, "ingress", monkeypatch)
     assert [type(result) for result in results] == [Started, Started, Overloaded]
+    assert rejected == [("overload", "tiny")]
     assert runner.open_runs == 2
     assert await runner.load("ingress-2", "t") is None
 

@@ -49,7 +49,7 @@ async def stream(request: Request) -> Response:
 
 def client(
     clock: ManualClock | None = None,
-    on_rejection: Callable[[Headers, str], None] = lambda headers, tenant: None,
+    on_rejection: Callable[[Headers, str, str], None] = lambda headers, tenant, reason: None,
     *,
     keys: bool = True,
     **limits: Any,
@@ -141,8 +141,8 @@ def test_without_configured_keys_everybody_is_the_default_tenant() -> None:
 
 def test_a_rate_is_kept_and_told() -> None:
     clock = ManualClock()
-    refusals: list[str] = []
-    door = client(clock, lambda headers, tenant: refusals.append(tenant), requests_per_s=2.0, burst=3)
+    refusals: list[tuple[str, str]] = []
+    door = client(clock, lambda headers, tenant, code: refusals.append((tenant, code)), requests_per_s=2.0, burst=3)
     answers = [door.get(TURNS, headers=bearer("acme-key")) for _ in range(4)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429]
     assert [answer.headers["x-ratelimit-remaining-requests"] for answer in answers[:3]] == ["2", "1", "0"]
@@ -151,7 +151,7 @@ def test_a_rate_is_kept_and_told() -> None:
     assert answers[3].json()["error"]["code"] == "tenant_rate"
     assert door.get(TURNS, headers=bearer("other-key")).status_code == 200  # nobody else's matter
     assert door.get("/v1/models", headers=bearer("acme-key")).status_code == 200  # makes no work
-    assert refusals == ["acme"]
+    assert refusals == [("acme", "tenant_rate")]
     clock.advance(0.5)
     assert [door.get(TURNS, headers=bearer("acme-key")).status_code for _ in range(2)] == [200, 429]
 
