@@ -28,6 +28,7 @@ from replicas.grammar_trials import trials_of
 from replicas.host_tier import fit_tiers
 from replicas.resumption import ContinuedClient
 from replicas.settings import in_one_process
+from replicas.stop_strings import mark_stopped
 from replicas.token_requests import TokenRequest, generated
 from replicas.vllm_patches import forked_engine_core, share_rendering
 
@@ -67,6 +68,7 @@ class ReplicaEngine(VLLMEngine):
         trials = trials_of(self._engine_client)
         if not self._engine_client.vllm_config.model_config.skip_tokenizer_init:  # otherwise nothing is compiled
             trials.start()
+        mark_stopped(self._engine_client)
         self.streams = ContinuedClient(self._engine_client, trials)
         for serving in (self._oai_serving_chat, self._oai_serving_completion, self._serving_tokens):
             serving.engine_client = self.streams

@@ -61,6 +61,7 @@ class TurnRecord:
     tools: tuple[str, ...]
     """Tools that the turn asked for."""
     outcome: str
+    """How it ended: the name of vLLM's RequestStatus without its prefix."""
     decision: KvDecision = KvDecision.RELEASE
     """What happened to the KV after the turn."""
     reason: PauseReason | None = None
@@ -72,6 +73,11 @@ class TurnRecord:
     """Those of ``cached_tokens`` that were loaded from the disk tier."""
     weights: tuple[str, ...] = ()
     """Versions of the model's weights that computed the output, in order."""
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether the turn leaves a context to continue from. One that was aborted or failed leaves none."""
+        return self.outcome in ("stopped", "length_capped", "repetition")
 
     @property
     def decision_text(self) -> str:

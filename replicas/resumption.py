@@ -13,7 +13,7 @@ It uses these names of vLLM 0.29 (tests/contracts/test_resumption.py checks what
 """
 
 import re
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import aclosing, contextmanager
 from functools import partial
 from types import SimpleNamespace
@@ -35,6 +35,7 @@ from replicas.grammar_queue import COMPILED_S_KEY
 from replicas.grammar_trials import GrammarTrials
 from replicas.requests import of_first_event
 from replicas.resumed_logprobs import Position, ResumedLogprobs, packed
+from replicas.stop_strings import stop
 from replicas.turn_recorder import TurnRecorder, WeightSpans
 from replicas.turn_reports import take_alone_s
 from replicas.vllm_patches import RESUMED_KEY
@@ -172,6 +173,7 @@ class Watch:
     def outputs(
         self,
         generate: Callable[..., AsyncGenerator[RequestOutput]],
+        end: Callable[[str], Awaitable[None]],
         tokenizer: Any,
         prompt: Any,
         params: Any,
@@ -181,6 +183,7 @@ class Watch:
 
         Args:
             generate: AsyncLLM's method with the three arguments prompt, parameters and name.
+            end: ends the request of this name, in whose text a stop string was found.
             tokenizer: the engine's tokenizer.
             prompt: vLLM's engine input.
             params: vLLM's SamplingParams.
@@ -198,7 +201,7 @@ class Watch:
             self._recorder = TurnRecorder(prompt["prompt_token_ids"], params.n, is_delta=is_delta)
         if self.so_far is None:
             return self._watched(generate(prompt, params, name), prompt)
-        return self._resumed(generate, tokenizer, prompt, params, name, self.so_far)
+        return self._resumed(generate, end, tokenizer, prompt, params, name, self.so_far)
 
     async def _watched(self, outputs: AsyncGenerator[RequestOutput], prompt: Any) -> AsyncGenerator[RequestOutput]:
         first = True
@@ -232,7 +235,14 @@ class Watch:
             raise
 
     async def _resumed(
-        self, generate: Callable[..., Any], tokenizer: Any, prompt: Any, params: Any, name: str, so_far: Progress
+        self,
+        generate: Callable[..., Any],
+        end: Callable[[str], Awaitable[None]],
+        tokenizer: Any,
+        prompt: Any,
+        params: Any,
+        name: str,
+        so_far: Progress,
     ) -> AsyncGenerator[RequestOutput]:
         ids = list(prompt["prompt_token_ids"])
         begun = so_far.begun
@@ -280,6 +290,8 @@ class Watch:
                     self.endings[0] = ending
                 self._note(whole.outputs[0])
                 self._tokens += len(whole.outputs[0].token_ids)
+                if whole.finished and not output.finished:
+                    await end(name)
                 yield whole
                 if whole.finished:
                     return
@@ -357,7 +369,8 @@ class ContinuedClient:
 
         if watch is None:
             return generate(prompt, sampling_params, request_id)
-        return watch.outputs(generate, self._client.renderer.tokenizer, prompt, sampling_params, request_id)
+        tokenizer, end = self._client.renderer.tokenizer, partial(stop, self._client)
+        return watch.outputs(generate, end, tokenizer, prompt, sampling_params, request_id)
 
     async def _checked(
         self, generate: Callable[[], AsyncGenerator[RequestOutput]], params: Any, watch: Watch

@@ -30,7 +30,7 @@ from typing import Any
 from vllm.v1.core.kv_cache_utils import KVCacheBlock
 from vllm.v1.core.sched.interface import PauseState
 from vllm.v1.core.sched.output import SchedulerOutput
-from vllm.v1.request import Request, RequestStatus
+from vllm.v1.request import Request
 
 from cluster.config.schema import PolicyConfig
 from cluster.core.clock import Clock, MonotonicClock
@@ -466,7 +466,7 @@ class AgentScheduler(LoadingScheduler):
         record = record_of(request, turn, now_s)
         self.trees.turn_ended(key, request.request_id)
         # A turn that did not complete (aborted, rejected, failed) leaves no context to continue from.
-        if request.status in (RequestStatus.FINISHED_STOPPED, RequestStatus.FINISHED_LENGTH_CAPPED):
+        if record.is_complete:
             record = replace(record, tools=tools_of(request, turn, self.tool_names))
             ended = ended_event(request, turn, record.tools, now_s)
             served_tokens = self.programs[key].served_tokens + ended.served_tokens

@@ -52,6 +52,7 @@ from cluster.core.malloc_trim import trim
 from replicas.grammar_queue import GrammarQueue
 from replicas.kv_groups import KvGroups
 from replicas.render_threads import RenderThreads
+from replicas.stop_strings import sorted_ids
 from replicas.vllm_versions import Loads, batch_places
 
 # --- the engine -------------------------------------------------------------------------------------------------------
@@ -180,7 +181,22 @@ class StagedScheduler(Loads):
         return updated
 
 
-class LoadingScheduler(StagedScheduler):
+class StoppedScheduler(StagedScheduler):
+    """Ends a running turn as stopped, and not as aborted, if a stop string was found in its text."""
+
+    def finish_requests(self, request_ids: str | Iterable[str] | None, finished_status: RequestStatus) -> list[Request]:
+        """End requests. The ids may have the mark of `replicas.stop_strings`."""
+        if request_ids is None or isinstance(request_ids, str):
+            return list(super().finish_requests(request_ids, finished_status))
+        stopped, others = sorted_ids(request_ids)
+        running = [
+            one for one in stopped if one in self.requests and self.requests[one].status == RequestStatus.RUNNING
+        ]
+        ended = super().finish_requests(running, RequestStatus.FINISHED_STOPPED)
+        return [*ended, *super().finish_requests([*stopped, *others], finished_status)]
+
+
+class LoadingScheduler(StoppedScheduler):
     """vLLM's scheduler, extended by loads of a context from the host before a turn needs it, and by preemptions.
 
     A load is one of ``requests``, so that vLLM keeps stepping until it is done, but it is in no queue.

@@ -418,6 +418,35 @@ async def test_a_bound_of_the_whole_program_may_exceed_what_the_context_has_left
     assert done.finish_reason == "stop"
 
 
+async def told(replica: Replica, key: str) -> dict[str, Any]:
+    """A program's state, when its first turn has ended."""
+    for _ in range(200):
+        story = dict(await replica.channel.call("program", key=key))
+        if story["turns"]:
+            break
+        await asyncio.sleep(0.01)
+    return story
+
+
+async def test_a_turn_that_a_stop_string_ends_pauses_its_program(replica: Replica) -> None:
+    """vLLM's front end finds the string, and aborts the request in the engine."""
+    question = [{"role": "user", "content": "Hello. " + "rain " * 200}]
+    plain = {"ignore_eos": True, "max_completion_tokens": 60}
+    _, _, whole, _ = parsed(await replica.turn(body_of(question, **plain), None, "plain"))
+    stop = whole["content"][len(whole["content"]) // 2 :][:4]
+    _, ids, message, done = parsed(await replica.turn(body_of(question, stop=[stop], **plain), None, "stops"))
+    assert done.finish_reason == "stop" and len(ids) < 60
+    known = [*question, {"role": "assistant", "content": message["content"]}, {"role": "user", "content": "Well?"}]
+    story = await told(replica, "default/stops")
+    [turn] = story["turns"]
+    assert (turn["outcome"], turn["kv"], story["phase"]) == ("stopped", "hold", "held")
+    assert len(ids) <= turn["output_tokens"] < 60
+    *_, later = parsed(await replica.turn(body_of(known, **plain), None, "stops"))
+    assert later.cached_tokens > done.prompt_tokens - BLOCK > 200
+    for name in ("plain", "stops"):
+        await replica.channel.call("end", key=f"default/{name}")
+
+
 WINDOW = 4096
 LONG = "".join(f"line {number} of the report\n" for number in range(3000))
 

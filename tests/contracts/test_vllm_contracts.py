@@ -55,6 +55,7 @@ def test_a_difference_between_versions_is_recognised(name: str) -> None:
         (AsyncScheduler, "_free_blocks", ["self", "request"]),
         (AsyncScheduler, "reset_prefix_cache", ["self", "reset_running_requests", "reset_connector"]),
         (AsyncScheduler, "shutdown", ["self"]),
+        (AsyncScheduler, "finish_requests", ["self", "request_ids", "finished_status"]),
         (AsyncScheduler, "_preempt_request", ["self", "request", "timestamp", "drop_stale_output"]),
         (CPUOffloadingManager, "complete_store", ["self", "keys", "req_context", "success"]),
         (CPUOffloadingManager, "complete_load", ["self", "keys", "req_context"]),

@@ -1,0 +1,50 @@
+"""Turns that a stop string ends.
+
+vLLM 0.29 finds stop strings in the process in front of its engine, and then aborts the request there. Its scheduler
+cannot tell such a turn from one whose client has left, and the program would lose its context. `mark_stopped` and
+`stop` mark the ids of these requests in the message to the engine. `sorted_ids` reads the mark.
+"""
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+MARK = "caesura-stopped/"
+"""Precedes the id of a request in vLLM's message that aborts it. vLLM ignores ids that it does not know."""
+
+
+def mark_stopped(client: Any) -> None:
+    """Let vLLM's AsyncLLM mark the requests that a stop string ends."""
+    if _chooses_engine(client):
+        return
+    process: Callable[..., Any] = client.output_processor.process_outputs
+
+    def marked(*arguments: Any, **options: Any) -> Any:
+        processed = process(*arguments, **options)
+        processed.reqs_to_abort[:] = [MARK + one for one in processed.reqs_to_abort]
+        return processed
+
+    client.output_processor.process_outputs = marked
+
+
+async def stop(client: Any, name: str) -> None:
+    """End a request, as a stop string was found in its text.
+
+    Args:
+        client: vLLM's AsyncLLM.
+        name: the request's name. vLLM gives its parts other ids.
+    """
+    if not _chooses_engine(client):
+        ids = client.output_processor.external_req_ids.get(name, ())
+        await client.engine_core.abort_requests_async([MARK + one for one in ids])
+
+
+def sorted_ids(ids: Iterable[str]) -> tuple[list[str], list[str]]:
+    """Return the ids of the requests that a stop string ended, without their mark, and all others."""
+    every = list(ids)
+    stopped = [one.removeprefix(MARK) for one in every if one.startswith(MARK)]
+    return stopped, [one for one in every if not one.startswith(MARK)]
+
+
+def _chooses_engine(client: Any) -> bool:
+    """Return whether the client sends each request to one of several engines, which it finds by the id."""
+    return hasattr(client.engine_core, "reqs_in_flight")
