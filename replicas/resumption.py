@@ -273,8 +273,8 @@ class Watch:
 
         known = unpack_ids(so_far.token_ids)
         *spans, last = _spans(unpack_ids(so_far.sizes))
-        for begin, end in spans:
-            yield output_of(known[begin:end], None, logprobs.known(begin, end) if logprobs else None)
+        for begin, until in spans:
+            yield output_of(known[begin:until], None, logprobs.known(begin, until) if logprobs else None)
         if so_far.ending is not None:
             self.endings[0] = so_far.ending
         yield output_of(known[last[0] :], so_far.ending, logprobs.known(last[0], len(known)) if logprobs else None)
