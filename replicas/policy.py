@@ -61,9 +61,10 @@ class LoadView:
     """Number of steps scheduled since the start."""
     running: int
     running_tokens: int
-    """Tokens of KV of the running turns."""
+    """Tokens of the running turns that have KV. Tokens that several turns share count for each, as each reads them."""
     waiting: int
     held_tokens: int
+    """Tokens of memory of the holds. A block that several programs hold counts once."""
     free_tokens: int
     """Tokens of memory that nobody owns. The prefix cache may still have contents there."""
     waiting_late: int = 0

@@ -158,7 +158,8 @@ def routing_snapshot(
         put_off = any(queue.puts_off(request.request_id) for queue in scheduler.waiting_queues)
         in_flight.add(request, turn.key, turn.forecast.output_tokens, put_off=put_off)
     used_tokens = load.facts.capacity_tokens - load.free_tokens
-    distinct = _distinct_share(used_tokens, in_flight.running_tokens + load.held_tokens)
+    held_tokens = scheduler.holds.num_tokens + scheduler.swapping.fetching_tokens
+    distinct = _distinct_share(used_tokens, in_flight.running_tokens + held_tokens)
     paused = _Paused(scheduler, distinct)
     for program in islice((state for state in scheduler.programs.recent() if not state.active), MAX_PAUSED):
         paused.add(program)

@@ -278,14 +278,14 @@ class AgentScheduler(LoadingScheduler):
     def load_now(self) -> LoadView:
         """Return the replica's load now."""
         free = self.groups.tokens_in(int(self.kv_cache_manager.block_pool.get_num_free_blocks()))
-        # Tokens that are being loaded will be held.
-        held = self.holds.num_tokens + self.swapping.fetching_tokens
+        held_tokens = min(self.holds.num_tokens, self.groups.tokens_in(self.holds.num_blocks))
+        held = held_tokens + self.swapping.fetching_tokens  # tokens that are being loaded will be held
         return LoadView(
             facts=self.facts,
             now_s=self._now_s(),
             step=self.current_step,
             running=len(self.running),
-            running_tokens=max(0, self.facts.capacity_tokens - free - held),
+            running_tokens=sum(request.num_computed_tokens for request in self.running),
             waiting=sum(len(queue) for queue in self.waiting_queues),
             held_tokens=held,
             free_tokens=free,

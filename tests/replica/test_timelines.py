@@ -447,3 +447,20 @@ def test_a_program_that_never_comes_back_is_forgotten(programs: Make) -> None:
     p.clock.advance(p.scheduler.settings.limits.program_ttl_s)
     p.step()
     assert (len(p.scheduler.programs), p.scheduler.programs.concluded) == (0, 1)
+
+
+def test_a_prefix_that_programs_share_hides_no_running_turn(programs: Make) -> None:
+    """Six programs hold one system prompt and a little of their own; a running turn has it, too."""
+    p = programs("continuum", default_ttl_s=1e6, max_ttl_s=1e6)
+    shared = [7] * 320
+    for name in "abcdef":
+        p.contexts[name] = [*shared, ord(name)]
+        p.turns[name] = 0
+        p.turn(name, new_tokens=70)
+    p.contexts["r"], p.turns["r"] = [*shared, 9], 0
+    p.arrive("r", new_tokens=60, output=30)
+    p.step()
+    load, (running,) = p.scheduler.load_now(), p.scheduler.running
+    assert p.scheduler.holds.num_tokens > load.facts.capacity_tokens > load.held_tokens
+    assert load.held_tokens == p.scheduler.holds.num_blocks * BLOCK
+    assert load.running_tokens == running.num_computed_tokens == 381
