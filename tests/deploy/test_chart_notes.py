@@ -38,7 +38,7 @@ def test_they_show_the_access_that_is_open(chart: Path) -> None:
     assert "has the type ClusterIP" in text and "nothing outside the cluster" in text
     assert "WARNING" not in text and "extraEgress" not in text
     opened = notes(chart, ACCEPTED["peers inside the cluster"].values)
-    assert '"port":4317' in opened and "All Ray pods reach" in opened
+    assert '"port":4317' in opened and "All Ray pods, and so tools, reach" in opened
     tools = notes(chart, ACCEPTED["tool egress"].values)
     assert "203.0.113.0/24" in tools
 

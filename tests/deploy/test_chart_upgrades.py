@@ -99,6 +99,7 @@ IN_PLACE: dict[str, dict[str, Any]] = {
     "monitoring": {"monitoring": {"scrape": "pods", "rules": True, "dashboards": True}},
     "budgets": {"podDisruptionBudgets": {"enabled": False}},
     "Redis": {"redis": {"resources": {"limits": {"memory": "2Gi"}}}},
+    "image of Redis": {"redis": {"image": {"tag": "7.4.3-bookworm"}}},
     "keys": {"keys": {"entries": [{"tenant": "a", "sha256": "0" * 64, "roles": ["serve"]}]}},
     "upgrades": {"upgrade": {"strategy": "None"}},
     "another group, sorted last": {"workerGroups": {"z": {"replicas": 1, "resources": {"requests": {}, "limits": {}}}}},
